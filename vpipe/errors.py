@@ -1,0 +1,75 @@
+"""What went wrong, in words a user can act on.
+
+Two families. A :class:`UserError` is a mistake in something the user wrote (a config, a partition, a
+data folder): it is found before a process starts, names the place and the remedy, and ends the
+command with exit status 2. A :class:`RunError` happened while a run was under way: it carries the
+rank, the stage and the action, and ends the command with exit status 1. Neither shows a traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake: ``what`` (with its numbers), ``hint`` (the remedy), ``where`` (``file:line:column``)."""
+
+    what: str
+    hint: str
+    where: str | None = None
+
+    def __str__(self) -> str:
+        place = f" ({self.where})" if self.where else ""
+        return f"error: {self.what}{place}\nhint: {self.hint}"
+
+
+class VpipeError(Exception):
+    """Base of everything vpipe raises on purpose."""
+
+    exit_status = 1
+
+
+class UserError(VpipeError, ValueError):
+    """One or several mistakes of the user, each with its remedy; exit status 2."""
+
+    exit_status = 2
+
+    def __init__(self, what: str, *, hint: str, where: str | None = None) -> None:
+        self.problems: tuple[Problem, ...] = (Problem(what, hint, where),)
+        super().__init__(str(self.problems[0]))
+
+    @classmethod
+    def all_of(cls, problems: Sequence[Problem]) -> UserError:
+        """One error that lists every problem, so that the user can mend them in one go."""
+        assert problems, "an error needs at least one problem"
+        first = problems[0]
+        error = cls(first.what, hint=first.hint, where=first.where)
+        error.problems = tuple(problems)
+        error.args = ("\n".join(map(str, problems)),)
+        return error
+
+
+class CheckError(UserError):
+    """A schedule breaks a rule; the text holds the grid with the action at fault marked."""
+
+
+class RunError(VpipeError):
+    """A run failed: says on which rank, in which stage and action, and why; exit status 1."""
+
+    def __init__(self, what: str, *, hint: str, rank: int | None = None, stage: int | None = None,
+                 action: str | None = None, peer: int | None = None) -> None:
+        self.what, self.hint = what, hint
+        self.rank, self.stage, self.action, self.peer = rank, stage, action, peer
+        places = [f"{name} {value}" for name, value in
+                  (("rank", rank), ("stage", stage), ("action", action), ("peer rank", peer)) if value is not None]
+        place = f" ({', '.join(places)})" if places else ""
+        super().__init__(f"error: {what}{place}\nhint: {hint}")
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """A remedy for an unknown name: the nearest valid one, or all of them."""
+    close = get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"did you mean '{close[0]}'?" if close else f"known names: {', '.join(sorted(known))}"

@@ -1,0 +1,183 @@
+"""A model is an ordered list of layers that pass named tensors on.
+
+A :class:`Layer` says how to build its module, which tensors it reads and which it writes; nothing is
+built until a rank needs it. Names work like variables in a program: a later layer may write a name
+again (``h`` in, ``h`` out), and a name stays readable until then, so a tensor may skip any number of
+layers.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from vpipe.errors import Problem, UserError, nearest
+
+LOSS = "loss"
+
+
+def seed_of(*parts: int) -> int:
+    """A 63-bit seed made from integers: the same everywhere, unrelated for neighbouring values."""
+    packed = struct.pack(f"<{len(parts)}q", *parts)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The smallest unit a model may be cut between.
+
+    ``build`` makes the module, whose ``forward`` takes ``inputs`` in that order and returns ``outputs``
+    in that order (a tensor, or a tuple when there are several). ``ties`` maps a parameter of this layer
+    to the parameter of an earlier layer that it shares: ``{"decoder.weight": "embed.word.weight"}``.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    inputs: tuple[str, ...] = ("h",)
+    outputs: tuple[str, ...] = ("h",)
+    ties: Mapping[str, str] = field(default_factory=dict)
+
+    def materialize(self, index: int, seed: int) -> nn.Module:
+        """The module, initialised under a seed made from the run's seed and the layer's index alone.
+
+        So a layer starts from the same weights whichever rank builds it. The caller's random state is
+        left as it was.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed_of(seed, index))
+            module = self.build()
+        if not isinstance(module, nn.Module):
+            raise UserError(f"layer '{self.name}' was built as {type(module).__name__}, not as an nn.Module",
+                            hint="its build function must return a module: Layer(name, lambda: MyModule())")
+        return module
+
+
+class Model:
+    """Layers in order, and the fields of a batch that they read.
+
+    ``batch`` names the fields of a batch (a dict of tensors, dimension 0 = samples). The last layer
+    must write the tensor called ``loss``: the mean loss of the samples it was given, a scalar.
+    """
+
+    def __init__(self, layers: Iterable[Layer], batch: Sequence[str]) -> None:
+        self.layers = tuple(layers)
+        self.batch = tuple(batch)
+        problems = list(_problems(self.layers, self.batch))
+        if problems:
+            raise UserError.all_of(problems)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @classmethod
+    def sequential(cls, modules: nn.Sequential, loss: Callable[[Tensor, Tensor], Tensor]) -> Model:
+        """Any ``nn.Sequential`` as a model of one layer per child; a batch is ``input`` and ``target``.
+
+        The children are already initialised and are copied as they are; ``loss(output, target)`` joins the
+        last child.
+        """
+        children = dict(modules.named_children())
+        if not children:
+            raise UserError("the nn.Sequential has no children", hint="give it at least one module")
+        *front, last = children
+        source = "input"
+        layers = []
+        for name in front:
+            layers.append(Layer(name, partial(copy.deepcopy, children[name]), (source,), ("h",)))
+            source = "h"
+        ending = _WithLoss(children[last], loss)
+        layers.append(Layer(last, partial(copy.deepcopy, ending), (source, "target"), (LOSS,)))
+        return cls(layers, batch=("input", "target"))
+
+    def materialize(self, seed: int = 0) -> nn.ModuleDict:
+        """The whole model on one device, tied parameters shared: for references, export, inference."""
+        modules = {layer.name: layer.materialize(i, seed) for i, layer in enumerate(self.layers)}
+        for layer in self.layers:
+            for own, target in layer.ties.items():
+                owner, parameter = split_target(target, self.layers)
+                set_parameter(modules[layer.name], own, modules[owner].get_parameter(parameter))
+        whole = nn.ModuleDict()
+        whole._modules.update(modules)  # layer names may hold dots, which add_module refuses
+        return whole
+
+    def index(self, name: str) -> int:
+        """The position of the layer called ``name``."""
+        return next(i for i, layer in enumerate(self.layers) if layer.name == name)
+
+
+def split_target(target: str, layers: Sequence[Layer]) -> tuple[str, str]:
+    """``"<layer name>.<parameter>"`` as its two halves; layer names may hold dots themselves."""
+    for layer in layers:
+        if target.startswith(layer.name + "."):
+            return layer.name, target[len(layer.name) + 1:]
+    raise UserError(f"tie to '{target}', which names no layer",
+                    hint=nearest(target.rsplit(".", 1)[0], [layer.name for layer in layers]))
+
+
+def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Put ``parameter`` where ``module`` keeps the one called ``name`` (dots lead into submodules)."""
+    path, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(path), leaf, parameter)
+
+
+class _WithLoss(nn.Module):
+    """The last child of a sequential model followed by its loss.
+
+    It shares the child's tables, so that parameters keep the names they have in the ``nn.Sequential``.
+    """
+
+    def __init__(self, child: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self._parameters, self._buffers, self._modules = child._parameters, child._buffers, child._modules
+        self._own = (child, loss)
+
+    def train(self, mode: bool = True) -> _WithLoss:
+        self._own[0].train(mode)
+        return super().train(mode)
+
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+        child, loss = self._own
+        return loss(child(hidden), target)
+
+
+def _problems(layers: tuple[Layer, ...], batch: tuple[str, ...]) -> Iterable[Problem]:
+    if not layers:
+        yield Problem("the model has no layers", "give Model at least one Layer")
+        return
+    names = [layer.name for layer in layers]
+    for name in sorted({n for n in names if names.count(n) > 1}):
+        yield Problem(f"two layers are called '{name}'", "give every layer a name of its own")
+    known = set(batch)
+    if LOSS in known:
+        yield Problem("a batch field is called 'loss'", "rename the field: 'loss' is the tensor that is minimised")
+    for i, layer in enumerate(layers):
+        for name in layer.inputs:
+            if name not in known:
+                yield Problem(f"layer '{layer.name}' reads '{name}', which no earlier layer writes and no batch holds",
+                              nearest(name, sorted(known)))
+        for name in layer.outputs:
+            if name in batch:
+                yield Problem(f"layer '{layer.name}' writes '{name}', which is a field of the batch",
+                              "give the output another name")
+            if name == LOSS and i != len(layers) - 1:
+                yield Problem(f"layer '{layer.name}' writes 'loss' but is not the last layer",
+                              "let the last layer write the loss: a pipeline starts its backward there")
+        known.update(layer.outputs)
+        for own, target in layer.ties.items():
+            if not any(target.startswith(earlier + ".") for earlier in names[:i]):
+                yield Problem(f"layer '{layer.name}' ties '{own}' to '{target}', which is in no earlier layer",
+                              "a tie points to '<earlier layer>.<parameter>'")
+    if LOSS not in layers[-1].outputs:
+        yield Problem(f"the last layer '{layers[-1].name}' does not write 'loss'",
+                      f"it writes {list(layers[-1].outputs)}: name one of its outputs 'loss'")
+    fields = {name for layer in layers for name in layer.inputs}
+    for name in batch:
+        if name not in fields:
+            yield Problem(f"no layer reads the batch field '{name}'", "leave it out of batch=...")
