@@ -1,0 +1,79 @@
+"""The one record that everything reads: an action of a rank in a pipeline schedule.
+
+The text form is that of PyTorch's pipelining (``torch.distributed.pipelining.schedules``):
+``<stage><operation><index>``, so ``2F0`` is the forward of stage 2 on microbatch 0.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+from vpipe.errors import UserError
+
+
+class Op(str, Enum):
+    """What an action does; the value is its text form."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    STEP = "STEP"  # optimizer step of a stage: makes its next weight version; the index is the update's
+    NORM = "NORM"  # publish the norms of a stage's gradients, for clipping by the global norm; index: the update's
+    SEND_F = "SEND_F"  # output activations to the next stage
+    RECV_F = "RECV_F"  # input activations from the previous stage
+    SEND_B = "SEND_B"  # input gradients to the previous stage
+    RECV_B = "RECV_B"  # output gradients from the next stage
+    # Weights tied across ranks. The stage is the one that owns the weight, on both sides.
+    SEND_W = "SEND_TIED_W"  # owner: a weight version to the ranks that borrow it; the index is the version
+    RECV_W = "RECV_TIED_W"  # borrower: that version
+    SEND_G = "SEND_TIED_G"  # borrower: its gradient of an update to the owner; the index is the update
+    RECV_G = "RECV_TIED_G"  # owner: that gradient from every borrower
+
+    def __str__(self) -> str:
+        return self.value
+
+
+SENDS = frozenset({Op.SEND_F, Op.SEND_B, Op.SEND_W, Op.SEND_G})
+RECEIVES = frozenset({Op.RECV_F, Op.RECV_B, Op.RECV_W, Op.RECV_G})
+PER_MICROBATCH = frozenset({Op.FORWARD, Op.BACKWARD, Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
+
+# Longest first, so that F does not match the end of SEND_F.
+_TEXT = re.compile(rf"(\d+)({'|'.join(sorted((op.value for op in Op), key=len, reverse=True))})(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One operation of one stage. ``index`` counts microbatches, updates or versions, as ``op`` says."""
+
+    op: Op
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op.value}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """The action written as ``text``.
+
+        Raises:
+            UserError: ``text`` is not ``<stage><operation><index>``.
+        """
+        match = _TEXT.fullmatch(text.strip())
+        if match is None:
+            raise UserError(f"'{text}' is not an action",
+                            hint=f"write <stage><operation><index>, such as 2F0; operations: {', '.join(op.value for op in Op)}")
+        return cls(Op(match[2]), int(match[1]), int(match[3]))
+
+
+def forward(stage: int, microbatch: int) -> Action:
+    return Action(Op.FORWARD, stage, microbatch)
+
+
+def backward(stage: int, microbatch: int) -> Action:
+    return Action(Op.BACKWARD, stage, microbatch)
+
+
+def step(stage: int, update: int) -> Action:
+    return Action(Op.STEP, stage, update)

@@ -1,0 +1,35 @@
+"""1F1B: one forward, one backward, with a flush."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vpipe.schedules.action import Action, backward, forward, step
+from vpipe.schedules.registry import register_schedule
+
+
+@register_schedule("1f1b", flush=True,
+                   peak_activations=lambda stage, stages, microbatches: min(stages - stage, microbatches))
+def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    """The actions of one rank, one stage per rank.
+
+    ::
+
+        rank 0  F0 F1 F2 .  .  .  .  B0 F3 B1 .  B2 .  B3  STEP
+        rank 1  .  F0 F1 .  .  B0 F2 B1 F3 B2 .  B3        STEP
+        rank 2  .  .  F0 B0 F1 B1 F2 B2 F3 B3              STEP
+
+    Bubble (p-1)(F+B) with B a whole backward, as GPipe, but stage s holds the activations of only
+    min(p-s, m) microbatches.
+
+    Source: Narayanan et al., PipeDream-Flush (arXiv:2006.09503), section 3.2; Megatron-LM
+    (arXiv:2104.04473), section 2.2.
+    """
+    warmup = min(ranks - 1 - rank, microbatches)
+    for microbatch in range(warmup):
+        yield forward(rank, microbatch)
+    for microbatch in range(microbatches):
+        if warmup + microbatch < microbatches:
+            yield forward(rank, warmup + microbatch)
+        yield backward(rank, microbatch)
+    yield step(rank, 0)
