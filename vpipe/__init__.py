@@ -1,0 +1,23 @@
+"""Pipeline-parallel training for PyTorch in which a schedule is data."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vpipe.model.layer import Layer, Model
+    from vpipe.pipeline import Pipeline
+    from vpipe.plan.plan import Plan
+
+__all__ = ["Layer", "Model", "Pipeline", "Plan"]
+
+# Loaded when first asked for: what only reads schedules must not wait for torch.
+_HOME = {"Layer": "vpipe.model.layer", "Model": "vpipe.model.layer",
+         "Pipeline": "vpipe.pipeline", "Plan": "vpipe.plan.plan"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'vpipe' has no attribute '{name}'")
+    return getattr(import_module(_HOME[name]), name)

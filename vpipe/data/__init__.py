@@ -1,0 +1,8 @@
+"""Data sets: where batches come from.
+
+Start at ``dataset.py`` (what a data set is) and ``registry.py`` (how one is found by name). For BERT the way is
+
+    prose, plain_text -> documents -> wordpiece -> bert_samples, masking -> bert_cache (text) or build_bert (shards)
+
+and ``bert_arrays``, ``bert_hdf5`` and ``synthetic`` turn samples into batches.
+"""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from vpipe.errors import UserError
 
 
-class Op(str, Enum):
+class Op(StrEnum):
     """What an action does; the value is its text form."""
 
     FORWARD = "F"
@@ -29,9 +29,6 @@ class Op(str, Enum):
     RECV_W = "RECV_TIED_W"  # borrower: that version
     SEND_G = "SEND_TIED_G"  # borrower: its gradient of an update to the owner; the index is the update
     RECV_G = "RECV_TIED_G"  # owner: that gradient from every borrower
-
-    def __str__(self) -> str:
-        return self.value
 
 
 SENDS = frozenset({Op.SEND_F, Op.SEND_B, Op.SEND_W, Op.SEND_G})
@@ -63,7 +60,8 @@ class Action:
         match = _TEXT.fullmatch(text.strip())
         if match is None:
             raise UserError(f"'{text}' is not an action",
-                            hint=f"write <stage><operation><index>, such as 2F0; operations: {', '.join(op.value for op in Op)}")
+                            hint="write <stage><operation><index>, such as 2F0; operations: "
+                                 + ", ".join(op.value for op in Op))
         return cls(Op(match[2]), int(match[1]), int(match[3]))
 
 

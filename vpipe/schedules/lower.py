@@ -7,10 +7,13 @@ Receives stand before the compute action *preceding* the one that needs them: th
 behind that one. Sends stand right behind the action that made the tensors. A tied weight belongs to
 the first stage that uses it; other ranks borrow it:
 
-* the owner sends a version when a microbatch's forward is the first to use it, and the last version
-  when the program ends; the borrower's forward of a microbatch uses the version that the owner's did;
+* the owner sends a version right behind the step that makes it; the borrower's forward of a microbatch
+  uses the version that the owner's did;
 * the borrower sends the gradient of an update when its backwards of that update are done; the owner
-  adds it to its own before the step.
+  adds it to its own before the step;
+* so the borrower posts the receive of a version right behind the gradient that goes into it. Later
+  would deadlock without a flush when sends wait for their receives: the borrower comes to its next
+  gradient before it needs the version, the owner sends the version before it takes that gradient.
 """
 
 from __future__ import annotations
@@ -22,6 +25,10 @@ from vpipe.schedules.order import Placement, Schedule
 
 Compute = Callable[[int], Iterator[Action]]
 """The compute program of a rank, from its beginning, as often as asked."""
+
+
+_REMEMBERED = 4096
+"""Microbatches after which nobody asks for a version any more: far more than are ever in flight."""
 
 
 class VersionsUsed:
@@ -38,20 +45,10 @@ class VersionsUsed:
             self._advance(next(self._program))
         return self._used[microbatch]
 
-    def forget(self, microbatch: int) -> None:
-        """Microbatches up to this one are not asked for again."""
-        for old in [m for m in self._used if m <= microbatch]:
-            del self._used[old]
-
-    def last(self) -> int:
-        """The version that the program ends with."""
-        for action in self._program:
-            self._advance(action)
-        return self.steps
-
     def _advance(self, action: Action) -> None:
         if action.stage == self._owner and action.op is Op.FORWARD:
             self._used[action.microbatch] = self.steps
+            self._used.pop(action.microbatch - _REMEMBERED, None)
         elif action.stage == self._owner and action.op is Op.STEP:
             self.steps += 1
 
@@ -74,15 +71,17 @@ class Lowering:
         self._every, self._norm = update_every, norm
         self._lent = [owner for owner, borrowers in ties.items() if rank in placement[owner] and borrowers]
         self._borrowed = [owner for owner, borrowers in ties.items() if rank in borrowers]
-        self.versions = {owner: VersionsUsed(owner, compute(placement[owner][0]))
-                         for owner in (*self._lent, *self._borrowed)}
-        self._exchanged = dict.fromkeys(self.versions, 0)
-        self._steps = 0
+        self.versions = {owner: VersionsUsed(owner, compute(placement[owner][0])) for owner in self._borrowed}
 
     def program(self) -> Iterator[Action]:
         """The rank's actions, in order."""
         held: list[Action] = []
         for action in self._compute(self._rank):
+            if action.op is Op.BACKWARD and Action(Op.FORWARD, action.stage, action.microbatch) in held:
+                # The shapes of a gradient are known once its forward has run, not earlier.
+                for waiting in held:
+                    yield from self._with_sends(waiting)
+                held.clear()
             yield from self._before(action)
             if action.op is not Op.STEP:  # a step is short: what follows it is received behind the compute before it
                 for waiting in held:
@@ -91,9 +90,6 @@ class Lowering:
             held.append(action)
         for waiting in held:
             yield from self._with_sends(waiting)
-        for owner, used in self.versions.items():
-            if used.last() > self._exchanged[owner]:
-                yield Action(Op.SEND_W if owner in self._lent else Op.RECV_W, owner, used.last())
 
     def _elsewhere(self, stage: int) -> bool:
         return 0 <= stage < len(self._placement) and self._rank not in self._placement[stage]
@@ -104,8 +100,6 @@ class Lowering:
         if op is Op.FORWARD:
             if self._elsewhere(stage - 1):
                 yield Action(Op.RECV_F, stage, index)
-            for owner in self._borrowed:
-                yield from self._version(Op.RECV_W, owner, index)
         elif op is Op.BACKWARD and self._elsewhere(stage + 1):
             yield Action(Op.RECV_B, stage, index)
         elif op is Op.STEP and stage in self._lent:
@@ -115,8 +109,6 @@ class Lowering:
         op, stage, index = action.op, action.stage, action.microbatch
         if op is Op.STEP and self._norm:
             yield Action(Op.NORM, stage, index)
-        if op is Op.FORWARD and stage in self._lent:
-            yield from self._version(Op.SEND_W, stage, index)
         yield action
         if op is Op.FORWARD and self._elsewhere(stage + 1):
             yield Action(Op.SEND_F, stage, index)
@@ -126,13 +118,10 @@ class Lowering:
             if (index + 1) % self._every == 0:
                 for owner in self._borrowed:
                     yield Action(Op.SEND_G, owner, index // self._every)
-
-    def _version(self, op: Op, owner: int, microbatch: int) -> Iterator[Action]:
-        """The exchange of the version that ``microbatch`` uses, if it was not exchanged before."""
-        version = self.versions[owner].of(microbatch)
-        if version > self._exchanged[owner]:
-            self._exchanged[owner] = version
-            yield Action(op, owner, version)
+                    yield Action(Op.RECV_W, owner, index // self._every + 1)
+        elif op is Op.STEP and stage in self._lent:
+            # Also those of the cooldown that no forward uses: to know them would need a look ahead.
+            yield Action(Op.SEND_W, stage, index + 1)
 
 
 def lower(schedule: Schedule, norm: bool = False) -> Schedule:

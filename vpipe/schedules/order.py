@@ -98,7 +98,8 @@ def check_numbers(recipe: Recipe, stages: int, microbatches: int, update_every: 
                         hint="a pipeline needs at least one of each")
     if recipe.flush:
         if update_every not in (None, 1, microbatches):
-            raise UserError(f"update_every is {update_every}, but '{recipe.name}' updates once per batch of {microbatches} microbatches",
+            raise UserError(f"update_every is {update_every}, but '{recipe.name}' updates once per batch of "
+                            f"{microbatches} microbatches",
                             hint="leave update_every out, or choose a schedule without a flush, such as pipedream")
         return microbatches
     every = 1 if update_every is None else update_every

@@ -1,0 +1,39 @@
+from pathlib import Path
+
+import pytest
+
+from vpipe.data.plain_text import read_documents
+from vpipe.errors import UserError
+
+
+def test_blank_lines_and_files_separate_documents(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("Last one. It has two.")
+    (tmp_path / "a.txt").write_text("A wrapped\nline. And more.\n\n \nOnly one sentence.\n\n\nThird. It is\nhere.\n")
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "c.txt").write_text("Deep. Down.")
+    (tmp_path / "notes.md").write_text("Not read. At all.")
+    assert read_documents(tmp_path) == [
+        ["A wrapped line.", "And more."], ["Third.", "It is here."], ["Last one.", "It has two."], ["Deep.", "Down."]]
+
+
+def test_a_folder_without_text_is_named_with_what_was_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "notes.md").write_text("x")
+    with pytest.raises(UserError) as caught:
+        read_documents(tmp_path)
+    assert str(caught.value) == (f"error: no *.txt file in {tmp_path} or below it (1 other entries)\n"
+                                 "hint: put text there, documents separated by blank lines, in files that end in .txt")
+
+
+def test_a_missing_folder_and_a_file_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nowhere does not exist"):
+        read_documents(tmp_path / "nowhere")
+    (tmp_path / "file.txt").write_text("x")
+    with pytest.raises(UserError, match=r"file\.txt is a file, not a folder"):
+        read_documents(tmp_path / "file.txt")
+
+
+def test_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    (tmp_path / "old.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(UserError, match=r"old\.txt is not UTF-8 \(byte 3\)") as caught:
+        read_documents(tmp_path)
+    assert caught.value.problems[0].where == str(tmp_path / "old.txt")

@@ -1,0 +1,199 @@
+"""Optimizers: the division by names, fused against plain kernels, LAMB against its formulas, moved parameters."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from vpipe.errors import UserError
+from vpipe.train.lamb import Lamb
+from vpipe.train.optimizers import OPTIMIZERS, OptimizerSettings, decays
+
+
+def named_parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(5)
+    shapes = {"a.weight": (4, 3), "a.bias": (4,), "a.norm.weight": (4,), "b.LayerNorm.weight": (3,), "b.word": (5, 2)}
+    return {name: nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for name, shape in shapes.items()}
+
+
+def set_gradients(named: dict[str, nn.Parameter], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in named.values():
+        parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+
+
+def built(settings: OptimizerSettings, named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    optimizer = settings.from_named(named)
+    assert optimizer is not None
+    return optimizer
+
+
+@pytest.mark.parametrize(("name", "expected"), [
+    ("block0.mlp.expand.weight", True), ("block0.mlp.expand.bias", False), ("block0.mlp.norm.weight", False),
+    ("encoder.LayerNorm.weight", False), ("final_NORM.scale", False), ("embeddings.word.weight", True),
+    ("bias_projection.weight", True)])
+def test_decay_by_name(name: str, expected: bool) -> None:
+    assert decays(name) is expected
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_two_groups_in_order(name: str) -> None:
+    named = named_parameters()
+    optimizer = built(OptimizerSettings(name, 0.1, weight_decay=0.01), named)
+    decayed, plain = optimizer.param_groups
+    assert [id(p) for p in decayed["params"]] == [id(named[n]) for n in ("a.weight", "b.word")]
+    assert [id(p) for p in plain["params"]] == [id(named[n]) for n in ("a.bias", "a.norm.weight", "b.LayerNorm.weight")]
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.01, 0.0)
+    assert decayed["lr"] == plain["lr"] == 0.1
+
+
+def test_empty_groups_and_empty_stages_are_left_out() -> None:
+    settings = OptimizerSettings("adamw", 0.1, weight_decay=0.01)
+    assert settings.from_named({}) is None
+    for only in ("a.weight", "a.bias"):
+        optimizer = built(settings, {only: named_parameters()[only]})
+        assert [len(group["params"]) for group in optimizer.param_groups] == [1]
+
+
+def test_a_tied_parameter_counts_once() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = built(OptimizerSettings("sgd", 0.1), {"word.weight": parameter, "head.norm.weight": parameter})
+    assert [group["params"] for group in optimizer.param_groups] == [[parameter]]
+    assert optimizer.param_groups[0]["weight_decay"] == 0.0
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_fused_equals_plain(name: str, dtype: torch.dtype) -> None:
+    fused, plain = named_parameters(dtype), named_parameters(dtype)
+    optimizer = built(OptimizerSettings(name, 0.1, weight_decay=0.01), fused)
+    assert all(group["fused"] for group in optimizer.param_groups)
+    groups = [{"params": [plain[n] for n in ("a.weight", "b.word")], "weight_decay": 0.01},
+              {"params": [plain[n] for n in ("a.bias", "a.norm.weight", "b.LayerNorm.weight")], "weight_decay": 0.0}]
+    options = {"lr": 0.1, "foreach": False, "fused": False}
+    reference = {"sgd": lambda: torch.optim.SGD(groups, momentum=0.9, **options),
+                 "adam": lambda: torch.optim.Adam(groups, **options),
+                 "adamw": lambda: torch.optim.AdamW(groups, **options)}[name]()
+    for seed in range(3):
+        for parameters, stepped in ((fused, optimizer), (plain, reference)):
+            set_gradients(parameters, seed)
+            stepped.step()
+        for key, parameter in fused.items():
+            # The kernels multiply and add in another order: a few roundings of numbers around 1 per step.
+            torch.testing.assert_close(parameter, plain[key], rtol=0, atol=16 * torch.finfo(dtype).eps)
+
+
+def test_no_fused_kernel_off_cpu_and_cuda() -> None:
+    optimizer = built(OptimizerSettings("adamw", 0.1), {"w": nn.Parameter(torch.ones(2, device="meta"))})
+    assert optimizer.param_groups[0]["fused"] is None
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_parameters_may_move_to_other_storage_between_steps(name: str) -> None:
+    moving, still = named_parameters(), named_parameters()
+    settings = OptimizerSettings(name, 0.1, weight_decay=0.01)
+    optimizers = [(moving, built(settings, moving)), (still, built(settings, still))]
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for seed in range(4):
+        for named, optimizer in optimizers:
+            set_gradients(named, seed)
+            optimizer.step()
+        for parameter in moving.values():
+            kept.append((parameter.data, parameter.data.clone()))
+            flat = torch.empty(parameter.numel() + 1)  # at an odd offset, as in a flat copy of a stage
+            parameter.data = flat[1:].view(parameter.shape).copy_(parameter.data)
+        assert all(torch.equal(moving[key], still[key]) for key in moving)
+    assert all(torch.equal(old, copy) for old, copy in kept), "a step wrote to storage the parameter had left"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_first_gradient_may_come_late(name: str) -> None:
+    early, late = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = built(OptimizerSettings(name, 0.1), {"early": early, "late": late})
+    early.grad = torch.ones(3)
+    optimizer.step()
+    assert torch.equal(late, torch.ones(3))
+    after_one = early.detach().clone()
+    late.grad = torch.ones(3)
+    optimizer.step()
+    assert torch.equal(late, after_one), "its first step is like the other's first"
+
+
+def naive_lamb(x: list[float], gradients: list[list[float]], rate: float, decay: float, eps: float,
+               trust: bool) -> list[float]:
+    """Algorithm 2 of arXiv:1904.00962 for one tensor, number by number."""
+    beta1, beta2 = 0.9, 0.999
+    m, v = [0.0] * len(x), [0.0] * len(x)
+    for t, gradient in enumerate(gradients, start=1):
+        update = []
+        for i, g in enumerate(gradient):
+            m[i] = beta1 * m[i] + (1 - beta1) * g
+            v[i] = beta2 * v[i] + (1 - beta2) * g * g
+            ratio = (m[i] / (1 - beta1**t)) / (math.sqrt(v[i] / (1 - beta2**t)) + eps)
+            update.append(ratio + decay * x[i])
+        weight_norm, update_norm = math.hypot(*x), math.hypot(*update)
+        scale = weight_norm / update_norm if trust and weight_norm and update_norm else 1.0
+        x = [x[i] - rate * scale * update[i] for i in range(len(x))]
+    return x
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.01])
+@pytest.mark.parametrize("trust", [True, False])
+def test_lamb_is_algorithm_2(decay: float, trust: bool) -> None:
+    named = named_parameters(torch.float64)
+    named["zero"] = nn.Parameter(torch.zeros(3, dtype=torch.float64))  # |x| = 0: the ratio is 1
+    starts = {name: parameter.flatten().tolist() for name, parameter in named.items()}
+    gradients: dict[str, list[list[float]]] = {name: [] for name in named}
+    optimizer = Lamb(named.values(), lr=0.05, weight_decay=decay, trust_ratio=trust)
+    for seed in range(5):
+        set_gradients(named, seed)
+        for name, parameter in named.items():
+            assert parameter.grad is not None
+            gradients[name].append(parameter.grad.flatten().tolist())
+        optimizer.step()
+    for name, parameter in named.items():
+        expected = naive_lamb(starts[name], gradients[name], 0.05, decay, 1e-6, trust)
+        # fp64; 5 steps of about 10 roundings each on numbers around 1.
+        assert parameter.flatten().tolist() == pytest.approx(expected, rel=1e-13, abs=1e-13)
+
+
+def test_lamb_without_gradient_stands_still_and_resumes() -> None:
+    named = named_parameters()
+    settings = OptimizerSettings("lamb", 0.05, weight_decay=0.01)
+    optimizer = built(settings, named)
+    optimizer.step()  # nobody has a gradient
+    assert not optimizer.state
+    set_gradients(named, 0)
+    assert optimizer.step(lambda: 3.0) == 3.0
+    copies = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in named.items()}
+    resumed = built(settings, copies)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch shares the tensors
+    for parameters, stepped in ((named, optimizer), (copies, resumed)):
+        set_gradients(parameters, 1)
+        stepped.step()
+    assert all(torch.equal(named[name], copies[name]) for name in named)
+
+
+def test_lamb_settings_follow_its_authors() -> None:
+    decayed, plain = built(OptimizerSettings("lamb", 0.05, weight_decay=0.01), named_parameters()).param_groups
+    assert (decayed["trust_ratio"], plain["trust_ratio"]) == (True, False)
+    assert decayed["eps"] == 1e-6
+    assert built(OptimizerSettings("adam", 0.05), named_parameters()).param_groups[0]["eps"] == 1e-8
+
+
+@pytest.mark.parametrize(("wrong", "text"), [
+    ({"name": "lambda"}, "error: there is no optimizer 'lambda'\nhint: did you mean 'lamb'?"),
+    ({"learning_rate": 0.0}, "error: the learning rate is 0.0\nhint: it must be greater than 0"),
+    ({"weight_decay": -0.1}, "error: the weight decay is -0.1\nhint: it must be at least 0"),
+    ({"eps": 0.0}, "error: the optimizer's eps is 0.0\nhint: it must be greater than 0"),
+    ({"betas": (0.9, 1.0)},
+     "error: the optimizer's second beta is 1.0\nhint: it must be from 0 up to, not including, 1"),
+    ({"momentum": 1.5}, "error: the optimizer's momentum is 1.5\nhint: it must be from 0 up to, not including, 1")])
+def test_mistakes(wrong: dict[str, object], text: str) -> None:
+    with pytest.raises(UserError) as error:
+        OptimizerSettings(**{"name": "sgd", "learning_rate": 0.1, **wrong})
+    assert str(error.value) == text

@@ -1,0 +1,203 @@
+"""The data set ``bert_hdf5``: a folder of HDF5 shards in NVIDIA's format.
+
+Files with ``training`` in their name are the train split, files with ``test`` the test split. Without test files the
+last 5 % of the rows of the last training shard (by name; at least one row) are held out instead. A shard is read
+whole, needed fields only, and shuffled in memory: reading single rows is over a hundred times slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vpipe.data.bert_fields import Samples, bert_fields
+from vpipe.data.dataset import DatasetSettings, Field, Split
+from vpipe.data.epoch import check_batch_size, check_split, generator, needed_fields, tensors
+from vpipe.data.hdf5_shard import SUFFIXES, Shard, largest_id, open_shard
+from vpipe.data.manifest import NAME as MANIFEST
+from vpipe.data.manifest import read_manifest
+from vpipe.data.progress import progress
+from vpipe.data.registry import register_dataset
+from vpipe.data.wordpiece import load_wordpiece
+from vpipe.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_HELD_OUT = 20  # one row in so many of the last shard, when there are no test files
+
+
+class BertHdf5:
+    """Batches from shards; every shard's header is checked here, before any process starts.
+
+    ``vocab_size`` -1 asks ``manifest.json``, ``tokenizer.json`` or ``vocab.txt`` beside the shards; without them all
+    ids are read and the largest + 1, rounded up to a multiple of 8, is taken. ``sequence_length`` -1 takes the shards'.
+    ``samples`` bounds the training samples. Raises :class:`UserError` that lists every shard at fault, and for
+    lengths or sizes that do not fit the shards.
+    """
+
+    def __init__(self, folder: Path, *, sequence_length: int = -1, vocab_size: int = -1,
+                 samples: int | None = None) -> None:
+        train, test = find_shards(folder)
+        first = train[0]
+        if sequence_length not in (-1, first.sequence_length):
+            raise UserError(f"sequence_length is {sequence_length}, but the samples in {first.path.name} have "
+                            f"{first.sequence_length} tokens", hint=f"use sequence_length: {first.sequence_length}",
+                            where=str(first.path))
+        self.sequence_length = first.sequence_length
+        self.max_predictions = first.max_predictions
+        self.vocab_size = _vocab_size(folder, [*train, *test], vocab_size)
+        self._shards: dict[Split, list[Shard]] = {
+            "train": train if samples is None else _first_rows(train, samples), "test": test}
+
+    @cached_property
+    def fields(self) -> Mapping[str, Field]:
+        """BERT's six fields."""
+        return bert_fields(self.sequence_length, self.max_predictions)
+
+    def samples(self, split: Split) -> int:
+        """How many samples the split holds."""
+        check_split(split)
+        return sum(map(len, self._shards[split]))
+
+    def batches(self, split: Split, batch_size: int, *, seed: int,
+                fields: Collection[str] | None = None) -> Iterator[dict[str, Tensor]]:
+        """One epoch; see :class:`~vpipe.data.dataset.Dataset`.
+
+        Train: shards in an order made from ``seed``, the rows within each too; a batch may cross from one shard to the
+        next. While it runs, raises :class:`UserError` for a shard that cannot be read or an id out of the vocabulary.
+        """
+        check_batch_size(split, self.samples(split), batch_size)
+        needed = needed_fields(self.fields, fields)
+        return self._epoch(split, batch_size, seed if split == "train" else None, needed)
+
+    def _epoch(self, split: Split, batch_size: int, seed: int | None,
+               needed: frozenset[str]) -> Iterator[dict[str, Tensor]]:
+        shards = self._shards[split]
+        order = np.arange(len(shards)) if seed is None else generator(seed).permutation(len(shards))
+        waiting = 0  # rows of earlier shards that did not fill a batch
+        held: Samples = {}
+        for number in order.tolist():
+            shard = shards[number]
+            fresh = self._read(shard, needed)
+            if seed is not None:
+                rows = generator(seed, number).permutation(len(shard))
+                fresh = {name: array[rows] for name, array in fresh.items()}
+            held = {name: np.concatenate([held[name], array]) if waiting else array for name, array in fresh.items()}
+            available = waiting + len(shard)
+            for start in range(0, available - batch_size + 1, batch_size):
+                yield tensors(self.fields, batch_size,
+                              {name: array[start:start + batch_size] for name, array in held.items()})
+            waiting = available % batch_size
+            held = {name: array[available - waiting:] for name, array in held.items()}
+
+    def _read(self, shard: Shard, needed: frozenset[str]) -> Samples:
+        """The needed fields of a shard; the file is not opened for none."""
+        if not needed:
+            return {}
+        read = shard.read([name for name in self.fields if name in needed])
+        if largest_id(read) >= self.vocab_size:
+            raise UserError(f"the shard {shard.path.name} has the token id {largest_id(read)}, but vocab_size is "
+                            f"{self.vocab_size}", hint="use vocab_size: -1 to ask the shards", where=str(shard.path))
+        return read
+
+
+def find_shards(folder: Path) -> tuple[list[Shard], list[Shard]]:
+    """Train and test shards of a folder, by name, all checked. Raises :class:`UserError` that lists what is wrong."""
+    if not folder.exists():
+        raise UserError(f"the folder {folder} does not exist",
+                        hint="name the folder of the HDF5 shards as dataset.path")
+    if not folder.is_dir():
+        raise UserError(f"{folder} is a file, not a folder", hint="name the folder that holds the shard")
+    files = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES)
+    train_files = [path for path in files if "training" in path.name]
+    if not train_files:
+        raise UserError(f"no file named *training*.hdf5 or *training*.h5 in {folder} ({len(files)} other HDF5 files)",
+                        hint="download or build shards: vpipe data build-bert --text FOLDER --out FOLDER")
+    shards, problems = _checked([*train_files, *(path for path in files
+                                                 if "test" in path.name and "training" not in path.name)])
+    if problems:
+        raise UserError.all_of(problems)
+    train, test = shards[:len(train_files)], shards[len(train_files):]
+    if not test and len(train[-1]) >= 2:
+        last = train[-1]
+        border = last.stop - max(1, len(last) // _HELD_OUT)
+        train, test = [*train[:-1], replace(last, stop=border)], [replace(last, start=border)]
+    return train, test
+
+
+def _checked(paths: Sequence[Path]) -> tuple[list[Shard], list[Problem]]:
+    """The shards in those files, and everything that is wrong with them."""
+    shards: list[Shard] = []
+    problems: list[Problem] = []
+    for path in progress(paths, "checking shards", unit="shard"):
+        try:
+            shard = open_shard(path)
+        except UserError as error:
+            problems.extend(error.problems)
+            continue
+        shards.append(shard)
+        first = shards[0]
+        for what, here, there in (("tokens", shard.sequence_length, first.sequence_length),
+                                  ("predictions", shard.max_predictions, first.max_predictions)):
+            if here != there:
+                problems.append(Problem(f"the samples in {path.name} have {here} {what}, those in {first.path.name} "
+                                        f"have {there}", "keep shards of one length in a folder", str(path)))
+    return shards, problems
+
+
+def _first_rows(shards: Sequence[Shard], most: int) -> list[Shard]:
+    """The first ``most`` rows of all shards."""
+    kept: list[Shard] = []
+    for shard in shards:
+        left = most - sum(map(len, kept))
+        if left > 0:
+            kept.append(replace(shard, stop=min(shard.stop, shard.start + left)))
+    return kept
+
+
+def _vocab_size(folder: Path, shards: Sequence[Shard], wanted: int) -> int:
+    """The size that was asked for, if it is enough; for -1 what a file beside the shards says, or what the ids need."""
+    told, by = _told_vocab_size(folder)
+    if wanted == -1:
+        return told or _needed_vocab_size(shards)
+    if wanted < told:
+        raise UserError(f"vocab_size is {wanted}, but the shards were made with {told} tokens",
+                        hint=f"use vocab_size: -1 to take what {by} says", where=str(folder / by))
+    return wanted
+
+
+def _told_vocab_size(folder: Path) -> tuple[int, str]:
+    """The vocabulary size that a file beside the shards tells, and its name; 0 when none does."""
+    manifest = read_manifest(folder)
+    if manifest is not None and isinstance(manifest.get("vocab_size"), int):
+        return int(manifest["vocab_size"]), MANIFEST
+    if (folder / "tokenizer.json").is_file():
+        return int(load_wordpiece(folder / "tokenizer.json").get_vocab_size()), "tokenizer.json"
+    if (folder / "vocab.txt").is_file():
+        return len((folder / "vocab.txt").read_text(encoding="utf-8").splitlines()), "vocab.txt"
+    return 0, ""
+
+
+def _needed_vocab_size(shards: Sequence[Shard]) -> int:
+    """The largest id in all shards + 1, rounded up to a multiple of 8."""
+    largest = max(largest_id(shard.read(["input_ids", "masked_lm_ids"]))
+                  for shard in progress(shards, "looking for the largest token id", unit="shard"))
+    return -(-(largest + 1) // 8) * 8
+
+
+@register_dataset("bert_hdf5")
+def bert_hdf5(settings: DatasetSettings) -> BertHdf5:
+    """The shards in the folder ``path``; P and the tokenizer are theirs, whatever ``settings`` say.
+
+    Raises :class:`UserError` without a path, and as :class:`BertHdf5` does.
+    """
+    if settings.path is None:
+        raise UserError("the data set 'bert_hdf5' has no path", hint="name the folder of the shards as dataset.path")
+    return BertHdf5(settings.path, sequence_length=settings.sequence_length, vocab_size=settings.vocab_size,
+                    samples=settings.samples)

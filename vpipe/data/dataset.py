@@ -1,0 +1,78 @@
+"""What every data set obeys, and what a data set is made from.
+
+No module of this room imports torch before the first tensor is asked for, so that a launcher can prepare
+data without paying for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Split = Literal["train", "test"]
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a batch: ``shape`` of one sample (without the batch dimension) and ``dtype`` of the tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@runtime_checkable
+class Dataset(Protocol):
+    """A finite, repeatable source of batches, split into ``train`` and ``test``."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id that may occur."""
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens per sample, S."""
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        """What a batch holds, by name."""
+
+    def samples(self, split: Split) -> int:
+        """How many samples the split holds."""
+
+    def batches(self, split: Split, batch_size: int, *, seed: int,
+                fields: Collection[str] | None = None) -> Iterator[dict[str, Tensor]]:
+        """One epoch of whole batches; an incomplete last one is dropped.
+
+        Every tensor is ``[batch_size, *Field.shape]``. ``train`` is shuffled by ``seed`` alone, in the same order in
+        every process; ``test`` keeps its order. Fields outside ``fields`` (None = all are needed) are tensors on the
+        ``meta`` device and are not read. Raises :class:`UserError` at once, not at the first ``next``, when a batch
+        is larger than the split or a field is unknown.
+        """
+
+
+@dataclass(frozen=True)
+class DatasetSettings:
+    """What a config says about its data; every registered factory takes one.
+
+    ``path``: file or folder of the data, or None. ``sequence_length``: tokens per sample; -1 = ask the data set.
+    ``vocab_size``: -1 = ask the data set. ``samples``: at most so many training samples (synthetic: exactly so many);
+    None = all. ``seed``: of whatever the data set makes up (masks, pairs); shuffling has the seed of the epoch.
+    ``cache_directory``: where prepared data is kept; None = ``.cache/vpipe`` in the user's home.
+    ``max_predictions``: most masked tokens per sample, P; None = 15 % of the sequence, rounded up.
+    ``tokenizer``: a ``tokenizer.json`` to use; None = train one on the data.
+    """
+
+    path: Path | None = None
+    sequence_length: int = 128
+    vocab_size: int = -1
+    samples: int | None = None
+    seed: int = 0
+    cache_directory: Path | None = None
+    max_predictions: int | None = None
+    tokenizer: Path | None = None

@@ -1,0 +1,104 @@
+"""One HDF5 shard of BERT samples: a file with the six fields of NVIDIA's format as datasets of N rows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vpipe.data.bert_fields import SHAPES, STORAGE, Samples
+from vpipe.errors import UserError
+
+if TYPE_CHECKING:
+    import h5py
+
+SUFFIXES = (".hdf5", ".h5")
+_AXES = {"N": "rows", "S": "tokens per row", "P": "predictions per row"}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rows ``start`` to ``stop`` of a file whose samples have S = ``sequence_length`` and P = ``max_predictions``."""
+
+    path: Path
+    start: int
+    stop: int
+    sequence_length: int
+    max_predictions: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def read(self, fields: Collection[str]) -> Samples:
+        """The rows of those fields, whole: ``[len(shard), *shape]`` each. Raises :class:`UserError` if it cannot."""
+        with _opened(self.path) as file:
+            return {name: np.asarray(file[name][self.start:self.stop]) for name in fields}
+
+
+def open_shard(path: Path) -> Shard:
+    """A shard with all rows of its file, after a look at the header: keys, shapes and types.
+
+    Raises :class:`UserError` when the file is no HDF5 or truncated, a key is missing, or sizes disagree.
+    """
+    with _opened(path) as file:
+        missing = [name for name in SHAPES if name not in file]
+        if missing:
+            raise UserError(f"the shard {path.name} has no key '{missing[0]}'; its keys are: "
+                            f"{', '.join(sorted(file)) or 'none'}",
+                            hint=f"BERT shards have {', '.join(SHAPES)}", where=str(path))
+        shapes: dict[str, tuple[int, ...]] = {name: file[name].shape for name in SHAPES}
+        types = {name: file[name].dtype for name in SHAPES}
+    sizes: dict[str, tuple[int, str]] = {}  # of N, S, P: the number, and the first key that has it
+    for name, axes in SHAPES.items():
+        if len(shapes[name]) != 1 + len(axes):
+            raise UserError(f"'{name}' in the shard {path.name} has {len(shapes[name])} dimensions instead of "
+                            f"{1 + len(axes)}", hint=f"its shape is {list(shapes[name])}, not {_text(axes)}",
+                            where=str(path))
+        if types[name].kind not in "iub":
+            raise UserError(f"'{name}' in the shard {path.name} holds {types[name]}, not integers",
+                            hint="token ids, positions, masks and labels are integers", where=str(path))
+        for axis, size in zip(("N", *axes), shapes[name], strict=True):
+            expected, first = sizes.setdefault(axis, (size, name))
+            if size != expected:
+                raise UserError(f"'{name}' in the shard {path.name} has {size} {_AXES[axis]}, but '{first}' has "
+                                f"{expected}", hint=f"the shapes must be {_text(SHAPES[first])} and {_text(axes)} "
+                                f"with the same {axis}", where=str(path))
+    return Shard(path, 0, sizes["N"][0], sizes["S"][0], sizes["P"][0])
+
+
+def write_shard(path: Path, samples: Samples) -> None:
+    """Write a file of the six fields, uncompressed (a compressed shard takes six times as long to read)."""
+    import h5py
+
+    with h5py.File(path, "w") as file:
+        for name, dtype in STORAGE.items():
+            file.create_dataset(name, data=samples[name], dtype=dtype)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[h5py.File]:
+    """An HDF5 file for reading, closed again; what the library cannot read is the user's file at fault."""
+    import h5py
+
+    try:
+        with h5py.File(path, "r") as file:
+            yield file
+    except (OSError, KeyError, RuntimeError) as error:  # the library raises each of them for damaged files
+        size = f"{path.stat().st_size} bytes" if path.exists() else "missing"
+        raise UserError(f"the shard {path.name} ({size}) is not an HDF5 file or is truncated: {error}",
+                        hint="copy or build it again", where=str(path)) from error
+
+
+def largest_id(samples: Samples) -> int:
+    """The largest token id among the fields that hold token ids; -1 when none does."""
+    ids: list[NDArray[np.generic]] = [samples[name] for name in ("input_ids", "masked_lm_ids") if name in samples]
+    return max((int(array.max()) for array in ids if array.size), default=-1)
+
+
+def _text(axes: tuple[str, ...]) -> str:
+    return f"[{', '.join(('N', *axes))}]"

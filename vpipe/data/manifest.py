@@ -1,0 +1,59 @@
+"""``manifest.json``: what a folder of prepared data holds, from what it was made, and whether it is whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+NAME = "manifest.json"
+_SMALL_BYTES = 1 << 20  # files up to here are hashed whenever a folder is opened: a few milliseconds
+
+
+def write_manifest(folder: Path, **facts: Any) -> None:
+    """Write the manifest of a finished folder: ``facts``, this Python, and size and SHA-256 of every file in it."""
+    files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(folder.iterdir())}
+    manifest = {**facts, "python": platform.python_version(), "files": files}
+    (folder / NAME).write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest of ``folder``, or None when there is none that can be read."""
+    try:
+        manifest = json.loads((folder / NAME).read_text())
+    except (OSError, ValueError):
+        return None
+    return manifest if isinstance(manifest, dict) and isinstance(manifest.get("files"), dict) else None
+
+
+def damage(folder: Path, manifest: dict[str, Any]) -> str | None:
+    """What is wrong with the files of a folder, or None: every size is checked, and the content of the small files."""
+    for name, fact in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != fact["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes instead of {fact['bytes']}"
+        if fact["bytes"] <= _SMALL_BYTES and _sha256(path) != fact["sha256"]:
+            return f"{name} was changed (its SHA-256 differs)"
+    return None
+
+
+def package_versions(names: Iterable[str]) -> dict[str, str]:
+    """Versions of those packages that are installed as distributions."""
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

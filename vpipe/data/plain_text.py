@@ -1,0 +1,49 @@
+"""Documents from a folder of plain text files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vpipe.data.sentences import split_sentences
+from vpipe.errors import UserError
+
+_PATTERN = "*.txt"
+
+
+def text_files(folder: Path) -> list[Path]:
+    """The .txt files in ``folder`` and below, sorted. Raises :class:`UserError` when there are none."""
+    if not folder.exists():
+        raise UserError(f"the folder {folder} does not exist", hint=f"name a folder that holds {_PATTERN} files")
+    if not folder.is_dir():
+        raise UserError(f"{folder} is a file, not a folder", hint=f"name the folder that holds the {_PATTERN} files")
+    files = sorted(path for path in folder.rglob(_PATTERN) if path.is_file())
+    if not files:
+        others = sum(1 for _ in folder.iterdir())
+        raise UserError(f"no {_PATTERN} file in {folder} or below it ({others} other entries)",
+                        hint="put text there, documents separated by blank lines, in files that end in .txt")
+    return files
+
+
+def read_documents(folder: Path) -> list[list[str]]:
+    """Documents of at least two sentences, in the order of the files' names.
+
+    Blank lines separate documents; the end of a file does too. Lines within a document are joined, so they may be
+    wrapped or hold one sentence each. Raises :class:`UserError` for a folder without text, or text that is not UTF-8.
+    """
+    documents = []
+    for path in text_files(folder):
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path.name} is not UTF-8 (byte {error.start})",
+                            hint="convert it: iconv -f LATIN1 -t UTF-8", where=str(path)) from error
+        block: list[str] = []
+        for line in [*text.splitlines(), ""]:
+            if line.strip():
+                block.append(line)
+            elif block:
+                document = split_sentences(" ".join(block))
+                if len(document) >= 2:
+                    documents.append(document)
+                block = []
+    return documents

@@ -1,0 +1,75 @@
+"""The data set ``synthetic``: random BERT samples, for timing and for tests. Nothing is read."""
+
+from __future__ import annotations
+
+from functools import cache
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vpipe.data.bert_arrays import BertArrays
+from vpipe.data.bert_fields import STORAGE, Samples, check_lengths, default_max_predictions
+from vpipe.data.bert_samples import Pair, pack
+from vpipe.data.dataset import DatasetSettings, Split
+from vpipe.data.epoch import generator
+from vpipe.data.masking import mask_tokens
+from vpipe.data.registry import register_dataset
+from vpipe.errors import UserError
+
+_SPECIAL = 5  # ids 0 .. 4: padding, unknown, [CLS], [SEP], [MASK]
+_CLS, _SEP, _MASK = 2, 3, 4
+_DEFAULT_VOCAB_SIZE = 8192
+_DEFAULT_SAMPLES = 1024
+_TEST_SHARE = 8  # one test sample for so many training samples
+
+
+def synthetic_bert(vocab_size: int, sequence_length: int, samples: int = _DEFAULT_SAMPLES, *, seed: int = 0,
+                   max_predictions: int | None = None) -> BertArrays:
+    """``samples`` training samples of random words, half a length to a full one, and an eighth as many test samples.
+
+    The arguments decide every value. They are made when an epoch first needs one, and kept in memory:
+    6 S + 8 P + 1 bytes a sample. Raises :class:`UserError` for sizes that no sample can have.
+    """
+    predictions = default_max_predictions(sequence_length) if max_predictions is None else max_predictions
+    check_lengths(sequence_length, predictions)
+    if vocab_size <= _SPECIAL:
+        raise UserError(f"vocab_size is {vocab_size}, but {_SPECIAL} ids are special tokens",
+                        hint=f"use at least {_SPECIAL + 1}")
+    if samples < 1:
+        raise UserError(f"samples is {samples}", hint="a data set holds at least 1 sample")
+    counts: dict[Split, int] = {"train": samples, "test": max(1, samples // _TEST_SHARE)}
+
+    @cache
+    def made(split: Split) -> Samples:
+        rng = generator(seed, crc32(split.encode()))
+        drawn = random_pairs(counts[split], vocab_size, sequence_length, rng)
+        fields = pack(drawn, sequence_length, cls=_CLS, sep=_SEP)
+        mask_tokens(fields, predictions, special=np.arange(_SPECIAL, dtype=np.int32), mask_id=_MASK,
+                    words=np.arange(_SPECIAL, vocab_size, dtype=np.int32), rng=rng)
+        return fields
+
+    def load(split: Split, field: str) -> NDArray[np.generic]:
+        return made(split)[field]
+
+    return BertArrays(vocab_size, sequence_length, predictions, counts, load)
+
+
+def random_pairs(count: int, vocab_size: int, sequence_length: int, rng: np.random.Generator) -> list[Pair]:
+    """Pairs of passages of random words; with their special tokens they have S/2 to S tokens."""
+    room = sequence_length - 3
+    lengths = rng.integers(max(2, room // 2), room + 1, size=count)
+    words = rng.integers(_SPECIAL, vocab_size, size=(count, room), dtype=STORAGE["input_ids"])
+    middles = rng.integers(1, lengths)
+    labels = rng.random(count) < 0.5
+    return [Pair(row[:middle].tolist(), row[middle:length].tolist(), bool(label))
+            for row, middle, length, label in zip(words, middles, lengths, labels, strict=True)]
+
+
+@register_dataset("synthetic")
+def synthetic(settings: DatasetSettings) -> BertArrays:
+    """Random samples of the sizes in ``settings``; for -1 a vocabulary of 8192 and sequences of 128."""
+    return synthetic_bert(_DEFAULT_VOCAB_SIZE if settings.vocab_size == -1 else settings.vocab_size,
+                          128 if settings.sequence_length == -1 else settings.sequence_length,
+                          _DEFAULT_SAMPLES if settings.samples is None else settings.samples,
+                          seed=settings.seed, max_predictions=settings.max_predictions)

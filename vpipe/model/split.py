@@ -1,0 +1,142 @@
+"""Layers to stages: where to cut, and what crosses each cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from vpipe.errors import UserError
+from vpipe.model.layer import LOSS, Model, split_target
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """What a stage is made of, before anything is built.
+
+    Attributes:
+        index: its number.
+        layers: the range of layers.
+        inputs: tensors that arrive from the previous stage: those a later layer, here or beyond, still reads.
+        outputs: tensors that leave for the next stage; ``("loss",)`` on the last.
+        fields: batch fields that its layers read.
+        borrowed: parameters tied to another stage's: own name -> (owning stage, owner's name), names
+            being ``"<layer>.<parameter>"``.
+    """
+
+    index: int
+    layers: range
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    fields: tuple[str, ...]
+    borrowed: Mapping[str, tuple[int, str]]
+
+
+def alive(model: Model, cut: int) -> tuple[str, ...]:
+    """Tensors that cross the cut before layer ``cut``: written before it and read, before being rewritten, after it."""
+    written = {name for layer in model.layers[:cut] for name in layer.outputs}
+    crossing: dict[str, None] = {}
+    for layer in model.layers[cut:]:
+        crossing.update(dict.fromkeys(name for name in layer.inputs if name in written))
+        written -= set(layer.outputs)
+    return tuple(crossing)
+
+
+def resolve_tie(model: Model, target: str) -> str:
+    """The parameter that a tie leads to in the end, through ties of ties."""
+    while True:
+        layer_name, parameter = split_target(target, model.layers)
+        further = model.layers[model.index(layer_name)].ties.get(parameter)
+        if further is None:
+            return target
+        target = further
+
+
+def split(model: Model, partition: Sequence[int]) -> tuple[StageSpec, ...]:
+    """The stages of ``model`` when stage s takes ``partition[s]`` layers.
+
+    Raises:
+        UserError: the partition does not add up to the layers, or a stage would be empty.
+    """
+    layers = len(model)
+    if len(partition) > layers:
+        raise UserError(f"{len(partition)} stages, but the model has only {layers} layers",
+                        hint=f"use at most {layers} stages")
+    if any(n < 1 for n in partition):
+        raise UserError(f"partition {list(partition)} has an empty stage", hint="give every stage at least one layer")
+    if sum(partition) != layers:
+        raise UserError(f"partition {list(partition)} adds up to {sum(partition)} layers, but the model has {layers}",
+                        hint=f"change it by {layers - sum(partition):+d} so that it adds up to {layers}")
+    ends = list(accumulate(partition))
+    ranges = [range(end - size, end) for end, size in zip(ends, partition, strict=True)]
+    owner_of = {model.layers[i].name: stage for stage, span in enumerate(ranges) for i in span}
+    specs = []
+    for stage, span in enumerate(ranges):
+        here = model.layers[span.start:span.stop]
+        borrowed = {}
+        for layer in here:
+            for own, target in layer.ties.items():
+                target = resolve_tie(model, target)
+                owner = owner_of[split_target(target, model.layers)[0]]
+                if owner != stage:
+                    borrowed[f"{layer.name}.{own}"] = (owner, target)
+        outputs = alive(model, span.stop) if span.stop < layers else (LOSS,)
+        specs.append(StageSpec(stage, span, alive(model, span.start), outputs,
+                               tuple(f for f in model.batch if any(f in layer.inputs for layer in here)), borrowed))
+    return tuple(specs)
+
+
+Ties = Mapping[int, Mapping[int, tuple[str, ...]]]
+"""Owning stage -> borrowing stage -> names of the owner's parameters, ``"<layer>.<parameter>"``."""
+
+
+def ties_between(specs: Sequence[StageSpec]) -> Ties:
+    """The tied weights that sit on two stages."""
+    ties: dict[int, dict[int, tuple[str, ...]]] = {}
+    for spec in specs:
+        for owner, target in spec.borrowed.values():
+            names = ties.setdefault(owner, {}).setdefault(spec.index, ())
+            if target not in names:
+                ties[owner][spec.index] = (*names, target)
+    return ties
+
+
+def parameter_counts(model: Model) -> list[int]:
+    """Parameters per layer, a tied one counted once, where it is owned. Builds on the meta device: no memory."""
+    counts = []
+    for layer in model.layers:
+        with torch.device("meta"):
+            module = layer.build()
+        counts.append(sum(p.numel() for name, p in module.named_parameters() if name not in layer.ties))
+    return counts
+
+
+def balanced(weights: Sequence[float], parts: int) -> list[int]:
+    """Consecutive parts with the smallest possible heaviest part: the number of items in each.
+
+    Dynamic programming over (parts, items), O(parts * items^2); every part gets at least one item. Of
+    equally good cuts it takes the earliest.
+
+    Raises:
+        UserError: fewer items than parts.
+    """
+    items = len(weights)
+    if not 1 <= parts <= items:
+        raise UserError(f"{parts} stages, but the model has only {items} layers",
+                        hint=f"use between 1 and {items} stages")
+    total = [0.0, *accumulate(weights)]
+    heaviest = list(total)  # of the best split of the first n items into the parts so far
+    cuts: list[list[int]] = []
+    for part in range(2, parts + 1):
+        best, cut = [float("inf")] * (items + 1), [0] * (items + 1)
+        for n in range(part, items + 1):
+            best[n], cut[n] = min((max(heaviest[k], total[n] - total[k]), k) for k in range(part - 1, n))
+        heaviest = best
+        cuts.append(cut)
+    sizes, end = [], items
+    for cut in reversed(cuts):
+        sizes.append(end - cut[end])
+        end = cut[end]
+    return [end, *reversed(sizes)]

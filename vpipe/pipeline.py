@@ -1,0 +1,154 @@
+"""The public face of training: a model, a schedule, and what comes out step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vpipe.errors import Problem, UserError
+from vpipe.launch.world import join_world
+from vpipe.model.layer import Model
+from vpipe.model.split import balanced, parameter_counts, split, ties_between
+from vpipe.plan.plan import Plan
+from vpipe.runtime.engine import Engine, Settings, Step
+from vpipe.runtime.feed import Batch
+from vpipe.schedules.check import prove
+from vpipe.schedules.order import Placement, check_numbers, default_placement
+from vpipe.schedules.registry import recipe_named
+
+
+@runtime_checkable
+class FromNamed(Protocol):
+    """An optimizer factory that wants the parameters' names, for weight decay by name."""
+
+    def from_named(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer | None:
+        """The optimizer of a stage; None when the stage has nothing to train."""
+
+
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer] | FromNamed
+
+
+class Pipeline:
+    """A model cut into stages, trained under a schedule.
+
+    Without torch.distributed all stages run in this process, taking turns. Under ``torchrun`` (or when
+    the process group is initialised already) every process is one rank; the numbers are the same.
+
+    Args:
+        model: layers in order.
+        stages: into how many stages to cut it; follows from ``partition`` or ``plan`` when they are given.
+        schedule: a name that ``vpipe schedule`` knows, such as ``gpipe``, ``1f1b``, ``pipedream``.
+        microbatches: equal parts into which every batch is cut along dimension 0.
+        partition: layers per stage; balanced by parameters when not given.
+        recompute: share of each stage's layers, from its end, that are recomputed: one number or one per stage.
+        optimizer: makes a stage's optimizer from its parameters. Its learning rate is the base that
+            ``learning_rate_factor`` multiplies.
+        seed: of initialisation and dropout; both are independent of the partition.
+        plan: partition, recompute, placement and schedule from a file, instead of the arguments.
+        placement: ranks per stage; stage s on rank s when not given.
+        update_every: without a flush, microbatches per update (must divide ``microbatches``); 1 when not given.
+        learning_rate_factor: update number -> factor.
+        grad_clip: greatest gradient norm: over all stages with a flush, of each stage without one.
+        device: where this process computes.
+        timeout_s: seconds after which a transfer counts as failed.
+
+    Raises:
+        UserError: the numbers do not fit the model, the schedule or the processes.
+    """
+
+    def __init__(self, model: Model, stages: int | None = None, schedule: str | None = None, microbatches: int = 1, *,
+                 partition: Sequence[int] | None = None, recompute: float | Sequence[float] = 0.0,
+                 optimizer: OptimizerFactory, seed: int = 0, plan: Plan | None = None,
+                 placement: Sequence[Sequence[int]] | None = None, update_every: int | None = None,
+                 learning_rate_factor: Callable[[int], float] = lambda update: 1.0, grad_clip: float | None = None,
+                 device: torch.device | str = "cpu", timeout_s: float = 60.0) -> None:
+        if plan is not None:
+            partition = plan.partition
+            recompute = plan.recompute_ratio or recompute
+            schedule = schedule or plan.schedule
+            placement = placement or plan.stage_to_rank_map or None
+        self.schedule = schedule or "1f1b"
+        self.microbatches = microbatches
+        self.partition = _partition(model, stages, partition)
+        self.recompute = _ratios(recompute, len(self.partition))
+        recipe = recipe_named(self.schedule)
+        self.update_every = check_numbers(recipe, len(self.partition), microbatches, update_every)
+        world = join_world(timeout_s=timeout_s)
+        self.placement = _placement(placement, len(self.partition), world)
+        specs = split(model, self.partition)
+        ties = {owner: tuple(self.placement[b][0] for b in borrowers)
+                for owner, borrowers in ties_between(specs).items()}
+        # A stream has no end: what holds for its warm-up and a few rounds of its steady state holds for the rest.
+        proved = microbatches if recipe.flush else 4 * len(self.partition) * self.update_every
+        lowered = prove(self.schedule, self.placement, proved, None if recipe.flush else self.update_every, ties,
+                        norm=recipe.flush and grad_clip is not None)
+        settings = Settings(microbatches, self.recompute, learning_rate_factor, grad_clip, seed,
+                            torch.device(device), timeout_s)
+        self.engine = Engine(model, specs, lowered, _from_named(optimizer), settings, distributed=world > 1)
+        self.rank = dist.get_rank() if world > 1 else 0
+
+    def train(self, batches: Iterable[Batch]) -> Iterator[Step]:
+        """Train on batches (dicts of tensors, dimension 0 = samples); yields one :class:`Step` per update, in order.
+
+        With a flush a batch is an update. Without one every ``update_every`` microbatches are, and the
+        pipeline stays full from batch to batch; it drains when the batches end, and before
+        :meth:`evaluate` and :meth:`state_dict`. Under torchrun every process passes the same batches; a
+        field that its layers do not read may be on the meta device.
+        """
+        return self.engine.train(batches)
+
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """Mean loss over all samples, forward only, modules in evaluation mode; the same number on every rank.
+
+        May be called between steps of :meth:`train`: training goes on undisturbed. An asynchronous
+        pipeline drains first, so the weights are those after all updates of what was in flight.
+        """
+        return self.engine.evaluate(batches)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The whole model on every rank: ``"<layer name>.<parameter>"``; a tied parameter under its owner's name."""
+        return self.engine.state()
+
+
+def _partition(model: Model, stages: int | None, partition: Sequence[int] | None) -> tuple[int, ...]:
+    if partition is None:
+        if stages is None:
+            raise UserError("neither stages nor a partition is given", hint="say stages=4, or partition=[3, 2, 2, 2]")
+        return tuple(balanced(parameter_counts(model), stages))
+    if stages is not None and stages != len(partition):
+        raise UserError(f"{stages} stages, but the partition {list(partition)} has {len(partition)}",
+                        hint="leave out stages, or give it as many entries")
+    return tuple(partition)
+
+
+def _ratios(recompute: float | Sequence[float], stages: int) -> tuple[float, ...]:
+    ratios = (float(recompute),) * stages if isinstance(recompute, (int, float)) else tuple(map(float, recompute))
+    if len(ratios) != stages:
+        raise UserError(f"{len(ratios)} recompute ratios for {stages} stages", hint="give one number, or one per stage")
+    problems = [Problem(f"recompute ratio {ratio} of stage {stage} is outside 0..1",
+                        "it is the share of the stage's layers to recompute, counted from its end")
+                for stage, ratio in enumerate(ratios) if not 0 <= ratio <= 1]
+    if problems:
+        raise UserError.all_of(problems)
+    return ratios
+
+
+def _placement(placement: Sequence[Sequence[int]] | None, stages: int, world: int) -> Placement:
+    """Ranks per stage, one each: a stage on several ranks is not there yet."""
+    chosen = tuple(tuple(ranks) for ranks in placement) if placement is not None else default_placement(stages)
+    if len(chosen) != stages or sorted(r for ranks in chosen for r in ranks) != list(range(stages)):
+        raise UserError(f"the placement {[list(ranks) for ranks in chosen]} does not give each of {stages} stages "
+                        f"a rank of its own from 0 to {stages - 1}", hint="list one rank per stage, each rank once")
+    if world > 1 and world != stages:
+        raise UserError(f"{world} processes for {stages} stages", hint=f"start {stages} processes, one per stage")
+    return chosen
+
+
+def _from_named(factory: OptimizerFactory) -> Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer | None]:
+    if isinstance(factory, FromNamed):
+        return factory.from_named
+    return lambda named: factory(list(named.values())) if named else None

@@ -1,0 +1,218 @@
+"""The transport between processes: torch.distributed, gloo or nccl."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vpipe.errors import RunError, UserError
+from vpipe.runtime.transport import Key, Spec
+
+SENDS_BEHIND = 4
+"""Transfers per peer and kind that may be under way before a further send waits for the oldest. The
+checker has proved that even 0 would not deadlock, so this only bounds memory."""
+
+LOSSES_BEHIND = 1024
+"""The same for losses: a few bytes each, taken by the first stage a whole pipeline depth later."""
+
+HEADER_BYTES = 4096
+MOST_TENSORS = 62
+_KINDS = "FBWGL"
+
+
+@dataclass
+class _Posted:
+    specs: Sequence[Spec] | None
+    work: list[dist.Work]
+    buffers: list[Tensor]
+
+
+class Distributed:
+    """One process per rank.
+
+    Args:
+        device: where received tensors are wanted. gloo carries tensors in host memory, so those of a GPU are
+            copied on their way.
+        timeout_s: how long a transfer may take before the run fails.
+        describe: ``rank -> "rank 2 (stage 2)"``, for messages.
+    """
+
+    def __init__(self, device: torch.device, timeout_s: float, describe: Callable[[int], str]) -> None:
+        self.rank = dist.get_rank()
+        self.bytes_sent = 0
+        self.wait_s = 0.0
+        self._device, self._timeout, self._describe = device, timedelta(seconds=timeout_s), describe
+        self._through_host = device.type != "cpu" and dist.get_backend() == "gloo"
+        self._carrier = torch.device("cpu") if self._through_host else device
+        self._posted: dict[tuple[int, Key], _Posted] = {}
+        self._sent: dict[tuple[int, str], deque[tuple[Key, list[dist.Work], list[Tensor]]]] = defaultdict(deque)
+        self._sums: dict[Key, tuple[dist.Work, Tensor]] = {}
+
+    def send(self, peer: int, key: Key, tensors: Sequence[Tensor], announce: bool = False) -> None:
+        behind = self._sent[peer, key.kind]
+        while len(behind) >= (LOSSES_BEHIND if key.kind == "L" else SENDS_BEHIND):
+            self._complete(peer, *behind.popleft())
+        carried = [t.to(self._carrier) if self._through_host else t.detach() for t in tensors]
+        # Even an empty tensor keeps its turn, so that both sides count alike.
+        with self._failing(peer, key, "sending"):
+            work = [self._isend(_header(tensors).to(self._carrier), peer, _tag(key, MOST_TENSORS))] if announce else []
+            work += [self._isend(t, peer, _tag(key, i)) for i, t in enumerate(carried) if t.numel()]
+        self.bytes_sent += sum(t.nbytes for t in carried)
+        behind.append((key, work, carried))
+
+    def post(self, peer: int, key: Key, specs: Sequence[Spec] | None) -> None:
+        with self._failing(peer, key, "receiving"):
+            if specs is None:
+                header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=self._carrier)
+                posted = _Posted(None, [self._irecv(header, peer, _tag(key, MOST_TENSORS))], [header])
+            else:
+                posted = self._receive(peer, key, specs)
+        self._posted[peer, key] = posted
+
+    def ready(self, peer: int, key: Key) -> bool:
+        return True
+
+    def take(self, peer: int, key: Key) -> list[Tensor]:
+        posted = self._posted.pop((peer, key))
+        started = perf_counter()
+        with self._failing(peer, key, "waiting for"):
+            self._wait(posted.work)
+            if posted.specs is None:
+                posted = self._receive(peer, key, _specs(posted.buffers[0]))
+                self._wait(posted.work)
+        self.wait_s += perf_counter() - started
+        assert posted.specs is not None
+        return [buffer.to(self._device).requires_grad_(spec.wants_gradient)
+                for buffer, spec in zip(posted.buffers, posted.specs, strict=True)]
+
+    def publish_norms(self, key: Key, norms: Tensor) -> None:
+        carried = norms.to(self._carrier)
+        work = dist.all_reduce(carried, async_op=True)
+        assert work is not None
+        self._sums[key] = (work, carried)
+
+    def norms_ready(self, key: Key) -> bool:
+        return True
+
+    def norms(self, key: Key) -> Tensor:
+        work, carried = self._sums.pop(key)
+        started = perf_counter()
+        with self._failing(None, key, "waiting for"):
+            self._wait([work])
+        self.wait_s += perf_counter() - started
+        return carried.to(self._device)
+
+    def finish(self) -> None:
+        started = perf_counter()
+        for (peer, _), behind in self._sent.items():
+            while behind:
+                self._complete(peer, *behind.popleft())
+        self.wait_s += perf_counter() - started
+        if self._posted:
+            keys = ", ".join(str(key) for _, key in list(self._posted)[:3])
+            raise RunError(f"{len(self._posted)} transfer(s) were never taken: {keys}",
+                           hint="this is a defect of the schedule or of vpipe: please report it", rank=self.rank)
+
+    def _receive(self, peer: int, key: Key, specs: Sequence[Spec]) -> _Posted:
+        buffers = [torch.empty(spec.shape, dtype=spec.dtype, device=self._carrier) for spec in specs]
+        return _Posted(specs, [self._irecv(b, peer, _tag(key, i)) for i, b in enumerate(buffers) if b.numel()], buffers)
+
+    def _isend(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+        work = dist.isend(tensor, peer, tag=tag)
+        assert work is not None, "this rank is in the default group"
+        return work
+
+    def _irecv(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+        work = dist.irecv(tensor, peer, tag=tag)
+        assert work is not None, "this rank is in the default group"
+        return work
+
+    def _wait(self, works: Sequence[dist.Work]) -> None:
+        for work in works:
+            work.wait(self._timeout)
+
+    def _complete(self, peer: int, key: Key, works: list[dist.Work], tensors: list[Tensor]) -> None:
+        with self._failing(peer, key, "sending"):
+            self._wait(works)
+        tensors.clear()
+
+    def _failing(self, peer: int | None, key: Key, doing: str) -> _Failing:
+        return _Failing(self, peer, key, doing)
+
+    def failure(self, error: RuntimeError, peer: int | None, key: Key, doing: str) -> RunError:
+        """What a transfer's failure means to the user."""
+        other = "all ranks" if peer is None else self._describe(peer)
+        me = self._describe(self.rank)
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if "imed out" in text or "imeout" in text:
+            return RunError(f"{me} gave up {doing} {key} with {other} after {self._timeout.total_seconds():g} s",
+                            hint="a rank is stuck or much slower than the others: look at its log; "
+                                 "a slow start needs a larger parallel.timeout_s", rank=self.rank, peer=peer)
+        return RunError(f"{me} lost {other} while {doing} {key}: {text}",
+                        hint="that rank ended first: its log says why", rank=self.rank, peer=peer)
+
+
+class _Failing:
+    """Turns what torch.distributed raises into a :class:`RunError` that names the transfer and the peer."""
+
+    __slots__ = ("_doing", "_key", "_peer", "_transport")
+
+    def __init__(self, transport: Distributed, peer: int | None, key: Key, doing: str) -> None:
+        self._transport, self._peer, self._key, self._doing = transport, peer, key, doing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            raise self._transport.failure(error, self._peer, self._key, self._doing) from error
+
+
+def _tag(key: Key, number: int) -> int:
+    """A number below 2**31 for a tensor of a transfer, unique among those under way at one time."""
+    return ((key.number % 4096) * 8 + _KINDS.index(key.kind)) * 65536 + (key.stage % 1024) * 64 + number
+
+
+def _header(tensors: Sequence[Tensor]) -> Tensor:
+    """Shapes, dtypes and gradient flags as JSON in a tensor of fixed size."""
+    if len(tensors) > MOST_TENSORS:
+        raise UserError(f"{len(tensors)} tensors cross a cut between stages", hint=f"at most {MOST_TENSORS} can")
+    text = json.dumps([[list(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad] for t in tensors])
+    if len(text) > HEADER_BYTES:
+        raise UserError(f"the shapes of {len(tensors)} tensors between stages take {len(text)} bytes",
+                        hint=f"at most {HEADER_BYTES} are provided: let fewer tensors cross the cut")
+    return torch.frombuffer(bytearray(text.encode().ljust(HEADER_BYTES)), dtype=torch.uint8)
+
+
+def _specs(header: Tensor) -> list[Spec]:
+    return [Spec(tuple(shape), getattr(torch, dtype), wants)
+            for shape, dtype, wants in json.loads(bytes(header.cpu().numpy()).decode())]
+
+
+def broadcast_tensors(tensors: Mapping[str, Tensor], source: int, device: torch.device) -> dict[str, Tensor]:
+    """Named tensors of one rank, on every rank, in host memory. All ranks must call it; only the source gives any."""
+    carrier = torch.device("cpu") if dist.get_backend() == "gloo" else device
+    here = dist.get_rank() == source
+    text = json.dumps([[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()])
+    size = torch.tensor([len(text.encode())], device=carrier)
+    dist.broadcast(size, source)
+    header = torch.empty(int(size), dtype=torch.uint8, device=carrier)
+    if here:
+        header.copy_(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))
+    dist.broadcast(header, source)
+    received: dict[str, Tensor] = {}
+    for name, shape, dtype in json.loads(bytes(header.cpu().numpy()).decode()):
+        value = torch.empty(shape, dtype=getattr(torch, dtype), device=carrier)
+        if here:
+            value.copy_(tensors[name])
+        dist.broadcast(value, source)
+        received[name] = value.cpu()
+    return received

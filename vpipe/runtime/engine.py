@@ -1,0 +1,369 @@
+"""The engine: all ranks of this process, driven through segments of a schedule."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, count, islice, takewhile
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vpipe.errors import RunError, UserError
+from vpipe.model.layer import Model
+from vpipe.model.split import StageSpec, ties_between
+from vpipe.runtime.distributed import Distributed, broadcast_tensors
+from vpipe.runtime.feed import Batch, Feed
+from vpipe.runtime.stage import Stage
+from vpipe.runtime.transport import InProcess, Key, Mailroom, Spec, Transport
+from vpipe.runtime.update import Update
+from vpipe.runtime.worker import Segment, VersionOf, Worker
+from vpipe.schedules.action import Action, Op, forward
+from vpipe.schedules.lower import Lowering
+from vpipe.schedules.order import Placement, Schedule, compute_program, stage_of_rank
+from vpipe.schedules.registry import recipe_named
+
+MakeOptimizer = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer | None]
+"""Named parameters of a stage -> its optimizer."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step.
+
+    Attributes:
+        index: its number, from 0.
+        loss: mean over its microbatches, on every rank.
+        learning_rate: of the first parameter group of this process's first stage that trains; None without.
+        gradient_norm: of all stages, before clipping; None when not clipped globally.
+    """
+
+    index: int
+    loss: float
+    learning_rate: float | None
+    gradient_norm: float | None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the engine needs to know beside the model.
+
+    Attributes:
+        microbatches: per batch.
+        recompute: ratio per stage.
+        factor: learning rate of an update relative to the optimizer's own.
+        clip: greatest gradient norm; of all stages with a flush, of each stage without.
+        seed: of initialisation and dropout.
+        device: where this process computes.
+        timeout_s: how long a transfer may take.
+    """
+
+    microbatches: int
+    recompute: Sequence[float]
+    factor: Callable[[int], float]
+    clip: float | None
+    seed: int
+    device: torch.device
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Program:
+    """A rank's lowered actions, and the versions of borrowed weights that its microbatches use."""
+
+    actions: Iterator[Action]
+    version_of: VersionOf
+
+
+@dataclass
+class _Stream:
+    """An asynchronous pipeline with microbatches in flight."""
+
+    segment: Segment
+    updates: Iterator[int]
+    done: int = 0  # updates finished
+    drained: deque[Step] | None = None  # the steps that draining made, to be yielded when training goes on
+
+
+class Engine:
+    """Runs a lowered schedule over the stages of this process.
+
+    Within one process all ranks take turns in one thread, in the order of dependencies; with
+    torch.distributed this process is one rank. The same programs give the same numbers.
+    """
+
+    def __init__(self, model: Model, specs: Sequence[StageSpec], schedule: Schedule, make_optimizer: MakeOptimizer,
+                 settings: Settings, distributed: bool) -> None:
+        self._specs, self._schedule, self._settings = specs, schedule, settings
+        self._recipe = recipe_named(schedule.name)
+        self._placement: Placement = schedule.placement
+        self._ties = ties_between(specs)
+        self._fields = model.batch
+        self._distributed = distributed
+        ranks = [dist.get_rank()] if distributed else list(range(len(schedule.programs)))
+        room = Mailroom(len(ranks))
+        self.workers = {}
+        for rank in ranks:
+            own = [spec for spec in specs if rank in self._placement[spec.index]]
+            stages = {spec.index: Stage(model, spec, seed=settings.seed, device=settings.device,
+                                        recompute=settings.recompute[spec.index]) for spec in own}
+            optimizers = {s: make_optimizer(stage.weights.masters) for s, stage in stages.items()}
+            transport: Transport = (Distributed(settings.device, settings.timeout_s, self.describe)
+                                    if distributed else InProcess(rank, room))
+            update = Update(optimizers, settings.factor, settings.clip, None)
+            self.workers[rank] = Worker(rank, self._placement, stages, update, self._ties, transport)
+        self._agree_on_norms()
+        for worker in self.workers.values():
+            worker.lend()
+        for worker in self.workers.values():
+            worker.borrow()
+            worker.transport.finish()
+        self._microbatches_done = 0
+        self._stream: _Stream | None = None
+        self._broken = False
+
+    # -- training --------------------------------------------------------------------------------------
+
+    def train(self, batches: Iterable[Batch]) -> Iterator[Step]:
+        """Train on the batches; yields one step per update, in order."""
+        self.drain()
+        feed = self._feed(batches)
+        return self._train_flush(feed) if self._schedule.flush else self._train_stream(feed)
+
+    def _train_flush(self, feed: Feed) -> Iterator[Step]:
+        microbatches = self._settings.microbatches
+        first = 0
+        while feed.has(first):
+            segment = Segment(feed, first, self._microbatches_done, microbatches, training=True)
+            updates = list(self._run(segment, self._prepared))
+            self._microbatches_done += microbatches
+            first += microbatches
+            for update in updates:
+                yield self._step(segment, update)
+
+    def _train_stream(self, feed: Feed) -> Iterator[Step]:
+        first, every = 0, self._schedule.update_every
+        while feed.has(first):
+            segment = Segment(feed, first, self._microbatches_done, every, training=True)
+            stream = self._stream = _Stream(segment, self._run(segment, self._streamed(feed, first)))
+            for update in stream.updates:
+                stream.done += 1
+                yield self._step(segment, update)
+            if stream.drained is None:
+                self._close(stream)
+            else:
+                yield from stream.drained
+            first += stream.done * every
+            feed.end = None
+
+    def drain(self) -> None:
+        """Finish what is in flight in an asynchronous pipeline; training may go on after it.
+
+        Every rank drains after the same step, so all must agree on the last microbatch that still enters:
+        the latest that the first stage may have begun, which is as many beyond the last finished update
+        as it holds in flight, rounded up to whole updates.
+        """
+        stream = self._stream
+        if stream is None or self._broken:
+            return
+        every = stream.segment.every
+        entered = stream.done * every + self._recipe.peak_activations(0, len(self._placement), sys.maxsize)
+        stream.segment.feed.end = stream.segment.first + -(-entered // every) * every
+        stream.drained = deque()
+        for update in stream.updates:
+            stream.done += 1
+            stream.drained.append(self._step(stream.segment, update))
+        self._close(stream)
+
+    def _close(self, stream: _Stream) -> None:
+        self._microbatches_done += stream.done * stream.segment.every
+        self._stream = None
+
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """Mean loss over the samples of all batches, forward only, with the latest weights."""
+        self.drain()
+        source = iter(batches)
+        total, samples = 0.0, 0
+        # As many batches at a time as keep every stage busy, not all: in one process nothing bounds how far
+        # the first stage runs ahead.
+        group = -(-4 * len(self._placement) // self._settings.microbatches)
+        modes = [stage.evaluating() for worker in self.workers.values() for stage in worker.stages.values()]
+        for mode in modes:
+            mode.__enter__()
+        try:
+            while (head := next(source, None)) is not None:
+                feed = self._feed(chain([head], islice(source, group - 1)))
+                segment = Segment(feed, 0, 0, self._settings.microbatches, training=False)
+                for _ in self._run(segment, self._forward_only(feed)):
+                    pass
+                total += self._collect_losses(feed)
+                samples += sum(feed.samples)
+        finally:
+            for mode in modes:
+                mode.__exit__(None, None, None)
+        if not samples:
+            raise UserError("there is nothing to evaluate on", hint="give evaluate at least one batch")
+        return self._share(Key("L", len(self._placement), 0), total) / samples
+
+    def _collect_losses(self, feed: Feed) -> float:
+        """Sum over samples of the losses of the segment that just ran, where the last stage is."""
+        last = self._last_worker()
+        if last is None:
+            return 0.0
+        total = sum(float(loss) * feed.samples[number] for number, loss in sorted(last.losses.items()))
+        last.losses.clear()
+        return total
+
+    def _step(self, segment: Segment, update: int) -> Step:
+        number = segment.base // segment.every + update
+        last = self._last_worker()
+        loss = 0.0
+        if last is not None:
+            first = segment.base + update * segment.every
+            losses = [last.losses.pop(first + i) for i in range(segment.every)]
+            loss = float(torch.stack(losses).double().mean())
+        loss = self._share(Key("L", len(self._placement) - 1, number), loss)
+        update_of = next(iter(self.workers.values())).update
+        groups = [group for optimizer in update_of.optimizers.values() if optimizer is not None
+                  for group in optimizer.param_groups]
+        norm = update_of.gradient_norm
+        return Step(number, loss, float(groups[0]["lr"]) if groups else None, None if norm is None else float(norm))
+
+    def _share(self, key: Key, value: float) -> float:
+        """A number that the last stage's rank knows, on every rank."""
+        if not self._distributed:
+            return value
+        (worker,) = self.workers.values()
+        source = self._placement[-1][0]
+        if worker.rank == source:
+            for peer in range(dist.get_world_size()):
+                if peer != source:
+                    worker.transport.send(peer, key, [torch.tensor([value], dtype=torch.float64)])
+            return value
+        worker.transport.post(source, key, [Spec((1,), torch.float64, wants_gradient=False)])
+        return float(worker.transport.take(source, key)[0])
+
+    def _last_worker(self) -> Worker | None:
+        return self.workers.get(self._placement[-1][0])
+
+    def _feed(self, batches: Iterable[Batch]) -> Feed:
+        takers = sum(len(worker.stages) for worker in self.workers.values())
+        return Feed(iter(batches), self._settings.microbatches, self._fields, takers)
+
+    # -- programs --------------------------------------------------------------------------------------
+
+    def _streamed(self, feed: Feed, first: int) -> Callable[[int], Program]:
+        """The lowered program of a rank over the microbatches that come, however many.
+
+        It is the program for very many microbatches less the actions on those that never come; see
+        :data:`vpipe.schedules.registry.Program`.
+        """
+
+        def compute(rank: int) -> Iterator[Action]:
+            for action in compute_program(self._recipe, self._placement, rank, sys.maxsize,
+                                          self._schedule.update_every):
+                if action.op is Op.STEP or feed.has(first + action.microbatch):
+                    yield action
+                elif action.op is Op.BACKWARD:
+                    return
+
+        return lambda rank: self._lowered(rank, compute, self._schedule.ties)
+
+    def _forward_only(self, feed: Feed) -> Callable[[int], Program]:
+        def compute(rank: int) -> Iterator[Action]:
+            stage = stage_of_rank(self._placement, rank)
+            return (forward(stage, microbatch) for microbatch in takewhile(feed.has, count()))
+
+        return lambda rank: self._lowered(rank, compute, {})
+
+    def _lowered(self, rank: int, compute: Callable[[int], Iterator[Action]],
+                 ties: Mapping[int, Sequence[int]]) -> Program:
+        lowering = Lowering(self._placement, rank, compute, self._schedule.update_every, ties)
+        return Program(lowering.program(), lambda owner, microbatch: lowering.versions[owner].of(microbatch))
+
+    def _prepared(self, rank: int) -> Program:
+        """The program of one flush: lowered once, the same for every batch, on one version of the weights."""
+        return Program(iter(self._schedule.programs[rank]), lambda owner, microbatch: 0)
+
+    # -- carrying out ----------------------------------------------------------------------------------
+
+    def _run(self, segment: Segment, program_of: Callable[[int], Program]) -> Iterator[int]:
+        """Carry out a segment; yields an update when every stage of this process has made it."""
+        if self._broken:
+            raise RunError("this pipeline failed before and cannot go on", hint="build a new one")
+        programs: dict[int, Iterator[Action]] = {}
+        for rank, worker in self.workers.items():
+            program = program_of(rank)
+            programs[rank] = program.actions
+            worker.begin(segment, program.version_of)
+        stages = sum(len(worker.stages) for worker in self.workers.values())
+        made: Counter[int] = Counter()
+        self._broken = True  # until the end is reached
+        for action in self._interleaved(programs):
+            if action.op is Op.STEP:
+                made[action.microbatch] += 1
+                if made[action.microbatch] == stages:
+                    del made[action.microbatch]
+                    self._broken = False
+                    yield action.microbatch
+                    self._broken = True
+        for worker in self.workers.values():
+            worker.end()
+        self._broken = False
+
+    def _interleaved(self, programs: Mapping[int, Iterator[Action]]) -> Iterator[Action]:
+        """Execute the ranks' actions, each as soon as it has what it needs; yields them when done."""
+        heads = {rank: action for rank, program in programs.items() if (action := next(program, None)) is not None}
+        while heads:
+            moved = False
+            for rank in list(heads):
+                worker = self.workers[rank]
+                while rank in heads and (self._distributed or worker.waits_for(heads[rank]) is None):
+                    worker.execute(heads[rank])
+                    moved = True
+                    yield heads[rank]
+                    following = next(programs[rank], None)
+                    if following is None:
+                        del heads[rank]
+                    else:
+                        heads[rank] = following
+            if not moved:
+                waits = "; ".join(f"rank {rank} at {action} waits for {self.workers[rank].waits_for(action)}"
+                                  for rank, action in heads.items())
+                raise RunError(f"no rank can go on: {waits}", hint="the schedule deadlocks: this is a defect of vpipe")
+
+    # -- the whole model -------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tensor]:
+        """Parameters and buffers of the whole model, on every rank, in the order of the layers."""
+        self.drain()
+        local = {s: stage.state() for worker in self.workers.values() for s, stage in worker.stages.items()}
+        whole: dict[str, Tensor] = {}
+        for spec in self._specs:
+            owner = self._placement[spec.index][0]
+            state = local.get(spec.index, {})
+            whole.update(broadcast_tensors(state, owner, self._settings.device) if self._distributed else
+                         {name: tensor.clone() for name, tensor in state.items()})
+        return whole
+
+    def _agree_on_norms(self) -> None:
+        """Let every rank know where each stage's gradient norms stand in the vector of all of them."""
+        if self._settings.clip is None or not self._schedule.flush:
+            return
+        counts = torch.zeros(len(self._specs), dtype=torch.int64, device=self._settings.device)
+        for worker in self.workers.values():
+            for s, stage in worker.stages.items():
+                counts[s] = len(stage.weights.names)
+        if self._distributed:
+            dist.all_reduce(counts)
+        offsets = (0, *accumulate(counts.tolist()))
+        for worker in self.workers.values():
+            worker.update.offsets = offsets
+
+    def describe(self, rank: int) -> str:
+        """A rank with its stages, for messages."""
+        stages = [s for s, ranks in enumerate(self._placement) if rank in ranks]
+        return f"rank {rank} (stage {', '.join(map(str, stages))})"

@@ -1,0 +1,94 @@
+"""Batches as a stream of microbatches, read when first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vpipe.errors import UserError
+
+Batch = Mapping[str, Tensor]
+"""A dict of tensors whose dimension 0 counts samples."""
+
+Signature = tuple[tuple[str, tuple[int, ...]], ...]
+"""The shapes of a microbatch's fields: what the shapes between stages follow from."""
+
+
+@dataclass
+class _Open:
+    """A batch of which some microbatches are still to be taken."""
+
+    chunks: list[dict[str, Tensor]]
+    left: int
+
+
+class Feed:
+    """The microbatches of ``batches``, numbered from 0 on.
+
+    Args:
+        batches: what the user iterates over; a field this process does not need may be on the meta device.
+        microbatches: into how many equal parts a batch is cut along dimension 0.
+        fields: names a batch must hold.
+        takers: how many stages of this process take each microbatch once.
+    """
+
+    def __init__(self, batches: Iterator[Batch], microbatches: int, fields: tuple[str, ...], takers: int) -> None:
+        self._batches, self._microbatches, self._fields, self._takers = batches, microbatches, fields, takers
+        self._open: dict[int, _Open] = {}
+        self._read = 0
+        self._exhausted = False
+        self.end: int | None = None  # a microbatch at which to pause
+        self.samples: list[int] = []  # of each microbatch read so far
+
+    def has(self, microbatch: int) -> bool:
+        """Whether this microbatch exists and lies before the pause."""
+        if self.end is not None and microbatch >= self.end:
+            return False
+        while microbatch >= self._read * self._microbatches and not self._exhausted:
+            batch = next(self._batches, None)
+            if batch is None:
+                self._exhausted = True
+            else:
+                self._open[self._read] = _Open(self._cut(batch), self._takers * self._microbatches)
+                self._read += 1
+        return microbatch < self._read * self._microbatches
+
+    def signature(self, microbatch: int) -> Signature:
+        """The shapes of a microbatch that was not taken by all yet."""
+        return tuple((name, tuple(t.shape)) for name, t in self._chunk(microbatch).items())
+
+    def take(self, microbatch: int) -> dict[str, Tensor]:
+        """The fields of a microbatch; the batch is let go when every taker has had all of it."""
+        chunk = self._chunk(microbatch)
+        number = microbatch // self._microbatches
+        self._open[number].left -= 1
+        if not self._open[number].left:
+            del self._open[number]
+        return chunk
+
+    def _chunk(self, microbatch: int) -> dict[str, Tensor]:
+        number, within = divmod(microbatch, self._microbatches)
+        return self._open[number].chunks[within]
+
+    def _cut(self, batch: Batch) -> list[dict[str, Tensor]]:
+        missing = [name for name in self._fields if name not in batch]
+        if missing:
+            raise UserError(f"a batch holds {sorted(batch)}, but not {missing}",
+                            hint=f"give every batch the fields {list(self._fields)}")
+        tensors = {name: batch[name] for name in self._fields}
+        sizes = {name: t.shape[0] if t.dim() else 0 for name, t in tensors.items()}
+        samples = next(iter(sizes.values()), 0)
+        if len(set(sizes.values())) > 1:
+            raise UserError(f"the fields of a batch disagree on the number of samples: {sizes}",
+                            hint="dimension 0 of every field counts the samples")
+        if not samples or samples % self._microbatches:
+            down = samples - samples % self._microbatches
+            raise UserError(f"a batch of {samples} samples cannot be cut into {self._microbatches} equal microbatches",
+                            hint=f"use batches of {down or self._microbatches} or {down + self._microbatches} samples, "
+                                 "or drop the incomplete last batch")
+        self.samples += [samples // self._microbatches] * self._microbatches
+        parts = {name: torch.chunk(t, self._microbatches) for name, t in tensors.items()}
+        return [{name: part[i] for name, part in parts.items()} for i in range(self._microbatches)]

@@ -1,0 +1,299 @@
+"""A stage: builds its layers, runs them forward and backward on one microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from vpipe.errors import UserError
+from vpipe.model.layer import Layer, Model, seed_of, set_parameter
+from vpipe.model.split import StageSpec, alive
+from vpipe.runtime.weights import Slot, Weights
+
+DropoutKey = tuple[int, int]
+"""(update, microbatch within the update): with the layer's index it fixes the random numbers of a layer."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive layers of a stage that are kept, or dropped and recomputed, together."""
+
+    layers: tuple[tuple[int, Layer, nn.Module], ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    recomputed: bool
+
+
+@dataclass(slots=True)
+class Held:
+    """What the backward of one segment needs: its inputs as leaves, and the edges of its outputs if kept."""
+
+    inputs: dict[str, Tensor]
+    edges: dict[str, GradientEdge] | None
+
+
+@dataclass(slots=True)
+class Record:
+    """What the backward of one microbatch needs; dropped as soon as it is used."""
+
+    held: list[Held]
+    fields: Mapping[str, Tensor]
+    key: DropoutKey
+    pins: dict[int, int]  # weight version per owner of weights: the stage itself, and those it borrows from
+
+
+class Stage:
+    """The layers of one stage on one device.
+
+    Args:
+        model: the whole model; only this stage's layers are built.
+        spec: which layers, which tensors come and go.
+        seed: the run's seed.
+        device: where to compute.
+        recompute: share of the layers, counted from the end, whose activations are dropped in forward
+            and recomputed in backward: the last ``int(recompute * layers)``.
+    """
+
+    def __init__(self, model: Model, spec: StageSpec, *, seed: int, device: torch.device, recompute: float) -> None:
+        self.spec, self.seed, self.device = spec, seed, device
+        self.modules = {i: model.layers[i].materialize(i, seed).to(device) for i in spec.layers}
+        self.layer_names = {i: model.layers[i].name for i in spec.layers}
+        self._ties = {i: model.layers[i].ties for i in spec.layers}
+        self._share_ties()
+        self.weights, self.borrowed = self._collect()
+        dropped = int(recompute * len(spec.layers))
+        self._segments = list(self._cut(model, spec.layers.stop - dropped))
+        self.recomputes = dropped > 0
+        self._wanted: dict[tuple[int, tuple[bool, ...]], dict[str, bool]] = {}
+
+    def _share_ties(self) -> None:
+        """Within the stage, tied parameters are one object."""
+        at = {name: i for i, name in self.layer_names.items()}
+        for i, ties in self._ties.items():
+            for own, target in ties.items():
+                owner = next((name for name in at if target.startswith(name + ".")), None)
+                if owner is not None:
+                    shared = self.modules[at[owner]].get_parameter(target[len(owner) + 1:])
+                    set_parameter(self.modules[i], own, shared)
+
+    def _collect(self) -> tuple[Weights, dict[int, Weights]]:
+        """Own trainable parameters, and those borrowed from other stages, with the slots that hold them."""
+        first: dict[int, str] = {}
+        parameters: dict[str, nn.Parameter] = {}
+        slots: dict[str, list[Slot]] = {}
+        for i, module in self.modules.items():
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                full = f"{self.layer_names[i]}.{name}"
+                if not parameter.requires_grad:
+                    if full in self.spec.borrowed:
+                        raise UserError(f"'{full}' is tied to '{self.spec.borrowed[full][1]}' but frozen",
+                                        hint="let it require a gradient, or leave out the tie")
+                    continue
+                path, _, leaf = name.rpartition(".")
+                canonical = first.setdefault(id(parameter), full)
+                parameters.setdefault(canonical, parameter)
+                slots.setdefault(canonical, []).append((module.get_submodule(path), leaf))
+        lent: dict[int, dict[str, nn.Parameter]] = {}
+        lent_slots: dict[int, dict[str, list[Slot]]] = {}
+        for own, (owner, target) in self.spec.borrowed.items():
+            # Several parameters here may be tied to the same one there: they are one value.
+            lent.setdefault(owner, {}).setdefault(target, parameters.pop(own))
+            lent_slots.setdefault(owner, {}).setdefault(target, []).extend(slots.pop(own))
+        return (Weights(parameters, slots),
+                {owner: Weights(lent[owner], lent_slots[owner]) for owner in sorted(lent)})
+
+    def _cut(self, model: Model, kept_end: int) -> Iterator[Segment]:
+        start, stop = self.spec.layers.start, self.spec.layers.stop
+        for span, recomputed in ((range(start, kept_end), False), (range(kept_end, stop), True)):
+            if span:
+                yield Segment(tuple((i, model.layers[i], self.modules[i]) for i in span),
+                              self.spec.inputs if span.start == start else alive(model, span.start),
+                              self.spec.outputs if span.stop == stop else alive(model, span.stop),
+                              recomputed)
+
+    def forward(self, received: Sequence[Tensor], fields: Mapping[str, Tensor], key: DropoutKey,
+                pins: dict[int, int]) -> tuple[list[Tensor], Record]:
+        """One microbatch forward.
+
+        Args:
+            received: the tensors of ``spec.inputs``; those that want a gradient require it.
+            fields: the batch fields this stage reads.
+            key: what dropout depends on.
+            pins: the weight versions in use, kept for the backward.
+
+        Returns:
+            The tensors of ``spec.outputs``, detached, requiring a gradient where backward needs one,
+            and the record for :meth:`backward`.
+        """
+        tensors = dict(zip(self.spec.inputs, received, strict=True))
+        record = Record([], {name: fields[name] for name in self.spec.fields}, key, pins)
+        with self._random_state():
+            for number, segment in enumerate(self._segments):
+                inputs = {name: tensors[name] for name in segment.inputs}
+                edges, tensors = self._forward_segment(number, segment, inputs, record)
+                record.held.append(Held(inputs, edges))
+        outgoing = [tensors[name] for name in self.spec.outputs]
+        # A transfer needs contiguous memory; within one process tensors get the same layout, hence the same numbers.
+        return [t if t.is_contiguous() else t.detach().contiguous().requires_grad_(t.requires_grad)
+                for t in outgoing], record
+
+    @torch.no_grad()
+    def evaluate(self, received: Sequence[Tensor], fields: Mapping[str, Tensor], key: DropoutKey) -> list[Tensor]:
+        """One microbatch forward with the latest weights; nothing is kept. As :meth:`forward` otherwise."""
+        tensors = dict(zip(self.spec.inputs, received, strict=True))
+        record = Record([], {name: fields[name] for name in self.spec.fields}, key, {})
+        with self._random_state():
+            for segment in self._segments:
+                tensors = self._run(segment, {name: tensors[name] for name in segment.inputs}, record)
+        return [tensors[name].contiguous() for name in self.spec.outputs]
+
+    def _forward_segment(self, number: int, segment: Segment, inputs: dict[str, Tensor],
+                         record: Record) -> tuple[dict[str, GradientEdge] | None, dict[str, Tensor]]:
+        if not segment.recomputed:
+            outputs = self._run(segment, inputs, record)
+            edges = {name: get_gradient_edge(t) for name, t in outputs.items() if t.requires_grad}
+            return edges, _leaves(outputs, {name: t.requires_grad for name, t in outputs.items()})
+        which = (number, tuple(t.requires_grad for t in inputs.values()))
+        if which not in self._wanted:  # without a graph nobody can tell which outputs want a gradient: look once
+            outputs = self._run(segment, inputs, record)
+            self._wanted[which] = {name: t.requires_grad for name, t in outputs.items()}
+        else:
+            with torch.no_grad():
+                outputs = self._run(segment, inputs, record)
+        return None, _leaves(outputs, self._wanted[which])
+
+    def _run(self, segment: Segment, inputs: Mapping[str, Tensor], record: Record) -> dict[str, Tensor]:
+        tensors = {**record.fields, **inputs}
+        before = [t._version for t in tensors.values()]
+        given = list(tensors.values())
+        for i, layer, module in segment.layers:
+            self._seed(record.key, i)
+            result = self._call(layer, module, [tensors[name] for name in layer.inputs])
+            tensors.update(zip(layer.outputs, result, strict=True))
+        for tensor, version in zip(given, before, strict=True):
+            if tensor._version != version:
+                raise self._in_place(segment.layers[0][1].name)
+        return {name: tensors[name] for name in segment.outputs}
+
+    def _call(self, layer: Layer, module: nn.Module, arguments: list[Tensor]) -> tuple[Tensor, ...]:
+        try:
+            result = module(*arguments)
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" in str(error):
+                raise self._in_place(layer.name) from error
+            raise
+        outputs = result if isinstance(result, tuple) else (result,)
+        if len(outputs) != len(layer.outputs) or not all(isinstance(t, Tensor) for t in outputs):
+            kinds = ", ".join(type(t).__name__ for t in outputs)
+            raise UserError(f"layer '{layer.name}' returned {len(outputs)} value(s) ({kinds}) for its "
+                            f"{len(layer.outputs)} outputs {list(layer.outputs)}",
+                            hint="forward must return one tensor per name in outputs, as a tuple if there are several")
+        return outputs
+
+    def _in_place(self, layer: str) -> UserError:
+        return UserError(f"stage {self.spec.index}, which starts at layer '{layer}', changes its input in place",
+                         hint="use the operation that is not in place there (inplace=False): "
+                              "the input is needed again, by recompute or by another layer")
+
+    def backward(self, record: Record, gradients: Mapping[str, Tensor]) -> list[Tensor]:
+        """One microbatch backward.
+
+        Args:
+            record: what :meth:`forward` returned; used up.
+            gradients: of the outputs that require one.
+
+        Returns:
+            The gradients of the inputs that require one, in order. Parameters accumulate theirs.
+        """
+        for segment in reversed(self._segments):
+            held = record.held.pop()
+            edges = held.edges if held.edges is not None else self._recompute(segment, held, record)
+            names = [name for name in edges if name in gradients]
+            if names:
+                torch.autograd.backward([edges[name] for name in names], [gradients[name] for name in names])
+            gradients = {name: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+                         for name, leaf in held.inputs.items() if leaf.requires_grad}
+        return [gradients[name] for name in self.spec.inputs if name in gradients]
+
+    def _recompute(self, segment: Segment, held: Held, record: Record) -> dict[str, GradientEdge]:
+        """The segment's forward again, with a graph: same inputs, weights and random numbers; buffers untouched."""
+        buffers = [buffer for _, _, module in segment.layers for buffer in module.buffers()]
+        saved = [buffer.clone() for buffer in buffers]
+        with self._random_state():
+            outputs = self._run(segment, held.inputs, record)
+        for buffer, value in zip(buffers, saved, strict=True):
+            buffer.data.copy_(value)
+        return {name: get_gradient_edge(t) for name, t in outputs.items() if t.requires_grad}
+
+    def _seed(self, key: DropoutKey, layer: int) -> None:
+        seed = seed_of(self.seed, *key, layer)
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
+
+    @contextmanager
+    def _random_state(self) -> Iterator[None]:
+        """Leaves the process's random state as it was: data loading must not depend on how layers are cut."""
+        cuda = self.device.type == "cuda"
+        state = torch.default_generator.get_state()
+        cuda_state = torch.cuda.get_rng_state(self.device) if cuda else None
+        try:
+            yield
+        finally:
+            torch.default_generator.set_state(state)
+            if cuda_state is not None:
+                torch.cuda.set_rng_state(cuda_state, self.device)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Every module in evaluation mode, and back to the mode it was in."""
+        modes = {module: module.training for layer in self.modules.values() for module in layer.modules()}
+        for layer in self.modules.values():
+            layer.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+
+    def state(self) -> dict[str, Tensor]:
+        """Parameters (latest version) and buffers of the stage's layers; a tied parameter only where it is owned."""
+        self.use_latest()
+        return {f"{self.layer_names[i]}.{name}": value.detach()
+                for i, module in self.modules.items() for name, value in module.state_dict().items()
+                if name not in self._ties[i]}
+
+    def use_latest(self) -> None:
+        """Point the modules to the latest weights."""
+        for weights in (self.weights, *self.borrowed.values()):
+            weights.use(weights.latest)
+
+    def pin(self, borrowed: Mapping[int, int]) -> dict[int, int]:
+        """Hold the latest own weights and the given versions of borrowed ones; what :attr:`Record.pins` keeps."""
+        return {self.spec.index: self.weights.pin(),
+                **{owner: weights.pin(borrowed[owner]) for owner, weights in self.borrowed.items()}}
+
+    def prepare_backward(self, pins: Mapping[int, int]) -> None:
+        """Let gradients accumulate for the pinned versions, and recompute run with them."""
+        for owner, version in pins.items():
+            weights = self._weights_of(owner)
+            weights.begin_backward(version)
+            if self.recomputes:
+                weights.use(version)
+
+    def unpin(self, pins: Mapping[int, int]) -> None:
+        """Give the pinned versions back."""
+        for owner, version in pins.items():
+            self._weights_of(owner).unpin(version)
+
+    def _weights_of(self, owner: int) -> Weights:
+        return self.weights if owner == self.spec.index else self.borrowed[owner]
+
+
+def _leaves(tensors: Mapping[str, Tensor], wanted: Mapping[str, bool]) -> dict[str, Tensor]:
+    return {name: tensor.detach().requires_grad_(wanted[name]) for name, tensor in tensors.items()}

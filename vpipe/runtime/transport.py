@@ -1,0 +1,128 @@
+"""How tensors get from rank to rank: one small protocol, and the transport within one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from vpipe.errors import RunError
+
+WHAT = {"F": "the activations of microbatch", "B": "the gradients of microbatch", "W": "tied weights, version",
+        "G": "the tied gradient of update", "N": "the gradient norms of update", "L": "the loss of step"}
+
+
+class Key(NamedTuple):
+    """What is transferred: ``kind`` (see ``WHAT``), the stage it concerns, and the microbatch, update or version."""
+
+    kind: str
+    stage: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"{WHAT[self.kind]} {self.number} for stage {self.stage}"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Shape and dtype of a tensor that travels, and whether its gradient travels back."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    wants_gradient: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Spec:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+class Transport(Protocol):
+    """One rank's end. Sends and posts return at once; only ``take`` and ``norms`` wait.
+
+    A tensor that was sent must not be changed until its receiver has it.
+    """
+
+    rank: int
+    bytes_sent: int
+    wait_s: float
+
+    def send(self, peer: int, key: Key, tensors: Sequence[Tensor], announce: bool = False) -> None:
+        """Send tensors; ``announce`` their shapes when the peer cannot know them."""
+
+    def post(self, peer: int, key: Key, specs: Sequence[Spec] | None) -> None:
+        """Get ready to receive; with no specs, the peer announces them."""
+
+    def ready(self, peer: int, key: Key) -> bool:
+        """Whether ``take`` may be called. Always, where it can wait."""
+
+    def take(self, peer: int, key: Key) -> list[Tensor]:
+        """What was posted, waiting for it; leaves, those requiring a gradient whose spec says so."""
+
+    def publish_norms(self, key: Key, norms: Tensor) -> None:
+        """Contribute to a sum over all ranks: this rank's entries of a vector, zeros elsewhere."""
+
+    def norms_ready(self, key: Key) -> bool:
+        """Whether ``norms`` may be called."""
+
+    def norms(self, key: Key) -> Tensor:
+        """The sum over all ranks."""
+
+    def finish(self) -> None:
+        """Wait until everything sent has arrived, and complain if something posted was never taken."""
+
+
+class Mailroom:
+    """What is on its way between the ranks of one process."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.mail: dict[tuple[int, int, Key], list[Tensor]] = {}
+        self.sums: dict[Key, tuple[Tensor, int, int]] = {}  # sum so far, contributions, readers
+
+
+class InProcess:
+    """One rank's end of a mailroom: tensors change hands without a copy."""
+
+    def __init__(self, rank: int, room: Mailroom) -> None:
+        self.rank, self._room = rank, room
+        self.bytes_sent = 0
+        self.wait_s = 0.0
+
+    def send(self, peer: int, key: Key, tensors: Sequence[Tensor], announce: bool = False) -> None:
+        self._room.mail[self.rank, peer, key] = list(tensors)
+        self.bytes_sent += sum(t.nbytes for t in tensors)
+
+    def post(self, peer: int, key: Key, specs: Sequence[Spec] | None) -> None:
+        """Nothing to get ready: mail waits in the mailroom."""
+
+    def ready(self, peer: int, key: Key) -> bool:
+        return (peer, self.rank, key) in self._room.mail
+
+    def take(self, peer: int, key: Key) -> list[Tensor]:
+        return self._room.mail.pop((peer, self.rank, key))
+
+    def publish_norms(self, key: Key, norms: Tensor) -> None:
+        total, given, read = self._room.sums.get(key, (torch.zeros_like(norms), 0, 0))
+        self._room.sums[key] = (total + norms, given + 1, read)
+
+    def norms_ready(self, key: Key) -> bool:
+        return self._room.sums[key][1] == self._room.ranks
+
+    def norms(self, key: Key) -> Tensor:
+        total, given, read = self._room.sums[key]
+        self._room.sums[key] = (total, given, read + 1)
+        if read + 1 == self._room.ranks:
+            del self._room.sums[key]
+        return total
+
+    def finish(self) -> None:
+        left = [str(key) for _, peer, key in self._room.mail if peer == self.rank]
+        if left:
+            raise RunError(f"{len(left)} transfer(s) were never taken: {', '.join(left[:3])}",
+                           hint="this is a defect of the schedule or of vpipe: please report it", rank=self.rank)

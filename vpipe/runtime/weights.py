@@ -1,0 +1,156 @@
+"""Weight versions: values that microbatches hold, not a state the module is in.
+
+A forward pins the latest version; the backward of the same microbatch runs with that version; a
+version that nobody pins and that is not the latest gives its memory back. The optimizer steps master
+parameters of its own, which share memory with the latest version. A step writes in place when no
+microbatch holds the latest version, and into fresh memory when one does. So a schedule with a flush,
+and the last stage of any, holds one version and copies nothing, and stage s of p under PipeDream
+holds p - s (Narayanan et al., PipeDream, SOSP 2019, section 3.3).
+
+Autograd never sees a change: every version has parameters ("leaves") of its own, which share no
+version counter with the masters, and the modules' slots are pointed to the leaves of the version
+in use. That is right for any layer, also for one that computes ``x @ self.w``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+Slot = tuple[nn.Module, str]
+"""A place where a module keeps a parameter."""
+
+
+class Weights:
+    """Versions of a set of parameters, numbered by the updates that made them.
+
+    Args:
+        parameters: the first version, by name.
+        slots: for every name, the places in modules that hold the parameter.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], slots: Mapping[str, Sequence[Slot]]) -> None:
+        self.names = tuple(parameters)
+        self._slots = [list(slots[name]) for name in self.names]
+        self.latest = 0
+        self._leaves: dict[int, list[nn.Parameter]] = {0: list(parameters.values())}
+        self._active = self._graded = self._leaves[0]
+        self._pins: Counter[int] = Counter()
+        self._free: list[list[nn.Parameter]] = []
+        self.most_held = 1
+
+    @cached_property
+    def masters(self) -> dict[str, nn.Parameter]:
+        """What the optimizer steps: always the memory of the latest version."""
+        return {name: nn.Parameter(leaf.data)
+                for name, leaf in zip(self.names, self._leaves[self.latest], strict=True)}
+
+    def pin(self, version: int | None = None) -> int:
+        """Hold a version (the latest unless told) for a microbatch and point the modules to it."""
+        version = self.latest if version is None else version
+        self.use(version)
+        self._pins[version] += 1
+        return version
+
+    def use(self, version: int) -> None:
+        """Point the modules to a version."""
+        leaves = self._leaves[version]
+        if leaves is self._active:
+            return
+        for leaf, places in zip(leaves, self._slots, strict=True):
+            for module, name in places:
+                if type(module).__setattr__ is nn.Module.__setattr__:
+                    module._parameters[name] = leaf
+                else:  # such as nn.LSTM, which keeps a list of its parameters beside the table
+                    setattr(module, name, leaf)
+        self._active = leaves
+
+    def begin_backward(self, version: int) -> None:
+        """Let the gradients accumulated so far go on accumulating in this version's leaves."""
+        leaves = self._leaves[version]
+        if leaves is self._graded:
+            return
+        for leaf, before in zip(leaves, self._graded, strict=True):
+            leaf.grad, before.grad = before.grad, None
+        self._graded = leaves
+
+    def unpin(self, version: int) -> None:
+        """A microbatch needs this version no longer."""
+        self._pins[version] -= 1
+        if not self._pins[version]:
+            del self._pins[version]
+            if version != self.latest:
+                self._free.append(self._leaves.pop(version))
+
+    @property
+    def pinned(self) -> int:
+        """How many microbatches hold a version."""
+        return self._pins.total()
+
+    @property
+    def gradients(self) -> list[Tensor | None]:
+        """The gradients accumulated since the last step, in the order of ``names``."""
+        return [leaf.grad for leaf in self._graded]
+
+    def values(self, names: Sequence[str]) -> list[Tensor]:
+        """The latest version of some parameters."""
+        return [self._leaves[self.latest][self.names.index(name)].data for name in names]
+
+    def add_gradient(self, name: str, gradient: Tensor) -> None:
+        """Add what another stage contributed to a tied weight's gradient."""
+        leaf = self._graded[self.names.index(name)]
+        leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
+
+    def take_gradients(self) -> list[Tensor | None]:
+        """The accumulated gradients, which start from nothing again."""
+        gradients = self.gradients
+        for leaf in self._graded:
+            leaf.grad = None
+        return gradients
+
+    def install(self, version: int, tensors: Sequence[Tensor]) -> None:
+        """Make received values (owned by the caller no longer) the latest version."""
+        leaves = [nn.Parameter(tensor) for tensor in tensors]
+        before = self.latest
+        self._advance(version, leaves)
+        if before not in self._pins and before != version:
+            del self._leaves[before]
+        self._free.clear()  # received values bring their own memory
+        self._count()
+
+    @torch.no_grad()
+    def step(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Apply the accumulated gradients to the latest version, which makes the next one."""
+        self._make_next()
+        if optimizer is None:
+            return
+        for master, gradient in zip(self.masters.values(), self.take_gradients(), strict=True):
+            master.grad = gradient
+        optimizer.step()
+        for master in self.masters.values():
+            master.grad = None
+
+    def _make_next(self) -> None:
+        latest = self._leaves[self.latest]
+        if self.latest not in self._pins:
+            self._leaves[self.latest + 1] = self._leaves.pop(self.latest)
+            self.latest += 1
+            return
+        fresh = self._free.pop() if self._free else [nn.Parameter(torch.empty_like(leaf)) for leaf in latest]
+        if latest:
+            torch._foreach_copy_([leaf.data for leaf in fresh], [leaf.data for leaf in latest])
+        for master, leaf in zip(self.masters.values(), fresh, strict=True):
+            master.data = leaf.data
+        self._advance(self.latest + 1, fresh)
+        self._count()
+
+    def _advance(self, version: int, leaves: list[nn.Parameter]) -> None:
+        self._leaves[version] = leaves
+        self.latest = version
+
+    def _count(self) -> None:
+        self.most_held = max(self.most_held, len(self._leaves))

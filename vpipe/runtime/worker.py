@@ -1,0 +1,349 @@
+"""One rank at work: carries out the actions of its program on its stages."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from vpipe.errors import RunError, UserError, VpipeError
+from vpipe.model.split import Ties
+from vpipe.runtime.feed import Feed, Signature
+from vpipe.runtime.stage import Record, Stage
+from vpipe.runtime.transport import Key, Spec, Transport
+from vpipe.runtime.update import Update
+from vpipe.runtime.weights import Weights
+from vpipe.schedules.action import Action, Op
+from vpipe.schedules.order import Placement
+
+VersionOf = Callable[[int, int], int]
+"""(owning stage, microbatch) -> version of its tied weights, both counted within the segment."""
+
+
+@dataclass
+class Segment:
+    """A stretch of work from an empty pipeline to an empty pipeline.
+
+    Attributes:
+        feed: where microbatches come from.
+        first: the feed's number of the segment's microbatch 0.
+        base: the run's number of the segment's microbatch 0, counted over all training.
+        every: microbatches per update.
+        training: False for forward only.
+    """
+
+    feed: Feed
+    first: int
+    base: int
+    every: int
+    training: bool
+
+
+class Worker:
+    """The runtime of one rank.
+
+    Every store (records, tensors on their way, pins) is empty again at the end of a segment.
+    """
+
+    def __init__(self, rank: int, placement: Placement, stages: Mapping[int, Stage], update: Update,
+                 ties: Ties, transport: Transport) -> None:
+        self.rank, self.stages, self.transport, self.update = rank, stages, transport, update
+        self._placement, self._ties = placement, ties
+        self._last = len(placement) - 1
+        self._records: dict[tuple[int, int], Record] = {}
+        self._arrived: dict[Key, list[Tensor]] = {}  # from a stage on this same rank
+        self._leaving: dict[Key, list[Tensor]] = {}
+        self._shapes: dict[Key, Signature] = {}  # of the batch that the activations about to leave come from
+        self._returning: dict[tuple[int, int], tuple[list[str], list[Spec]]] = {}  # gradients that will come back
+        self._incoming: dict[tuple[int, bool, Signature], list[Spec] | None] = {}  # None: the first is on its way
+        self._late: set[Key] = set()  # to be posted when its shapes are known
+        self._announced: dict[tuple[int, bool, Signature], list[Spec]] = {}
+        self._versions_posted: dict[int, deque[int]] = defaultdict(deque)
+        self.losses: dict[int, Tensor] = {}  # of the last stage, by microbatch
+        self.seconds: dict[Op, float] = defaultdict(float)
+        self.peak_activations = dict.fromkeys(stages, 0)
+        self._segment: Segment
+        self._version_of: VersionOf
+        self._operations: dict[Op, Callable[[int, int], None]] = {
+            Op.FORWARD: self._forward, Op.BACKWARD: self._backward, Op.STEP: self._step, Op.NORM: self._norm,
+            Op.SEND_F: self._send_forward, Op.RECV_F: self._post_forward,
+            Op.SEND_B: self._send_backward, Op.RECV_B: self._post_backward,
+            Op.SEND_W: self._send_weights, Op.RECV_W: self._post_weights,
+            Op.SEND_G: self._send_tied, Op.RECV_G: self._post_tied}
+
+    # -- what the engine calls -------------------------------------------------------------------------
+
+    def begin(self, segment: Segment, version_of: VersionOf) -> None:
+        """What the following actions are about, and which versions of borrowed weights microbatches use."""
+        self._segment, self._version_of = segment, version_of
+
+    def execute(self, action: Action) -> None:
+        """Carry out one action; a failure is raised with the rank, the stage and the action."""
+        waited, started = self.transport.wait_s, perf_counter()
+        try:
+            self._operations[action.op](action.stage, action.microbatch)
+        except RunError as error:
+            raise self._failed(error.what, error.hint, action, error.peer) from error
+        except VpipeError:
+            raise
+        except Exception as error:
+            raise self._failed(f"{type(error).__name__}: {error}", "the log of the rank has the traceback",
+                               action) from error
+        self.seconds[action.op] += perf_counter() - started - (self.transport.wait_s - waited)
+
+    def waits_for(self, action: Action) -> str | None:
+        """What an action lacks, in words; None when it can be carried out without waiting."""
+        for peer, key in self._needs(action):
+            if key not in self._arrived and not self.transport.ready(peer, key):
+                return f"{key} from rank {peer}"
+        if action.op is Op.STEP and not self.update.ready(self.transport, self._update_number(action.microbatch)):
+            return f"the gradient norms of update {self._update_number(action.microbatch)}"
+        return None
+
+    def end(self) -> None:
+        """Take in the tied weights still on their way, then check that nothing is left over."""
+        for owner in self._versions_posted:
+            self._install(owner)
+        self.transport.finish()
+        stores = {"records": self._records, "arrived tensors": self._arrived, "unsent tensors": self._leaving,
+                  "expected gradients": self._returning, "late receives": self._late}
+        left = [name for name, store in stores.items() if store]
+        left += [f"pinned weights of stage {s}" for s, stage in self.stages.items()
+                 for weights in (stage.weights, *stage.borrowed.values()) if weights.pinned]
+        if left:
+            raise RunError(f"left over at the end of a segment: {', '.join(left)}", rank=self.rank,
+                           hint="this is a defect of the schedule or of vpipe: please report it")
+
+    def lend(self) -> None:
+        """Send the first version of tied weights to the stages that borrow them."""
+        for owner in set(self._ties) & set(self.stages):
+            self._send_version(owner, 0)
+
+    def borrow(self) -> None:
+        """Receive the first version of borrowed weights."""
+        for owner in self._borrowed_owners():
+            self._post_version(owner, 0)
+        for owner in self._versions_posted:
+            self._install(owner)
+
+    # -- forward and backward --------------------------------------------------------------------------
+
+    def _forward(self, stage_index: int, microbatch: int) -> None:
+        segment, stage = self._segment, self.stages[stage_index]
+        number, signature = self._number(microbatch), self._signature(microbatch)
+        received: list[Tensor] = []
+        if stage_index > 0:
+            received = self._take_activations(Key("F", stage_index, number), signature)
+        fields = {name: value.to(stage.device, non_blocking=True) for name, value in
+                  segment.feed.take(segment.first + microbatch).items() if name in stage.spec.fields}
+        key = (number // segment.every, number % segment.every)
+        if segment.training:
+            versions = {owner: self._version_for(owner, microbatch) for owner in stage.borrowed}
+            outputs, record = stage.forward(received, fields, key, stage.pin(versions))
+            self._records[stage_index, microbatch] = record
+            holding = sum(1 for held, _ in self._records if held == stage_index)
+            self.peak_activations[stage_index] = max(self.peak_activations[stage_index], holding)
+        else:
+            stage.use_latest()
+            outputs = stage.evaluate(received, fields, (-1 - key[0], key[1]))
+        if stage_index == self._last:
+            self._keep_loss(number, outputs[0])
+            return
+        if segment.training:
+            wanted = [(name, Spec.of(t)) for name, t in zip(stage.spec.outputs, outputs, strict=True)
+                      if t.requires_grad]
+            self._returning[stage_index, microbatch] = ([n for n, _ in wanted], [spec for _, spec in wanted])
+        key_out = Key("F", stage_index + 1, number)
+        self._pass_on(key_out, microbatch, outputs)
+        if key_out in self._leaving:
+            self._shapes[key_out] = signature
+
+    def _keep_loss(self, number: int, loss: Tensor) -> None:
+        if loss.numel() != 1:
+            raise UserError(f"the loss of microbatch {number} has shape {list(loss.shape)}",
+                            hint="the last layer must return one number: the mean over its samples")
+        self.losses[number] = loss.detach()
+
+    def _backward(self, stage_index: int, microbatch: int) -> None:
+        segment, stage, number = self._segment, self.stages[stage_index], self._number(microbatch)
+        if stage_index == self._last:
+            gradients = {"loss": torch.full_like(self.losses[number], 1 / segment.every)}
+        else:
+            names, _ = self._returning.pop((stage_index, microbatch))
+            gradients = dict(zip(names, self._take(self._rank_of(stage_index + 1, microbatch),
+                                                   Key("B", stage_index, number)), strict=True))
+        record = self._records.pop((stage_index, microbatch))
+        stage.prepare_backward(record.pins)
+        returned = stage.backward(record, gradients)
+        stage.unpin(record.pins)
+        if stage_index > 0:
+            self._pass_on(Key("B", stage_index - 1, number), microbatch, returned)
+
+    def _pass_on(self, key: Key, microbatch: int, tensors: list[Tensor]) -> None:
+        here = self._rank_of(key.stage, microbatch) == self.rank
+        (self._arrived if here else self._leaving)[key] = tensors
+
+    # -- transfers between stages ----------------------------------------------------------------------
+
+    def _send_forward(self, stage: int, microbatch: int) -> None:
+        key = Key("F", stage + 1, self._number(microbatch))
+        tensors = self._leaving.pop(key)
+        specs = [Spec.of(t) for t in tensors]
+        seen = (key.stage, self._segment.training, self._shapes.pop(key))
+        known = self._announced.setdefault(seen, specs)
+        if known != specs:
+            raise UserError(f"stage {stage} sends {', '.join(map(str, specs))} for microbatch {key.number}, but sent "
+                            f"{', '.join(map(str, known))} for another with fields of the same shapes",
+                            hint="shapes between stages must follow from the shapes of the batch: pad where they "
+                                 "depend on the values")
+        self.transport.send(self._rank_of(key.stage, microbatch), key, tensors, announce=known is specs)
+
+    def _post_forward(self, stage: int, microbatch: int) -> None:
+        key = Key("F", stage, self._number(microbatch))
+        seen = (stage, self._segment.training, self._signature(microbatch))
+        if seen in self._incoming and self._incoming[seen] is None:
+            self._late.add(key)  # its shapes come with an earlier microbatch that is still on its way
+            return
+        specs = self._incoming.setdefault(seen, None)
+        self.transport.post(self._rank_of(stage - 1, microbatch), key, specs)
+
+    def _take_activations(self, key: Key, signature: Signature) -> list[Tensor]:
+        microbatch = key.number - self._segment.base
+        peer = self._rank_of(key.stage - 1, microbatch)
+        seen = (key.stage, self._segment.training, signature)
+        if key in self._late:
+            self._late.remove(key)
+            self.transport.post(peer, key, self._incoming[seen])
+        tensors = self._take(peer, key)
+        if self._incoming.get(seen) is None:
+            self._incoming[seen] = [Spec.of(t) for t in tensors]
+        return tensors
+
+    def _send_backward(self, stage: int, microbatch: int) -> None:
+        key = Key("B", stage - 1, self._number(microbatch))
+        self.transport.send(self._rank_of(key.stage, microbatch), key, self._leaving.pop(key))
+
+    def _post_backward(self, stage: int, microbatch: int) -> None:
+        _, specs = self._returning[stage, microbatch]
+        self.transport.post(self._rank_of(stage + 1, microbatch), Key("B", stage, self._number(microbatch)),
+                            [Spec(spec.shape, spec.dtype, wants_gradient=False) for spec in specs])
+
+    def _take(self, peer: int, key: Key) -> list[Tensor]:
+        return self._arrived.pop(key) if key in self._arrived else self.transport.take(peer, key)
+
+    # -- updates ---------------------------------------------------------------------------------------
+
+    def _norm(self, stage: int, update: int) -> None:
+        self._add_tied(stage, update)
+        self.update.publish_norms(self.transport, stage, self.stages[stage].weights, self._update_number(update))
+
+    def _step(self, stage: int, update: int) -> None:
+        if not self.update.global_norm:
+            self._add_tied(stage, update)
+        self.update.step(self.transport, stage, self.stages[stage].weights, self._update_number(update))
+
+    # -- tied weights ----------------------------------------------------------------------------------
+
+    def _send_weights(self, owner: int, version: int) -> None:
+        self._send_version(owner, self._update_number(version))
+
+    def _post_weights(self, owner: int, version: int) -> None:
+        self._post_version(owner, self._update_number(version))
+
+    def _send_version(self, owner: int, version: int) -> None:
+        for borrower, names in self._ties[owner].items():
+            self.transport.send(self._placement[borrower][0], Key("W", owner, version),
+                                self.stages[owner].weights.values(names))
+
+    def _post_version(self, owner: int, version: int) -> None:
+        _, weights = self._borrower_of(owner)
+        self.transport.post(self._placement[owner][0], Key("W", owner, version), _plain(weights.values(weights.names)))
+        self._versions_posted[owner].append(version)
+
+    def _version_for(self, owner: int, microbatch: int) -> int:
+        """Install and return the version of the owner's weights that a microbatch uses."""
+        version = self._update_number(self._version_of(owner, microbatch))
+        self._install(owner, version)
+        return version
+
+    def _install(self, owner: int, until: int | None = None) -> None:
+        _, weights = self._borrower_of(owner)
+        posted = self._versions_posted[owner]
+        while posted and (until is None or posted[0] <= until):
+            version = posted.popleft()
+            weights.install(version, self.transport.take(self._placement[owner][0], Key("W", owner, version)))
+
+    def _send_tied(self, owner: int, update: int) -> None:
+        borrower, weights = self._borrower_of(owner)
+        gradients = [torch.zeros_like(value) if g is None else g for value, g in
+                     zip(weights.values(weights.names), weights.take_gradients(), strict=True)]
+        self.transport.send(self._placement[owner][0], Key("G", borrower, self._update_number(update)), gradients)
+
+    def _post_tied(self, owner: int, update: int) -> None:
+        for borrower, names in self._ties[owner].items():
+            self.transport.post(self._placement[borrower][0], self._tied_key(borrower, update),
+                                _plain(self.stages[owner].weights.values(names)))
+
+    def _add_tied(self, stage: int, update: int) -> None:
+        """Add the borrowers' gradients, the last stage's first: the order in which autograd would sum them."""
+        total: dict[str, Tensor] = {}
+        for borrower, names in sorted(self._ties.get(stage, {}).items(), reverse=True):
+            tensors = self.transport.take(self._placement[borrower][0], self._tied_key(borrower, update))
+            for name, gradient in zip(names, tensors, strict=True):
+                total[name] = total[name] + gradient if name in total else gradient
+        for name, gradient in total.items():
+            self.stages[stage].weights.add_gradient(name, gradient)
+
+    def _borrower_of(self, owner: int) -> tuple[int, Weights]:
+        return next((s, stage.borrowed[owner]) for s, stage in self.stages.items() if owner in stage.borrowed)
+
+    def _borrowed_owners(self) -> list[int]:
+        return sorted({owner for stage in self.stages.values() for owner in stage.borrowed})
+
+    # -- names and numbers -----------------------------------------------------------------------------
+
+    def _needs(self, action: Action) -> Iterator[tuple[int, Key]]:
+        """The transfers that an action takes, with the rank they come from."""
+        stage, index = action.stage, action.microbatch
+        if action.op is Op.FORWARD:
+            if stage > 0:
+                yield self._rank_of(stage - 1, index), Key("F", stage, self._number(index))
+            if self._segment.training:
+                for owner in self.stages[stage].borrowed:
+                    until = self._update_number(self._version_of(owner, index))
+                    for version in self._versions_posted[owner]:
+                        if version <= until:
+                            yield self._placement[owner][0], Key("W", owner, version)
+        elif action.op is Op.BACKWARD and stage < self._last:
+            yield self._rank_of(stage + 1, index), Key("B", stage, self._number(index))
+        elif action.op is (Op.NORM if self.update.global_norm else Op.STEP):
+            for borrower in self._ties.get(stage, {}):
+                yield self._placement[borrower][0], self._tied_key(borrower, index)
+
+    def _tied_key(self, borrower: int, update: int) -> Key:
+        return Key("G", borrower, self._update_number(update))
+
+    def _rank_of(self, stage: int, microbatch: int) -> int:
+        ranks = self._placement[stage]
+        return ranks[microbatch % len(ranks)]
+
+    def _number(self, microbatch: int) -> int:
+        return self._segment.base + microbatch
+
+    def _update_number(self, update: int) -> int:
+        return self._segment.base // self._segment.every + update
+
+    def _signature(self, microbatch: int) -> Signature:
+        return self._segment.feed.signature(self._segment.first + microbatch)
+
+    def _failed(self, what: str, hint: str, action: Action, peer: int | None = None) -> RunError:
+        return RunError(what, hint=hint, rank=self.rank, stage=action.stage, action=str(action), peer=peer)
+
+
+def _plain(tensors: list[Tensor]) -> list[Spec]:
+    """The shapes of tensors whose gradients do not travel back."""
+    return [Spec(tuple(t.shape), t.dtype, wants_gradient=False) for t in tensors]

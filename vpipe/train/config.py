@@ -1,0 +1,98 @@
+"""What a run is told: one frozen :class:`Config`, from a native or a flat VPipe file and the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pydantic import Field
+
+from vpipe.errors import UserError
+from vpipe.train.flat_config import FLAT_KEYS, is_flat, to_native
+from vpipe.train.sections import (
+    CheckpointSection,
+    DatasetSection,
+    FilePath,
+    ModelSection,
+    ParallelSection,
+    TrainingSection,
+    neighbours,
+)
+from vpipe.train.validation import Mistake, Section, validated
+from vpipe.train.yaml_file import Place, Tree, parse, read_yaml, write
+
+
+class Config(Section):
+    """Everything that decides a run. Paths are taken from the current folder."""
+
+    model: ModelSection = Field(description="what is trained")
+    dataset: DatasetSection = Field(description="what it is trained on")
+    training: TrainingSection = Field(description="how long, and with which updates")
+    parallel: ParallelSection = Field(description="how the model is cut into stages, and their schedule")
+    checkpoint: CheckpointSection | None = Field(None, description="when the state of the run is written")
+    log_directory: FilePath = Field(Path("output"), description="folder in which each run makes a folder of its own")
+    trace: bool = Field(False, description="whether the run writes its timeline")
+
+    @property
+    def microbatch_size(self) -> int:
+        """Samples per microbatch."""
+        return self.dataset.batch_size // self.training.num_microbatches
+
+    @property
+    def updates_per_batch(self) -> int:
+        """Optimizer updates per batch: one with a flush, one per ``update_every`` microbatches without."""
+        return self.training.num_microbatches // self.parallel.update_every if self.parallel.asynchronous else 1
+
+    def mistakes(self) -> Iterator[Mistake]:
+        samples, microbatches = self.dataset.batch_size, self.training.num_microbatches
+        if samples % microbatches:
+            low, high = neighbours(samples, microbatches)
+            yield Mistake(("dataset", "batch_size"),
+                          f"is {samples}, which the {microbatches} microbatches of training.num_microbatches do not "
+                          "divide", f"the nearest batch sizes are {low} and {high}" if low else
+                          f"the nearest batch size is {high}")
+        every = self.parallel.update_every
+        if self.parallel.asynchronous and microbatches % every:
+            divisors = ", ".join(str(k) for k in range(1, microbatches + 1) if microbatches % k == 0)
+            yield Mistake(("parallel", "update_every"),
+                          f"is {every}, which does not divide the {microbatches} microbatches of a batch (one update "
+                          "never takes microbatches of two batches)",
+                          f"use one of {divisors}, or make training.num_microbatches a multiple of {every}")
+
+    def resolved_yaml(self) -> str:
+        """The native YAML of this config, all keys written out; loading it gives an equal config."""
+        return write(self.model_dump(mode="json"))
+
+
+def load_config(path: Path, overrides: Sequence[str] = (), scheduler: str | None = None) -> Config:
+    """The config in the file at ``path``, native or flat.
+
+    ``overrides`` are the texts of ``--set``, such as ``training.learning_rate=3e-4``: native keys, and in
+    a flat file also its own. ``scheduler`` is the value of ``--scheduler``. All mistakes in the files and on
+    the command line are raised together as one :class:`~vpipe.errors.UserError`.
+    """
+    tree = read_yaml(path)
+    settings = [_setting(text) for text in overrides]
+    if is_flat(tree.value, Config.model_fields):
+        flat = [(key, part) for key, part in settings if key in FLAT_KEYS]
+        settings = [(key, part) for key, part in settings if key not in FLAT_KEYS]
+        for key, part in flat:
+            tree.put((key,), part)
+        tree = to_native(tree, path.parent)
+    if scheduler is not None:
+        place = Place("--scheduler", "--scheduler", "--scheduler")
+        settings.append(("parallel.scheduler", Tree.leaf(scheduler, place)))
+    for key, part in settings:
+        tree.put(tuple(key.split(".")), part)
+        tree.problems.extend(part.problems)
+    return validated(Config, tree)
+
+
+def _setting(text: str) -> tuple[str, Tree]:
+    """``key=value`` of one ``--set``, the value read as YAML."""
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    where = f"--set {key}"
+    if not equals or not all(key.split(".")):
+        raise UserError(f"'{text}' does not set a key", hint="write --set training.learning_rate=3e-4", where=where)
+    return key, parse(value, key, where)

@@ -1,0 +1,250 @@
+"""A YAML or JSON file as plain values that remember where each of them was written.
+
+Every config error names ``file:line:column``, so the text is composed into nodes (which carry
+positions) instead of being loaded into bare values. A :class:`Tree` holds both, and keeps each
+value's place when the value moves: into another tree, or over a value of the file for ``--set``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vpipe.errors import Problem, UserError
+
+Keys = tuple[str | int, ...]
+"""The way from a tree's root to a value: ``("parallel", "partition", 2)``."""
+
+_FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
+_PLAIN_TAGS = {"tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"}
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads ``1e-4`` as a number (YAML 1.2 does, PyYAML does not) and leaves dates as text."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what :class:`_Loader` reads back unchanged; lists on one line."""
+
+
+for _kind in (_Loader, _Dumper):
+    _kind.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in _kind.yaml_implicit_resolvers.items()}
+    _kind.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+_Dumper.add_representer(list, lambda dumper, items: dumper.represent_sequence(
+    "tag:yaml.org,2002:seq", items, flow_style=True))
+
+
+@dataclass(frozen=True)
+class Place:
+    """How the user spells a value (``training.epochs``) and where its key and the value itself stand."""
+
+    name: str
+    key: str
+    value: str
+
+
+@dataclass
+class Tree:
+    """Plain values (dict, list, scalars), the place of each, and the mistakes met while reading them."""
+
+    value: Any
+    places: dict[Keys, Place]
+    problems: list[Problem] = field(default_factory=list)
+
+    @classmethod
+    def leaf(cls, value: object, place: Place) -> Tree:
+        """A value with one place for all of it."""
+        return cls(value, {(): place})
+
+    def at(self, keys: Keys) -> Tree:
+        """The part of this tree under ``keys``, which must be there; its places stay what they are."""
+        value = self.value
+        for key in keys:
+            value = value[key]
+        size = len(keys)
+        return Tree(value, {found[size:]: place for found, place in self.places.items() if found[:size] == keys})
+
+    def put(self, keys: Keys, part: Tree) -> None:
+        """Set ``part`` under ``keys``, over whatever was there; mappings on the way are made."""
+        root, node = part.places[()], self.value
+        for depth, key in enumerate(keys[:-1], 1):
+            if not isinstance(node.get(key), dict):
+                self._forget(keys[:depth])
+                node[key] = {}
+                self.places[keys[:depth]] = Place(dotted("", keys[:depth]), root.key, root.value)
+            node = node[key]
+        self._forget(keys)
+        node[keys[-1]] = part.value
+        self.places.update({(*keys, *below): place for below, place in part.places.items()})
+
+    def known(self, keys: Keys) -> Keys:
+        """``keys`` itself, or the nearest mapping or list around it that was written somewhere."""
+        while keys not in self.places:
+            keys = keys[:-1]
+        return keys
+
+    def name(self, keys: Keys) -> str:
+        """The value under ``keys`` as the user spells it; a key that is absent is named in its parent's way."""
+        known = self.known(keys)
+        return dotted(self.places[known].name, keys[len(known):])
+
+    def where(self, keys: Keys) -> str:
+        """Where the value under ``keys`` stands; for an absent one, where the mapping stands that lacks it."""
+        known = self.known(keys)
+        return self.places[known].value if known == keys else self.places[known].key
+
+    def _forget(self, keys: Keys) -> None:
+        size = len(keys)
+        self.places = {found: place for found, place in self.places.items() if found[:size] != keys}
+
+
+def dotted(name: str, keys: Keys) -> str:
+    """``name`` followed by ``keys``: ``parallel.partition[2]``."""
+    for key in keys:
+        name = f"{name}[{key}]" if isinstance(key, int) else f"{name}.{key}" if name else key
+    return name
+
+
+def read_yaml(path: Path) -> Tree:
+    """The YAML file at ``path``, which must hold a mapping."""
+    return _read(path, _text(path), "YAML")
+
+
+def read_json(path: Path) -> Tree:
+    """The JSON file at ``path``, which must hold an object.
+
+    JSON is read as the YAML it nearly is, for its positions. The difference that matters are tabs between
+    tokens; no JSON string holds a bare one, so each may become a space and no column moves.
+    """
+    return _read(path, _text(path).replace("\t", " "), "JSON")
+
+
+def parse(text: str, name: str, where: str) -> Tree:
+    """A piece of YAML from the command line: ``where`` says from which option, for every value in it."""
+    return _compose(text, name, "YAML", lambda mark: where, where)
+
+
+def write(values: dict[str, Any]) -> str:
+    """``values`` as YAML, keys in their order, such that reading it gives the same values."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise UserError(f"there is no file '{path}'", hint="check the path; it is taken from the current folder",
+                        where=str(path)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"the file '{path}' cannot be read: {error}", hint="give a readable UTF-8 text file",
+                        where=str(path)) from None
+
+
+def _read(path: Path, text: str, language: str) -> Tree:
+    start = f"{path}:1:1"
+    tree = _compose(text, "", language, lambda mark: f"{path}:{mark.line + 1}:{mark.column + 1}", start)
+    if tree.value is None:
+        raise UserError("the file is empty", hint="write keys and values into it; configs/ holds examples", where=start)
+    if not isinstance(tree.value, dict):
+        raise UserError(f"the file holds {describe(tree.value)}, not keys with values",
+                        hint="write `key: value` lines; configs/ holds examples", where=tree.places[()].value)
+    return tree
+
+
+def _compose(text: str, name: str, language: str, where: Callable[[yaml.Mark], str], start: str) -> Tree:
+    """``start`` is where the text as a whole stands."""
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+    except yaml.MarkedYAMLError as error:
+        place = where(error.problem_mark) if error.problem_mark else start
+        raise UserError(f"the {language} cannot be read: {error.problem or error.context}",
+                        hint="look at this place and the line before it: brackets, quotes, a space after each colon",
+                        where=place) from None
+    except yaml.YAMLError as error:
+        raise UserError(f"the {language} cannot be read: {str(error).splitlines()[0]}",
+                        hint="remove the character, or write it as an escape in double quotes", where=start) from None
+    if node is None:
+        return Tree.leaf(None, Place(name, start, start))
+    builder = _Builder(loader, where)
+    value = builder.build(node, (), Place(name, start, where(node.start_mark)))
+    return Tree(value, builder.places, builder.problems)
+
+
+class _Builder:
+    """Turns nodes into plain values, noting places and mistakes on the way."""
+
+    def __init__(self, loader: _Loader, where: Callable[[yaml.Mark], str]) -> None:
+        self.loader, self.where = loader, where
+        self.places: dict[Keys, Place] = {}
+        self.problems: list[Problem] = []
+        self._open: list[yaml.Node] = []
+
+    def build(self, node: yaml.Node, keys: Keys, place: Place) -> Any:
+        self.places[keys] = place
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node, place)
+        if any(node is outer for outer in self._open):
+            self._problem("an alias leads into itself", "write the values out", place.value)
+            return None
+        if node.tag not in _PLAIN_TAGS:
+            self._problem(f"the tag '{node.tag}' is not understood", "write plain keys, lists and values", place.value)
+            return None
+        self._open.append(node)
+        value = self._mapping(node, keys) if isinstance(node, yaml.MappingNode) else self._sequence(node, keys)
+        self._open.pop()
+        return value
+
+    def _scalar(self, node: yaml.ScalarNode, place: Place) -> Any:
+        try:
+            return self.loader.construct_object(node)
+        except (yaml.MarkedYAMLError, ValueError) as error:
+            reason = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error)
+            self._problem(f"a value cannot be read: {reason}", "write plain text or a number", place.value)
+            return None
+
+    def _sequence(self, node: yaml.Node, keys: Keys) -> list[Any]:
+        name = self.places[keys].name
+        return [self.build(item, (*keys, i), Place(dotted(name, (i,)), place, place))
+                for i, item in enumerate(node.value) for place in [self.where(item.start_mark)]]
+
+    def _mapping(self, node: yaml.MappingNode, keys: Keys) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            place = self.where(key_node.start_mark)
+            if not isinstance(key_node, yaml.ScalarNode):
+                self._problem("a key is not plain text", "write `key: value`", place)
+                continue
+            key = str(key_node.value)
+            name = dotted(self.places[keys].name, (key,))
+            if key in values:
+                first = self.places[(*keys, key)].key
+                self._problem(f"the key '{name}' is given twice, first at {first}", "remove one of the two", place)
+                continue
+            values[key] = self.build(value_node, (*keys, key), Place(name, place, self.where(value_node.start_mark)))
+        return values
+
+    def _problem(self, what: str, hint: str, where: str) -> None:
+        self.problems.append(Problem(what, hint, where))
+
+
+def describe(value: object) -> str:
+    """A value as an error shows it, in the words of YAML."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, (list, tuple)):
+        shown = f"[{', '.join(map(describe, value))}]"
+        return shown if len(shown) <= 60 else f"a list of {len(value)}"
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."
