@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,6 +70,7 @@ class Stage:
         dropped = int(recompute * len(spec.layers))
         self._segments = list(self._cut(model, spec.layers.stop - dropped))
         self.recomputes = dropped > 0
+        self._spanning = self._in_several_segments()
         self._wanted: dict[tuple[int, tuple[bool, ...]], dict[str, bool]] = {}
 
     def _share_ties(self) -> None:
@@ -115,6 +117,13 @@ class Stage:
                               self.spec.inputs if span.start == start else alive(model, span.start),
                               self.spec.outputs if span.stop == stop else alive(model, span.stop),
                               recomputed)
+
+    def _in_several_segments(self) -> list[str]:
+        """Own parameters tied across segments: one backward of a whole graph would sum their parts first."""
+        uses = Counter(id(p) for segment in self._segments
+                       for p in {id(p): p for _, _, module in segment.layers for p in module.parameters()}.values())
+        named = zip(self.weights.names, self.weights.leaves(), strict=True)
+        return [name for name, leaf in named if uses[id(leaf)] > 1]
 
     def forward(self, received: Sequence[Tensor], fields: Mapping[str, Tensor], key: DropoutKey,
                 pins: dict[int, int]) -> tuple[list[Tensor], Record]:
@@ -210,15 +219,19 @@ class Stage:
         Returns:
             The gradients of the inputs that require one, in order. Parameters accumulate theirs.
         """
-        for segment in reversed(self._segments):
-            held = record.held.pop()
-            edges = held.edges if held.edges is not None else self._recompute(segment, held, record)
-            names = [name for name in edges if name in gradients]
-            if names:
-                torch.autograd.backward([edges[name] for name in names], [gradients[name] for name in names])
-            gradients = {name: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
-                         for name, leaf in held.inputs.items() if leaf.requires_grad}
+        with self.weights.added_at_once(self._spanning):
+            for segment in reversed(self._segments):
+                gradients = self._backward_segment(segment, record, gradients)
         return [gradients[name] for name in self.spec.inputs if name in gradients]
+
+    def _backward_segment(self, segment: Segment, record: Record, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        held = record.held.pop()
+        edges = held.edges if held.edges is not None else self._recompute(segment, held, record)
+        names = [name for name in edges if name in gradients]
+        if names:
+            torch.autograd.backward([edges[name] for name in names], [gradients[name] for name in names])
+        return {name: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+                for name, leaf in held.inputs.items() if leaf.requires_grad}
 
     def _recompute(self, segment: Segment, held: Held, record: Record) -> dict[str, GradientEdge]:
         """The segment's forward again, with a graph: same inputs, weights and random numbers; buffers untouched."""

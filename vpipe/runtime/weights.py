@@ -15,7 +15,8 @@ in use. That is right for any layer, also for one that computes ``x @ self.w``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 
 import torch
@@ -96,6 +97,10 @@ class Weights:
         """The gradients accumulated since the last step, in the order of ``names``."""
         return [leaf.grad for leaf in self._graded]
 
+    def leaves(self) -> list[nn.Parameter]:
+        """The latest version as autograd sees it, in the order of ``names``."""
+        return self._leaves[self.latest]
+
     def values(self, names: Sequence[str]) -> list[Tensor]:
         """The latest version of some parameters."""
         return [self._leaves[self.latest][self.names.index(name)].data for name in names]
@@ -104,6 +109,18 @@ class Weights:
         """Add what another stage contributed to a tied weight's gradient."""
         leaf = self._graded[self.names.index(name)]
         leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
+
+    @contextmanager
+    def added_at_once(self, names: Sequence[str]) -> Iterator[None]:
+        """Let what several backwards contribute to these parameters be summed first, then added to the gradient."""
+        leaves = [self._graded[self.names.index(name)] for name in names]
+        before = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        yield
+        for leaf, gradient in zip(leaves, before, strict=True):
+            if gradient is not None:
+                leaf.grad = gradient if leaf.grad is None else gradient.add_(leaf.grad)
 
     def take_gradients(self) -> list[Tensor | None]:
         """The accumulated gradients, which start from nothing again."""

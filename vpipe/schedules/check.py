@@ -95,9 +95,9 @@ def indices(reading: Reading) -> None:
         elif action.op in (Op.SEND_W, Op.RECV_W):
             first, beyond, word = 1, reading.updates + 1, "version"
         if not first <= action.microbatch < beyond:
-            raise fault(schedule, f"{action}: there is no {word} {action.microbatch}, they run from {first} to "
-                        f"{beyond - 1} with {schedule.microbatches} microbatches, an update every {schedule.update_every}",
-                        "leave the action out, or correct its index", spot)
+            raise fault(schedule, f"{action}: there is no {word} {action.microbatch} with {schedule.microbatches} "
+                        f"microbatches and an update every {schedule.update_every}",
+                        f"use {word}s {first} to {beyond - 1}, or leave the action out", spot)
 
 
 def completeness(reading: Reading) -> None:

@@ -10,13 +10,13 @@ from vpipe.schedules.registry import register_schedule
 
 @register_schedule("gpipe", flush=True, peak_activations=lambda stage, stages, microbatches: microbatches)
 def gpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    """The actions of one rank, one stage per rank.
+    """The actions of one rank, one stage per rank; B takes twice as long as F, S is the step.
 
     ::
 
-        rank 0  F0 F1 F2 F3 .  .  .  .  .  B0 . B1 . B2 . B3  STEP
-        rank 1  .  F0 F1 F2 F3 .  .  B0 .  B1 . B2 . B3       STEP
-        rank 2  .  .  F0 F1 F2 F3 B0 .  B1 .  B2 . B3         STEP
+        rank 0  F0 F1 F2 F3 .  .  .  .  .  .  B0 -- B1 -- B2 -- B3 -S
+        rank 1  .  F0 F1 F2 F3 .  .  .  B0 -- B1 -- B2 -- B3 -S
+        rank 2  .  .  F0 F1 F2 F3 B0 -- B1 -- B2 -- B3 -S
 
     Bubble (p-1)(F+B) with B a whole backward; every stage holds the activations of all m microbatches.
     Backward runs in the order of forward, which is the order in which plain PyTorch accumulates gradients.

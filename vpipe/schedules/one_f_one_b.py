@@ -11,13 +11,13 @@ from vpipe.schedules.registry import register_schedule
 @register_schedule("1f1b", flush=True,
                    peak_activations=lambda stage, stages, microbatches: min(stages - stage, microbatches))
 def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    """The actions of one rank, one stage per rank.
+    """The actions of one rank, one stage per rank; B takes twice as long as F, S is the step.
 
     ::
 
-        rank 0  F0 F1 F2 .  .  .  .  B0 F3 B1 .  B2 .  B3  STEP
-        rank 1  .  F0 F1 .  .  B0 F2 B1 F3 B2 .  B3        STEP
-        rank 2  .  .  F0 B0 F1 B1 F2 B2 F3 B3              STEP
+        rank 0  F0 F1 F2 .  .  .  .  B0 -- F3 B1 -- .  B2 -- .  B3 -S
+        rank 1  .  F0 F1 .  .  B0 -- F2 B1 -- F3 B2 -- .  B3 -S
+        rank 2  .  .  F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -S
 
     Bubble (p-1)(F+B) with B a whole backward, as GPipe, but stage s holds the activations of only
     min(p-s, m) microbatches.

@@ -73,7 +73,10 @@ class Reading:
 
     def position(self, action: Action, rank: int) -> int | None:
         """Where ``action`` stands in the program of ``rank``; None when it does not."""
-        return next((position for there, position in self.where.get(action, ()) if there == rank), None)
+        for there, position in self.where.get(action, ()):
+            if there == rank:
+                return position
+        return None
 
     def borrowers(self, owner: int) -> Sequence[int]:
         """The ranks that borrow the tied weights of stage ``owner``."""

@@ -84,7 +84,6 @@ def load_config(path: Path, overrides: Sequence[str] = (), scheduler: str | None
         settings.append(("parallel.scheduler", Tree.leaf(scheduler, place)))
     for key, part in settings:
         tree.put(tuple(key.split(".")), part)
-        tree.problems.extend(part.problems)
     return validated(Config, tree)
 
 

@@ -154,11 +154,11 @@ def to_native(tree: Tree, folder: Path) -> Tree:
     _put_model_and_data(flat, base, derived)
     _put_updates(flat, len(layers.partition), derived)
     put("parallel.partition", partition.at(("partition",)))
-    put("parallel.stage_to_rank_map", placement.at(("stage_to_rank_map",)))
     if flat.recompute:
         derived("parallel.recompute", "recompute", 1.0)
     elif "recompute_ratio" in partition.value:
         put("parallel.recompute", partition.at(("recompute_ratio",)))
+    put("parallel.stage_to_rank_map", placement.at(("stage_to_rank_map",)))
     if ranks.stage_to_depth_map is not None:
         depths = ranks.stage_to_depth_map
         place = placement.places[("stage_to_depth_map",)]

@@ -107,28 +107,28 @@ def _problems(kind: type[Section], tree: Tree, details: Any) -> Iterator[tuple[K
 def _must(error: str, context: Mapping[str, Any]) -> str | None:
     """What a value must do, for an error type of pydantic."""
     match error:
-        case "int_type" | "int_from_float" | "int_parsing":
+        case "int_type" | "int_from_float":
             return "be a whole number"
-        case "float_type" | "float_parsing":
+        case "float_type":
             return "be a number"
         case "finite_number":
             return "be finite"
-        case "bool_type" | "bool_parsing":
+        case "bool_type":
             return "be true or false"
         case "string_type" | "path_type":
             return "be text"
-        case "string_too_short":
+        case "string_too_short" | "too_short":
             return "not be empty"
-        case "dict_type" | "model_type" | "model_attributes_type":
+        case "dict_type" | "model_type":
             return "be keys with values"
         case "tuple_type":
             return "be a list"
         case "greater_than":
-            return f"be above {context['gt']}"
+            return f"be above {context['gt']:g}"
         case "greater_than_equal":
             return f"be at least {context['ge']}"
         case "less_than":
-            return f"be below {context['lt']}"
+            return f"be below {context['lt']:g}"
         case "less_than_equal":
             return f"be at most {context['le']}"
     return None

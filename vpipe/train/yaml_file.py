@@ -83,6 +83,7 @@ class Tree:
         self._forget(keys)
         node[keys[-1]] = part.value
         self.places.update({(*keys, *below): place for below, place in part.places.items()})
+        self.problems += part.problems
 
     def known(self, keys: Keys) -> Keys:
         """``keys`` itself, or the nearest mapping or list around it that was written somewhere."""
@@ -132,8 +133,11 @@ def parse(text: str, name: str, where: str) -> Tree:
 
 
 def write(values: dict[str, Any]) -> str:
-    """``values`` as YAML, keys in their order, such that reading it gives the same values."""
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    """``values`` as YAML, keys in their order, such that reading it gives the same values.
+
+    Text beyond ASCII is escaped: PyYAML's unescaped form loses line breaks such as U+0085.
+    """
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=False, width=120)
 
 
 def _text(path: Path) -> str:
@@ -163,6 +167,10 @@ def _compose(text: str, name: str, language: str, where: Callable[[yaml.Mark], s
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
+        if node is None:
+            return Tree.leaf(None, Place(name, start, start))
+        builder = _Builder(loader, where)
+        value = builder.build(node, (), Place(name, start, where(node.start_mark)))
     except yaml.MarkedYAMLError as error:
         place = where(error.problem_mark) if error.problem_mark else start
         raise UserError(f"the {language} cannot be read: {error.problem or error.context}",
@@ -171,10 +179,9 @@ def _compose(text: str, name: str, language: str, where: Callable[[yaml.Mark], s
     except yaml.YAMLError as error:
         raise UserError(f"the {language} cannot be read: {str(error).splitlines()[0]}",
                         hint="remove the character, or write it as an escape in double quotes", where=start) from None
-    if node is None:
-        return Tree.leaf(None, Place(name, start, start))
-    builder = _Builder(loader, where)
-    value = builder.build(node, (), Place(name, start, where(node.start_mark)))
+    except RecursionError:
+        raise UserError(f"the {language} cannot be read: lists or mappings are nested too deeply",
+                        hint="a config has at most four levels", where=start) from None
     return Tree(value, builder.places, builder.problems)
 
 

@@ -1,0 +1,182 @@
+"""Flush schedules equal plain PyTorch, asynchronous ones their sequential oracle, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from models import plain_sequential, rich_batches, rich_model, sequential_batches
+from torch import Tensor, nn
+
+from vpipe import Pipeline
+from vpipe.train.oracle import Recipe, asynchronous_oracle, evaluate_oracle, flush_oracle
+
+
+class AdamW:
+    """A factory that both sides use; fused, as the run's own optimizers are."""
+
+    def from_named(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer | None:
+        return torch.optim.AdamW(named.values(), lr=3e-3, weight_decay=0.1, fused=True) if named else None
+
+
+class Momentum:
+    def from_named(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer | None:
+        return torch.optim.SGD(named.values(), lr=0.05, momentum=0.9, foreach=True) if named else None
+
+
+def decay(update: int) -> float:
+    return 1.0 / (1 + update)
+
+
+def assert_same_state(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
+    assert list(ours) == list(theirs)
+    different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+    assert not different
+
+
+@pytest.mark.parametrize("recompute", [0.0, 0.5, 1.0, [1.0, 0.0, 0.7]])
+@pytest.mark.parametrize("partition", [[3, 3, 2], [1, 1, 6], [5, 2, 1]])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_flush_equals_plain_pytorch(schedule: str, partition: list[int], recompute: float | list[float]) -> None:
+    model, batches = rich_model(tied=False), rich_batches(4, 8)
+    pipe = Pipeline(model, schedule=schedule, microbatches=4, partition=partition, recompute=recompute,
+                    optimizer=AdamW(), seed=7, learning_rate_factor=decay, grad_clip=0.5)
+    steps = list(pipe.train(batches))
+    plain = flush_oracle(model, batches, Recipe(AdamW().from_named, 4, 7, decay, 0.5))
+    assert [step.loss for step in steps] == plain.losses
+    assert [step.gradient_norm for step in steps] == plain.gradient_norms
+    assert_same_state(pipe.state_dict(), plain.state)
+
+
+@pytest.mark.parametrize("partition", [[3, 3, 2], [8], [2, 2, 2, 2]])
+def test_flush_with_tied_weights_equals_plain_pytorch_summed_per_side(partition: list[int]) -> None:
+    model, batches = rich_model(), rich_batches(5, 6)
+    pipe = Pipeline(model, schedule="1f1b", microbatches=3, partition=partition, recompute=0.5, optimizer=Momentum(),
+                    seed=1, grad_clip=0.3)
+    steps = list(pipe.train(batches))
+    recipe = Recipe(Momentum().from_named, 3, 1, clip=0.3)
+    apart = flush_oracle(model, batches, recipe, sides_apart=partition)
+    assert [step.loss for step in steps] == apart.losses
+    assert [step.gradient_norm for step in steps] == apart.gradient_norms
+    assert_same_state(pipe.state_dict(), apart.state)
+    # Fully plain PyTorch sums the two sides in another order: 2m = 6 roundings of the gradient per update.
+    plain = flush_oracle(model, batches, recipe)
+    assert [step.loss for step in steps] == pytest.approx(plain.losses, rel=6 * 5 * torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.parametrize("update_every", [1, 2, 4])
+@pytest.mark.parametrize("recompute", [0.0, 0.6])
+@pytest.mark.parametrize("partition", [[3, 3, 2], [2, 2, 2, 2], [1, 1, 1, 1, 1, 1, 1, 1]])
+def test_pipedream_equals_its_oracle(partition: list[int], recompute: float, update_every: int) -> None:
+    model, batches = rich_model(), rich_batches(5, 8)
+    pipe = Pipeline(model, schedule="pipedream", microbatches=4, partition=partition, recompute=recompute,
+                    optimizer=AdamW(), seed=2, learning_rate_factor=decay, grad_clip=0.5, update_every=update_every)
+    losses = [step.loss for step in pipe.train(batches)]
+    oracle = asynchronous_oracle(model, batches, Recipe(AdamW().from_named, 4, 2, decay, 0.5), partition, update_every)
+    assert losses == oracle.losses
+    assert len(losses) == 20 // update_every
+    assert_same_state(pipe.state_dict(), oracle.state)
+    for worker in pipe.engine.workers.values():
+        for s, stage in worker.stages.items():
+            assert stage.weights.most_held <= len(partition) - s
+            assert worker.peak_activations[s] <= len(partition) - s
+
+
+def test_pipedream_with_momentum_over_forty_updates_holds_four_three_two_one_versions() -> None:
+    model, batches = rich_model(), rich_batches(40, 4)
+    pipe = Pipeline(model, stages=4, schedule="pipedream", microbatches=1, optimizer=Momentum(), seed=2)
+    losses = [step.loss for step in pipe.train(batches)]
+    oracle = asynchronous_oracle(model, batches, Recipe(Momentum().from_named, 1, 2), pipe.partition)
+    assert losses == oracle.losses
+    assert [stage.weights.most_held for worker in pipe.engine.workers.values()
+            for stage in worker.stages.values()] == [4, 3, 2, 1]
+
+
+def test_a_flush_schedule_holds_one_version_and_copies_nothing() -> None:
+    pipe = Pipeline(rich_model(), stages=3, schedule="1f1b", microbatches=4, optimizer=AdamW())
+    stages = [stage for worker in pipe.engine.workers.values() for stage in worker.stages.values()]
+    memory = [[value.data_ptr() for value in stage.weights.values(stage.weights.names)] for stage in stages]
+    assert len(list(pipe.train(rich_batches(3, 8)))) == 3
+    assert memory == [[value.data_ptr() for value in stage.weights.values(stage.weights.names)] for stage in stages]
+    assert [stage.weights.most_held for stage in stages] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_any_partition_and_schedule_with_a_flush_gives_the_same_run(schedule: str) -> None:
+    runs = []
+    for stages, recompute in ((1, 0.0), (2, 1.0), (6, 0.0)):
+        pipe = Pipeline(plain_sequential(), stages=stages, schedule=schedule, microbatches=2, recompute=recompute,
+                        optimizer=lambda params: torch.optim.Adam(params, lr=1e-2), seed=3)
+        runs.append([step.loss for step in pipe.train(sequential_batches(4, 8))])
+    assert runs[0] == runs[1] == runs[2]
+
+
+def test_evaluation_between_steps_with_a_flush_changes_nothing() -> None:
+    model, batches = rich_model(), rich_batches(4, 8)
+
+    def losses(evaluate: bool) -> list[float]:
+        pipe = Pipeline(model, stages=3, schedule="1f1b", microbatches=4, recompute=1.0, optimizer=AdamW(), seed=2)
+        result = []
+        for step in pipe.train(batches):
+            result.append(step.loss)
+            if evaluate:
+                pipe.evaluate(rich_batches(3, 4, seed=9))
+        return result
+
+    assert losses(evaluate=True) == losses(evaluate=False)
+
+
+def test_evaluation_equals_plain_evaluation() -> None:
+    model, held_out = rich_model(), rich_batches(5, 8, seed=9)
+    pipe = Pipeline(model, stages=3, schedule="gpipe", microbatches=2, recompute=0.5, optimizer=AdamW(), seed=2)
+    list(pipe.train(rich_batches(2, 8)))
+    state = pipe.state_dict()
+    state["head.decoder.weight"] = state["embed.word.weight"]
+    assert pipe.evaluate(held_out) == evaluate_oracle(model, state, held_out, 2)
+
+
+def test_evaluation_drains_an_asynchronous_pipeline_and_training_goes_on_as_its_oracle_says() -> None:
+    model, batches = rich_model(), rich_batches(30, 4)
+    pipe = Pipeline(model, partition=[2, 2, 2, 2], schedule="pipedream", microbatches=2, optimizer=AdamW(), seed=2)
+    losses, evaluations = [], []
+    for step in pipe.train(batches):
+        losses.append(step.loss)
+        if step.index in (7, 8, 30):
+            evaluations.append(pipe.evaluate(rich_batches(2, 4, seed=9)))
+    # After update 7 (8 done) microbatches up to 11 may be in flight: 12 are finished. Updates 8..11 were made by then.
+    oracle = asynchronous_oracle(model, batches, Recipe(AdamW().from_named, 2, 2), pipe.partition,
+                                 drained_at=(12, 35))
+    assert losses == oracle.losses
+    assert evaluations[0] == evaluations[1] != evaluations[2]
+    assert_same_state(pipe.state_dict(), oracle.state)
+
+
+def test_leaving_the_loop_early_keeps_what_was_in_flight() -> None:
+    model, batches = rich_model(), rich_batches(20, 4)
+    pipe = Pipeline(model, partition=[3, 3, 2], schedule="pipedream", microbatches=1, optimizer=AdamW(), seed=2)
+    for step in pipe.train(batches):
+        if step.index == 4:
+            break
+    state = pipe.state_dict()  # drains: 5 updates were seen, 3 more microbatches had entered
+    oracle = asynchronous_oracle(model, batches[:8], Recipe(AdamW().from_named, 1, 2), pipe.partition)
+    assert_same_state(state, oracle.state)
+    more = [step.index for step in pipe.train(batches[8:10])]
+    assert more == [8, 9]
+
+
+def test_shapes_may_change_from_batch_to_batch() -> None:
+    model, batches = rich_model(tied=False), rich_batches(6, 8, lengths=(6, 9, 3))
+    pipe = Pipeline(model, stages=3, schedule="1f1b", microbatches=4, optimizer=AdamW(), seed=2)
+    losses = [step.loss for step in pipe.train(batches)]
+    assert losses == flush_oracle(model, batches, Recipe(AdamW().from_named, 4, 2)).losses
+
+
+def test_the_random_state_of_the_caller_is_left_alone() -> None:
+    pipe = Pipeline(rich_model(), stages=3, schedule="1f1b", microbatches=2, recompute=1.0, optimizer=AdamW())
+    torch.manual_seed(11)
+    expected = torch.rand(4)
+    torch.manual_seed(11)
+    list(pipe.train(rich_batches(1, 4)))
+    pipe.evaluate(rich_batches(1, 4))
+    assert torch.equal(torch.rand(4), expected)

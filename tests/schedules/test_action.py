@@ -1,0 +1,40 @@
+"""The text form of actions."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vpipe.errors import UserError
+from vpipe.schedules.action import PER_MICROBATCH, RECEIVES, SENDS, Action, Op, backward, forward, step
+
+ACTIONS = st.builds(Action, st.sampled_from(Op), st.integers(0, 9999), st.integers(0, 10**9))
+
+
+@given(ACTIONS)
+def test_text_and_back(action: Action) -> None:
+    assert Action.parse(str(action)) == action
+    assert Action.parse(f"  {action}\n") == action
+
+
+@pytest.mark.parametrize(("text", "action"), [
+    ("2F0", forward(2, 0)), ("0B13", backward(0, 13)), ("3STEP1", step(3, 1)), ("1SEND_F4", Action(Op.SEND_F, 1, 4)),
+    ("0RECV_TIED_G2", Action(Op.RECV_G, 0, 2)), ("0NORM7", Action(Op.NORM, 0, 7))])
+def test_text(text: str, action: Action) -> None:
+    assert str(action) == text
+    assert Action.parse(text) == action
+
+
+@pytest.mark.parametrize("text", ["", "F0", "2F", "2f0", "2X0", "-1F0", "2F-1", "2F0B0", "2 F 0", "2SEND0", "2SEND_G0"])
+def test_bad_text(text: str) -> None:
+    with pytest.raises(UserError) as raised:
+        Action.parse(text)
+    assert f"'{text}' is not an action" in str(raised.value)
+    assert "hint: write <stage><operation><index>, such as 2F0" in str(raised.value)
+
+
+def test_every_operation_is_of_one_kind() -> None:
+    assert not SENDS & RECEIVES
+    assert set(Op) == SENDS | RECEIVES | {Op.FORWARD, Op.BACKWARD, Op.STEP, Op.NORM}
+    assert set(Op) >= PER_MICROBATCH

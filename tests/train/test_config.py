@@ -1,0 +1,450 @@
+"""Native configs: what is read, every mistake with its place and remedy, overrides, the way back to YAML."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from vpipe.errors import UserError
+from vpipe.train.config import Config, load_config
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+GOOD = """\
+model: {name: bert, preset: tiny}
+dataset: {name: text, batch_size: 16}
+training: {learning_rate: 1e-4, num_microbatches: 4}
+parallel: {model_parallel_size: 4}
+"""
+
+
+@pytest.fixture
+def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return Path("c.yaml")
+
+
+def load(path: Path, text: str, *overrides: str, scheduler: str | None = None) -> Config:
+    path.write_text(text)
+    return load_config(path, overrides, scheduler)
+
+
+def errors(path: Path, text: str, *overrides: str, scheduler: str | None = None) -> list[tuple[str, str | None, str]]:
+    with pytest.raises(UserError) as caught:
+        load(path, text, *overrides, scheduler=scheduler)
+    return [(problem.what, problem.where, problem.hint) for problem in caught.value.problems]
+
+
+def test_defaults(at: Path) -> None:
+    config = load(at, GOOD)
+    assert config.training.learning_rate == 1e-4
+    assert (config.training.epochs, config.training.max_steps, config.training.max_minutes) == (1, None, None)
+    assert (config.parallel.schedule, config.parallel.executor) == ("1f1b", "overlapped")
+    assert config.parallel.backend == "gloo"
+    assert config.parallel.partition == "auto"
+    assert config.parallel.recompute_ratios == (0.0,) * 4
+    assert (config.microbatch_size, config.updates_per_batch) == (4, 1)
+    assert config.log_directory == Path("output")
+    assert config.checkpoint is None
+
+
+def test_every_key_is_described() -> None:
+    for section in (Config, *(field.annotation for field in Config.model_fields.values())):
+        for name, field in getattr(section, "model_fields", {}).items():
+            assert field.description, f"{section}.{name}"
+
+
+def test_config_is_frozen(at: Path) -> None:
+    with pytest.raises(ValidationError):
+        load(at, GOOD).parallel.schedule = "gpipe"
+
+
+def test_ourgpipe_file(at: Path) -> None:
+    config = load(at, """\
+model:    {name: gpt, hidden_size: 512, num_layers: 16, num_heads: 16, sequence_length: 128, vocab_size: -1}
+dataset:  {name: code_search_net, batch_size: 4, num_workers: 0}
+training: {learning_rate: 0.0001, epochs: 2, num_microbatches: 4, profile_iteration: 100, exit_after_profile: true}
+parallel: {model_parallel_size: 4, data_parallel_size: 1, use_orion_scheduler: false, schedule: gpipe}
+""")
+    assert config.model.num_layers == 16
+    assert config.training.epochs == 2
+    assert config.parallel.schedule == "gpipe"
+
+
+def test_all_mistakes_at_once_in_the_order_of_the_file(at: Path) -> None:
+    assert errors(at, """\
+model: {name: 3, hiden_size: 8}
+dataset: {name: text}
+training:
+  learning_rate: fast
+  lr_policy: cosin
+  epochs: 1.5
+  batch_size: 4
+paralel: {}
+trace: 1
+""") == [
+        ("the key 'parallel' is missing", "c.yaml:1:1",
+         "add parallel: how the model is cut into stages, and their schedule"),
+        ("model.name must be text, got 3", "c.yaml:1:15", "name: family of the model, such as bert"),
+        ("unknown key 'model.hiden_size'", "c.yaml:1:18", "did you mean 'hidden_size'?"),
+        ("the key 'dataset.batch_size' is missing", "c.yaml:2:1",
+         "add batch_size: samples per batch, which is cut into num_microbatches microbatches; with a flush one update "
+         "per batch"),
+        ("training.learning_rate must be a number, got 'fast'", "c.yaml:4:18",
+         "learning_rate: learning rate after the warm-up, such as 1e-3"),
+        ("training.lr_policy must be 'constant', 'step', 'polynomial' or 'cosine', got 'cosin'", "c.yaml:5:14",
+         "did you mean 'cosine'?"),
+        ("training.epochs must be a whole number, got 1.5", "c.yaml:6:11",
+         "epochs: stop after so many passes over the data; 1 when neither max_steps nor max_minutes is given"),
+        ("unknown key 'training.batch_size'", "c.yaml:7:3", "did you mean 'dataset.batch_size'?"),
+        ("unknown key 'paralel'", "c.yaml:8:1", "did you mean 'parallel'?"),
+        ("trace must be true or false, got 1", "c.yaml:9:8", "trace: whether the run writes its timeline"),
+    ]
+
+
+@pytest.mark.parametrize(("line", "what"), [
+    ("model: 5", "model must be keys with values, got 5"),
+    ("training: {learning_rate: 0}", "training.learning_rate must be above 0, got 0"),
+    ("training: {learning_rate: .inf}", "training.learning_rate must be finite, got inf"),
+    ("training: {learning_rate: true}", "training.learning_rate must be a number, got true"),
+    ("dataset: {name: text, batch_size: -4}", "dataset.batch_size must be at least 1, got -4"),
+    ("dataset: {name: text, batch_size: '4'}", "dataset.batch_size must be a whole number, got '4'"),
+    ("dataset: {name: text, batch_size: 4, path: 4}", "dataset.path must be text, got 4"),
+    ("dataset: {name: '', batch_size: 4}", "dataset.name must not be empty, got ''"),
+    ("model: {name: bert, dropout: 1}", "model.dropout must be below 1, got 1"),
+    ("parallel: {model_parallel_size: 4, master_port: 70000}", "parallel.master_port must be at most 65535, got 70000"),
+    ("parallel: {model_parallel_size: 4, warmup_depth: 3}", "parallel.warmup_depth must be a list, got 3"),
+    ("parallel: {model_parallel_size: 4, stage_to_rank_map: {'0': [a]}}",
+     "parallel.stage_to_rank_map.0[0] must be a whole number, got 'a'"),
+    ("parallel: {model_parallel_size: 4, backend: mpi}", "parallel.backend must be 'gloo' or 'nccl', got 'mpi'"),
+    ("parallel: {}", "the key 'parallel.model_parallel_size' is missing"),
+    ("parallel: {partition: 3}", "parallel.partition must be a list of whole numbers or auto, got 3"),
+    ("parallel: {partition: [3, 0]}", "parallel.partition[1] must be a whole number of at least 1, got 0"),
+    ("parallel: {model_parallel_size: 4, recompute: 1.5}", "parallel.recompute must be a number from 0 to 1, got 1.5"),
+    ("parallel: {partition: [1, 1], recompute: [0.3, yes]}",
+     "parallel.recompute[1] must be a number from 0 to 1, got true"),
+    ("model: [a]", "model must be keys with values, got ['a']"),
+    ("log_directory:", "log_directory must be text, got nothing"),
+    ("unheard_of: 1", "unknown key 'unheard_of'"),
+])
+def test_one_wrong_value(at: Path, line: str, what: str) -> None:
+    section = line.split(":")[0]
+    rest = "".join(other + "\n" for other in GOOD.splitlines() if not other.startswith(section + ":"))
+    assert what in [found for found, _, _ in errors(at, line + "\n" + rest)]
+
+
+@pytest.mark.parametrize(("overrides", "what", "hint"), [
+    (["dataset.batch_size=10"],
+     "dataset.batch_size is 10, which the 4 microbatches of training.num_microbatches do not divide",
+     "the nearest batch sizes are 8 and 12"),
+    (["dataset.batch_size=3"],
+     "dataset.batch_size is 3, which the 4 microbatches of training.num_microbatches do not divide",
+     "the nearest batch size is 4"),
+    (["parallel.update_every=2"], "parallel.update_every is 2, but the schedule 1f1b updates once per batch",
+     "set it to 1; training.num_microbatches says how many microbatches a batch has"),
+    (["parallel.schedule=pipedream", "parallel.update_every=3"],
+     "parallel.update_every is 3, which does not divide the 4 microbatches of a batch (one update never takes "
+     "microbatches of two batches)", "use one of 1, 2, 4, or make training.num_microbatches a multiple of 3"),
+    (["parallel.schedule=gpip"], "parallel.schedule is 'gpip', which is no schedule of this version",
+     "did you mean 'gpipe'?"),
+    (["parallel.partition=[3, 2]"], "parallel.partition has 2 entries for 4 stages", "give one entry per stage"),
+    (["parallel.recompute=[0.5]"], "parallel.recompute has 1 entry for 4 stages", "give one entry per stage"),
+    (["parallel.warmup_depth=[3, 2, 1]"], "parallel.warmup_depth has 3 entries for 4 stages",
+     "give one entry per stage"),
+    (["parallel.warmup_depth=[4, 2, 1, 0]"],
+     "parallel.warmup_depth asks for the depths [4, 2, 1, 0] where these stages have [3, 2, 1, 0] by themselves, which "
+     "is not available in this version", "leave it out"),
+    (["parallel.data_parallel_size=2"],
+     "parallel.data_parallel_size asks for 2 replicas, which is not available in this version", "set it to 1"),
+    (["parallel.use_orion_scheduler=true"],
+     "parallel.use_orion_scheduler asks for the Orion scheduler, which is not available in this version",
+     "set it to false"),
+    (["parallel.executor=naive"],
+     "parallel.executor asks for the executor naive, which is not available in this version",
+     "use overlapped: it gives the same losses"),
+    (["parallel.scheduler=async_threaded"],
+     "parallel.scheduler asks for the executor async_threaded, which is not available in this version",
+     "leave it out and write schedule: gpipe, which runs with the executor overlapped and gives the same losses"),
+    (["parallel.recompute=auto"],
+     "parallel.recompute asks for ratios from the planner, which is not available in this version",
+     "give a number from 0 to 1, or a list with one per stage"),
+    (["checkpoint.every_steps=10"],
+     "checkpoint.every_steps asks for a checkpoint every 10 updates, which is not available in this version",
+     "leave it out"),
+    (["checkpoint.keep=3"], "checkpoint.keep asks for 3 checkpoints, which is not available in this version",
+     "leave it out"),
+    (["model.vocab_size=0"], "model.vocab_size is 0", "give the number of tokens, or -1 to ask the data set"),
+    (["model.config_file=b.json"],
+     "model.preset is 'tiny', but the sizes also come from the config_file 'b.json'", "keep one of the two"),
+    (["model.hidden_size=10", "model.num_heads=4"], "model.hidden_size is 10, which 4 heads do not divide",
+     "the nearest sizes are 8 and 12"),
+    (["training.momentum=0.5"], "training.momentum is 0.5, but the optimizer is adamw",
+     "momentum belongs to sgd: leave it out, or set optimizer: sgd"),
+    (["training.exit_after_profile=true"], "training.exit_after_profile is true, but no update is profiled",
+     "set profile_iteration"),
+    (["training.warmup_steps=2.5"], "training.warmup_steps is 2.5", "give whole updates, or a share below 1"),
+    (["training.warmup_steps=0.1", "training.max_minutes=1"],
+     "training.warmup_steps is 0.1, a share of all updates, but max_minutes alone does not tell their number",
+     "give max_steps or epochs as well; the run still ends at the first limit it reaches"),
+    (["training.lr_policy=cosine", "training.max_minutes=1"],
+     "training.lr_policy is cosine, which depends on the number of updates, but max_minutes alone does not tell it",
+     "give max_steps or epochs as well; the run still ends at the first limit it reaches"),
+    (['parallel.stage_to_rank_map={"0": [0], "2": [1]}'],
+     'parallel.stage_to_rank_map names the stages 0, 2; there are 4: 0, 1, 2, 3',
+     'name each stage once, as "0", "1", ...'),
+    (['parallel.stage_to_rank_map={0: [0, 1], 1: [2], 2: [2], 3: [3]}'],
+     "parallel.stage_to_rank_map.0 puts stage 0 on 2 ranks [0, 1]; replicated stages are not available in this version",
+     "give the stage one rank"),
+    (['parallel.stage_to_rank_map={0: [0], 1: [1], 2: [2], 3: []}'],
+     "parallel.stage_to_rank_map.3 puts stage 3 on no rank; only rank 3 is available in this version", "write [3]"),
+])
+def test_rules_across_keys(at: Path, overrides: list[str], what: str, hint: str) -> None:
+    found = errors(at, GOOD, *overrides)
+    assert (what, hint) in [(found_what, found_hint) for found_what, _, found_hint in found]
+
+
+def test_rules_of_several_sections_are_reported_together(at: Path) -> None:
+    assert [(what, where) for what, where, _ in errors(at, """\
+model: {name: bert, vocab_size: 0}
+dataset: {name: text, batch_size: 16}
+training: {learning_rate: 1e-3, momentum: 0.5}
+parallel:
+  model_parallel_size: 3
+  partition: [3, 2]
+  executor: naive
+""")] == [
+        ("model.vocab_size is 0", "c.yaml:1:33"),
+        ("training.momentum is 0.5, but the optimizer is adamw", "c.yaml:3:43"),
+        ("parallel.partition has 2 entries for 3 stages", "c.yaml:6:14"),
+        ("parallel.executor asks for the executor naive, which is not available in this version", "c.yaml:7:13"),
+    ]
+
+
+def test_a_missing_key_is_placed_at_its_section(at: Path) -> None:
+    text = "# a comment first\n" + GOOD.replace("model_parallel_size: 4", "update_every: 1")
+    assert errors(at, text) == [
+        ("the key 'parallel.model_parallel_size' is missing", "c.yaml:5:1",
+         "add model_parallel_size: number of stages; may be left out when partition or stage_to_rank_map tells it")]
+
+
+def test_neutral_values_of_features_to_come(at: Path) -> None:
+    config = load(at, GOOD, "parallel.executor=overlapped", "parallel.data_parallel_size=1", "checkpoint={}",
+                  "parallel.use_orion_scheduler=false", "parallel.partition=auto", "parallel.scheduler=null",
+                  "parallel.stage_to_rank_map={0: [0], 1: [1], 2: [2], 3: [3]}", "parallel.warmup_depth=[3, 2, 1, 0]")
+    assert config.parallel.stage_to_rank_map == {"0": (0,), "1": (1,), "2": (2,), "3": (3,)}
+    assert config.checkpoint is not None
+
+
+@pytest.mark.parametrize("tells", ["partition: [3, 2, 2]", "stage_to_rank_map: {0: [0], 1: [1], 2: [2]}"])
+def test_the_number_of_stages_follows_from_other_keys(at: Path, tells: str) -> None:
+    assert load(at, GOOD.replace("model_parallel_size: 4", tells)).parallel.model_parallel_size == 3
+    null = GOOD.replace("model_parallel_size: 4", f"model_parallel_size: null, {tells}")
+    assert load(at, null).parallel.model_parallel_size == 3
+
+
+def test_updates_of_an_asynchronous_schedule(at: Path) -> None:
+    config = load(at, GOOD, "parallel.schedule=pipedream", "parallel.update_every=2")
+    assert config.parallel.asynchronous
+    assert (config.microbatch_size, config.updates_per_batch) == (4, 2)
+
+
+@pytest.mark.parametrize(("setting", "updates"), [("0", 0), ("0.25", 25), ("1", 1), ("40", 40)])
+def test_warmup_is_updates_or_a_share(at: Path, setting: str, updates: int) -> None:
+    assert load(at, GOOD, f"training.warmup_steps={setting}").training.warmup_updates(100) == updates
+
+
+def test_limits_count_when_given(at: Path) -> None:
+    training = load(at, GOOD, "training.max_steps=5").training
+    assert (training.epochs, training.max_steps) == (None, 5)
+    training = load(at, GOOD, "training.max_minutes=0.5", "training.epochs=2").training
+    assert (training.epochs, training.max_minutes) == (2, 0.5)
+
+
+def test_override_shows_its_place_and_the_nearest_key(at: Path) -> None:
+    assert errors(
+        at, GOOD, "training.learning_rat=3e-4", "trainin.epochs=1", "epochs=2", "training.seed=x",
+        "dataset.batch_size.x=1") == [
+        ("unknown key 'training.learning_rat'", "--set training.learning_rat", "did you mean 'learning_rate'?"),
+        ("unknown key 'trainin'", "--set trainin.epochs", "did you mean 'training'?"),
+        ("unknown key 'epochs'", "--set epochs", "did you mean 'training.epochs'?"),
+        ("training.seed must be a whole number, got 'x'", "--set training.seed",
+         "seed: seed of initial weights and dropout"),
+        ("dataset.batch_size must be a whole number, got a mapping", "--set dataset.batch_size.x",
+         "batch_size: samples per batch, which is cut into num_microbatches microbatches; with a flush one update per "
+         "batch"),
+    ]
+
+
+def test_overrides_win_and_are_yaml(at: Path) -> None:
+    config = load(at, GOOD, "training.learning_rate=3e-4", "parallel.partition=[3, 2, 2, 2]", "model.preset=",
+                  "training.seed=1", "training.seed=2", "log_directory=here")
+    assert config.training.learning_rate == 3e-4
+    assert config.parallel.partition == (3, 2, 2, 2)
+    assert config.model.preset is None
+    assert config.training.seed == 2
+    assert config.log_directory == Path("here")
+
+
+def test_an_override_may_be_a_section(at: Path) -> None:
+    assert load(at, GOOD, "model={name: gpt, hidden_size: 64}").model.hidden_size == 64
+    assert errors(at, GOOD, "model={name: gpt, hiden_size: 64}") == [
+        ("unknown key 'model.hiden_size'", "--set model", "did you mean 'hidden_size'?")]
+
+
+@pytest.mark.parametrize("text", ["training.epochs", "=3", "training..epochs=3"])
+def test_override_without_a_key_or_a_value(at: Path, text: str) -> None:
+    [(what, where, hint)] = errors(at, GOOD, text)
+    assert what == f"'{text}' does not set a key"
+    assert where == f"--set {text.partition('=')[0]}"
+    assert hint == "write --set training.learning_rate=3e-4"
+
+
+def test_override_with_broken_yaml(at: Path) -> None:
+    [(what, where, _)] = errors(at, GOOD, "parallel.partition=[3, 2")
+    assert what.startswith("the YAML cannot be read: ")
+    assert where == "--set parallel.partition"
+    [(what, where, _)] = errors(at, GOOD, "model={name: bert, name: gpt}")
+    assert (what, where) == ("the key 'model.name' is given twice, first at --set model", "--set model")
+
+
+def test_scheduler_option(at: Path) -> None:
+    assert errors(at, GOOD, scheduler="naive") == [
+        ("--scheduler asks for the executor naive, which is not available in this version", "--scheduler",
+         "leave it out and write schedule: gpipe, which runs with the executor overlapped and gives the same losses")]
+    assert errors(at, GOOD, scheduler="nave") == [
+        ("--scheduler must be 'naive' or 'async_threaded', got 'nave'", "--scheduler", "did you mean 'naive'?")]
+
+
+def test_duplicate_keys_show_both_places(at: Path) -> None:
+    assert errors(at, GOOD + "trace: true\ntrace: false\ntracee: 1\n") == [
+        ("the key 'trace' is given twice, first at c.yaml:5:1", "c.yaml:6:1", "remove one of the two"),
+        ("unknown key 'tracee'", "c.yaml:7:1", "did you mean 'trace'?"),
+    ]
+    assert errors(at, GOOD + "trace: true\ntrace: false\n") == [
+        ("the key 'trace' is given twice, first at c.yaml:5:1", "c.yaml:6:1", "remove one of the two")]
+
+
+@pytest.mark.parametrize("number", ["1e-4", "1E-4", "1.e-4", "0.0001", "+1e-4", ".1e-3"])
+def test_numbers(at: Path, number: str) -> None:
+    assert load(at, GOOD.replace("1e-4", number)).training.learning_rate == pytest.approx(1e-4, rel=1e-12)
+
+
+@pytest.mark.parametrize(("text", "what", "where"), [
+    ("", "the file is empty", "c.yaml:1:1"),
+    ("# only a comment\n", "the file is empty", "c.yaml:1:1"),
+    ("\n- a\n- b\n", "the file holds ['a', 'b'], not keys with values", "c.yaml:2:1"),
+    ("hello\n", "the file holds 'hello', not keys with values", "c.yaml:1:1"),
+    ("model: [1\n", "the YAML cannot be read: expected ',' or ']', but got '<stream end>'", "c.yaml:2:1"),
+    ("a: b: c\n", "the YAML cannot be read: mapping values are not allowed here", "c.yaml:1:5"),
+    ("a: 1\n---\nb: 1\n", "the YAML cannot be read: but found another document", "c.yaml:2:1"),
+    ("a: \x07\n", "the YAML cannot be read: unacceptable character #x0007: special characters are not allowed",
+     "c.yaml:1:1"),
+    ("[" * 3000, "the YAML cannot be read: lists or mappings are nested too deeply", "c.yaml:1:1"),
+])
+def test_unreadable_text(at: Path, text: str, what: str, where: str) -> None:
+    [(found, place, hint)] = errors(at, text)
+    assert (found, place) == (what, where)
+    assert hint
+
+
+@pytest.mark.parametrize(("line", "what", "where"), [
+    ("trace: !!int abc", "a value cannot be read: invalid literal for int() with base 10: 'abc'", "c.yaml:5:8"),
+    ("trace: !mine abc", "a value cannot be read: could not determine a constructor for the tag '!mine'", "c.yaml:5:8"),
+    ("trace: !mine {a: b}", "the tag '!mine' is not understood", "c.yaml:5:8"),
+    ("trace: &a [*a]", "an alias leads into itself", "c.yaml:5:8"),
+    ("[a]: 1", "a key is not plain text", "c.yaml:5:1"),
+])
+def test_yaml_beyond_plain_values(at: Path, line: str, what: str, where: str) -> None:
+    assert (what, where) in [(found, place) for found, place, _ in errors(at, GOOD + line + "\n")]
+
+
+def test_aliases_and_dates_are_plain_values(at: Path) -> None:
+    config = load(at, GOOD.replace("preset: tiny", "preset: &p 2024-01-01") + "log_directory: *p\n")
+    assert config.model.preset == "2024-01-01"
+    assert config.log_directory == Path("2024-01-01")
+
+
+def test_files_that_cannot_be_read(at: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        load_config(Path("none.yaml"))
+    assert str(caught.value) == ("error: there is no file 'none.yaml' (none.yaml)\n"
+                                 "hint: check the path; it is taken from the current folder")
+    at.write_bytes(b"a: \xff\n")
+    with pytest.raises(UserError, match=r"the file 'c\.yaml' cannot be read: .*utf-8"):
+        load_config(at)
+    Path("folder").mkdir()
+    with pytest.raises(UserError, match="the file 'folder' cannot be read"):
+        load_config(Path("folder"))
+
+
+def test_long_values_are_shortened(at: Path) -> None:
+    assert errors(at, GOOD, f"trace={'x' * 100}")[0][0] == f"trace must be true or false, got '{'x' * 56}..."
+    assert errors(at, GOOD, f"trace={list(range(50))}")[0][0] == "trace must be true or false, got a list of 50"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.y*ml")), ids=lambda path: path.name)
+def test_files_in_configs(path: Path, at: Path) -> None:
+    config = load_config(path)
+    assert config.parallel.model_parallel_size == 4
+    again = at.with_name("again.yaml")
+    again.write_text(config.resolved_yaml())
+    assert load_config(again) == config
+    comment = path.read_text().split("\n\n")[0].splitlines()
+    assert all(line.startswith("#") for line in comment)
+    assert any(f"vpipe train configs/{path.name}" in line for line in comment)
+
+
+def test_no_torch_is_imported() -> None:
+    code = "import sys, vpipe.train.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def optional(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.none() | strategy
+
+
+LOOK_ALIKES = ["1e5", "null", "yes", "2024-01-01", "auto", "~", "0x1f", "1_0", "<<", ".5e3"]
+WORDS = st.text(min_size=1) | st.sampled_from(LOOK_ALIKES)
+SEEDS = st.integers(0, 2**63 - 1)
+COUNTS = st.integers(1, 10**9)
+POSITIVE = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> Config:
+    stages, microbatches = draw(st.integers(1, 6)), draw(st.integers(1, 64))
+    schedule = draw(st.sampled_from(["gpipe", "1f1b", "pipedream"]))
+    divisors = [k for k in range(1, microbatches + 1) if microbatches % k == 0]
+    per_stage = st.lists(st.floats(0, 1), min_size=stages, max_size=stages)
+    return Config.model_validate({
+        "model": {"name": draw(WORDS), "preset": draw(optional(WORDS)), "hidden_size": draw(optional(COUNTS)),
+                  "sequence_length": draw(COUNTS), "dropout": draw(optional(st.floats(0, 1, exclude_max=True))),
+                  "tie_weights": draw(st.booleans())},
+        "dataset": {"name": draw(WORDS), "path": draw(optional(WORDS)), "seed": draw(optional(SEEDS)),
+                    "batch_size": microbatches * draw(st.integers(1, 100)), "cache_directory": draw(optional(WORDS))},
+        "training": {"learning_rate": draw(POSITIVE), "epochs": draw(optional(COUNTS)), "max_steps": draw(COUNTS),
+                     "max_minutes": draw(optional(POSITIVE)), "num_microbatches": microbatches,
+                     "lr_policy": draw(st.sampled_from(["constant", "step", "polynomial", "cosine"])),
+                     "warmup_steps": draw(COUNTS | st.floats(0, 1)), "grad_clip": draw(optional(POSITIVE))},
+        "parallel": {"model_parallel_size": stages, "schedule": schedule,
+                     "partition": draw(st.just("auto") | st.lists(COUNTS, min_size=stages, max_size=stages)),
+                     "recompute": draw(st.integers(0, 1) | st.floats(0, 1) | per_stage),
+                     "update_every": draw(st.sampled_from(divisors)) if schedule == "pipedream" else 1,
+                     "stage_to_rank_map": draw(optional(st.just({str(s): [s] for s in range(stages)}))),
+                     "warmup_depth": draw(optional(st.just([*range(stages)][::-1])))},
+        "checkpoint": draw(st.none() | st.just({})), "log_directory": draw(WORDS), "trace": draw(st.booleans())})
+
+
+@given(config=configs())
+def test_resolved_yaml_loads_as_an_equal_config(config: Config, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("resolved") / "config.yaml"
+    path.write_text(config.resolved_yaml(), encoding="utf-8")
+    again = load_config(path)
+    assert again == config
+    assert again.resolved_yaml() == config.resolved_yaml()
