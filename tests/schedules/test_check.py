@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from vpipe.errors import CheckError, UserError
@@ -17,8 +17,6 @@ from vpipe.schedules.execute import execute
 from vpipe.schedules.lower import lower
 from vpipe.schedules.order import Schedule, build, default_placement
 from vpipe.schedules.reading import Reading
-
-Edit = Callable[[Schedule], Schedule]
 
 
 def good(name: str = "1f1b", stages: int = 3, microbatches: int = 4, every: int | None = None, *, tied: bool = True,
@@ -89,8 +87,9 @@ BROKEN: dict[str, list[tuple[Callable[[], Schedule], str, str]]] = {  # rule: (b
     ],
     "updates": [
         (lambda: without(good(), 1, "1STEP0"), "stage 1 makes 0 of 1 updates", "end"),
-        (lambda: moved(good(), 2, "2STEP0", before="2B3"), "missing [3], of other updates []", "2STEP0"),
-        (lambda: moved(stream(), 2, "2STEP0", before="2STEP1"), "missing [], of other updates [1]", "2STEP0"),
+        (lambda: moved(good(), 2, "2STEP0", before="2B3"), "of microbatches 0 to 3; those missing are [3]", "2STEP0"),
+        (lambda: moved(stream(), 2, "2STEP0", before="2STEP1"),
+         "of microbatches 0 to 0; those of other updates are [1]", "2STEP0"),
         (lambda: swapped(stream(), 0, "0STEP1", "0STEP2"), "0STEP2 comes where update 1 of stage 0 is due", "0STEP2"),
         (lambda: added(good(), 1, "1STEP0"), "1STEP0 comes where update 1 of stage 1 is due", "1STEP0"),
         (lambda: replace(stream(), flush=True), "0STEP0 with 2 microbatches in flight", "0STEP0"),
@@ -117,8 +116,8 @@ BROKEN: dict[str, list[tuple[Callable[[], Schedule], str, str]]] = {  # rule: (b
         (lambda: swapped(good(), 2, "2B1", "2SEND_B1"), "2SEND_B1 on rank 2 needs 2B1 before it", "2SEND_B1"),
         (lambda: swapped(good(), 2, "2F1", "2B1"), "2B1 on rank 2 needs 2F1 before it", "2B1"),
         (lambda: moved(good(), 0, "0RECV_TIED_G0", before="0STEP0"), "0NORM0 on rank 0 needs 0RECV_TIED_G0", "0NORM0"),
-        (lambda: swapped(good(norm=False), 0, "0RECV_TIED_G0", "0STEP0"), "0STEP0 on rank 0 needs 0RECV_TIED_G0",
-         "0STEP0"),
+        (lambda: moved(good(norm=False), 0, "0RECV_TIED_G0", before="0SEND_TIED_W1"),
+         "0STEP0 on rank 0 needs 0RECV_TIED_G0", "0STEP0"),
         (lambda: swapped(good(), 0, "0SEND_TIED_W1", "0STEP0"), "0SEND_TIED_W1 on rank 0 needs 0STEP0",
          "0SEND_TIED_W1"),
         (lambda: moved(good(), 2, "0SEND_TIED_G0", before="2B3"), "0SEND_TIED_G0 on rank 2 needs 2B3",
@@ -141,16 +140,16 @@ BROKEN: dict[str, list[tuple[Callable[[], Schedule], str, str]]] = {  # rule: (b
          "rank 1 stands before 1F1 and waits for 0SEND_F1 of rank 0", "0B0"),
     ],
     "no_deadlock_rendezvous": [
-        (lambda: moved(moved(good(stages=2, tied=False), 0, "0RECV_B0", before="0RECV_B1"), 1, "1RECV_F1",
+        (lambda: moved(moved(good(stages=2, tied=False), 0, "0RECV_B0", before="0B0"), 1, "1RECV_F1",
                        before="1F1"),
          "rank 0 stands before 0SEND_F1 and waits for 1RECV_F1 of rank 1; "
          "rank 1 stands before 1SEND_B0 and waits for 0RECV_B0 of rank 0", "0SEND_F1"),
-        (lambda: moved(moved(stream(), 2, "0RECV_TIED_W1", before="2B2"), 0, "0RECV_TIED_G1", before="0B1"),
+        (lambda: moved(stream(), 2, "0RECV_TIED_W1", before="0RECV_TIED_W2"),
          "rank 0 stands before 0SEND_TIED_W1 and waits for 0RECV_TIED_W1 of rank 2", "0SEND_TIED_W1"),
     ],
     "weight_versions": [
         (lambda: replace(stream(), versions=(2, 2, 1)),
-         "stage 0 holds 3 weight versions with staleness 0; the schedule states at most 2 and 1", "0F3"),
+         "stage 0 holds 3 weight versions with staleness 0; the schedule states at most 2 and 1", "0STEP1"),
         (lambda: replace(stream(), versions=(3, 1, 1)), "stage 1 holds 2 weight versions", "1STEP0"),
     ],
     "peak_activations": [
@@ -189,8 +188,8 @@ def test_a_deadlock_text() -> None:
     assert str(raised.value).splitlines() == [
         "error: schedule 'gpipe': deadlock when sends never wait (buffered): rank 0 stands before 0B0 and waits for "
         "1SEND_B0 of rank 1; rank 1 stands before 1F1 and waits for 0SEND_F1 of rank 0",
-        "rank 0 0F0      0SEND_F0 0RECV_B0 0B0 <-- here 0F1          0SEND_F1 0RECV_B1 0B1 0STEP0",
-        "rank 1 1RECV_F0 1F0      1RECV_F1 1RECV_B0     1F1 <-- here 1B0      1SEND_B0 1B1 1SEND_B1 1STEP0",
+        "rank 0 0F0      0SEND_F0 0RECV_B0 0B0 <-- here 0F1 0SEND_F1 0RECV_B1 0B1      0STEP0",
+        "rank 1 1RECV_F0 1RECV_F1 1F0      1F1 <-- here 1B0 1SEND_B0 1B1      1SEND_B1 1STEP0",
         "hint: move the awaited actions forward in their programs, or the waiting ones back"]
 
 
@@ -216,7 +215,7 @@ def proved(draw: st.DrawFn) -> Schedule:
     return prove(name, placement, microbatches, every, ties, draw(st.booleans()))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(proved())
 def test_every_placement_and_tie_passes(schedule: Schedule) -> None:
     assert execute(Reading.of(schedule), rendezvous=True) == ([len(program) for program in schedule.programs], [])
@@ -225,7 +224,8 @@ def test_every_placement_and_tie_passes(schedule: Schedule) -> None:
 @settings(deadline=None, max_examples=60)
 @given(proved(), st.data())
 def test_no_action_can_be_left_out(schedule: Schedule, data: st.DataObject) -> None:
-    rank = data.draw(st.sampled_from([rank for rank, program in enumerate(schedule.programs) if program]))
+    assume(schedule.stages > 1)  # a lone stage without its only norm is a good schedule without norms
+    rank = data.draw(st.integers(0, schedule.stages - 1))
     at = data.draw(st.integers(0, len(schedule.programs[rank]) - 1))
     programs = list(schedule.programs)
     programs[rank] = programs[rank][:at] + programs[rank][at + 1:]
@@ -253,9 +253,9 @@ def test_two_stages_of_one_rank_follow_each_other() -> None:
         return replace(build("gpipe", default_placement(2), 1), placement=((0,), (0,)),
                        programs=(tuple(map(Action.parse, program)),))
 
-    check(on_one_rank("0F0 1F0 1B0 0B0 1STEP0 0STEP0".split()))
+    check(on_one_rank(["0F0", "1F0", "1B0", "0B0", "1STEP0", "0STEP0"]))
     with pytest.raises(CheckError, match="1F0 on rank 0 needs 0F0 before it, which stands 1 actions behind it"):
-        check(on_one_rank("1F0 0F0 1B0 0B0 1STEP0 0STEP0".split()))
+        check(on_one_rank(["1F0", "0F0", "1B0", "0B0", "1STEP0", "0STEP0"]))
 
 
 def test_prove_refuses_numbers_before_it_checks() -> None:

@@ -73,7 +73,7 @@ def picture(schedule: Schedule) -> list[str]:
 
 
 def picture_in_docstring(name: str) -> list[str]:
-    lines = inspect.getdoc(recipe_named(name).program).splitlines()
+    lines = (inspect.getdoc(recipe_named(name).program) or "").splitlines()
     return [line.strip() for line in lines if line.strip().startswith("rank ")]
 
 

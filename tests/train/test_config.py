@@ -111,6 +111,9 @@ trace: 1
 @pytest.mark.parametrize(("line", "what"), [
     ("model: 5", "model must be keys with values, got 5"),
     ("training: {learning_rate: 0}", "training.learning_rate must be above 0, got 0"),
+    ("training: {learning_rate: 1, weight_decay: -1}", "training.weight_decay must be at least 0, got -1"),
+    ("training: {learning_rate: 1, seed: 9223372036854775808}",
+     "training.seed must be at most 9223372036854775807, got 9223372036854775808"),
     ("training: {learning_rate: .inf}", "training.learning_rate must be finite, got inf"),
     ("training: {learning_rate: true}", "training.learning_rate must be a number, got true"),
     ("dataset: {name: text, batch_size: -4}", "dataset.batch_size must be at least 1, got -4"),

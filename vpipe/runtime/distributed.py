@@ -16,16 +16,16 @@ from torch import Tensor
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.transport import Key, Spec
 
-SENDS_BEHIND = 4
+SENDS_BEHIND = {"F": 4, "B": 4}
 """Transfers per peer and kind that may be under way before a further send waits for the oldest. The
 checker has proved that even 0 would not deadlock, so this only bounds memory."""
 
-LOSSES_BEHIND = 1024
-"""The same for losses: a few bytes each, taken by the first stage a whole pipeline depth later."""
+MOST_BEHIND = 1024
+"""The same for what is sent once per update: losses are taken a whole pipeline depth later, and so are tied weights."""
 
 HEADER_BYTES = 4096
 MOST_TENSORS = 62
-_KINDS = "FBWGL"
+_KINDS = "FBWGLN"
 
 
 @dataclass
@@ -52,13 +52,14 @@ class Distributed:
         self._device, self._timeout, self._describe = device, timedelta(seconds=timeout_s), describe
         self._through_host = device.type != "cpu" and dist.get_backend() == "gloo"
         self._carrier = torch.device("cpu") if self._through_host else device
+        # nccl knows no tags and keeps one order per pair of ranks and group; the checker proves one per kind.
+        self._groups = [dist.new_group() for _ in _KINDS] if dist.get_backend() == "nccl" else []
         self._posted: dict[tuple[int, Key], _Posted] = {}
         self._sent: dict[tuple[int, str], deque[tuple[Key, list[dist.Work], list[Tensor]]]] = defaultdict(deque)
-        self._sums: dict[Key, tuple[dist.Work, Tensor]] = {}
 
     def send(self, peer: int, key: Key, tensors: Sequence[Tensor], announce: bool = False) -> None:
         behind = self._sent[peer, key.kind]
-        while len(behind) >= (LOSSES_BEHIND if key.kind == "L" else SENDS_BEHIND):
+        while len(behind) >= SENDS_BEHIND.get(key.kind, MOST_BEHIND):
             self._complete(peer, *behind.popleft())
         carried = [t.to(self._carrier) if self._through_host else t.detach() for t in tensors]
         # Even an empty tensor keeps its turn, so that both sides count alike.
@@ -93,23 +94,6 @@ class Distributed:
         return [buffer.to(self._device).requires_grad_(spec.wants_gradient)
                 for buffer, spec in zip(posted.buffers, posted.specs, strict=True)]
 
-    def publish_norms(self, key: Key, norms: Tensor) -> None:
-        carried = norms.to(self._carrier)
-        work = dist.all_reduce(carried, async_op=True)
-        assert work is not None
-        self._sums[key] = (work, carried)
-
-    def norms_ready(self, key: Key) -> bool:
-        return True
-
-    def norms(self, key: Key) -> Tensor:
-        work, carried = self._sums.pop(key)
-        started = perf_counter()
-        with self._failing(None, key, "waiting for"):
-            self._wait([work])
-        self.wait_s += perf_counter() - started
-        return carried.to(self._device)
-
     def finish(self) -> None:
         started = perf_counter()
         for (peer, _), behind in self._sent.items():
@@ -126,14 +110,17 @@ class Distributed:
         return _Posted(specs, [self._irecv(b, peer, _tag(key, i)) for i, b in enumerate(buffers) if b.numel()], buffers)
 
     def _isend(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        work = dist.isend(tensor, peer, tag=tag)
+        work = dist.isend(tensor, peer, group=self._group_of(tag), tag=tag)
         assert work is not None, "this rank is in the default group"
         return work
 
     def _irecv(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        work = dist.irecv(tensor, peer, tag=tag)
+        work = dist.irecv(tensor, peer, group=self._group_of(tag), tag=tag)
         assert work is not None, "this rank is in the default group"
         return work
+
+    def _group_of(self, tag: int) -> dist.ProcessGroup | None:
+        return self._groups[tag // 65536 % 8] if self._groups else None
 
     def _wait(self, works: Sequence[dist.Work]) -> None:
         for work in works:
@@ -197,22 +184,29 @@ def _specs(header: Tensor) -> list[Spec]:
             for shape, dtype, wants in json.loads(bytes(header.cpu().numpy()).decode())]
 
 
-def broadcast_tensors(tensors: Mapping[str, Tensor], source: int, device: torch.device) -> dict[str, Tensor]:
-    """Named tensors of one rank, on every rank, in host memory. All ranks must call it; only the source gives any."""
+def share_tensors(tensors: Mapping[str, Tensor], source: int, device: torch.device) -> dict[str, Tensor]:
+    """Named tensors of one rank, on every rank, in host memory. All ranks must call it; only the source gives any.
+
+    Sent from rank to rank, as everything else: the worker threads behind gloo's collectives may outlive the
+    interpreter and then abort the process at its exit.
+    """
     carrier = torch.device("cpu") if dist.get_backend() == "gloo" else device
-    here = dist.get_rank() == source
-    text = json.dumps([[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()])
-    size = torch.tensor([len(text.encode())], device=carrier)
-    dist.broadcast(size, source)
-    header = torch.empty(int(size), dtype=torch.uint8, device=carrier)
-    if here:
-        header.copy_(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))
-    dist.broadcast(header, source)
+    if dist.get_rank() == source:
+        content = [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()]
+        text = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8).to(carrier)
+        for peer in (rank for rank in range(dist.get_world_size()) if rank != source):
+            for tensor in (torch.tensor([text.numel()], device=carrier), text, *tensors.values()):
+                if tensor.numel():
+                    dist.send(tensor.to(carrier).contiguous(), peer)
+        return {name: t.cpu().clone() for name, t in tensors.items()}
+    size = torch.empty(1, dtype=torch.int64, device=carrier)
+    dist.recv(size, source)
+    text = torch.empty(int(size), dtype=torch.uint8, device=carrier)
+    dist.recv(text, source)
     received: dict[str, Tensor] = {}
-    for name, shape, dtype in json.loads(bytes(header.cpu().numpy()).decode()):
+    for name, shape, dtype in json.loads(bytes(text.cpu().numpy()).decode()):
         value = torch.empty(shape, dtype=getattr(torch, dtype), device=carrier)
-        if here:
-            value.copy_(tensors[name])
-        dist.broadcast(value, source)
+        if value.numel():
+            dist.recv(value, source)
         received[name] = value.cpu()
     return received

@@ -6,7 +6,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, count, islice, takewhile
+from itertools import chain, count, islice, takewhile
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vpipe.errors import RunError, UserError
 from vpipe.model.layer import Model
 from vpipe.model.split import StageSpec, ties_between
-from vpipe.runtime.distributed import Distributed, broadcast_tensors
+from vpipe.runtime.distributed import Distributed, share_tensors
 from vpipe.runtime.feed import Batch, Feed
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport import InProcess, Key, Mailroom, Spec, Transport
@@ -39,12 +39,14 @@ class Step:
         loss: mean over its microbatches, on every rank.
         learning_rate: of the first parameter group of this process's first stage that trains; None without.
         gradient_norm: of all stages, before clipping; None when not clipped globally.
+        stop: whether the last stage's rank was told to leave off.
     """
 
     index: int
     loss: float
     learning_rate: float | None
     gradient_norm: float | None
+    stop: bool
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class Engine:
         self._fields = model.batch
         self._distributed = distributed
         ranks = [dist.get_rank()] if distributed else list(range(len(schedule.programs)))
-        room = Mailroom(len(ranks))
+        room: Mailroom = {}
         self.workers = {}
         for rank in ranks:
             own = [spec for spec in specs if rank in self._placement[spec.index]]
@@ -113,7 +115,7 @@ class Engine:
             optimizers = {s: make_optimizer(stage.weights.masters) for s, stage in stages.items()}
             transport: Transport = (Distributed(settings.device, settings.timeout_s, self.describe)
                                     if distributed else InProcess(rank, room))
-            update = Update(optimizers, settings.factor, settings.clip, None)
+            update = Update(optimizers, settings.factor, settings.clip)
             self.workers[rank] = Worker(rank, self._placement, stages, update, self._ties, transport)
         self._agree_on_norms()
         for worker in self.workers.values():
@@ -124,12 +126,18 @@ class Engine:
         self._microbatches_done = 0
         self._stream: _Stream | None = None
         self._broken = False
+        self._stop: Callable[[], bool] = lambda: False
 
     # -- training --------------------------------------------------------------------------------------
 
-    def train(self, batches: Iterable[Batch]) -> Iterator[Step]:
-        """Train on the batches; yields one step per update, in order."""
+    def train(self, batches: Iterable[Batch], stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
+        """Train on the batches; yields one step per update, in order.
+
+        ``stop`` is asked where the last stage is, once per update; its answer comes with the step on every
+        rank, so that all of them can leave off after the same one.
+        """
         self.drain()
+        self._stop = stop
         feed = self._feed(batches)
         return self._train_flush(feed) if self._schedule.flush else self._train_stream(feed)
 
@@ -159,8 +167,8 @@ class Engine:
             first += stream.done * every
             feed.end = None
 
-    def drain(self) -> None:
-        """Finish what is in flight in an asynchronous pipeline; training may go on after it.
+    def drain(self) -> Sequence[Step]:
+        """Finish what is in flight in an asynchronous pipeline, and the steps that makes; training may go on after it.
 
         Every rank drains after the same step, so all must agree on the last microbatch that still enters:
         the latest that the first stage may have begun, which is as many beyond the last finished update
@@ -168,7 +176,7 @@ class Engine:
         """
         stream = self._stream
         if stream is None or self._broken:
-            return
+            return ()
         every = stream.segment.every
         entered = stream.done * every + self._recipe.peak_activations(0, len(self._placement), sys.maxsize)
         stream.segment.feed.end = stream.segment.first + -(-entered // every) * every
@@ -177,6 +185,7 @@ class Engine:
             stream.done += 1
             stream.drained.append(self._step(stream.segment, update))
         self._close(stream)
+        return stream.drained
 
     def _close(self, stream: _Stream) -> None:
         self._microbatches_done += stream.done * stream.segment.every
@@ -206,7 +215,8 @@ class Engine:
                 mode.__exit__(None, None, None)
         if not samples:
             raise UserError("there is nothing to evaluate on", hint="give evaluate at least one batch")
-        return self._share(Key("L", len(self._placement), 0), total) / samples
+        (total,) = self._share(Key("L", len(self._placement), 0), (total,))
+        return total / samples
 
     def _collect_losses(self, feed: Feed) -> float:
         """Sum over samples of the losses of the segment that just ran, where the last stage is."""
@@ -220,31 +230,32 @@ class Engine:
     def _step(self, segment: Segment, update: int) -> Step:
         number = segment.base // segment.every + update
         last = self._last_worker()
-        loss = 0.0
+        outcome: tuple[float, ...] = (0.0, 0.0)
         if last is not None:
             first = segment.base + update * segment.every
             losses = [last.losses.pop(first + i) for i in range(segment.every)]
-            loss = float(torch.stack(losses).double().mean())
-        loss = self._share(Key("L", len(self._placement) - 1, number), loss)
+            outcome = (float(torch.stack(losses).double().mean()), float(self._stop()))
+        loss, stop = self._share(Key("L", len(self._placement) - 1, number), outcome)
         update_of = next(iter(self.workers.values())).update
         groups = [group for optimizer in update_of.optimizers.values() if optimizer is not None
                   for group in optimizer.param_groups]
         norm = update_of.gradient_norm
-        return Step(number, loss, float(groups[0]["lr"]) if groups else None, None if norm is None else float(norm))
+        return Step(number, loss, float(groups[0]["lr"]) if groups else None,
+                    None if norm is None else float(norm), bool(stop))
 
-    def _share(self, key: Key, value: float) -> float:
-        """A number that the last stage's rank knows, on every rank."""
+    def _share(self, key: Key, values: tuple[float, ...]) -> tuple[float, ...]:
+        """Numbers that the last stage's rank knows, on every rank; elsewhere only their count matters."""
         if not self._distributed:
-            return value
+            return values
         (worker,) = self.workers.values()
         source = self._placement[-1][0]
         if worker.rank == source:
             for peer in range(dist.get_world_size()):
                 if peer != source:
-                    worker.transport.send(peer, key, [torch.tensor([value], dtype=torch.float64)])
-            return value
-        worker.transport.post(source, key, [Spec((1,), torch.float64, wants_gradient=False)])
-        return float(worker.transport.take(source, key)[0])
+                    worker.transport.send(peer, key, [torch.tensor(values, dtype=torch.float64)])
+            return values
+        worker.transport.post(source, key, [Spec((len(values),), torch.float64, wants_gradient=False)])
+        return tuple(worker.transport.take(source, key)[0].tolist())
 
     def _last_worker(self) -> Worker | None:
         return self.workers.get(self._placement[-1][0])
@@ -345,23 +356,23 @@ class Engine:
         for spec in self._specs:
             owner = self._placement[spec.index][0]
             state = local.get(spec.index, {})
-            whole.update(broadcast_tensors(state, owner, self._settings.device) if self._distributed else
+            whole.update(share_tensors(state, owner, self._settings.device) if self._distributed else
                          {name: tensor.clone() for name, tensor in state.items()})
         return whole
 
     def _agree_on_norms(self) -> None:
-        """Let every rank know where each stage's gradient norms stand in the vector of all of them."""
+        """Let every rank know how many gradient norms each stage publishes."""
         if self._settings.clip is None or not self._schedule.flush:
             return
-        counts = torch.zeros(len(self._specs), dtype=torch.int64, device=self._settings.device)
-        for worker in self.workers.values():
-            for s, stage in worker.stages.items():
-                counts[s] = len(stage.weights.names)
+        stages = {s: worker for worker in self.workers.values() for s in worker.stages}
+        counts = {s: len(worker.stages[s].weights.names) for s, worker in stages.items()}
         if self._distributed:
-            dist.all_reduce(counts)
-        offsets = (0, *accumulate(counts.tolist()))
-        for worker in self.workers.values():
-            worker.update.offsets = offsets
+            for spec in self._specs:
+                count = torch.tensor([counts.get(spec.index, 0)])
+                shared = share_tensors({"count": count}, self._placement[spec.index][0], self._settings.device)
+                counts[spec.index] = int(shared["count"])
+        for stage, worker in stages.items():
+            worker.update.clip_globally({s: (self._placement[s][0], n) for s, n in counts.items() if s != stage})
 
     def describe(self, rank: int) -> str:
         """A rank with its stages, for messages."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from vpipe.errors import RunError
 
 WHAT = {"F": "the activations of microbatch", "B": "the gradients of microbatch", "W": "tied weights, version",
-        "G": "the tied gradient of update", "N": "the gradient norms of update", "L": "the loss of step"}
+        "G": "the tied gradient of update", "N": "the gradient norms of update", "L": "the loss of update"}
 
 
 class Key(NamedTuple):
@@ -23,7 +23,7 @@ class Key(NamedTuple):
     number: int
 
     def __str__(self) -> str:
-        return f"{WHAT[self.kind]} {self.number} for stage {self.stage}"
+        return f"{WHAT[self.kind]} {self.number} {'from' if self.kind in 'NLG' else 'for'} stage {self.stage}"
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Spec:
 
 
 class Transport(Protocol):
-    """One rank's end. Sends and posts return at once; only ``take`` and ``norms`` wait.
+    """One rank's end. Sends and posts return at once; only ``take`` waits.
 
     A tensor that was sent must not be changed until its receiver has it.
     """
@@ -64,26 +64,12 @@ class Transport(Protocol):
     def take(self, peer: int, key: Key) -> list[Tensor]:
         """What was posted, waiting for it; leaves, those requiring a gradient whose spec says so."""
 
-    def publish_norms(self, key: Key, norms: Tensor) -> None:
-        """Contribute to a sum over all ranks: this rank's entries of a vector, zeros elsewhere."""
-
-    def norms_ready(self, key: Key) -> bool:
-        """Whether ``norms`` may be called."""
-
-    def norms(self, key: Key) -> Tensor:
-        """The sum over all ranks."""
-
     def finish(self) -> None:
         """Wait until everything sent has arrived, and complain if something posted was never taken."""
 
 
-class Mailroom:
-    """What is on its way between the ranks of one process."""
-
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
-        self.mail: dict[tuple[int, int, Key], list[Tensor]] = {}
-        self.sums: dict[Key, tuple[Tensor, int, int]] = {}  # sum so far, contributions, readers
+Mailroom = dict[tuple[int, int, Key], list[Tensor]]
+"""What is on its way between the ranks of one process, by sender, receiver and key."""
 
 
 class InProcess:
@@ -95,34 +81,20 @@ class InProcess:
         self.wait_s = 0.0
 
     def send(self, peer: int, key: Key, tensors: Sequence[Tensor], announce: bool = False) -> None:
-        self._room.mail[self.rank, peer, key] = list(tensors)
+        self._room[self.rank, peer, key] = list(tensors)
         self.bytes_sent += sum(t.nbytes for t in tensors)
 
     def post(self, peer: int, key: Key, specs: Sequence[Spec] | None) -> None:
         """Nothing to get ready: mail waits in the mailroom."""
 
     def ready(self, peer: int, key: Key) -> bool:
-        return (peer, self.rank, key) in self._room.mail
+        return (peer, self.rank, key) in self._room
 
     def take(self, peer: int, key: Key) -> list[Tensor]:
-        return self._room.mail.pop((peer, self.rank, key))
-
-    def publish_norms(self, key: Key, norms: Tensor) -> None:
-        total, given, read = self._room.sums.get(key, (torch.zeros_like(norms), 0, 0))
-        self._room.sums[key] = (total + norms, given + 1, read)
-
-    def norms_ready(self, key: Key) -> bool:
-        return self._room.sums[key][1] == self._room.ranks
-
-    def norms(self, key: Key) -> Tensor:
-        total, given, read = self._room.sums[key]
-        self._room.sums[key] = (total, given, read + 1)
-        if read + 1 == self._room.ranks:
-            del self._room.sums[key]
-        return total
+        return self._room.pop((peer, self.rank, key))
 
     def finish(self) -> None:
-        left = [str(key) for _, peer, key in self._room.mail if peer == self.rank]
+        left = [str(key) for _, peer, key in self._room if peer == self.rank]
         if left:
             raise RunError(f"{len(left)} transfer(s) were never taken: {', '.join(left[:3])}",
                            hint="this is a defect of the schedule or of vpipe: please report it", rank=self.rank)

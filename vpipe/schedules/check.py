@@ -27,7 +27,7 @@ def prove(name: str, placement: Placement, microbatches: int, update_every: int 
     microbatches, updates and versions shifted, and the rules see only differences between these. No
     action depends on one further away than the microbatches in flight, at most one per stage. So
     what holds in one repetition holds in all; ``4 * stages * update_every`` microbatches hold the warm-up,
-    several repetitions and the cooldown (``tests/schedules/test_check.py`` shows the repetition).
+    several repetitions and the cooldown (``tests/schedules/test_lower.py`` shows the repetition).
 
     Raises:
         UserError: the numbers do not fit the schedule.
@@ -137,9 +137,11 @@ def updates(reading: Reading) -> None:
                                 "step every update once, in order", spot)
                 due = set(range(steps * schedule.update_every, (steps + 1) * schedule.update_every))
                 if since != due:
-                    raise fault(schedule, f"{action} must use the gradients of microbatches {min(due)} to {max(due)}: "
-                                f"missing {sorted(due - since)}, of other updates {sorted(since - due)}",
-                                "place the step right behind the last backward of its update", spot)
+                    wrong = [f"{word} {sorted(which)}" for word, which in
+                             (("those missing are", due - since), ("those of other updates are", since - due)) if which]
+                    raise fault(schedule, f"{action} must use the gradients of microbatches {min(due)} to {max(due)}; "
+                                f"{', '.join(wrong)}", "place the step right behind the last backward of its update",
+                                spot)
                 if schedule.flush and flying:
                     raise fault(schedule, f"{action} with {flying} microbatches in flight, in a schedule with a flush",
                                 "let every backward run before the step", spot)

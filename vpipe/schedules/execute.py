@@ -41,7 +41,8 @@ def execute(reading: Reading, *, rendezvous: bool) -> tuple[list[int], list[Stuc
     while awake:
         rank = awake.pop()
         stuck.pop(rank, None)
-        for action in programs[rank][cursors[rank]:]:
+        while cursors[rank] < len(programs[rank]):
+            action = programs[rank][cursors[rank]]
             for awaited, peer in reading.waits(action, rank, rendezvous):
                 position = reading.position(awaited, peer)
                 if position is None or position >= cursors[peer]:
@@ -51,6 +52,6 @@ def execute(reading: Reading, *, rendezvous: bool) -> tuple[list[int], list[Stuc
                     break
             if rank in stuck:
                 break
-            awake += sleepers.pop((rank, cursors[rank]), [])
+            awake += sleepers.pop((rank, cursors[rank]), ())
             cursors[rank] += 1
     return cursors, [stuck[rank] for rank in sorted(stuck)]

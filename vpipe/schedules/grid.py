@@ -33,7 +33,7 @@ def draw(programs: Sequence[Sequence[Action]], marks: Collection[Spot], cursors:
         rows[rank][position] += f" {MARK}"
     longest = max(map(len, rows), default=0)
     if longest <= 2 * SIDE + 1:
-        cells = [["", *row, *[""] * (longest - len(row))] for row in rows]
+        cells = [[*row, *[""] * (longest - len(row))] for row in rows]
     else:
         cells = [_window(row, middle) for row, middle in zip(rows, cursors or _abreast(rows, marks), strict=True)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

@@ -137,6 +137,8 @@ class Reading:
         A receive only posts; what uses the tensor waits for the send. A compute-only schedule has no
         sends: there it waits for what makes the tensor.
         """
+        if action.op in RECEIVES:
+            return []
         if action.op in SENDS:
             return self.partners(action, rank) if rendezvous else []
         sends = [send for receive in self.receives(action, rank) for send in self.partners(receive, rank)]

@@ -54,7 +54,7 @@ Texts = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 Layers = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_as_tuple), Field(min_length=1)]
 Ratios = Annotated[float | tuple[float, ...], BeforeValidator(_ratios)]
 FilePath = Annotated[Path, Field(strict=False)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 
 class ModelSection(Section):

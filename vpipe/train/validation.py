@@ -126,7 +126,7 @@ def _must(error: str, context: Mapping[str, Any]) -> str | None:
         case "greater_than":
             return f"be above {context['gt']:g}"
         case "greater_than_equal":
-            return f"be at least {context['ge']}"
+            return f"be at least {context['ge']:g}"
         case "less_than":
             return f"be below {context['lt']:g}"
         case "less_than_equal":

@@ -1,0 +1,32 @@
+"""vpipe under its schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from batches import batches
+from entrant import Entrant, Updates
+from model import SEED, adamw, gpt
+
+from vpipe import Pipeline
+
+
+def _updates(schedule: str, microbatches: int, update_every: int | None, cut: Sequence[int]) -> Updates:
+    pipe = Pipeline(gpt(), schedule=schedule, microbatches=microbatches, update_every=update_every, partition=cut,
+                    optimizer=adamw, seed=SEED)
+    for step in pipe.train(batches()):
+        yield step.loss
+
+
+def vpipe_entrants(microbatches: Sequence[int], cut: Sequence[int]) -> Iterator[Entrant]:
+    """1F1B, GPipe and PipeDream for every number of microbatches; PipeDream also with one of 16 samples.
+
+    PipeDream makes an update of 16 samples like the others, but without waiting for the pipeline to empty:
+    it goes on as one long stream from turn to turn.
+    """
+    for m in microbatches:
+        for schedule in ("1f1b", "gpipe"):
+            yield Entrant(f"vpipe {schedule} m{m}", "vpipe", partial(_updates, schedule, m, None, cut))
+    for m in (1, *microbatches):
+        yield Entrant(f"vpipe pipedream m{m}", "vpipe", partial(_updates, "pipedream", m, m, cut), exact=False)

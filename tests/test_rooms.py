@@ -1,0 +1,85 @@
+"""The arrows between the rooms of vpipe point one way."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "vpipe"
+
+MAY_IMPORT = {
+    "errors": set(),
+    "schedules": {"errors", "schedules"},
+    "model": {"errors", "model"},
+    "data": {"errors", "data"},
+    "plan": {"errors", "schedules", "plan"},
+    "runtime": {"errors", "schedules", "model", "runtime"},
+}
+"""What a room may import of vpipe. Those that are not listed stand on top."""
+
+ON_TOP = {"pipeline", "train", "launch", "cli", "__main__", "__init__"}
+
+
+def imported(source: str) -> set[str]:
+    """The dotted names that a file imports, anywhere in it; ``from a import b`` counts as ``a.b``."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "vpipe imports absolutely"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def room_of(file: Path) -> str:
+    return file.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def rooms_imported(source: str) -> set[str]:
+    """The rooms of vpipe that a file imports; its public face, ``from vpipe import Model``, is ``__init__``."""
+    rooms = set()
+    for name in imported(source):
+        first, _, rest = name.partition(".")
+        if first == "vpipe":
+            room = rest.split(".")[0]
+            rooms.add(room if (ROOT / room).is_dir() or (ROOT / f"{room}.py").exists() else "__init__")
+    return rooms
+
+
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_a_file_imports_only_what_its_room_may(file: Path) -> None:
+    room = room_of(file)
+    assert room in MAY_IMPORT or room in ON_TOP, f"say in {Path(__file__).name} what vpipe/{room} may import"
+    assert rooms_imported(file.read_text()) <= MAY_IMPORT.get(room, set(MAY_IMPORT) | ON_TOP)
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if room_of(file) in ("errors", "schedules")],
+                         ids=lambda file: str(file.relative_to(ROOT)))
+def test_schedules_need_nothing_but_the_standard_library(file: Path) -> None:
+    packages = {name.split(".")[0] for name in imported(file.read_text())}
+    assert packages <= sys.stdlib_module_names | {"vpipe"}
+
+
+def test_nothing_below_may_import_what_is_on_top() -> None:
+    assert not set().union(*MAY_IMPORT.values()) & ON_TOP
+
+
+def test_imports_are_found_wherever_they_stand() -> None:
+    source = "import torch.nn as nn\nfrom vpipe import Model\nif x:\n    from vpipe.errors import UserError\n" \
+             "def f():\n    from vpipe import schedules\n    import vpipe.data.prose"
+    assert imported(source) == {"torch.nn", "vpipe.Model", "vpipe.errors.UserError", "vpipe.schedules",
+                                "vpipe.data.prose"}
+    assert rooms_imported(source) == {"__init__", "errors", "schedules", "data"}
+
+
+def test_checking_a_schedule_does_not_import_torch() -> None:
+    subprocess.run([sys.executable, "-c", "import sys, vpipe.schedules.check\nassert 'torch' not in sys.modules"],
+                   check=True, timeout=60)
