@@ -65,8 +65,8 @@ class RunError(VpipeError):
         self.rank, self.stage, self.action, self.peer = rank, stage, action, peer
         places = [f"{name} {value}" for name, value in
                   (("rank", rank), ("stage", stage), ("action", action), ("peer rank", peer)) if value is not None]
-        place = f" ({', '.join(places)})" if places else ""
-        super().__init__(f"error: {what}{place}\nhint: {hint}")
+        self.located = f"{what} ({', '.join(places)})" if places else what
+        super().__init__(f"error: {self.located}\nhint: {hint}")
 
 
 def nearest(word: str, known: Sequence[str]) -> str:

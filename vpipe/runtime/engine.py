@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, count, islice, takewhile
 
@@ -20,6 +21,7 @@ from vpipe.runtime.feed import Batch, Feed
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport import InProcess, Key, Mailroom, Spec, Transport
 from vpipe.runtime.update import Update
+from vpipe.runtime.usage import StageUsage
 from vpipe.runtime.worker import Segment, VersionOf, Worker
 from vpipe.schedules.action import Action, Op, forward
 from vpipe.schedules.lower import Lowering
@@ -130,15 +132,17 @@ class Engine:
 
     # -- training --------------------------------------------------------------------------------------
 
-    def train(self, batches: Iterable[Batch], stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
+    def train(self, batches: Iterable[Batch], updates: int | None = None,
+              stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
         """Train on the batches; yields one step per update, in order.
 
-        ``stop`` is asked where the last stage is, once per update; its answer comes with the step on every
-        rank, so that all of them can leave off after the same one.
+        ``updates`` ends the training after so many, in the middle of a batch if need be. ``stop`` is asked where
+        the last stage is, once per update; its answer comes with the step on every rank, so that all of them can
+        leave off after the same one.
         """
         self.drain()
         self._stop = stop
-        feed = self._feed(batches)
+        feed = self._feed(batches, None if updates is None else updates * self._schedule.update_every)
         return self._train_flush(feed) if self._schedule.flush else self._train_stream(feed)
 
     def _train_flush(self, feed: Feed) -> Iterator[Step]:
@@ -199,10 +203,9 @@ class Engine:
         # As many batches at a time as keep every stage busy, not all: in one process nothing bounds how far
         # the first stage runs ahead.
         group = -(-4 * len(self._placement) // self._settings.microbatches)
-        modes = [stage.evaluating() for worker in self.workers.values() for stage in worker.stages.values()]
-        for mode in modes:
-            mode.__enter__()
-        try:
+        with ExitStack() as undisturbed:
+            for worker in self.workers.values():
+                undisturbed.enter_context(worker.evaluating())
             while (head := next(source, None)) is not None:
                 feed = self._feed(chain([head], islice(source, group - 1)))
                 segment = Segment(feed, 0, 0, self._settings.microbatches, training=False)
@@ -210,9 +213,6 @@ class Engine:
                     pass
                 total += self._collect_losses(feed)
                 samples += sum(feed.samples)
-        finally:
-            for mode in modes:
-                mode.__exit__(None, None, None)
         if not samples:
             raise UserError("there is nothing to evaluate on", hint="give evaluate at least one batch")
         (total,) = self._share(Key("L", len(self._placement), 0), (total,))
@@ -260,9 +260,9 @@ class Engine:
     def _last_worker(self) -> Worker | None:
         return self.workers.get(self._placement[-1][0])
 
-    def _feed(self, batches: Iterable[Batch]) -> Feed:
+    def _feed(self, batches: Iterable[Batch], limit: int | None = None) -> Feed:
         takers = sum(len(worker.stages) for worker in self.workers.values())
-        return Feed(iter(batches), self._settings.microbatches, self._fields, takers)
+        return Feed(iter(batches), self._settings.microbatches, self._fields, takers, limit)
 
     # -- programs --------------------------------------------------------------------------------------
 
@@ -345,6 +345,21 @@ class Engine:
                 waits = "; ".join(f"rank {rank} at {action} waits for {self.workers[rank].waits_for(action)}"
                                   for rank, action in heads.items())
                 raise RunError(f"no rank can go on: {waits}", hint="the schedule deadlocks: this is a defect of vpipe")
+
+    @property
+    def local_stages(self) -> list[Stage]:
+        """The stages of this process."""
+        return [stage for worker in self.workers.values() for stage in worker.stages.values()]
+
+    def usage(self) -> list[StageUsage]:
+        """Where the time of training went so far, per stage, on every rank."""
+        mine = {s: worker.usage(s) for worker in self.workers.values() for s in worker.stages}
+        if not self._distributed:
+            return [mine[spec.index] for spec in self._specs]
+        empty = StageUsage.empty()
+        return [StageUsage.of(share_tensors({"usage": mine.get(spec.index, empty).as_tensor()},
+                                            self._placement[spec.index][0], self._settings.device)["usage"])
+                for spec in self._specs]
 
     # -- the whole model -------------------------------------------------------------------------------
 

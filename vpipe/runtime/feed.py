@@ -33,10 +33,13 @@ class Feed:
         microbatches: into how many equal parts a batch is cut along dimension 0.
         fields: names a batch must hold.
         takers: how many stages of this process take each microbatch once.
+        limit: after how many microbatches the stream ends, if the batches do not end before.
     """
 
-    def __init__(self, batches: Iterator[Batch], microbatches: int, fields: tuple[str, ...], takers: int) -> None:
+    def __init__(self, batches: Iterator[Batch], microbatches: int, fields: tuple[str, ...], takers: int,
+                 limit: int | None = None) -> None:
         self._batches, self._microbatches, self._fields, self._takers = batches, microbatches, fields, takers
+        self._limit = limit
         self._open: dict[int, _Open] = {}
         self._read = 0
         self._exhausted = False
@@ -45,7 +48,7 @@ class Feed:
 
     def has(self, microbatch: int) -> bool:
         """Whether this microbatch exists and lies before the pause."""
-        if self.end is not None and microbatch >= self.end:
+        if any(end is not None and microbatch >= end for end in (self.end, self._limit)):
             return False
         while microbatch >= self._read * self._microbatches and not self._exhausted:
             batch = next(self._batches, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -16,8 +17,9 @@ from vpipe.runtime.feed import Feed, Signature
 from vpipe.runtime.stage import Record, Stage
 from vpipe.runtime.transport import Key, Spec, Transport
 from vpipe.runtime.update import Update
+from vpipe.runtime.usage import StageUsage, peak_memory_bytes
 from vpipe.runtime.weights import Weights
-from vpipe.schedules.action import Action, Op
+from vpipe.schedules.action import RECEIVES, SENDS, Action, Op
 from vpipe.schedules.order import Placement
 
 VersionOf = Callable[[int, int], int]
@@ -66,6 +68,7 @@ class Worker:
         self.losses: dict[int, Tensor] = {}  # of the last stage, by microbatch
         self.seconds: dict[Op, float] = defaultdict(float)
         self.peak_activations = dict.fromkeys(stages, 0)
+        self._staleness = dict.fromkeys(stages, 0)
         self._segment: Segment
         self._version_of: VersionOf
         self._operations: dict[Op, Callable[[int, int], None]] = {
@@ -117,6 +120,29 @@ class Worker:
         if left:
             raise RunError(f"left over at the end of a segment: {', '.join(left)}", rank=self.rank,
                            hint="this is a defect of the schedule or of vpipe: please report it")
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Modules in evaluation mode, and time that does not count as training's."""
+        counted = dict(self.seconds), self.transport.wait_s, self.transport.bytes_sent
+        with ExitStack() as stack:
+            for stage in self.stages.values():
+                stack.enter_context(stage.evaluating())
+            yield
+        self.seconds.clear()
+        self.seconds.update(counted[0])
+        self.transport.wait_s, self.transport.bytes_sent = counted[1:]
+
+    def usage(self, stage: int) -> StageUsage:
+        """Where the time of training went so far; a rank with several stages reports its own times for each."""
+        return StageUsage(
+            forward_s=self.seconds[Op.FORWARD], backward_s=self.seconds[Op.BACKWARD],
+            step_s=self.seconds[Op.STEP] + self.seconds[Op.NORM],
+            communication_s=sum(self.seconds[op] for op in SENDS | RECEIVES),
+            idle_s=self.transport.wait_s, bytes_sent=self.transport.bytes_sent,
+            versions=self.stages[stage].weights.most_held, staleness=self._staleness[stage],
+            peak_activations=self.peak_activations[stage],
+            peak_memory_bytes=peak_memory_bytes(self.stages[stage].device))
 
     def lend(self) -> None:
         """Send the first version of tied weights to the stages that borrow them."""
@@ -177,6 +203,8 @@ class Worker:
             gradients = dict(zip(names, self._take(self._rank_of(stage_index + 1, microbatch),
                                                    Key("B", stage_index, number)), strict=True))
         record = self._records.pop((stage_index, microbatch))
+        staleness = stage.weights.latest - record.pins[stage_index]
+        self._staleness[stage_index] = max(self._staleness[stage_index], staleness)
         stage.prepare_backward(record.pins)
         returned = stage.backward(record, gradients)
         stage.unpin(record.pins)

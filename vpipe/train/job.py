@@ -1,0 +1,170 @@
+"""From a config to what can be run: everything that can be wrong is found here, before a process starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from torch import Tensor
+
+from vpipe.data.dataset import Dataset, DatasetSettings
+from vpipe.data.registry import dataset_named
+from vpipe.errors import UserError
+from vpipe.model.layer import Model, seed_of
+from vpipe.model.registry import ModelSettings, model_named
+from vpipe.model.split import balanced, parameter_counts, split, ties_between
+from vpipe.schedules.check import prove
+from vpipe.schedules.order import Placement
+from vpipe.schedules.registry import recipe_named
+from vpipe.train.config import Config
+from vpipe.train.optimizers import OptimizerSettings
+from vpipe.train.policies import Policy
+
+
+@dataclass(frozen=True)
+class Job:
+    """A config with what it names.
+
+    Attributes:
+        config: with the vocabulary size and the partition filled in.
+        dataset: opened.
+        model: its layers, none of them built.
+        updates: how many the run makes at most; None when only a time limit ends it.
+    """
+
+    config: Config
+    dataset: Dataset
+    model: Model
+    updates: int | None
+
+    @classmethod
+    def of(cls, config: Config) -> Job:
+        """Open the data, describe the model, cut it, prove the schedule.
+
+        Raises:
+            UserError: something in the config does not fit the data, the model or this machine.
+        """
+        overrides = _model_file(config)
+        vocab_size = config.model.vocab_size
+        if vocab_size == -1:
+            vocab_size = _integer(overrides.get("vocab_size", -1))
+        dataset = dataset_named(config.dataset.name)(DatasetSettings(
+            path=config.dataset.path, sequence_length=config.model.sequence_length, vocab_size=vocab_size,
+            samples=config.dataset.samples, cache_directory=config.dataset.cache_directory, seed=_data_seed(config)))
+        if vocab_size == -1:
+            vocab_size = dataset.vocab_size
+        elif dataset.vocab_size > vocab_size:
+            raise UserError(f"the data set has {dataset.vocab_size} tokens, but the model only {vocab_size}",
+                            hint=f"set model.vocab_size to {dataset.vocab_size} or more, or to -1")
+        model = model_named(config.model.name)(ModelSettings(
+            vocab_size=vocab_size, preset=config.model.preset, hidden_size=config.model.hidden_size,
+            num_layers=config.model.num_layers, num_heads=config.model.num_heads,
+            sequence_length=config.model.sequence_length, dropout=config.model.dropout,
+            tie_weights=config.model.tie_weights, overrides=overrides))
+        _check_fields(model, dataset, config)
+        partition = config.parallel.partition
+        if partition == "auto":
+            partition = tuple(balanced(parameter_counts(model), config.parallel.model_parallel_size))
+        ties = {owner: tuple(borrowers) for owner, borrowers in ties_between(split(model, partition)).items()}
+        config = config.model_copy(update={
+            "model": config.model.model_copy(update={"vocab_size": vocab_size}),
+            "parallel": config.parallel.model_copy(update={"partition": partition})})
+        job = cls(config, dataset, model, _updates(config, dataset))
+        recipe = recipe_named(config.parallel.schedule)
+        stages, every = len(partition), config.parallel.update_every
+        # The borrowing stages stand for their ranks: how stages are numbered does not change what is proved.
+        prove(recipe.name, tuple((stage,) for stage in range(stages)),
+              config.training.num_microbatches if recipe.flush else 4 * stages * every,
+              None if recipe.flush else every, ties, norm=recipe.flush and config.training.grad_clip is not None)
+        job.policy()
+        job.evaluation_batches(())
+        next(dataset.batches("train", config.dataset.batch_size, seed=0, fields=()))
+        return job
+
+    @property
+    def placement(self) -> Placement:
+        """Ranks per stage."""
+        ranks = self.config.parallel.stage_to_rank_map
+        stages = self.config.parallel.model_parallel_size
+        return tuple(ranks[str(s)] if ranks else (s,) for s in range(stages))
+
+    @property
+    def samples_per_update(self) -> int:
+        return self.config.dataset.batch_size // self.config.updates_per_batch
+
+    @property
+    def tokens_per_update(self) -> int:
+        return self.samples_per_update * self.config.model.sequence_length
+
+    def policy(self) -> Policy:
+        """The learning rate over the run, relative to ``training.learning_rate``."""
+        training, total = self.config.training, self.updates or 1
+        return Policy(training.lr_policy, total, training.warmup_updates(total))
+
+    def optimizer(self) -> OptimizerSettings:
+        """What makes the optimizer of a stage."""
+        training = self.config.training
+        return OptimizerSettings(training.optimizer, training.learning_rate, weight_decay=training.weight_decay,
+                                 momentum=training.momentum)
+
+    def training_batches(self, fields: tuple[str, ...]) -> Iterator[Mapping[str, Tensor]]:
+        """Epoch after epoch, each in an order of its own; fields not asked for are on the meta device."""
+        epochs = self.config.training.epochs
+        for epoch in count() if epochs is None else range(epochs):
+            yield from self.dataset.batches("train", self.config.dataset.batch_size, fields=fields,
+                                            seed=seed_of(_data_seed(self.config), epoch))
+
+    def evaluation_batches(self, fields: tuple[str, ...]) -> Iterator[Mapping[str, Tensor]]:
+        """The first held-out batches, the same at every evaluation."""
+        held_out = self.dataset.batches("test", self.config.dataset.batch_size, seed=0, fields=fields)
+        return (batch for batch, _ in zip(held_out, range(self.config.training.evaluation_batches), strict=False))
+
+
+def _updates(config: Config, dataset: Dataset) -> int | None:
+    """The first of the limits that count updates."""
+    training = config.training
+    limits = [training.max_steps] if training.max_steps is not None else []
+    if training.epochs is not None:
+        batches = dataset.samples("train") // config.dataset.batch_size
+        limits.append(training.epochs * batches * config.updates_per_batch)
+    return min(limits, default=None)
+
+
+def _check_fields(model: Model, dataset: Dataset, config: Config) -> None:
+    missing = [name for name in model.batch if name not in dataset.fields]
+    if missing:
+        raise UserError(f"the model '{config.model.name}' reads {missing}, which the data set '{config.dataset.name}' "
+                        f"does not hold (it holds {sorted(dataset.fields)})",
+                        hint="choose a data set made for this model")
+
+
+def _model_file(config: Config) -> Mapping[str, Any]:
+    """The Hugging Face config that gives the model's sizes, when one is named."""
+    path = config.model.config_file
+    if path is None:
+        return {}
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"cannot read the model's config: {error.strerror}", where=str(path),
+                        hint="model.config_file names a JSON file such as bert_config.json") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"the model's config is not JSON: {error.msg}", where=f"{path}:{error.lineno}:{error.colno}",
+                        hint="write a JSON object of the model's sizes") from None
+    if not isinstance(content, dict):
+        raise UserError("the model's config is not a JSON object", where=str(path),
+                        hint='write {"hidden_size": 128, ...}')
+    return content
+
+
+def _integer(value: Any) -> int:
+    if type(value) is not int:
+        raise UserError(f"vocab_size is {value!r}", hint="give a whole number")
+    return value
+
+
+def _data_seed(config: Config) -> int:
+    return config.training.seed if config.dataset.seed is None else config.dataset.seed

@@ -1,0 +1,52 @@
+"""The summary of a run, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from vpipe.runtime.usage import StageUsage
+from vpipe.train.job import Job
+from vpipe.train.metrics import Metrics, mean
+
+_COLUMNS = ("stage", "layers", "forward", "backward", "step", "comm", "idle", "sent", "versions", "staleness",
+            "in flight", "memory")
+
+
+def summary(job: Job, metrics: Metrics, usages: Sequence[StageUsage]) -> str:
+    """Throughput, losses, and a row per stage. Times of a stage are milliseconds per update; ``in flight`` counts
+    microbatches whose activations a stage held at once."""
+    updates = len(metrics.losses)
+    rate = updates / metrics.time_s
+    few = max(1, min(10, updates // 4))
+    lines = [
+        f"{updates} updates in {metrics.time_s:.1f} s: {rate * job.samples_per_update:.1f} samples/s, "
+        f"{rate * job.tokens_per_update:,.0f} tokens/s, {1e3 * metrics.median_update_s():.0f} ms per update (median)",
+        f"training loss {mean(metrics.losses[:few]):.3f} -> {mean(metrics.losses[-few:]):.3f} "
+        f"(means of the first and last {few} updates)"]
+    lines += [f"evaluation loss after update {step}: {loss:.4f}" for step, loss in metrics.evaluations]
+    return "\n".join([*lines, "", *_table(job, updates, usages)])
+
+
+def _table(job: Job, updates: int, usages: Sequence[StageUsage]) -> list[str]:
+    partition = job.config.parallel.partition
+    assert not isinstance(partition, str), "a job's partition is a list"
+    rows = [list(_COLUMNS)]
+    ends = list(accumulate(partition))
+    for stage, (usage, end) in enumerate(zip(usages, ends, strict=True)):
+        times = (usage.forward_s, usage.backward_s, usage.step_s, usage.communication_s, usage.idle_s)
+        first = end - partition[stage]
+        rows.append([str(stage), f"{first}-{end - 1}", *(f"{1e3 * t / updates:.1f} ms" for t in times),
+                     _bytes(usage.bytes_sent / updates), str(usage.versions), str(usage.staleness),
+                     str(usage.peak_activations), _bytes(usage.peak_memory_bytes)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return [*lines, "(per update; idle is waiting for other stages; memory is the peak of the process)"]
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"
