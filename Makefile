@@ -1,0 +1,28 @@
+# make train   installs into .venv and trains BERT-mini through a four-stage pipeline
+# make test    the whole suite: ruff, mypy strict, pytest
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed
+
+.PHONY: train test install
+
+train: $(INSTALLED)
+	$(BIN)/vpipe train configs/bert_mini_4stage.yaml
+
+test: $(INSTALLED)
+	@echo "== ruff"
+	@$(BIN)/ruff check
+	@echo "== mypy --strict"
+	@$(BIN)/mypy
+	@echo "== pytest"
+	@$(BIN)/pytest
+
+install: $(INSTALLED)
+
+# A changed list of requirements installs anew.
+$(INSTALLED): pyproject.toml constraints.txt
+	@echo "== installing into .venv (a few minutes the first time)"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	@touch $(INSTALLED)
