@@ -121,9 +121,9 @@ class Engine:
             self.workers[rank] = Worker(rank, self._placement, stages, update, self._ties, transport)
         self._agree_on_norms()
         for worker in self.workers.values():
-            worker.lend()
+            worker.tied.lend_first()
         for worker in self.workers.values():
-            worker.borrow()
+            worker.tied.borrow_first()
             worker.transport.finish()
         self._microbatches_done = 0
         self._stream: _Stream | None = None

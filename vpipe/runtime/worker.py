@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.model.split import Ties
 from vpipe.runtime.feed import Feed, Signature
 from vpipe.runtime.stage import Record, Stage
+from vpipe.runtime.tied import TiedWeights
 from vpipe.runtime.transport import Key, Spec, Transport
 from vpipe.runtime.update import Update
 from vpipe.runtime.usage import StageUsage, peak_memory_bytes
-from vpipe.runtime.weights import Weights
 from vpipe.schedules.action import RECEIVES, SENDS, Action, Op
 from vpipe.schedules.order import Placement
 
@@ -54,7 +54,8 @@ class Worker:
     def __init__(self, rank: int, placement: Placement, stages: Mapping[int, Stage], update: Update,
                  ties: Ties, transport: Transport) -> None:
         self.rank, self.stages, self.transport, self.update = rank, stages, transport, update
-        self._placement, self._ties = placement, ties
+        self._placement = placement
+        self.tied = TiedWeights(ties, placement, stages, transport)
         self._last = len(placement) - 1
         self._records: dict[tuple[int, int], Record] = {}
         self._arrived: dict[Key, list[Tensor]] = {}  # from a stage on this same rank
@@ -64,7 +65,6 @@ class Worker:
         self._incoming: dict[tuple[int, bool, Signature], list[Spec] | None] = {}  # None: the first is on its way
         self._late: set[Key] = set()  # to be posted when its shapes are known
         self._announced: dict[tuple[int, bool, Signature], list[Spec]] = {}
-        self._versions_posted: dict[int, deque[int]] = defaultdict(deque)
         self.losses: dict[int, Tensor] = {}  # of the last stage, by microbatch
         self.seconds: dict[Op, float] = defaultdict(float)
         self.peak_activations = dict.fromkeys(stages, 0)
@@ -75,8 +75,8 @@ class Worker:
             Op.FORWARD: self._forward, Op.BACKWARD: self._backward, Op.STEP: self._step, Op.NORM: self._norm,
             Op.SEND_F: self._send_forward, Op.RECV_F: self._post_forward,
             Op.SEND_B: self._send_backward, Op.RECV_B: self._post_backward,
-            Op.SEND_W: self._send_weights, Op.RECV_W: self._post_weights,
-            Op.SEND_G: self._send_tied, Op.RECV_G: self._post_tied}
+            Op.SEND_W: self._numbered(self.tied.send_version), Op.RECV_W: self._numbered(self.tied.post_version),
+            Op.SEND_G: self._numbered(self.tied.send_gradients), Op.RECV_G: self._numbered(self.tied.post_gradients)}
 
     # -- what the engine calls -------------------------------------------------------------------------
 
@@ -109,8 +109,7 @@ class Worker:
 
     def end(self) -> None:
         """Take in the tied weights still on their way, then check that nothing is left over."""
-        for owner in self._versions_posted:
-            self._install(owner)
+        self.tied.install_all()
         self.transport.finish()
         stores = {"records": self._records, "arrived tensors": self._arrived, "unsent tensors": self._leaving,
                   "expected gradients": self._returning, "late receives": self._late}
@@ -144,18 +143,6 @@ class Worker:
             peak_activations=self.peak_activations[stage],
             peak_memory_bytes=peak_memory_bytes(self.stages[stage].device))
 
-    def lend(self) -> None:
-        """Send the first version of tied weights to the stages that borrow them."""
-        for owner in set(self._ties) & set(self.stages):
-            self._send_version(owner, 0)
-
-    def borrow(self) -> None:
-        """Receive the first version of borrowed weights."""
-        for owner in self._borrowed_owners():
-            self._post_version(owner, 0)
-        for owner in self._versions_posted:
-            self._install(owner)
-
     # -- forward and backward --------------------------------------------------------------------------
 
     def _forward(self, stage_index: int, microbatch: int) -> None:
@@ -169,6 +156,8 @@ class Worker:
         key = (number // segment.every, number % segment.every)
         if segment.training:
             versions = {owner: self._version_for(owner, microbatch) for owner in stage.borrowed}
+            for owner, version in versions.items():
+                self.tied.install(owner, version)
             outputs, record = stage.forward(received, fields, key, stage.pin(versions))
             self._records[stage_index, microbatch] = record
             holding = sum(1 for held, _ in self._records if held == stage_index)
@@ -266,71 +255,13 @@ class Worker:
     # -- updates ---------------------------------------------------------------------------------------
 
     def _norm(self, stage: int, update: int) -> None:
-        self._add_tied(stage, update)
+        self.tied.add_gradients(stage, self._update_number(update))
         self.update.publish_norms(self.transport, stage, self.stages[stage].weights, self._update_number(update))
 
     def _step(self, stage: int, update: int) -> None:
         if not self.update.global_norm:
-            self._add_tied(stage, update)
+            self.tied.add_gradients(stage, self._update_number(update))
         self.update.step(self.transport, stage, self.stages[stage].weights, self._update_number(update))
-
-    # -- tied weights ----------------------------------------------------------------------------------
-
-    def _send_weights(self, owner: int, version: int) -> None:
-        self._send_version(owner, self._update_number(version))
-
-    def _post_weights(self, owner: int, version: int) -> None:
-        self._post_version(owner, self._update_number(version))
-
-    def _send_version(self, owner: int, version: int) -> None:
-        for borrower, names in self._ties[owner].items():
-            self.transport.send(self._placement[borrower][0], Key("W", owner, version),
-                                self.stages[owner].weights.values(names))
-
-    def _post_version(self, owner: int, version: int) -> None:
-        _, weights = self._borrower_of(owner)
-        self.transport.post(self._placement[owner][0], Key("W", owner, version), _plain(weights.values(weights.names)))
-        self._versions_posted[owner].append(version)
-
-    def _version_for(self, owner: int, microbatch: int) -> int:
-        """Install and return the version of the owner's weights that a microbatch uses."""
-        version = self._update_number(self._version_of(owner, microbatch))
-        self._install(owner, version)
-        return version
-
-    def _install(self, owner: int, until: int | None = None) -> None:
-        _, weights = self._borrower_of(owner)
-        posted = self._versions_posted[owner]
-        while posted and (until is None or posted[0] <= until):
-            version = posted.popleft()
-            weights.install(version, self.transport.take(self._placement[owner][0], Key("W", owner, version)))
-
-    def _send_tied(self, owner: int, update: int) -> None:
-        borrower, weights = self._borrower_of(owner)
-        gradients = [torch.zeros_like(value) if g is None else g for value, g in
-                     zip(weights.values(weights.names), weights.take_gradients(), strict=True)]
-        self.transport.send(self._placement[owner][0], Key("G", borrower, self._update_number(update)), gradients)
-
-    def _post_tied(self, owner: int, update: int) -> None:
-        for borrower, names in self._ties[owner].items():
-            self.transport.post(self._placement[borrower][0], self._tied_key(borrower, update),
-                                _plain(self.stages[owner].weights.values(names)))
-
-    def _add_tied(self, stage: int, update: int) -> None:
-        """Add the borrowers' gradients, the last stage's first: the order in which autograd would sum them."""
-        total: dict[str, Tensor] = {}
-        for borrower, names in sorted(self._ties.get(stage, {}).items(), reverse=True):
-            tensors = self.transport.take(self._placement[borrower][0], self._tied_key(borrower, update))
-            for name, gradient in zip(names, tensors, strict=True):
-                total[name] = total[name] + gradient if name in total else gradient
-        for name, gradient in total.items():
-            self.stages[stage].weights.add_gradient(name, gradient)
-
-    def _borrower_of(self, owner: int) -> tuple[int, Weights]:
-        return next((s, stage.borrowed[owner]) for s, stage in self.stages.items() if owner in stage.borrowed)
-
-    def _borrowed_owners(self) -> list[int]:
-        return sorted({owner for stage in self.stages.values() for owner in stage.borrowed})
 
     # -- names and numbers -----------------------------------------------------------------------------
 
@@ -342,18 +273,11 @@ class Worker:
                 yield self._rank_of(stage - 1, index), Key("F", stage, self._number(index))
             if self._segment.training:
                 for owner in self.stages[stage].borrowed:
-                    until = self._update_number(self._version_of(owner, index))
-                    for version in self._versions_posted[owner]:
-                        if version <= until:
-                            yield self._placement[owner][0], Key("W", owner, version)
+                    yield from self.tied.versions_needed(owner, self._version_for(owner, index))
         elif action.op is Op.BACKWARD and stage < self._last:
             yield self._rank_of(stage + 1, index), Key("B", stage, self._number(index))
         elif action.op is (Op.NORM if self.update.global_norm else Op.STEP):
-            for borrower in self._ties.get(stage, {}):
-                yield self._placement[borrower][0], self._tied_key(borrower, index)
-
-    def _tied_key(self, borrower: int, update: int) -> Key:
-        return Key("G", borrower, self._update_number(update))
+            yield from self.tied.gradients_needed(stage, self._update_number(index))
 
     def _rank_of(self, stage: int, microbatch: int) -> int:
         ranks = self._placement[stage]
@@ -361,6 +285,14 @@ class Worker:
 
     def _number(self, microbatch: int) -> int:
         return self._segment.base + microbatch
+
+    def _version_for(self, owner: int, microbatch: int) -> int:
+        """The version of the owner's weights that a microbatch uses."""
+        return self._update_number(self._version_of(owner, microbatch))
+
+    def _numbered(self, operation: Callable[[int, int], None]) -> Callable[[int, int], None]:
+        """The operation with the run's number of an update or version instead of the segment's."""
+        return lambda stage, index: operation(stage, self._update_number(index))
 
     def _update_number(self, update: int) -> int:
         return self._segment.base // self._segment.every + update
@@ -370,8 +302,3 @@ class Worker:
 
     def _failed(self, what: str, hint: str, action: Action, peer: int | None = None) -> RunError:
         return RunError(what, hint=hint, rank=self.rank, stage=action.stage, action=str(action), peer=peer)
-
-
-def _plain(tensors: list[Tensor]) -> list[Spec]:
-    """The shapes of tensors whose gradients do not travel back."""
-    return [Spec(tuple(t.shape), t.dtype, wants_gradient=False) for t in tensors]

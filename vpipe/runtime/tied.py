@@ -1,0 +1,112 @@
+"""Tied weights that sit on two ranks: versions travel to the borrower, gradients to the owner.
+
+The first stage that uses a tied weight owns it: it alone steps it and counts it in a norm. Another stage borrows
+it: its forward of a microbatch uses the version that the owner's forward of that microbatch used, and its gradients
+of an update are summed and sent to the owner, which adds them to its own before the step. Versions and updates are
+numbered over the whole run.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from vpipe.model.split import Ties
+from vpipe.runtime.stage import Stage
+from vpipe.runtime.transport import Key, Spec, Transport
+from vpipe.runtime.weights import Weights
+from vpipe.schedules.order import Placement
+
+
+class TiedWeights:
+    """One rank's part in the exchange of tied weights."""
+
+    def __init__(self, ties: Ties, placement: Placement, stages: Mapping[int, Stage], transport: Transport) -> None:
+        self._ties, self._stages, self._transport = ties, stages, transport
+        self._rank_of = [ranks[0] for ranks in placement]
+        self._posted: dict[int, deque[int]] = defaultdict(deque)  # versions on their way, by owner
+
+    # -- the owner's side
+
+    def lend_first(self) -> None:
+        """Send the initial weights to the stages that borrow them."""
+        for owner in set(self._ties) & set(self._stages):
+            self.send_version(owner, 0)
+
+    def send_version(self, owner: int, version: int) -> None:
+        """Send the latest version, which is this one, to every borrower."""
+        for borrower, names in self._ties[owner].items():
+            self._transport.send(self._rank_of[borrower], Key("W", owner, version),
+                                 self._stages[owner].weights.values(names))
+
+    def post_gradients(self, owner: int, update: int) -> None:
+        """Get ready for the borrowers' gradients of an update."""
+        for borrower, names in self._ties[owner].items():
+            self._transport.post(self._rank_of[borrower], Key("G", borrower, update),
+                                 _specs(self._stages[owner].weights.values(names)))
+
+    def gradients_needed(self, stage: int, update: int) -> Iterator[tuple[int, Key]]:
+        """The transfers, with their ranks, that the stage's step waits for."""
+        for borrower in self._ties.get(stage, {}):
+            yield self._rank_of[borrower], Key("G", borrower, update)
+
+    def add_gradients(self, stage: int, update: int) -> None:
+        """Add the borrowers' gradients, the last stage's first: the order in which autograd would sum them."""
+        total: dict[str, Tensor] = {}
+        for borrower, names in sorted(self._ties.get(stage, {}).items(), reverse=True):
+            tensors = self._transport.take(self._rank_of[borrower], Key("G", borrower, update))
+            for name, gradient in zip(names, tensors, strict=True):
+                total[name] = total[name] + gradient if name in total else gradient
+        for name, gradient in total.items():
+            self._stages[stage].weights.add_gradient(name, gradient)
+
+    # -- the borrower's side
+
+    def borrow_first(self) -> None:
+        """Receive the initial weights of every owner."""
+        for owner in sorted({owner for stage in self._stages.values() for owner in stage.borrowed}):
+            self.post_version(owner, 0)
+        self.install_all()
+
+    def post_version(self, owner: int, version: int) -> None:
+        """Get ready for a version of the owner's."""
+        weights = self._borrowed(owner)
+        self._transport.post(self._rank_of[owner], Key("W", owner, version), _specs(weights.values(weights.names)))
+        self._posted[owner].append(version)
+
+    def versions_needed(self, owner: int, version: int) -> Iterator[tuple[int, Key]]:
+        """The transfers, with their ranks, that using a version waits for."""
+        for posted in self._posted[owner]:
+            if posted <= version:
+                yield self._rank_of[owner], Key("W", owner, posted)
+
+    def install(self, owner: int, version: int | None = None) -> None:
+        """Take in what was posted, up to a version, or all of it."""
+        posted = self._posted[owner]
+        while posted and (version is None or posted[0] <= version):
+            arrived = posted.popleft()
+            self._borrowed(owner).install(arrived, self._transport.take(self._rank_of[owner], Key("W", owner, arrived)))
+
+    def install_all(self) -> None:
+        """Take in everything posted, of every owner."""
+        for owner in self._posted:
+            self.install(owner)
+
+    def send_gradients(self, owner: int, update: int) -> None:
+        """Send what was accumulated for an update, and start from nothing again."""
+        borrower = next(s for s, stage in self._stages.items() if owner in stage.borrowed)
+        weights = self._borrowed(owner)
+        gradients = [torch.zeros_like(value) if gradient is None else gradient for value, gradient in
+                     zip(weights.values(weights.names), weights.take_gradients(), strict=True)]
+        self._transport.send(self._rank_of[owner], Key("G", borrower, update), gradients)
+
+    def _borrowed(self, owner: int) -> Weights:
+        return next(stage.borrowed[owner] for stage in self._stages.values() if owner in stage.borrowed)
+
+
+def _specs(tensors: list[Tensor]) -> list[Spec]:
+    """The shapes of tensors whose gradients do not travel back."""
+    return [Spec(tuple(t.shape), t.dtype, wants_gradient=False) for t in tensors]
