@@ -16,12 +16,10 @@ from torch import Tensor
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.transport import Key, Spec
 
-SENDS_BEHIND = {"F": 4, "B": 4}
-"""Transfers per peer and kind that may be under way before a further send waits for the oldest. The
-checker has proved that even 0 would not deadlock, so this only bounds memory."""
-
-MOST_BEHIND = 1024
-"""The same for what is sent once per update: losses are taken a whole pipeline depth later, and so are tied weights."""
+SENDS_BEHIND = 4
+"""Transfers per peer and kind that may be under way before a further send waits for the oldest; what is sent once per
+update (losses, tied weights and their gradients) is taken a whole pipeline depth later, so as many more there as there
+are ranks. The checker has proved that even 0 would not deadlock: this only bounds memory."""
 
 HEADER_BYTES = 4096
 MOST_TENSORS = 62
@@ -59,7 +57,7 @@ class Distributed:
 
     def send(self, peer: int, key: Key, tensors: Sequence[Tensor], announce: bool = False) -> None:
         behind = self._sent[peer, key.kind]
-        while len(behind) >= SENDS_BEHIND.get(key.kind, MOST_BEHIND):
+        while len(behind) >= SENDS_BEHIND + (0 if key.kind in "FB" else dist.get_world_size()):
             self._complete(peer, *behind.popleft())
         carried = [t.to(self._carrier) if self._through_host else t.detach() for t in tensors]
         # Even an empty tensor keeps its turn, so that both sides count alike.
