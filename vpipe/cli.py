@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
+import tempfile
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
-from vpipe.errors import UserError, VpipeError
+from vpipe.errors import UserError, VpipeError, nearest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         options.run(options)
+        sys.stdout.flush()
     except VpipeError as error:
         print(error, file=sys.stderr)
         return error.exit_status
@@ -27,7 +32,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+    except BrokenPipeError:  # `vpipe ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails once more
+        return 1
+    except Exception as error:
+        return _defect(error)
     return 0
+
+
+def _defect(error: Exception) -> int:
+    """What nobody foresaw: the user gets a line, the traceback goes to a file."""
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="vpipe-traceback-", suffix=".txt", delete=False) as file:
+            file.write("".join(traceback.format_exception(error)))
+        where = f"the traceback is in {file.name}"
+    except OSError:
+        where = "no file could be written for the traceback either"
+    if isinstance(error, OSError):
+        print(f"error: {error}\nhint: look whether the path exists, may be used and has room; {where}", file=sys.stderr)
+    else:
+        print(f"error: {type(error).__name__}: {error}\nhint: this is a defect of vpipe or of a package it loads; "
+              f"{where}", file=sys.stderr)
+    return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,8 +83,24 @@ def _parser() -> argparse.ArgumentParser:
 class _Parser(argparse.ArgumentParser):
     """argparse whose errors look like all others."""
 
-    def error(self, message: str) -> None:  # type: ignore[override]
-        print(UserError(message, hint=f"{self.prog} --help says how"), file=sys.stderr)
+    def error(self, message: str) -> NoReturn:
+        self._refuse(message, f"{self.prog} --help says how")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            option = unknown[0].partition("=")[0]
+            remedy = nearest(option, [name for name in self._option_string_actions if name.startswith("--")])
+            self._refuse(f"{self.prog} knows no '{option}'",
+                         remedy if option.startswith("-") else f"{self.prog} --help says how")
+        return known, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            self._refuse(f"{self.prog} has no command '{value}'", nearest(str(value), list(action.choices)))
+
+    def _refuse(self, what: str, hint: str) -> NoReturn:
+        print(UserError(what, hint=hint), file=sys.stderr)
         sys.exit(UserError.exit_status)
 
 
@@ -73,7 +115,7 @@ def _train(options: argparse.Namespace) -> None:
     from vpipe.train.job import Job
 
     check_machine(config)
-    port = free_port(config.parallel.master_port)
+    free_port(config.parallel.master_port)  # refuses early; preparing data may take minutes
     job = Job.of(config)
     folder = make_run_folder(config.log_directory, job.config.resolved_yaml())
     stage_of = {rank: stage for stage, ranks in enumerate(job.placement) for rank in ranks}
@@ -81,8 +123,8 @@ def _train(options: argparse.Namespace) -> None:
           f"{list(job.config.parallel.partition)}, schedule {job.config.parallel.schedule}, one process per stage",
           flush=True)
     try:
-        run_ranks(len(stage_of), folder, port=port, threads=config.training.threads,
-                  describe=lambda rank: f"rank {rank} (stage {stage_of[rank]})")
+        run_ranks(len(stage_of), folder, port=free_port(config.parallel.master_port),
+                  threads=config.training.threads, describe=lambda rank: f"rank {rank} (stage {stage_of[rank]})")
     finally:
         print(f"run folder: {folder}", flush=True)
 
@@ -91,7 +133,11 @@ def _build_bert(options: argparse.Namespace) -> None:
     from vpipe.data.bert_corpus import BertText
     from vpipe.data.build_bert import build_bert
 
-    content = build_bert(BertText(options.text, options.sequence_length, options.vocab_size, seed=options.seed),
-                         options.out)
+    wanted = BertText(options.text, options.sequence_length, options.vocab_size, seed=options.seed)
+    try:
+        content = build_bert(wanted, options.out)
+    except OSError as error:
+        raise UserError(f"cannot write the folder '{options.out}': {error.strerror}",
+                        hint="name a folder that can be made and written as --out") from None
     counts = ", ".join(f"{count:,} {what}" for what, count in content["counts"].items())
     print(f"{options.out}: {counts}; {content['vocab_size']:,} tokens")

@@ -13,6 +13,7 @@ from time import perf_counter, process_time
 import torch
 import torch.distributed as dist
 from entrant import Entrant, Updates
+from machine import busy_s
 
 from vpipe.errors import VpipeError
 
@@ -29,11 +30,13 @@ class Result:
         seconds: per update, one entry per turn: the time of the turn's updates, as rank 0 sees them end, over
             their number.
         cpu_seconds: processor time of this rank per update, the transport's threads included, one entry per turn.
+        busy_seconds: processor time of the whole machine in that time, likewise.
         losses: of all updates, where this rank knows them.
     """
 
     seconds: list[float]
     cpu_seconds: list[float]
+    busy_seconds: list[float]
     losses: list[float]
 
 
@@ -44,10 +47,12 @@ def turn(entrant: Entrant, updates: Updates | None, result: Result, steps: int) 
         return
     torch.set_num_threads(entrant.threads)
     losses = [next(updates) for _ in range(HEAD)]
-    started, cpu_started = perf_counter(), process_time()
+    before = (perf_counter(), process_time(), busy_s())
     losses += [next(updates) for _ in range(steps)]
-    result.seconds.append((perf_counter() - started) / steps)
-    result.cpu_seconds.append((process_time() - cpu_started) / steps)
+    after = (perf_counter(), process_time(), busy_s())
+    kept = (result.seconds, result.cpu_seconds, result.busy_seconds)
+    for values, start, end in zip(kept, before, after, strict=True):
+        values.append((end - start) / steps)
     losses += [next(updates) for _ in range(TAIL)]
     torch.set_num_threads(1)
     result.losses += [loss for loss in losses if loss is not None]
@@ -57,20 +62,22 @@ def work(entrants: list[Entrant], rounds: int, steps: int, out: Path) -> None:
     """Round 0 warms up; then ``rounds`` times every entrant in turn. Writes the results of this rank as JSON."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
-    rank = dist.get_rank()
-    results = {entrant.name: Result([], [], []) for entrant in entrants}
+    rank, parent = dist.get_rank(), os.getppid()
+    results = {entrant.name: Result([], [], [], []) for entrant in entrants}
     running = {entrant.name: entrant.start() if rank in entrant.ranks else None for entrant in entrants}
     started = perf_counter()
     for number in range(rounds + 1):
         for entrant in entrants:
+            if os.getppid() != parent:
+                raise SystemExit(f"rank {rank}: the program that started it is gone")
             try:
                 turn(entrant, running[entrant.name], results[entrant.name], steps)
             except VpipeError as error:
                 raise SystemExit(f"rank {rank}, {entrant.name}: {error}") from error
         if number == 0:
             for result in results.values():
-                result.seconds.clear()
-                result.cpu_seconds.clear()
+                for values in (result.seconds, result.cpu_seconds, result.busy_seconds):
+                    values.clear()
         if rank == 0:
             print(f"  round {number} of {rounds}, {perf_counter() - started:.0f} s", flush=True)
     dist.barrier()

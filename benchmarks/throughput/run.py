@@ -13,9 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from field import contest, cuts
+from machine import description
 from processes import run_ranks
 from rank import HEAD, TAIL, work
-from table import Row, check_losses, machine, rows, text
+from table import Row, check_losses, rows, text
 
 GENEROUS_S = 3.0
 """Per update, for the timeout."""
@@ -43,19 +44,19 @@ def main() -> None:
     if "THROUGHPUT_OUT" in os.environ:
         work(field, options.rounds, options.steps, Path(os.environ["THROUGHPUT_OUT"]))
     timeout_s = 60 + GENEROUS_S * len(field) * (options.rounds + 1) * (HEAD + options.steps + TAIL)
-    print(f"{len(field)} entrants, {options.rounds} rounds of {options.steps} updates\n{machine()}", flush=True)
+    print(f"{len(field)} entrants, {options.rounds} rounds of {options.steps} updates\n{description()}", flush=True)
     tables: dict[str, list[Row]] = {}
     for malloc in ("default", "raised") if options.malloc == "both" else (options.malloc,):
         print(f"malloc thresholds: {malloc}", flush=True)
         wrote = run_ranks(sys.argv, malloc, timeout_s)
-        tables[malloc] = rows(field, [rank["results"] for rank in wrote])
+        tables[malloc] = rows(field, os.cpu_count() or 1, [rank["results"] for rank in wrote])
         print(check_losses(tables[malloc]))
     for malloc, table in tables.items():
         print(f"\nmalloc thresholds: {malloc}\n\n{text(table)}")
-    print(f"\n{machine()}\n{' '.join(['python', *sys.argv])}")
+    print(f"\n{description()}\n{' '.join(['python', *sys.argv])}")
     if options.json:
         options.json.write_text(json.dumps({
-            "machine": machine(), "command": sys.argv,
+            "machine": description(), "command": sys.argv,
             "tables": {malloc: [asdict(row) for row in table] for malloc, table in tables.items()}}, indent=1) + "\n")
 
 

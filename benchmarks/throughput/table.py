@@ -1,47 +1,62 @@
-"""The results as a table, and the machine they belong to."""
+"""The results as a table."""
 
 from __future__ import annotations
 
-import platform
-import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
+from typing import Any
 
-import torch
 from batches import SAMPLES
 from entrant import Entrant
 from model import TOKENS
 
-import vpipe
-
 CLOSE = 2e-3
 """Greatest relative difference of losses: rounding, and what AdamW makes of it in a few updates."""
 COMPARED = 4
+DISTURBED = 0.1
+"""Share of the machine that others may use in a turn that counts."""
+ENOUGH = 3
+"""Undisturbed turns below which all are taken."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One entrant's figures, in seconds per update; ``cpu_s`` is the processor time of both ranks (median)."""
+    """One entrant's figures.
+
+    Attributes:
+        median_s: per update, over the turns that count.
+        least_s: of those turns.
+        cpu_s: processor time per update, both ranks (median).
+        turns: how many counted.
+        disturbed: how many did not, because others used the machine; 0 when there were too few others to choose from.
+        losses: by update.
+        exact: whether they should be those of plain training.
+    """
 
     name: str
     group: str
     median_s: float
     least_s: float
     cpu_s: float
+    turns: int
+    disturbed: int
     losses: tuple[float, ...]
     exact: bool
 
 
-def rows(entrants: list[Entrant], per_rank: list[dict[str, dict[str, list[float]]]]) -> list[Row]:
+def rows(entrants: list[Entrant], cores: int, per_rank: list[dict[str, dict[str, list[float]]]]) -> list[Row]:
     """From what the ranks wrote: times as rank 0 saw them, losses from whoever knows them."""
     made = []
     for entrant in entrants:
-        seconds = per_rank[0][entrant.name]["seconds"]
-        cpu_s = sum(median(rank[entrant.name]["cpu_seconds"]) for rank in per_rank if rank[entrant.name]["cpu_seconds"])
-        losses = next((r[entrant.name]["losses"] for r in per_rank if r[entrant.name]["losses"]), [])
-        made.append(Row(entrant.name, entrant.group, median(seconds), min(seconds), cpu_s, tuple(losses),
-                        entrant.exact))
+        own: list[dict[str, Any]] = [rank[entrant.name] for rank in per_rank]
+        cpu = [sum(turn) for turn in zip(*(rank["cpu_seconds"] for rank in own if rank["cpu_seconds"]), strict=True)]
+        turns = list(zip(own[0]["seconds"], cpu, own[0]["busy_seconds"], strict=True))
+        quiet = [turn for turn in turns if (turn[2] - turn[1]) / (turn[0] * cores) < DISTURBED]
+        used = quiet if len(quiet) >= ENOUGH else turns
+        seconds = [turn[0] for turn in used]
+        losses = next((rank["losses"] for rank in own if rank["losses"]), [])
+        made.append(Row(entrant.name, entrant.group, median(seconds), min(seconds), median(turn[1] for turn in used),
+                        len(used), len(turns) - len(used), tuple(losses), entrant.exact))
     return made
 
 
@@ -61,43 +76,18 @@ def check_losses(table: list[Row]) -> str:
             if worst > CLOSE:
                 raise SystemExit(f"not the same work: at update {i} the loss of {first.name} is {one}, "
                                  f"of {row.name} {other}")
-    return (f"losses: the {len(exact)} entrants with a flush agree over the first {COMPARED} updates "
-            f"({first.losses[0]:.6f} .. {first.losses[COMPARED - 1]:.6f}; greatest relative difference {worst:.1e})")
+    return (f"losses: {len(exact)} entrants agree over the first {COMPARED} updates ({first.losses[0]:.6f} .. "
+            f"{first.losses[COMPARED - 1]:.6f}, greatest relative difference {worst:.1e})")
 
 
 def text(table: list[Row]) -> str:
     """A Markdown table: fastest first."""
     best = min((row.median_s for row in table if row.group == "torch"), default=None)
-    lines = ["| entrant | ms per update, median | min | CPU ms, both ranks | tokens/s | speed, best of torch = 1 |",
-             "|---|---:|---:|---:|---:|---:|"]
+    lines = ["| entrant | ms per update, median | min | CPU ms of both ranks | tokens/s | speed, torch's best = 1 | turns |",
+             "|---|---:|---:|---:|---:|---:|---:|"]
     for row in sorted(table, key=lambda row: row.median_s):
         ratio = f"{best / row.median_s:.2f}" if best else "-"
         lines.append(f"| {row.name} | {row.median_s * 1e3:.0f} | {row.least_s * 1e3:.0f} | "
-                     f"{row.cpu_s * 1e3:.0f} | {SAMPLES * TOKENS / row.median_s:,.0f} | {ratio} |")
+                     f"{row.cpu_s * 1e3:.0f} | {SAMPLES * TOKENS / row.median_s:,.0f} | {ratio} | "
+                     f"{row.turns} of {row.turns + row.disturbed} |")
     return "\n".join(lines)
-
-
-def machine() -> str:
-    """Processor, system, torch, and which vpipe."""
-    info = Path("/proc/cpuinfo")
-    found = info.read_text().split("\n") if info.exists() else []
-    wanted = ("model name", "cpu family", "model\t")
-    models = [line.partition(":")[2].strip() for line in found if line.startswith(wanted)]
-    release = Path("/etc/os-release")
-    system = next((line.partition("=")[2].strip('"') for line in release.read_text().split("\n")
-                   if line.startswith("PRETTY_NAME=")), "") if release.exists() else platform.platform()
-    cores = sum(line.startswith("processor") for line in found)
-    family, number, name = models[:3] if len(models) > 2 else ("?", "?", platform.processor())
-    return (f"{cores} cores {name} (family {family}, model {number}), {system}, Python {platform.python_version()}, "
-            f"torch {torch.__version__} (CPU capability {torch.backends.cpu.get_cpu_capability()}), "
-            f"vpipe {commit()}")
-
-
-def commit() -> str:
-    """The commit of the vpipe that was measured; "+" when files of it differ from the commit."""
-    root = Path(vpipe.__file__).parent.parent
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True).stdout.strip()
-
-    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if git("status", "--porcelain", "vpipe") else "")

@@ -96,3 +96,152 @@ def sequential_batches(batches: int, samples: int) -> Iterator[dict[str, Tensor]
     for _ in range(batches):
         yield {"input": torch.randn(samples, WIDTH, generator=random),
                "target": torch.randint(CLASSES, (samples,), generator=random)}
+
+
+class Kinds(nn.Module):
+    """Many dtypes and layouts at once: with and without a gradient, empty, without dimensions, not contiguous."""
+
+    OUTPUTS = ("h", "f64", "bf16", "c64", "conj", "i32", "i64", "flags", "empty", "no_samples", "scalar", "step",
+               "turned", "spread")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.word = nn.Embedding(WORDS, WIDTH)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, ...]:
+        h = self.word(ids)
+        c64 = torch.complex(h, 0.5 * h)
+        return (h, h.double() / 3, h.bfloat16(), c64, c64.conj() * self.scale, ids.int(), ids * 2**40, ids > 3,
+                h[:, :0], torch.empty(0, 3), self.scale * 1.0, torch.tensor(7), h.transpose(1, 2),
+                h[:, :1].expand_as(h))
+
+
+class Lazy(nn.Module):
+    """Hands on a conjugate and a negation that torch has not carried out, and swaps two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, c64: Tensor, conj: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return conj * self.scale, c64.conj(), c64.conj().imag
+
+
+class Gathered(nn.Module):
+    """Reads all kinds, insists on each dtype and makes one loss of them."""
+
+    def forward(self, *kinds: Tensor) -> Tensor:
+        got = dict(zip((*Kinds.OUTPUTS, "negative", "labels"), kinds, strict=True))
+        dtypes = [str(t.dtype).removeprefix("torch.") for t in kinds]
+        assert dtypes == ["float32", "float64", "bfloat16", "complex64", "complex64", "int32", "int64", "bool",
+                          "float32", "float32", "float32", "int64", "float32", "float32", "float32", "int64"], dtypes
+        assert (got["empty"].shape[1], got["no_samples"].numel(), got["step"].dim(), int(got["step"])) == (0, 0, 0, 7)
+        assert torch.equal(got["i32"].long() * 2**40, got["i64"])
+        assert torch.equal(got["i32"] > 3, got["flags"])
+        total = (got["c64"] * got["conj"]).real.mean() + got["f64"].square().mean().float()
+        total = total + got["negative"].cos().mean() + got["scalar"] * got["turned"].sin().mean()
+        total = total + got["bf16"].float().square().mean() + got["spread"].square().mean() + got["empty"].sum()
+        return total + F.cross_entropy(got["h"].flatten(0, 1), got["labels"].flatten() % WIDTH)
+
+
+def dtype_model() -> Model:
+    """Five layers: everything of :class:`Kinds` crosses every cut."""
+    return Model([Layer("kinds", Kinds, ("ids",), Kinds.OUTPUTS),
+                  Layer("raw0", RawMatmul),
+                  Layer("lazy", Lazy, ("c64", "conj"), ("c64", "conj", "negative")),
+                  Layer("raw1", RawMatmul),
+                  Layer("gathered", Gathered, (*Kinds.OUTPUTS, "negative", "labels"), ("loss",))],
+                 batch=("ids", "labels"))
+
+
+class Normed(nn.Module):
+    """Batch normalisation: buffers, one of them an integer without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.tanh(self.norm(self.linear(hidden).transpose(1, 2)).transpose(1, 2))
+
+
+class Words(nn.Module):
+    """ids [B,S] int64 -> hidden [B,S,H]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.word = nn.Embedding(WORDS, WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.word(ids)
+
+
+def norm_model() -> Model:
+    """Six layers, four of which keep running statistics."""
+    return Model([Layer("words", Words, ("ids",), ("h",)), *(Layer(f"norm{i}", Normed) for i in range(4)),
+                  Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
+
+
+class Frozen(Words):
+    """Words that are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+
+class HalfFrozen(RawMatmul):
+    """A parameter that is trained beside one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fixed = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) + self.fixed
+
+
+def frozen_front() -> Model:
+    """The first layer trains nothing, so no gradient goes back to it; another one trains half of what it has."""
+    return Model([Layer("words", Frozen, ("ids",), ("h",)), Layer("half", HalfFrozen), Layer("raw", RawMatmul),
+                  Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
+
+
+class Recurrent(nn.Module):
+    """An LSTM, which keeps a list of its parameters beside the table that ``named_parameters`` reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.lstm(hidden)[0]
+
+
+def recurrent_model() -> Model:
+    """Five layers, three of them recurrent."""
+    return Model([Layer("words", Words, ("ids",), ("h",)), *(Layer(f"lstm{i}", Recurrent) for i in range(3)),
+                  Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
+
+
+class Shortened(Words):
+    """Cuts every sample after the longest of them: a shape that depends on the values."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids)[:, :int(ids.max())]
+
+
+class Mean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.linear(hidden).mean()
+
+
+def data_dependent_model() -> Model:
+    """Two layers, the first of which writes a tensor as long as its values say."""
+    return Model([Layer("short", Shortened, ("ids",), ("h",)), Layer("mean", Mean, ("h",), ("loss",))], batch=("ids",))

@@ -69,7 +69,7 @@ def test_ourgpipe_file(at: Path) -> None:
     config = load(at, """\
 model:    {name: gpt, hidden_size: 512, num_layers: 16, num_heads: 16, sequence_length: 128, vocab_size: -1}
 dataset:  {name: code_search_net, batch_size: 4, num_workers: 0}
-training: {learning_rate: 0.0001, epochs: 2, num_microbatches: 4, profile_iteration: 100, exit_after_profile: true}
+training: {learning_rate: 0.0001, epochs: 2, num_microbatches: 4, exit_after_profile: false}
 parallel: {model_parallel_size: 4, data_parallel_size: 1, use_orion_scheduler: false, schedule: gpipe}
 """)
     assert config.model.num_layers == 16
@@ -189,8 +189,17 @@ def test_one_wrong_value(at: Path, line: str, what: str) -> None:
      "the nearest sizes are 8 and 12"),
     (["training.momentum=0.5"], "training.momentum is 0.5, but the optimizer is adamw",
      "momentum belongs to sgd: leave it out, or set optimizer: sgd"),
-    (["training.exit_after_profile=true"], "training.exit_after_profile is true, but no update is profiled",
-     "set profile_iteration"),
+    (["training.profile_iteration=100"],
+     "training.profile_iteration asks for a profile of update 100, which is not available in this version",
+     "leave it out"),
+    (["training.exit_after_profile=true"],
+     "training.exit_after_profile asks for an end after the profile, which is not available in this version",
+     "set it to false"),
+    (["dataset.num_workers=2"],
+     "dataset.num_workers asks for 2 threads that prepare batches ahead, which is not available in this version",
+     "set it to 0"),
+    (["trace=true"], "trace asks for the timeline of the run, which is not available in this version",
+     "set it to false"),
     (["training.warmup_steps=2.5"], "training.warmup_steps is 2.5", "give whole updates, or a share below 1"),
     (["training.warmup_steps=0.1", "training.max_minutes=1"],
      "training.warmup_steps is 0.1, a share of all updates, but max_minutes alone does not tell their number",
@@ -205,7 +214,13 @@ def test_one_wrong_value(at: Path, line: str, what: str) -> None:
      "parallel.stage_to_rank_map.0 puts stage 0 on 2 ranks [0, 1]; replicated stages are not available in this version",
      "give the stage one rank"),
     (['parallel.stage_to_rank_map={0: [0], 1: [1], 2: [2], 3: []}'],
-     "parallel.stage_to_rank_map.3 puts stage 3 on no rank; only rank 3 is available in this version", "write [3]"),
+     "parallel.stage_to_rank_map.3 puts stage 3 on no rank", "give the stage one rank"),
+    (['parallel.stage_to_rank_map={0: [0], 1: [1], 2: [2], 3: [4]}'],
+     "parallel.stage_to_rank_map.3 puts stage 3 on rank 4; there are 4 ranks, from 0",
+     "give each stage a rank of its own, 0 to 3"),
+    (['parallel.stage_to_rank_map={0: [3], 1: [1], 2: [2], 3: [3]}'],
+     "parallel.stage_to_rank_map.3 puts stage 3 on rank 3, where stage 0 is already; several stages on a rank are not "
+     "available in this version", "give each stage a rank of its own, 0 to 3"),
 ])
 def test_rules_across_keys(at: Path, overrides: list[str], what: str, hint: str) -> None:
     found = errors(at, GOOD, *overrides)
@@ -234,6 +249,11 @@ def test_a_missing_key_is_placed_at_its_section(at: Path) -> None:
     assert errors(at, text) == [
         ("the key 'parallel.model_parallel_size' is missing", "c.yaml:5:1",
          "add model_parallel_size: number of stages; may be left out when partition or stage_to_rank_map tells it")]
+
+
+def test_stages_on_any_ranks(at: Path) -> None:
+    config = load(at, GOOD, "parallel.stage_to_rank_map={0: [2], 1: [0], 2: [3], 3: [1]}")
+    assert config.parallel.stage_to_rank_map == {"0": (2,), "1": (0,), "2": (3,), "3": (1,)}
 
 
 def test_neutral_values_of_features_to_come(at: Path) -> None:
@@ -325,11 +345,11 @@ def test_scheduler_option(at: Path) -> None:
 
 
 def test_duplicate_keys_show_both_places(at: Path) -> None:
-    assert errors(at, GOOD + "trace: true\ntrace: false\ntracee: 1\n") == [
+    assert errors(at, GOOD + "trace: false\ntrace: false\ntracee: 1\n") == [
         ("the key 'trace' is given twice, first at c.yaml:5:1", "c.yaml:6:1", "remove one of the two"),
         ("unknown key 'tracee'", "c.yaml:7:1", "did you mean 'trace'?"),
     ]
-    assert errors(at, GOOD + "trace: true\ntrace: false\n") == [
+    assert errors(at, GOOD + "trace: false\ntrace: false\n") == [
         ("the key 'trace' is given twice, first at c.yaml:5:1", "c.yaml:6:1", "remove one of the two")]
 
 
@@ -439,9 +459,10 @@ def configs(draw: st.DrawFn) -> Config:
                      "partition": draw(st.just("auto") | st.lists(COUNTS, min_size=stages, max_size=stages)),
                      "recompute": draw(st.integers(0, 1) | st.floats(0, 1) | per_stage),
                      "update_every": draw(st.sampled_from(divisors)) if schedule == "pipedream" else 1,
-                     "stage_to_rank_map": draw(optional(st.just({str(s): [s] for s in range(stages)}))),
+                     "stage_to_rank_map": draw(optional(st.permutations(range(stages)).map(
+                         lambda ranks: {str(s): [rank] for s, rank in enumerate(ranks)}))),
                      "warmup_depth": draw(optional(st.just([*range(stages)][::-1])))},
-        "checkpoint": draw(st.none() | st.just({})), "log_directory": draw(WORDS), "trace": draw(st.booleans())})
+        "checkpoint": draw(st.none() | st.just({})), "log_directory": draw(WORDS), "trace": False})
 
 
 @given(config=configs())

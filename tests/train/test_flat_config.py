@@ -135,10 +135,10 @@ def test_policies(flat: Path, policy: str, warmup: float) -> None:
 
 
 def test_neutral_values_of_features_to_come(flat: Path) -> None:
-    neutral = "compress_activations: False\ncompress_in_gpu: False\ncontainer: ''\nmacrobatch: false\ntrace: true\n"
+    neutral = "compress_activations: False\ncompress_in_gpu: False\ncontainer: ''\nmacrobatch: false\ntrace: false\n"
     write("mp_conf.json", RANKS | {"stage_to_depth_map": {"0": 3, "1": 2, "2": 1, "3": 0}})
     config = load(flat, {}, neutral)
-    assert config.trace
+    assert not config.trace
     assert config.parallel.warmup_depth == (3, 2, 1, 0)
 
 
@@ -203,7 +203,7 @@ def test_all_mistakes_of_the_flat_file_at_once(flat: Path) -> None:
      "machines: host:gpu of each rank, such as localhost:0; the ranks of a host take its devices in order"),
     ("verbose_frequency", "5",
      "verbose_frequency asks for verbose lines every 5 updates, which is not available in this version", "14:22",
-     "set it to 0; trace: true writes a timeline of the run"),
+     "set it to 0"),
     ("data_dir", "", "data_dir is missing", "1:1", "name the folder of HDF5 shards, or set synthetic_data: true"),
     ("learning_rate_policy", "polynom", "learning_rate_policy must be 'step', 'polynomial' or 'cosine', got 'polynom'",
      "15:25", "did you mean 'polynomial'?"),

@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from vpipe.errors import Problem, RunError, UserError, VpipeError
+from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.launch.folder import failure_path, log_path
 
 GRACE_S = 2.0
@@ -41,7 +42,7 @@ def free_port(wanted: int | None) -> int:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does: a port in TIME_WAIT will do
         try:
-            probe.bind(("127.0.0.1", wanted or 0))
+            probe.bind(("", wanted or 0))  # on all interfaces, where the store listens
         except OSError as error:
             raise UserError(f"port {wanted} cannot be used: {error.strerror}",
                             hint="set parallel.master_port to a free port, or leave it out to have one found") from None
@@ -115,17 +116,20 @@ def _failure(processes: Mapping[int, subprocess.Popen[bytes]], folder: Path,
     said = sorted((report for rank in processes if (report := _read(failure_path(folder, rank))) is not None),
                   key=lambda report: (report["blames_peer"], report["time"]))
     if said and not said[0]["blames_peer"]:
-        return _as_error(said[0])
+        return _as_error(said[0], describe)
     for rank, process in processes.items():
         if process.poll() and not failure_path(folder, rank).exists():
             code = process.returncode
             how = (f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0
                    else f"ended with exit status {code}")
-            return RunError(f"{describe(rank)} {how}", hint=f"its log: {log_path(folder, rank)}")
-    return _as_error(said[0])
+            hint = f"its log: {log_path(folder, rank)}"
+            if code == -signal.SIGKILL:
+                hint = f"Linux kills a process so when memory runs out; {hint}"
+            return RunError(f"{describe(rank)} {how}", hint=hint)
+    return _as_error(said[0], describe)
 
 
-def _read(path: Path) -> dict[str, object] | None:
+def _read(path: Path) -> dict[str, Any] | None:
     try:
         report = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError):
@@ -133,12 +137,10 @@ def _read(path: Path) -> dict[str, object] | None:
     return report if isinstance(report, dict) else None
 
 
-def _as_error(report: Mapping[str, object]) -> VpipeError:
-    problems = report["problems"]
-    assert isinstance(problems, list)
-    if report["user"]:
-        return UserError.all_of([Problem(what, hint, where) for what, hint, where in problems])
-    what, hint, _ = problems[0]
+def _as_error(report: Mapping[str, Any], describe: Callable[[int], str]) -> RunError:
+    what, hint, where = report["problems"][0]
+    if report["user"]:  # what the user could mend before the run was found before: by now the run has failed
+        what = f"{describe(report['rank'])}: {what}" + (f" ({where})" if where else "")
     return RunError(what, hint=hint)
 
 

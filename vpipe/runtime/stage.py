@@ -146,10 +146,7 @@ class Stage:
                 inputs = {name: tensors[name] for name in segment.inputs}
                 edges, tensors = self._forward_segment(number, segment, inputs, record)
                 record.held.append(Held(inputs, edges))
-        outgoing = [tensors[name] for name in self.spec.outputs]
-        # A transfer needs contiguous memory; within one process tensors get the same layout, hence the same numbers.
-        return [t if t.is_contiguous() else t.detach().contiguous().requires_grad_(t.requires_grad)
-                for t in outgoing], record
+        return [_in_memory(tensors[name]) for name in self.spec.outputs], record
 
     @torch.no_grad()
     def evaluate(self, received: Sequence[Tensor], fields: Mapping[str, Tensor], key: DropoutKey) -> list[Tensor]:
@@ -159,7 +156,7 @@ class Stage:
         with self._random_state():
             for segment in self._segments:
                 tensors = self._run(segment, {name: tensors[name] for name in segment.inputs}, record)
-        return [tensors[name].contiguous() for name in self.spec.outputs]
+        return [_in_memory(tensors[name]) for name in self.spec.outputs]
 
     def _forward_segment(self, number: int, segment: Segment, inputs: dict[str, Tensor],
                          record: Record) -> tuple[dict[str, GradientEdge] | None, dict[str, Tensor]]:
@@ -222,7 +219,7 @@ class Stage:
         with self.weights.added_at_once(self._spanning):
             for segment in reversed(self._segments):
                 gradients = self._backward_segment(segment, record, gradients)
-        return [gradients[name] for name in self.spec.inputs if name in gradients]
+        return [_in_memory(gradients[name]) for name in self.spec.inputs if name in gradients]
 
     def _backward_segment(self, segment: Segment, record: Record, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         held = record.held.pop()
@@ -310,3 +307,13 @@ class Stage:
 
 def _leaves(tensors: Mapping[str, Tensor], wanted: Mapping[str, bool]) -> dict[str, Tensor]:
     return {name: tensor.detach().requires_grad_(wanted[name]) for name, tensor in tensors.items()}
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    """The tensor as a transfer needs it: contiguous, a lazy conjugate or negation carried out.
+
+    Within one process tensors get the same layout, hence the same numbers.
+    """
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().requires_grad_(tensor.requires_grad)

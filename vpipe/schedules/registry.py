@@ -1,11 +1,14 @@
-"""Schedules by name: a generator of actions and what it promises."""
+"""Schedules by name: a generator of actions and what it promises. One file in this folder adds a schedule."""
 
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
+import vpipe.schedules
 from vpipe.errors import UserError, nearest
 from vpipe.schedules.action import Action
 
@@ -41,7 +44,6 @@ class Recipe:
 
 
 _RECIPES: dict[str, Recipe] = {}
-_BUILT_IN = {"gpipe": "gpipe", "1f1b": "one_f_one_b", "pipedream": "pipedream"}  # name -> module in this folder
 
 
 def _one_version(stage: int, stages: int, microbatches: int) -> int:
@@ -65,13 +67,20 @@ def recipe_named(name: str) -> Recipe:
     Raises:
         UserError: there is none; the hint names the nearest.
     """
-    if name not in _RECIPES and name in _BUILT_IN:
-        importlib.import_module(f"vpipe.schedules.{_BUILT_IN[name]}")
-    if name not in _RECIPES:
-        raise UserError(f"no schedule is called '{name}'", hint=nearest(name, schedule_names()))
+    names = schedule_names()
+    if name not in names:
+        raise UserError(f"no schedule is called '{name}'", hint=nearest(name, names))
     return _RECIPES[name]
 
 
 def schedule_names() -> list[str]:
     """Every name that :func:`recipe_named` knows."""
-    return sorted({*_RECIPES, *_BUILT_IN})
+    _find_all()
+    return sorted(_RECIPES)
+
+
+@cache
+def _find_all() -> None:
+    """Import every module of this folder, so that a schedule is added by one file in it."""
+    for module in pkgutil.iter_modules(vpipe.schedules.__path__, prefix="vpipe.schedules."):
+        importlib.import_module(module.name)

@@ -15,6 +15,7 @@ from vpipe.train.sections import (
     FilePath,
     ModelSection,
     ParallelSection,
+    Trace,
     TrainingSection,
     neighbours,
 )
@@ -31,7 +32,7 @@ class Config(Section):
     parallel: ParallelSection = Field(description="how the model is cut into stages, and their schedule")
     checkpoint: CheckpointSection | None = Field(None, description="when the state of the run is written")
     log_directory: FilePath = Field(Path("output"), description="folder in which each run makes a folder of its own")
-    trace: bool = Field(False, description="whether the run writes its timeline")
+    trace: Trace = Field(False, description="whether the run writes its timeline")
 
     @property
     def microbatch_size(self) -> int:

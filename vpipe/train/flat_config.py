@@ -81,7 +81,7 @@ class FlatConfig(Section):
                 yield unavailable(key, "compressed activations", "set it to false")
         if self.verbose_frequency:
             yield unavailable("verbose_frequency", f"verbose lines every {self.verbose_frequency} updates",
-                              "set it to 0; trace: true writes a timeline of the run")
+                              "set it to 0")
         for i, machine in enumerate(self.machines or ()):
             host, _, device = machine.rpartition(":")
             if not host or not device.isdigit():

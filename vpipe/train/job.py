@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
@@ -22,6 +21,7 @@ from vpipe.schedules.registry import recipe_named
 from vpipe.train.config import Config
 from vpipe.train.optimizers import OptimizerSettings
 from vpipe.train.policies import Policy
+from vpipe.train.yaml_file import read_json
 
 
 @dataclass(frozen=True)
@@ -146,18 +146,13 @@ def _model_file(config: Config) -> Mapping[str, Any]:
     path = config.model.config_file
     if path is None:
         return {}
-    try:
-        content = json.loads(path.read_text())
-    except OSError as error:
-        raise UserError(f"cannot read the model's config: {error.strerror}", where=str(path),
-                        hint="model.config_file names a JSON file such as bert_config.json") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"the model's config is not JSON: {error.msg}", where=f"{path}:{error.lineno}:{error.colno}",
-                        hint="write a JSON object of the model's sizes") from None
-    if not isinstance(content, dict):
-        raise UserError("the model's config is not a JSON object", where=str(path),
-                        hint='write {"hidden_size": 128, ...}')
-    return content
+    if not path.is_file():
+        raise UserError(f"model.config_file names '{path}', but there is no such file",
+                        hint="it is a JSON file such as bert_config.json, from the current folder")
+    content = read_json(path)
+    if content.problems:
+        raise UserError.all_of(content.problems)
+    return dict(content.value)
 
 
 def _integer(value: Any) -> int:

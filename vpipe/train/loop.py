@@ -5,15 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterable, Iterator
+from itertools import count
 from pathlib import Path
 from time import perf_counter
 
 import torch
 from tqdm import tqdm
 
+from vpipe.errors import RunError, UserError
 from vpipe.launch.world import join_world
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.engine import Step
+from vpipe.runtime.feed import Batch
 from vpipe.train.job import Job
 from vpipe.train.metrics import Metrics
 from vpipe.train.report import summary
@@ -37,27 +41,32 @@ def train(job: Job, folder: Path) -> None:
     deadline = perf_counter() + 60 * (config.training.max_minutes or float("inf"))
     every = config.training.evaluate_every
     with Metrics(folder / "metrics.jsonl" if show else None, job.tokens_per_update) as metrics, \
-            Bar(job.updates, show) as bar:
+            Progress(job.updates, config.training.print_frequency, show) as progress:
 
-        def record(step: Step) -> None:
-            metrics.update(step)
-            bar.update(step, metrics)
+        def record(*steps: Step) -> None:
+            metrics.update(*steps)
+            for step in steps:
+                progress.update(step, metrics)
 
-        def evaluate(after: int) -> None:
-            loss = pipe.evaluate(job.evaluation_batches(fields))
+        def evaluate() -> None:
+            record(*pipe.engine.drain())  # updates in flight come before the evaluation, and count as training
+            loss = pipe.evaluate(_reading(job.evaluation_batches(fields), "evaluation batch", pipe))
+            after = len(metrics.losses) - 1
             metrics.evaluation(after, loss)
-            bar.note(f"evaluation loss after update {after}: {loss:.4f}")
+            progress.note(f"evaluation loss after {after + 1} updates: {loss:.4f}")
 
-        steps = pipe.engine.train(job.training_batches(fields), job.updates, lambda: perf_counter() > deadline)
-        for step in steps:
+        batches = _reading(job.training_batches(fields), "batch", pipe)
+        for step in pipe.engine.train(batches, job.updates, lambda: perf_counter() > deadline):
+            if step.index < len(metrics.losses):
+                continue  # an evaluation drained it, and it was recorded then
             record(step)
             if step.stop:
                 break
             if every and (step.index + 1) % every == 0 and step.index + 1 != job.updates:
-                evaluate(step.index)
-        for step in pipe.engine.drain():
-            record(step)
-        evaluate(len(metrics.losses) - 1)
+                evaluate()
+        record(*pipe.engine.drain())
+        if not metrics.evaluations or metrics.evaluations[-1][0] != len(metrics.losses) - 1:
+            evaluate()
     usages = pipe.engine.usage()
     if show:
         text = summary(job, metrics, usages)
@@ -83,26 +92,55 @@ def build(job: Job) -> Pipeline:
                     timeout_s=config.parallel.timeout_s)
 
 
-class Bar:
-    """The progress bar: updates, loss, tokens per second, time left."""
+def _reading(batches: Iterable[Batch], what: str, pipe: Pipeline) -> Iterator[Batch]:
+    """The batches; one that cannot be read (a file that has gone) ends the run with the place."""
+    stages = [stage.spec.index for stage in pipe.engine.local_stages]
+    source = iter(batches)
+    for number in count():
+        try:
+            batch = next(source)
+        except StopIteration:
+            return
+        except UserError as error:
+            problem = error.problems[0]
+            raise RunError(problem.what + (f" ({problem.where})" if problem.where else ""), hint=problem.hint,
+                           rank=pipe.rank, stage=stages[0] if len(stages) == 1 else None,
+                           action=f"reading {what} {number}") from error
+        yield batch
 
-    def __init__(self, updates: int | None, show: bool) -> None:
-        terminal = sys.stderr.isatty()
-        self._bar = tqdm(total=updates, disable=not show, unit="update", file=sys.stderr, dynamic_ncols=terminal,
-                         mininterval=0.2 if terminal else 10.0, smoothing=0.05,
+
+class Progress:
+    """Updates, loss, tokens per second, time left: a bar on a terminal, elsewhere a line every ``every`` updates.
+
+    The lines also go to the log of each rank.
+    """
+
+    def __init__(self, updates: int | None, every: int, show: bool) -> None:
+        self._updates, self._every, self._show = updates, every, show
+        self._terminal = sys.stderr.isatty()
+        self._bar = tqdm(total=updates, disable=not show or not self._terminal, unit="update", file=sys.stderr,
+                         dynamic_ncols=True, mininterval=0.2, smoothing=0.05,
                          bar_format="{n_fmt}/{total_fmt} |{bar}| {desc} {elapsed}<{remaining}")
 
     def update(self, step: Step, metrics: Metrics) -> None:
-        self._bar.set_description_str(f"loss {step.loss:.3f}  {metrics.recent_tokens_per_s:,.0f} tokens/s",
-                                      refresh=False)
+        text = f"loss {step.loss:.3f}  {metrics.recent_tokens_per_s:,.0f} tokens/s"
+        self._bar.set_description_str(text, refresh=False)
         self._bar.update()
+        done, total = step.index + 1, self._updates
+        if done % self._every == 0 or done == total:
+            of = f"/{total}" if total else ""
+            left = f", {tqdm.format_interval(metrics.time_s / done * (total - done))} left" if total else ""
+            self.note(f"update {done}{of}: {text}  {tqdm.format_interval(metrics.time_s)}{left}", on_terminal=False)
 
-    def note(self, text: str) -> None:
-        """A line above the bar."""
-        if not self._bar.disable:
+    def note(self, text: str, on_terminal: bool = True) -> None:
+        """A line in the log; also on the screen, above the bar where there is one."""
+        log.info(text)
+        if self._show and not self._terminal:
+            print(text, file=sys.stderr, flush=True)
+        elif self._show and on_terminal:
             self._bar.write(text, file=sys.stderr)
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *failure: object) -> None:

@@ -39,18 +39,20 @@ class Metrics:
         recent = self.update_s[-20:]
         return self._tokens * len(recent) / sum(recent) if recent else 0.0
 
-    def update(self, step: Step) -> None:
-        """Record a training step that has just ended."""
-        now = perf_counter()
-        seconds, self._last = now - self._last, now
-        self.update_s.append(seconds)
-        self.losses.append(step.loss)
-        line: dict[str, float | None] = {
-            "step": step.index, "loss": step.loss, "learning_rate": step.learning_rate,
-            "time_s": round(self.time_s, 4), "tokens_per_s": round(self._tokens / seconds, 1)}
-        if step.gradient_norm is not None:
-            line["gradient_norm"] = step.gradient_norm
-        self._write(line)
+    def update(self, *steps: Step) -> None:
+        """Record training steps that have just ended; those of a draining pipeline end together and share the time."""
+        begun, now = self._last, perf_counter()
+        for number, step in enumerate(steps, 1):
+            seconds = (now - begun) / len(steps)
+            self._last = now if number == len(steps) else begun + number * seconds
+            self.update_s.append(seconds)
+            self.losses.append(step.loss)
+            line: dict[str, float | None] = {
+                "step": step.index, "loss": step.loss, "learning_rate": step.learning_rate,
+                "time_s": round(self.time_s, 4), "tokens_per_s": round(self._tokens / seconds, 1)}
+            if step.gradient_norm is not None:
+                line["gradient_norm"] = step.gradient_norm
+            self._write(line)
 
     def evaluation(self, step: int, loss: float) -> None:
         """Record an evaluation after update ``step``; its time does not count as training."""

@@ -24,7 +24,7 @@ def summary(job: Job, metrics: Metrics, usages: Sequence[StageUsage]) -> str:
         f"{rate * job.tokens_per_update:,.0f} tokens/s, {1e3 * metrics.median_update_s():.0f} ms per update (median)",
         f"training loss {mean(metrics.losses[:few]):.3f} -> {mean(metrics.losses[-few:]):.3f} "
         f"(means of the first and last {few} updates)"]
-    lines += [f"evaluation loss after update {step}: {loss:.4f}" for step, loss in metrics.evaluations]
+    lines += [f"evaluation loss after {step + 1} updates: {loss:.4f}" for step, loss in metrics.evaluations]
     return "\n".join([*lines, "", *_table(job, updates, usages)])
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from vpipe.errors import nearest
 from vpipe.schedules.registry import recipe_named, schedule_names
@@ -49,11 +49,19 @@ def _ratios(value: Any) -> Any:
     return tuple(map(float, ratios)) if several else float(value)
 
 
+def _no_trace(value: bool) -> bool:
+    if value:
+        raise MistakesError([Mistake((), "asks for the timeline of the run, which is not available in this version",
+                                     "set it to false")])
+    return value
+
+
 Ints = Annotated[tuple[int, ...], BeforeValidator(_as_tuple)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 Layers = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_as_tuple), Field(min_length=1)]
 Ratios = Annotated[float | tuple[float, ...], BeforeValidator(_ratios)]
 FilePath = Annotated[Path, Field(strict=False)]
+Trace = Annotated[bool, AfterValidator(_no_trace)]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 
@@ -102,6 +110,10 @@ class DatasetSection(Section):
                                                                "takes ~/.cache/vpipe")
     seed: Seed | None = Field(None, description="seed of the order and of masking; null takes training.seed")
 
+    def mistakes(self) -> Iterator[Mistake]:
+        if self.num_workers:
+            yield unavailable("num_workers", f"{self.num_workers} threads that prepare batches ahead", "set it to 0")
+
 
 class TrainingSection(Section):
     """How long and with which updates.
@@ -132,7 +144,8 @@ class TrainingSection(Section):
     evaluation_batches: int = Field(8, ge=1, description="batches per evaluation")
     profile_iteration: int | None = Field(None, ge=1, description="update that the profiler records")
     exit_after_profile: bool = Field(False, description="whether the run ends after profile_iteration")
-    print_frequency: int = Field(10, ge=1, description="updates between two lines of progress")
+    print_frequency: int = Field(10, ge=1, description="updates between two lines of progress in the ranks' logs, and "
+                                                       "on the screen where it is no terminal with a progress bar")
     threads: int = Field(1, ge=1, description="CPU threads per rank")
 
     def warmup_updates(self, total: int) -> int:
@@ -161,8 +174,10 @@ class TrainingSection(Section):
         if self.momentum != 0.9 and self.optimizer != "sgd":
             yield Mistake(("momentum",), f"is {self.momentum}, but the optimizer is {self.optimizer}",
                           "momentum belongs to sgd: leave it out, or set optimizer: sgd")
-        if self.exit_after_profile and self.profile_iteration is None:
-            yield Mistake(("exit_after_profile",), "is true, but no update is profiled", "set profile_iteration")
+        if self.profile_iteration is not None:
+            yield unavailable("profile_iteration", f"a profile of update {self.profile_iteration}", "leave it out")
+        if self.exit_after_profile:
+            yield unavailable("exit_after_profile", "an end after the profile", "set it to false")
 
 
 class ParallelSection(Section):
@@ -183,7 +198,8 @@ class ParallelSection(Section):
     recompute: Ratios = Field(0.0, description="share of a stage's layers, counted from its end, whose activations are "
                                                "recomputed in backward; one number, or a list per stage")
     update_every: int = Field(1, ge=1, description="microbatches per update of an asynchronous schedule")
-    stage_to_rank_map: dict[str, Ints] | None = Field(None, description='ranks of each stage, such as {"0": [0]}')
+    stage_to_rank_map: dict[str, Ints] | None = Field(None, description='rank of each stage, such as {"0": [1], "1": '
+                                                                        '[0]}; null puts stage s on rank s')
     backend: Literal["gloo", "nccl"] = Field("gloo", description="what carries tensors between ranks")
     master_port: int | None = Field(None, ge=1, le=65535, description="TCP port where ranks meet; null takes a free "
                                                                       "one")
@@ -251,14 +267,23 @@ class ParallelSection(Section):
             yield Mistake((key,), f"names the stages {', '.join(sorted(ranks)) or 'none'}; there are {stages}: "
                                   f"{', '.join(expected)}", "name each stage once, as \"0\", \"1\", ...")
             return
+        stage_on: dict[int, str] = {}
         for stage in expected:
             own = ranks[stage]
             if len(own) > 1:
                 yield Mistake((key, stage), f"puts stage {stage} on {len(own)} ranks {list(own)}; replicated stages "
                                             "are not available in this version", "give the stage one rank")
-            elif own != (int(stage),):
-                yield Mistake((key, stage), f"puts stage {stage} on {f'rank {own[0]}' if own else 'no rank'}; only "
-                                            f"rank {stage} is available in this version", f"write [{stage}]")
+            elif not own:
+                yield Mistake((key, stage), f"puts stage {stage} on no rank", "give the stage one rank")
+            elif not 0 <= own[0] < stages:
+                yield Mistake((key, stage), f"puts stage {stage} on rank {own[0]}; there are {stages} ranks, from 0",
+                              f"give each stage a rank of its own, 0 to {stages - 1}")
+            elif own[0] in stage_on:
+                yield Mistake((key, stage), f"puts stage {stage} on rank {own[0]}, where stage {stage_on[own[0]]} is "
+                                            "already; several stages on a rank are not available in this version",
+                              f"give each stage a rank of its own, 0 to {stages - 1}")
+            else:
+                stage_on[own[0]] = stage
 
 
 def neighbours(size: int, divisor: int) -> tuple[int, int]:

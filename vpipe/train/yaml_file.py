@@ -158,7 +158,8 @@ def _read(path: Path, text: str, language: str) -> Tree:
         raise UserError("the file is empty", hint="write keys and values into it; configs/ holds examples", where=start)
     if not isinstance(tree.value, dict):
         raise UserError(f"the file holds {describe(tree.value)}, not keys with values",
-                        hint="write `key: value` lines; configs/ holds examples", where=tree.places[()].value)
+                        hint='write {"key": value, ...}' if language == "JSON" else
+                        "write `key: value` lines; configs/ holds examples", where=tree.places[()].value)
     return tree
 
 

@@ -1,0 +1,127 @@
+"""The launcher over stand-ins for ranks: which failure is told, and that all of them end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from vpipe.errors import RunError, UserError, VpipeError
+from vpipe.launch import local
+from vpipe.launch.folder import failure_path, log_path
+from vpipe.launch.local import Interrupted, free_port, run_ranks
+
+REPORT = "import json, os, sys, time; folder = sys.argv[1]\n" \
+         "def report(rank, what, blames=False, user=False, where=None, after=0.0):\n" \
+         "    text = json.dumps({'rank': rank, 'time': time.time() + after, 'user': user, 'blames_peer': blames,\n" \
+         "                       'problems': [[what, 'look there', where]]})\n" \
+         "    open(f'{folder}/part{rank}', 'w').write(text)\n" \
+         "    os.replace(f'{folder}/part{rank}', f'{folder}/rank{rank}.failure.json')\n" \
+         "    sys.exit(1)\n"
+STUCK = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open(f'{folder}/ready', 'w'); time.sleep(60)"
+
+
+def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *programs: str) -> float:
+    """Run a program per rank; the seconds it took."""
+
+    def start(rank: int, ranks: int, folder: Path, port: int, threads: int, pipe: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-S", "-c", REPORT + programs[rank], str(folder)],
+                                start_new_session=True, stdin=subprocess.DEVNULL)
+
+    monkeypatch.setattr(local, "_start", start)
+    monkeypatch.setattr(local, "GRACE_S", 1.0)
+    started = time.monotonic()
+    run_ranks(len(programs), folder, port=1, threads=1, describe=lambda rank: f"rank {rank} (stage {9 - rank})")
+    return time.monotonic() - started
+
+
+def failed(monkeypatch: pytest.MonkeyPatch, folder: Path, *programs: str) -> VpipeError:
+    started = time.monotonic()
+    with pytest.raises(VpipeError) as caught:
+        run(monkeypatch, folder, *programs)
+    assert time.monotonic() - started < 10
+    return caught.value
+
+
+def test_all_ranks_end_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run(monkeypatch, tmp_path, "pass", "time.sleep(0.2)")
+
+
+@pytest.mark.parametrize(("program", "how"), [
+    ("sys.exit(3)", "ended with exit status 3"),
+    ("os.kill(os.getpid(), 11)", "was killed by signal 11 (SIGSEGV)"),
+    ("os.kill(os.getpid(), 9)", "was killed by signal 9 (SIGKILL)"),
+])
+def test_a_rank_that_says_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, how: str) -> None:
+    error = failed(monkeypatch, tmp_path, "time.sleep(60)", program)
+    assert str(error).startswith(f"error: rank 1 (stage 8) {how}\nhint: ")
+    assert str(log_path(tmp_path, 1)) in str(error)
+    assert error.exit_status == 1
+
+
+def test_the_cause_goes_before_what_others_saw_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    error = failed(monkeypatch, tmp_path, "report(0, 'lost rank 1', blames=True)",
+                   "time.sleep(0.5); report(1, 'ran dry')", "report(2, 'lost rank 1', blames=True)")
+    assert str(error) == "error: ran dry\nhint: look there"
+
+
+def test_a_dead_rank_goes_before_what_others_saw_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    error = failed(monkeypatch, tmp_path, "report(0, 'lost rank 1', blames=True)", "time.sleep(0.3); os._exit(7)")
+    assert str(error).startswith("error: rank 1 (stage 8) ended with exit status 7\n")
+
+
+def test_when_ranks_only_blame_each_other_the_first_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    error = failed(monkeypatch, tmp_path, "report(0, 'gave up on 1', blames=True, after=1)",
+                   "report(1, 'gave up on 0', blames=True)")
+    assert str(error).startswith("error: gave up on 0\n")
+
+
+def test_a_mistake_found_by_a_rank_is_a_failed_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    error = failed(monkeypatch, tmp_path, "time.sleep(60)", "report(1, 'the loss has shape [2]', user=True, where='a')")
+    assert isinstance(error, RunError)
+    assert not isinstance(error, UserError)
+    assert error.exit_status == 1
+    assert str(error) == "error: rank 1 (stage 8): the loss has shape [2] (a)\nhint: look there"
+
+
+def test_a_rank_that_will_not_end_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wait = "while not os.path.exists(f'{folder}/ready'): time.sleep(0.01)\n"
+    assert str(failed(monkeypatch, tmp_path, STUCK, wait + "report(1, 'broke')")).startswith("error: broke\n")
+
+
+def test_a_signal_ends_all_and_the_handlers_come_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    with pytest.raises(Interrupted, match="SIGTERM") as caught:
+        run(monkeypatch, tmp_path, "time.sleep(60)", "time.sleep(60)")
+    timer.join()
+    assert caught.value.number == signal.SIGTERM
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_half_a_report_is_none(tmp_path: Path) -> None:
+    failure_path(tmp_path, 0).write_text('{"rank": 0')
+    assert local._read(failure_path(tmp_path, 0)) is None
+    failure_path(tmp_path, 0).write_text("[]")
+    assert local._read(failure_path(tmp_path, 0)) is None
+    failure_path(tmp_path, 0).write_text(json.dumps({"rank": 0}))
+    assert local._read(failure_path(tmp_path, 0)) == {"rank": 0}
+
+
+def test_free_port() -> None:
+    port = free_port(None)
+    assert free_port(port) == port
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", port))
+        holder.listen()
+        with pytest.raises(UserError, match=f"port {port} cannot be used: Address already in use"):
+            free_port(port)

@@ -1,0 +1,199 @@
+"""Jobs for a test world. Each also runs in the test's own process, which gives the expected numbers.
+
+Arguments and results are what JSON can hold, which keeps every float as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import data_dependent_model, dtype_model, frozen_front, norm_model, rich_batches, rich_model
+from rank_process import tell
+from torch import Tensor, nn
+
+from vpipe import Model, Pipeline
+from vpipe.runtime.feed import Batch
+
+MODELS = {"rich": rich_model, "untied": lambda: rich_model(tied=False), "dtypes": dtype_model,
+          "norm": norm_model, "frozen": frozen_front}
+
+
+class AdamW:
+    def from_named(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer | None:
+        return torch.optim.AdamW(named.values(), lr=3e-3, weight_decay=0.1, fused=True) if named else None
+
+
+def fingerprint(state: Mapping[str, Tensor]) -> dict[str, str]:
+    """Every tensor by the sha256 of its bytes, with dtype and shape."""
+    return {name: f"{t.dtype} {list(t.shape)} " + hashlib.sha256(
+        t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest() for name, t in state.items()}
+
+
+def decay(update: int) -> float:
+    return 1.0 / (1 + update)
+
+
+def pipeline(model: Model, **arguments: Any) -> Pipeline:
+    return Pipeline(model, **{"optimizer": AdamW(), "seed": 2, "learning_rate_factor": decay, **arguments})
+
+
+def train(*, model: str, batches: int = 3, samples: int = 8, lengths: Sequence[int] = (6,),
+          evaluate_after: Sequence[int] = (), leave_after: int | None = None, more: int = 0, hide: bool = False,
+          **arguments: Any) -> dict[str, Any]:
+    """Everything a run shows: steps, evaluations, the whole state.
+
+    Args:
+        evaluate_after: updates after which to evaluate.
+        leave_after: the update after which to break out of the loop.
+        more: batches for a second call of ``train``.
+        hide: put every field that this rank does not read on the meta device.
+    """
+    pipe = pipeline(MODELS[model](), **arguments)
+    data = rich_batches(batches + more, samples, lengths=tuple(lengths))
+    held_out = rich_batches(3, samples, seed=9)
+    if hide:
+        data, held_out = hidden(data, pipe), hidden(held_out, pipe)
+    steps, evaluations = [], []
+    for step in pipe.train(data[:batches]):
+        steps.append(step)
+        if step.index in evaluate_after:
+            evaluations.append(pipe.evaluate(held_out))
+        if step.index == leave_after:
+            break
+    middle = fingerprint(pipe.state_dict())
+    steps += pipe.train(data[batches:])
+    return {"steps": [[s.index, s.loss, s.learning_rate, s.gradient_norm, s.stop] for s in steps],
+            "evaluations": evaluations, "middle": middle, "held_out": pipe.evaluate(held_out),
+            "state": fingerprint(pipe.state_dict())}
+
+
+def hidden(batches: Sequence[Batch], pipe: Pipeline) -> list[Batch]:
+    """The batches without the values of fields that no layer of this process reads."""
+    read = {name for stage in pipe.engine.local_stages for name in stage.spec.fields}
+    return [{name: t if name in read else t.to("meta") for name, t in batch.items()} for batch in batches]
+
+
+def what_ranks_build(*, balance: bool) -> list[list[str]]:
+    """The layers that this rank builds, and on which device, until the first step is made."""
+    built: list[list[str]] = []
+    model = rich_model()
+
+    def counting(name: str, build: Any) -> Any:
+        def counted() -> nn.Module:
+            built.append([name, str(torch.empty(0).device)])
+            return build()
+
+        return counted
+
+    model = Model([replace(layer, build=counting(layer.name, layer.build)) for layer in model.layers], model.batch)
+    cut = {"stages": 4} if balance else {"partition": [2, 1, 2, 3]}
+    pipe = pipeline(model, schedule="1f1b", microbatches=2, recompute=0.5, **cut)
+    list(pipe.train(rich_batches(1, 4)))
+    return built
+
+
+def what_ranks_read() -> list[str]:
+    """The fields whose values this rank's layers were given, by the hook that every tensor passes."""
+    pipe = pipeline(rich_model(), schedule="pipedream", partition=[2, 2, 2, 2], microbatches=2)
+    given: set[str] = set()
+    batches = rich_batches(2, 4)
+    pointers = {t.untyped_storage().data_ptr(): name for batch in batches for name, t in batch.items()}
+    for stage in pipe.engine.local_stages:
+        for module in stage.modules.values():
+            module.register_forward_pre_hook(lambda _, arguments: given.update(
+                pointers[t.untyped_storage().data_ptr()] for t in arguments
+                if t.untyped_storage().data_ptr() in pointers))
+    list(pipe.train(batches))
+    return sorted(given)
+
+
+def stopped(*, schedule: str, after: int) -> list[list[Any]]:
+    """Steps up to the one that says stop, which only the last stage's process is asked for."""
+    pipe = pipeline(rich_model(), schedule=schedule, partition=[2, 2, 2, 2], microbatches=2)
+    asked = count(1)
+    last = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
+
+    def stop() -> bool:
+        assert last, "a rank without the last stage was asked"
+        return next(asked) > after
+
+    steps = []
+    for step in pipe.engine.train(rich_batches(12, 4), stop=stop):
+        steps.append([step.index, step.loss, step.stop])
+        if step.stop:
+            break
+    return [*steps, [fingerprint(pipe.state_dict())]]
+
+
+def limited(*, updates: int) -> dict[str, Any]:
+    """An asynchronous run that ends after so many updates, in the middle of a batch."""
+    pipe = pipeline(rich_model(), schedule="pipedream", partition=[2, 2, 2, 2], microbatches=4)
+    losses = [step.loss for step in pipe.engine.train(rich_batches(9, 8), updates=updates)]
+    return {"losses": losses, "state": fingerprint(pipe.state_dict())}
+
+
+def used() -> list[dict[str, Any]]:
+    """What the stages used, less times and memory, which no two runs share."""
+    pipe = pipeline(rich_model(), schedule="pipedream", partition=[2, 2, 2, 2], microbatches=2)
+    list(pipe.train(rich_batches(4, 4)))
+    return [{"versions": u.versions, "staleness": u.staleness, "peak_activations": u.peak_activations,
+             "sent": u.bytes_sent > 0, "positive": min(u.forward_s, u.backward_s, u.step_s) > 0}
+            for u in pipe.engine.usage()]
+
+
+def nothing_to_evaluate() -> str:
+    """The words of the error that every rank sees."""
+    pipe = pipeline(rich_model(), schedule="1f1b", partition=[2, 2, 2, 2])
+    try:
+        pipe.evaluate([])
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+# -- jobs that fail, for worlds of two -----------------------------------------------------------------
+
+
+def endless(*, schedule: str, timeout_s: float) -> None:
+    """Train for ever; tells of every step."""
+    pipe = pipeline(rich_model(), schedule=schedule, stages=2, microbatches=2, timeout_s=timeout_s)
+
+    def batches() -> Iterator[Batch]:
+        while True:
+            yield from rich_batches(1, 4)
+
+    for step in pipe.train(batches()):
+        tell("progress", step.index)
+
+
+def waiting_for_state(*, timeout_s: float) -> None:
+    """Rank 0 asks for the whole model while rank 1 does something else."""
+    pipe = pipeline(rich_model(), schedule="1f1b", stages=2, microbatches=2, timeout_s=timeout_s)
+    list(pipe.train(rich_batches(1, 4)))
+    tell("progress", 0)
+    if dist.get_rank() == 0:
+        pipe.state_dict()
+    else:
+        import time
+
+        time.sleep(60)
+
+
+def shapes_from_values(*, timeout_s: float) -> None:
+    """A cut through which tensors go whose shapes depend on the data."""
+    pipe = pipeline(data_dependent_model(), schedule="1f1b", stages=2, microbatches=2, timeout_s=timeout_s)
+    list(pipe.train([{"ids": torch.tensor([[1, 2, 0, 0], [1, 2, 3, 4]])}]))
+
+
+def layer_raises(*, timeout_s: float) -> None:
+    """The second stage raises in its second microbatch."""
+    pipe = pipeline(rich_model(), schedule="1f1b", stages=2, microbatches=2, timeout_s=timeout_s)
+    batch = rich_batches(1, 4)[0]
+    batch["labels"][2:] = 10_000  # outside the words
+    list(pipe.train([batch]))

@@ -1,0 +1,144 @@
+"""The stream of microbatches: cut evenly, read late, let go early."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from vpipe.errors import UserError
+from vpipe.runtime.feed import Batch, Feed
+
+
+def numbered(batches: int, samples: int = 4) -> Iterator[Batch]:
+    """Batches whose ``x`` counts the samples of the run."""
+    for batch in range(batches):
+        x = torch.arange(batch * samples, (batch + 1) * samples)
+        yield {"x": x, "y": -x[:, None], "unused": torch.zeros(1)}
+
+
+def feed(batches: Iterator[Batch], microbatches: int = 2, takers: int = 1, limit: int | None = None) -> Feed:
+    return Feed(batches, microbatches, ("x", "y"), takers, limit)
+
+
+def failure(*batches: Batch, microbatches: int = 2) -> str:
+    with pytest.raises(UserError) as error:
+        feed(iter(batches), microbatches).has(0)
+    return str(error.value)
+
+
+def test_microbatches_are_numbered_through_all_batches() -> None:
+    stream = feed(numbered(3))
+    assert [stream.has(i) for i in range(7)] == [True] * 6 + [False]
+    taken = [stream.take(i) for i in range(6)]
+    assert [t["x"].tolist() for t in taken] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+    assert taken[5]["y"].tolist() == [[-10], [-11]]
+    assert {name for t in taken for name in t} == {"x", "y"}, "a field that no layer reads is left out"
+    assert stream.samples == [2] * 6
+
+
+def test_batches_are_read_when_first_asked_for() -> None:
+    read: list[int] = []
+
+    def counting() -> Iterator[Batch]:
+        for number, batch in enumerate(numbered(4)):
+            read.append(number)
+            yield batch
+
+    stream = feed(counting())
+    assert read == []
+    assert stream.has(0)
+    assert stream.has(1)
+    assert read == [0]
+    assert stream.has(2)
+    assert read == [0, 1]
+
+
+def test_an_ended_stream_is_asked_for_no_more() -> None:
+    batches = numbered(1)
+    stream = feed(batches)
+    assert not stream.has(2)
+    assert not stream.has(2)
+    assert stream.has(1)
+    assert next(batches, None) is None
+
+
+def test_a_batch_is_let_go_when_every_taker_has_had_it() -> None:
+    alive: list[weakref.ref[Tensor]] = []
+
+    def watched() -> Iterator[Batch]:
+        for batch in numbered(2):
+            alive.append(weakref.ref(batch["x"].untyped_storage()))
+            yield batch
+
+    stream = feed(watched(), takers=2)
+    assert stream.has(2)
+    for taking in (0, 0, 1):
+        stream.take(taking)
+    assert alive[0]() is not None
+    stream.take(1)
+    assert alive[0]() is None
+    assert alive[1]() is not None
+    with pytest.raises(KeyError):
+        stream.take(1)
+
+
+def test_a_limit_ends_the_stream_and_a_pause_holds_it() -> None:
+    stream = feed(numbered(9), limit=3)
+    assert [stream.has(i) for i in range(5)] == [True, True, True, False, False]
+    stream.end = 1
+    assert [stream.has(i) for i in range(3)] == [True, False, False]
+    stream.end = None
+    assert stream.has(2)
+
+
+def test_a_limit_reads_no_batch_beyond_it() -> None:
+    batches = numbered(9)
+    stream = feed(batches, limit=2)
+    assert [stream.has(i) for i in range(9)] == [True] * 2 + [False] * 7
+    assert next(batches)["x"].tolist() == [4, 5, 6, 7]
+
+
+def test_a_signature_tells_shapes_apart() -> None:
+    wide = {"x": torch.zeros(4, 3), "y": torch.zeros(4)}
+    stream = feed(iter([wide, {"x": torch.zeros(2, 3), "y": torch.zeros(2)}, wide]))
+    assert stream.has(5)
+    signatures = [stream.signature(i) for i in range(6)]
+    assert signatures[0] == signatures[1] == signatures[4] == (("x", (2, 3)), ("y", (2,)))
+    assert signatures[2] == signatures[3] == (("x", (1, 3)), ("y", (1,)))
+
+
+def test_a_field_without_values_has_shapes() -> None:
+    stream = feed(iter([{"x": torch.zeros(4, 3, device="meta"), "y": torch.arange(4)}]))
+    assert stream.has(0)
+    assert stream.signature(1) == (("x", (2, 3)), ("y", (2,)))
+    assert stream.take(1)["y"].tolist() == [2, 3]
+
+
+def test_a_missing_field_is_named() -> None:
+    assert failure({"y": torch.zeros(4), "z": torch.zeros(4)}) == (
+        "error: a batch holds ['y', 'z'], but not ['x']\nhint: give every batch the fields ['x', 'y']")
+
+
+def test_fields_must_agree_on_the_number_of_samples() -> None:
+    assert failure({"x": torch.zeros(4), "y": torch.zeros(3)}) == (
+        "error: the fields of a batch disagree on the number of samples: {'x': 4, 'y': 3}\n"
+        "hint: dimension 0 of every field counts the samples")
+    assert "disagree on the number of samples: {'x': 4, 'y': 0}" in failure({"x": torch.zeros(4), "y": torch.tensor(1)})
+
+
+@pytest.mark.parametrize(("samples", "sizes"), [(7, "4 or 8"), (3, "4"), (0, "4")])
+def test_a_batch_that_cannot_be_cut_evenly_says_what_could(samples: int, sizes: str) -> None:
+    assert failure({"x": torch.zeros(samples), "y": torch.zeros(samples)}, microbatches=4) == (
+        f"error: a batch of {samples} samples cannot be cut into 4 equal microbatches\n"
+        f"hint: use batches of {sizes} samples, or drop the incomplete last batch")
+
+
+def test_a_later_batch_may_be_at_fault() -> None:
+    stream = feed(iter([{"x": torch.zeros(4), "y": torch.zeros(4)}, {"x": torch.zeros(3), "y": torch.zeros(3)}]))
+    assert stream.has(1)
+    with pytest.raises(UserError, match="a batch of 3 samples cannot be cut into 2 equal microbatches"):
+        stream.has(2)

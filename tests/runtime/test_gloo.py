@@ -1,0 +1,149 @@
+"""Four processes over gloo compute what one process does, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jobs
+import pytest
+from world import World
+
+EVEN, UNEVEN = [2, 2, 2, 2], [1, 4, 2, 1]
+SCHEDULES = [("gpipe", None), ("1f1b", None), ("pipedream", 1), ("pipedream", 2)]
+
+
+def same_everywhere(world: World, **arguments: Any) -> dict[str, Any]:
+    """Run the job here and on every rank; all tell the same, the learning rate where a rank trains something."""
+    expected = jobs.train(**arguments)
+    results = world.run(jobs.train, **arguments)
+    for rank, result in enumerate(results):
+        assert result == expected, f"rank {rank}"
+    return expected
+
+
+@pytest.mark.parametrize(("partition", "recompute", "clip"), [
+    (EVEN, 0.0, 0.5), (EVEN, 1.0, None), (UNEVEN, 0.5, 0.5), (UNEVEN, [1.0, 0.25, 0.0, 1.0], None)])
+@pytest.mark.parametrize("model", ["rich", "untied"])
+@pytest.mark.parametrize(("schedule", "update_every"), SCHEDULES)
+def test_gloo_equals_one_process(world: World, schedule: str, update_every: int | None, model: str,
+                                 partition: list[int], recompute: Any, clip: float | None) -> None:
+    run = same_everywhere(world, model=model, schedule=schedule, microbatches=4, update_every=update_every,
+                          partition=partition, recompute=recompute, grad_clip=clip)
+    norms = [norm for _, _, _, norm, _ in run["steps"]]
+    assert len(norms) == 3 * (4 // update_every if update_every else 1)
+    assert all(norm is not None and norm > 0 for norm in norms) == (clip is not None and schedule != "pipedream")
+    assert run["middle"] == run["state"], "a second call of train without batches changes nothing"
+    assert len(set(run["state"].values())) == len(run["state"]), "different tensors have different fingerprints"
+
+
+@pytest.mark.parametrize(("schedule", "update_every"), SCHEDULES)
+def test_shapes_change_from_batch_to_batch(world: World, schedule: str, update_every: int | None) -> None:
+    same_everywhere(world, model="rich", schedule=schedule, microbatches=2, update_every=update_every, partition=EVEN,
+                    recompute=0.5, batches=7, samples=4, lengths=(6, 9, 3))
+
+
+@pytest.mark.parametrize("update_every", [1, 2])
+def test_evaluation_drains_an_asynchronous_pipeline_that_then_goes_on(world: World, update_every: int) -> None:
+    run = same_everywhere(world, model="rich", schedule="pipedream", microbatches=2, update_every=update_every,
+                          partition=EVEN, batches=14, samples=4, evaluate_after=[3, 4, 12], recompute=0.5)
+    assert run["evaluations"][0] == run["evaluations"][1] != run["evaluations"][2]
+    assert [step[0] for step in run["steps"]] == list(range(28 // update_every))
+
+
+def test_evaluation_between_flushes_changes_no_step(world: World) -> None:
+    arguments: dict[str, Any] = {"model": "rich", "schedule": "1f1b", "microbatches": 2, "partition": EVEN,
+                                 "samples": 4}
+    evaluated = same_everywhere(world, **arguments, evaluate_after=[0, 1])
+    assert len(set(evaluated["evaluations"])) == 2
+    assert evaluated["steps"] == jobs.train(**arguments)["steps"]
+
+
+@pytest.mark.parametrize(("schedule", "update_every", "entered"), [("1f1b", None, 5), ("pipedream", 1, 9),
+                                                                   ("pipedream", 2, 7)])
+def test_leaving_the_loop_early_then_training_on(world: World, schedule: str, update_every: int | None,
+                                                 entered: int) -> None:
+    """``entered``: updates made by the time the pipeline is empty, so the number of the next one."""
+    run = same_everywhere(world, model="rich", schedule=schedule, microbatches=2, update_every=update_every,
+                          partition=UNEVEN, batches=12, samples=4, leave_after=4, more=2)
+    assert [step[0] for step in run["steps"]][:5] == [0, 1, 2, 3, 4]
+    assert run["steps"][5][0] == entered
+    assert run["middle"] != run["state"]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "pipedream"])
+@pytest.mark.parametrize("partition", [[1, 1, 1, 2], [2, 1, 1, 1]])
+def test_tensors_of_any_dtype_size_and_layout_cross_cuts(world: World, schedule: str, partition: list[int]) -> None:
+    same_everywhere(world, model="dtypes", schedule=schedule, microbatches=2, partition=partition,
+                    recompute=[0.0, 1.0, 0.0, 1.0], samples=4)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_buffers_train_and_arrive_everywhere(world: World, schedule: str) -> None:
+    run = same_everywhere(world, model="norm", schedule=schedule, microbatches=2, partition=[1, 2, 2, 1],
+                          recompute=1.0, samples=4)
+    assert run["state"]["norm0.norm.num_batches_tracked"].startswith("torch.int64 [] ")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_a_stage_with_nothing_to_train(world: World, schedule: str, clip: float | None) -> None:
+    arguments: dict[str, Any] = {"model": "frozen", "schedule": schedule, "microbatches": 2, "samples": 4,
+                                 "partition": [1, 1, 1, 1], "grad_clip": clip}
+    expected, results = jobs.train(**arguments), world.run(jobs.train, **arguments)
+    assert [result["state"] for result in results] == [expected["state"]] * 4
+    assert [result["held_out"] for result in results] == [expected["held_out"]] * 4
+    assert {step[2] for step in results[0]["steps"]} == {None}, "this process has no learning rate"
+    for result in results[1:]:
+        assert result["steps"] == expected["steps"]
+
+
+@pytest.mark.parametrize(("schedule", "update_every"), SCHEDULES[1:3])
+def test_fields_that_a_rank_does_not_read_may_be_on_the_meta_device(world: World, schedule: str,
+                                                                    update_every: int | None) -> None:
+    arguments: dict[str, Any] = {"model": "rich", "schedule": schedule, "microbatches": 2, "partition": EVEN,
+                                 "update_every": update_every, "samples": 4, "lengths": (6, 9)}
+    expected = jobs.train(**arguments, evaluate_after=[1])
+    assert world.run(jobs.train, **arguments, evaluate_after=[1], hide=True) == [expected] * 4
+
+
+def test_layers_of_a_rank_are_given_the_fields_they_name_alone(world: World) -> None:
+    assert world.run(jobs.what_ranks_read) == [["ids"], [], [], ["labels"]]
+    assert jobs.what_ranks_read() == ["ids", "labels"]
+
+
+def test_a_rank_builds_its_own_layers_once(world: World) -> None:
+    names = [layer.name for layer in jobs.rich_model().layers]
+    own = [[[name, "cpu"] for name in names[start:stop]] for start, stop in ((0, 2), (2, 3), (3, 5), (5, 8))]
+    assert world.run(jobs.what_ranks_build, balance=False) == own
+
+
+def test_balancing_builds_nothing_in_memory(world: World) -> None:
+    names = [layer.name for layer in jobs.rich_model().layers]
+    built = world.run(jobs.what_ranks_build, balance=True)
+    assert all(rank[:8] == [[name, "meta"] for name in names] for rank in built)
+    assert [entry for rank in built for entry in rank[8:]] == [[name, "cpu"] for name in names]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_a_stop_reaches_every_rank_with_the_same_step(world: World, schedule: str) -> None:
+    expected = jobs.stopped(schedule=schedule, after=3)
+    assert [stop for *_, stop in expected[:-1]] == [False, False, False, True]
+    assert world.run(jobs.stopped, schedule=schedule, after=3) == [expected] * 4
+
+
+def test_a_stream_ends_after_the_updates_asked_for(world: World) -> None:
+    expected = jobs.limited(updates=6)
+    assert len(expected["losses"]) == 6
+    assert world.run(jobs.limited, updates=6) == [expected] * 4
+
+
+def test_usage_of_every_stage_is_known_on_every_rank(world: World) -> None:
+    expected = [{"versions": 4 - s, "staleness": 3 - s, "peak_activations": 4 - s, "sent": True, "positive": True}
+                for s in range(4)]
+    assert world.run(jobs.used) == [expected] * 4
+    assert jobs.used() == expected
+
+
+def test_every_rank_says_that_there_is_nothing_to_evaluate(world: World) -> None:
+    assert world.run(jobs.nothing_to_evaluate) == [
+        "error: there is nothing to evaluate on\nhint: give evaluate at least one batch"] * 4

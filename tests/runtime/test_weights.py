@@ -1,0 +1,289 @@
+"""Weight versions: which are held, when memory is reused, and that autograd never sees a change."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+from models import frozen_front, recurrent_model, rich_batches
+from torch import Tensor, nn
+
+from vpipe import Pipeline
+from vpipe.runtime.weights import Weights
+from vpipe.train.oracle import Recipe, asynchronous_oracle, flush_oracle
+
+
+class Product(nn.Module):
+    """x @ w on the raw parameter: autograd saves w for the gradient of x."""
+
+    def __init__(self, value: Sequence[Sequence[float]]) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(value))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.w
+
+
+def one_weight(value: Sequence[Sequence[float]] = ((1.0, 2.0), (3.0, 4.0))) -> tuple[Product, Weights]:
+    module = Product(value)
+    return module, Weights({"w": module.w}, {"w": [(module, "w")]})
+
+
+def sgd(weights: Weights, lr: float = 1.0) -> torch.optim.Optimizer:
+    return torch.optim.SGD(weights.masters.values(), lr=lr)
+
+
+def memory(weights: Weights, version: int) -> int:
+    (leaf,) = weights._leaves[version]
+    return leaf.data_ptr()
+
+
+def held(weights: Weights) -> list[int]:
+    return sorted(weights._leaves)
+
+
+def test_a_backward_uses_the_version_of_its_forward_though_a_step_lies_between() -> None:
+    module, weights = one_weight()
+    optimizer = sgd(weights)
+    x = torch.tensor([[1.0, 1.0]], requires_grad=True)
+    y = torch.tensor([[1.0, 1.0]], requires_grad=True)
+    first = weights.pin()
+    out_x = module(x)
+    # Another microbatch makes version 1, as w - gradient: the gradient of sum(z @ w) is z on every column.
+    weights.begin_backward(weights.pin())
+    module(torch.tensor([[10.0, 20.0]])).sum().backward()
+    weights.unpin(first)
+    weights.step(optimizer)
+    second = weights.pin()
+    assert (first, second) == (0, 1)
+    assert module.w.tolist() == [[-9.0, -8.0], [-17.0, -16.0]]
+    out_y = module(y)
+    weights.begin_backward(first)
+    out_x.sum().backward()
+    weights.unpin(first)
+    weights.begin_backward(second)
+    out_y.sum().backward()
+    weights.unpin(second)
+    assert x.grad.tolist() == [[3.0, 7.0]], "the old weights' row sums"
+    assert y.grad.tolist() == [[-17.0, -33.0]], "the new weights' row sums"
+
+
+def test_gradients_of_two_versions_go_to_the_latest_together() -> None:
+    module, weights = one_weight()
+    optimizer = sgd(weights)
+    outputs = []
+    for row in ([1.0, 0.0], [0.0, 1.0]):
+        outputs.append((weights.pin(), module(torch.tensor([row]))))
+        weights.step(None)  # makes a version of equal value
+    assert held(weights) == [0, 1, 2]
+    for version, output in outputs:
+        weights.begin_backward(version)
+        output.sum().backward()
+        weights.unpin(version)
+    assert held(weights) == [2]
+    (gradient,) = weights.gradients
+    assert gradient.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    weights.step(optimizer)
+    assert weights.values(["w"])[0].tolist() == [[0.0, 1.0], [2.0, 3.0]]
+    assert weights.gradients == [None], "the next update starts from nothing"
+    assert weights.masters["w"].grad is None
+
+
+def test_a_step_is_in_place_when_nobody_holds_the_latest_version() -> None:
+    module, weights = one_weight()
+    optimizer, where = sgd(weights), memory(weights, 0)
+    for update in range(3):
+        version = weights.pin()
+        weights.begin_backward(version)
+        module(torch.ones(1, 2)).sum().backward()
+        weights.unpin(version)
+        weights.step(optimizer)
+        assert (weights.latest, held(weights), memory(weights, update + 1)) == (update + 1, [update + 1], where)
+    assert weights.values(["w"])[0].tolist() == [[-2.0, -1.0], [0.0, 1.0]]
+    assert weights.most_held == 1
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 3, 4])
+def test_memory_of_the_first_versions_serves_all_later_ones(in_flight: int) -> None:
+    """As stage s of p under PipeDream, with p - s microbatches in flight: a step comes while p - s - 1 hold a version."""
+    module, weights = one_weight()
+    optimizer = sgd(weights, 0.125)
+    expected, history = module.w.detach().clone(), []
+    flying: deque[tuple[int, Tensor]] = deque()
+    seen: list[set[int]] = []
+    for i in range(20):
+        flying.append((weights.pin(), module(torch.full((1, 2), float(i % 3)))))
+        history.append(expected.clone())
+        assert torch.equal(module.w, expected), "the forward has the latest weights"
+        if len(flying) < in_flight:
+            continue
+        version, output = flying.popleft()
+        (leaf,) = weights._leaves[version]
+        assert torch.equal(leaf, history[i - in_flight + 1]), "and the backward those of its forward"
+        weights.begin_backward(version)
+        output.sum().backward()
+        weights.unpin(version)
+        weights.step(optimizer)
+        expected -= 0.125 * ((i - in_flight + 1) % 3)
+        assert weights.masters["w"].data_ptr() == memory(weights, weights.latest)
+        seen.append({memory(weights, version) for version in held(weights)} | {
+            leaf.data_ptr() for leaves in weights._free for leaf in leaves})
+    assert weights.most_held == in_flight
+    everything = set().union(*seen)
+    assert len(everything) == in_flight
+    assert seen[in_flight:] == [everything] * len(seen[in_flight:]), "no allocation after the first versions"
+
+
+def test_a_version_stays_until_its_last_microbatch_and_no_longer() -> None:
+    _, weights = one_weight()
+    for _ in range(2):
+        weights.pin()
+    weights.step(None)
+    weights.pin()
+    assert (held(weights), weights.pinned) == ([0, 1], 3)
+    weights.unpin(0)
+    assert held(weights) == [0, 1], "another microbatch still holds it"
+    weights.unpin(0)
+    assert held(weights) == [1]
+    weights.unpin(1)
+    assert (held(weights), weights.pinned) == ([1], 0), "the latest stays though nobody holds it"
+    with pytest.raises(KeyError):
+        weights.pin(0)
+
+
+def test_a_version_can_be_used_and_pinned_by_number() -> None:
+    module, weights = one_weight()
+    optimizer = sgd(weights)
+    weights.pin()
+    weights.gradients  # noqa: B018 - none yet
+    weights.add_gradient("w", torch.ones(2, 2))
+    weights.step(optimizer)
+    assert module.w.tolist() == [[1.0, 2.0], [3.0, 4.0]], "a step does not turn the module"
+    weights.use(1)
+    assert module.w.tolist() == [[0.0, 1.0], [2.0, 3.0]]
+    assert weights.pin(0) == 0
+    assert module.w.tolist() == [[1.0, 2.0], [3.0, 4.0]]
+
+
+def test_received_versions_take_the_place_of_the_latest() -> None:
+    module, weights = one_weight()
+    weights.install(0, [torch.zeros(2, 2)])
+    weights.pin()
+    assert module.w.tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    weights.install(1, [torch.ones(2, 2)])
+    weights.install(4, [torch.full((2, 2), 4.0)])
+    assert held(weights) == [0, 4], "version 1 was never held"
+    assert weights.values(["w"])[0][0, 0] == 4
+    weights.unpin(0)
+    assert (held(weights), weights.most_held) == ([4], 2)
+
+
+def test_what_several_backwards_give_at_once_is_summed_before_it_is_added() -> None:
+    module, weights = one_weight()
+    big, one = torch.tensor([[2.0**25, 0.0]]), torch.tensor([[3.0, 0.0]])
+    weights.begin_backward(weights.pin())
+    module(big).sum().backward()
+    with weights.added_at_once(["w"]):
+        module(one).sum().backward()
+        module(-one).sum().backward()
+        module(one).sum().backward()
+    (gradient,) = weights.gradients
+    assert gradient[0, 0] == 2.0**25 + 4, "3 in one go; one by one it would round thrice"
+    with weights.added_at_once(["w"]):
+        pass
+    assert weights.gradients[0] is gradient, "and what gives nothing changes nothing"
+
+
+def test_gradients_from_elsewhere_are_added_and_taken() -> None:
+    _, weights = one_weight()
+    weights.add_gradient("w", torch.ones(2, 2))
+    weights.add_gradient("w", torch.ones(2, 2))
+    (taken,) = weights.take_gradients()
+    assert taken.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+    assert weights.take_gradients() == [None]
+
+
+def test_all_places_of_a_shared_parameter_turn_together() -> None:
+    one, two = Product([[1.0]]), Product([[1.0]])
+    two.w = one.w
+    weights = Weights({"w": one.w}, {"w": [(one, "w"), (two, "w")]})
+    weights.pin()
+    weights.step(None)
+    weights.use(1)
+    assert one.w is two.w is weights.leaves()[0]
+
+
+def test_weights_without_parameters_have_versions_too() -> None:
+    weights = Weights({}, {})
+    assert weights.pin() == 0
+    weights.begin_backward(0)
+    weights.step(None)
+    weights.unpin(0)
+    assert (weights.latest, weights.pin(), held(weights)) == (1, 1, [1])
+
+
+# -- through a pipeline --------------------------------------------------------------------------------
+
+
+class Momentum:
+    def from_named(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer | None:
+        return torch.optim.SGD(named.values(), lr=0.1, momentum=0.9) if named else None
+
+
+def lstm_by_hand(batches: Sequence[Mapping[str, Tensor]], stages: int) -> tuple[list[float], dict[str, Tensor]]:
+    """PipeDream with one layer per stage in plain PyTorch: a whole model per version, no swapping of weights."""
+    model = recurrent_model()
+    whole = model.materialize(2)
+    names = [layer.name for layer in model.layers]
+    optimizers = [Momentum().from_named(dict(whole[name].named_parameters())) for name in names]
+    history = [[{k: v.clone() for k, v in whole[name].state_dict().items()}] for name in names]
+    losses = []
+    for i, batch in enumerate(batches):
+        used = model.materialize(2)
+        for s, name in enumerate(names):
+            used[name].load_state_dict(history[s][max(0, i - (stages - 1 - s))])
+        hidden = used[names[0]](batch["ids"])
+        for name in names[1:-1]:
+            hidden = used[name](hidden)
+        loss = used[names[-1]](hidden, batch["labels"])
+        loss.backward()
+        losses.append(loss.item())
+        for s, name in enumerate(names):
+            for mine, theirs in zip(whole[name].parameters(), used[name].parameters(), strict=True):
+                mine.grad = theirs.grad
+            optimizers[s].step()
+            history[s].append({k: v.clone() for k, v in whole[name].state_dict().items()})
+    return losses, {f"{name}.{k}": v for name in names for k, v in whole[name].state_dict().items()}
+
+
+@pytest.mark.parametrize("recompute", [0.0, 1.0])
+def test_recurrent_layers_under_pipedream_equal_plain_pytorch_and_the_oracle(recompute: float) -> None:
+    batches = rich_batches(12, 2)
+    pipe = Pipeline(recurrent_model(), schedule="pipedream", partition=[1] * 5, recompute=recompute,
+                    optimizer=Momentum(), seed=2)
+    losses = [step.loss for step in pipe.train(batches)]
+    by_hand, weights = lstm_by_hand(batches, 5)
+    assert losses == by_hand
+    state = pipe.state_dict()
+    assert list(state) == list(weights)
+    assert [name for name in state if not torch.equal(state[name], weights[name])] == []
+    oracle = asynchronous_oracle(recurrent_model(), batches, Recipe(Momentum().from_named, 1, 2), [1] * 5)
+    assert losses == oracle.losses
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_frozen_parameters_stay_as_they_are_and_the_rest_trains(schedule: str) -> None:
+    model, batches = frozen_front(), rich_batches(3, 4)
+    pipe = Pipeline(model, schedule=schedule, partition=[1, 1, 2], microbatches=2, optimizer=Momentum(), seed=2,
+                    recompute=0.5)
+    before = pipe.state_dict()
+    losses = [step.loss for step in pipe.train(batches)]
+    after = pipe.state_dict()
+    assert [name for name in after if torch.equal(before[name], after[name])] == ["words.word.weight", "half.fixed"]
+    recipe = Recipe(Momentum().from_named, 2, 2)
+    oracle = (flush_oracle(model, batches, recipe) if schedule == "1f1b"
+              else asynchronous_oracle(model, batches, recipe, [1, 1, 2]))
+    assert losses == oracle.losses
+    assert [name for name in after if not torch.equal(oracle.state[name], after[name])] == []

@@ -1,0 +1,82 @@
+"""A run small enough for a test: its config, what it wrote, and what the oracle says it must compute."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vpipe.train.config import load_config
+from vpipe.train.job import Job
+from vpipe.train.oracle import Recipe, Run, asynchronous_oracle, flush_oracle
+
+SMALL: Mapping[str, Mapping[str, Any]] = {
+    "model": {"name": "bert", "preset": "tiny", "hidden_size": 16, "sequence_length": 16, "vocab_size": 32},
+    "dataset": {"name": "synthetic", "batch_size": 8, "samples": 64},
+    "training": {"learning_rate": 0.01, "max_steps": 4, "num_microbatches": 4},
+    "parallel": {"model_parallel_size": 2, "schedule": "1f1b"}}
+"""BERT with 2 blocks = 5 layers, dropout 0.1 and a tied head; 8 batches an epoch."""
+
+
+def write_config(folder: Path, **changes: Any) -> Path:
+    """``c.yaml`` in ``folder``, whose runs go to ``runs`` there; ``training__epochs=2`` changes a key."""
+    config: dict[str, Any] = {section: dict(keys) for section, keys in SMALL.items()}
+    config["log_directory"] = str(folder / "runs")
+    for key, value in changes.items():
+        section, _, leaf = key.partition("__")
+        config[section][leaf] = value
+    path = folder / "c.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def job_of(folder: Path, **changes: Any) -> Job:
+    return Job.of(load_config(write_config(folder, **changes)))
+
+
+def only_run(runs: Path) -> Path:
+    """The folder of the one run there."""
+    [run] = runs.iterdir()
+    return run
+
+
+def metrics(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The lines of updates, and those of evaluations."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line], [line for line in lines if "evaluation_loss" in line]
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in metrics(run)[0]]
+
+
+def check_updates(run: Path, count: int | None = None) -> None:
+    """Every update has its line, in order, with the promised keys."""
+    updates, evaluations = metrics(run)
+    assert [line["step"] for line in updates] == list(range(len(updates) if count is None else count))
+    assert updates
+    for line in updates:
+        assert {"step", "loss", "learning_rate", "time_s", "tokens_per_s"} <= set(line)
+        assert line["tokens_per_s"] > 0
+        assert line["learning_rate"] >= 0
+    times = [line["time_s"] for line in updates]
+    assert times == sorted(times)
+    assert evaluations[-1]["step"] == updates[-1]["step"]
+
+
+def oracle(job: Job, updates: int, drained_at: tuple[int, ...] = ()) -> Run:
+    """What a sequential program computes for the first ``updates`` of a job."""
+    config = job.config
+    fields, per_batch = tuple(job.dataset.fields), config.updates_per_batch
+    batches = list(islice(job.training_batches(fields), -(-updates // per_batch)))
+    recipe = Recipe(job.optimizer().from_named, config.training.num_microbatches, seed=config.training.seed,
+                    factor=job.policy(), clip=config.training.grad_clip)
+    partition = config.parallel.partition
+    assert not isinstance(partition, str)
+    if not config.parallel.asynchronous:
+        return flush_oracle(job.model, batches, recipe, sides_apart=partition)
+    return asynchronous_oracle(job.model, batches, recipe, partition, config.parallel.update_every, drained_at)

@@ -1,0 +1,347 @@
+"""The command as a user meets it: every mistake is an error and a hint, status 2, before anything starts."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from small_run import write_config
+
+from vpipe.cli import main
+from vpipe.data.bert_fields import STORAGE
+from vpipe.data.hdf5_shard import write_shard
+from vpipe.data.synthetic import synthetic_bert
+
+VPIPE = Path(sys.executable).with_name("vpipe")
+FLAT = """\
+directory: model
+partition: partition.json
+config_file: ranks.json
+sync_mode: bsp
+model_type: bert
+batch_size: 2
+learning_rate: 0.01
+synthetic_data: true
+log_directory: runs
+"""
+FILES = {"bert_config.json": '{"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}',
+         "partition.json": '{"partition": [3, 2], "recompute_ratio": [0.3, 0]}',
+         "ranks.json": '{"module_to_stage_map": [0, 1, 1], "stage_to_rank_map": {"0": [0], "1": [1]}}'}
+
+Refused = Callable[..., list[tuple[str, str]]]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current folder with a good ``c.yaml``."""
+    monkeypatch.chdir(tmp_path)
+    write_config(Path())
+    return tmp_path
+
+
+@pytest.fixture
+def flat(here: Path) -> Path:
+    """A good config of the flat form in ``c.yaml``, its files in ``model``."""
+    (here / "model").mkdir()
+    for name, text in FILES.items():
+        (here / "model" / name).write_text(text)
+    (here / "c.yaml").write_text(FLAT)
+    return here / "model"
+
+
+@pytest.fixture
+def refused(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Refused:
+    """Runs a command that must be refused; what it says, as (error, hint) pairs."""
+
+    def started(*arguments: object, **more: object) -> None:
+        pytest.fail("ranks were started")
+
+    monkeypatch.setattr("vpipe.launch.local.run_ranks", started)
+    before = os.environ.get("RANK")
+
+    def run(*arguments: str) -> list[tuple[str, str]]:
+        try:
+            status = main(arguments)
+        except SystemExit as exit_:  # argparse
+            status = exit_.code  # type: ignore[assignment]
+        out, err = capsys.readouterr()
+        assert status == 2
+        assert out == ""
+        assert not list(here.rglob("runs"))
+        assert os.environ.get("RANK") == before
+        lines = err.splitlines()
+        assert all(line.startswith("error: ") for line in lines[::2]), err
+        assert all(line.startswith("hint: ") for line in lines[1::2]), err
+        assert len(lines) % 2 == 0
+        return [(what.removeprefix("error: "), hint.removeprefix("hint: "))
+                for what, hint in zip(lines[::2], lines[1::2], strict=True)]
+
+    return run
+
+
+def settings(*texts: str) -> list[str]:
+    return ["train", "c.yaml", *(part for text in texts for part in ("--set", text))]
+
+
+@pytest.mark.parametrize(("texts", "what", "hint"), [
+    (["training.learning_rat=1"], "unknown key 'training.learning_rat' (--set training.learning_rat)",
+     "did you mean 'learning_rate'?"),
+    (["parallel.partition=[2, 2]"], "partition [2, 2] adds up to 4 layers, but the model has 5",
+     "change it by +1 so that it adds up to 5"),
+    (["parallel.partition=[3, 4]"], "partition [3, 4] adds up to 7 layers, but the model has 5",
+     "change it by -2 so that it adds up to 5"),
+    (["parallel.partition=[1, 1, 1, 1, 1, 1]", "parallel.model_parallel_size=6"],
+     "6 stages, but the model has only 5 layers", "use at most 5 stages"),
+    (["parallel.model_parallel_size=9"], "9 stages, but the model has only 5 layers", "use between 1 and 5 stages"),
+    (["parallel.recompute=1.5"], "parallel.recompute must be a number from 0 to 1, got 1.5 (--set parallel.recompute)",
+     "recompute: the share of a stage's layers"),
+    (["parallel.recompute=[0, -0.1]"], "parallel.recompute[1] must be a number from 0 to 1, got -0.1",
+     "recompute: the share of a stage's layers"),
+    (["dataset.batch_size=10"], "dataset.batch_size is 10, which the 4 microbatches of training.num_microbatches",
+     "the nearest batch sizes are 8 and 12"),
+    (["dataset.batch_size=800"], "the test split holds 8 samples, fewer than one batch of 800",
+     "use a batch size of at most 8, or more data"),
+    (["model.sequence_length=600"], "the sequence length is 600, but BERT has position embeddings for 512 tokens",
+     "shorten the sequences to 512, or raise max_position_embeddings to 600"),
+    (["model.name=bertt"], "there is no model 'bertt'", "did you mean 'bert'?"),
+    (["model.preset=tini"], "BERT has no preset 'tini'", "did you mean 'tiny'?"),
+    (["model.num_heads=3"], "model.hidden_size is 16, which 3 heads do not divide", "the nearest sizes are 15 and 18"),
+    (["dataset.name=synthetik"], "no data set is called 'synthetik'", "did you mean 'synthetic'?"),
+    (["parallel.schedule=1f1bb"], "parallel.schedule is '1f1bb', which is no schedule of this version",
+     "did you mean '1f1b'?"),
+    (["training.lr_policy=polynomial", "training.warmup_steps=5"],
+     "the learning rate warms up over 5 steps of a run of 4", "warm up over at most 4 steps, or train longer"),
+    (["model.vocab_size=3"], "vocab_size is 3, but 5 ids are special tokens", "use at least 6"),
+    (["log_directory=c.yaml"], "cannot make the run's folder in 'c.yaml'",
+     "set log_directory to a folder that can be written"),
+    (["log_directory=c.yaml/deeper"], "cannot make the run's folder in 'c.yaml/deeper': Not a directory",
+     "set log_directory to a folder that can be written"),
+    (["trace=true"], "trace asks for the timeline of the run, which is not available in this version (--set trace)",
+     "set it to false"),
+    (["dataset.num_workers=2"], "dataset.num_workers asks for 2 threads that prepare batches ahead, which is not "
+     "available in this version", "set it to 0"),
+    (["training.profile_iteration=3"], "training.profile_iteration asks for a profile of update 3, which is not "
+     "available in this version", "leave it out"),
+    (["training.exit_after_profile=true"], "training.exit_after_profile asks for an end after the profile, which is "
+     "not available in this version", "set it to false"),
+    (["parallel.stage_to_rank_map={0: [1], 1: [1]}"], "parallel.stage_to_rank_map.1 puts stage 1 on rank 1, where "
+     "stage 0 is already", "give each stage a rank of its own, 0 to 1"),
+    (["x"], "'x' does not set a key (--set x)", "write --set training.learning_rate=3e-4"),
+])
+def test_a_wrong_setting(refused: Refused, texts: list[str], what: str, hint: str) -> None:
+    [(found, remedy)] = refused(*settings(*texts))
+    assert found.startswith(what)
+    assert remedy.startswith(hint)
+
+
+def test_all_mistakes_of_a_file_at_once_with_their_places(refused: Refused, here: Path) -> None:
+    Path("c.yaml").write_text("""\
+model: {name: bert, hiden_size: 8}
+dataset: {name: synthetic, batch_size: eight}
+training:
+  learning_rate: 1e-3
+  learning_rate: 1e-4
+parallel: {model_parallel_size: 2, recompute: 2}
+""")
+    found = refused("train", "c.yaml")
+    assert sorted(found) == sorted([
+        ("the key 'training.learning_rate' is given twice, first at c.yaml:4:3 (c.yaml:5:3)", "remove one of the two"),
+        ("unknown key 'model.hiden_size' (c.yaml:1:21)", "did you mean 'hidden_size'?"),
+        ("dataset.batch_size must be a whole number, got 'eight' (c.yaml:2:40)", found[2][1]),
+        ("parallel.recompute must be a number from 0 to 1, got 2 (c.yaml:6:47)", found[3][1]),
+    ])
+
+
+@pytest.mark.parametrize(("arguments", "what", "hint"), [
+    ([], "the following arguments are required: COMMAND", "vpipe --help says how"),
+    (["trian", "c.yaml"], "vpipe has no command 'trian'", "did you mean 'train'?"),
+    (["data", "bild"], "vpipe data has no command 'bild'", "known names: build-bert"),
+    (["data"], "the following arguments are required: COMMAND", "vpipe data --help says how"),
+    (["train"], "the following arguments are required: config", "vpipe train --help says how"),
+    (["train", "c.yaml", "--sett", "a=b"], "vpipe train knows no '--sett'", "did you mean '--set'?"),
+    (["train", "c.yaml", "--shedule=gpipe"], "vpipe train knows no '--shedule'", "did you mean '--scheduler'?"),
+    (["train", "c.yaml", "d.yaml"], "vpipe train knows no 'd.yaml'", "vpipe train --help says how"),
+    (["train", "c.yaml", "--set"], "argument --set: expected one argument", "vpipe train --help says how"),
+    (["train", "none.yaml"], "there is no file 'none.yaml' (none.yaml)",
+     "check the path; it is taken from the current folder"),
+    (["train", "."], "the file '.' cannot be read", "give a readable UTF-8 text file"),
+    (["train", "c.yaml", "--scheduler", "nave"], "--scheduler must be 'naive' or 'async_threaded', got 'nave'",
+     "did you mean 'naive'?"),
+    (["data", "build-bert", "--out", "o", "--seed", "x"], "argument --seed: invalid int value: 'x'",
+     "vpipe data build-bert --help says how"),
+    (["data", "build-bert", "--out", "o", "--text", "none"], "the folder none does not exist",
+     "name a folder that holds *.txt files"),
+    (["data", "build-bert", "--out", "."], "the output folder . holds 1 entries",
+     "name a new or an empty folder, or remove this one"),
+])
+def test_a_wrong_command_line(refused: Refused, arguments: list[str], what: str, hint: str) -> None:
+    [(found, remedy)] = refused(*arguments)
+    assert found.startswith(what)
+    assert remedy == hint
+
+
+@pytest.mark.parametrize(("file", "text", "what", "hint"), [
+    (None, "", "model.config_file names 'b.json', but there is no such file", "it is a JSON file such as"),
+    ("b.json", '{"hidden_size": ', "the JSON cannot be read: ", "look at this place"),
+    ("b.json", "[1]", "the file holds [1], not keys with values (b.json:1:1)", 'write {"key": value, ...}'),
+    ("b.json", '{"hidden_size": 16, "hidden_size": 32}',
+     "the key 'hidden_size' is given twice, first at b.json:1:2 (b.json:1:21)", "remove one of the two"),
+    ("b.json", '{"hiden_size": 16}', "a BERT config has no 'hiden_size'", "did you mean 'hidden_size'?"),
+    ("b.json", "\udcff", "the file 'b.json' cannot be read", "give a readable UTF-8 text file"),
+    ("b.json", '{"vocab_size": "many"}', "vocab_size is 'many'", "give a whole number"),
+])
+def test_the_models_own_config(refused: Refused, file: str | None, text: str, what: str, hint: str) -> None:
+    if file is not None:
+        Path(file).write_bytes(text.encode(errors="surrogateescape"))
+    [(found, remedy)] = refused(*settings("model.config_file=b.json", "model.preset=", "model.vocab_size=-1"))
+    assert found.startswith(what)
+    assert remedy.startswith(hint)
+
+
+@pytest.mark.parametrize(("file", "text", "what"), [
+    ("ranks.json", None, "config_file names 'ranks.json', but there is no file"),
+    ("ranks.json", '{"module_to_stage_map": [0, 1', "the JSON cannot be read: "),
+    ("ranks.json", '{"module_to_stage_map": [0, 1, 2, 2], "stage_to_rank_map": {"0": [0], "1": [1]}}',
+     "module_to_stage_map names 3 stages, but the partition has 2: [3, 2]"),
+    ("ranks.json", '{"module_to_stage_map": [1, 0, 1], "stage_to_rank_map": {"0": [0], "1": [1]}}',
+     "module_to_stage_map is [1, 0, 1], which goes back to an earlier stage"),
+    ("ranks.json", '{"module_to_stage_map": [0, 1, 1], "stage_to_rank_map": {"0": [0, 1], "1": [2]}}',
+     "stage_to_rank_map.0 puts stage 0 on 2 ranks [0, 1]; replicated stages are not available in this version"),
+    ("partition.json", '{"partition": [3, 2], "partition": [2, 3]}', "the key 'partition' is given twice, first at "),
+    ("partition.json", '{"partition": [3, 3]}', "partition [3, 3] adds up to 6 layers, but the model has 5"),
+    ("partition.json", '{"partition": [3, 2], "recompute_ratio": [0, 2]}',
+     "recompute_ratio[1] must be a number from 0 to 1, got 2"),
+    ("partition.json", '{"partitoin": [3, 2]}', "the key 'partition' is missing"),
+])
+def test_files_of_the_flat_form(refused: Refused, flat: Path, file: str, text: str | None, what: str) -> None:
+    if text is None:
+        (flat / file).unlink()
+    else:
+        (flat / file).write_text(text)
+    assert refused("train", "c.yaml")[0][0].startswith(what)
+
+
+def shard(path: Path, **without: object) -> None:
+    """A good shard of 40 samples, its keys in ``without`` left out."""
+    data = synthetic_bert(32, 16, 40)
+    [batch] = data.batches("train", 40, seed=0)
+    write_shard(path, {name: tensor.numpy() for name, tensor in batch.items()})
+    with h5py.File(path, "a") as file:
+        for name in without:
+            del file[name]
+
+
+def test_data_folders(refused: Refused, here: Path) -> None:
+    folder = here / "data"
+
+    def error(*texts: str) -> str:
+        [(what, hint)] = refused(*settings("dataset.name=bert_hdf5", "model.vocab_size=-1", *texts))
+        assert hint
+        return what
+
+    assert error() == "the data set 'bert_hdf5' has no path"
+    assert error("dataset.path=data") == "the folder data does not exist"
+    folder.mkdir()
+    assert error("dataset.path=data") == "no file named *training*.hdf5 or *training*.h5 in data (0 other HDF5 files)"
+    shard(folder / "training_0.hdf5", input_mask=None)
+    assert error("dataset.path=data").startswith(
+        f"the shard training_0.hdf5 has no key 'input_mask'; its keys are: {', '.join(sorted({*STORAGE} - {'input_mask'}))}")
+    shard(folder / "training_0.hdf5")
+    (folder / "training_1.hdf5").write_bytes((folder / "training_0.hdf5").read_bytes()[:5000])
+    assert error("dataset.path=data").startswith("the shard training_1.hdf5 (5000 bytes) is not an HDF5 file or is "
+                                                 "truncated")
+    (folder / "training_1.hdf5").unlink()
+    assert error("dataset.path=data", "model.sequence_length=32").startswith(
+        "sequence_length is 32, but the samples in training_0.hdf5 have 16 tokens")
+    with h5py.File(folder / "training_0.hdf5", "a") as file:
+        del file["segment_ids"]
+        file["segment_ids"] = np.zeros((39, 16), dtype=np.int8)
+    assert error("dataset.path=data").startswith(
+        "'segment_ids' in the shard training_0.hdf5 has 39 rows, but 'input_ids' has 40")
+    (here / "empty").mkdir()
+    [(what, _)] = refused(*settings("dataset.name=text", "dataset.path=empty"))
+    assert what == "no *.txt file in empty or below it (0 other entries)"
+
+
+def test_a_port_in_use(refused: Refused) -> None:
+    for address in ("127.0.0.1", ""):
+        with socket.socket() as holder:
+            holder.bind((address, 0))
+            holder.listen()
+            port = holder.getsockname()[1]
+            assert refused(*settings(f"parallel.master_port={port}")) == [
+                (f"port {port} cannot be used: Address already in use",
+                 "set parallel.master_port to a free port, or leave it out to have one found")]
+
+
+def test_nccl_without_gpus(refused: Refused, flat: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert refused("train", "c.yaml", "--set", "distributed_backend=nccl") == [
+        ("backend nccl needs a GPU per rank: 2 ranks, 1 GPUs",
+         "set parallel.backend to gloo (in VPipe's form, 'distributed_backend': 'gloo')")]
+
+
+def test_build_bert_where_nothing_can_be_written(refused: Refused, here: Path) -> None:
+    write_text(here / "text", documents=8)
+    assert refused("data", "build-bert", "--text", "text", "--out", "c.yaml/out", "--vocab-size", "100") == [
+        ("cannot write the folder 'c.yaml/out': Not a directory",
+         "name a folder that can be made and written as --out")]
+
+
+def write_text(folder: Path, documents: int) -> None:
+    folder.mkdir()
+    sentences = [f"The {a} {b} saw the {c}." for a in ("red", "old") for b in ("fox", "owl") for c in ("sea", "hill")]
+    (folder / "a.txt").write_text("\n\n".join(
+        "\n".join(sentences[(i + k) % 8] for k in range(8 + i % 3)) for i in range(documents)))
+
+
+def test_what_nobody_foresaw_shows_no_traceback(here: Path, capsys: pytest.CaptureFixture[str],
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(here))
+
+    def fail(error: Exception) -> Callable[..., Any]:
+        def load(*arguments: object) -> None:
+            raise error
+        return load
+
+    for error, what in ((ZeroDivisionError("by zero"), "error: ZeroDivisionError: by zero"),
+                        (OSError(28, "No space left on device", "a"), "error: [Errno 28] No space left on device: 'a'")):
+        monkeypatch.setattr("vpipe.train.config.load_config", fail(error))
+        assert main(["train", "c.yaml"]) == 1
+        said, hint = capsys.readouterr().err.splitlines()
+        assert said == what
+        file = Path(hint.partition("the traceback is in ")[2])
+        assert "Traceback" in file.read_text()
+    monkeypatch.setattr("vpipe.train.config.load_config", fail(KeyboardInterrupt()))  # type: ignore[arg-type]
+    assert main(["train", "c.yaml"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_the_command_itself(here: Path) -> None:
+    Path("c.yaml").write_text("model: {nam: bert}\n")
+    done = subprocess.run([VPIPE, "train", "c.yaml"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "error: unknown key 'model.nam' (c.yaml:1:9)\nhint: did you mean 'name'?\n" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_closed_pipe_shows_no_traceback(here: Path) -> None:
+    write_text(here / "text", documents=8)
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([VPIPE, "data", "build-bert", "--text", "text", "--out", "o", "--vocab-size", "100"],
+                          stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writer)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr

@@ -1,0 +1,197 @@
+"""What the documentation says is so: keys and defaults, figures, links, commands, files, refusals.
+
+``python tests/test_docs.py`` prints the tables of docs/config.md anew.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+import pytest
+from pydantic.fields import FieldInfo
+
+from vpipe.cli import _parser
+from vpipe.errors import UserError
+from vpipe.train.config import Config, load_config
+from vpipe.train.flat_config import FlatConfig, PartitionFile, RankFile
+from vpipe.train.validation import Section, section_of
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "schedules"))
+from test_generators import made, picture  # noqa: E402
+
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+CONFIG_PAGE = ROOT / "docs" / "config.md"
+KINDS = {int: "whole number", float: "number", bool: "true or false", str: "text", Path: "path"}
+FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+# -- the tables of keys --------------------------------------------------------------------------------
+
+
+def kind(annotation: Any) -> str:
+    """The values that a key takes, in words."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in inner)
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(kind(part) for part in inner if part is not type(None)))
+    if hasattr(annotation, "__metadata__"):
+        return ", ".join(filter(None, [kind(inner[0]), *(bounds(one) for one in annotation.__metadata__
+                                                          if isinstance(one, FieldInfo))]))
+    if origin is tuple:
+        return "list"
+    if origin is dict:
+        return "keys with values"
+    return KINDS[annotation]
+
+
+def bounds(info: FieldInfo) -> str:
+    """The limits of a number, in words."""
+    words = {annotated_types.Ge: ("at least", "ge"), annotated_types.Gt: ("above", "gt"),
+             annotated_types.Lt: ("below", "lt"), annotated_types.Le: ("at most", "le")}
+    limits = sorted((one for one in info.metadata if type(one) in words), key=lambda one: list(words).index(type(one)))
+    texts = [f"{words[type(one)][0]} {getattr(one, words[type(one)][1])}" for one in limits]
+    return ", ".join(text for text in texts if text != f"at most {2**63 - 1}")
+
+
+def default(info: FieldInfo) -> str:
+    """A key's default as one writes it in YAML."""
+    if info.is_required():
+        return "required"
+    value = str(info.default) if isinstance(info.default, Path) else info.default
+    return f"`{value if isinstance(value, str) else json.dumps(value)}`"
+
+
+def rows(section: type[Section]) -> Iterator[list[str]]:
+    """Key, values, default, meaning."""
+    for key, info in section.model_fields.items():
+        if section_of(info) is None:
+            values = ", ".join(filter(None, [kind(info.annotation), bounds(info)]))
+            yield [f"`{key}`", values, default(info), info.description or ""]
+
+
+def sections() -> dict[str, type[Section]]:
+    """Heading in docs/config.md -> the keys below it."""
+    native = {name: found for name, info in Config.model_fields.items() if (found := section_of(info)) is not None}
+    return {**{f"`{name}`": found for name, found in native.items()}, "Top level": Config,
+            "The YAML file": FlatConfig, "The file that `partition` names": PartitionFile,
+            "The file that `config_file` names": RankFile}
+
+
+def table_below(heading: str) -> list[list[str]]:
+    """The first table under a heading of docs/config.md, without its head."""
+    page = CONFIG_PAGE.read_text()
+    assert f"### {heading}\n" in page, f"docs/config.md has no heading '### {heading}'"
+    below = page.split(f"### {heading}\n")[1]
+    lines = re.search(r"(?:^\|.*\|\n)+", below, re.MULTILINE)
+    assert lines is not None
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[0].splitlines()[2:]]
+
+
+@pytest.mark.parametrize("heading", sections())
+def test_every_key_with_its_values_default_and_meaning(heading: str) -> None:
+    assert [row[:4] for row in table_below(heading)] == list(rows(sections()[heading]))
+
+
+def test_defaults_of_the_page_are_those_of_the_code() -> None:
+    said = {row[0].strip("`"): row[2] for row in table_below("`training`")}
+    assert said["learning_rate"] == "required"
+    assert said["momentum"] == "`0.9`"
+    assert said["warmup_steps"] == "`0`"
+
+
+# -- what is refused -----------------------------------------------------------------------------------
+
+
+def refusals(heading: str) -> list[str]:
+    """The settings in the first column of the table under a heading."""
+    return [row[0].strip("`") for row in table_below(heading)]
+
+
+NATIVE = "configs/bert_mini_4stage.yaml"
+FLAT = "configs/bert_4vpipe_tiny.yml"
+
+
+@pytest.mark.parametrize(("file", "setting"), [(file, setting) for file, heading in (
+    (NATIVE, "Refused in a native file"), (FLAT, "Refused in a flat file"))
+    for setting in refusals(heading)])
+def test_what_the_page_calls_refused_is(file: str, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(UserError, match="not available in this version"):
+        load_config(Path(file), [setting])
+
+
+# -- figures, links, commands, files -------------------------------------------------------------------
+
+
+def test_figures_of_schedules_are_what_the_generators_make() -> None:
+    page = (ROOT / "docs" / "concepts.md").read_text()
+    figures = re.findall(r"^(gpipe|1f1b|pipedream), (.*)\n((?:rank .*\n)+)", page, re.MULTILINE)
+    assert [name for name, _, _ in figures] == ["gpipe", "1f1b", "pipedream"]
+    for name, title, text in figures:
+        drawn, microbatches = text.splitlines(), re.search(r"m = (\d+)", title)
+        whole = picture(made(name, len(drawn), int(microbatches[1]) if microbatches else 16))
+        if microbatches:
+            assert drawn == whole
+            continue
+        for row, executed in zip(drawn, whole, strict=True):
+            assert row.endswith(" ...")
+            assert executed.startswith(row.removesuffix("..."))
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that headings get: lower case, no punctuation, dashes for spaces."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_resolve(page: Path) -> None:
+    text = FENCE.sub("", page.read_text())
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        there = page.parent / name if name else page
+        assert there.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(there), f"{page.name} links to {target}: no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_are_named_exist(page: Path) -> None:
+    # Not examples of what a reader would add, which hold <...>.
+    named = re.findall(r"`((?:tests|vpipe|configs|docs)/[\w./=-]+)`", page.read_text())
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """The ``vpipe`` commands in code blocks, and the page each stands on."""
+    for page in PAGES:
+        for block in FENCE.findall(page.read_text()):
+            for line in block.replace("\\\n", " ").splitlines():
+                command = line.strip().removeprefix("$ ").removeprefix(".venv/bin/")
+                if command.startswith("vpipe "):
+                    yield str(page.relative_to(ROOT)), command
+
+
+@pytest.mark.parametrize(("page", "command"), list(commands()))
+def test_commands_parse(page: str, command: str) -> None:
+    options = _parser().parse_args(shlex.split(command, comments=True)[1:])
+    config = getattr(options, "config", None)
+    if config is not None and config.parts[0] == "configs":
+        assert (ROOT / config).exists(), f"{page}: {command}"
+
+
+if __name__ == "__main__":
+    for title, keys in sections().items():
+        print(f"\n### {title}\n\n| key | values | default | meaning |\n|---|---|---|---|")
+        print("\n".join(f"| {' | '.join(row)} |" for row in rows(keys)))

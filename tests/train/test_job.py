@@ -1,0 +1,113 @@
+"""From a config to a job: what is filled in, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_run import job_of
+
+from vpipe.data.synthetic import synthetic_bert
+from vpipe.errors import UserError
+from vpipe.model.layer import Layer, Model
+from vpipe.train.config import load_config
+
+
+def refused(folder: Path, **changes: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        job_of(folder, **changes)
+    return str(caught.value)
+
+
+def test_what_is_filled_in(tmp_path: Path) -> None:
+    job = job_of(tmp_path, model__vocab_size=-1)
+    assert job.config.model.vocab_size == 8192  # the data set's
+    partition = job.config.parallel.partition
+    assert len(partition) == 2
+    assert not isinstance(partition, str)
+    assert sum(partition) == len(job.model) == 5
+    path = tmp_path / "resolved.yaml"
+    path.write_text(job.config.resolved_yaml())
+    assert load_config(path) == job.config
+
+
+@pytest.mark.parametrize(("limits", "updates"), [
+    ({"training__max_steps": 3}, 3),
+    ({"training__max_steps": None, "training__epochs": 2}, 16),
+    ({"training__max_steps": None}, 8),
+    ({"training__max_steps": 3, "training__epochs": 1}, 3),
+    ({"training__max_steps": 300, "training__epochs": 1}, 8),
+    ({"training__max_steps": None, "training__max_minutes": 1.0}, None),
+    ({"training__max_steps": None, "training__epochs": 1, "parallel__schedule": "pipedream"}, 32),
+    ({"training__max_steps": None, "training__epochs": 1, "parallel__schedule": "pipedream",
+      "parallel__update_every": 2}, 16),
+    ({"training__max_steps": None, "training__epochs": 1, "dataset__samples": 71}, 8),
+])
+def test_how_many_updates(tmp_path: Path, limits: dict[str, Any], updates: int | None) -> None:
+    assert job_of(tmp_path, **limits).updates == updates
+
+
+def test_samples_and_tokens_per_update(tmp_path: Path) -> None:
+    job = job_of(tmp_path)
+    assert (job.samples_per_update, job.tokens_per_update) == (8, 128)
+    job = job_of(tmp_path, parallel__schedule="pipedream", parallel__update_every=2)
+    assert (job.samples_per_update, job.tokens_per_update) == (4, 64)
+
+
+def test_placement(tmp_path: Path) -> None:
+    assert job_of(tmp_path).placement == ((0,), (1,))
+    ranks = {"0": [2], "1": [0], "2": [1]}
+    assert job_of(tmp_path, parallel__model_parallel_size=3,
+                  parallel__stage_to_rank_map=ranks).placement == ((2,), (0,), (1,))
+
+
+def test_epochs_are_in_orders_of_their_own_and_repeatable(tmp_path: Path) -> None:
+    job = job_of(tmp_path, training__max_steps=None, training__epochs=2)
+    batches = [batch["input_ids"] for batch in job.training_batches(("input_ids",))]
+    assert len(batches) == 16
+    again = [batch["input_ids"] for batch in job.training_batches(("input_ids",))]
+    assert all(map(torch.equal, batches, again))
+    first, second = torch.cat(batches[:8]), torch.cat(batches[8:])
+    assert not torch.equal(first, second)
+    assert torch.equal(first.unique(dim=0), second.unique(dim=0))
+
+
+def test_evaluation_batches(tmp_path: Path) -> None:
+    job = job_of(tmp_path, training__evaluation_batches=3, dataset__samples=400)
+    batches = [list(job.evaluation_batches(("input_ids",))) for _ in range(2)]
+    assert len(batches[0]) == 3
+    assert torch.equal(batches[0][2]["input_ids"], batches[1][2]["input_ids"])
+    assert batches[0][0]["input_mask"].device.type == "meta"  # not asked for
+
+
+def test_the_data_seed_is_its_own(tmp_path: Path) -> None:
+    def first(**changes: Any) -> torch.Tensor:
+        return next(job_of(tmp_path, **changes).training_batches(("input_ids",)))["input_ids"]
+
+    assert not torch.equal(first(), first(training__seed=1))
+    assert torch.equal(first(dataset__seed=3), first(dataset__seed=3, training__seed=1))
+
+
+def test_a_models_file_gives_sizes(tmp_path: Path) -> None:
+    path = tmp_path / "bert_config.json"
+    path.write_text(json.dumps({"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2,
+                                "layer_norm_eps": 1e-12, "hidden_act": "gelu"}))
+    job = job_of(tmp_path, model__preset=None, model__config_file=str(path), model__vocab_size=-1)
+    assert len(job.model) == 7
+    assert job.config.model.vocab_size == job.dataset.vocab_size == 40
+
+
+def test_more_tokens_in_the_data_than_in_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vpipe.train.job.dataset_named", lambda name: lambda settings: synthetic_bert(48, 16, 64))
+    assert refused(tmp_path) == ("error: the data set has 48 tokens, but the model only 32\n"
+                                 "hint: set model.vocab_size to 48 or more, or to -1")
+
+
+def test_a_model_that_reads_what_the_data_do_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model([Layer("only", torch.nn.Identity, inputs=("pixels",), outputs=("loss",))], batch=("pixels",))
+    monkeypatch.setattr("vpipe.train.job.model_named", lambda name: lambda settings: model)
+    assert "the model 'bert' reads ['pixels'], which the data set 'synthetic' does not hold" in refused(
+        tmp_path, parallel__model_parallel_size=1)

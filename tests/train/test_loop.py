@@ -1,0 +1,136 @@
+"""The loop in one process: what it computes, what it writes, when it ends. With processes: tests/launch."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_run import check_updates, job_of, losses, metrics, oracle
+
+from vpipe.errors import RunError, UserError
+from vpipe.train.job import Job
+from vpipe.train.loop import train
+from vpipe.train.oracle import evaluate_oracle
+
+ASYNCHRONOUS = {"parallel__schedule": "pipedream", "parallel__update_every": 2}
+"""Batches of 4 microbatches: two updates each."""
+
+
+def run(folder: Path, **changes: Any) -> Job:
+    job = job_of(folder, **changes)
+    train(job, folder)
+    return job
+
+
+@pytest.mark.parametrize("changes", [
+    {"parallel__schedule": "gpipe"},
+    {"parallel__schedule": "gpipe", "parallel__recompute": 1.0, "training__optimizer": "lamb"},
+    {"parallel__schedule": "1f1b", "training__grad_clip": 0.5, "parallel__model_parallel_size": 3},
+    {"parallel__schedule": "pipedream", "training__num_microbatches": 1, "parallel__model_parallel_size": 4},
+    {**ASYNCHRONOUS, "training__max_steps": 5},
+    {**ASYNCHRONOUS, "training__max_steps": 5, "parallel__update_every": 4, "training__lr_policy": "polynomial",
+     "training__warmup_steps": 2},
+], ids=["gpipe", "gpipe-recompute", "1f1b-clip", "pipedream", "pipedream-2-updates-a-batch", "pipedream-every-4"])
+def test_losses_are_the_oracles(tmp_path: Path, changes: dict[str, Any]) -> None:
+    job = run(tmp_path, **changes)
+    count = job.config.training.max_steps
+    assert count is not None
+    check_updates(tmp_path, count)
+    expected = oracle(job, count)
+    assert losses(tmp_path) == expected.losses[:count]
+    policy = job.policy()
+    assert [line["learning_rate"] for line in metrics(tmp_path)[0]] == [0.01 * policy(i) for i in range(count)]
+    if job.config.training.grad_clip is not None:
+        norms = [line["gradient_norm"] for line in metrics(tmp_path)[0]]
+        assert norms == pytest.approx(expected.gradient_norms, rel=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_schedules_with_a_flush_and_any_placement_give_the_same_losses(tmp_path: Path, schedule: str) -> None:
+    folders = [tmp_path / name for name in "ab"]
+    for folder, ranks in zip(folders, (None, {"0": [1], "1": [2], "2": [0]}), strict=True):
+        folder.mkdir()
+        run(folder, parallel__schedule=schedule, parallel__model_parallel_size=3, parallel__stage_to_rank_map=ranks)
+    assert losses(folders[0]) == losses(folders[1]) == oracle(job_of(tmp_path, parallel__model_parallel_size=3),
+                                                              4).losses
+
+
+def test_an_epoch_is_a_limit(tmp_path: Path) -> None:
+    job = run(tmp_path, **ASYNCHRONOUS, training__max_steps=None, training__epochs=1)
+    assert job.updates == 16  # 8 batches of two updates
+    check_updates(tmp_path, 16)
+
+
+@pytest.mark.parametrize("changes", [
+    {"parallel__schedule": "gpipe"}, {**ASYNCHRONOUS, "parallel__model_parallel_size": 3},
+    {**ASYNCHRONOUS, "training__max_steps": None}])
+def test_a_time_limit_leaves_no_gap(tmp_path: Path, changes: dict[str, Any]) -> None:
+    job = run(tmp_path, **{"training__max_steps": 100, **changes}, training__max_minutes=1e-6)
+    check_updates(tmp_path)
+    assert len(losses(tmp_path)) < 20
+    assert losses(tmp_path) == oracle(job, len(losses(tmp_path))).losses[:len(losses(tmp_path))]
+
+
+def test_evaluation_every_few_updates_and_at_the_end(tmp_path: Path) -> None:
+    job = run(tmp_path, training__evaluate_every=2, training__max_steps=5)
+    _, evaluations = metrics(tmp_path)
+    assert [line["step"] for line in evaluations] == [1, 3, 4]
+    computed = oracle(job, 5)
+    assert losses(tmp_path) == computed.losses
+    batches = list(job.evaluation_batches(tuple(job.dataset.fields)))
+    assert evaluations[-1]["evaluation_loss"] == evaluate_oracle(job.model, computed.state, batches, 4)
+
+
+def test_evaluation_is_not_repeated_when_it_falls_on_the_end(tmp_path: Path) -> None:
+    run(tmp_path, training__evaluate_every=2, training__max_steps=4)
+    assert [line["step"] for line in metrics(tmp_path)[1]] == [1, 3]
+
+
+@pytest.mark.parametrize("updates", [11, 12])
+def test_evaluation_of_an_asynchronous_run_counts_the_updates_it_drained(tmp_path: Path, updates: int) -> None:
+    job = run(tmp_path, **ASYNCHRONOUS, parallel__model_parallel_size=4, training__evaluate_every=4,
+              training__max_steps=updates)
+    check_updates(tmp_path, updates)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    _, evaluations = metrics(tmp_path)
+    after = [line["step"] for line in evaluations]
+    assert after[0] > 3  # 4 stages hold microbatches of later updates
+    assert len(after) == len(set(after))
+    for number, evaluation in enumerate(evaluations):  # the lines stand where they belong
+        assert f'"step": {evaluation["step"]}' in lines[evaluation["step"] + number]
+    drained_at = tuple(2 * (step + 1) for step in after[:-1])
+    assert losses(tmp_path) == oracle(job, updates, drained_at).losses[:updates]
+
+
+def test_what_the_screen_and_the_log_show(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                          caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="vpipe")
+    run(tmp_path, training__print_frequency=3)
+    out, err = capsys.readouterr()
+    shown = err.splitlines()
+    assert [line.split(":")[0] for line in shown] == ["update 3/4", "update 4/4", "evaluation loss after 4 updates"]
+    assert "tokens/s" in shown[0]
+    assert "0:00 left" in shown[1]
+    assert [record.message for record in caplog.records][1:4] == shown
+    assert out.startswith("4 updates in ")
+    assert "evaluation loss after 4 updates" in out
+
+
+def test_a_batch_that_cannot_be_read_ends_the_run_with_its_place(tmp_path: Path,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(tmp_path, parallel__model_parallel_size=1)
+    batches = list(islice(job.training_batches(tuple(job.dataset.fields)), 2))
+
+    def gone(self: Job, fields: tuple[str, ...]) -> Any:
+        yield from batches
+        raise UserError("the shard a.hdf5 is missing", hint="copy it again", where="data/a.hdf5")
+
+    monkeypatch.setattr(Job, "training_batches", gone)
+    with pytest.raises(RunError) as caught:
+        train(job, tmp_path)
+    assert str(caught.value) == (
+        "error: the shard a.hdf5 is missing (data/a.hdf5) (rank 0, stage 0, action reading batch 2)\n"
+        "hint: copy it again")
+    assert len(losses(tmp_path)) == 2

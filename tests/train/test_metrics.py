@@ -1,0 +1,91 @@
+"""What ``metrics.jsonl`` holds, and whose time counts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vpipe.runtime.engine import Step
+from vpipe.train import metrics as module
+from vpipe.train.metrics import Metrics, mean
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "perf_counter", clock)
+    return clock
+
+
+def step(index: int, loss: float = 1.0, norm: float | None = None) -> Step:
+    return Step(index, loss, 0.5, norm, stop=False)
+
+
+def read(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_line_is_there_as_soon_as_its_update_has_ended(tmp_path: Path, clock: Clock) -> None:
+    path = tmp_path / "m.jsonl"
+    with Metrics(path, 64) as metrics:
+        clock.now += 0.5
+        metrics.update(step(0, 2.5))
+        assert read(path) == [{"step": 0, "loss": 2.5, "learning_rate": 0.5, "time_s": 0.5, "tokens_per_s": 128.0}]
+        clock.now += 0.25
+        metrics.update(step(1, 1.5, norm=3.0))
+        assert read(path)[1] == {"step": 1, "loss": 1.5, "learning_rate": 0.5, "time_s": 0.75, "tokens_per_s": 256.0,
+                                 "gradient_norm": 3.0}
+    assert (metrics.losses, metrics.update_s) == ([2.5, 1.5], [0.5, 0.25])
+
+
+def test_the_time_of_an_evaluation_does_not_count(tmp_path: Path, clock: Clock) -> None:
+    with Metrics(tmp_path / "m.jsonl", 64) as metrics:
+        clock.now += 1
+        metrics.update(step(0))
+        clock.now += 50
+        metrics.evaluation(0, 3.5)
+        clock.now += 2
+        metrics.update(step(1))
+    assert [line["time_s"] for line in read(tmp_path / "m.jsonl")] == [1.0, 1.0, 3.0]
+    assert read(tmp_path / "m.jsonl")[1] == {"step": 0, "evaluation_loss": 3.5, "time_s": 1.0}
+    assert metrics.evaluations == [(0, 3.5)]
+    assert (metrics.time_s, metrics.median_update_s()) == (3.0, 1.5)
+
+
+def test_updates_that_end_together_share_their_time(tmp_path: Path, clock: Clock) -> None:
+    with Metrics(tmp_path / "m.jsonl", 10) as metrics:
+        clock.now += 3
+        metrics.update(step(0), step(1), step(2))
+        metrics.update()
+    assert [(line["time_s"], line["tokens_per_s"]) for line in read(tmp_path / "m.jsonl")] == [
+        (1.0, 10.0), (2.0, 10.0), (3.0, 10.0)]
+
+
+def test_recent_speed_is_of_the_last_twenty(clock: Clock) -> None:
+    metrics = Metrics(None, 10)
+    assert metrics.recent_tokens_per_s == 0
+    for i in range(40):
+        clock.now += 1 if i < 20 else 0.5
+        metrics.update(step(i))
+    assert metrics.recent_tokens_per_s == 20
+
+
+def test_other_ranks_write_no_file(clock: Clock) -> None:
+    with Metrics(None, 10) as metrics:
+        clock.now += 1
+        metrics.update(step(0))
+    assert metrics.losses == [1.0]
+
+
+def test_mean() -> None:
+    assert mean(iter([1.0, 2.0, 6.0])) == 3.0
