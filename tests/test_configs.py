@@ -17,7 +17,8 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 FILES = sorted(CONFIGS.glob("*.y*ml"))
 LARGE = [path.name for path in FILES if re.fullmatch(r"bert_4(vpipe|gpipe|pipedream)\.yml", path.name)]
 TINY = [path.name for path in FILES if path.name.endswith("_tiny.yml")]
-WORDS = "river stone cloud grass lantern window copper garden whisper mountain harbour silver thread candle".split()
+WORDS = ("river", "stone", "cloud", "grass", "lantern", "window", "copper", "garden", "whisper", "mountain", "harbour",
+         "silver", "thread", "candle")
 
 
 def test_the_families_are_complete() -> None:

@@ -81,9 +81,9 @@ def check_losses(table: list[Row]) -> str:
 
 
 def text(table: list[Row]) -> str:
-    """A Markdown table: fastest first."""
+    """A Markdown table, fastest first: medians over the turns that count."""
     best = min((row.median_s for row in table if row.group == "torch"), default=None)
-    lines = ["| entrant | ms per update, median | min | CPU ms of both ranks | tokens/s | speed, torch's best = 1 | turns |",
+    lines = ["| entrant | ms per update | min | CPU ms of both ranks | tokens/s | speed, torch's best = 1 | turns |",
              "|---|---:|---:|---:|---:|---:|---:|"]
     for row in sorted(table, key=lambda row: row.median_s):
         ratio = f"{best / row.median_s:.2f}" if best else "-"

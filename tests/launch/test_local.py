@@ -26,7 +26,7 @@ REPORT = "import json, os, sys, time; folder = sys.argv[1]\n" \
          "    open(f'{folder}/part{rank}', 'w').write(text)\n" \
          "    os.replace(f'{folder}/part{rank}', f'{folder}/rank{rank}.failure.json')\n" \
          "    sys.exit(1)\n"
-STUCK = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open(f'{folder}/ready', 'w'); time.sleep(60)"
+STUCK = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); open(f'{folder}/ready', 'w'); time.sleep(60)"
 
 
 def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *programs: str) -> float:

@@ -87,8 +87,8 @@ def rich_batches(batches: int, samples: int, seed: int = 3, lengths: tuple[int, 
 def plain_sequential() -> Model:
     """An ``nn.Sequential`` of one's own."""
     torch.manual_seed(5)
-    return Model.sequential(nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 16), nn.Tanh(),
-                                          nn.Linear(16, CLASSES)), nn.CrossEntropyLoss())
+    return Model.sequential(nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 16),
+                                          nn.Tanh(), nn.Linear(16, CLASSES)), nn.CrossEntropyLoss())
 
 
 def sequential_batches(batches: int, samples: int) -> Iterator[dict[str, Tensor]]:
@@ -131,6 +131,10 @@ class Lazy(nn.Module):
 class Gathered(nn.Module):
     """Reads all kinds, insists on each dtype and makes one loss of them."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.25))
+
     def forward(self, *kinds: Tensor) -> Tensor:
         got = dict(zip((*Kinds.OUTPUTS, "negative", "labels"), kinds, strict=True))
         dtypes = [str(t.dtype).removeprefix("torch.") for t in kinds]
@@ -142,7 +146,7 @@ class Gathered(nn.Module):
         total = (got["c64"] * got["conj"]).real.mean() + got["f64"].square().mean().float()
         total = total + got["negative"].cos().mean() + got["scalar"] * got["turned"].sin().mean()
         total = total + got["bf16"].float().square().mean() + got["spread"].square().mean() + got["empty"].sum()
-        return total + F.cross_entropy(got["h"].flatten(0, 1), got["labels"].flatten() % WIDTH)
+        return self.scale * total + F.cross_entropy(got["h"].flatten(0, 1), got["labels"].flatten() % WIDTH)
 
 
 def dtype_model() -> Model:
@@ -156,7 +160,11 @@ def dtype_model() -> Model:
 
 
 class Normed(nn.Module):
-    """Batch normalisation: buffers, one of them an integer without dimensions."""
+    """Batch normalisation: buffers, one of them an integer without dimensions.
+
+    What it hands on is contiguous: a cut hands on contiguous memory, and kernels sum in another order over other
+    layouts, so that a transposed output would give the same numbers but for the last bits.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +172,7 @@ class Normed(nn.Module):
         self.norm = nn.BatchNorm1d(WIDTH)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return torch.tanh(self.norm(self.linear(hidden).transpose(1, 2)).transpose(1, 2))
+        return torch.tanh(self.norm(self.linear(hidden).transpose(1, 2)).transpose(1, 2)).contiguous()
 
 
 class Words(nn.Module):

@@ -107,7 +107,7 @@ def test_a_step_is_in_place_when_nobody_holds_the_latest_version() -> None:
 
 @pytest.mark.parametrize("in_flight", [1, 2, 3, 4])
 def test_memory_of_the_first_versions_serves_all_later_ones(in_flight: int) -> None:
-    """As stage s of p under PipeDream, with p - s microbatches in flight: a step comes while p - s - 1 hold a version."""
+    """As stage s of p under PipeDream: p - s microbatches in flight, p - s - 1 of which hold a version at a step."""
     module, weights = one_weight()
     optimizer = sgd(weights, 0.125)
     expected, history = module.w.detach().clone(), []
@@ -157,7 +157,6 @@ def test_a_version_can_be_used_and_pinned_by_number() -> None:
     module, weights = one_weight()
     optimizer = sgd(weights)
     weights.pin()
-    weights.gradients  # noqa: B018 - none yet
     weights.add_gradient("w", torch.ones(2, 2))
     weights.step(optimizer)
     assert module.w.tolist() == [[1.0, 2.0], [3.0, 4.0]], "a step does not turn the module"
@@ -182,15 +181,15 @@ def test_received_versions_take_the_place_of_the_latest() -> None:
 
 def test_what_several_backwards_give_at_once_is_summed_before_it_is_added() -> None:
     module, weights = one_weight()
-    big, one = torch.tensor([[2.0**25, 0.0]]), torch.tensor([[3.0, 0.0]])
+    big, one = torch.tensor([[2.0**25, 0.0]]), torch.tensor([[1.0, 0.0]])
     weights.begin_backward(weights.pin())
     module(big).sum().backward()
     with weights.added_at_once(["w"]):
         module(one).sum().backward()
-        module(-one).sum().backward()
+        module(one).sum().backward()
         module(one).sum().backward()
     (gradient,) = weights.gradients
-    assert gradient[0, 0] == 2.0**25 + 4, "3 in one go; one by one it would round thrice"
+    assert gradient[0, 0] == 2.0**25 + 4, "3 rounds to 4, its neighbour; one by one they would round to nothing"
     with weights.added_at_once(["w"]):
         pass
     assert weights.gradients[0] is gradient, "and what gives nothing changes nothing"

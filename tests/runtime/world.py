@@ -34,7 +34,7 @@ class Process:
     said: list[tuple[str, Any]] = field(default_factory=list)
 
 
-class Silence(AssertionError):
+class SilenceError(AssertionError):
     """A rank did not say in time what the test waits for."""
 
 
@@ -56,7 +56,7 @@ class World:
         deadline = time.monotonic() + JOB_S
         while len(outcomes) < self.ranks and time.monotonic() < deadline:
             for rank in set(range(self.ranks)) - set(outcomes):
-                with suppress(Silence):
+                with suppress(SilenceError):
                     outcomes[rank] = self.outcome(rank, 0.01)
                     if outcomes[rank][0] == "error":  # the others wait for it now, but may have errors of their own
                         deadline = min(deadline, time.monotonic() + 1)
@@ -132,7 +132,7 @@ class World:
         for rank in range(self.ranks):
             try:
                 assert self.outcome(rank, JOB_S) == ("result", self.ranks)
-            except Silence as silence:
+            except SilenceError as silence:
                 pytest.fail("\n".join([str(silence), *self._logs()]))
 
     def _wait(self, rank: int, within_s: float, wanted: Callable[[str, Any], bool]) -> tuple[str, Any]:
@@ -144,7 +144,7 @@ class World:
                 if wanted(kind, value):
                     return kind, value
             if not self._read(process, deadline - time.monotonic()):
-                raise Silence(f"rank {rank} did not answer within {within_s:g} s, or ended")
+                raise SilenceError(f"rank {rank} did not answer within {within_s:g} s, or ended")
 
     def _read(self, process: Process, within_s: float) -> bool:
         """More of what a rank says; False when it says nothing, or has ended."""

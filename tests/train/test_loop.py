@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 from small_run import check_updates, job_of, losses, metrics, oracle
+from torch import Tensor, nn
 
 from vpipe.errors import RunError, UserError
+from vpipe.model.layer import Layer, Model
 from vpipe.train.job import Job
 from vpipe.train.loop import train
 from vpipe.train.oracle import evaluate_oracle
@@ -55,6 +57,26 @@ def test_schedules_with_a_flush_and_any_placement_give_the_same_losses(tmp_path:
         run(folder, parallel__schedule=schedule, parallel__model_parallel_size=3, parallel__stage_to_rank_map=ranks)
     assert losses(folders[0]) == losses(folders[1]) == oracle(job_of(tmp_path, parallel__model_parallel_size=3),
                                                               4).losses
+
+
+class AsNumbers(nn.Module):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return input_ids.float() / 32
+
+
+class Score(nn.Linear):
+    def forward(self, h: Tensor) -> Tensor:
+        return super().forward(h).square().mean()
+
+
+def test_the_learning_rate_is_told_when_the_first_stage_has_nothing_to_train(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model([Layer("start", AsNumbers, inputs=("input_ids",), outputs=("h",)),
+                   Layer("end", lambda: Score(16, 1), inputs=("h",), outputs=("loss",))], batch=("input_ids",))
+    monkeypatch.setattr("vpipe.train.job.model_named", lambda name: lambda settings: model)
+    run(tmp_path, parallel__partition=[1, 1])
+    check_updates(tmp_path, 4)
+    assert {line["learning_rate"] for line in metrics(tmp_path)[0]} == {0.01}
 
 
 def test_an_epoch_is_a_limit(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def test_the_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                          versions=2, staleness=1, peak_activations=2, peak_memory_bytes=3.5e9) for n in (8000, 1.6e7)]
     assert summary(job, metrics, usages).splitlines() == [
         "8 updates in 2.0 s: 32.0 samples/s, 512 tokens/s, 250 ms per update (median)",
-        "training loss 7.500 -> 1.500 (means of the first and last 2 updates)",
+        "training loss 7.500 -> 1.500 (mean of the first 2, mean of the last 2)",
         "evaluation loss after 8 updates: 2.0000",
         "",
         "stage  layers  forward  backward     step    comm    idle    sent  versions  staleness  in flight   memory",
@@ -40,5 +40,5 @@ def test_the_summary_of_one_update(tmp_path: Path) -> None:
     metrics = Metrics(None, job.tokens_per_update)
     metrics.update(Step(0, 3.0, 0.1, None, stop=True))
     lines = summary(job, metrics, [StageUsage.empty()] * 2).splitlines()
-    assert lines[0].startswith("1 updates in 0.0 s: ")
-    assert lines[1] == "training loss 3.000 -> 3.000 (means of the first and last 1 updates)"
+    assert lines[0].startswith("1 update in 0.0 s: ")
+    assert lines[1] == "training loss 3.000 -> 3.000 (mean of the first 1, mean of the last 1)"

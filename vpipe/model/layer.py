@@ -81,19 +81,20 @@ class Model:
         """Any ``nn.Sequential`` as a model of one layer per child; a batch is ``input`` and ``target``.
 
         The children are already initialised and are copied as they are; ``loss(output, target)`` joins the
-        last child.
+        last child. A parameter that several children share, or a child that stands in several places, becomes tied.
         """
-        children = dict(modules.named_children())
+        children = {name: child for name, child in modules._modules.items() if child is not None}  # repeated ones too
         if not children:
             raise UserError("the nn.Sequential has no children", hint="give it at least one module")
         *front, last = children
+        ties = _shared(children)
         source = "input"
         layers = []
         for name in front:
-            layers.append(Layer(name, partial(copy.deepcopy, children[name]), (source,), ("h",)))
+            layers.append(Layer(name, partial(copy.deepcopy, children[name]), (source,), ("h",), ties[name]))
             source = "h"
         ending = _WithLoss(children[last], loss)
-        layers.append(Layer(last, partial(copy.deepcopy, ending), (source, "target"), (LOSS,)))
+        layers.append(Layer(last, partial(copy.deepcopy, ending), (source, "target"), (LOSS,), ties[last]))
         return cls(layers, batch=("input", "target"))
 
     def materialize(self, seed: int = 0) -> nn.ModuleDict:
@@ -127,6 +128,18 @@ def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
     setattr(module.get_submodule(path), leaf, parameter)
 
 
+def _shared(children: Mapping[str, nn.Module]) -> dict[str, dict[str, str]]:
+    """The ties of every child: its trainable parameters that an earlier child holds as well, and where."""
+    owners: dict[int, tuple[str, str]] = {}
+    ties: dict[str, dict[str, str]] = {name: {} for name in children}
+    for name, child in children.items():
+        for own, parameter in child.named_parameters(remove_duplicate=False):
+            owner, target = owners.setdefault(id(parameter), (name, own))
+            if owner != name and parameter.requires_grad:
+                ties[name][own] = f"{owner}.{target}"
+    return ties
+
+
 class _WithLoss(nn.Module):
     """The last child of a sequential model followed by its loss.
 
@@ -154,6 +167,11 @@ def _problems(layers: tuple[Layer, ...], batch: tuple[str, ...]) -> Iterable[Pro
     names = [layer.name for layer in layers]
     for name in sorted({n for n in names if names.count(n) > 1}):
         yield Problem(f"two layers are called '{name}'", "give every layer a name of its own")
+    for name in names:
+        for other in dict.fromkeys(names):
+            if name.startswith(other + "."):
+                yield Problem(f"the name of layer '{name}' begins with that of layer '{other}' and a dot",
+                              "rename one of them: '<layer>.<parameter>' must name one parameter alone")
     known = set(batch)
     if LOSS in known:
         yield Problem("a batch field is called 'loss'", "rename the field: 'loss' is the tensor that is minimised")

@@ -39,9 +39,11 @@ class Plan:
         except OSError as error:
             raise UserError(f"cannot read the plan: {error.strerror}", where=str(path),
                             hint="give the path of a JSON file") from None
+        except UnicodeDecodeError:
+            raise UserError("the plan is not text in UTF-8", where=str(path), hint=_LOOKS) from None
         except json.JSONDecodeError as error:
             raise UserError(f"the plan is not JSON: {error.msg}", where=f"{path}:{error.lineno}:{error.colno}",
-                            hint='a plan looks like {"partition": [3, 3, 3], "recompute_ratio": [0, 0, 0]}') from None
+                            hint=_LOOKS) from None
         problems = list(_problems(content, str(path)))
         if problems:
             raise UserError.all_of(problems)
@@ -61,6 +63,7 @@ class Plan:
         partial.replace(path)
 
 
+_LOOKS = 'a plan looks like {"partition": [3, 3, 3], "recompute_ratio": [0, 0, 0]}'
 _KEYS = ("partition", "recompute_ratio", "stage_to_rank_map", "schedule")
 
 
@@ -82,10 +85,12 @@ def _problems(content: Any, where: str) -> list[Problem]:
         problems.append(Problem(f"recompute_ratio has {len(ratios)} entries for {stages} stages",
                                 "give one ratio per stage", where))
     ranks = content.get("stage_to_rank_map", {})
-    if not isinstance(ranks, dict) or (ranks and sorted(ranks) != sorted(map(str, range(stages)))):
-        problems.append(Problem(f"stage_to_rank_map names {sorted(ranks)} for {stages} stages",
-                                f'give the ranks of every stage: {{"0": [0], ..., "{stages - 1}": [{stages - 1}]}}',
-                                where))
+    every = f'give the ranks of every stage: {{"0": [0], ..., "{stages - 1}": [{stages - 1}]}}'
+    if not isinstance(ranks, dict) or not all(isinstance(own, list) and all(type(r) is int for r in own)
+                                              for own in ranks.values()):
+        problems.append(Problem(f"stage_to_rank_map is {ranks!r}", every, where))
+    elif ranks and sorted(ranks) != sorted(map(str, range(stages))):
+        problems.append(Problem(f"stage_to_rank_map names {sorted(ranks)} for {stages} stages", every, where))
     schedule = content.get("schedule")
     if schedule is not None and not isinstance(schedule, str):
         problems.append(Problem(f"schedule is {schedule!r}", "give its name, such as 1f1b", where))

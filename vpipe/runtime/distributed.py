@@ -134,15 +134,10 @@ class Distributed:
 
     def failure(self, error: RuntimeError, peer: int | None, key: Key, doing: str) -> RunError:
         """What a transfer's failure means to the user."""
-        other = "all ranks" if peer is None else self._describe(peer)
-        me = self._describe(self.rank)
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if "imed out" in text or "imeout" in text:
-            return RunError(f"{me} gave up {doing} {key} with {other} after {self._timeout.total_seconds():g} s",
-                            hint="a rank is stuck or much slower than the others: look at its log; "
-                                 "a slow start needs a larger parallel.timeout_s", rank=self.rank, peer=peer)
-        return RunError(f"{me} lost {other} while {doing} {key}: {text}",
-                        hint="that rank ended first: its log says why", rank=self.rank, peer=peer)
+        me, other = self._describe(self.rank), "all ranks" if peer is None else self._describe(peer)
+        return _failure(error, self.rank, peer,
+                        f"{me} gave up {doing} {key} with {other} after {self._timeout.total_seconds():g} s",
+                        f"{me} lost {other} while {doing} {key}")
 
 
 class _Failing:
@@ -159,6 +154,15 @@ class _Failing:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError):
             raise self._transport.failure(error, self._peer, self._key, self._doing) from error
+
+
+def _failure(error: RuntimeError, rank: int, peer: int | None, gave_up: str, lost: str) -> RunError:
+    """One of two sentences: a peer did not answer in time, or it is gone."""
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if "imed out" in text or "imeout" in text:
+        return RunError(gave_up, hint="a rank is stuck or much slower than the others: look at its log; "
+                                      "a slow start needs a larger parallel.timeout_s", rank=rank, peer=peer)
+    return RunError(f"{lost}: {text}", hint="that rank ended first: its log says why", rank=rank, peer=peer)
 
 
 def _tag(key: Key, number: int) -> int:
@@ -187,16 +191,29 @@ def share_tensors(tensors: Mapping[str, Tensor], source: int, device: torch.devi
 
     Sent from rank to rank, as everything else: the worker threads behind gloo's collectives may outlive the
     interpreter and then abort the process at its exit.
+
+    Raises:
+        RunError: a rank did not answer in the process group's time, or is gone.
     """
     carrier = torch.device("cpu") if dist.get_backend() == "gloo" else device
-    if dist.get_rank() == source:
+    rank, peer = dist.get_rank(), source
+    try:
+        if rank != source:
+            return _receive_shared(source, carrier)
         content = [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()]
         text = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8).to(carrier)
-        for peer in (rank for rank in range(dist.get_world_size()) if rank != source):
+        for peer in (other for other in range(dist.get_world_size()) if other != source):
             for tensor in (torch.tensor([text.numel()], device=carrier), text, *tensors.values()):
                 if tensor.numel():
                     dist.send(tensor.to(carrier).contiguous(), peer)
         return {name: t.cpu().clone() for name, t in tensors.items()}
+    except RuntimeError as error:
+        sharing = "sharing what each has with all"
+        raise _failure(error, rank, peer, f"rank {rank} gave up {sharing}, at rank {peer}",
+                       f"rank {rank} lost rank {peer} while {sharing}") from error
+
+
+def _receive_shared(source: int, carrier: torch.device) -> dict[str, Tensor]:
     size = torch.empty(1, dtype=torch.int64, device=carrier)
     dist.recv(size, source)
     text = torch.empty(int(size), dtype=torch.uint8, device=carrier)

@@ -236,11 +236,12 @@ class Engine:
             losses = [last.losses.pop(first + i) for i in range(segment.every)]
             outcome = (float(torch.stack(losses).double().mean()), float(self._stop()))
         loss, stop = self._share(Key("L", len(self._placement) - 1, number), outcome)
-        update_of = next(iter(self.workers.values())).update
-        groups = [group for optimizer in update_of.optimizers.values() if optimizer is not None
-                  for group in optimizer.param_groups]
-        norm = update_of.gradient_norm
-        return Step(number, loss, float(groups[0]["lr"]) if groups else None,
+        groups = [group for worker in self.workers.values() for optimizer in worker.update.optimizers.values()
+                  if optimizer is not None for group in optimizer.param_groups]
+        norm = next(iter(self.workers.values())).update.gradient_norm
+        # Computed anew: within one process a later stage may already have set the rate of its next update.
+        rate = float(groups[0]["initial_lr"]) * self._settings.factor(number) if groups else None
+        return Step(number, loss, rate,
                     None if norm is None else float(norm), bool(stop))
 
     def _share(self, key: Key, values: tuple[float, ...]) -> tuple[float, ...]:

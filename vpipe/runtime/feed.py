@@ -89,9 +89,9 @@ class Feed:
                             hint="dimension 0 of every field counts the samples")
         if not samples or samples % self._microbatches:
             down = samples - samples % self._microbatches
-            sizes = " or ".join(str(size) for size in (down, down + self._microbatches) if size)
+            fitting = " or ".join(str(size) for size in (down, down + self._microbatches) if size)
             raise UserError(f"a batch of {samples} samples cannot be cut into {self._microbatches} equal microbatches",
-                            hint=f"use batches of {sizes} samples, or drop the incomplete last batch")
+                            hint=f"use batches of {fitting} samples, or drop the incomplete last batch")
         self.samples += [samples // self._microbatches] * self._microbatches
         parts = {name: torch.chunk(t, self._microbatches) for name, t in tensors.items()}
         return [{name: part[i] for name, part in parts.items()} for i in range(self._microbatches)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from vpipe.errors import UserError
 from vpipe.model.layer import Layer, Model, seed_of, set_parameter
@@ -71,7 +71,6 @@ class Stage:
         self._segments = list(self._cut(model, spec.layers.stop - dropped))
         self.recomputes = dropped > 0
         self._spanning = self._in_several_segments()
-        self._wanted: dict[tuple[int, tuple[bool, ...]], dict[str, bool]] = {}
 
     def _share_ties(self) -> None:
         """Within the stage, tied parameters are one object."""
@@ -142,9 +141,9 @@ class Stage:
         tensors = dict(zip(self.spec.inputs, received, strict=True))
         record = Record([], {name: fields[name] for name in self.spec.fields}, key, pins)
         with self._random_state():
-            for number, segment in enumerate(self._segments):
+            for segment in self._segments:
                 inputs = {name: tensors[name] for name in segment.inputs}
-                edges, tensors = self._forward_segment(number, segment, inputs, record)
+                edges, tensors = self._forward_segment(segment, inputs, record)
                 record.held.append(Held(inputs, edges))
         return [_in_memory(tensors[name]) for name in self.spec.outputs], record
 
@@ -158,20 +157,17 @@ class Stage:
                 tensors = self._run(segment, {name: tensors[name] for name in segment.inputs}, record)
         return [_in_memory(tensors[name]) for name in self.spec.outputs]
 
-    def _forward_segment(self, number: int, segment: Segment, inputs: dict[str, Tensor],
+    def _forward_segment(self, segment: Segment, inputs: dict[str, Tensor],
                          record: Record) -> tuple[dict[str, GradientEdge] | None, dict[str, Tensor]]:
-        if not segment.recomputed:
+        edges = None
+        if segment.recomputed:
+            # With a graph that saves nothing, not without one: some layers compute other numbers then (nn.LSTM does).
+            with saved_tensors_hooks(_save_nothing, _unused):
+                outputs = self._run(segment, inputs, record)
+        else:
             outputs = self._run(segment, inputs, record)
             edges = {name: get_gradient_edge(t) for name, t in outputs.items() if t.requires_grad}
-            return edges, _leaves(outputs, {name: t.requires_grad for name, t in outputs.items()})
-        which = (number, tuple(t.requires_grad for t in inputs.values()))
-        if which not in self._wanted:  # without a graph nobody can tell which outputs want a gradient: look once
-            outputs = self._run(segment, inputs, record)
-            self._wanted[which] = {name: t.requires_grad for name, t in outputs.items()}
-        else:
-            with torch.no_grad():
-                outputs = self._run(segment, inputs, record)
-        return None, _leaves(outputs, self._wanted[which])
+        return edges, {name: t.detach().requires_grad_(t.requires_grad) for name, t in outputs.items()}
 
     def _run(self, segment: Segment, inputs: Mapping[str, Tensor], record: Record) -> dict[str, Tensor]:
         tensors = {**record.fields, **inputs}
@@ -305,8 +301,12 @@ class Stage:
         return self.weights if owner == self.spec.index else self.borrowed[owner]
 
 
-def _leaves(tensors: Mapping[str, Tensor], wanted: Mapping[str, bool]) -> dict[str, Tensor]:
-    return {name: tensor.detach().requires_grad_(wanted[name]) for name, tensor in tensors.items()}
+def _save_nothing(saved: Tensor) -> None:
+    """What a graph that nobody will walk would keep is dropped."""
+
+
+def _unused(saved: None) -> Tensor:
+    raise AssertionError("nobody walks that graph")
 
 
 def _in_memory(tensor: Tensor) -> Tensor:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from time import perf_counter
 
 import torch
-from tqdm import tqdm
 
 from vpipe.errors import RunError, UserError
 from vpipe.launch.world import join_world
@@ -20,6 +19,7 @@ from vpipe.runtime.engine import Step
 from vpipe.runtime.feed import Batch
 from vpipe.train.job import Job
 from vpipe.train.metrics import Metrics
+from vpipe.train.progress import Progress
 from vpipe.train.report import summary
 
 log = logging.getLogger("vpipe")
@@ -39,11 +39,14 @@ def train(job: Job, folder: Path) -> None:
     log.info("stages %s, layers %s, batch fields %s", [s.spec.index for s in pipe.engine.local_stages],
              [list(s.spec.layers) for s in pipe.engine.local_stages], list(fields))
     deadline = perf_counter() + 60 * (config.training.max_minutes or float("inf"))
-    every = config.training.evaluate_every
+    every, policy = config.training.evaluate_every, job.policy()
     with Metrics(folder / "metrics.jsonl" if show else None, job.tokens_per_update) as metrics, \
             Progress(job.updates, config.training.print_frequency, show) as progress:
 
         def record(*steps: Step) -> None:
+            # A rank whose stage has nothing to train has no learning rate of its own.
+            steps = tuple(replace(step, learning_rate=config.training.learning_rate * policy(step.index))
+                          if step.learning_rate is None else step for step in steps)
             metrics.update(*steps)
             for step in steps:
                 progress.update(step, metrics)
@@ -107,41 +110,3 @@ def _reading(batches: Iterable[Batch], what: str, pipe: Pipeline) -> Iterator[Ba
                            rank=pipe.rank, stage=stages[0] if len(stages) == 1 else None,
                            action=f"reading {what} {number}") from error
         yield batch
-
-
-class Progress:
-    """Updates, loss, tokens per second, time left: a bar on a terminal, elsewhere a line every ``every`` updates.
-
-    The lines also go to the log of each rank.
-    """
-
-    def __init__(self, updates: int | None, every: int, show: bool) -> None:
-        self._updates, self._every, self._show = updates, every, show
-        self._terminal = sys.stderr.isatty()
-        self._bar = tqdm(total=updates, disable=not show or not self._terminal, unit="update", file=sys.stderr,
-                         dynamic_ncols=True, mininterval=0.2, smoothing=0.05,
-                         bar_format="{n_fmt}/{total_fmt} |{bar}| {desc} {elapsed}<{remaining}")
-
-    def update(self, step: Step, metrics: Metrics) -> None:
-        text = f"loss {step.loss:.3f}  {metrics.recent_tokens_per_s:,.0f} tokens/s"
-        self._bar.set_description_str(text, refresh=False)
-        self._bar.update()
-        done, total = step.index + 1, self._updates
-        if done % self._every == 0 or done == total:
-            of = f"/{total}" if total else ""
-            left = f", {tqdm.format_interval(metrics.time_s / done * (total - done))} left" if total else ""
-            self.note(f"update {done}{of}: {text}  {tqdm.format_interval(metrics.time_s)}{left}", on_terminal=False)
-
-    def note(self, text: str, on_terminal: bool = True) -> None:
-        """A line in the log; also on the screen, above the bar where there is one."""
-        log.info(text)
-        if self._show and not self._terminal:
-            print(text, file=sys.stderr, flush=True)
-        elif self._show and on_terminal:
-            self._bar.write(text, file=sys.stderr)
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self._bar.close()

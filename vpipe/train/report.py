@@ -20,10 +20,11 @@ def summary(job: Job, metrics: Metrics, usages: Sequence[StageUsage]) -> str:
     rate = updates / metrics.time_s
     few = max(1, min(10, updates // 4))
     lines = [
-        f"{updates} updates in {metrics.time_s:.1f} s: {rate * job.samples_per_update:.1f} samples/s, "
-        f"{rate * job.tokens_per_update:,.0f} tokens/s, {1e3 * metrics.median_update_s():.0f} ms per update (median)",
+        f"{updates} update{'s' * (updates > 1)} in {metrics.time_s:.1f} s: "
+        f"{rate * job.samples_per_update:.1f} samples/s, {rate * job.tokens_per_update:,.0f} tokens/s, "
+        f"{1e3 * metrics.median_update_s():.0f} ms per update (median)",
         f"training loss {mean(metrics.losses[:few]):.3f} -> {mean(metrics.losses[-few:]):.3f} "
-        f"(means of the first and last {few} updates)"]
+        f"(mean of the first {few}, mean of the last {few})"]
     lines += [f"evaluation loss after {step + 1} updates: {loss:.4f}" for step, loss in metrics.evaluations]
     return "\n".join([*lines, "", *_table(job, updates, usages)])
 

@@ -1,0 +1,42 @@
+"""The first example that people run: alone and under torchrun, with the same numbers."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
+
+
+def printed(*launcher: str) -> str:
+    """What the example prints; ends it with all that it started when it takes too long."""
+    with subprocess.Popen([sys.executable, *launcher, str(QUICKSTART)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          text=True, start_new_session=True,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}) as process:
+        try:
+            out, err = process.communicate(timeout=100)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    assert process.returncode == 0, err
+    return out
+
+
+def test_quickstart_prints_the_same_alone_and_under_torchrun() -> None:
+    alone = printed()
+    lines = alone.splitlines()
+    number = r"\d\.\d{6}"
+    for line, schedule, updates in zip(lines, ("gpipe", "1f1b", "pipedream"), (60, 60, 480), strict=False):
+        match = re.fullmatch(rf" *{schedule}: partition \[\d, \d, \d, \d\], {updates} updates, "
+                             rf"loss ({number}) -> ({number}), held out ({number})", line)
+        assert match, line
+        first, last, held_out = map(float, match.groups())
+        assert last < 0.7 * first
+        assert held_out < 0.7 * first
+    assert lines[0].split(":")[1] == lines[1].split(":")[1], "both wait for the pipeline to empty: one run"
+    assert lines[3:] == ["8 tensors: 0.weight, 0.bias, 2.weight, 2.bias, ..."]
+    assert printed("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4") == alone

@@ -1,0 +1,347 @@
+"""One stage: what it keeps between forward and backward, what recompute may and may not do, what it refuses."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from models import Head, RawMatmul, Words, norm_model, rich_batches, rich_model
+from torch import Tensor, nn
+
+from vpipe import Layer, Model, Pipeline
+from vpipe.errors import UserError
+from vpipe.model.split import split
+from vpipe.runtime.stage import Stage
+from vpipe.train.oracle import Recipe, flush_oracle
+
+IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+
+
+def stage_of(model: Model, partition: Sequence[int], index: int = 0, recompute: float = 0.0) -> Stage:
+    return Stage(model, split(model, partition)[index], seed=1, device=torch.device("cpu"), recompute=recompute)
+
+
+def trained(stage: Stage, received: Sequence[Tensor], fields: Mapping[str, Tensor],
+            key: tuple[int, int] = (0, 0)) -> tuple[list[Tensor], list[Tensor]]:
+    """Forward as a worker does it, gradients of one for the outputs, backward; outputs and gradients of the inputs."""
+    outputs, record = stage.forward(received, fields, key, stage.pin({}))
+    gradients = {name: torch.ones_like(t) for name, t in zip(stage.spec.outputs, outputs, strict=True)
+                 if t.requires_grad}
+    stage.prepare_backward(record.pins)
+    returned = stage.backward(record, gradients)
+    stage.unpin(record.pins)
+    return outputs, returned
+
+
+def between(*layers: Layer) -> Model:
+    """Embedding, the layers given, head."""
+    return Model([Layer("words", Words, ("ids",), ("h",)), *layers, Layer("head", Head, ("h", "labels"), ("loss",))],
+                 batch=("ids", "labels"))
+
+
+def hidden(grad: bool = True) -> Tensor:
+    return torch.randn(2, 4, 12, generator=torch.Generator().manual_seed(3)).requires_grad_(grad)
+
+
+# -- recompute -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recompute", [0.5, 1.0])
+def test_recompute_gives_the_same_gradients_and_updates_buffers_once(recompute: float) -> None:
+    results = []
+    for ratio in (0.0, recompute):
+        stage = stage_of(norm_model(), [1, 4, 1], 1, ratio)
+        x = hidden()
+        outputs, record = stage.forward([x], {}, (0, 0), stage.pin({}))
+        after_forward = {name: value.clone() for name, value in stage.state().items()}
+        stage.prepare_backward(record.pins)
+        returned = stage.backward(record, {"h": torch.ones_like(outputs[0])})
+        assert all(torch.equal(after_forward[name], value) for name, value in stage.state().items())
+        results.append([*outputs, *returned, *stage.weights.gradients, *stage.state().values()])
+        assert stage.state()["norm2.norm.num_batches_tracked"] == 1
+        assert stage.state()["norm2.norm.running_mean"].abs().max() > 0
+    assert all(map(torch.equal, *results))
+
+
+def test_statistics_equal_plain_pytorch_when_microbatches_overlap() -> None:
+    model, batches = norm_model(), rich_batches(2, 8)
+
+    def sgd(named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(named.values(), lr=0.1)
+
+    pipe = Pipeline(model, schedule="1f1b", partition=[2, 2, 2], microbatches=4, recompute=1.0, seed=2,
+                    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    losses = [step.loss for step in pipe.train(batches)]
+    plain = flush_oracle(model, batches, Recipe(sgd, 4, 2))
+    state = pipe.state_dict()
+    assert losses == plain.losses
+    assert [name for name in state if not torch.equal(state[name], plain.state[name])] == []
+    assert state["norm3.norm.num_batches_tracked"] == 8
+
+
+@pytest.mark.parametrize(("layers", "ratio", "recomputed"), [(4, 0.0, 0), (4, 0.24, 0), (4, 0.25, 1), (4, 0.74, 2),
+                                                             (4, 1.0, 4), (3, 0.5, 1), (1, 0.99, 0)])
+def test_the_last_layers_are_recomputed_as_many_as_the_ratio_says(layers: int, ratio: float, recomputed: int) -> None:
+    runs: Counter[int] = Counter()
+
+    def counting(i: int) -> Callable[[], nn.Module]:
+        def build() -> nn.Module:
+            module = RawMatmul()
+            module.register_forward_hook(lambda *_: runs.update([i]))
+            return module
+
+        return build
+
+    model = between(*(Layer(f"raw{i}", counting(i)) for i in range(layers)))
+    stage = stage_of(model, [1, layers, 1], 1, ratio)
+    trained(stage, [hidden()], {})
+    assert [runs[i] for i in range(layers)] == [1] * (layers - recomputed) + [2] * recomputed
+
+
+# -- what is refused -----------------------------------------------------------------------------------
+
+
+def calls(function: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
+    class Calls(nn.Module):
+        def forward(self, h: Tensor) -> Tensor:
+            return function(h)
+
+    return Calls
+
+
+IN_PLACE = ("error: stage 1, which starts at layer 'first', changes its input in place\n"
+            "hint: use the operation that is not in place there (inplace=False): "
+            "the input is needed again, by recompute or by another layer")
+
+
+@pytest.mark.parametrize("recompute", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("gradient", [True, False])
+@pytest.mark.parametrize("build", [lambda: nn.ReLU(inplace=True), calls(lambda h: h.mul_(2)),
+                                   calls(lambda h: h[:, 1:].add_(1)), calls(lambda h: h.view(-1).neg_().view_as(h))])
+def test_changing_the_input_of_a_stage_in_place_is_refused(build: Callable[[], nn.Module], gradient: bool,
+                                                           recompute: float) -> None:
+    stage = stage_of(between(Layer("first", build), Layer("second", RawMatmul)), [1, 2, 1], 1, recompute)
+    with pytest.raises(UserError) as error:
+        stage.forward([hidden(gradient)], {}, (0, 0), stage.pin({}))
+    assert str(error.value) == IN_PLACE
+
+
+def test_changing_a_batch_field_in_place_is_refused() -> None:
+    class Spoils(Words):
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids.clamp_(max=3))
+
+    model = Model([Layer("first", Spoils, ("ids",), ("h",)), Layer("head", Head, ("h", "ids"), ("loss",))], ("ids",))
+    stage = stage_of(model, [1, 1])
+    with pytest.raises(UserError, match="stage 0, which starts at layer 'first', changes its input in place"):
+        stage.forward([], {"ids": IDS.clone()}, (0, 0), stage.pin({}))
+
+
+@pytest.mark.parametrize("recompute", [0.0, 1.0])
+def test_changing_what_the_stage_made_itself_in_place_is_allowed(recompute: float) -> None:
+    gradients = []
+    for inplace in (True, False):
+        model = between(Layer("first", RawMatmul), Layer("second", lambda inplace=inplace: nn.Dropout(0.5, inplace)))
+        stage = stage_of(model, [1, 2, 1], 1, recompute)
+        outputs, returned = trained(stage, [hidden()], {})
+        gradients.append([*outputs, *returned, *stage.weights.gradients])
+    assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.parametrize(("result", "text"), [
+    (lambda h: (h, h), "returned 2 value(s) (Tensor, Tensor) for its 1 outputs ['h']"),
+    (lambda h: (), "returned 0 value(s) () for its 1 outputs ['h']"),
+    (lambda h: None, "returned 1 value(s) (NoneType) for its 1 outputs ['h']"),
+    (lambda h: [h], "returned 1 value(s) (list) for its 1 outputs ['h']"),
+    (lambda h: {"h": h}, "returned 1 value(s) (dict) for its 1 outputs ['h']")])
+def test_a_layer_must_return_its_outputs(result: Callable[[Tensor], Any], text: str) -> None:
+    stage = stage_of(between(Layer("odd", calls(result))), [1, 1, 1], 1)
+    with pytest.raises(UserError) as error:
+        stage.forward([hidden()], {}, (0, 0), stage.pin({}))
+    assert str(error.value) == (f"error: layer 'odd' {text}\nhint: forward must return one tensor per name in outputs, "
+                                "as a tuple if there are several")
+
+
+def test_a_frozen_parameter_cannot_borrow_anothers_weights() -> None:
+    class FrozenHead(Head):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder.weight.requires_grad_(False)
+
+    model = Model([Layer("words", Words, ("ids",), ("h",)),
+                   Layer("head", FrozenHead, ("h", "labels"), ("loss",), ties={"decoder.weight": "words.word.weight"})],
+                  ("ids", "labels"))
+    with pytest.raises(UserError) as error:
+        stage_of(model, [1, 1], 1)
+    assert str(error.value) == ("error: 'head.decoder.weight' is tied to 'words.word.weight' but frozen\n"
+                                "hint: let it require a gradient, or leave out the tie")
+
+
+# -- what goes in and out ------------------------------------------------------------------------------
+
+
+class Doubles(nn.Module):
+    """Returns its input as it is under one name and as a lazy view of it under another."""
+
+    def forward(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        return h, h.transpose(1, 2)
+
+
+@pytest.mark.parametrize("recompute", [0.0, 1.0])
+def test_an_input_may_leave_as_it_came_and_under_two_names(recompute: float) -> None:
+    model = between(Layer("twice", Doubles, ("h",), ("h", "turned")),
+                    Layer("sum", calls(lambda h: h), ("h",), ("h",)),
+                    Layer("both", type("Both", (nn.Module,), {"forward": lambda _, h, t: h + t.transpose(1, 2)}),
+                          ("h", "turned"), ("h",)))
+    stage = stage_of(model, [1, 1, 3], 1, recompute)
+    x = hidden()
+    outputs, record = stage.forward([x], {}, (0, 0), stage.pin({}))
+    assert stage.spec.outputs == ("h", "turned")
+    assert all(t.is_contiguous() and t.requires_grad and t.is_leaf for t in outputs)
+    assert torch.equal(outputs[1], x.transpose(1, 2))
+    returned = stage.backward(record, {"h": torch.full((2, 4, 12), 2.0), "turned": torch.full((2, 12, 4), 3.0)})
+    assert torch.equal(returned[0], torch.full((2, 4, 12), 5.0))
+
+
+def test_an_input_that_nobody_used_gets_a_gradient_of_zero() -> None:
+    stage = stage_of(between(Layer("fresh", calls(lambda h: torch.ones_like(h)))), [1, 1, 1], 1)
+    outputs, returned = trained(stage, [hidden()], {})
+    assert not outputs[0].requires_grad
+    assert torch.equal(returned[0], torch.zeros(2, 4, 12))
+
+
+def test_evaluation_keeps_nothing_and_restores_every_mode() -> None:
+    stage = stage_of(rich_model(), [3, 5])
+    stage.modules[1].eval()
+    fields = {"ids": IDS}
+    with stage.evaluating():
+        first, second = (stage.evaluate([], fields, (0, 0)) for _ in range(2))
+        other_seed = stage.evaluate([], fields, (5, 5))
+    assert not any(t.requires_grad for t in first)
+    assert all(map(torch.equal, first, second))
+    assert all(map(torch.equal, first, other_seed)), "no dropout"
+    assert [module.training for module in stage.modules.values()] == [True, False, True]
+    assert stage.weights.pinned == 0
+
+
+def test_dropout_depends_on_update_and_microbatch_alone() -> None:
+    stage = stage_of(rich_model(), [3, 5])
+    fields = {"ids": IDS}
+
+    def run(key: tuple[int, int]) -> Tensor:
+        return trained(stage, [], fields, key)[0][0]
+
+    assert torch.equal(run((0, 0)), run((0, 0)))
+    assert not torch.equal(run((0, 0)), run((0, 1)))
+    assert not torch.equal(run((0, 0)), run((1, 0)))
+
+
+def test_state_leaves_out_what_another_layer_owns() -> None:
+    assert list(stage_of(rich_model(), [7, 1], 1).state()) == ["head.decoder.bias"]
+    whole = stage_of(rich_model(), [8])
+    assert "head.decoder.weight" not in whole.state()
+    assert whole.modules[7].decoder.weight is whole.modules[0].word.weight
+
+
+# -- activations are let go ----------------------------------------------------------------------------
+
+
+class Watched(torch.autograd.Function):
+    """The identity; its node holds a token as long as autograd would hold activations."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str, tokens: Tokens) -> Tensor:
+        ctx.save_for_backward(tokens.new(name))
+        ctx.name, ctx.tokens = name, tokens
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        assert len(ctx.saved_tensors) == 1
+        ctx.tokens.during_backward.append((ctx.name, sorted(ctx.tokens.alive.elements())))
+        return gradient, None, None
+
+
+class Tokens:
+    """How many saved tensors are alive, by layer."""
+
+    def __init__(self) -> None:
+        self.alive: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
+        self.during_backward: list[tuple[str, list[str]]] = []
+
+    def new(self, name: str) -> Tensor:
+        token = torch.zeros(1)
+        self.alive[name] += 1
+        self.peak[name] = max(self.peak[name], self.alive[name])
+        weakref.finalize(token.untyped_storage(), self._gone, name)
+        return token
+
+    def _gone(self, name: str) -> None:
+        self.alive[name] -= 1
+
+    def layer(self, name: str) -> Layer:
+        tokens = self
+
+        class Watching(RawMatmul):
+            def forward(self, h: Tensor) -> Tensor:
+                return Watched.apply(super().forward(h), name, tokens)
+
+        return Layer(name, Watching)
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    """What is let go is let go at once, not when the collector comes by."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_activations_live_from_forward_to_backward_and_dropped_ones_not_even_that_long() -> None:
+    tokens = Tokens()
+    model = between(*(tokens.layer(name) for name in ("kept0", "kept1", "dropped0", "dropped1")))
+    stage = stage_of(model, [1, 4, 1], 1, recompute=0.5)
+    received = hidden()
+    outputs, record = stage.forward([received], {}, (0, 0), stage.pin({}))
+    inputs = [weakref.ref(t) for held in record.held for t in held.inputs.values()]
+    del received
+    assert sorted(tokens.alive.elements()) == ["kept0", "kept1"]
+    assert tokens.peak["dropped0"] == 1
+    assert all(ref() is not None for ref in inputs)
+    stage.backward(record, {"h": torch.ones_like(outputs[0])})
+    assert [ref() for ref in inputs] == [None, None], "though the record itself is still here"
+    assert sorted(tokens.alive.elements()) == []
+    kept = ["kept0", "kept1"]
+    assert tokens.during_backward[0] == ("dropped1", ["dropped0", "dropped1", *kept]), "recomputed for the backward"
+    assert tokens.during_backward[2] == ("kept1", kept), "the later segment is gone before the earlier one starts"
+    assert tokens.during_backward[3][0] == "kept0"
+
+
+@pytest.mark.usefixtures("no_gc")
+@pytest.mark.parametrize(("schedule", "peaks"), [("gpipe", [6, 6, 6]), ("1f1b", [3, 2, 1]), ("pipedream", [3, 2, 1])])
+def test_a_pipeline_holds_no_more_activations_than_its_schedule_says(schedule: str, peaks: list[int]) -> None:
+    tokens = Tokens()
+    model = between(*(tokens.layer(name) for name in "abc"))
+    pipe = Pipeline(model, schedule=schedule, partition=[2, 1, 2], microbatches=6,
+                    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    list(pipe.train(rich_batches(2, 12)))
+    assert [tokens.peak[name] for name in "abc"] == peaks
+    assert sorted(tokens.alive.elements()) == []
+    assert len(tokens.during_backward) == 2 * 6 * 3
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_evaluation_holds_no_activations() -> None:
+    tokens = Tokens()
+    pipe = Pipeline(between(tokens.layer("a")), schedule="1f1b", partition=[1, 1, 1], microbatches=2,
+                    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    pipe.evaluate(rich_batches(4, 4))
+    assert (tokens.peak["a"], tokens.alive["a"]) == (1, 0)

@@ -1,0 +1,270 @@
+"""The public face: what it offers, what it refuses and with which words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import vpipe
+from vpipe import Layer, Model, Pipeline, Plan
+from vpipe.errors import RunError, UserError
+
+
+def model() -> Model:
+    torch.manual_seed(1)
+    return Model.sequential(nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 8), nn.Tanh(),
+                                          nn.Linear(8, 2)), nn.CrossEntropyLoss())
+
+
+def batches(count: int, samples: int = 8) -> list[dict[str, Tensor]]:
+    random = torch.Generator().manual_seed(2)
+    return [{"input": torch.randn(samples, 3, generator=random),
+             "target": torch.randint(2, (samples,), generator=random)} for _ in range(count)]
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def pipeline(**arguments: Any) -> Pipeline:
+    return Pipeline(model(), **{"optimizer": sgd, **arguments})
+
+
+def run(pipe: Pipeline, data: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, Tensor]]:
+    return [step.loss for step in pipe.train(data)], pipe.state_dict()
+
+
+def message(**arguments: Any) -> str:
+    with pytest.raises(UserError) as error:
+        pipeline(**arguments)
+    return str(error.value)
+
+
+# -- what there is -------------------------------------------------------------------------------------
+
+
+def test_the_public_names_are_four() -> None:
+    assert vpipe.__all__ == ["Layer", "Model", "Pipeline", "Plan"]
+    assert [getattr(vpipe, name).__name__ for name in vpipe.__all__] == vpipe.__all__
+    with pytest.raises(AttributeError, match="module 'vpipe' has no attribute 'Pipelin'"):
+        vpipe.Pipelin  # noqa: B018
+
+
+@pytest.mark.parametrize("use", ["import vpipe", "from vpipe import Plan; Plan((1,))", "import vpipe.errors",
+                                 "from vpipe.schedules.order import build; build('1f1b', ((0,), (1,)), 2)"])
+def test_what_needs_no_torch_does_not_load_it(use: str) -> None:
+    script = f"{use}\nimport sys\nassert 'torch' not in sys.modules, 'torch was loaded'"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+# -- arguments that do not fit -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("arguments", "text"), [
+    ({}, "error: neither stages nor a partition is given\nhint: say stages=4, or partition=[3, 2, 2, 2]"),
+    ({"stages": 7}, "error: 7 stages, but the model has only 6 layers\nhint: use between 1 and 6 stages"),
+    ({"stages": 0}, "error: 0 stages, but the model has only 6 layers\nhint: use between 1 and 6 stages"),
+    ({"partition": [1] * 7}, "error: 7 stages, but the model has only 6 layers\nhint: use at most 6 stages"),
+    ({"partition": []}, "error: 0 stages and 1 microbatches\nhint: a pipeline needs at least one of each"),
+    ({"stages": 3, "partition": [3, 3]},
+     "error: 3 stages, but the partition [3, 3] has 2\nhint: leave out stages, or give it as many entries"),
+    ({"partition": [3, 2]}, "error: partition [3, 2] adds up to 5 layers, but the model has 6\n"
+                            "hint: change it by +1 so that it adds up to 6"),
+    ({"stages": 2, "recompute": [0.5]},
+     "error: 1 recompute ratios for 2 stages\nhint: give one number, or one per stage"),
+    ({"stages": 2, "recompute": 1.5}, "\n".join(
+        f"error: recompute ratio 1.5 of stage {stage} is outside 0..1\n"
+        "hint: it is the share of the stage's layers to recompute, counted from its end" for stage in (0, 1))),
+    ({"stages": 2, "recompute": [0, -0.5]},
+     "error: recompute ratio -0.5 of stage 1 is outside 0..1\n"
+     "hint: it is the share of the stage's layers to recompute, counted from its end"),
+    ({"stages": 2, "recompute": [0.5, float("nan")]},
+     "error: recompute ratio nan of stage 1 is outside 0..1\n"
+     "hint: it is the share of the stage's layers to recompute, counted from its end"),
+    ({"stages": 2, "schedule": "1f2b"}, "error: no schedule is called '1f2b'\nhint: did you mean '1f1b'?"),
+    ({"stages": 2, "schedule": "zigzag"},
+     "error: no schedule is called 'zigzag'\nhint: known names: 1f1b, gpipe, pipedream"),
+    ({"stages": 2, "microbatches": 0}, "error: 2 stages and 0 microbatches\n"
+                                       "hint: a pipeline needs at least one of each"),
+    ({"stages": 2, "schedule": "pipedream", "microbatches": 6, "update_every": 4},
+     "error: update_every is 4, which does not divide 6 microbatches\nhint: choose one of [1, 2, 3, 6]"),
+    ({"stages": 2, "schedule": "pipedream", "update_every": 0},
+     "error: update_every is 0, which does not divide 1 microbatches\nhint: choose one of [1]"),
+    ({"stages": 2, "schedule": "gpipe", "microbatches": 4, "update_every": 2},
+     "error: update_every is 2, but 'gpipe' updates once per batch of 4 microbatches\n"
+     "hint: leave update_every out, or choose a schedule without a flush, such as pipedream"),
+    ({"stages": 2, "placement": [[0], [0]]},
+     "error: the placement [[0], [0]] does not give each of 2 stages a rank of its own from 0 to 1\n"
+     "hint: list one rank per stage, each rank once"),
+    ({"stages": 2, "placement": [[0, 1], [2]]},
+     "error: the placement [[0, 1], [2]] does not give each of 2 stages a rank of its own from 0 to 1\n"
+     "hint: list one rank per stage, each rank once"),
+    ({"stages": 2, "placement": [[0]]},
+     "error: the placement [[0]] does not give each of 2 stages a rank of its own from 0 to 1\n"
+     "hint: list one rank per stage, each rank once"),
+    ({"plan": Plan((3, 3), (0.5,))}, "error: 1 recompute ratios for 2 stages\nhint: give one number, or one per stage"),
+    ({"plan": Plan((3, 3), schedule="gpip")},
+     "error: no schedule is called 'gpip'\nhint: did you mean 'gpipe'?")])
+def test_an_argument_that_does_not_fit_is_named_with_its_remedy(arguments: dict[str, Any], text: str) -> None:
+    assert message(**arguments) == text
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+@pytest.mark.parametrize(("batch", "text"), [
+    ({"input": torch.zeros(6, 3), "target": torch.zeros(6, dtype=torch.int64)},
+     "error: a batch of 6 samples cannot be cut into 4 equal microbatches\n"
+     "hint: use batches of 4 or 8 samples, or drop the incomplete last batch"),
+    ({"input": torch.zeros(8, 3), "labels": torch.zeros(8)},
+     "error: a batch holds ['input', 'labels'], but not ['target']\n"
+     "hint: give every batch the fields ['input', 'target']"),
+    ({"input": torch.zeros(8, 3), "target": torch.zeros(4)},
+     "error: the fields of a batch disagree on the number of samples: {'input': 8, 'target': 4}\n"
+     "hint: dimension 0 of every field counts the samples")])
+def test_a_batch_that_does_not_fit_is_refused_wherever_it_goes(schedule: str, batch: Mapping[str, Tensor],
+                                                              text: str) -> None:
+    for use in (lambda pipe: list(pipe.train([batch])), lambda pipe: pipe.evaluate([batch])):
+        pipe = pipeline(stages=2, schedule=schedule, microbatches=4)
+        with pytest.raises(UserError) as error:
+            use(pipe)
+        assert str(error.value) == text
+
+
+@pytest.mark.parametrize("nothing", [[], iter([])])
+def test_there_must_be_something_to_evaluate(nothing: Any) -> None:
+    with pytest.raises(UserError) as error:
+        pipeline(stages=2).evaluate(nothing)
+    assert str(error.value) == "error: there is nothing to evaluate on\nhint: give evaluate at least one batch"
+
+
+def test_training_on_nothing_makes_no_step() -> None:
+    pipe = pipeline(stages=2)
+    before = pipe.state_dict()
+    assert list(pipe.train([])) == []
+    assert all(torch.equal(before[name], value) for name, value in pipe.state_dict().items())
+
+
+def test_a_loss_must_be_one_number() -> None:
+    vector = Model.sequential(nn.Sequential(nn.Linear(3, 2)), nn.CrossEntropyLoss(reduction="none"))
+    with pytest.raises(UserError) as error:
+        list(Pipeline(vector, stages=1, optimizer=sgd).train(batches(1)))
+    assert str(error.value) == ("error: the loss of microbatch 0 has shape [8]\n"
+                                "hint: the last layer must return one number: the mean over its samples")
+
+
+# -- what it does --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", [[[2], [0], [1]], [[1], [2], [0]], [[2], [1], [0]]])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "pipedream"])
+def test_stages_may_live_on_any_rank(schedule: str, placement: list[list[int]]) -> None:
+    arguments: dict[str, Any] = {"partition": [2, 2, 2], "schedule": schedule, "microbatches": 4, "grad_clip": 0.1}
+    losses, state = run(pipeline(**arguments), batches(3))
+    pipe = pipeline(**arguments, placement=placement)
+    moved, moved_state = run(pipe, batches(3))
+    assert moved == losses
+    assert all(torch.equal(state[name], value) for name, value in moved_state.items())
+    assert pipe.placement == tuple(map(tuple, placement))
+    assert [list(pipe.engine.workers[ranks[0]].stages) for ranks in placement] == [[0], [1], [2]]
+
+
+def test_a_plan_says_what_the_arguments_would() -> None:
+    plan = Plan((1, 4, 1), (0.0, 0.5, 1.0), ((2,), (0,), (1,)), "gpipe")
+    by_plan = pipeline(plan=plan, microbatches=2)
+    by_hand = pipeline(partition=[1, 4, 1], recompute=[0.0, 0.5, 1.0], placement=[[2], [0], [1]], schedule="gpipe",
+                       microbatches=2)
+    for pipe in (by_plan, by_hand):
+        assert (pipe.partition, pipe.recompute, pipe.placement, pipe.schedule) == (
+            (1, 4, 1), (0.0, 0.5, 1.0), ((2,), (0,), (1,)), "gpipe")
+    assert run(by_plan, batches(2))[0] == run(by_hand, batches(2))[0]
+
+
+def test_arguments_fill_what_a_plan_leaves_open() -> None:
+    pipe = pipeline(plan=Plan((3, 3)), recompute=0.5, schedule="pipedream")
+    assert (pipe.partition, pipe.recompute, pipe.placement, pipe.schedule) == (
+        (3, 3), (0.5, 0.5), ((0,), (1,)), "pipedream")
+    assert pipeline(plan=Plan((3, 3), schedule="gpipe"), schedule="1f1b").schedule == "1f1b", "an argument goes first"
+
+
+def test_what_is_not_said_is_one_forward_one_backward_balanced_by_parameters() -> None:
+    pipe = pipeline(stages=2)
+    assert (pipe.schedule, pipe.microbatches, pipe.recompute, pipe.rank) == ("1f1b", 1, (0.0, 0.0), 0)
+    assert pipe.partition == (1, 5)  # 32 | 0 0 72 0 18 parameters: the heavier part has 90
+
+
+def test_steps_carry_number_loss_rate_and_norm() -> None:
+    pipe = pipeline(stages=2, microbatches=2, grad_clip=1e-3, learning_rate_factor=lambda update: 0.5**update)
+    steps = list(pipe.train(batches(3)))
+    assert [step.index for step in steps] == [0, 1, 2]
+    assert [step.learning_rate for step in steps] == [0.1, 0.05, 0.025]
+    assert all(step.gradient_norm > 1e-3 for step in steps), "before clipping"
+    assert not any(step.stop for step in steps)
+    assert [step.index for step in pipe.train(batches(1))] == [3], "numbers go on"
+
+
+def test_the_rate_of_an_asynchronous_step_is_its_own_though_later_stages_are_ahead() -> None:
+    """Stage 0 has nothing to train, so the rate is that of stage 1, which is an update ahead when stage 0 steps."""
+    net = Model.sequential(nn.Sequential(nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 2)), nn.CrossEntropyLoss())
+    pipe = Pipeline(net, stages=3, schedule="pipedream", microbatches=2, optimizer=sgd,
+                    learning_rate_factor=lambda update: 0.5**update)
+    assert [step.learning_rate for step in pipe.train(batches(3))] == [0.1 * 0.5**update for update in range(6)]
+
+
+def test_a_model_with_nothing_to_train_has_no_rate() -> None:
+    frozen = Model.sequential(nn.Sequential(nn.Linear(3, 3).requires_grad_(False), nn.Tanh()), nn.MSELoss())
+    pipe = Pipeline(frozen, stages=2, optimizer=sgd, grad_clip=1.0)
+    (step,) = pipe.train([{"input": torch.randn(4, 3), "target": torch.randn(4, 3)}])
+    assert step.learning_rate is None
+    assert step.gradient_norm == 0
+
+
+def test_an_optimizer_may_want_names() -> None:
+    seen: list[list[str]] = []
+
+    class ByName:
+        def from_named(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer | None:
+            seen.append(list(named))
+            return torch.optim.SGD(named.values(), lr=0.1) if named else None
+
+    list(pipeline(partition=[1, 2, 3], optimizer=ByName()).train(batches(1)))
+    assert seen == [["0.weight", "0.bias"], [], ["3.weight", "3.bias", "5.weight", "5.bias"]]
+
+
+def test_the_state_is_a_copy() -> None:
+    pipe = pipeline(stages=2)
+    first = pipe.state_dict()
+    list(pipe.train(batches(1)))
+    assert not torch.equal(first["0.weight"], pipe.state_dict()["0.weight"])
+
+
+def test_a_failure_in_a_layer_says_where_and_a_failed_pipeline_does_not_go_on() -> None:
+    class Fails(nn.Module):
+        def forward(self, hidden: Tensor) -> Tensor:
+            raise KeyError("broken")
+
+    failing = Model([Layer("first", lambda: nn.Linear(3, 3), ("x",)), Layer("fails", Fails, ("h",), ("loss",))], ("x",))
+    pipe = Pipeline(failing, stages=2, optimizer=sgd)
+    with pytest.raises(RunError) as error:
+        list(pipe.train([{"x": torch.zeros(2, 3)}]))
+    assert str(error.value) == ("error: KeyError: 'broken' (rank 1, stage 1, action 1F0)\n"
+                                "hint: the log of the rank has the traceback")
+    assert isinstance(error.value.__cause__, KeyError)
+    with pytest.raises(RunError, match="this pipeline failed before and cannot go on\nhint: build a new one"):
+        list(pipe.train([{"x": torch.zeros(2, 3)}]))
+    with pytest.raises(RunError, match="this pipeline failed before"):
+        pipe.evaluate([{"x": torch.zeros(2, 3)}])
+
+
+def test_what_goes_wrong_while_batches_are_read_reaches_the_caller() -> None:
+    def torn() -> Iterator[dict[str, Tensor]]:
+        yield from batches(1)
+        raise OSError("the disk is gone")
+
+    for schedule in ("1f1b", "pipedream"):
+        with pytest.raises(OSError, match="the disk is gone"):
+            list(pipeline(stages=2, schedule=schedule).train(torn()))

@@ -1,0 +1,51 @@
+"""What a run shows while it trains."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from tqdm import tqdm
+
+from vpipe.runtime.engine import Step
+from vpipe.train.metrics import Metrics
+
+log = logging.getLogger("vpipe")
+
+
+class Progress:
+    """Updates, loss, tokens per second, time left: a bar on a terminal, elsewhere a line every ``every`` updates.
+
+    The lines also go to the log of each rank.
+    """
+
+    def __init__(self, updates: int | None, every: int, show: bool) -> None:
+        self._updates, self._every, self._show = updates, every, show
+        self._terminal = sys.stderr.isatty()
+        self._bar = tqdm(total=updates, disable=not show or not self._terminal, unit="update", file=sys.stderr,
+                         dynamic_ncols=True, mininterval=0.2, smoothing=0.05,
+                         bar_format="{n_fmt}/{total_fmt} |{bar}| {desc} {elapsed}<{remaining}")
+
+    def update(self, step: Step, metrics: Metrics) -> None:
+        text = f"loss {step.loss:.3f}  {metrics.recent_tokens_per_s:,.0f} tokens/s"
+        self._bar.set_description_str(text, refresh=False)
+        self._bar.update()
+        done, total = step.index + 1, self._updates
+        if done % self._every == 0 or done == total:
+            of = f"/{total}" if total else ""
+            left = f", {tqdm.format_interval(metrics.time_s / done * (total - done))} left" if total else ""
+            self.note(f"update {done}{of}: {text}  {tqdm.format_interval(metrics.time_s)}{left}", on_terminal=False)
+
+    def note(self, text: str, on_terminal: bool = True) -> None:
+        """A line in the log; also on the screen, above the bar where there is one."""
+        log.info(text)
+        if self._show and not self._terminal:
+            print(text, file=sys.stderr, flush=True)
+        elif self._show and on_terminal:
+            self._bar.write(text, file=sys.stderr)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._bar.close()
