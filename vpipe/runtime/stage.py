@@ -21,7 +21,7 @@ DropoutKey = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Segment:
+class Span:
     """Consecutive layers of a stage that are kept, or dropped and recomputed, together."""
 
     layers: tuple[tuple[int, Layer, nn.Module], ...]
@@ -32,7 +32,7 @@ class Segment:
 
 @dataclass(slots=True)
 class Held:
-    """What the backward of one segment needs: its inputs as leaves, and the edges of its outputs if kept."""
+    """What the backward of one span needs: its inputs as leaves, and the edges of its outputs if kept."""
 
     inputs: dict[str, Tensor]
     edges: dict[str, GradientEdge] | None
@@ -68,9 +68,9 @@ class Stage:
         self._share_ties()
         self.weights, self.borrowed = self._collect()
         dropped = int(recompute * len(spec.layers))
-        self._segments = list(self._cut(model, spec.layers.stop - dropped))
+        self._spans = list(self._cut(model, spec.layers.stop - dropped))
         self.recomputes = dropped > 0
-        self._spanning = self._in_several_segments()
+        self._shared = self._in_several_spans()
 
     def _share_ties(self) -> None:
         """Within the stage, tied parameters are one object."""
@@ -108,19 +108,19 @@ class Stage:
         return (Weights(parameters, slots),
                 {owner: Weights(lent[owner], lent_slots[owner]) for owner in sorted(lent)})
 
-    def _cut(self, model: Model, kept_end: int) -> Iterator[Segment]:
+    def _cut(self, model: Model, kept_end: int) -> Iterator[Span]:
         start, stop = self.spec.layers.start, self.spec.layers.stop
-        for span, recomputed in ((range(start, kept_end), False), (range(kept_end, stop), True)):
-            if span:
-                yield Segment(tuple((i, model.layers[i], self.modules[i]) for i in span),
-                              self.spec.inputs if span.start == start else alive(model, span.start),
-                              self.spec.outputs if span.stop == stop else alive(model, span.stop),
-                              recomputed)
+        for here, recomputed in ((range(start, kept_end), False), (range(kept_end, stop), True)):
+            if here:
+                yield Span(tuple((i, model.layers[i], self.modules[i]) for i in here),
+                           self.spec.inputs if here.start == start else alive(model, here.start),
+                           self.spec.outputs if here.stop == stop else alive(model, here.stop),
+                           recomputed)
 
-    def _in_several_segments(self) -> list[str]:
-        """Own parameters tied across segments: one backward of a whole graph would sum their parts first."""
-        uses = Counter(id(p) for segment in self._segments
-                       for p in {id(p): p for _, _, module in segment.layers for p in module.parameters()}.values())
+    def _in_several_spans(self) -> list[str]:
+        """Own parameters tied across spans: one backward of a whole graph would sum their parts first."""
+        uses = Counter(id(p) for span in self._spans
+                       for p in {id(p): p for _, _, module in span.layers for p in module.parameters()}.values())
         named = zip(self.weights.names, self.weights.leaves(), strict=True)
         return [name for name, leaf in named if uses[id(leaf)] > 1]
 
@@ -141,9 +141,9 @@ class Stage:
         tensors = dict(zip(self.spec.inputs, received, strict=True))
         record = Record([], {name: fields[name] for name in self.spec.fields}, key, pins)
         with self._random_state():
-            for segment in self._segments:
-                inputs = {name: tensors[name] for name in segment.inputs}
-                edges, tensors = self._forward_segment(segment, inputs, record)
+            for span in self._spans:
+                inputs = {name: tensors[name] for name in span.inputs}
+                edges, tensors = self._forward_span(span, inputs, record)
                 record.held.append(Held(inputs, edges))
         return [_in_memory(tensors[name]) for name in self.spec.outputs], record
 
@@ -153,34 +153,34 @@ class Stage:
         tensors = dict(zip(self.spec.inputs, received, strict=True))
         record = Record([], {name: fields[name] for name in self.spec.fields}, key, {})
         with self._random_state():
-            for segment in self._segments:
-                tensors = self._run(segment, {name: tensors[name] for name in segment.inputs}, record)
+            for span in self._spans:
+                tensors = self._run(span, {name: tensors[name] for name in span.inputs}, record)
         return [_in_memory(tensors[name]) for name in self.spec.outputs]
 
-    def _forward_segment(self, segment: Segment, inputs: dict[str, Tensor],
+    def _forward_span(self, span: Span, inputs: dict[str, Tensor],
                          record: Record) -> tuple[dict[str, GradientEdge] | None, dict[str, Tensor]]:
         edges = None
-        if segment.recomputed:
+        if span.recomputed:
             # With a graph that saves nothing, not without one: some layers compute other numbers then (nn.LSTM does).
             with saved_tensors_hooks(_save_nothing, _unused):
-                outputs = self._run(segment, inputs, record)
+                outputs = self._run(span, inputs, record)
         else:
-            outputs = self._run(segment, inputs, record)
+            outputs = self._run(span, inputs, record)
             edges = {name: get_gradient_edge(t) for name, t in outputs.items() if t.requires_grad}
         return edges, {name: t.detach().requires_grad_(t.requires_grad) for name, t in outputs.items()}
 
-    def _run(self, segment: Segment, inputs: Mapping[str, Tensor], record: Record) -> dict[str, Tensor]:
+    def _run(self, span: Span, inputs: Mapping[str, Tensor], record: Record) -> dict[str, Tensor]:
         tensors = {**record.fields, **inputs}
         before = [t._version for t in tensors.values()]
         given = list(tensors.values())
-        for i, layer, module in segment.layers:
+        for i, layer, module in span.layers:
             self._seed(record.key, i)
             result = self._call(layer, module, [tensors[name] for name in layer.inputs])
             tensors.update(zip(layer.outputs, result, strict=True))
         for tensor, version in zip(given, before, strict=True):
             if tensor._version != version:
-                raise self._in_place(segment.layers[0][1].name)
-        return {name: tensors[name] for name in segment.outputs}
+                raise self._in_place(span.layers[0][1].name)
+        return {name: tensors[name] for name in span.outputs}
 
     def _call(self, layer: Layer, module: nn.Module, arguments: list[Tensor]) -> tuple[Tensor, ...]:
         try:
@@ -212,26 +212,26 @@ class Stage:
         Returns:
             The gradients of the inputs that require one, in order. Parameters accumulate theirs.
         """
-        with self.weights.added_at_once(self._spanning):
-            for segment in reversed(self._segments):
-                gradients = self._backward_segment(segment, record, gradients)
+        with self.weights.added_at_once(self._shared):
+            for span in reversed(self._spans):
+                gradients = self._backward_span(span, record, gradients)
         return [_in_memory(gradients[name]) for name in self.spec.inputs if name in gradients]
 
-    def _backward_segment(self, segment: Segment, record: Record, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _backward_span(self, span: Span, record: Record, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         held = record.held.pop()
-        edges = held.edges if held.edges is not None else self._recompute(segment, held, record)
+        edges = held.edges if held.edges is not None else self._recompute(span, held, record)
         names = [name for name in edges if name in gradients]
         if names:
             torch.autograd.backward([edges[name] for name in names], [gradients[name] for name in names])
         return {name: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
                 for name, leaf in held.inputs.items() if leaf.requires_grad}
 
-    def _recompute(self, segment: Segment, held: Held, record: Record) -> dict[str, GradientEdge]:
-        """The segment's forward again, with a graph: same inputs, weights and random numbers; buffers untouched."""
-        buffers = [buffer for _, _, module in segment.layers for buffer in module.buffers()]
+    def _recompute(self, span: Span, held: Held, record: Record) -> dict[str, GradientEdge]:
+        """The span's forward again, with a graph: same inputs, weights and random numbers; buffers untouched."""
+        buffers = [buffer for _, _, module in span.layers for buffer in module.buffers()]
         saved = [buffer.clone() for buffer in buffers]
         with self._random_state():
-            outputs = self._run(segment, held.inputs, record)
+            outputs = self._run(span, held.inputs, record)
         for buffer, value in zip(buffers, saved, strict=True):
             buffer.data.copy_(value)
         return {name: get_gradient_edge(t) for name, t in outputs.items() if t.requires_grad}
