@@ -104,13 +104,17 @@ class Pipeline:
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean loss over all samples, forward only, modules in evaluation mode; the same number on every rank.
 
-        May be called between steps of :meth:`train`: training goes on undisturbed. An asynchronous
-        pipeline drains first, so the weights are those after all updates of what was in flight.
+        Every rank must call it, after the same step. With a flush training goes on undisturbed. An asynchronous
+        pipeline drains first, so the weights are those after all updates of what was in flight, and fills again
+        afterwards: which versions the next microbatches use is then as at the start of training.
         """
         return self.engine.evaluate(batches)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The whole model on every rank: ``"<layer name>.<parameter>"``; a tied parameter under its owner's name."""
+        """The whole model on every rank: ``"<layer name>.<parameter>"``; a tied parameter under its owner's name.
+
+        Every rank must call it, after the same step; an asynchronous pipeline drains first.
+        """
         return self.engine.state()
 
 

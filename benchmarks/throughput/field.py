@@ -8,9 +8,11 @@ from dataclasses import replace
 from entrant import Entrant
 from plain_entrants import plain_entrants
 from torch_entrants import torch_entrants
-from vpipe_entrants import vpipe_entrants
+from vpipe_entrants import stream_entrants, vpipe_entrants
 
 MICROBATCHES = (4, 8, 16)
+STREAMED = (1, 2, 4, 8, 16)
+"""Microbatches per update without a flush, where few do not mean a bubble."""
 CUT = (12, 6)
 """Layers per stage for two stages: embedding and 5.5 blocks | 2.5 blocks and the head."""
 QUARTERS = (6, 5, 6, 1)
@@ -21,22 +23,22 @@ QUARTERED = ((5, 6, 6, 1), (6, 5, 6, 1), (6, 6, 5, 1), (7, 6, 4, 1), (7, 5, 5, 1
 
 def contest(only: str) -> list[Entrant]:
     """Those whose names match; those of vpipe and of torch alternate."""
-    field = {entrant.name: entrant for entrant in plain_entrants()}
-    for m in MICROBATCHES:
-        both = (*vpipe_entrants((m,), CUT), *torch_entrants((m,), CUT, QUARTERS))
-        field |= {entrant.name: entrant for entrant in both}
-    return [entrant for entrant in field.values() if re.search(only, entrant.name)]
+    field = list(plain_entrants())
+    for m in sorted({*STREAMED, *MICROBATCHES}):
+        flushed = (m,) if m in MICROBATCHES else ()
+        field += [*stream_entrants((m,) if m in STREAMED else (), CUT), *torch_entrants(flushed, CUT, QUARTERS),
+                  *vpipe_entrants(flushed, CUT)]
+    return [entrant for entrant in field if re.search(only, entrant.name)]
 
 
 def cuts(only: str) -> list[Entrant]:
-    """1F1B and interleaved 1F1B cut in many ways, to find the best."""
+    """1F1B, PipeDream and interleaved 1F1B cut in many ways, to find the best."""
     field = []
     for cut in CUTS:
-        for entrant in (*vpipe_entrants((8,), cut), *torch_entrants((8,), cut, QUARTERS)):
-            if "1f1b" in entrant.name or "pipedream m8" in entrant.name:
-                field.append(replace(entrant, name=f"{entrant.name} {cut}"))
-    for cut in QUARTERED:
-        for entrant in torch_entrants((4,), CUT, cut):
-            if "interleaved" in entrant.name:
-                field.append(replace(entrant, name=f"{entrant.name} {cut}"))
+        every = (*vpipe_entrants((8,), cut), *torch_entrants((8,), cut, QUARTERS), *stream_entrants((2, 4), cut))
+        field += [replace(entrant, name=f"{entrant.name} {cut}") for entrant in every
+                  if "1f1b" in entrant.name or "pipedream" in entrant.name]
+    for quarters in QUARTERED:
+        field += [replace(entrant, name=f"{entrant.name} {quarters}")
+                  for entrant in torch_entrants((4,), CUT, quarters) if "interleaved" in entrant.name]
     return [entrant for entrant in field if re.search(only, entrant.name)]

@@ -20,13 +20,16 @@ def _updates(schedule: str, microbatches: int, update_every: int | None, cut: Se
 
 
 def vpipe_entrants(microbatches: Sequence[int], cut: Sequence[int]) -> Iterator[Entrant]:
-    """1F1B, GPipe and PipeDream for every number of microbatches; PipeDream also with one of 16 samples.
-
-    PipeDream makes an update of 16 samples like the others, but without waiting for the pipeline to empty:
-    it goes on as one long stream from turn to turn.
-    """
+    """1F1B and GPipe for every number of microbatches."""
     for m in microbatches:
         for schedule in ("1f1b", "gpipe"):
             yield Entrant(f"vpipe {schedule} m{m}", "vpipe", partial(_updates, schedule, m, None, cut))
-    for m in (1, *microbatches):
+
+
+def stream_entrants(microbatches: Sequence[int], cut: Sequence[int]) -> Iterator[Entrant]:
+    """PipeDream: an update of 16 samples like the others, but without waiting for the pipeline to empty.
+
+    It goes on as one long stream from turn to turn, so it needs no more than one microbatch per update.
+    """
+    for m in microbatches:
         yield Entrant(f"vpipe pipedream m{m}", "vpipe", partial(_updates, "pipedream", m, m, cut), exact=False)

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from vpipe.errors import UserError
+from vpipe.errors import RunError, UserError
 
 
 def join_world(backend: str = "gloo", timeout_s: float = 60.0) -> int:
@@ -24,7 +24,13 @@ def join_world(backend: str = "gloo", timeout_s: float = 60.0) -> int:
         return 0
     if backend == "nccl" and torch.cuda.device_count() < 1:
         raise UserError("backend nccl, but this machine has no GPU", hint="use backend: gloo")
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    rank = int(os.environ["RANK"])
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise RunError(f"rank {rank} could not join the others: {str(error).splitlines()[0]}",
+                       hint="a rank ended or is slow to start: see its log, or raise parallel.timeout_s",
+                       rank=rank, peer=0 if rank else None) from error
     atexit.register(_leave)
     return dist.get_world_size()
 

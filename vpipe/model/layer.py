@@ -150,6 +150,8 @@ class _WithLoss(nn.Module):
         super().__init__()
         self._parameters, self._buffers, self._modules = child._parameters, child._buffers, child._modules
         self._own = (child, loss)
+        if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
+            raise UserError("the loss has parameters to train", hint="make it the last child, or write a Layer for it")
 
     def train(self, mode: bool = True) -> _WithLoss:
         self._own[0].train(mode)

@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from time import perf_counter
 
 import torch
@@ -24,6 +25,7 @@ are ranks. The checker has proved that even 0 would not deadlock: this only boun
 HEADER_BYTES = 4096
 MOST_TENSORS = 62
 _KINDS = "FBWGLN"
+_generations = count()
 
 
 @dataclass
@@ -48,10 +50,11 @@ class Distributed:
         self.bytes_sent = 0
         self.wait_s = 0.0
         self._device, self._timeout, self._describe = device, timedelta(seconds=timeout_s), describe
-        self._through_host = device.type != "cpu" and dist.get_backend() == "gloo"
-        self._carrier = torch.device("cpu") if self._through_host else device
+        self._carrier = torch.device("cpu") if dist.get_backend() == "gloo" else device
         # nccl knows no tags and keeps one order per pair of ranks and group; the checker proves one per kind.
         self._groups = [dist.new_group() for _ in _KINDS] if dist.get_backend() == "nccl" else []
+        # What an abandoned pipeline left under way must not match a later one's; every rank builds them in one order.
+        self._generation = next(_generations)
         self._posted: dict[tuple[int, Key], _Posted] = {}
         self._sent: dict[tuple[int, str], deque[tuple[Key, list[dist.Work], list[Tensor]]]] = defaultdict(deque)
 
@@ -59,11 +62,11 @@ class Distributed:
         behind = self._sent[peer, key.kind]
         while len(behind) >= SENDS_BEHIND + (0 if key.kind in "FB" else dist.get_world_size()):
             self._complete(peer, *behind.popleft())
-        carried = [t.to(self._carrier) if self._through_host else t.detach() for t in tensors]
+        carried = [t.detach().to(self._carrier).contiguous() for t in tensors]
         # Even an empty tensor keeps its turn, so that both sides count alike.
         with self._failing(peer, key, "sending"):
-            work = [self._isend(_header(tensors).to(self._carrier), peer, _tag(key, MOST_TENSORS))] if announce else []
-            work += [self._isend(t, peer, _tag(key, i)) for i, t in enumerate(carried) if t.numel()]
+            work = [self._isend(_header(tensors).to(self._carrier), peer, key, MOST_TENSORS)] if announce else []
+            work += [self._isend(t, peer, key, i) for i, t in enumerate(carried) if t.numel()]
         self.bytes_sent += sum(t.nbytes for t in carried)
         behind.append((key, work, carried))
 
@@ -71,7 +74,7 @@ class Distributed:
         with self._failing(peer, key, "receiving"):
             if specs is None:
                 header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=self._carrier)
-                posted = _Posted(None, [self._irecv(header, peer, _tag(key, MOST_TENSORS))], [header])
+                posted = _Posted(None, [self._irecv(header, peer, key, MOST_TENSORS)], [header])
             else:
                 posted = self._receive(peer, key, specs)
         self._posted[peer, key] = posted
@@ -105,14 +108,16 @@ class Distributed:
 
     def _receive(self, peer: int, key: Key, specs: Sequence[Spec]) -> _Posted:
         buffers = [torch.empty(spec.shape, dtype=spec.dtype, device=self._carrier) for spec in specs]
-        return _Posted(specs, [self._irecv(b, peer, _tag(key, i)) for i, b in enumerate(buffers) if b.numel()], buffers)
+        return _Posted(specs, [self._irecv(b, peer, key, i) for i, b in enumerate(buffers) if b.numel()], buffers)
 
-    def _isend(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+    def _isend(self, tensor: Tensor, peer: int, key: Key, number: int) -> dist.Work:
+        tag = _tag(key, number, self._generation)
         work = dist.isend(tensor, peer, group=self._group_of(tag), tag=tag)
         assert work is not None, "this rank is in the default group"
         return work
 
-    def _irecv(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+    def _irecv(self, tensor: Tensor, peer: int, key: Key, number: int) -> dist.Work:
+        tag = _tag(key, number, self._generation)
         work = dist.irecv(tensor, peer, group=self._group_of(tag), tag=tag)
         assert work is not None, "this rank is in the default group"
         return work
@@ -152,7 +157,7 @@ class _Failing:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError):
+        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
             raise self._transport.failure(error, self._peer, self._key, self._doing) from error
 
 
@@ -165,9 +170,10 @@ def _failure(error: RuntimeError, rank: int, peer: int | None, gave_up: str, los
     return RunError(f"{lost}: {text}", hint="that rank ended first: its log says why", rank=rank, peer=peer)
 
 
-def _tag(key: Key, number: int) -> int:
+def _tag(key: Key, tensor: int, generation: int) -> int:
     """A number below 2**31 for a tensor of a transfer, unique among those under way at one time."""
-    return ((key.number % 4096) * 8 + _KINDS.index(key.kind)) * 65536 + (key.stage % 1024) * 64 + number
+    turn = generation % 16 * 256 + key.number % 256
+    return (turn * 8 + _KINDS.index(key.kind)) * 65536 + (key.stage % 1024) * 64 + tensor
 
 
 def _header(tensors: Sequence[Tensor]) -> Tensor:

@@ -154,11 +154,15 @@ class Engine:
             self._microbatches_done += microbatches
             first += microbatches
             for update in updates:
-                yield self._step(segment, update)
+                step = self._step(segment, update)
+                for worker in self.workers.values():
+                    worker.transport.finish()  # the loss has arrived everywhere: this process may end now
+                yield step
 
     def _train_stream(self, feed: Feed) -> Iterator[Step]:
         first, every = 0, self._schedule.update_every
         while feed.has(first):
+            self.drain()  # of another call of train
             segment = Segment(feed, first, self._microbatches_done, every, training=True)
             stream = self._stream = _Stream(segment, self._run(segment, self._streamed(feed, first)))
             for update in stream.updates:
@@ -208,6 +212,7 @@ class Engine:
                 undisturbed.enter_context(worker.evaluating())
             while (head := next(source, None)) is not None:
                 feed = self._feed(chain([head], islice(source, group - 1)))
+                feed.has(group * self._settings.microbatches - 1)  # a bad batch is refused before anything runs
                 segment = Segment(feed, 0, 0, self._settings.microbatches, training=False)
                 for _ in self._run(segment, self._forward_only(feed)):
                     pass
@@ -366,6 +371,9 @@ class Engine:
 
     def state(self) -> dict[str, Tensor]:
         """Parameters and buffers of the whole model, on every rank, in the order of the layers."""
+        if self._broken:
+            raise RunError("this pipeline failed in the middle of an update: its stages are at different versions",
+                           hint="keep a state_dict() from between steps, and build a new pipeline")
         self.drain()
         local = {s: stage.state() for worker in self.workers.values() for s, stage in worker.stages.items()}
         whole: dict[str, Tensor] = {}

@@ -102,6 +102,8 @@ class Stage:
         lent: dict[int, dict[str, nn.Parameter]] = {}
         lent_slots: dict[int, dict[str, list[Slot]]] = {}
         for own, (owner, target) in self.spec.borrowed.items():
+            if own not in parameters:
+                continue  # shares its place with a name already seen
             # Several parameters here may be tied to the same one there: they are one value.
             lent.setdefault(owner, {}).setdefault(target, parameters.pop(own))
             lent_slots.setdefault(owner, {}).setdefault(target, []).extend(slots.pop(own))

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from vpipe.errors import UserError
 from vpipe.model.split import Ties
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport import Key, Spec, Transport
@@ -28,6 +29,11 @@ class TiedWeights:
         self._ties, self._stages, self._transport = ties, stages, transport
         self._rank_of = [ranks[0] for ranks in placement]
         self._posted: dict[int, deque[int]] = defaultdict(deque)  # versions on their way, by owner
+        for owner in set(ties) & set(stages):
+            names = {name for borrowed in ties[owner].values() for name in borrowed}
+            for name in sorted(names - set(stages[owner].weights.names)):
+                raise UserError(f"'{name}' is tied to a parameter of another stage, but is no trainable parameter",
+                                hint="correct the name, or let it require a gradient, or leave out the tie")
 
     # -- the owner's side
 

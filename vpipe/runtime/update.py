@@ -52,7 +52,7 @@ class Update:
         """Make the next version of a stage's weights."""
         optimizer = self.optimizers[stage]
         if self.global_norm:
-            norms = {other: transport.take(rank, Key("N", other, number))[0]
+            norms = {other: transport.take(rank, Key("N", other, number))[0].cpu()
                      for other, (rank, _) in self._peers.items()}
             norms[stage] = self._norms.pop((stage, number))
             self._scale(weights, torch.cat([norms[s] for s in sorted(norms)]))

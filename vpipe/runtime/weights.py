@@ -1,7 +1,7 @@
 """Weight versions: values that microbatches hold, not a state the module is in.
 
 A forward pins the latest version; the backward of the same microbatch runs with that version; a
-version that nobody pins and that is not the latest gives its memory back. The optimizer steps master
+version that nobody pins and that is not the latest gives its memory to the next one. The optimizer steps master
 parameters of its own, which share memory with the latest version. A step writes in place when no
 microbatch holds the latest version, and into fresh memory when one does. So a schedule with a flush,
 and the last stage of any, holds one version and copies nothing, and stage s of p under PipeDream
