@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
 from models import plain_sequential, rich_batches, rich_model, sequential_batches
 from torch import Tensor, nn
 
-from vpipe import Pipeline
+from vpipe import Model, Pipeline
+from vpipe.errors import RunError, UserError
 from vpipe.train.oracle import Recipe, asynchronous_oracle, evaluate_oracle, flush_oracle
 
 
@@ -180,3 +182,34 @@ def test_the_random_state_of_the_caller_is_left_alone() -> None:
     list(pipe.train(rich_batches(1, 4)))
     pipe.evaluate(rich_batches(1, 4))
     assert torch.equal(torch.rand(4), expected)
+
+
+def test_two_loops_over_one_asynchronous_pipeline_take_turns() -> None:
+    model = rich_model()
+    pipe = Pipeline(model, partition=[3, 3, 2], schedule="pipedream", microbatches=1, optimizer=AdamW(), seed=2)
+    first, second = pipe.train(rich_batches(9, 4)), pipe.train(rich_batches(9, 4, seed=8))
+    indices = [step.index for pair in zip(first, second, strict=True) for step in pair]
+    assert sorted(indices) == list(range(18))
+
+
+def test_a_pipeline_that_failed_in_an_update_gives_no_torn_model() -> None:
+    pipe = Pipeline(rich_model(), partition=[3, 3, 2], schedule="pipedream", microbatches=2, optimizer=AdamW())
+    batches = [*rich_batches(4, 4), *rich_batches(1, 3)]  # the last cannot be cut in two
+    with pytest.raises(UserError, match="3 samples cannot be cut into 2"):
+        list(pipe.train(batches))
+    with pytest.raises(RunError, match="different versions"):
+        pipe.state_dict()
+
+
+def test_a_bad_evaluation_batch_leaves_the_pipeline_usable() -> None:
+    pipe = Pipeline(rich_model(), partition=[3, 3, 2], schedule="1f1b", microbatches=2, optimizer=AdamW())
+    with pytest.raises(UserError, match="3 samples cannot be cut into 2"):
+        pipe.evaluate([*rich_batches(1, 4), *rich_batches(1, 3)])
+    assert len(list(pipe.train(rich_batches(2, 4)))) == 2
+
+
+def test_a_tie_to_a_parameter_that_does_not_exist_is_refused() -> None:
+    layers = list(rich_model(tied=False).layers)
+    layers[-1] = replace(layers[-1], ties={"decoder.weight": "embed.word.wieght"})
+    with pytest.raises(UserError, match=r"'embed.word.wieght' is tied .* but is no trainable parameter"):
+        Pipeline(Model(layers, batch=("ids", "labels")), stages=2, schedule="1f1b", optimizer=AdamW())
