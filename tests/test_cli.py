@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -20,6 +21,11 @@ from vpipe.cli import main
 from vpipe.data.bert_fields import STORAGE
 from vpipe.data.hdf5_shard import write_shard
 from vpipe.data.synthetic import synthetic_bert
+from vpipe.schedules.csv_file import write_csv
+from vpipe.schedules.lower import lower
+from vpipe.schedules.order import build
+from vpipe.schedules.registry import schedule_names
+from vpipe.schedules.size import default_placement
 
 VPIPE = Path(sys.executable).with_name("vpipe")
 FLAT = """\
@@ -346,3 +352,149 @@ def test_a_closed_pipe_shows_no_traceback(here: Path) -> None:
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
+
+
+# -- schedules -----------------------------------------------------------------------------------------
+
+LARGE = ["--stages", "4", "--microbatches", "8"]
+
+
+@pytest.mark.parametrize(("arguments", "what", "hint"), [
+    ([], "which schedule?", "name one of "),
+    (["1f1bb", *LARGE], "no schedule is called '1f1bb'", "did you mean '1f1b'?"),
+    (["1f1b"], "--stages is missing", "say how large: --stages 4 --microbatches 8"),
+    (["1f1b", "--stages", "4"], "--microbatches is missing", "say how large"),
+    (["1f1b", "--stages", "0", "--microbatches", "8"], "--stages is 0", "give a whole number, 1 or more"),
+    (["1f1b", "--stages", "4", "--microbatches", "-8"], "--microbatches is -8", "give a whole number, 1 or more"),
+    (["1f1b", "--stages", "x", "--microbatches", "8"], "argument --stages: invalid int value: 'x'",
+     "vpipe schedule --help says how"),
+    (["interleaved", *LARGE, "--chunks", "0"], "--chunks is 0", "give a whole number, 1 or more"),
+    (["interleaved", "--stages", "4", "--microbatches", "7"],
+     "'interleaved' sends microbatches round in groups of 4", "use 4 or 8 microbatches"),
+    (["1f1b", *LARGE, "--chunks", "2"], "--chunks is 2, but '1f1b' holds 1 stage on each rank",
+     "leave --chunks out, or choose a schedule with any number: "),
+    (["1f1b", "--stages", "4000", "--microbatches", "1000000"],
+     "4000 ranks and 1000000 microbatches are 8,000,000,000 forwards and backwards", "stay below 1,000,000"),
+    (["zb_h2", "--stages", "4", "--microbatches", "0"], "--microbatches is 0", "give a whole number, 1 or more"),
+    (["1f1b", *LARGE, "--update-every", "2"], "update_every is 2, but '1f1b' updates once per batch",
+     "leave update_every out"),
+    (["pipedream", *LARGE, "--update-every", "3"], "update_every is 3, which does not divide 8 microbatches",
+     "choose one of [1, 2, 4, 8]"),
+    (["1f1b", *LARGE, "--format", "pdf"], "vpipe schedule has no --format 'pdf'", "known names: csv, json, svg, text"),
+    (["1f1b", *LARGE, "--formt", "svg"], "vpipe schedule knows no '--formt'", "did you mean '--format'?"),
+    (["1f1b", *LARGE, "--costs", "1,2"], "--costs has 2 numbers, not 3 or 4: '1,2'", "write --costs F,I,W,transfer"),
+    (["1f1b", *LARGE, "--costs", ""], "--costs has 1 number, not 3 or 4: ''", "write --costs F,I,W,transfer"),
+    (["1f1b", *LARGE, "--costs", "1,x,1,0"], "--costs has 'x', which is no number", "write --costs F,I,W,transfer"),
+    (["1f1b", *LARGE, "--costs", "1,nan,1,0"], "--costs has nan", "give numbers from 0 to 1e9"),
+    (["1f1b", *LARGE, "--costs", "1,-1,1,0"], "--costs has -1", "give numbers from 0 to 1e9"),
+    (["1f1b", *LARGE, "--costs", "1,1e400,1,0"], "--costs has 1e400", "give numbers from 0 to 1e9"),
+    (["1f1b", *LARGE, "--costs", "1,0,0,0"], "--costs has a forward of 1 and a backward of 0", "both take time"),
+    (["--all"], "--stages is missing", "say how large"),
+    (["--all", "1f1b", *LARGE], "--all and '1f1b'", "name a schedule, or compare all of them"),
+    (["--all", *LARGE, "--format", "svg"], "--all prints a table, not svg", "leave --format out"),
+    (["none.csv"], "there is no file 'none.csv'", "check the path"),
+    (["./none"], "there is no file 'none'", "check the path"),
+    (["a.csv", "--stages", "3"], "--stages is 3, but 'a.csv' has 2", "leave --stages out: the file says it"),
+    (["a.csv", "--microbatches", "3"], "--microbatches is 3, but 'a.csv' has 1", "leave --microbatches out"),
+    (["a.csv", "--chunks", "1"], "--chunks does not go with a file", "leave it out"),
+    (["bad.csv"], "'0X0' in cell 2 of rank 0 is not an action (bad.csv:1)", "write <stage><operation><index>"),
+])
+def test_a_wrong_schedule_command(refused: Refused, here: Path, arguments: list[str], what: str, hint: str) -> None:
+    (here / "a.csv").write_text("0F0,0B0\n1F0,1B0\n")
+    (here / "bad.csv").write_text("0F0,0X0\n")
+    [(found, remedy)] = refused("schedule", *arguments)
+    assert found.startswith(what)
+    assert remedy.startswith(hint)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def test_a_schedule_as_text_and_csv(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "schedule", "1f1b", *LARGE)
+    assert "bubble 9 (27 %), makespan 33  (F 1, I 1, W 1, transfer 0)" in text
+    assert "\x1b" not in text
+    (here / "a.csv").write_text(printed(capsys, "schedule", "1f1b", *LARGE, "--format", "csv"))
+    assert (here / "a.csv").read_text().startswith("0F0,0F1,0F2,0F3,0B0,0F4,0B1,")
+    for again in (printed(capsys, "simulate", "a.csv"), printed(capsys, "schedule", "a.csv", *LARGE)):
+        assert again == text.replace("1f1b:", "a.csv:")
+    assert printed(capsys, "check", "a.csv") == """\
+ok: a.csv: 4 ranks, 8 microbatches, flush, 68 actions
+no deadlock, whether sends wait for their receives or not; with the transfers that vpipe adds
+peak activations per rank: 4 3 2 1; versions per stage: 1 1 1 1; staleness: 0 0 0 0
+"""
+
+
+def test_a_schedule_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert json.loads(printed(capsys, "schedule", "interleaved", "--stages", "2", "--microbatches", "2", "--chunks",
+                              "2", "--format", "json", "--costs", "2,2,2,0")) == {
+        "schedule": "interleaved", "placement": [[0], [1], [0], [1]], "programs": [
+            ["0F0", "0F1", "2F0", "2F1", "2B0", "2B1", "0B0", "0B1", "0STEP0", "2STEP0"],
+            ["1F0", "1F1", "3F0", "3F1", "3B0", "3B1", "1B0", "1B1", "1STEP0", "3STEP0"]],
+        "makespan": 15, "bubble": 3, "peak_activations": [4, 4], "versions": [1] * 4, "staleness": [0] * 4}
+    stream = json.loads(printed(capsys, "schedule", "pipedream", "--stages", "2", "--microbatches", "2", "--format",
+                                "json", "--costs", "0.5,0.25,0,0.125"))
+    assert (stream["makespan"], stream["versions"], stream["staleness"]) == (2.5, [2, 1], [1, 0])
+    assert type(stream["bubble"]) is int or stream["bubble"] % 1
+
+
+def test_all_schedules_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, "schedule", "--all", "--stages", "3", "--microbatches", "5").splitlines()
+    assert lines[0] == "3 ranks, 5 microbatches, F 1, I 1, W 1, transfer 0"
+    names = {line.split()[0] for line in lines[3:lines.index("", 3)]}
+    assert names == set(schedule_names())
+    [impossible] = [line for line in lines if line.startswith("interleaved ")]
+    assert "not possible" in impossible
+
+
+def test_a_schedule_that_breaks_a_rule(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "a.csv").write_text("0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
+    for command in (["check", "a.csv"], ["check", "b.csv"], ["simulate", "b.csv"], ["schedule", "b.csv"]):
+        (here / "b.csv").write_text("0B0,0F0\n1F0,1B0\n")
+        assert main(command) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert "<-- here" in err
+        assert "hint: " in err
+
+
+def test_what_a_lowered_file_does_is_proved_as_it_stands(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    schedule = lower(build("1f1b", default_placement(2), 2))
+    (here / "a.csv").write_text(write_csv(schedule))
+    assert "18 actions, 8 of them transfers\nno deadlock, whether sends wait for their receives or not\n" in printed(
+        capsys, "check", "a.csv")
+    (here / "a.csv").write_text(
+        write_csv(schedule).replace("0SEND_F0,0RECV_B0,0F1,0SEND_F1,", "0SEND_F0,0F1,0SEND_F1,0RECV_B0,")
+        .replace("1RECV_F1,1B0,1SEND_B0,", "1B0,1SEND_B0,1RECV_F1,"))
+    assert main(["check", "a.csv"]) == 2
+    assert "deadlock when sends wait for their receive (rendezvous)" in capsys.readouterr().err
+    assert "rank 0  F0 F1 ......B0" in printed(capsys, "schedule", "a.csv")  # its compute order is sound
+
+
+def test_colours_are_for_terminals(here: Path) -> None:
+    reader, writer = os.openpty()
+    command = [VPIPE, "schedule", "1f1b", "--stages", "2", "--microbatches", "2"]
+    subprocess.run(command, stdout=writer, check=True, timeout=60, env={**os.environ, "COLUMNS": "100"})
+    os.close(writer)
+    assert b"\x1b[38;5;255;48;5;26mF0" in os.read(reader, 100_000)
+    os.close(reader)
+
+
+def test_a_schedule_into_a_closed_pipe() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([VPIPE, "schedule", "gpipe", "--stages", "8", "--microbatches", "64", "--format", "svg"],
+                          stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_schedules_need_no_torch() -> None:
+    code = ("import sys\nfrom vpipe.cli import main\nassert main(['schedule', '--all', '--stages', '2', "
+            "'--microbatches', '4']) == 0\n"
+            "assert not {'torch', 'numpy', 'yaml', 'pydantic'} & set(sys.modules)")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)

@@ -1,15 +1,20 @@
 """What the documentation says is so: keys and defaults, figures, links, commands, files, refusals.
 
-``python tests/test_docs.py`` prints the tables of docs/config.md anew.
+``python tests/test_docs.py`` prints the tables of docs/config.md anew, draws the pictures of docs/schedules.md and
+writes its comparison.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
+import itertools
 import json
+import math
 import re
 import shlex
-import sys
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -18,16 +23,19 @@ import annotated_types
 import pytest
 from pydantic.fields import FieldInfo
 
-from vpipe.cli import _parser
+from vpipe.cli import _parser, main
+from vpipe.draw.summary import RankCosts, Summary
 from vpipe.errors import UserError
+from vpipe.schedules import registry
+from vpipe.schedules.action import Op
+from vpipe.schedules.order import build
+from vpipe.schedules.registry import recipe_named, schedule_names
+from vpipe.schedules.size import default_placement
 from vpipe.train.config import Config, load_config
 from vpipe.train.flat_config import FlatConfig, PartitionFile, RankFile
 from vpipe.train.validation import Section, section_of
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "schedules"))
-from test_generators import made, picture  # noqa: E402
-
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 CONFIG_PAGE = ROOT / "docs" / "config.md"
 KINDS = {int: "whole number", float: "number", bool: "true or false", str: "text", Path: "path"}
@@ -130,7 +138,113 @@ def test_what_the_page_calls_refused_is(file: str, setting: str, monkeypatch: py
         load_config(Path(file), [setting])
 
 
+# -- docs/schedules.md ---------------------------------------------------------------------------------
+
+SCHEDULES_PAGE = ROOT / "docs" / "schedules.md"
+COMPARED = ["schedule", "--all", "--stages", "4", "--microbatches", "8"]
+
+
+def drawing(name: str) -> list[str]:
+    """The command that draws a schedule of the page."""
+    return ["schedule", name, "--stages", "4", "--microbatches", "16" if name == "2bw" else "8", "--format", "svg"]
+
+
+def printed(arguments: list[str]) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(arguments) == 0
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("name", schedule_names())
+def test_every_schedule_has_its_picture_of_today(name: str) -> None:
+    picture = ROOT / "docs" / "schedules" / f"{name}.svg"
+    assert f"### {name}\n" in SCHEDULES_PAGE.read_text()
+    assert f"![{name}](schedules/{name}.svg)" in SCHEDULES_PAGE.read_text()
+    assert picture.read_text() == printed(drawing(name)), "python tests/test_docs.py draws it anew"
+
+
+def test_the_comparison_is_what_the_command_prints_today() -> None:
+    page = SCHEDULES_PAGE.read_text()
+    assert f"```\n{printed(COMPARED)}```" in page, "python tests/test_docs.py writes it anew"
+
+
+def formulas() -> dict[str, list[str]]:
+    """The cells of the table of formulas, by schedule."""
+    lines = SCHEDULES_PAGE.read_text().split("## Formulas\n")[1].strip().split("\n\n")[0].splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {row[0].strip("`"): row[1:] for row in cells}
+
+
+def value(text: str, symbols: dict[str, Fraction]) -> Any:
+    """A formula of the page, calculated."""
+    for sign, python in (("·", "*"), ("≥", ">="), ("≤", "<="), (" = ", " == ")):
+        text = text.replace(sign, python)
+    return eval(text, {"min": min, "max": max, "ceil": math.ceil}, dict(symbols))
+
+
+@pytest.mark.parametrize("name", schedule_names())
+def test_formulas_are_exact_where_they_hold(name: str) -> None:
+    recipe, (*cells, condition) = recipe_named(name), formulas()[name]
+    held = 0
+    for (p, m, v), (f, i, w) in itertools.product(
+            ((1, 3, 2), (2, 6, 2), (4, 4, 2), (4, 8, 3), (4, 16, 2), (5, 15, 2)), ((1, 1, 1), (7, 6, 5), (2, 3, 1))):
+        v = v if recipe.any_chunks and name != "auto" else recipe.chunks
+        costs = RankCosts(f, i, w)
+        try:
+            summary = Summary.of(build(name, recipe.layout.placement(p, v), m), costs)
+        except UserError:  # not of this size
+            continue
+        for r in range(p):
+            symbols = {name: Fraction(number) for name, number in {
+                "p": p, "m": m, "v": v, "r": r, "k": summary.schedule.update_every, "F": f, "I": i, "W": w,
+                "B": i + w}.items()}
+            if condition and not value(condition.strip("`"), symbols):
+                continue
+            held += 1
+            stages = [stage for stage, ranks in enumerate(summary.schedule.placement) if r in ranks]
+            actual = (summary.timeline.bubble_s, Fraction(summary.ranks[r].peak_activations, v),
+                      max(summary.stages[stage].versions for stage in stages))
+            for cell, is_ in zip(cells, actual, strict=True):
+                if cell.startswith("`"):
+                    assert is_ == value(cell.strip("`"), symbols), (cell, symbols)
+                elif cell.startswith("at most `"):
+                    assert is_ <= value(cell.removeprefix("at most ").strip("`"), symbols), (cell, symbols)
+    assert held > 5
+
+
+def test_the_page_that_adds_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code runs as it stands, one block after the other, and shows what it says."""
+    schedule_names()
+    monkeypatch.setattr(registry, "_RECIPES", dict(registry._RECIPES))
+    page = (ROOT / "docs" / "add-a-schedule.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$(?:\n+prints\n+```\n(.*?)^```$)?", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 3
+    assert len(blocks[0][0].splitlines()) <= 30
+    names: dict[str, Any] = {}
+    for code, output in blocks:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(code, "docs/add-a-schedule.md", "exec"), names)
+        if output:
+            assert out.getvalue() == output
+
+
 # -- figures, links, commands, files -------------------------------------------------------------------
+
+
+def picture(name: str, ranks: int, microbatches: int) -> list[str]:
+    """One row per rank, one column per unit of time, as docs/concepts.md and README.md have it."""
+    timeline = Summary.of(build(name, default_placement(ranks), microbatches), RankCosts()).timeline
+    rows = []
+    for rank, events in enumerate(timeline.events):
+        cells = ["."] * int(timeline.makespan_s)
+        for event in events:
+            start, end = int(event.start_s), int(event.end_s)
+            if event.action.op is Op.STEP:
+                cells[start - 1] = "-S"
+            else:
+                cells[start:end] = [f"{event.action.op}{event.action.microbatch}", *["--"] * (end - start - 1)]
+        rows.append((f"rank {rank}  " + " ".join(f"{cell:2}" for cell in cells)).rstrip(" ."))
+    return rows
 
 
 def test_figures_of_schedules_are_what_the_generators_make() -> None:
@@ -139,7 +253,7 @@ def test_figures_of_schedules_are_what_the_generators_make() -> None:
     assert [name for name, _, _ in figures] == ["gpipe", "1f1b", "pipedream"]
     for name, title, text in figures:
         drawn, microbatches = text.splitlines(), re.search(r"m = (\d+)", title)
-        whole = picture(made(name, len(drawn), int(microbatches[1]) if microbatches else 16))
+        whole = picture(name, len(drawn), int(microbatches[1]) if microbatches else 16)
         if microbatches:
             assert drawn == whole
             continue
@@ -185,7 +299,8 @@ def commands() -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize(("page", "command"), list(commands()))
 def test_commands_parse(page: str, command: str) -> None:
-    options = _parser().parse_args(shlex.split(command, comments=True)[1:])
+    words = shlex.split(command, comments=True)[1:]
+    options = _parser().parse_args(words[:words.index(">")] if ">" in words else words)
     config = getattr(options, "config", None)
     if config is not None and config.parts[0] == "configs":
         assert (ROOT / config).exists(), f"{page}: {command}"
@@ -195,3 +310,8 @@ if __name__ == "__main__":
     for title, keys in sections().items():
         print(f"\n### {title}\n\n| key | values | default | meaning |\n|---|---|---|---|")
         print("\n".join(f"| {' | '.join(row)} |" for row in rows(keys)))
+    for schedule in schedule_names():
+        (ROOT / "docs" / "schedules" / f"{schedule}.svg").write_text(printed(drawing(schedule)))
+    compared = printed(COMPARED)
+    SCHEDULES_PAGE.write_text(re.sub(r"(## Compared\n.*?```\n).*?```", lambda found: f"{found[1]}{compared}```",
+                                     SCHEDULES_PAGE.read_text(), count=1, flags=re.DOTALL))

@@ -15,13 +15,14 @@ MAY_IMPORT = {
     "errors": set(),
     "schedules": {"errors", "schedules"},
     "model": {"errors", "model"},
+    "draw": {"errors", "schedules", "draw"},
     "data": {"errors", "data"},
     "plan": {"errors", "schedules", "plan"},
     "runtime": {"errors", "schedules", "model", "runtime"},
 }
 """What a room may import of vpipe. Those that are not listed stand on top."""
 
-ON_TOP = {"pipeline", "train", "launch", "cli", "__main__", "__init__"}
+ON_TOP = {"pipeline", "train", "launch", "commands", "cli", "__main__", "__init__"}
 
 
 def imported(source: str) -> set[str]:
@@ -61,9 +62,10 @@ def test_a_file_imports_only_what_its_room_may(file: Path) -> None:
     assert rooms_imported(file.read_text()) <= MAY_IMPORT.get(room, set(MAY_IMPORT) | ON_TOP)
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if room_of(file) in ("errors", "schedules")],
+@pytest.mark.parametrize("file", [file for file in FILES if room_of(file) in ("errors", "schedules", "draw")
+                                  or file == ROOT / "commands" / "schedule.py"],
                          ids=lambda file: str(file.relative_to(ROOT)))
-def test_schedules_need_nothing_but_the_standard_library(file: Path) -> None:
+def test_schedules_and_their_pictures_need_nothing_but_the_standard_library(file: Path) -> None:
     packages = {name.split(".")[0] for name in imported(file.read_text())}
     assert packages <= sys.stdlib_module_names | {"vpipe"}
 
@@ -80,6 +82,6 @@ def test_imports_are_found_wherever_they_stand() -> None:
     assert rooms_imported(source) == {"__init__", "errors", "schedules", "data"}
 
 
-def test_checking_a_schedule_does_not_import_torch() -> None:
-    subprocess.run([sys.executable, "-c", "import sys, vpipe.schedules.check\nassert 'torch' not in sys.modules"],
-                   check=True, timeout=60)
+def test_checking_and_drawing_a_schedule_does_not_import_torch() -> None:
+    code = "import sys, vpipe.schedules.check, vpipe.commands.schedule\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

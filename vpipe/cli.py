@@ -6,8 +6,6 @@ import argparse
 import os
 import signal
 import sys
-import tempfile
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,17 +16,12 @@ from vpipe.errors import UserError, VpipeError, nearest
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status: 0, 1 for a failed run, 2 for a user's mistake, 128 + n for signal n."""
     options = _parser().parse_args(arguments)
-    from vpipe.launch.local import Interrupted
-
     try:
         options.run(options)
         sys.stdout.flush()
     except VpipeError as error:
         print(error, file=sys.stderr)
         return error.exit_status
-    except Interrupted as interrupted:
-        print(f"interrupted ({interrupted}): all ranks have ended", file=sys.stderr)
-        return 128 + interrupted.number
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -36,12 +29,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails once more
         return 1
     except Exception as error:
+        from vpipe.launch.local import Interrupted
+
+        if isinstance(error, Interrupted):
+            print(f"interrupted ({error}): all ranks have ended", file=sys.stderr)
+            return 128 + error.number
         return _defect(error)
     return 0
 
 
 def _defect(error: Exception) -> int:
     """What nobody foresaw: the user gets a line, the traceback goes to a file."""
+    import tempfile
+    import traceback
+
     try:
         with tempfile.NamedTemporaryFile("w", prefix="vpipe-traceback-", suffix=".txt", delete=False) as file:
             file.write("".join(traceback.format_exception(error)))
@@ -61,11 +62,37 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="train as a config says")
-    train.add_argument("config", type=Path, help="a YAML file, native or VPipe's flat form")
-    train.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
-                       help="override a key of the config, such as training.learning_rate=3e-4; may be repeated")
-    train.add_argument("--scheduler", help="OurGPipe's scheduler, instead of the config's")
+    _add_config(train)
     train.set_defaults(run=_train)
+
+    verify = commands.add_parser("verify", help="a few updates of a config beside plain PyTorch: the same numbers?")
+    _add_config(verify)
+    verify.add_argument("--steps", type=int, default=3, metavar="N", help="updates to compare; 3 when left out, more "
+                        "where a schedule without a flush needs them to show every weight version")
+    verify.set_defaults(run=_verify)
+
+    schedule = commands.add_parser("schedule", help="draw a schedule, or compare all of them")
+    schedule.add_argument("name", nargs="?", metavar="NAME|FILE.csv", help="a schedule by its name, or in a file")
+    schedule.add_argument("--all", action="store_true", help="one table of all schedules")
+    schedule.add_argument("--stages", type=int, metavar="P", help="ranks that work at once; without --chunks a stage "
+                          "each, unless the schedule holds several")
+    schedule.add_argument("--microbatches", type=int, metavar="M", help="per update with a flush, in all without")
+    schedule.add_argument("--chunks", type=int, metavar="V", help="stages per rank")
+    schedule.add_argument("--update-every", type=int, metavar="K", help="microbatches per update without a flush")
+    schedule.add_argument("--memory", type=int, metavar="N", help="auto: microbatches, of all its stages, whose "
+                          "activations a rank may hold")
+    schedule.add_argument("--format", choices=("text", "csv", "svg", "json"), default="text")
+    _add_costs(schedule)
+    schedule.set_defaults(run=_schedule)
+
+    check = commands.add_parser("check", help="prove a schedule in a CSV file")
+    check.add_argument("file", type=Path, metavar="FILE.csv")
+    check.set_defaults(run=_check)
+
+    simulate = commands.add_parser("simulate", help="draw a schedule in a CSV file")
+    simulate.add_argument("file", type=Path, metavar="FILE.csv")
+    _add_costs(simulate)
+    simulate.set_defaults(run=_simulate)
 
     data = commands.add_parser("data", help="make data sets").add_subparsers(required=True, metavar="COMMAND")
     build = data.add_parser("build-bert", help="write HDF5 shards for BERT pre-training")
@@ -78,6 +105,19 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--seed", type=int, default=0)
     build.set_defaults(run=_build_bert)
     return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, help="a YAML file, native or VPipe's flat form")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
+                        help="override a key of the config, such as training.learning_rate=3e-4; may be repeated")
+    parser.add_argument("--scheduler", help="OurGPipe's scheduler, instead of the config's")
+
+
+def _add_costs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--costs", default="1,1,1,0", metavar="F,I,W,TRANSFER",
+                        help="times of a microbatch on a whole rank: forward, input half of the backward, weight half "
+                             "(a whole backward takes both), and from rank to rank; 1,1,1,0 when left out")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -97,11 +137,19 @@ class _Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            self._refuse(f"{self.prog} has no command '{value}'", nearest(str(value), list(action.choices)))
+            option = "/".join(action.option_strings)
+            self._refuse(f"{self.prog} has no {option or 'command'} '{value}'",
+                         nearest(str(value), list(action.choices)))
 
     def _refuse(self, what: str, hint: str) -> NoReturn:
         print(UserError(what, hint=hint), file=sys.stderr)
         sys.exit(UserError.exit_status)
+
+
+def _verify(options: argparse.Namespace) -> None:
+    from vpipe.commands.verify import run_verify
+
+    run_verify(options)
 
 
 def _train(options: argparse.Namespace) -> None:
@@ -118,15 +166,33 @@ def _train(options: argparse.Namespace) -> None:
     free_port(config.parallel.master_port)  # refuses early; preparing data may take minutes
     job = Job.of(config)
     folder = make_run_folder(config.log_directory, job.config.resolved_yaml())
-    stage_of = {rank: stage for stage, ranks in enumerate(job.placement) for rank in ranks}
-    print(f"run folder: {folder}\n{job.config.model.name}: {len(job.model)} layers in {len(stage_of)} stages "
-          f"{list(job.config.parallel.partition)}, schedule {job.config.parallel.schedule}, one process per stage",
-          flush=True)
+    ranks = job.schedule.ranks
+    print(f"run folder: {folder}\n{job.config.model.name}: {len(job.model)} layers in {len(job.placement)} stages "
+          f"{list(job.config.parallel.partition)}, schedule {job.config.parallel.schedule}, "
+          + ("one process per stage" if ranks == len(job.placement) else f"{ranks} processes"), flush=True)
     try:
-        run_ranks(len(stage_of), folder, port=free_port(config.parallel.master_port),
-                  threads=config.training.threads, describe=lambda rank: f"rank {rank} (stage {stage_of[rank]})")
+        run_ranks(ranks, folder, port=free_port(config.parallel.master_port), threads=config.training.threads,
+                  describe=job.describe)
     finally:
         print(f"run folder: {folder}", flush=True)
+
+
+def _schedule(options: argparse.Namespace) -> None:
+    from vpipe.commands.schedule import run_schedule
+
+    run_schedule(options)
+
+
+def _check(options: argparse.Namespace) -> None:
+    from vpipe.commands.schedule import run_check
+
+    run_check(options)
+
+
+def _simulate(options: argparse.Namespace) -> None:
+    from vpipe.commands.schedule import run_simulate
+
+    run_simulate(options)
 
 
 def _build_bert(options: argparse.Namespace) -> None:

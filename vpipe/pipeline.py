@@ -16,9 +16,7 @@ from vpipe.model.split import balanced, parameter_counts, split, ties_between
 from vpipe.plan.plan import Plan
 from vpipe.runtime.engine import Engine, Settings, Step
 from vpipe.runtime.feed import Batch
-from vpipe.schedules.check import prove
-from vpipe.schedules.order import Placement, check_numbers, default_placement
-from vpipe.schedules.registry import recipe_named
+from vpipe.schedules.arrange import Wanted
 
 
 @runtime_checkable
@@ -40,8 +38,10 @@ class Pipeline:
 
     Args:
         model: layers in order.
-        stages: into how many stages to cut it; follows from ``partition`` or ``plan`` when they are given.
-        schedule: a name that ``vpipe schedule`` knows, such as ``gpipe``, ``1f1b``, ``pipedream``.
+        stages: into how many stages to cut it, those of all ranks together; follows from ``partition`` or ``plan``
+            when they are given.
+        schedule: a name that ``vpipe schedule`` knows, such as ``gpipe``, ``1f1b``, ``pipedream``, or the path of
+            a schedule as a CSV file.
         microbatches: equal parts into which every batch is cut along dimension 0.
         partition: layers per stage; balanced by parameters when not given.
         recompute: share of each stage's layers, from its end, that are recomputed: one number or one per stage.
@@ -49,8 +49,11 @@ class Pipeline:
             ``learning_rate_factor`` multiplies.
         seed: of initialisation and dropout; both are independent of the partition.
         plan: partition, recompute, placement and schedule from a file, instead of the arguments.
-        placement: ranks per stage; stage s on rank s when not given.
-        update_every: without a flush, microbatches per update (must divide ``microbatches``); 1 when not given.
+        placement: ranks per stage; as the schedule holds them when not given.
+        chunks: stages per rank, for schedules that may have any number of them; when not given, the number that
+            the processes of ``torchrun`` lead to, or the schedule's own.
+        update_every: without a flush, microbatches per update (must divide ``microbatches``); as few as the
+            schedule can have when not given.
         learning_rate_factor: update number -> factor.
         grad_clip: greatest gradient norm: over all stages with a flush, of each stage without one.
         device: where this process computes.
@@ -63,7 +66,8 @@ class Pipeline:
     def __init__(self, model: Model, stages: int | None = None, schedule: str | None = None, microbatches: int = 1, *,
                  partition: Sequence[int] | None = None, recompute: float | Sequence[float] = 0.0,
                  optimizer: OptimizerFactory, seed: int = 0, plan: Plan | None = None,
-                 placement: Sequence[Sequence[int]] | None = None, update_every: int | None = None,
+                 placement: Sequence[Sequence[int]] | None = None, chunks: int | None = None,
+                 update_every: int | None = None,
                  learning_rate_factor: Callable[[int], float] = lambda update: 1.0, grad_clip: float | None = None,
                  device: torch.device | str = "cpu", timeout_s: float = 60.0) -> None:
         if plan is not None:
@@ -75,17 +79,14 @@ class Pipeline:
         self.microbatches = microbatches
         self.partition = _partition(model, stages, partition)
         self.recompute = _ratios(recompute, len(self.partition))
-        recipe = recipe_named(self.schedule)
-        self.update_every = check_numbers(recipe, len(self.partition), microbatches, update_every)
-        world = join_world(timeout_s=timeout_s)
-        self.placement = _placement(placement, len(self.partition), world)
         specs = split(model, self.partition)
-        ties = {owner: tuple(self.placement[b][0] for b in borrowers)
-                for owner, borrowers in ties_between(specs).items()}
-        # A stream has no end: what holds for its warm-up and a few rounds of its steady state holds for the rest.
-        proved = microbatches if recipe.flush else 4 * len(self.partition) * self.update_every
-        lowered = prove(self.schedule, self.placement, proved, None if recipe.flush else self.update_every, ties,
-                        norm=recipe.flush and grad_clip is not None)
+        world = join_world(timeout_s=timeout_s)
+        layers = [int(ratio * size) for ratio, size in zip(self.recompute, self.partition, strict=True)]
+        lowered = Wanted(self.schedule, len(self.partition), microbatches, update_every,
+                         tuple(map(tuple, placement)) if placement else None, chunks, world if world > 1 else None,
+                         {owner: tuple(borrowers) for owner, borrowers in ties_between(specs).items()},
+                         [stage for stage, dropped in enumerate(layers) if dropped], grad_clip is not None).arranged()
+        self.placement, self.update_every = lowered.placement, lowered.update_every
         settings = Settings(microbatches, self.recompute, learning_rate_factor, grad_clip, seed,
                             torch.device(device), timeout_s)
         self.engine = Engine(model, specs, lowered, _from_named(optimizer), settings, distributed=world > 1)
@@ -123,6 +124,8 @@ def _partition(model: Model, stages: int | None, partition: Sequence[int] | None
         if stages is None:
             raise UserError("neither stages nor a partition is given", hint="say stages=4, or partition=[3, 2, 2, 2]")
         return tuple(balanced(parameter_counts(model), stages))
+    if not partition:
+        raise UserError("the partition is empty", hint="give the layers of at least one stage, such as [3, 2]")
     if stages is not None and stages != len(partition):
         raise UserError(f"{stages} stages, but the partition {list(partition)} has {len(partition)}",
                         hint="leave out stages, or give it as many entries")
@@ -139,17 +142,6 @@ def _ratios(recompute: float | Sequence[float], stages: int) -> tuple[float, ...
     if problems:
         raise UserError.all_of(problems)
     return ratios
-
-
-def _placement(placement: Sequence[Sequence[int]] | None, stages: int, world: int) -> Placement:
-    """Ranks per stage, one each: a stage on several ranks is not there yet."""
-    chosen = tuple(tuple(ranks) for ranks in placement) if placement is not None else default_placement(stages)
-    if len(chosen) != stages or sorted(r for ranks in chosen for r in ranks) != list(range(stages)):
-        raise UserError(f"the placement {[list(ranks) for ranks in chosen]} does not give each of {stages} stages "
-                        f"a rank of its own from 0 to {stages - 1}", hint="list one rank per stage, each rank once")
-    if world > 1 and world != stages:
-        raise UserError(f"{world} processes for {stages} stages", hint=f"start {stages} processes, one per stage")
-    return chosen
 
 
 def _from_named(factory: OptimizerFactory) -> Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer | None]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,8 @@ STUCK = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); open(f'{f
 def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *programs: str) -> float:
     """Run a program per rank; the seconds it took."""
 
-    def start(rank: int, ranks: int, folder: Path, port: int, threads: int, pipe: int) -> subprocess.Popen[bytes]:
+    def start(rank: int, ranks: int, folder: Path, port: int, threads: int, pipe: int,
+              task: Sequence[str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-S", "-c", REPORT + programs[rank], str(folder)],
                                 start_new_session=True, stdin=subprocess.DEVNULL)
 

@@ -8,6 +8,8 @@ import jobs
 import pytest
 from world import World
 
+from vpipe.schedules.registry import recipe_named, schedule_names
+
 EVEN, UNEVEN = [2, 2, 2, 2], [1, 4, 2, 1]
 SCHEDULES = [("gpipe", None), ("1f1b", None), ("pipedream", 1), ("pipedream", 2)]
 
@@ -34,6 +36,16 @@ def test_gloo_equals_one_process(world: World, schedule: str, update_every: int 
     assert all(norm is not None and norm > 0 for norm in norms) == (clip is not None and schedule != "pipedream")
     assert run["middle"] == run["state"], "a second call of train without batches changes nothing"
     assert len(set(run["state"].values())) == len(run["state"]), "different tensors have different fingerprints"
+
+
+@pytest.mark.parametrize("model", ["rich", "untied"])
+@pytest.mark.parametrize("schedule", sorted(set(schedule_names()) - {name for name, _ in SCHEDULES}))
+def test_every_other_schedule_over_gloo_equals_one_process(world: World, schedule: str, model: str) -> None:
+    """Four ranks, with as many stages on each as the schedule has."""
+    stages = 4 * recipe_named(schedule).chunks
+    run = same_everywhere(world, model=model, schedule=schedule, microbatches=8, batches=2,
+                          partition=[8 // stages] * stages, recompute=0.5 if model == "rich" else 1.0, grad_clip=0.5)
+    assert run["middle"] == run["state"]
 
 
 @pytest.mark.parametrize(("schedule", "update_every"), SCHEDULES)

@@ -7,7 +7,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vpipe.errors import UserError
-from vpipe.schedules.action import PER_MICROBATCH, RECEIVES, SENDS, Action, Op, backward, forward, step
+from vpipe.schedules.action import (
+    COMPLETES,
+    COMPUTE,
+    PER_MICROBATCH,
+    RECEIVES,
+    RETURNS,
+    SENDS,
+    Action,
+    Op,
+    backward,
+    forward,
+    input_half,
+    step,
+    use,
+    weight_half,
+)
 
 ACTIONS = st.builds(Action, st.sampled_from(Op), st.integers(0, 9999), st.integers(0, 10**9))
 
@@ -20,6 +35,7 @@ def test_text_and_back(action: Action) -> None:
 
 @pytest.mark.parametrize(("text", "action"), [
     ("2F0", forward(2, 0)), ("0B13", backward(0, 13)), ("3STEP1", step(3, 1)), ("1SEND_F4", Action(Op.SEND_F, 1, 4)),
+    ("2I0", input_half(2, 0)), ("2W0", weight_half(2, 0)), ("1R3", Action(Op.RECOMPUTE, 1, 3)), ("1USE2", use(1, 2)),
     ("0RECV_TIED_G2", Action(Op.RECV_G, 0, 2)), ("0NORM7", Action(Op.NORM, 0, 7))])
 def test_text(text: str, action: Action) -> None:
     assert str(action) == text
@@ -36,5 +52,6 @@ def test_bad_text(text: str) -> None:
 
 def test_every_operation_is_of_one_kind() -> None:
     assert not SENDS & RECEIVES
-    assert set(Op) == SENDS | RECEIVES | {Op.FORWARD, Op.BACKWARD, Op.STEP, Op.NORM}
-    assert set(Op) >= PER_MICROBATCH
+    assert not COMPUTE & (SENDS | RECEIVES)
+    assert set(Op) == SENDS | RECEIVES | COMPUTE | {Op.STEP, Op.USE, Op.NORM}
+    assert set(Op) >= PER_MICROBATCH >= COMPUTE >= RETURNS | COMPLETES

@@ -1,198 +1,242 @@
-"""The generators: their orders and pictures literally, their closed forms as properties."""
+"""The generators: some orders literally; valid for every size; memory and bubble by their closed forms."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
+from collections.abc import Callable
+from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vpipe.errors import UserError
-from vpipe.schedules.action import Action, Op
-from vpipe.schedules.facts import facts
-from vpipe.schedules.order import Schedule, build, default_placement
-from vpipe.schedules.reading import Reading
+from vpipe.errors import CheckError, UserError
+from vpipe.schedules.action import COMPLETES, RETURNS, Op
+from vpipe.schedules.check import prove
+from vpipe.schedules.costs import Costs, Number
+from vpipe.schedules.facts import rank_facts, rank_loads
+from vpipe.schedules.order import Schedule, build
 from vpipe.schedules.registry import recipe_named, schedule_names
-
-STAGES, MICROBATCHES = st.integers(1, 8), st.integers(1, 24)
-
-
-def made(name: str, stages: int, microbatches: int, update_every: int | None = None) -> Schedule:
-    return build(name, default_placement(stages), microbatches, update_every)
+from vpipe.schedules.simulate import simulate
+from vpipe.schedules.size import Size
 
 
-def timed(schedule: Schedule, forward_s: int = 1, backward_s: int = 2) -> dict[Action, int]:
-    """When every action starts if it starts as soon as its tensors are there; a transfer and a step take no time."""
-    starts: dict[Action, int] = {}
-    ends: dict[tuple[Op, int, int], int] = {}
-    clocks = [0] * len(schedule.programs)
-    left = [list(reversed(program)) for program in schedule.programs]
-    takes = {Op.FORWARD: forward_s, Op.BACKWARD: backward_s, Op.STEP: 0}
-    while any(left):
-        for rank, waiting in enumerate(left):
-            while waiting:
-                action = waiting[-1]
-                before = action.stage + {Op.FORWARD: -1, Op.BACKWARD: 1, Op.STEP: schedule.stages}[action.op]
-                tensor = (action.op, before, action.microbatch)
-                if 0 <= before < schedule.stages and tensor not in ends:
-                    break
-                starts[action] = max(clocks[rank], ends.get(tensor, 0))
-                clocks[rank] = ends[action.op, action.stage, action.microbatch] = starts[action] + takes[action.op]
-                waiting.pop()
-    return starts
+def made(name: str, ranks: int, microbatches: int, chunks: int | None = None,
+         update_every: int | None = None) -> Schedule:
+    recipe = recipe_named(name)
+    return build(name, recipe.layout.placement(ranks, chunks or recipe.chunks), microbatches, update_every)
 
 
-def bubble_s(schedule: Schedule, forward_s: int, backward_s: int) -> int:
-    """The most that a rank idles between its first start and its last end (FACTS.md)."""
-    starts = timed(schedule, forward_s, backward_s)
-    idle = []
-    for program in schedule.programs:
-        compute = [action for action in program if action.op is not Op.STEP]
-        span = starts[compute[-1]] + backward_s - starts[compute[0]]
-        idle.append(span - schedule.microbatches * (forward_s + backward_s))
-    return max(idle)
-
-
-def picture(schedule: Schedule) -> list[str]:
-    """One row per rank, one column per unit of time; see the generators' docstrings."""
-    starts = timed(schedule)
-    rows = []
-    for rank, program in enumerate(schedule.programs):
-        cells = ["."] * (max(starts.values()) + 1)
-        for action in program:
-            if action.op is Op.STEP:
-                cells[starts[action] - 1] = "-S"
-                continue
-            cells[starts[action]] = f"{action.op}{action.microbatch}"
-            if action.op is Op.BACKWARD:
-                cells[starts[action] + 1] = "--"
-        rows.append(f"rank {rank}  " + " ".join(f"{cell:2}" for cell in cells))
-    return [row.rstrip(" .") for row in rows]
-
-
-def picture_in_docstring(name: str) -> list[str]:
-    lines = (inspect.getdoc(recipe_named(name).program) or "").splitlines()
-    return [line.strip() for line in lines if line.strip().startswith("rank ")]
+def bubble_s(schedule: Schedule, forward_s: Number = 1, input_s: Number = 1, weight_s: Number = 1) -> Number:
+    """With the times of a whole rank."""
+    size = Size(schedule.ranks, schedule.microbatches, schedule.stages // schedule.ranks, schedule.update_every)
+    return simulate(schedule, Costs.uniform(size, forward_s, input_s, weight_s)).bubble_s
 
 
 def texts(schedule: Schedule) -> list[str]:
     return [" ".join(map(str, program)) for program in schedule.programs]
 
 
-def test_gpipe_of_three_stages() -> None:
-    assert texts(made("gpipe", 3, 4)) == [
-        "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3 0STEP0",
-        "1F0 1F1 1F2 1F3 1B0 1B1 1B2 1B3 1STEP0",
-        "2F0 2F1 2F2 2F3 2B0 2B1 2B2 2B3 2STEP0"]
+@st.composite
+def proved(draw: st.DrawFn, name: str) -> Schedule | None:
+    """A schedule that passed the checker; None where its numbers are refused."""
+    recipe = recipe_named(name)
+    ranks, microbatches = draw(st.integers(1, 8)), draw(st.integers(1, 24))
+    chunks = draw(st.integers(1, 4)) if recipe.any_chunks else recipe.chunks
+    try:
+        return prove(name, recipe.layout.placement(ranks, chunks), microbatches)
+    except CheckError:
+        raise
+    except UserError:
+        return None
 
 
-def test_1f1b_of_three_stages() -> None:
+@pytest.mark.parametrize("name", schedule_names())
+@settings(deadline=None, max_examples=15)
+@given(data=st.data())
+def test_every_size_passes_or_is_refused(name: str, data: st.DataObject) -> None:
+    schedule = data.draw(proved(name))
+    if schedule is None:
+        return
+    for stage, held_by in enumerate(schedule.placement):
+        program = [action for action in schedule.programs[held_by[0]] if action.stage == stage]
+        for ops in (RETURNS, COMPLETES):  # gradients accumulate in plain PyTorch's order
+            order = [action.microbatch for action in program if action.op in ops]
+            assert order == list(range(schedule.microbatches))
+        if schedule.flush:
+            assert program[-1].op is Op.STEP
+    if name not in AT_MOST:
+        assert [fact.peak_activations for fact in rank_facts(schedule)] == list(schedule.peak_activations)
+
+
+AT_MOST = {"v_half", "v_min", "auto"}  # their bounds count from F to W, or come from a limit
+
+
+@pytest.mark.parametrize(("name", "most"), [("v_half", lambda p: (p + 2) // 2), ("v_min", lambda p: (p + 4) // 3)])
+def test_memory_from_forward_to_weight_half(name: str, most: Callable[[int], int]) -> None:
+    for ranks in range(1, 9):
+        for microbatches in (1, 2, 5, 24):
+            held = [max(load.activations + load.weight_halves for load in rank_loads(program))
+                    for program in made(name, ranks, microbatches).programs]
+            assert max(held) <= 2 * min(most(ranks), microbatches)
+            if microbatches == 24:
+                assert max(held) == 2 * most(ranks)
+
+
+Bubble = Callable[[int, int, int, Number, Number, Number], Number]  # of p, m, v, F, I, W
+
+
+def _looped(p: int, m: int, v: int, f: Number, i: Number, w: Number) -> Number:
+    return (p - 1 + (v - 1) * max(0, p - m)) * (f + i + w) / Fraction(v)
+
+
+CLOSED_FORMS: dict[str, tuple[Callable[[int, int, int], bool], Bubble]] = {  # where it holds, when W <= I <= F
+    "gpipe": (lambda p, m, v: True, lambda p, m, v, f, i, w: (p - 1) * (f + i + w)),
+    "1f1b": (lambda p, m, v: True, lambda p, m, v, f, i, w: (p - 1) * (f + i + w)),
+    "interleaved": (lambda p, m, v: m % p == 0, lambda p, m, v, f, i, w: (p - 1) * (f + i + w) / Fraction(v)),
+    "looped_bfs": (lambda p, m, v: True, _looped),
+    "zb_h1": (lambda p, m, v: m >= p, lambda p, m, v, f, i, w: (p - 1) * (f + i - w)),
+    "zb_h2": (lambda p, m, v: m >= 2 * p - 1, lambda p, m, v, f, i, w: (p - 1) * (f + i - 2 * w)),
+    "dualpipe_v": (lambda p, m, v: m >= 2 * p, lambda p, m, v, f, i, w: (p - 1) * (f + i - w) / Fraction(2)),
+}
+
+
+@pytest.mark.parametrize("name", CLOSED_FORMS)
+@settings(deadline=None, max_examples=25)
+@given(data=st.data())
+def test_bubble(name: str, data: st.DataObject) -> None:
+    holds, bubble = CLOSED_FORMS[name]
+    recipe = recipe_named(name)
+    ranks = data.draw(st.integers(1, 8))
+    chunks = data.draw(st.integers(1, 4)) if recipe.any_chunks else recipe.chunks
+    fitting = [m for m in range(1, 25) if holds(ranks, m, chunks)]
+    microbatches = data.draw(st.sampled_from(fitting))
+    weight, its_input, forward = sorted(data.draw(st.tuples(*[st.integers(1, 6)] * 3)))
+    if name == "dualpipe_v":
+        forward = min(forward, its_input + weight)
+    schedule = made(name, ranks, microbatches, chunks)
+    assert (bubble_s(schedule, forward, its_input, weight)
+            == bubble(ranks, microbatches, chunks, forward, its_input, weight))
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_bubble_of_the_v_shaped_with_equal_times(ranks: int) -> None:
+    for microbatches in (1, ranks, ranks + 1, 2 * ranks - 1, 2 * ranks, 24):
+        short = 2 * ranks - microbatches - (microbatches <= ranks)
+        assert bubble_s(made("zb_v", ranks, microbatches)) == max(0, short)
+        if ranks > 1:
+            assert bubble_s(made("v_min", ranks, microbatches)) == Fraction(4 * ranks - 5, 2)
+        if microbatches >= 2 * ranks:
+            assert bubble_s(made("v_half", ranks, microbatches)) <= Fraction(3 * ranks - 2, 2)
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_bubble_of_waves(ranks: int) -> None:
+    for microbatches in range(ranks, 25):
+        assert bubble_s(made("hanayo", ranks, microbatches)) == 2 * (ranks - 1)
+    for chunks in (4, 6):
+        schedule = made("hanayo", ranks, 24 // (2 * ranks) * 2 * ranks, chunks)
+        assert bubble_s(schedule) == Fraction(4 * (ranks - 1), chunks)
+
+
+GOLDEN = {  # FACTS: by (p, m) and F, I, W
+    ((4, 8), (1, 1, 1)): (9, 9, 3, 0, Fraction(9, 2)),
+    ((8, 24), (1, 1, 1)): (21, 21, 7, 0, Fraction(21, 2)),
+    ((8, 24), (Fraction("18.5"), Fraction("18.1"), Fraction("9.3"))):
+        (Fraction("321.3"), Fraction("321.3"), Fraction("191.1"), 126, Fraction("160.65")),
+}
+
+
+@pytest.mark.parametrize(("numbers", "times"), GOLDEN)
+def test_golden_bubbles(numbers: tuple[int, int], times: tuple[Number, Number, Number]) -> None:
+    names = ("gpipe", "1f1b", "zb_h1", "zb_h2", "interleaved")
+    assert tuple(bubble_s(made(name, *numbers), *times) for name in names) == GOLDEN[numbers, times]
+
+
+def test_golden_numbers_of_few_microbatches_and_of_memory() -> None:
+    assert bubble_s(made("zb_h1", 4, 4)) == bubble_s(made("zb_h2", 4, 4)) == 3
+    assert rank_facts(made("interleaved", 4, 8))[0].peak_activations == 5.5 * 2
+    assert rank_facts(made("interleaved", 8, 24))[0].peak_activations == 11.5 * 2
+    assert rank_facts(made("interleaved", 4, 4))[0].peak_activations == 4 * 2
+    assert [fact.peak_activations for fact in rank_facts(made("zb_h2", 4, 8))] == [7, 5, 3, 1]
+    assert [fact.peak_weight_halves for fact in rank_facts(made("zb_h1", 4, 8))] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("times", [(1, 1, 1), (2, 3, 1), (3, 3, 2), (1, 2, 0)])
+def test_dualpipe_v_as_published_when_a_pair_is_one_block(times: tuple[int, int, int]) -> None:
+    forward_s, input_s, weight_s = times
+    backward_s = input_s + weight_s
+    for ranks in range(1, 6):
+        published = (ranks - 1) * (forward_s + backward_s + backward_s - 3 * weight_s)
+        assert paired_bubble_s(made("dualpipe_v", ranks, 2 * ranks + 3), *times) == published
+        assert bubble_s(made("dualpipe_v", ranks, 2 * ranks + 3), *(2 * time for time in times)) <= published
+
+
+def paired_bubble_s(schedule: Schedule, forward_s: int, input_s: int, weight_s: int) -> int:
+    """The bubble, at a stage's times, when a forward and the whole backward behind it give their tensors together."""
+    takes = {Op.FORWARD: forward_s, Op.INPUT: input_s, Op.WEIGHT: weight_s, Op.BACKWARD: input_s + weight_s, Op.STEP: 0}
+    ends: dict[tuple[bool, int, int], int] = {}  # by (forward or not, stage, microbatch)
+    clocks, cursors = [0] * schedule.ranks, [0] * schedule.ranks
+    begun: dict[int, int] = {}
+    work = schedule.microbatches * 2 * (forward_s + input_s + weight_s)
+    waiting = True
+    while waiting:
+        waiting = False
+        for rank, program in enumerate(schedule.programs):
+            while cursors[rank] < len(program):
+                at = cursors[rank]
+                paired = [action.op for action in program[at:at + 2]] == [Op.FORWARD, Op.BACKWARD]
+                block = program[at:at + 1 + paired]
+                needed = [(action.op is Op.FORWARD, action.stage + (-1 if action.op is Op.FORWARD else 1),
+                           action.microbatch) for action in block if action.op in RETURNS or action.op is Op.FORWARD]
+                needed = [tensor for tensor in needed if 0 <= tensor[1] < schedule.stages]
+                if any(tensor not in ends for tensor in needed):
+                    break
+                start = max([clocks[rank], *(ends[tensor] for tensor in needed)])
+                begun.setdefault(rank, start)
+                clocks[rank] = start + sum(takes[action.op] for action in block)
+                for action in block:
+                    if action.op in RETURNS or action.op is Op.FORWARD:
+                        ends[action.op is Op.FORWARD, action.stage, action.microbatch] = clocks[rank]
+                cursors[rank] += len(block)
+                waiting = True
+    assert cursors == [len(program) for program in schedule.programs]
+    return max(clock - begun[rank] for rank, clock in enumerate(clocks)) - work
+
+
+def test_some_orders_literally() -> None:
+    assert texts(made("gpipe", 2, 2)) == ["0F0 0F1 0B0 0B1 0STEP0", "1F0 1F1 1B0 1B1 1STEP0"]
     assert texts(made("1f1b", 3, 4)) == [
         "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3 0STEP0",
         "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3 1STEP0",
         "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2STEP0"]
+    assert texts(made("zb_h1", 2, 3)) == [
+        "0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2 0STEP0", "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2 1STEP0"]
+    assert texts(made("interleaved", 2, 2, 3))[0] == (
+        "0F0 0F1 2F0 2F1 4F0 4F1 4B0 4B1 2B0 2B1 0B0 0B1 0STEP0 2STEP0 4STEP0")
+    assert texts(made("zb_v", 1, 2)) == ["0F0 1F0 1I0 1W0 0F1 0I0 0W0 1F1 1I1 1W1 0I1 0W1 0STEP0 1STEP0"]
 
 
-def test_pipedream_of_three_stages() -> None:
-    assert texts(made("pipedream", 3, 4)) == [
-        "0F0 0F1 0F2 0B0 0STEP0 0F3 0B1 0STEP1 0B2 0STEP2 0B3 0STEP3",
-        "1F0 1F1 1B0 1STEP0 1F2 1B1 1STEP1 1F3 1B2 1STEP2 1B3 1STEP3",
-        "2F0 2B0 2STEP0 2F1 2B1 2STEP1 2F2 2B2 2STEP2 2F3 2B3 2STEP3"]
-
-
-def test_pipedream_with_an_update_every_second_microbatch() -> None:
-    assert texts(made("pipedream", 3, 4, 2)) == [
-        "0F0 0F1 0F2 0B0 0F3 0B1 0STEP0 0B2 0B3 0STEP1",
-        "1F0 1F1 1B0 1F2 1B1 1STEP0 1F3 1B2 1B3 1STEP1",
-        "2F0 2B0 2F1 2B1 2STEP0 2F2 2B2 2F3 2B3 2STEP1"]
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_the_picture_in_the_docstring_is_the_execution(name: str) -> None:
-    assert picture_in_docstring(name) == picture(made(name, 3, 4))
-
-
-def test_the_picture_in_the_docstring_is_how_the_stream_begins() -> None:
-    drawn = picture_in_docstring("pipedream")
-    stream = picture(made("pipedream", 3, 12))
-    assert len(drawn) == len(stream)
-    for row, whole in zip(drawn, stream, strict=True):
-        assert row.endswith(" ...")
-        assert whole.startswith(row.removesuffix("..."))
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-@settings(deadline=None)
-@given(stages=STAGES, microbatches=MICROBATCHES, forward_s=st.integers(1, 5), backward_s=st.integers(1, 5))
-def test_bubble(name: str, stages: int, microbatches: int, forward_s: int, backward_s: int) -> None:
-    assert (bubble_s(made(name, stages, microbatches), forward_s, backward_s)
-            == (stages - 1) * (forward_s + backward_s))
-
-
-@pytest.mark.parametrize(("stages", "microbatches", "bubble"), [(4, 8, 9), (8, 24, 21)])
-def test_golden_bubbles(stages: int, microbatches: int, bubble: int) -> None:
-    for name in ("gpipe", "1f1b"):
-        assert bubble_s(made(name, stages, microbatches), 1, 2) == bubble
-
-
-@settings(deadline=None)
-@given(stages=STAGES, microbatches=MICROBATCHES)
-def test_pipedream_idles_only_while_it_fills_and_drains(stages: int, microbatches: int) -> None:
-    assert bubble_s(made("pipedream", stages, microbatches), 1, 2) == (stages - 1) * 3
-
-
-@settings(deadline=None)
-@given(stages=STAGES, microbatches=MICROBATCHES)
-def test_peak_activations(stages: int, microbatches: int) -> None:
-    fewest = [min(stages - s, microbatches) for s in range(stages)]
-    for name, peaks in (("gpipe", [microbatches] * stages), ("1f1b", fewest), ("pipedream", fewest)):
-        schedule = made(name, stages, microbatches)
-        assert list(schedule.peak_activations) == peaks
-        assert [stage.peak_activations for stage in facts(schedule)] == peaks
-
-
-@st.composite
-def streams(draw: st.DrawFn) -> tuple[int, int, int]:
-    """Stages, microbatches per update, updates."""
-    every = draw(st.sampled_from([1, 2, 4]))
-    return draw(STAGES), every, draw(st.integers(1, 24 // every))
-
-
-@settings(deadline=None)
-@given(streams())
-def test_pipedream_gives_every_microbatch_the_version_it_states(stream: tuple[int, int, int]) -> None:
-    stages, every, updates = stream
-    reading = Reading.of(made("pipedream", stages, every * updates, every))
-    for (stage, microbatch), version in reading.version.items():
-        assert version == max(0, (microbatch - (stages - 1 - stage)) // every)
-
-
-def restricted(program: Iterator[Action], microbatches: int, every: int) -> list[Action]:
-    """The actions on microbatches below a number, and the steps of the updates that these complete."""
-    return [action for action in program
-            if action.microbatch < (microbatches // every if action.op is Op.STEP else microbatches)]
-
-
-@settings(deadline=None)
-@given(streams(), st.integers(0, 12))
-def test_pipedream_is_prefix_closed(stream: tuple[int, int, int], more: int) -> None:
-    stages, every, updates = stream
-    program, microbatches = recipe_named("pipedream").program, every * updates
-    for rank in range(stages):
-        longer = program(rank, stages, microbatches + more, every)
-        assert restricted(longer, microbatches, every) == list(program(rank, stages, microbatches, every))
-
-
-def test_numbers_that_no_schedule_can_have() -> None:
-    for arguments, text in ((("gpipe", 0, 4), "0 stages"), (("gpipe", 2, 0), "0 microbatches"),
-                            (("1f1b", 2, 4, 2), "update_every is 2"), (("pipedream", 2, 4, 3), "does not divide 4")):
-        with pytest.raises(UserError, match=text):
-            made(*arguments)
+@pytest.mark.parametrize(("name", "ranks", "microbatches", "chunks", "what", "hint"), [
+    ("gpipe", 2, 0, 1, "0 microbatches", "at least one of each"),
+    ("interleaved", 4, 6, 2, "6 microbatches are no multiple of 4", "use 4 or 8 microbatches"),
+    ("interleaved", 4, 3, 2, "3 microbatches are no multiple of 4", "use 4 microbatches"),
+    ("dualpipe_v", 4, 6, 2, "4 ranks with 8 microbatches, two per rank, but there are 6",
+     "use 8 microbatches or more, or 3 ranks or fewer"),
+    ("dualpipe_v", 1, 1, 2, "but there are 1", "use 2 microbatches or more"),
+    ("hanayo", 2, 4, 3, "3 stages per rank are no whole number of waves", "give every rank 2 or 4 stages"),
+    ("hanayo", 2, 4, 1, "1 stages per rank are no whole number of waves", "give every rank 2 stages"),
+])
+def test_numbers_that_a_schedule_cannot_have(name: str, ranks: int, microbatches: int, chunks: int, what: str,
+                                             hint: str) -> None:
+    with pytest.raises(UserError) as raised:
+        made(name, ranks, microbatches, chunks)
+    assert what in str(raised.value).splitlines()[0]
+    assert hint in str(raised.value).splitlines()[1]
 
 
 def test_names() -> None:
-    assert {"gpipe", "1f1b", "pipedream"} <= set(schedule_names())
+    assert set(schedule_names()) >= {
+        "gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v",
+        "hanayo", "pipedream", "pipedream_vertical_sync", "2bw"}
     with pytest.raises(UserError, match="did you mean 'pipedream'"):
         recipe_named("pipedreams")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Action
 from vpipe.schedules.grid import MARK, SIDE, draw, fault
-from vpipe.schedules.order import build, default_placement
+from vpipe.schedules.order import build
+from vpipe.schedules.size import default_placement
 
 
 def programs(*texts: str) -> list[list[Action]]:

@@ -9,16 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vpipe.schedules.action import PER_MICROBATCH, RECEIVES, SENDS, Action, Op, forward
+from vpipe.schedules.action import COMPUTE, PER_MICROBATCH, RECEIVES, RETURNS, SENDS, Action, Op, forward
 from vpipe.schedules.lower import Lowering, VersionsUsed, lower
-from vpipe.schedules.order import Schedule, build, compute_program, default_placement
+from vpipe.schedules.order import Schedule, build, compute_program
 from vpipe.schedules.registry import recipe_named
+from vpipe.schedules.size import Layout, Size, default_placement
 
 
-def lowered(name: str, stages: int, microbatches: int, every: int | None = None, *, tied: bool = False,
+def lowered(name: str, ranks: int, microbatches: int, every: int | None = None, *, tied: bool = False,
             norm: bool = False) -> Schedule:
-    ties = {0: (stages - 1,)} if tied and stages > 1 else {}
-    return lower(build(name, default_placement(stages), microbatches, every, ties), norm)
+    placement = recipe_named(name).layout.placement(ranks, recipe_named(name).chunks)
+    ties = {0: (len(placement) - 1,)} if tied and len(placement) > 1 else {}
+    return lower(build(name, placement, microbatches, every, ties), norm)
 
 
 def texts(schedule: Schedule) -> list[str]:
@@ -43,37 +45,68 @@ def test_one_stage_needs_no_transfers() -> None:
     assert texts(lowered("gpipe", 1, 2)) == ["0F0 0F1 0B0 0B1 0STEP0"]
 
 
+def test_halves_are_sent_and_waited_for_where_they_make_their_tensors() -> None:
+    assert texts(lowered("zb_h1", 2, 2, tied=True)) == [
+        "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0I0 0RECV_B1 0W0 0I1 0RECV_TIED_G0 0W1 0STEP0 0SEND_TIED_W1",
+        "1RECV_F0 1F0 1RECV_F1 1I0 1SEND_B0 1F1 1I1 1SEND_B1 1W0 1W1 0SEND_TIED_G0 0RECV_TIED_W1 1STEP0"]
+
+
+def by_hand(*programs: str, ties: dict[int, tuple[int, ...]]) -> Schedule:
+    """Stages 0 and 3 on rank 0, 1 and 2 on rank 1; one microbatch."""
+    actions = tuple(tuple(map(Action.parse, program.split())) for program in programs)
+    return Schedule("made", Layout.ZIGZAG.placement(2, 2), actions, 1, 1, flush=True, peak_activations=(2, 2),
+                    versions=(1, 1, 1, 1), ties=ties)
+
+
+def test_neighbours_on_one_rank_need_no_transfer() -> None:
+    schedule = by_hand("0F0 3F0 3B0 0B0 0STEP0 3STEP0", "1F0 2F0 2B0 1B0 1STEP0 2STEP0", ties={})
+    assert texts(lower(schedule)) == [
+        "3RECV_F0 0F0 0SEND_F0 3F0 0RECV_B0 3B0 3SEND_B0 0B0 0STEP0 3STEP0",
+        "1RECV_F0 1F0 2F0 2SEND_F0 2RECV_B0 2B0 1B0 1SEND_B0 1STEP0 2STEP0"]
+
+
+def test_a_weight_borrowed_from_the_same_rank_and_by_another() -> None:
+    """The owner steps when the borrower beside it has its gradients; both of its borrowers share its versions."""
+    schedule = by_hand("0F0 3F0 3I0 0B0 0STEP0 3W0 3STEP0", "1F0 2F0 2B0 1B0 1STEP0 2STEP0", ties={0: (2, 3)})
+    assert texts(lower(schedule, norm=True)) == [
+        "3RECV_F0 0F0 0SEND_F0 3F0 0RECV_B0 3I0 3SEND_B0 0RECV_TIED_G0 0B0 3W0 0SEND_TIED_G0 0RECV_TIED_W1 "
+        "0NORM0 3NORM0 0STEP0 0SEND_TIED_W1 3STEP0",
+        "1RECV_F0 1F0 2F0 2SEND_F0 2RECV_B0 2B0 0SEND_TIED_G0 0RECV_TIED_W1 1B0 1SEND_B0 1NORM0 2NORM0 1STEP0 2STEP0"]
+
+
 def schedules(*names: str) -> st.SearchStrategy[Schedule]:
     @st.composite
     def drawn(draw: st.DrawFn) -> Schedule:
-        name, every = draw(st.sampled_from(names)), draw(st.sampled_from([1, 2, 4]))
-        microbatches = every * draw(st.integers(1, 24 // every))
-        return lowered(name, draw(st.integers(1, 8)), microbatches, every if name == "pipedream" else None,
-                       tied=draw(st.booleans()), norm=draw(st.booleans()))
+        recipe = recipe_named(draw(st.sampled_from(names)))
+        ranks = draw(st.integers(1, 8 // recipe.chunks))
+        every = None if recipe.flush else draw(st.integers(recipe.update_every(ranks), recipe.update_every(ranks) + 2))
+        microbatches = every * draw(st.integers(1, 4)) if every else draw(st.integers(2 * ranks, 24))
+        return lowered(recipe.name, ranks, microbatches, every, tied=draw(st.booleans()), norm=draw(st.booleans()))
 
     return drawn()
 
 
-USES = {Op.RECV_F: Op.FORWARD, Op.RECV_B: Op.BACKWARD, Op.RECV_G: Op.STEP}
+ALL = ("gpipe", "1f1b", "zb_h1", "zb_h2", "looped_bfs", "zb_v", "pipedream", "2bw")
+MADE_BY = {Op.SEND_F: (Op.FORWARD,), Op.SEND_B: RETURNS, Op.SEND_W: (Op.STEP,)}
+USES = {Op.RECV_F: (Op.FORWARD,), Op.RECV_B: RETURNS, Op.RECV_G: (Op.STEP,)}
 
 
 @settings(deadline=None)
-@given(schedules("gpipe", "1f1b", "pipedream"))
+@given(schedules(*ALL))
 def test_receives_precede_their_use_and_sends_follow_what_they_send(schedule: Schedule) -> None:
     for program in schedule.programs:
-        at = {action: position for position, action in enumerate(program)}
-        for action, position in at.items():
-            if action.op in USES:
-                assert position < at[Action(USES[action.op], action.stage, action.microbatch)]
-            elif action.op in (Op.SEND_F, Op.SEND_B):
-                op = Op.FORWARD if action.op is Op.SEND_F else Op.BACKWARD
-                assert at[Action(op, action.stage, action.microbatch)] < position
-            elif action.op is Op.SEND_W:
-                assert at[Action(Op.STEP, action.stage, action.microbatch - 1)] < position
+        at = {(action.op, action.stage, action.microbatch): position for position, action in enumerate(program)}
+        for (op, stage, index), position in at.items():
+            if op in USES:
+                assert position < max(at.get((use, stage, index), -1) for use in USES[op])
+            elif op in MADE_BY:
+                made = max(at.get((maker, stage, index - (op is Op.SEND_W)), -1) for maker in MADE_BY[op])
+                assert 0 <= made < position
+                assert all(other.op in RECEIVES for other in program[made + 1:position])
 
 
 @settings(deadline=None)
-@given(schedules("gpipe", "1f1b", "pipedream"))
+@given(schedules("gpipe", "1f1b", "zb_h1", "pipedream", "2bw"))
 def test_a_transfer_has_a_computation_to_hide_behind(schedule: Schedule) -> None:
     """Between a receive and its use there is another computation, but for the first and a backward right behind
     its own forward (whose shapes are not known earlier)."""
@@ -82,12 +115,12 @@ def test_a_transfer_has_a_computation_to_hide_behind(schedule: Schedule) -> None
         for position, action in enumerate(program):
             if seen_compute and action.op is Op.RECV_F:
                 between = program[position:program.index(forward(action.stage, action.microbatch))]
-                assert any(other.op in (Op.FORWARD, Op.BACKWARD) for other in between)
+                assert any(other.op in COMPUTE for other in between)
             seen_compute = seen_compute or action.op is Op.FORWARD
 
 
 @settings(deadline=None)
-@given(schedules("gpipe", "1f1b", "pipedream"))
+@given(schedules(*ALL))
 def test_lowering_adds_and_moves_nothing_else(schedule: Schedule) -> None:
     every = None if schedule.flush else schedule.update_every
     bare = build(schedule.name, schedule.placement, schedule.microbatches, every)
@@ -103,13 +136,15 @@ def shifted(program: Sequence[Action], every: int) -> list[Action]:
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("every", [1, 2, 4])
+@pytest.mark.parametrize(("name", "more"), [("pipedream", 0), ("pipedream", 1), ("pipedream", 3), ("2bw", 0),
+                                            ("2bw", 3), ("pipedream_vertical_sync", 0), ("pipedream_vertical_sync", 2)])
 @pytest.mark.parametrize(("tied", "norm"), [(False, False), (True, False), (True, True)])
-def test_a_stream_repeats(stages: int, every: int, tied: bool, norm: bool) -> None:
+def test_a_stream_repeats(name: str, stages: int, more: int, tied: bool, norm: bool) -> None:
     """One more update is one more repetition inserted into each program: why a finite part proves a stream."""
+    every = recipe_named(name).update_every(stages) + more
     enough = 4 * stages * every
-    short = lowered("pipedream", stages, enough, every, tied=tied, norm=norm)
-    longer = lowered("pipedream", stages, enough + every, every, tied=tied, norm=norm)
+    short = lowered(name, stages, enough, every, tied=tied, norm=norm)
+    longer = lowered(name, stages, enough + every, every, tied=tied, norm=norm)
     for before, after in zip(short.programs, longer.programs, strict=True):
         period = len(after) - len(before)
         cooldown = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(before))
@@ -123,7 +158,7 @@ def test_a_stream_is_lowered_lazily() -> None:
     asked: list[Action] = []
 
     def compute(rank: int) -> Iterator[Action]:
-        for action in compute_program(recipe, placement, rank, 10**12, 1):
+        for action in compute_program(recipe, placement, rank, Size(3, 10**12, 1, 1)):
             asked.append(action)
             yield action
 
@@ -135,8 +170,14 @@ def test_a_stream_is_lowered_lazily() -> None:
 
 
 def test_versions_used() -> None:
-    program = compute_program(recipe_named("pipedream"), default_placement(3), 0, 10**12, 2)
+    program = compute_program(recipe_named("pipedream"), default_placement(3), 0, Size(3, 10**12, 1, 2))
     used = VersionsUsed(0, program)
     assert [used.of(microbatch) for microbatch in range(8)] == [0, 0, 0, 0, 1, 1, 2, 2]
     assert used.of(100_000) == (100_000 - 2) // 2
     assert used.of(99_990) == (99_990 - 2) // 2
+
+
+def test_versions_used_when_told() -> None:
+    program = compute_program(recipe_named("2bw"), default_placement(3), 0, Size(3, 10**12, 1, 3))
+    used = VersionsUsed(0, program)
+    assert [used.of(microbatch) for microbatch in range(12)] == [0, 0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 2]

@@ -150,7 +150,7 @@ def test_one_wrong_value(at: Path, line: str, what: str) -> None:
      "dataset.batch_size is 3, which the 4 microbatches of training.num_microbatches do not divide",
      "the nearest batch size is 4"),
     (["parallel.update_every=2"], "parallel.update_every is 2, but the schedule 1f1b updates once per batch",
-     "set it to 1; training.num_microbatches says how many microbatches a batch has"),
+     "leave it out; training.num_microbatches says how many microbatches a batch has"),
     (["parallel.schedule=pipedream", "parallel.update_every=3"],
      "parallel.update_every is 3, which does not divide the 4 microbatches of a batch (one update never takes "
      "microbatches of two batches)", "use one of 1, 2, 4, or make training.num_microbatches a multiple of 3"),
@@ -219,8 +219,9 @@ def test_one_wrong_value(at: Path, line: str, what: str) -> None:
      "parallel.stage_to_rank_map.3 puts stage 3 on rank 4; there are 4 ranks, from 0",
      "give each stage a rank of its own, 0 to 3"),
     (['parallel.stage_to_rank_map={0: [3], 1: [1], 2: [2], 3: [3]}'],
-     "parallel.stage_to_rank_map.3 puts stage 3 on rank 3, where stage 0 is already; several stages on a rank are not "
-     "available in this version", "give each stage a rank of its own, 0 to 3"),
+     "parallel.stage_to_rank_map.3 puts stage 3 on rank 3, where stage 0 is already; 1f1b holds one stage on each "
+     "rank", "give each stage a rank of its own, 0 to 3, or choose a schedule with several stages per rank, such as "
+     "interleaved"),
 ])
 def test_rules_across_keys(at: Path, overrides: list[str], what: str, hint: str) -> None:
     found = errors(at, GOOD, *overrides)

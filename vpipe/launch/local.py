@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -49,7 +49,8 @@ def free_port(wanted: int | None) -> int:
         return int(probe.getsockname()[1])
 
 
-def run_ranks(ranks: int, folder: Path, *, port: int, threads: int, describe: Callable[[int], str]) -> None:
+def run_ranks(ranks: int, folder: Path, *, port: int, threads: int, describe: Callable[[int], str],
+              task: Sequence[str] = ("train",)) -> None:
     """Run one process per rank until all have ended.
 
     The first failure ends all of them. Ctrl-C and SIGTERM do, too. When this process dies, they end by
@@ -58,6 +59,7 @@ def run_ranks(ranks: int, folder: Path, *, port: int, threads: int, describe: Ca
     Args:
         folder: the run's folder, which tells the ranks everything.
         describe: ``rank -> "rank 2 (stage 2)"``.
+        task: what the ranks do; see :mod:`vpipe.launch.worker`.
 
     Raises:
         VpipeError: a rank failed.
@@ -68,7 +70,7 @@ def run_ranks(ranks: int, folder: Path, *, port: int, threads: int, describe: Ca
     handlers = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         for rank in range(ranks):
-            processes[rank] = _start(rank, ranks, folder, port, threads, reader)
+            processes[rank] = _start(rank, ranks, folder, port, threads, reader, task)
         while any(process.poll() is None for process in processes.values()):
             if any(process.poll() for process in processes.values()):
                 raise _failure(processes, folder, describe)
@@ -89,14 +91,15 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise Interrupted(number)
 
 
-def _start(rank: int, ranks: int, folder: Path, port: int, threads: int, parent_pipe: int) -> subprocess.Popen[bytes]:
+def _start(rank: int, ranks: int, folder: Path, port: int, threads: int, parent_pipe: int,
+           task: Sequence[str]) -> subprocess.Popen[bytes]:
     environment = {
         **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": str(threads),
         PARENT_PIPE: str(parent_pipe)}
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"  # whatever the name of this host resolves to
-    command = [sys.executable, "-m", "vpipe.launch.worker", str(folder)]
+    command = [sys.executable, "-m", "vpipe.launch.worker", str(folder), *task]
     # Rank 0 shows progress and the summary on the terminal; what others print goes to their logs. A session of
     # its own keeps Ctrl-C from a rank: the launcher ends it.
     if rank == 0:

@@ -1,4 +1,7 @@
-"""What a rank's process runs: ``python -m vpipe.launch.worker FOLDER``, started by a launcher."""
+"""What a rank's process runs: ``python -m vpipe.launch.worker FOLDER TASK``, started by a launcher.
+
+The task is ``train``, or ``verify N``: leave a trail of N updates.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ from vpipe.launch.folder import CONFIG, failure_path, log_path
 from vpipe.launch.local import PARENT_PIPE
 
 
-def main(folder: Path) -> int:
-    """Train as the folder's config says; a failure is written down for the launcher. Returns the exit status."""
+def main(folder: Path, task: str, *arguments: str) -> int:
+    """Do the task as the folder's config says; a failure is written down for the launcher. Returns the exit status."""
     rank = int(os.environ["RANK"])
     _follow_parent()
     logging.basicConfig(filename=log_path(folder, rank), level=logging.INFO,
@@ -26,8 +29,13 @@ def main(folder: Path) -> int:
         from vpipe.train.config import load_config
         from vpipe.train.job import Job
         from vpipe.train.loop import train
+        from vpipe.train.verify import leave_trail
 
-        train(Job.of(load_config(folder / CONFIG)), folder)
+        job = Job.of(load_config(folder / CONFIG))
+        if task == "verify":
+            leave_trail(job, folder, int(arguments[0]))
+        else:
+            train(job, folder)
     except VpipeError as error:
         log.exception("rank %d failed", rank)
         _report(folder, rank, error)
@@ -70,4 +78,4 @@ def _report(folder: Path, rank: int, error: VpipeError) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), *sys.argv[2:]))

@@ -18,9 +18,10 @@ from vpipe.errors import RunError, UserError
 from vpipe.runtime.transport import Key, Spec
 
 SENDS_BEHIND = 4
-"""Transfers per peer and kind that may be under way before a further send waits for the oldest; what is sent once per
-update (losses, tied weights and their gradients) is taken a whole pipeline depth later, so as many more there as there
-are ranks. The checker has proved that even 0 would not deadlock: this only bounds memory."""
+"""Transfers per peer and kind that may be under way before a further send waits for the oldest, or as many as a rank
+has in flight if that is more; what is sent once per update (losses, tied weights and their gradients) is taken a whole
+pipeline depth later, so as many more there as there are ranks. The checker has proved that even 0 would not deadlock
+where receives are posted as the program says; in the first batch those wait for the shapes, hence the second number."""
 
 HEADER_BYTES = 4096
 MOST_TENSORS = 62
@@ -42,14 +43,18 @@ class Distributed:
         device: where received tensors are wanted. gloo carries tensors in host memory, so those of a GPU are
             copied on their way.
         timeout_s: how long a transfer may take before the run fails.
+        in_flight: most microbatch-stages whose activations a rank holds at once.
         describe: ``rank -> "rank 2 (stage 2)"``, for messages.
     """
 
-    def __init__(self, device: torch.device, timeout_s: float, describe: Callable[[int], str]) -> None:
+    def __init__(self, device: torch.device, timeout_s: float, in_flight: int,
+                 describe: Callable[[int], str]) -> None:
         self.rank = dist.get_rank()
         self.bytes_sent = 0
         self.wait_s = 0.0
         self._device, self._timeout, self._describe = device, timedelta(seconds=timeout_s), describe
+        self._behind = {kind: max(SENDS_BEHIND, in_flight) if kind in "FB" else SENDS_BEHIND + dist.get_world_size()
+                        for kind in _KINDS}
         self._carrier = torch.device("cpu") if dist.get_backend() == "gloo" else device
         # nccl knows no tags and keeps one order per pair of ranks and group; the checker proves one per kind.
         self._groups = [dist.new_group() for _ in _KINDS] if dist.get_backend() == "nccl" else []
@@ -60,7 +65,7 @@ class Distributed:
 
     def send(self, peer: int, key: Key, tensors: Sequence[Tensor], announce: bool = False) -> None:
         behind = self._sent[peer, key.kind]
-        while len(behind) >= SENDS_BEHIND + (0 if key.kind in "FB" else dist.get_world_size()):
+        while len(behind) >= self._behind[key.kind]:
             self._complete(peer, *behind.popleft())
         carried = [t.detach().to(self._carrier).contiguous() for t in tensors]
         # Even an empty tensor keeps its turn, so that both sides count alike.

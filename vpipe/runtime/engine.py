@@ -22,11 +22,13 @@ from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport import InProcess, Key, Mailroom, Spec, Transport
 from vpipe.runtime.update import Update
 from vpipe.runtime.usage import StageUsage
-from vpipe.runtime.worker import Segment, VersionOf, Worker
-from vpipe.schedules.action import Action, Op, forward
+from vpipe.runtime.worker import IsSplit, Segment, VersionOf, Worker
+from vpipe.schedules.action import RETURNS, Action, Op, forward
 from vpipe.schedules.lower import Lowering
-from vpipe.schedules.order import Placement, Schedule, compute_program, stage_of_rank
-from vpipe.schedules.registry import recipe_named
+from vpipe.schedules.order import Schedule, compute_program, describe_rank, stages_of_rank
+from vpipe.schedules.reading import Reading
+from vpipe.schedules.registry import Recipe
+from vpipe.schedules.size import Placement, Size
 
 MakeOptimizer = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer | None]
 """Named parameters of a stage -> its optimizer."""
@@ -76,10 +78,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Program:
-    """A rank's lowered actions, and the versions of borrowed weights that its microbatches use."""
+    """A rank's lowered actions, the versions of borrowed weights that its microbatches use, which are split."""
 
     actions: Iterator[Action]
     version_of: VersionOf
+    is_split: IsSplit
 
 
 @dataclass
@@ -87,6 +90,7 @@ class _Stream:
     """An asynchronous pipeline with microbatches in flight."""
 
     segment: Segment
+    recipe: Recipe
     updates: Iterator[int]
     done: int = 0  # updates finished
     drained: deque[Step] | None = None  # the steps that draining made, to be yielded when training goes on
@@ -102,9 +106,13 @@ class Engine:
     def __init__(self, model: Model, specs: Sequence[StageSpec], schedule: Schedule, make_optimizer: MakeOptimizer,
                  settings: Settings, distributed: bool) -> None:
         self._specs, self._schedule, self._settings = specs, schedule, settings
-        self._recipe = recipe_named(schedule.name)
         self._placement: Placement = schedule.placement
         self._ties = ties_between(specs)
+        self._split = frozenset((action.stage, action.microbatch) for program in schedule.programs for action in program
+                                if action.op is Op.INPUT)
+        self._versions = Reading.of(schedule).version
+        self._recomputing = [spec.index for spec in specs
+                             if int(settings.recompute[spec.index] * len(spec.layers))]
         self._fields = model.batch
         self._distributed = distributed
         ranks = [dist.get_rank()] if distributed else list(range(len(schedule.programs)))
@@ -115,7 +123,8 @@ class Engine:
             stages = {spec.index: Stage(model, spec, seed=settings.seed, device=settings.device,
                                         recompute=settings.recompute[spec.index]) for spec in own}
             optimizers = {s: make_optimizer(stage.weights.masters) for s, stage in stages.items()}
-            transport: Transport = (Distributed(settings.device, settings.timeout_s, self.describe)
+            transport: Transport = (Distributed(settings.device, settings.timeout_s,
+                                                max(schedule.peak_activations), self.describe)
                                     if distributed else InProcess(rank, room))
             update = Update(optimizers, settings.factor, settings.clip)
             self.workers[rank] = Worker(rank, self._placement, stages, update, self._ties, transport)
@@ -136,20 +145,23 @@ class Engine:
               stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
         """Train on the batches; yields one step per update, in order.
 
-        ``updates`` ends the training after so many, in the middle of a batch if need be. ``stop`` is asked where
-        the last stage is, once per update; its answer comes with the step on every rank, so that all of them can
-        leave off after the same one.
+        ``updates`` ends the training after so many, in the middle of a batch if need be (not under a schedule
+        read from a file, which ends with its batch). ``stop`` is asked where the last stage is, once per update; its
+        answer comes with the step on every rank, so that all of them can leave off after the same one.
         """
         self.drain()
         self._stop = stop
-        feed = self._feed(batches, None if updates is None else updates * self._schedule.update_every)
-        return self._train_flush(feed) if self._schedule.flush else self._train_stream(feed)
+        recipe, every = self._schedule.recipe, self._schedule.update_every
+        whole = self._schedule.microbatches if recipe is None else every
+        feed = self._feed(batches, None if updates is None else -(-updates * every // whole) * whole)
+        return self._train_whole(feed) if recipe is None else self._train_stream(feed, recipe)
 
-    def _train_flush(self, feed: Feed) -> Iterator[Step]:
+    def _train_whole(self, feed: Feed) -> Iterator[Step]:
+        """Batch after batch, each with all of the schedule's programs and an empty pipeline at its end."""
         microbatches = self._settings.microbatches
         first = 0
         while feed.has(first):
-            segment = Segment(feed, first, self._microbatches_done, microbatches, training=True)
+            segment = Segment(feed, first, self._microbatches_done, self._schedule.update_every, training=True)
             updates = list(self._run(segment, self._prepared))
             self._microbatches_done += microbatches
             first += microbatches
@@ -159,12 +171,12 @@ class Engine:
                     worker.transport.finish()  # the loss has arrived everywhere: this process may end now
                 yield step
 
-    def _train_stream(self, feed: Feed) -> Iterator[Step]:
+    def _train_stream(self, feed: Feed, recipe: Recipe) -> Iterator[Step]:
         first, every = 0, self._schedule.update_every
         while feed.has(first):
             self.drain()  # of another call of train
             segment = Segment(feed, first, self._microbatches_done, every, training=True)
-            stream = self._stream = _Stream(segment, self._run(segment, self._streamed(feed, first)))
+            stream = self._stream = _Stream(segment, recipe, self._run(segment, self._streamed(feed, first, recipe)))
             for update in stream.updates:
                 stream.done += 1
                 yield self._step(segment, update)
@@ -186,7 +198,7 @@ class Engine:
         if stream is None or self._broken:
             return ()
         every = stream.segment.every
-        entered = stream.done * every + self._recipe.peak_activations(0, len(self._placement), sys.maxsize)
+        entered = stream.done * every + stream.recipe.peak_activations(0, self._endless())
         stream.segment.feed.end = stream.segment.first + -(-entered // every) * every
         stream.drained = deque()
         for update in stream.updates:
@@ -272,38 +284,48 @@ class Engine:
 
     # -- programs --------------------------------------------------------------------------------------
 
-    def _streamed(self, feed: Feed, first: int) -> Callable[[int], Program]:
+    def _endless(self) -> Size:
+        ranks = self._schedule.ranks
+        return Size(ranks, sys.maxsize, len(self._placement) // ranks, self._schedule.update_every)
+
+    def _streamed(self, feed: Feed, first: int, recipe: Recipe) -> Callable[[int], Program]:
         """The lowered program of a rank over the microbatches that come, however many.
 
         It is the program for very many microbatches less the actions on those that never come; see
         :data:`vpipe.schedules.registry.Program`.
         """
+        split = {stage for stage, _ in self._split}
 
         def compute(rank: int) -> Iterator[Action]:
-            for action in compute_program(self._recipe, self._placement, rank, sys.maxsize,
-                                          self._schedule.update_every):
-                if action.op is Op.STEP or feed.has(first + action.microbatch):
+            for action in compute_program(recipe, self._placement, rank, self._endless(), self._recomputing):
+                if action.op in (Op.STEP, Op.USE) or feed.has(first + action.microbatch):
                     yield action
-                elif action.op is Op.BACKWARD:
+                elif action.op in RETURNS:
                     return
 
-        return lambda rank: self._lowered(rank, compute, self._schedule.ties)
+        return lambda rank: self._lowered(rank, compute, self._schedule.ties, lambda stage, microbatch: stage in split)
 
     def _forward_only(self, feed: Feed) -> Callable[[int], Program]:
+        """Every rank takes the stages it holds in turn, the later ones first, so that all have work at once."""
+
         def compute(rank: int) -> Iterator[Action]:
-            stage = stage_of_rank(self._placement, rank)
-            return (forward(stage, microbatch) for microbatch in takewhile(feed.has, count()))
+            stages = stages_of_rank(self._placement, rank)
+            for tick in takewhile(lambda tick: tick < stages[-1] or feed.has(tick - stages[-1]), count()):
+                for stage in reversed(stages):
+                    if tick >= stage and feed.has(tick - stage):
+                        yield forward(stage, tick - stage)
 
-        return lambda rank: self._lowered(rank, compute, {})
+        return lambda rank: self._lowered(rank, compute, {}, lambda stage, microbatch: False)
 
-    def _lowered(self, rank: int, compute: Callable[[int], Iterator[Action]],
-                 ties: Mapping[int, Sequence[int]]) -> Program:
+    def _lowered(self, rank: int, compute: Callable[[int], Iterator[Action]], ties: Mapping[int, Sequence[int]],
+                 is_split: IsSplit) -> Program:
         lowering = Lowering(self._placement, rank, compute, self._schedule.update_every, ties)
-        return Program(lowering.program(), lambda owner, microbatch: lowering.versions[owner].of(microbatch))
+        return Program(lowering.program(), lambda owner, microbatch: lowering.versions[owner].of(microbatch), is_split)
 
     def _prepared(self, rank: int) -> Program:
-        """The program of one flush: lowered once, the same for every batch, on one version of the weights."""
-        return Program(iter(self._schedule.programs[rank]), lambda owner, microbatch: 0)
+        """All of a rank's program: lowered once, the same for every batch."""
+        return Program(iter(self._schedule.programs[rank]), lambda owner, microbatch: self._versions[owner, microbatch],
+                       lambda stage, microbatch: (stage, microbatch) in self._split)
 
     # -- carrying out ----------------------------------------------------------------------------------
 
@@ -315,7 +337,7 @@ class Engine:
         for rank, worker in self.workers.items():
             program = program_of(rank)
             programs[rank] = program.actions
-            worker.begin(segment, program.version_of)
+            worker.begin(segment, program.version_of, program.is_split)
         stages = sum(len(worker.stages) for worker in self.workers.values())
         made: Counter[int] = Counter()
         self._broken = True  # until the end is reached
@@ -395,10 +417,10 @@ class Engine:
                 count = torch.tensor([counts.get(spec.index, 0)])
                 shared = share_tensors({"count": count}, self._placement[spec.index][0], self._settings.device)
                 counts[spec.index] = int(shared["count"])
-        for stage, worker in stages.items():
-            worker.update.clip_globally({s: (self._placement[s][0], n) for s, n in counts.items() if s != stage})
+        for worker in self.workers.values():
+            worker.update.clip_globally({s: (self._placement[s][0], n) for s, n in counts.items()
+                                         if s not in worker.stages})
 
     def describe(self, rank: int) -> str:
         """A rank with its stages, for messages."""
-        stages = [s for s, ranks in enumerate(self._placement) if rank in ranks]
-        return f"rank {rank} (stage {', '.join(map(str, stages))})"
+        return describe_rank(self._placement, rank)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from vpipe.errors import UserError
 from vpipe.model.layer import Layer, Model, seed_of, set_parameter
 from vpipe.model.split import StageSpec, alive
+from vpipe.runtime.halves import WeightHalf
+from vpipe.runtime.intercept import Interception
 from vpipe.runtime.weights import Slot, Weights
 
 DropoutKey = tuple[int, int]
@@ -31,11 +33,19 @@ class Span:
 
 
 @dataclass(slots=True)
+class Graph:
+    """The edges of a span's outputs, and where its weight gradients go that can wait, if it was run for that."""
+
+    edges: dict[str, GradientEdge]
+    half: WeightHalf | None
+
+
+@dataclass(slots=True)
 class Held:
-    """What the backward of one span needs: its inputs as leaves, and the edges of its outputs if kept."""
+    """What the backward of one span needs: its inputs as leaves, and its graph if kept or already recomputed."""
 
     inputs: dict[str, Tensor]
-    edges: dict[str, GradientEdge] | None
+    graph: Graph | None
 
 
 @dataclass(slots=True)
@@ -46,6 +56,8 @@ class Record:
     fields: Mapping[str, Tensor]
     key: DropoutKey
     pins: dict[int, int]  # weight version per owner of weights: the stage itself, and those it borrows from
+    split: bool  # whether the backward comes in two halves
+    halves: list[WeightHalf] = field(default_factory=list)  # between them: of the spans, in the order of backward
 
 
 class Stage:
@@ -69,6 +81,7 @@ class Stage:
         self.weights, self.borrowed = self._collect()
         dropped = int(recompute * len(spec.layers))
         self._spans = list(self._cut(model, spec.layers.stop - dropped))
+        self._trained = {i for i, module in self.modules.items() if any(p.requires_grad for p in module.parameters())}
         self.recomputes = dropped > 0
         self._shared = self._in_several_spans()
 
@@ -127,7 +140,7 @@ class Stage:
         return [name for name, leaf in named if uses[id(leaf)] > 1]
 
     def forward(self, received: Sequence[Tensor], fields: Mapping[str, Tensor], key: DropoutKey,
-                pins: dict[int, int]) -> tuple[list[Tensor], Record]:
+                pins: dict[int, int], *, split: bool = False) -> tuple[list[Tensor], Record]:
         """One microbatch forward.
 
         Args:
@@ -135,49 +148,58 @@ class Stage:
             fields: the batch fields this stage reads.
             key: what dropout depends on.
             pins: the weight versions in use, kept for the backward.
+            split: whether the backward will come in two halves. Without it they work, but little can wait.
 
         Returns:
             The tensors of ``spec.outputs``, detached, requiring a gradient where backward needs one,
-            and the record for :meth:`backward`.
+            and the record for :meth:`backward`, or :meth:`backward_input` and :meth:`backward_weight`.
         """
         tensors = dict(zip(self.spec.inputs, received, strict=True))
-        record = Record([], {name: fields[name] for name in self.spec.fields}, key, pins)
+        record = Record([], {name: fields[name] for name in self.spec.fields}, key, pins, split)
         with self._random_state():
             for span in self._spans:
                 inputs = {name: tensors[name] for name in span.inputs}
-                edges, tensors = self._forward_span(span, inputs, record)
-                record.held.append(Held(inputs, edges))
+                graph, tensors = self._forward_span(span, inputs, record)
+                record.held.append(Held(inputs, graph))
         return [_in_memory(tensors[name]) for name in self.spec.outputs], record
 
     @torch.no_grad()
     def evaluate(self, received: Sequence[Tensor], fields: Mapping[str, Tensor], key: DropoutKey) -> list[Tensor]:
         """One microbatch forward with the latest weights; nothing is kept. As :meth:`forward` otherwise."""
         tensors = dict(zip(self.spec.inputs, received, strict=True))
-        record = Record([], {name: fields[name] for name in self.spec.fields}, key, {})
+        record = Record([], {name: fields[name] for name in self.spec.fields}, key, {}, split=False)
         with self._random_state():
             for span in self._spans:
                 tensors = self._run(span, {name: tensors[name] for name in span.inputs}, record)
         return [_in_memory(tensors[name]) for name in self.spec.outputs]
 
     def _forward_span(self, span: Span, inputs: dict[str, Tensor],
-                         record: Record) -> tuple[dict[str, GradientEdge] | None, dict[str, Tensor]]:
-        edges = None
+                      record: Record) -> tuple[Graph | None, dict[str, Tensor]]:
+        graph = None
         if span.recomputed:
             # With a graph that saves nothing, not without one: some layers compute other numbers then (nn.LSTM does).
             with saved_tensors_hooks(_save_nothing, _unused):
                 outputs = self._run(span, inputs, record)
         else:
-            outputs = self._run(span, inputs, record)
-            edges = {name: get_gradient_edge(t) for name, t in outputs.items() if t.requires_grad}
-        return edges, {name: t.detach().requires_grad_(t.requires_grad) for name, t in outputs.items()}
+            graph, outputs = self._with_graph(span, inputs, record)
+        return graph, {name: t.detach().requires_grad_(t.requires_grad) for name, t in outputs.items()}
 
-    def _run(self, span: Span, inputs: Mapping[str, Tensor], record: Record) -> dict[str, Tensor]:
+    def _with_graph(self, span: Span, inputs: Mapping[str, Tensor],
+                    record: Record) -> tuple[Graph, dict[str, Tensor]]:
+        half = WeightHalf() if record.split else None
+        outputs = self._run(span, inputs, record, half)
+        return Graph({name: get_gradient_edge(t) for name, t in outputs.items() if t.requires_grad}, half), outputs
+
+    def _run(self, span: Span, inputs: Mapping[str, Tensor], record: Record,
+             half: WeightHalf | None = None) -> dict[str, Tensor]:
         tensors = {**record.fields, **inputs}
         before = [t._version for t in tensors.values()]
         given = list(tensors.values())
         for i, layer, module in span.layers:
             self._seed(record.key, i)
-            result = self._call(layer, module, [tensors[name] for name in layer.inputs])
+            # Not where nothing is trained: modules may compute other numbers when they see that they are watched.
+            with nullcontext() if half is None or i not in self._trained else Interception(half):
+                result = self._call(layer, module, [tensors[name] for name in layer.inputs])
             tensors.update(zip(layer.outputs, result, strict=True))
         for tensor, version in zip(given, before, strict=True):
             if tensor._version != version:
@@ -214,29 +236,77 @@ class Stage:
         Returns:
             The gradients of the inputs that require one, in order. Parameters accumulate theirs.
         """
+        if record.split:
+            returned = self.backward_input(record, gradients)
+            self.backward_weight(record)
+            return returned
         with self.weights.added_at_once(self._shared):
             for span in reversed(self._spans):
-                gradients = self._backward_span(span, record, gradients)
+                gradients, _ = self._backward_span(span, record, gradients)
+        return self._returned(gradients)
+
+    def backward_input(self, record: Record, gradients: Mapping[str, Tensor]) -> list[Tensor]:
+        """The first half of a backward: as :meth:`backward`, but no parameter's gradient is touched.
+
+        Args:
+            record: what :meth:`forward` returned. Holds afterwards what the weight half needs and nothing else.
+            gradients: of the outputs that require one; not to be changed before the weight half is done.
+        """
+        for span in reversed(self._spans):
+            now: list[tuple[nn.Parameter, Tensor]] = []
+            with ExitStack() as stack:
+                for weights in (self.weights, *self.borrowed.values()):
+                    stack.enter_context(weights.kept_apart(now))
+                gradients, half = self._backward_span(span, record, gradients)
+            half = WeightHalf() if half is None else half
+            half.end(now)
+            record.halves.append(half)
+        record.fields = {}
+        return self._returned(gradients)
+
+    def backward_weight(self, record: Record) -> None:
+        """The second half: parameters accumulate their gradients, as a whole backward at this place would have it.
+
+        Args:
+            record: after :meth:`backward_input`; used up.
+        """
+        with self.weights.added_at_once(self._shared):
+            while record.halves:
+                record.halves.pop(0).accumulate()
+
+    def recompute(self, record: Record) -> None:
+        """What was dropped, ahead of the backward; without this, the backward recomputes."""
+        if not self.recomputes:
+            return
+        self._use(record.pins)
+        for span, held in zip(self._spans, record.held, strict=True):
+            if held.graph is None:
+                held.graph = self._again(span, held, record)
+
+    def _returned(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:
         return [_in_memory(gradients[name]) for name in self.spec.inputs if name in gradients]
 
-    def _backward_span(self, span: Span, record: Record, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _backward_span(self, span: Span, record: Record,
+                       gradients: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], WeightHalf | None]:
         held = record.held.pop()
-        edges = held.edges if held.edges is not None else self._recompute(span, held, record)
-        names = [name for name in edges if name in gradients]
+        graph = held.graph or self._again(span, held, record)
+        names = [name for name in graph.edges if name in gradients]
         if names:
-            torch.autograd.backward([edges[name] for name in names], [gradients[name] for name in names])
+            if graph.half is not None:
+                graph.half.begin()
+            torch.autograd.backward([graph.edges[name] for name in names], [gradients[name] for name in names])
         return {name: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
-                for name, leaf in held.inputs.items() if leaf.requires_grad}
+                for name, leaf in held.inputs.items() if leaf.requires_grad}, graph.half
 
-    def _recompute(self, span: Span, held: Held, record: Record) -> dict[str, GradientEdge]:
+    def _again(self, span: Span, held: Held, record: Record) -> Graph:
         """The span's forward again, with a graph: same inputs, weights and random numbers; buffers untouched."""
         buffers = [buffer for _, _, module in span.layers for buffer in module.buffers()]
         saved = [buffer.clone() for buffer in buffers]
         with self._random_state():
-            outputs = self._run(span, held.inputs, record)
+            graph, _ = self._with_graph(span, held.inputs, record)
         for buffer, value in zip(buffers, saved, strict=True):
             buffer.data.copy_(value)
-        return {name: get_gradient_edge(t) for name, t in outputs.items() if t.requires_grad}
+        return graph
 
     def _seed(self, key: DropoutKey, layer: int) -> None:
         seed = seed_of(self.seed, *key, layer)
@@ -289,10 +359,13 @@ class Stage:
     def prepare_backward(self, pins: Mapping[int, int]) -> None:
         """Let gradients accumulate for the pinned versions, and recompute run with them."""
         for owner, version in pins.items():
-            weights = self._weights_of(owner)
-            weights.begin_backward(version)
-            if self.recomputes:
-                weights.use(version)
+            self._weights_of(owner).begin_backward(version)
+        if self.recomputes:
+            self._use(pins)
+
+    def _use(self, pins: Mapping[int, int]) -> None:
+        for owner, version in pins.items():
+            self._weights_of(owner).use(version)
 
     def unpin(self, pins: Mapping[int, int]) -> None:
         """Give the pinned versions back."""

@@ -1,9 +1,10 @@
-"""Tied weights that sit on two ranks: versions travel to the borrower, gradients to the owner.
+"""Tied weights that sit on two stages: versions travel to the borrower, gradients to the owner.
 
 The first stage that uses a tied weight owns it: it alone steps it and counts it in a norm. Another stage borrows
 it: its forward of a microbatch uses the version that the owner's forward of that microbatch used, and its gradients
 of an update are summed and sent to the owner, which adds them to its own before the step. Versions and updates are
-numbered over the whole run.
+numbered over the whole run. Where both stages live on one rank, tensors change hands there, without a copy: the
+owner holds a version until its own backward of a microbatch, which comes after the borrower's.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from vpipe.model.split import Ties
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport import Key, Spec, Transport
 from vpipe.runtime.weights import Weights
-from vpipe.schedules.order import Placement
+from vpipe.schedules.size import Placement
 
 
 class TiedWeights:
@@ -28,42 +29,48 @@ class TiedWeights:
     def __init__(self, ties: Ties, placement: Placement, stages: Mapping[int, Stage], transport: Transport) -> None:
         self._ties, self._stages, self._transport = ties, stages, transport
         self._rank_of = [ranks[0] for ranks in placement]
+        self._number = {pair: i for i, pair in enumerate(sorted((owner, b) for owner in ties for b in ties[owner]))}
         self._posted: dict[int, deque[int]] = defaultdict(deque)  # versions on their way, by owner
+        self._here: dict[Key, list[Tensor]] = {}  # from this rank to itself
         for owner in set(ties) & set(stages):
             names = {name for borrowed in ties[owner].values() for name in borrowed}
             for name in sorted(names - set(stages[owner].weights.names)):
                 raise UserError(f"'{name}' is tied to a parameter of another stage, but is no trainable parameter",
                                 hint="correct the name, or let it require a gradient, or leave out the tie")
 
+    def ready(self, peer: int, key: Key) -> bool:
+        """Whether a transfer can be taken without waiting."""
+        return key in self._here if peer == self._transport.rank else self._transport.ready(peer, key)
+
     # -- the owner's side
 
     def lend_first(self) -> None:
         """Send the initial weights to the stages that borrow them."""
-        for owner in set(self._ties) & set(self._stages):
+        for owner in sorted(set(self._ties) & set(self._stages)):
             self.send_version(owner, 0)
 
     def send_version(self, owner: int, version: int) -> None:
         """Send the latest version, which is this one, to every borrower."""
         for borrower, names in self._ties[owner].items():
-            self._transport.send(self._rank_of[borrower], Key("W", owner, version),
-                                 self._stages[owner].weights.values(names))
+            self._send(borrower, Key("W", self._number[owner, borrower], version),
+                       self._stages[owner].weights.values(names))
 
     def post_gradients(self, owner: int, update: int) -> None:
         """Get ready for the borrowers' gradients of an update."""
         for borrower, names in self._ties[owner].items():
-            self._transport.post(self._rank_of[borrower], Key("G", borrower, update),
-                                 _specs(self._stages[owner].weights.values(names)))
+            self._post(borrower, Key("G", self._number[owner, borrower], update),
+                       self._stages[owner].weights.values(names))
 
     def gradients_needed(self, stage: int, update: int) -> Iterator[tuple[int, Key]]:
         """The transfers, with their ranks, that the stage's step waits for."""
         for borrower in self._ties.get(stage, {}):
-            yield self._rank_of[borrower], Key("G", borrower, update)
+            yield self._rank_of[borrower], Key("G", self._number[stage, borrower], update)
 
     def add_gradients(self, stage: int, update: int) -> None:
         """Add the borrowers' gradients, the last stage's first: the order in which autograd would sum them."""
         total: dict[str, Tensor] = {}
         for borrower, names in sorted(self._ties.get(stage, {}).items(), reverse=True):
-            tensors = self._transport.take(self._rank_of[borrower], Key("G", borrower, update))
+            tensors = self._take(borrower, Key("G", self._number[stage, borrower], update))
             for name, gradient in zip(names, tensors, strict=True):
                 total[name] = total[name] + gradient if name in total else gradient
         for name, gradient in total.items():
@@ -79,22 +86,24 @@ class TiedWeights:
 
     def post_version(self, owner: int, version: int) -> None:
         """Get ready for a version of the owner's."""
-        weights = self._borrowed(owner)
-        self._transport.post(self._rank_of[owner], Key("W", owner, version), _specs(weights.values(weights.names)))
+        for borrower, weights in self._borrowed(owner):
+            self._post(owner, Key("W", self._number[owner, borrower], version), weights.values(weights.names))
         self._posted[owner].append(version)
 
     def versions_needed(self, owner: int, version: int) -> Iterator[tuple[int, Key]]:
         """The transfers, with their ranks, that using a version waits for."""
         for posted in self._posted[owner]:
             if posted <= version:
-                yield self._rank_of[owner], Key("W", owner, posted)
+                for borrower, _ in self._borrowed(owner):
+                    yield self._rank_of[owner], Key("W", self._number[owner, borrower], posted)
 
     def install(self, owner: int, version: int | None = None) -> None:
         """Take in what was posted, up to a version, or all of it."""
         posted = self._posted[owner]
         while posted and (version is None or posted[0] <= version):
             arrived = posted.popleft()
-            self._borrowed(owner).install(arrived, self._transport.take(self._rank_of[owner], Key("W", owner, arrived)))
+            for borrower, weights in self._borrowed(owner):
+                weights.install(arrived, self._take(owner, Key("W", self._number[owner, borrower], arrived)))
 
     def install_all(self) -> None:
         """Take in everything posted, of every owner."""
@@ -103,16 +112,29 @@ class TiedWeights:
 
     def send_gradients(self, owner: int, update: int) -> None:
         """Send what was accumulated for an update, and start from nothing again."""
-        borrower = next(s for s, stage in self._stages.items() if owner in stage.borrowed)
-        weights = self._borrowed(owner)
-        gradients = [torch.zeros_like(value) if gradient is None else gradient for value, gradient in
-                     zip(weights.values(weights.names), weights.take_gradients(), strict=True)]
-        self._transport.send(self._rank_of[owner], Key("G", borrower, update), gradients)
+        for borrower, weights in self._borrowed(owner):
+            gradients = [torch.zeros_like(value) if gradient is None else gradient for value, gradient in
+                         zip(weights.values(weights.names), weights.take_gradients(), strict=True)]
+            self._send(owner, Key("G", self._number[owner, borrower], update), gradients)
 
-    def _borrowed(self, owner: int) -> Weights:
-        return next(stage.borrowed[owner] for stage in self._stages.values() if owner in stage.borrowed)
+    def _borrowed(self, owner: int) -> list[tuple[int, Weights]]:
+        """The stages of this rank that borrow from an owner, and what they have of it."""
+        return [(s, stage.borrowed[owner]) for s, stage in self._stages.items() if owner in stage.borrowed]
 
+    # -- to another rank, or to this one
 
-def _specs(tensors: list[Tensor]) -> list[Spec]:
-    """The shapes of tensors whose gradients do not travel back."""
-    return [Spec(tuple(t.shape), t.dtype, wants_gradient=False) for t in tensors]
+    def _send(self, stage: int, key: Key, tensors: list[Tensor]) -> None:
+        peer = self._rank_of[stage]
+        if peer == self._transport.rank:
+            self._here[key] = tensors
+        else:
+            self._transport.send(peer, key, tensors)
+
+    def _post(self, stage: int, key: Key, like: list[Tensor]) -> None:
+        peer = self._rank_of[stage]
+        if peer != self._transport.rank:
+            self._transport.post(peer, key, [Spec(tuple(t.shape), t.dtype, wants_gradient=False) for t in like])
+
+    def _take(self, stage: int, key: Key) -> list[Tensor]:
+        peer = self._rank_of[stage]
+        return self._here.pop(key) if peer == self._transport.rank else self._transport.take(peer, key)

@@ -16,14 +16,17 @@ WHAT = {"F": "the activations of microbatch", "B": "the gradients of microbatch"
 
 
 class Key(NamedTuple):
-    """What is transferred: ``kind`` (see ``WHAT``), the stage it concerns, and the microbatch, update or version."""
+    """What is transferred: ``kind`` (see ``WHAT``), the stage it concerns (for tied weights the number of the pair of
+    owner and borrower), and the microbatch, update or version."""
 
     kind: str
     stage: int
     number: int
 
     def __str__(self) -> str:
-        return f"{WHAT[self.kind]} {self.number} {'from' if self.kind in 'NLG' else 'for'} stage {self.stage}"
+        if self.kind in "WG":
+            return f"{WHAT[self.kind]} {self.number} of tie {self.stage}"
+        return f"{WHAT[self.kind]} {self.number} {'from' if self.kind in 'NL' else 'for'} stage {self.stage}"
 
 
 @dataclass(frozen=True)

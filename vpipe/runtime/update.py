@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 
 import torch
@@ -27,34 +28,37 @@ class Update:
                  clip: float | None) -> None:
         self.optimizers = optimizers
         self._factor, self._clip = factor, clip
-        self._peers: dict[int, tuple[int, int]] = {}  # other stages: their rank, and how many norms they publish
+        self._others: dict[int, tuple[int, int]] = {}  # stages elsewhere: their rank, and how many norms they publish
         self.global_norm = False
         self.gradient_norm: Tensor | None = None
-        self._norms: dict[tuple[int, int], Tensor] = {}  # of own stages, by (stage, update)
+        self._norms: dict[int, dict[int, Tensor]] = defaultdict(dict)  # by update and stage, own and others'
+        self._steps: Counter[int] = Counter()  # of own stages, by update
 
     def clip_globally(self, others: Mapping[int, tuple[int, int]]) -> None:
-        """Clip by the norm over all stages, as a schedule with a flush can; ``others``: stage -> rank, parameters."""
-        self.global_norm, self._peers = self._clip is not None, dict(others)
+        """Clip by the norm over all stages, as a schedule with a flush can; ``others``: stage on another rank ->
+        rank, parameters."""
+        self.global_norm, self._others = self._clip is not None, dict(others)
 
     def ready(self, transport: Transport, number: int) -> bool:
         """Whether a step can be taken without waiting for norms."""
-        return not self.global_norm or all(transport.ready(rank, Key("N", stage, number))
-                                           for stage, (rank, _) in self._peers.items())
+        return not self.global_norm or self._steps[number] > 0 or (
+            all(stage in self._norms[number] for stage in self.optimizers)
+            and all(transport.ready(rank, Key("N", stage, number)) for stage, (rank, _) in self._others.items()))
 
     def publish_norms(self, transport: Transport, stage: int, weights: Weights, number: int) -> None:
         """Send the norms of a stage's gradients to all other ranks, and get ready for theirs."""
-        self._norms[stage, number] = _norms(weights)
-        for other, (rank, count) in self._peers.items():
-            transport.send(rank, Key("N", stage, number), [self._norms[stage, number]])
-            transport.post(rank, Key("N", other, number), [Spec((count,), torch.float64, wants_gradient=False)])
+        if not self._norms[number]:
+            for other, (rank, count) in self._others.items():
+                transport.post(rank, Key("N", other, number), [Spec((count,), torch.float64, wants_gradient=False)])
+        self._norms[number][stage] = _norms(weights)
+        for rank in sorted({rank for rank, _ in self._others.values()}):
+            transport.send(rank, Key("N", stage, number), [self._norms[number][stage]])
 
     def step(self, transport: Transport, stage: int, weights: Weights, number: int) -> None:
         """Make the next version of a stage's weights."""
         optimizer = self.optimizers[stage]
         if self.global_norm:
-            norms = {other: transport.take(rank, Key("N", other, number))[0].cpu()
-                     for other, (rank, _) in self._peers.items()}
-            norms[stage] = self._norms.pop((stage, number))
+            norms = self._all_norms(transport, number)
             self._scale(weights, torch.cat([norms[s] for s in sorted(norms)]))
         elif self._clip is not None:
             self._scale(weights, _norms(weights))
@@ -63,6 +67,17 @@ class Update:
             for group in optimizer.param_groups:
                 group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
         weights.step(optimizer)
+
+    def _all_norms(self, transport: Transport, number: int) -> dict[int, Tensor]:
+        """The norms of every stage, taken in at the first step of this rank and let go at its last."""
+        norms = self._norms[number]
+        if not self._steps[number]:
+            norms |= {other: transport.take(rank, Key("N", other, number))[0].cpu()
+                      for other, (rank, _) in self._others.items()}
+        self._steps[number] += 1
+        if self._steps[number] == len(self.optimizers):
+            del self._norms[number], self._steps[number]
+        return norms
 
     def _scale(self, weights: Weights, norms: Tensor) -> None:
         """Clip, in the operations of ``torch.nn.utils.clip_grad_norm_`` so that the result is the same number."""

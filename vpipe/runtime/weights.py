@@ -41,6 +41,7 @@ class Weights:
         self._leaves: dict[int, list[nn.Parameter]] = {0: list(parameters.values())}
         self._active = self._graded = self._leaves[0]
         self._pins: Counter[int] = Counter()
+        self._chosen: int | None = None
         self._free: list[list[nn.Parameter]] = []
         self.most_held = 1
 
@@ -51,8 +52,9 @@ class Weights:
                 for name, leaf in zip(self.names, self._leaves[self.latest], strict=True)}
 
     def pin(self, version: int | None = None) -> int:
-        """Hold a version (the latest unless told) for a microbatch and point the modules to it."""
-        version = self.latest if version is None else version
+        """Hold a version (unless told, the chosen one, else the latest) for a microbatch; point the modules to it."""
+        if version is None:
+            version = self.latest if self._chosen is None else self._chosen
         self.use(version)
         self._pins[version] += 1
         return version
@@ -84,8 +86,20 @@ class Weights:
         self._pins[version] -= 1
         if not self._pins[version]:
             del self._pins[version]
-            if version != self.latest:
-                self._free.append(self._leaves.pop(version))
+            self._drop_unused(version)
+
+    def _drop_unused(self, version: int) -> None:
+        if version not in self._pins and version < (self.latest if self._chosen is None else self._chosen):
+            self._free.append(self._leaves.pop(version))
+
+    def choose(self, version: int | None) -> None:
+        """Give the following microbatches this version; None: the latest, whichever that is by then.
+
+        From now on later versions are kept, too: they will be chosen in their turn.
+        """
+        self._chosen = version
+        for held in list(self._leaves):
+            self._drop_unused(held)
 
     @property
     def pinned(self) -> int:
@@ -122,6 +136,16 @@ class Weights:
             if gradient is not None:
                 leaf.grad = gradient if leaf.grad is None else gradient.add_(leaf.grad)
 
+    @contextmanager
+    def kept_apart(self, into: list[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
+        """Put what backwards contribute into a list, with its leaf, instead of adding it to the gradients."""
+        before = self.take_gradients()
+        yield
+        for leaf, gradient in zip(self._graded, before, strict=True):
+            if leaf.grad is not None:
+                into.append((leaf, leaf.grad))
+            leaf.grad = gradient
+
     def take_gradients(self) -> list[Tensor | None]:
         """The accumulated gradients, which start from nothing again."""
         gradients = self.gradients
@@ -153,7 +177,7 @@ class Weights:
 
     def _make_next(self) -> None:
         latest = self._leaves[self.latest]
-        if self.latest not in self._pins:
+        if self.latest not in self._pins and self._chosen is None:
             self._leaves[self.latest + 1] = self._leaves.pop(self.latest)
             self.latest += 1
             return

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,11 +20,24 @@ from vpipe.runtime.tied import TiedWeights
 from vpipe.runtime.transport import Key, Spec, Transport
 from vpipe.runtime.update import Update
 from vpipe.runtime.usage import StageUsage, peak_memory_bytes
-from vpipe.schedules.action import RECEIVES, SENDS, Action, Op
-from vpipe.schedules.order import Placement
+from vpipe.schedules.action import RECEIVES, RETURNS, SENDS, Action, Op
+from vpipe.schedules.size import Placement
 
 VersionOf = Callable[[int, int], int]
 """(owning stage, microbatch) -> version of its tied weights, both counted within the segment."""
+
+IsSplit = Callable[[int, int], bool]
+"""(stage, microbatch) -> whether its backward comes in two halves."""
+
+
+class Observer(Protocol):
+    """Sees what every update does to a stage: for comparison with an oracle."""
+
+    def gradients(self, update: int, named: Mapping[str, Tensor | None]) -> None:
+        """The gradients about to be applied, before clipping."""
+
+    def weights(self, update: int, named: Mapping[str, Tensor]) -> None:
+        """The weights that the update made; they must not be kept but as copies."""
 
 
 @dataclass
@@ -66,13 +80,17 @@ class Worker:
         self._late: set[Key] = set()  # to be posted when its shapes are known
         self._announced: dict[tuple[int, bool, Signature], list[Spec]] = {}
         self.losses: dict[int, Tensor] = {}  # of the last stage, by microbatch
-        self.seconds: dict[Op, float] = defaultdict(float)
+        self._activations = dict.fromkeys(stages, 0)
+        self.observer: Observer | None = None
+        self.seconds: dict[tuple[int, Op], float] = defaultdict(float)  # by stage
         self.peak_activations = dict.fromkeys(stages, 0)
         self._staleness = dict.fromkeys(stages, 0)
         self._segment: Segment
         self._version_of: VersionOf
+        self._is_split: IsSplit
         self._operations: dict[Op, Callable[[int, int], None]] = {
             Op.FORWARD: self._forward, Op.BACKWARD: self._backward, Op.STEP: self._step, Op.NORM: self._norm,
+            Op.INPUT: self._input_half, Op.WEIGHT: self._weight_half, Op.RECOMPUTE: self._recompute, Op.USE: self._use,
             Op.SEND_F: self._send_forward, Op.RECV_F: self._post_forward,
             Op.SEND_B: self._send_backward, Op.RECV_B: self._post_backward,
             Op.SEND_W: self._numbered(self.tied.send_version), Op.RECV_W: self._numbered(self.tied.post_version),
@@ -80,9 +98,9 @@ class Worker:
 
     # -- what the engine calls -------------------------------------------------------------------------
 
-    def begin(self, segment: Segment, version_of: VersionOf) -> None:
-        """What the following actions are about, and which versions of borrowed weights microbatches use."""
-        self._segment, self._version_of = segment, version_of
+    def begin(self, segment: Segment, version_of: VersionOf, is_split: IsSplit) -> None:
+        """What the following actions are about: versions of borrowed weights, and which microbatches are split."""
+        self._segment, self._version_of, self._is_split = segment, version_of, is_split
 
     def execute(self, action: Action) -> None:
         """Carry out one action; a failure is raised with the rank, the stage and the action."""
@@ -96,20 +114,27 @@ class Worker:
         except Exception as error:
             raise self._failed(f"{type(error).__name__}: {error}", "the log of the rank has the traceback",
                                action) from error
-        self.seconds[action.op] += perf_counter() - started - (self.transport.wait_s - waited)
+        self.seconds[action.stage, action.op] += perf_counter() - started - (self.transport.wait_s - waited)
 
     def waits_for(self, action: Action) -> str | None:
         """What an action lacks, in words; None when it can be carried out without waiting."""
         for peer, key in self._needs(action):
-            if key not in self._arrived and not self.transport.ready(peer, key):
+            if key not in self._arrived and not self._ready(peer, key):
                 return f"{key} from rank {peer}"
         if action.op is Op.STEP and not self.update.ready(self.transport, self._update_number(action.microbatch)):
             return f"the gradient norms of update {self._update_number(action.microbatch)}"
         return None
 
+    def _ready(self, peer: int, key: Key) -> bool:
+        if key.kind in "WG":
+            return self.tied.ready(peer, key)
+        return peer != self.rank and self.transport.ready(peer, key)
+
     def end(self) -> None:
         """Take in the tied weights still on their way, then check that nothing is left over."""
         self.tied.install_all()
+        for stage in self.stages.values():
+            stage.weights.choose(None)
         self.transport.finish()
         stores = {"records": self._records, "arrived tensors": self._arrived, "unsent tensors": self._leaving,
                   "expected gradients": self._returning, "late receives": self._late}
@@ -133,11 +158,15 @@ class Worker:
         self.transport.wait_s, self.transport.bytes_sent = counted[1:]
 
     def usage(self, stage: int) -> StageUsage:
-        """Where the time of training went so far; a rank with several stages reports its own times for each."""
+        """Where the time of training went so far; transfers, waiting and memory are those of the whole rank."""
+
+        def spent(*ops: Op) -> float:
+            return sum(self.seconds[stage, op] for op in ops)
+
         return StageUsage(
-            forward_s=self.seconds[Op.FORWARD], backward_s=self.seconds[Op.BACKWARD],
-            step_s=self.seconds[Op.STEP] + self.seconds[Op.NORM],
-            communication_s=sum(self.seconds[op] for op in SENDS | RECEIVES),
+            forward_s=spent(Op.FORWARD), backward_s=spent(Op.BACKWARD, Op.INPUT, Op.WEIGHT, Op.RECOMPUTE),
+            step_s=spent(Op.STEP, Op.NORM),
+            communication_s=sum(seconds for (_, op), seconds in self.seconds.items() if op in SENDS | RECEIVES),
             idle_s=self.transport.wait_s, bytes_sent=self.transport.bytes_sent,
             versions=self.stages[stage].weights.most_held, staleness=self._staleness[stage],
             peak_activations=self.peak_activations[stage],
@@ -158,10 +187,12 @@ class Worker:
             versions = {owner: self._version_for(owner, microbatch) for owner in stage.borrowed}
             for owner, version in versions.items():
                 self.tied.install(owner, version)
-            outputs, record = stage.forward(received, fields, key, stage.pin(versions))
+            outputs, record = stage.forward(received, fields, key, stage.pin(versions),
+                                            split=self._is_split(stage_index, microbatch))
             self._records[stage_index, microbatch] = record
-            holding = sum(1 for held, _ in self._records if held == stage_index)
-            self.peak_activations[stage_index] = max(self.peak_activations[stage_index], holding)
+            self._activations[stage_index] += 1
+            self.peak_activations[stage_index] = max(self.peak_activations[stage_index],
+                                                     self._activations[stage_index])
         else:
             stage.use_latest()
             outputs = stage.evaluate(received, fields, (-1 - key[0], key[1]))
@@ -184,21 +215,43 @@ class Worker:
         self.losses[number] = loss.detach()
 
     def _backward(self, stage_index: int, microbatch: int) -> None:
-        segment, stage, number = self._segment, self.stages[stage_index], self._number(microbatch)
+        stage, record = self.stages[stage_index], self._records.pop((stage_index, microbatch))
+        returned = stage.backward(record, self._begin_return(stage_index, microbatch, record))
+        stage.unpin(record.pins)
+        self._end_return(stage_index, microbatch, returned)
+
+    def _input_half(self, stage_index: int, microbatch: int) -> None:
+        record = self._records[stage_index, microbatch]
+        gradients = self._begin_return(stage_index, microbatch, record)
+        self._end_return(stage_index, microbatch, self.stages[stage_index].backward_input(record, gradients))
+
+    def _weight_half(self, stage_index: int, microbatch: int) -> None:
+        stage, record = self.stages[stage_index], self._records.pop((stage_index, microbatch))
+        stage.prepare_backward(record.pins)
+        stage.backward_weight(record)
+        stage.unpin(record.pins)
+
+    def _recompute(self, stage_index: int, microbatch: int) -> None:
+        self.stages[stage_index].recompute(self._records[stage_index, microbatch])
+
+    def _begin_return(self, stage_index: int, microbatch: int, record: Record) -> dict[str, Tensor]:
+        """Get a stage ready for a gradient to pass through it; the gradients of its outputs, by name."""
+        stage, number = self.stages[stage_index], self._number(microbatch)
         if stage_index == self._last:
-            gradients = {"loss": torch.full_like(self.losses[number], 1 / segment.every)}
+            gradients = {"loss": torch.full_like(self.losses[number], 1 / self._segment.every)}
         else:
             names, _ = self._returning.pop((stage_index, microbatch))
             gradients = dict(zip(names, self._take(self._rank_of(stage_index + 1, microbatch),
                                                    Key("B", stage_index, number)), strict=True))
-        record = self._records.pop((stage_index, microbatch))
         staleness = stage.weights.latest - record.pins[stage_index]
         self._staleness[stage_index] = max(self._staleness[stage_index], staleness)
         stage.prepare_backward(record.pins)
-        returned = stage.backward(record, gradients)
-        stage.unpin(record.pins)
+        return gradients
+
+    def _end_return(self, stage_index: int, microbatch: int, returned: list[Tensor]) -> None:
+        self._activations[stage_index] -= 1
         if stage_index > 0:
-            self._pass_on(Key("B", stage_index - 1, number), microbatch, returned)
+            self._pass_on(Key("B", stage_index - 1, self._number(microbatch)), microbatch, returned)
 
     def _pass_on(self, key: Key, microbatch: int, tensors: list[Tensor]) -> None:
         here = self._rank_of(key.stage, microbatch) == self.rank
@@ -259,9 +312,17 @@ class Worker:
         self.update.publish_norms(self.transport, stage, self.stages[stage].weights, self._update_number(update))
 
     def _step(self, stage: int, update: int) -> None:
+        weights, number = self.stages[stage].weights, self._update_number(update)
         if not self.update.global_norm:
-            self.tied.add_gradients(stage, self._update_number(update))
-        self.update.step(self.transport, stage, self.stages[stage].weights, self._update_number(update))
+            self.tied.add_gradients(stage, number)
+        if self.observer is not None:
+            self.observer.gradients(number, dict(zip(weights.names, weights.gradients, strict=True)))
+        self.update.step(self.transport, stage, weights, number)
+        if self.observer is not None:
+            self.observer.weights(number, dict(zip(weights.names, weights.values(weights.names), strict=True)))
+
+    def _use(self, stage: int, version: int) -> None:
+        self.stages[stage].weights.choose(self._update_number(version))
 
     # -- names and numbers -----------------------------------------------------------------------------
 
@@ -274,7 +335,7 @@ class Worker:
             if self._segment.training:
                 for owner in self.stages[stage].borrowed:
                     yield from self.tied.versions_needed(owner, self._version_for(owner, index))
-        elif action.op is Op.BACKWARD and stage < self._last:
+        elif action.op in RETURNS and stage < self._last:
             yield self._rank_of(stage + 1, index), Key("B", stage, self._number(index))
         elif action.op is (Op.NORM if self.update.global_norm else Op.STEP):
             yield from self.tied.gradients_needed(stage, self._update_number(index))

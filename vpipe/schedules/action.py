@@ -18,7 +18,11 @@ class Op(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    INPUT = "I"  # first half of a backward: the gradients of the inputs
+    WEIGHT = "W"  # second half: the gradients of the weights
+    RECOMPUTE = "R"  # recompute dropped activations now, ahead of the backward
     STEP = "STEP"  # optimizer step of a stage: makes its next weight version; the index is the update's
+    USE = "USE"  # forwards from here on use this weight version; without any, the latest; the index is the version
     NORM = "NORM"  # publish the norms of a stage's gradients, for clipping by the global norm; index: the update's
     SEND_F = "SEND_F"  # output activations to the next stage
     RECV_F = "RECV_F"  # input activations from the previous stage
@@ -33,7 +37,10 @@ class Op(StrEnum):
 
 SENDS = frozenset({Op.SEND_F, Op.SEND_B, Op.SEND_W, Op.SEND_G})
 RECEIVES = frozenset({Op.RECV_F, Op.RECV_B, Op.RECV_W, Op.RECV_G})
-PER_MICROBATCH = frozenset({Op.FORWARD, Op.BACKWARD, Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
+COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD, Op.INPUT, Op.WEIGHT, Op.RECOMPUTE})
+PER_MICROBATCH = COMPUTE | {Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B}
+RETURNS = frozenset({Op.BACKWARD, Op.INPUT})  # what takes the output's gradient and makes the input's
+COMPLETES = frozenset({Op.BACKWARD, Op.WEIGHT})  # after it a microbatch's weight gradients are there
 
 # Longest first, so that F does not match the end of SEND_F.
 _TEXT = re.compile(rf"(\d+)({'|'.join(sorted((op.value for op in Op), key=len, reverse=True))})(\d+)")
@@ -71,6 +78,18 @@ def forward(stage: int, microbatch: int) -> Action:
 
 def backward(stage: int, microbatch: int) -> Action:
     return Action(Op.BACKWARD, stage, microbatch)
+
+
+def input_half(stage: int, microbatch: int) -> Action:
+    return Action(Op.INPUT, stage, microbatch)
+
+
+def weight_half(stage: int, microbatch: int) -> Action:
+    return Action(Op.WEIGHT, stage, microbatch)
+
+
+def use(stage: int, version: int) -> Action:
+    return Action(Op.USE, stage, version)
 
 
 def step(stage: int, update: int) -> Action:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from vpipe.schedules.action import RECEIVES, SENDS, Action, Op
+from vpipe.schedules.action import RECEIVES, RETURNS, SENDS, Action, Op
 from vpipe.schedules.grid import Spot
 from vpipe.schedules.order import Schedule
 
@@ -20,15 +20,20 @@ class Reading:
 
     Attributes:
         schedule: what was read.
+        homes: the rank of every stage.
         where: the spots of every action.
-        version: the weight version (steps before it) that the forward of (stage, microbatch) uses.
+        version: the weight version that the forward of (stage, microbatch) uses: what the last USE before it says,
+            else the number of steps before it.
+        borrowing: by owning stage, the ranks with a stage that borrows its tied weights.
         lowered: whether there are transfers; without any the actions wait for each other directly.
         normed: whether gradient norms are exchanged before the steps.
     """
 
     schedule: Schedule
+    homes: Mapping[int, int]
     where: Mapping[Action, Sequence[Spot]]
     version: Mapping[tuple[int, int], int]
+    borrowing: Mapping[int, Sequence[int]]
     lowered: bool
     normed: bool
 
@@ -39,14 +44,22 @@ class Reading:
         operations: set[Op] = set()
         for rank, program in enumerate(schedule.programs):
             steps: dict[int, int] = defaultdict(int)
+            chosen: dict[int, int] = {}
             for position, action in enumerate(program):
                 where[action].append((rank, position))
                 operations.add(action.op)
                 if action.op is Op.STEP:
                     steps[action.stage] += 1
+                elif action.op is Op.USE:
+                    chosen[action.stage] = action.microbatch
                 elif action.op is Op.FORWARD:
-                    version[action.stage, action.microbatch] = steps[action.stage]
-        return cls(schedule, dict(where), version, bool(operations & (SENDS | RECEIVES)), Op.NORM in operations)
+                    version[action.stage, action.microbatch] = chosen.get(action.stage, steps[action.stage])
+        borrowing = {owner: sorted({rank for stage in borrowers if 0 <= stage < schedule.stages
+                                    for rank in schedule.placement[stage]})
+                     for owner, borrowers in schedule.ties.items()}
+        homes = {stage: held_by[0] for stage, held_by in enumerate(schedule.placement) if held_by}
+        return cls(schedule, homes, dict(where), version, borrowing, bool(operations & (SENDS | RECEIVES)),
+                   Op.NORM in operations)
 
     @property
     def updates(self) -> int:
@@ -66,7 +79,8 @@ class Reading:
                 yield action, (rank, position)
 
     def rank_of(self, stage: int) -> int:
-        return self.schedule.placement[stage][0]
+        """The rank of a stage; -1 outside the pipeline."""
+        return self.homes.get(stage, -1)
 
     def end(self, rank: int) -> Spot:
         return rank, len(self.schedule.programs[rank])
@@ -78,57 +92,76 @@ class Reading:
                 return position
         return None
 
-    def borrowers(self, owner: int) -> Sequence[int]:
-        """The ranks that borrow the tied weights of stage ``owner``."""
-        return self.schedule.ties.get(owner, ())
+    def returning(self, stage: int, microbatch: int) -> Action:
+        """What makes the input gradients of a microbatch: its input half where there is one, else its backward."""
+        half = Action(Op.INPUT, stage, microbatch)
+        return half if half in self.where else Action(Op.BACKWARD, stage, microbatch)
+
+    def completing(self, stage: int, microbatch: int) -> Action:
+        """What makes the weight gradients of a microbatch: its weight half where there is one, else its backward."""
+        half = Action(Op.WEIGHT, stage, microbatch)
+        return half if half in self.where else Action(Op.BACKWARD, stage, microbatch)
 
     def receives(self, action: Action, rank: int) -> Iterator[Action]:
-        """The receives that bring what ``action`` uses from other ranks."""
+        """The receives that bring what ``action`` uses from other stages' ranks."""
         op, stage, index = action.op, action.stage, action.microbatch
         if op is Op.FORWARD:
-            if stage > 0 and self.rank_of(stage - 1) != rank:
+            if self.homes.get(stage - 1, rank) != rank:
                 yield Action(Op.RECV_F, stage, index)
             for owner, borrowers in self.schedule.ties.items():
-                if rank in borrowers and (version := self.version[owner, index]) > 0:
+                if stage in borrowers and (version := self.version.get((owner, index), 0)) > 0:
                     yield Action(Op.RECV_W, owner, version)
-        elif op is Op.BACKWARD:
-            if stage + 1 < self.schedule.stages and self.rank_of(stage + 1) != rank:
+        elif op in RETURNS:
+            if self.homes.get(stage + 1, rank) != rank:
                 yield Action(Op.RECV_B, stage, index)
-        elif op in (Op.NORM, Op.STEP) and self.borrowers(stage):
+        elif op in (Op.NORM, Op.STEP) and self.borrowing.get(stage):
             yield Action(Op.RECV_G, stage, index)
 
     def makers(self, action: Action, rank: int) -> Iterator[Action]:
-        """The actions of the same rank whose results ``action`` uses or sends."""
+        """The actions of the same rank whose results ``action`` uses, sends or gets ready for."""
         op, stage, index = action.op, action.stage, action.microbatch
-        if op is Op.FORWARD and stage > 0 and self.rank_of(stage - 1) == rank:
-            yield Action(Op.FORWARD, stage - 1, index)
-        elif op is Op.BACKWARD:
+        if op is Op.FORWARD:
+            if self.homes.get(stage - 1) == rank:
+                yield Action(Op.FORWARD, stage - 1, index)
+        elif op in RETURNS:
             yield Action(Op.FORWARD, stage, index)
-            if stage + 1 < self.schedule.stages and self.rank_of(stage + 1) == rank:
-                yield Action(Op.BACKWARD, stage + 1, index)
-        elif op is Op.SEND_F:
+            if (recompute := Action(Op.RECOMPUTE, stage, index)) in self.where:
+                yield recompute
+            if self.homes.get(stage + 1) == rank:
+                yield self.returning(stage + 1, index)
+        elif op is Op.WEIGHT:
+            yield Action(Op.INPUT, stage, index)
+        elif op in (Op.RECOMPUTE, Op.SEND_F, Op.RECV_B):  # the shapes of a gradient are known once its forward has run
             yield Action(Op.FORWARD, stage, index)
         elif op is Op.SEND_B:
-            yield Action(Op.BACKWARD, stage, index)
+            yield self.returning(stage, index)
         elif op is Op.SEND_W:
             yield Action(Op.STEP, stage, index - 1)
         elif op is Op.SEND_G:
             every = self.schedule.update_every
-            for borrower in range(self.schedule.stages):
+            for borrower in self.schedule.ties.get(stage, ()):
                 if self.rank_of(borrower) == rank:
                     for microbatch in range(index * every, (index + 1) * every):
-                        yield Action(Op.BACKWARD, borrower, microbatch)
+                        yield self.completing(borrower, microbatch)
+
+    def handed_over(self, action: Action, rank: int) -> Iterator[Action]:
+        """The sends of the same rank whose tied weights or gradients ``action`` uses."""
+        for receive in self.receives(action, rank):
+            if receive.op in (Op.RECV_W, Op.RECV_G):
+                yield from (send for send, peer in self.partners(receive, rank) if peer == rank)
 
     def partners(self, transfer: Action, rank: int) -> list[OnRank]:
-        """The other ends of a send or a receive; none when it leads out of the pipeline or to its own rank."""
+        """The other ends of a send or a receive; none when it leads out of the pipeline.
+
+        Activations and their gradients have no other end on their own rank. Tied weights do: there they change hands.
+        """
         op, stage, index = transfer.op, transfer.stage, transfer.microbatch
         if op in _NEIGHBOUR:
             other, offset = _NEIGHBOUR[op]
-            peer = stage + offset
-            inside = 0 <= peer < self.schedule.stages and self.rank_of(peer) != rank
-            return [(Action(other, peer, index), self.rank_of(peer))] if inside else []
+            peer = self.rank_of(stage + offset)
+            return [(Action(other, stage + offset, index), peer)] if peer not in (-1, rank) else []
         other, lends = _TIED[op]
-        peers = self.borrowers(stage) if lends else [self.rank_of(stage)]
+        peers = self.borrowing.get(stage, ()) if lends else [self.rank_of(stage)]
         return [(Action(other, stage, index), peer) for peer in peers]
 
     def waits(self, action: Action, rank: int, rendezvous: bool) -> list[OnRank]:
@@ -140,7 +173,7 @@ class Reading:
         if action.op in RECEIVES:
             return []
         if action.op in SENDS:
-            return self.partners(action, rank) if rendezvous else []
+            return [other for other in self.partners(action, rank) if other[1] != rank] if rendezvous else []
         sends = [send for receive in self.receives(action, rank) for send in self.partners(receive, rank)]
         if not self.lowered:
             return [(maker, peer) for send, peer in sends for maker in self.makers(send, peer)]

@@ -1,27 +1,48 @@
-"""Schedules by name: a generator of actions and what it promises. One file in this folder adds a schedule."""
+"""Schedules by name: a generator of actions and what it promises. One file in ``library/`` adds a schedule."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING, Protocol
 
-import vpipe.schedules
-from vpipe.errors import UserError, nearest
+import vpipe.schedules.library
+from vpipe.errors import Problem, UserError, nearest
 from vpipe.schedules.action import Action
+from vpipe.schedules.costs import Costs, Number
+from vpipe.schedules.size import Layout, Placement, Size
+
+if TYPE_CHECKING:
+    from vpipe.schedules.order import Schedule
 
 Program = Callable[..., Iterator[Action]]
 """``program(rank, ranks, microbatches)`` yields the compute actions and steps of one rank, lazily.
 
-A program without a flush also takes ``update_every`` and is *prefix-closed*: its actions on microbatches
-below n are the program for n microbatches. So a run whose length nobody knows takes the program for
-very many microbatches and leaves out those that never come.
+A schedule with any number of stages per rank also takes ``chunks``, that number. A schedule without a flush also
+takes ``update_every`` and is *prefix-closed*: its actions on microbatches below n are the program for n
+microbatches. So a run whose length nobody knows takes the program for very many microbatches and leaves out
+those that never come.
 """
 
-Bound = Callable[[int, int, int], int]
-"""``bound(stage, stages, microbatches)``: a number the checker holds the schedule to."""
+Bound = Callable[[int, Size], int]
+"""``bound(rank, size)``: a number the checker holds the schedule to."""
+
+Constraint = Callable[[Size], Problem | None]
+"""What is wrong with a size, with the numbers to change; None when it fits."""
+
+Limits = Number | Sequence[Number | None] | None
+"""What a rank may hold, in the unit of :attr:`~vpipe.schedules.costs.StageCosts.activation_bytes`: one number for all,
+or one per rank; None is no limit."""
+
+
+class Search(Protocol):
+    """Finds an order over ``placement`` for ``microbatches``; see :func:`~vpipe.schedules.search.search`."""
+
+    def __call__(self, placement: Placement, microbatches: int, costs: Costs | None = None,
+                 limits: Limits = None) -> Schedule: ...
 
 
 @dataclass(frozen=True)
@@ -32,30 +53,58 @@ class Recipe:
         name: what a config calls it.
         program: the generator of one rank's actions.
         flush: whether the pipeline is empty at every optimizer step (bsp) or not (asp).
-        peak_activations: microbatches whose activations a stage holds at most.
-        versions: weight versions a stage holds at most.
+        layout: which stages a rank holds.
+        chunks: stages per rank, unless told otherwise.
+        any_chunks: whether there may be another number of them.
+        peak_activations: microbatch-stages whose activations a rank holds at most, each from its forward until its
+            gradient has gone through (B or I).
+        versions: weight versions that a stage on a rank holds at most.
+        update_every: microbatches per update that a schedule without a flush needs at least, of the number of ranks.
+        requires: which sizes it cannot have.
+        search: makes the schedule for any placement, costs and limits on memory; None when the order is fixed.
     """
 
     name: str
     program: Program
     flush: bool
+    layout: Layout
+    chunks: int
+    any_chunks: bool
     peak_activations: Bound
     versions: Bound
+    update_every: Callable[[int], int]
+    requires: Constraint
+    search: Search | None = None
 
 
 _RECIPES: dict[str, Recipe] = {}
 
 
-def _one_version(stage: int, stages: int, microbatches: int) -> int:
+def _everything(rank: int, size: Size) -> int:
+    return size.microbatches * size.chunks
+
+
+def _one_version(rank: int, size: Size) -> int:
     return 1
 
 
-def register_schedule(name: str, *, flush: bool, peak_activations: Bound,
-                      versions: Bound = _one_version) -> Callable[[Program], Program]:
-    """Make the decorated generator known as ``name``."""
+def _every_microbatch(ranks: int) -> int:
+    return 1
+
+
+def _nothing(size: Size) -> Problem | None:
+    return None
+
+
+def register_schedule(name: str, *, flush: bool, layout: Layout = Layout.LOOP, chunks: int = 1,
+                      any_chunks: bool = False, peak_activations: Bound = _everything, versions: Bound = _one_version,
+                      update_every: Callable[[int], int] = _every_microbatch,
+                      requires: Constraint = _nothing, search: Search | None = None) -> Callable[[Program], Program]:
+    """Make the decorated generator known as ``name``; see :class:`Recipe` for the rest."""
 
     def register(program: Program) -> Program:
-        _RECIPES[name] = Recipe(name, program, flush, peak_activations, versions)
+        _RECIPES[name] = Recipe(name, program, flush, layout, chunks, any_chunks, peak_activations, versions,
+                                update_every, requires, search)
         return program
 
     return register
@@ -81,6 +130,6 @@ def schedule_names() -> list[str]:
 
 @cache
 def _find_all() -> None:
-    """Import every module of this folder, so that a schedule is added by one file in it."""
-    for module in pkgutil.iter_modules(vpipe.schedules.__path__, prefix="vpipe.schedules."):
+    """Import every module of the library, so that a schedule is added by one file in it."""
+    for module in pkgutil.iter_modules(vpipe.schedules.library.__path__, prefix="vpipe.schedules.library."):
         importlib.import_module(module.name)

@@ -41,8 +41,9 @@ class Config(Section):
 
     @property
     def updates_per_batch(self) -> int:
-        """Optimizer updates per batch: one with a flush, one per ``update_every`` microbatches without."""
-        return self.training.num_microbatches // self.parallel.update_every if self.parallel.asynchronous else 1
+        """Optimizer updates per batch: one with a flush, one per ``update_every`` microbatches without (once a job has
+        put in the fewest that the schedule can have, if it was null)."""
+        return self.training.num_microbatches // (self.parallel.update_every or 1) if self.parallel.asynchronous else 1
 
     def mistakes(self) -> Iterator[Mistake]:
         samples, microbatches = self.dataset.batch_size, self.training.num_microbatches
@@ -52,7 +53,7 @@ class Config(Section):
                           f"is {samples}, which the {microbatches} microbatches of training.num_microbatches do not "
                           "divide", f"the nearest batch sizes are {low} and {high}" if low else
                           f"the nearest batch size is {high}")
-        every = self.parallel.update_every
+        every = self.parallel.update_every or 1
         if self.parallel.asynchronous and microbatches % every:
             divisors = ", ".join(str(k) for k in range(1, microbatches + 1) if microbatches % k == 0)
             yield Mistake(("parallel", "update_every"),

@@ -15,9 +15,9 @@ from vpipe.errors import UserError
 from vpipe.model.layer import Model, seed_of
 from vpipe.model.registry import ModelSettings, model_named
 from vpipe.model.split import balanced, parameter_counts, split, ties_between
-from vpipe.schedules.check import prove
-from vpipe.schedules.order import Placement
-from vpipe.schedules.registry import recipe_named
+from vpipe.schedules.arrange import Wanted
+from vpipe.schedules.order import Schedule, describe_rank
+from vpipe.schedules.size import Placement
 from vpipe.train.config import Config
 from vpipe.train.optimizers import OptimizerSettings
 from vpipe.train.policies import Policy
@@ -32,12 +32,14 @@ class Job:
         config: with the vocabulary size and the partition filled in.
         dataset: opened.
         model: its layers, none of them built.
+        schedule: lowered and proved; of a stream, the part that was proved.
         updates: how many the run makes at most; None when only a time limit ends it.
     """
 
     config: Config
     dataset: Dataset
     model: Model
+    schedule: Schedule
     updates: int | None
 
     @classmethod
@@ -69,16 +71,17 @@ class Job:
         if partition == "auto":
             partition = tuple(balanced(parameter_counts(model), config.parallel.model_parallel_size))
         ties = {owner: tuple(borrowers) for owner, borrowers in ties_between(split(model, partition)).items()}
+        parallel, training = config.parallel, config.training
+        schedule = Wanted(
+            parallel.schedule, len(partition), training.num_microbatches, parallel.update_every,
+            parallel.placement, parallel.chunks, None, ties,
+            [stage for stage, (ratio, layers) in enumerate(zip(parallel.recompute_ratios, partition, strict=True))
+             if int(ratio * layers)], training.grad_clip is not None).arranged()
         config = config.model_copy(update={
             "model": config.model.model_copy(update={"vocab_size": vocab_size}),
-            "parallel": config.parallel.model_copy(update={"partition": partition})})
-        job = cls(config, dataset, model, _updates(config, dataset))
-        recipe = recipe_named(config.parallel.schedule)
-        stages, every = len(partition), config.parallel.update_every
-        # The borrowing stages stand for their ranks: how stages are numbered does not change what is proved.
-        prove(recipe.name, tuple((stage,) for stage in range(stages)),
-              config.training.num_microbatches if recipe.flush else 4 * stages * every,
-              None if recipe.flush else every, ties, norm=recipe.flush and config.training.grad_clip is not None)
+            "parallel": parallel.model_copy(update={
+                "partition": partition, "update_every": None if schedule.flush else schedule.update_every})})
+        job = cls(config, dataset, model, schedule, _updates(config, dataset))
         job.policy()
         job.evaluation_batches(())
         next(dataset.batches("train", config.dataset.batch_size, seed=0, fields=()))
@@ -87,9 +90,11 @@ class Job:
     @property
     def placement(self) -> Placement:
         """Ranks per stage."""
-        ranks = self.config.parallel.stage_to_rank_map
-        stages = self.config.parallel.model_parallel_size
-        return tuple(ranks[str(s)] if ranks else (s,) for s in range(stages))
+        return self.schedule.placement
+
+    def describe(self, rank: int) -> str:
+        """A rank with its stages, for messages."""
+        return describe_rank(self.placement, rank)
 
     @property
     def samples_per_update(self) -> int:

@@ -86,11 +86,10 @@ def build(job: Job) -> Pipeline:
         torch.cuda.set_device(device)
     partition = config.parallel.partition
     assert not isinstance(partition, str), "a job's partition is a list"
-    asynchronous = config.parallel.asynchronous
     return Pipeline(job.model, schedule=config.parallel.schedule, microbatches=config.training.num_microbatches,
                     partition=partition, recompute=config.parallel.recompute_ratios, optimizer=job.optimizer(),
                     seed=config.training.seed, placement=job.placement,
-                    update_every=config.parallel.update_every if asynchronous else None,
+                    update_every=config.parallel.update_every,
                     learning_rate_factor=job.policy(), grad_clip=config.training.grad_clip, device=device,
                     timeout_s=config.parallel.timeout_s)
 

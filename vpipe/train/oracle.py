@@ -2,9 +2,8 @@
 
 It shares with the engine the model, the seeds and the cut, and nothing else: no actions, no stages at
 work, no transfers. With a flush it is plain PyTorch with gradient accumulation. Without one, the weights
-that each stage gives a microbatch follow from its number alone (PipeDream, SOSP 2019, section 3.3): stage
-s of p gives microbatch i, both from 0, the version max(0, (i - (p-1-s)) // k) when every k-th microbatch
-updates, and gradients go to the latest version.
+that each stage gives a microbatch follow from its number alone: see :data:`VERSIONS`; gradients go to the latest
+version.
 
 In fp32 on one CPU thread the pipeline's losses and weights equal the oracle's bit for bit. A weight tied
 across two stages needs a word: the pipeline sums the gradients of each side over the m microbatches of an
@@ -25,9 +24,25 @@ from torch.func import functional_call
 
 from vpipe.model.layer import LOSS, Model, seed_of, set_parameter, split_target
 from vpipe.model.split import resolve_tie, split
+from vpipe.train.trail import Trail
 
 Batch = Mapping[str, Tensor]
 MakeOptimizer = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer | None]
+
+
+VersionRule = Callable[[int, int, int, int], int]
+"""(microbatch, stage, stages, microbatches per update) -> version: how many updates made the weights it uses."""
+
+VERSIONS: Mapping[str, VersionRule] = {
+    "pipedream": lambda i, s, p, k: max(0, (i - (p - 1 - s)) // k),
+    "pipedream_vertical_sync": lambda i, s, p, k: max(0, (i - (p - 1)) // k),
+    "2bw": lambda i, s, p, k: max(0, i // k - 1),
+}
+"""What each asynchronous schedule gives microbatch i (from 0) at stage s of p when every k-th microbatch updates.
+
+Sources: PipeDream (SOSP 2019), section 3.3, weight stashing and vertical sync; PipeDream-2BW (arXiv:2006.09503),
+section 3.1.
+"""
 
 
 @dataclass
@@ -48,6 +63,7 @@ class Recipe:
     seed: int = 0
     factor: Callable[[int], float] = lambda update: 1.0
     clip: float | None = None
+    trail: Trail | None = None  # where to note every update
 
 
 def flush_oracle(model: Model, batches: Iterable[Batch], recipe: Recipe,
@@ -75,10 +91,15 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: Recipe,
             if side.grad is not None:
                 owner.grad = side.grad if owner.grad is None else owner.grad + side.grad
                 side.grad = None
+        if recipe.trail is not None:
+            recipe.trail.gradients(update, {name: p.grad for name, p in parameters.items()})
         if recipe.clip is not None:
             norm = nn.utils.clip_grad_norm_(parameters.values(), recipe.clip)
             run.gradient_norms.append(float(norm))
         _step(optimizer, recipe.factor(update))
+        if recipe.trail is not None:
+            recipe.trail.weights(update, parameters)
+            recipe.trail.losses.append(_mean(losses))
         with torch.no_grad():
             for side, owner in apart.items():
                 side.copy_(owner)
@@ -88,10 +109,12 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: Recipe,
 
 
 def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Recipe, partition: Sequence[int],
-                        update_every: int = 1, drained_at: Sequence[int] = ()) -> Run:
-    """PipeDream in one sequential program; a tied weight follows the versions of the stage that owns it.
+                        update_every: int = 1, drained_at: Sequence[int] = (),
+                        version_of: VersionRule = VERSIONS["pipedream"]) -> Run:
+    """An asynchronous run in one sequential program; a tied weight follows the versions of the stage that owns it.
 
     Args:
+        version_of: one of :data:`VERSIONS`.
         drained_at: microbatches before which the pipeline was empty (evaluation, a new call of ``train``):
             they see the latest version at every stage, and the pipeline fills anew.
     """
@@ -114,8 +137,7 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Recipe, 
             start = i
         leaves: dict[str, Tensor] = {}
         for spec, versions in zip(specs, history, strict=True):
-            warm = len(specs) - 1 - spec.index
-            version = start // update_every + max(0, (i - start - warm) // update_every)
+            version = start // update_every + version_of(i - start, spec.index, len(specs), update_every)
             leaves.update({name: value.clone().requires_grad_() for name, value in versions[version].items()})
         leaves.update({side: leaves[owner].detach().clone().requires_grad_() for side, owner in owners.items()})
 
@@ -139,10 +161,16 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Recipe, 
             for stage, parameters in enumerate(owned):
                 for name, parameter in parameters.items():
                     parameter.grad = sums.pop(name, None)
+                if recipe.trail is not None:
+                    recipe.trail.gradients(i // update_every, {name: p.grad for name, p in parameters.items()})
                 if recipe.clip is not None:
                     nn.utils.clip_grad_norm_(parameters.values(), recipe.clip)
                 _step(optimizers[stage], recipe.factor(i // update_every))
                 history[stage].append(_snapshot(parameters))
+                if recipe.trail is not None:
+                    recipe.trail.weights(i // update_every, parameters)
+            if recipe.trail is not None:
+                recipe.trail.losses.append(_mean(losses))
             run.losses.append(_mean(losses))
             losses = []
     run.state = _state(model, whole)

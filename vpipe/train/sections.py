@@ -13,7 +13,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from vpipe.errors import nearest
+from vpipe.schedules.arrange import has_flush, is_file
 from vpipe.schedules.registry import recipe_named, schedule_names
+from vpipe.schedules.size import Placement
 from vpipe.train.validation import Mistake, MistakesError, Section, unavailable
 from vpipe.train.yaml_file import describe
 
@@ -187,7 +189,11 @@ class ParallelSection(Section):
                                                        "stage_to_rank_map tells it")
     data_parallel_size: int = Field(1, ge=1, description="replicas of the whole pipeline")
     schedule: str = Field("1f1b", min_length=1, description="order of forwards, backwards and updates, such as "
-                                                            "gpipe, 1f1b or pipedream")
+                                                            "gpipe, 1f1b or pipedream; or a CSV file of actions, from "
+                                                            "the current folder")
+    chunks: int | None = Field(None, ge=1, description="stages per rank, for schedules that may have any number of "
+                                                       "them (interleaved, looped_bfs, hanayo); null takes the "
+                                                       "schedule's own")
     scheduler: Literal["naive", "async_threaded"] | None = Field(
         None, description="OurGPipe's name for schedule gpipe with this executor")
     use_orion_scheduler: bool = Field(False, description="whether Orion shares a GPU between microbatches")
@@ -197,9 +203,10 @@ class ParallelSection(Section):
         "auto", description="layers per stage; auto balances the stages by their parameters")
     recompute: Ratios = Field(0.0, description="share of a stage's layers, counted from its end, whose activations are "
                                                "recomputed in backward; one number, or a list per stage")
-    update_every: int = Field(1, ge=1, description="microbatches per update of an asynchronous schedule")
+    update_every: int | None = Field(None, ge=1, description="microbatches per update of an asynchronous schedule; "
+                                                             "null takes the fewest that it can have")
     stage_to_rank_map: dict[str, Ints] | None = Field(None, description='rank of each stage, such as {"0": [1], "1": '
-                                                                        '[0]}; null puts stage s on rank s')
+                                                                        '[0]}; null places them as the schedule does')
     backend: Literal["gloo", "nccl"] = Field("gloo", description="what carries tensors between ranks")
     master_port: int | None = Field(None, ge=1, le=65535, description="TCP port where ranks meet; null takes a free "
                                                                       "one")
@@ -216,7 +223,13 @@ class ParallelSection(Section):
     @property
     def asynchronous(self) -> bool:
         """Whether the schedule updates without a flush."""
-        return not recipe_named(self.schedule).flush
+        return not has_flush(self.schedule)
+
+    @property
+    def placement(self) -> Placement | None:
+        """Ranks per stage, where the config says them."""
+        ranks = self.stage_to_rank_map
+        return None if ranks is None else tuple(ranks[str(stage)] for stage in range(len(ranks)))
 
     @model_validator(mode="before")
     @classmethod
@@ -238,12 +251,12 @@ class ParallelSection(Section):
                 yield Mistake((key,), f"has {_count(entries)} for {stages} stages", "give one entry per stage")
         if self.stage_to_rank_map is not None:
             yield from self._placement(self.stage_to_rank_map)
-        if self.schedule not in schedule_names():
+        if not is_file(self.schedule) and self.schedule not in schedule_names():
             yield Mistake(("schedule",), f"is '{self.schedule}', which is no schedule of this version",
                           nearest(self.schedule, schedule_names()))
-        elif self.update_every > 1 and not self.asynchronous:
+        elif (self.update_every or 1) > 1 and not self.asynchronous:
             yield Mistake(("update_every",), f"is {self.update_every}, but the schedule {self.schedule} updates once "
-                          "per batch", "set it to 1; training.num_microbatches says how many microbatches a batch has")
+                          "per batch", "leave it out; training.num_microbatches says how many microbatches a batch has")
         depths = tuple(range(stages - 1, -1, -1))
         if self.warmup_depth and len(self.warmup_depth) == stages and self.warmup_depth != depths:
             yield unavailable("warmup_depth", f"the depths {list(self.warmup_depth)} where these stages have "
@@ -259,6 +272,12 @@ class ParallelSection(Section):
                               "which runs with the executor overlapped and gives the same losses")
         if self.executor != "overlapped":
             yield unavailable("executor", f"the executor {self.executor}", "use overlapped: it gives the same losses")
+
+    def _one_stage_per_rank(self) -> bool:
+        if self.schedule not in schedule_names():
+            return False  # a file, or a name that is refused anyway
+        recipe = recipe_named(self.schedule)
+        return recipe.chunks == 1 and not recipe.any_chunks
 
     def _placement(self, ranks: dict[str, tuple[int, ...]]) -> Iterator[Mistake]:
         key, stages = "stage_to_rank_map", self.model_parallel_size
@@ -278,10 +297,11 @@ class ParallelSection(Section):
             elif not 0 <= own[0] < stages:
                 yield Mistake((key, stage), f"puts stage {stage} on rank {own[0]}; there are {stages} ranks, from 0",
                               f"give each stage a rank of its own, 0 to {stages - 1}")
-            elif own[0] in stage_on:
+            elif own[0] in stage_on and self._one_stage_per_rank():
                 yield Mistake((key, stage), f"puts stage {stage} on rank {own[0]}, where stage {stage_on[own[0]]} is "
-                                            "already; several stages on a rank are not available in this version",
-                              f"give each stage a rank of its own, 0 to {stages - 1}")
+                                            f"already; {self.schedule} holds one stage on each rank",
+                              f"give each stage a rank of its own, 0 to {stages - 1}, or choose a schedule with "
+                              "several stages per rank, such as interleaved")
             else:
                 stage_on[own[0]] = stage
 

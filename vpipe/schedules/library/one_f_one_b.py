@@ -9,7 +9,7 @@ from vpipe.schedules.registry import register_schedule
 
 
 @register_schedule("1f1b", flush=True,
-                   peak_activations=lambda stage, stages, microbatches: min(stages - stage, microbatches))
+                   peak_activations=lambda rank, size: min(size.ranks - rank, size.microbatches))
 def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """The actions of one rank, one stage per rank; B takes twice as long as F, S is the step.
 

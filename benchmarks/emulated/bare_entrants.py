@@ -1,0 +1,69 @@
+"""A bare loop: sleeps and passes small messages through shared memory; the least that this machine can do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from multiprocessing.context import ForkContext
+from multiprocessing.synchronize import Semaphore
+
+import torch
+from case import Case
+from device import WIDTH, pause
+from entrant import Entrant, Updates
+from orders import ORDERS, Order
+
+from vpipe.schedules.action import RETURNS, Op
+from vpipe.schedules.order import stages_of_rank
+
+
+class Boxes:
+    """Where messages of one direction lie until they are taken: per receiving stage one place per microbatch."""
+
+    def __init__(self, context: ForkContext, stages: int, microbatches: int) -> None:
+        self._places = torch.zeros(stages, microbatches, 1, WIDTH).share_memory_()
+        self._arrived: list[Semaphore] = [context.Semaphore(0) for _ in range(stages)]
+
+    def put(self, stage: int, microbatch: int, message: torch.Tensor) -> None:
+        """Give a message to a stage."""
+        self._places[stage, microbatch].copy_(message)
+        self._arrived[stage].release()
+
+    def take(self, stage: int, microbatch: int) -> torch.Tensor:
+        """Wait for a message: a stage's come in the order of microbatches."""
+        self._arrived[stage].acquire()
+        return self._places[stage, microbatch].clone()
+
+
+def _updates(order: Order, forth: Boxes, back: Boxes, case: Case, rank: int) -> Updates:
+    schedule, times = order.schedule(case), case.times.share(order.chunks)
+    program = [(a.op, a.stage, a.microbatch) for a in schedule.programs[rank] if a.op is not Op.STEP]
+    here, last = set(stages_of_rank(schedule.placement, rank)), schedule.stages - 1
+    forward_s, half_s = float(times.forward_s), float(times.backward_s / 2)
+    message = torch.zeros(1, WIDTH)
+    while True:
+        for op, stage, microbatch in program:
+            if op is Op.FORWARD:
+                if stage > 0 and stage - 1 not in here:
+                    message = forth.take(stage, microbatch)
+                pause(forward_s)
+                if stage < last and stage + 1 not in here:
+                    forth.put(stage + 1, microbatch, message)
+            elif op in RETURNS:
+                if stage < last and stage + 1 not in here:
+                    message = back.take(stage, microbatch)
+                pause(half_s)
+                if op is Op.BACKWARD:
+                    pause(half_s)
+                if stage > 0 and stage - 1 not in here:
+                    back.put(stage - 1, microbatch, message)
+            else:
+                pause(half_s)
+        yield
+
+
+def bare_entrants(context: ForkContext, case: Case) -> Iterator[Entrant]:
+    """One per schedule; to be made before the processes are, which share its memory."""
+    for order in ORDERS:
+        forth, back = (Boxes(context, order.chunks * case.ranks, case.microbatches) for _ in range(2))
+        yield Entrant("bare", order.name, order.chunks, partial(_updates, order, forth, back))

@@ -1,0 +1,50 @@
+"""The schedules that vpipe and torch both have, as orders of compute actions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from case import Case
+from torch.distributed.pipelining import schedules as torchs
+
+from vpipe.schedules.costs import Costs
+from vpipe.schedules.order import Schedule, build
+from vpipe.schedules.registry import recipe_named
+from vpipe.schedules.simulate import simulate
+from vpipe.schedules.size import Size
+
+
+@dataclass(frozen=True)
+class Order:
+    """A schedule under the names of both.
+
+    Attributes:
+        name: vpipe's.
+        peer: torch's class.
+        chunks: stages per rank.
+    """
+
+    name: str
+    peer: type[torchs._PipelineSchedule]
+    chunks: int
+
+    def schedule(self, case: Case) -> Schedule:
+        """Its compute actions."""
+        return build(self.name, recipe_named(self.name).layout.placement(case.ranks, self.chunks), case.microbatches)
+
+    def formula_s(self, case: Case) -> float:
+        """How long an update would take if messages and programs took no time."""
+        half = case.times.backward_s / 2
+        size = Size(case.ranks, case.microbatches, self.chunks, case.microbatches)
+        return float(simulate(self.schedule(case), Costs.uniform(size, case.times.forward_s, half, half)).makespan_s)
+
+
+ORDERS = (
+    Order("gpipe", torchs.ScheduleGPipe, 1),
+    Order("1f1b", torchs.Schedule1F1B, 1),
+    Order("interleaved", torchs.ScheduleInterleaved1F1B, 2),
+    Order("looped_bfs", torchs.ScheduleLoopedBFS, 2),
+    Order("zb_h1", torchs.ScheduleInterleavedZeroBubble, 1),
+    Order("zb_v", torchs.ScheduleZBVZeroBubble, 2),
+    Order("dualpipe_v", torchs.ScheduleDualPipeV, 2),
+)

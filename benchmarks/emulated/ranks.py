@@ -1,0 +1,91 @@
+"""The ranks, one process each: all entrants live in the same processes and take turns."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.synchronize import Barrier
+from time import perf_counter, process_time
+
+import torch
+import torch.distributed as dist
+from case import Case
+from entrant import Entrant
+
+TIMEOUT_S = 60
+UPDATES = 2
+"""Per turn: one after the other, so that what an entrant does between two of them counts, too."""
+
+Span = tuple[float, float, float]
+"""When a turn began and ended on one rank, on the clock that all processes of the machine share; processor seconds."""
+
+FORK = multiprocessing.get_context("fork")
+
+
+def measure(case: Case, field: Sequence[Entrant]) -> dict[str, list[tuple[float, float]]]:
+    """Let the entrants take turns; by name and turn, seconds per update and processor seconds of all ranks for one.
+
+    Raises:
+        SystemExit: a rank failed.
+    """
+    barrier = FORK.Barrier(case.ranks)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pipes = [FORK.Pipe(duplex=False) for _ in range(case.ranks)]
+    processes = [FORK.Process(target=_work, args=(case, field, rank, port, barrier, pipes[rank][1]))
+                 for rank in range(case.ranks)]
+    try:
+        for process in processes:
+            process.start()
+        for _, writer in pipes:
+            writer.close()
+        spans = _collect([reader for reader, _ in pipes])
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return {entrant.name: [_figures(turn) for turn in zip(*(rank[entrant.name] for rank in spans), strict=True)]
+            for entrant in field}
+
+
+def _collect(readers: list[Connection]) -> list[dict[str, list[Span]]]:
+    found: dict[int, dict[str, list[Span]]] = {}
+    while len(found) < len(readers):
+        for ready in wait([reader for i, reader in enumerate(readers) if i not in found]):
+            rank = readers.index(ready)
+            try:
+                found[rank] = readers[rank].recv()
+            except EOFError:
+                raise SystemExit(f"rank {rank} failed: see above") from None
+    return [found[rank] for rank in range(len(readers))]
+
+
+def _figures(turn: Sequence[Span]) -> tuple[float, float]:
+    """From the first start to the last end, over the updates."""
+    starts, ends, cpu = zip(*turn, strict=True)
+    return (max(ends) - min(starts)) / UPDATES, sum(cpu) / UPDATES
+
+
+def _work(case: Case, field: Sequence[Entrant], rank: int, port: int, barrier: Barrier, out: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=case.ranks,
+                            timeout=timedelta(seconds=TIMEOUT_S))
+    running = {entrant.name: entrant.start(case, rank) for entrant in field}
+    spans: dict[str, list[Span]] = {entrant.name: [] for entrant in field}
+    for turn in range(case.turns + 1):
+        for entrant in field:
+            updates = running[entrant.name]
+            barrier.wait(TIMEOUT_S)
+            before, cpu = perf_counter(), process_time()
+            for _ in range(UPDATES):
+                next(updates)
+            if turn:
+                spans[entrant.name].append((before, perf_counter(), process_time() - cpu))
+    out.send(spans)
+    barrier.wait(TIMEOUT_S)
+    os._exit(0)  # the entrants would go on: leaving them is the one way to stop them that costs nothing

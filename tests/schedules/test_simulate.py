@@ -1,0 +1,374 @@
+"""The simulator: golden numbers, examples by hand, and a second, slower way to the same times."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vpipe.errors import CheckError, UserError
+from vpipe.schedules.action import Action, Op, backward, forward
+from vpipe.schedules.costs import Costs, Link, Number, StageCosts
+from vpipe.schedules.facts import rank_facts
+from vpipe.schedules.lower import lower
+from vpipe.schedules.order import Schedule, build
+from vpipe.schedules.registry import recipe_named
+from vpipe.schedules.simulate import Timeline, simulate
+from vpipe.schedules.size import Placement, Size, default_placement
+
+MEASURED = (Fraction("18.5"), Fraction("18.1"), Fraction("9.3"))
+HALF = Fraction(1, 2)
+
+
+def built(name: str, ranks: int, microbatches: int, every: int | None = None,
+          ties: dict[int, tuple[int, ...]] | None = None) -> Schedule:
+    recipe = recipe_named(name)
+    return build(name, recipe.layout.placement(ranks, recipe.chunks), microbatches, every, ties)
+
+
+def size(schedule: Schedule) -> Size:
+    return Size(schedule.ranks, schedule.microbatches, schedule.stages // schedule.ranks, schedule.update_every)
+
+
+def run(name: str, ranks: int, microbatches: int, times: tuple[Number, ...] = (1, 1, 1)) -> Timeline:
+    schedule = built(name, ranks, microbatches)
+    return simulate(schedule, Costs.uniform(size(schedule), *times))
+
+
+def by_hand(*programs: str, microbatches: int, placement: Placement | None = None) -> Schedule:
+    actions = tuple(tuple(map(Action.parse, program.split())) for program in programs)
+    placement = placement or default_placement(len(programs))
+    return Schedule("by_hand", placement, actions, microbatches, microbatches, True, (99,) * len(programs),
+                    (99,) * len(placement), {})
+
+
+def times(timeline: Timeline, rank: int) -> str:
+    return " ".join(f"{event.action}:{event.start_s}-{event.end_s}" for event in timeline.events[rank])
+
+
+def transfers(timeline: Timeline) -> list[str]:
+    return [f"{way.action} {way.source}>{way.target} {way.start_s}-{way.end_s}" for way in timeline.transfers]
+
+
+# Golden numbers
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches", "costs", "bubble"), [
+    ("gpipe", 4, 8, (1, 1, 1), 9), ("1f1b", 4, 8, (1, 1, 1), 9), ("zb_h1", 4, 8, (1, 1, 1), 3),
+    ("zb_h2", 4, 8, (1, 1, 1), 0), ("interleaved", 4, 8, (1, 1, 1), Fraction("4.5")), ("zb_v", 4, 8, (1, 1, 1), 0),
+    ("gpipe", 8, 24, (1, 1, 1), 21), ("1f1b", 8, 24, (1, 1, 1), 21), ("zb_h1", 8, 24, (1, 1, 1), 7),
+    ("zb_h2", 8, 24, (1, 1, 1), 0), ("interleaved", 8, 24, (1, 1, 1), Fraction("10.5")), ("zb_v", 8, 24, (1, 1, 1), 0),
+    ("gpipe", 8, 24, MEASURED, Fraction("321.3")), ("1f1b", 8, 24, MEASURED, Fraction("321.3")),
+    ("zb_h1", 8, 24, MEASURED, Fraction("191.1")), ("zb_h2", 8, 24, MEASURED, 126),
+    ("interleaved", 8, 24, MEASURED, Fraction("160.65")),
+])
+def test_golden_bubbles(name: str, ranks: int, microbatches: int, costs: tuple[Number, ...], bubble: Number) -> None:
+    timeline = run(name, ranks, microbatches, costs)
+    assert timeline.bubble_s == bubble
+    assert timeline.work_s == (microbatches * sum(costs),) * ranks
+    assert max(timeline.idle_s) == bubble
+
+
+def held(name: str, ranks: int, microbatches: int, activations: Number, weight_half: Number) -> tuple[Number, ...]:
+    """Peaks with the given M_B and M_W of a whole rank."""
+    schedule = built(name, ranks, microbatches)
+    chunks = size(schedule).chunks
+    stage = StageCosts(*[Fraction(1, chunks)] * 3, activation_bytes=Fraction(activations) / chunks,
+                       weight_half_bytes=Fraction(weight_half) / chunks)
+    return simulate(schedule, Costs((stage,) * schedule.stages)).peak_bytes
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(4, 8), (8, 24)])
+def test_golden_peaks(ranks: int, microbatches: int) -> None:
+    assert held("gpipe", ranks, microbatches, 5, 3) == (5 * microbatches,) * ranks
+    assert held("1f1b", ranks, microbatches, 5, 3) == tuple(5 * (ranks - s) for s in range(ranks))
+    assert held("zb_h1", ranks, microbatches, 5, 3) == tuple(5 * (ranks - s) + 3 * s for s in range(ranks))
+    assert held("zb_h2", ranks, microbatches, 5, 3) == tuple(5 * (2 * (ranks - s) - 1) + 6 * s for s in range(ranks))
+    assert max(held("zb_v", ranks, microbatches, 1, 0)) == ranks
+    assert held("interleaved", ranks, microbatches, 1, 1)[0] == Fraction({4: "5.5", 8: "11.5"}[ranks])
+
+
+def zero_bubble(ranks: int, microbatches: int, warmup: int, behind: int) -> Schedule:
+    """The orders of FACTS: ``warmup`` and ``behind`` for each rank from the last."""
+    programs = []
+    for stage in range(ranks):
+        forwards = min(warmup * (ranks - 1 - stage), microbatches)
+        text, weights = [f"{stage}F{m}" for m in range(forwards)], 0
+        for microbatch in range(microbatches):
+            if forwards < microbatches:
+                text.append(f"{stage}F{forwards}")
+                forwards += 1
+            text.append(f"{stage}I{microbatch}")
+            if microbatch + 1 - weights > behind * stage:
+                text.append(f"{stage}W{weights}")
+                weights += 1
+        programs.append(" ".join([*text, *(f"{stage}W{m}" for m in range(weights, microbatches)), f"{stage}STEP0"]))
+    return by_hand(*programs, microbatches=microbatches)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches", "warmup", "costs", "bubble"), [
+    (4, 8, 1, (1, 1, 1), 3), (8, 24, 1, (1, 1, 1), 7), (8, 24, 1, MEASURED, Fraction("191.1")),
+    (4, 8, 2, (1, 1, 1), 0), (8, 24, 2, (1, 1, 1), 0), (8, 24, 2, MEASURED, 126), (4, 4, 2, (1, 1, 1), 3),
+])
+def test_zero_bubble_orders_written_out(ranks: int, microbatches: int, warmup: int, costs: tuple[Number, ...],
+                                        bubble: Number) -> None:
+    schedule = zero_bubble(ranks, microbatches, warmup, behind=warmup)
+    assert simulate(schedule, Costs.uniform(size(schedule), *costs)).bubble_s == bubble
+
+
+def test_zb_h2_with_too_few_microbatches_is_zb_h1() -> None:
+    assert simulate(zero_bubble(4, 4, 2, 2), Costs((StageCosts(1, 1, 1),) * 4)).bubble_s == 3
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 6), st.integers(1, 10), st.integers(0, 9),
+       st.integers(0, 9), st.integers(1, 9))
+def test_closed_forms(name: str, ranks: int, microbatches: int, f: int, i: int, w: int) -> None:
+    timeline = run(name, ranks, microbatches, (f, i, w))
+    assert timeline.bubble_s == (ranks - 1) * (f + i + w)
+    assert timeline.makespan_s == (ranks - 1 + microbatches) * (f + i + w)
+    assert timeline.peak_bytes == tuple(fact.peak_activations for fact in rank_facts(timeline.schedule))
+
+
+def test_pipedream_has_no_bubble_in_its_steady_state() -> None:
+    short, long = run("pipedream", 4, 12), run("pipedream", 4, 112)
+    assert long.makespan_s - short.makespan_s == 100 * 3
+
+
+# Examples by hand
+
+def test_latency_and_bandwidth() -> None:
+    stage = StageCosts(1, 1, 1, output_bytes=4)
+    timeline = simulate(built("1f1b", 2, 2), Costs((stage,) * 2, Link(HALF, bytes_per_s=8)))
+    assert transfers(timeline) == ["0SEND_F0 0>1 1-2", "0SEND_F1 0>1 2-3", "1SEND_B0 1>0 5-11/2", "1SEND_B1 1>0 8-17/2"]
+    assert times(timeline, 0) == "0F0:0-1 0F1:1-2 0B0:11/2-15/2 0B1:17/2-21/2 0STEP0:21/2-21/2"
+    assert times(timeline, 1) == "1F0:2-3 1B0:3-5 1F1:5-6 1B1:6-8 1STEP0:8-8"
+    assert (timeline.makespan_s, timeline.work_s, timeline.busy_s) == (Fraction(21, 2), (6, 6), (6, 6))
+    assert (timeline.idle_s, timeline.bubble_s) == ((Fraction(9, 2), 0), Fraction(9, 2))
+
+
+def test_transfers_queue_on_their_link_but_not_against_those_that_come_back() -> None:
+    stages = (StageCosts(1, 1, 0),) * 2
+    timeline = simulate(built("gpipe", 2, 3), Costs(stages, links={(0, 1): Link(3), (1, 0): Link(2)}))
+    assert transfers(timeline) == [
+        "0SEND_F0 0>1 1-4", "0SEND_F1 0>1 4-7", "0SEND_F2 0>1 7-10",
+        "1SEND_B0 1>0 12-14", "1SEND_B1 1>0 14-16", "1SEND_B2 1>0 16-18"]
+    assert times(timeline, 1) == "1F0:4-5 1F1:7-8 1F2:10-11 1B0:11-12 1B1:12-13 1B2:13-14 1STEP0:14-14"
+    both = simulate(built("1f1b", 2, 4), Costs(stages, links={(0, 1): Link(6), (1, 0): Link(2)}))
+    assert {"0SEND_F2 0>1 13-19", "1SEND_B1 1>0 15-17"} < set(transfers(both))
+
+
+def test_without_overlap_both_ranks_are_busy_with_a_transfer() -> None:
+    costs = Costs((StageCosts(1, 1, 1),) * 2, Link(1), overlap=False)
+    timeline = simulate(built("gpipe", 2, 2), costs)
+    assert transfers(timeline) == ["0SEND_F0 0>1 1-2", "0SEND_F1 0>1 3-4", "1SEND_B0 1>0 7-8", "1SEND_B1 1>0 10-11"]
+    assert times(timeline, 0) == "0F0:0-1 0F1:2-3 0B0:8-10 0B1:11-13 0STEP0:13-13"
+    assert times(timeline, 1) == "1F0:2-3 1F1:4-5 1B0:5-7 1B1:8-10 1STEP0:11-11"
+    assert (timeline.work_s, timeline.busy_s, timeline.idle_s, timeline.bubble_s) == ((6, 6), (10, 10), (3, 0), 7)
+
+
+def test_without_overlap_a_transfer_goes_before_the_next_action() -> None:
+    """At second 3 rank 1 could begin B0, but rank 0 stands there with F1."""
+    timeline = simulate(built("1f1b", 2, 2), Costs((StageCosts(1, 1, 1),) * 2, Link(1), overlap=False))
+    assert transfers(timeline)[:2] == ["0SEND_F0 0>1 1-2", "0SEND_F1 0>1 3-4"]
+    assert times(timeline, 1).startswith("1F0:2-3 1B0:4-6 1F1:7-8")
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.sampled_from(["gpipe", "1f1b", "interleaved", "zb_v", "pipedream"]), st.integers(2, 4), st.integers(1, 3),
+       st.integers(1, 4))
+def test_without_overlap_every_transfer_happens(name: str, ranks: int, batches: int, latency: int) -> None:
+    schedule = built(name, ranks, batches * ranks)
+    for program in (schedule, lower(schedule)):
+        timeline = simulate(program, Costs((StageCosts(1, 1, 1),) * schedule.stages, Link(latency), overlap=False))
+        for rank in range(ranks):
+            here = [*timeline.events[rank], *(way for way in timeline.transfers if rank in (way.source, way.target))]
+            spans = sorted((one.start_s, one.end_s) for one in here)
+            assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+
+
+def test_neighbours_on_one_rank_need_no_transfer() -> None:
+    schedule = by_hand("0F0 3F0 3B0 0B0 0STEP0 3STEP0", "1F0 2F0 2B0 1B0 1STEP0 2STEP0", microbatches=1,
+                       placement=((0,), (1,), (1,), (0,)))
+    timeline = simulate(schedule, Costs((StageCosts(1, 1, 1),) * 4, Link(5)))
+    assert times(timeline, 1) == "1F0:6-7 2F0:7-8 2B0:21-23 1B0:23-25 1STEP0:25-25 2STEP0:25-25"
+    assert len(timeline.transfers) == 4
+
+
+def test_a_lowered_schedule_starts_a_transfer_when_its_receive_is_posted() -> None:
+    """A receive posted behind the action before is in time; one posted when it is needed is not."""
+    schedule, costs = built("1f1b", 2, 2), Costs((StageCosts(1, 1, 1),) * 2, Link(2))
+    late = by_hand(
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0STEP0",
+        "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1STEP0", microbatches=2)
+    for form, second, start in (schedule, "3-5", 6), (lower(schedule), "4-6", 6), (late, "6-8", 8):
+        timeline = simulate(form, costs)
+        assert f"0SEND_F1 0>1 {second}" in transfers(timeline)
+        assert timeline.events[1][2].start_s == start
+
+
+def test_norms_make_every_step_wait_for_all_stages() -> None:
+    schedule = built("1f1b", 3, 4)
+    costs = Costs((StageCosts(1, 1, 1, step_s=2),) * 3)
+    alone = simulate(schedule, costs)
+    assert [events[-1].start_s for events in alone.events] == [18, 16, 14]
+    normed = simulate(lower(schedule, norm=True), costs)
+    assert [events[-1].start_s for events in normed.events] == [18, 18, 18]
+    assert normed.makespan_s == 20
+
+
+def test_tied_weights_have_transfers_of_their_own() -> None:
+    schedule = built("gpipe", 2, 1, ties={0: (1,)})
+    costs = Costs((StageCosts(1, 1, 1, tied_bytes=4), StageCosts(1, 1, 1)), Link(1, bytes_per_s=1))
+    for form in (schedule, lower(schedule)):
+        timeline = simulate(form, costs)
+        assert transfers(timeline) == ["0SEND_F0 0>1 1-2", "1SEND_B0 1>0 5-6", "0SEND_TIED_G0 1>0 6-11",
+                                       "0SEND_TIED_W1 0>1 11-16"]
+        assert times(timeline, 0) == "0F0:0-1 0B0:6-8 0STEP0:11-11"
+        assert timeline.makespan_s == 16
+
+
+def test_a_borrowers_forward_waits_for_the_version_that_its_owner_used() -> None:
+    costs = Costs((StageCosts(1, 1, 1, tied_bytes=4),) * 2, Link(0, bytes_per_s=1))
+    free = simulate(built("pipedream", 2, 3), costs)
+    tied = simulate(built("pipedream", 2, 3, ties={0: (1,)}), costs)
+    third = next(event for event in tied.events[1] if event.action == forward(1, 2))
+    arrival = next(way for way in tied.transfers if str(way.action) == "0SEND_TIED_W1")
+    assert third.start_s == arrival.end_s > next(e for e in free.events[1] if e.action == forward(1, 2)).start_s
+
+
+def test_the_wrong_number_of_stages_is_refused() -> None:
+    with pytest.raises(UserError, match="costs for 3 stages, but schedule '1f1b' has 2") as error:
+        simulate(built("1f1b", 2, 2), Costs((StageCosts(1, 1, 1),) * 3))
+    assert "one entry per stage" in str(error.value)
+
+
+def test_ranks_that_wait_for_each_other_are_named() -> None:
+    schedule = by_hand("0B0 0F0 0STEP0", "1F0 1B0 1STEP0", microbatches=1)
+    with pytest.raises(CheckError, match="rank 0 stands before 0B0; rank 1 stands before 1F0"):
+        simulate(schedule, Costs((StageCosts(1, 1, 1),) * 2))
+
+
+# Memory
+
+def test_memory_of_halves() -> None:
+    schedule = by_hand("0F0 0F1 0I0 0W0 0I1 0W1 0STEP0", microbatches=2)
+    stage = StageCosts(1, 2, 1, activation_bytes=4, weight_half_bytes=3)
+    timeline = simulate(schedule, Costs((stage,)))
+    assert timeline.memory == (((0, 0), (0, 4), (1, 8), (4, 7), (5, 4), (7, 3), (8, 0)),)
+    assert timeline.peak_bytes == (8,)
+
+
+def test_memory_and_time_of_recompute_early_and_in_the_backward() -> None:
+    schedule = by_hand("0F0 0F1 0R0 0B0 0B1 0STEP0", microbatches=2)
+    stage = StageCosts(1, 1, 1, recompute_s=1, activation_bytes=4, kept_bytes=1)
+    timeline = simulate(schedule, Costs((stage,)))
+    assert times(timeline, 0) == "0F0:0-1 0F1:1-2 0R0:2-3 0B0:3-5 0B1:5-8 0STEP0:8-8"
+    assert timeline.memory == (((0, 0), (0, 1), (1, 2), (2, 5), (5, 1), (5, 4), (8, 0)),)
+    free = simulate(schedule, Costs((StageCosts(1, 1, 1, activation_bytes=4, kept_bytes=1),)))
+    assert free.memory == (((0, 0), (0, 1), (1, 5), (2, 8), (4, 4), (6, 0)),)  # only microbatch 0 is recomputed
+
+
+def test_memory_of_weight_versions() -> None:
+    schedule = built("pipedream", 2, 3)
+    timeline = simulate(schedule, Costs((StageCosts(1, 1, 1, version_bytes=10),) * 2))
+    assert timeline.memory[0] == ((0, 10), (0, 11), (1, 12), (6, 11), (6, 21), (6, 22), (9, 11), (9, 21), (12, 10))
+    assert timeline.peak_bytes == (22, 11)
+
+
+def test_one_version_without_a_use_between() -> None:
+    schedule = built("1f1b", 2, 3)
+    assert simulate(schedule, Costs((StageCosts(1, 1, 1, version_bytes=10),) * 2)).peak_bytes == (12, 11)
+
+
+def test_memory_of_a_version_kept_for_later() -> None:
+    program = "0USE0 0F0 0B0 0STEP0 0F1 0B1 0STEP1 0USE1 0F2 0B2 0STEP2"
+    timeline = simulate(by_hand(program, microbatches=3), Costs((StageCosts(1, 1, 0, version_bytes=10),)))
+    assert timeline.memory == (((0, 10), (0, 11), (2, 10), (2, 20), (2, 21), (4, 20), (4, 30), (4, 20), (4, 21),
+                                (6, 20), (6, 30)),)
+
+
+# Against each other
+
+NAMES = st.sampled_from(["gpipe", "1f1b", "zb_h1", "interleaved", "zb_v", "pipedream"])
+NUMBERS = st.one_of(st.integers(0, 5), st.fractions(0, 5, max_denominator=6))
+
+
+@st.composite
+def stage_costs(draw: st.DrawFn, stages: int) -> tuple[StageCosts, ...]:
+    return tuple(StageCosts(*(draw(NUMBERS) for _ in range(5)), output_bytes=draw(st.integers(0, 3)))
+                 for _ in range(stages))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data(), NAMES, st.integers(1, 4), st.integers(1, 3), st.booleans())
+def test_lowered_and_compute_only_agree_when_transfers_are_free(
+        data: st.DataObject, name: str, ranks: int, batches: int, tied: bool) -> None:
+    schedule = built(name, ranks, batches * ranks)
+    if tied and schedule.stages > 1:
+        schedule = built(name, ranks, batches * ranks, ties={0: (schedule.stages - 1,)})
+    costs = Costs(data.draw(stage_costs(schedule.stages)))
+    only, lowered = simulate(schedule, costs), simulate(lower(schedule), costs)
+    assert only.events == lowered.events
+    assert only.memory == lowered.memory
+
+
+@settings(deadline=None, max_examples=20)
+@given(NAMES, st.integers(1, 4), st.integers(1, 3))
+def test_memory_counts_what_the_facts_count(name: str, ranks: int, batches: int) -> None:
+    schedule = built(name, ranks, batches * ranks)
+    activations, halves = (
+        simulate(schedule, Costs((StageCosts(1, 1, 1, **one),) * schedule.stages)).peak_bytes
+        for one in ({"weight_half_bytes": 0}, {"activation_bytes": 0}))
+    facts = rank_facts(schedule)
+    assert activations == tuple(fact.peak_activations for fact in facts)
+    assert halves == tuple(fact.peak_weight_halves for fact in facts)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data(), NAMES, st.integers(1, 4), st.integers(1, 3), NUMBERS)
+def test_times_by_relaxation(data: st.DataObject, name: str, ranks: int, batches: int, latency: Number) -> None:
+    schedule = built(name, ranks, batches * ranks)
+    costs = Costs(data.draw(stage_costs(schedule.stages)), Link(latency, bytes_per_s=2))
+    timeline = simulate(schedule, costs)
+    assert {event.action: event.end_s for events in timeline.events for event in events} == relaxed(schedule, costs)
+
+
+def relaxed(schedule: Schedule, costs: Costs) -> dict[Action, Number]:
+    """The end of every action: all start at 0 and are put off until nothing contradicts."""
+    home = [ranks[0] for ranks in schedule.placement]
+    ends: dict[Action, Number] = {}
+    arrivals: dict[Action, Number] = {}  # of what an action needs
+    while True:
+        before = dict(ends)
+        for rank, program in enumerate(schedule.programs):
+            now: Number = 0
+            link: dict[int, Number] = defaultdict(int)
+            for action in program:
+                stage, cost = action.stage, costs.stages[action.stage]
+                whole = cost.input_s + cost.weight_s
+                alone = cost.recompute_s if action.op in (Op.BACKWARD, Op.INPUT) else 0
+                now = max(now, arrivals.get(action, 0)) + alone + {
+                    Op.FORWARD: cost.forward_s, Op.INPUT: cost.input_s, Op.WEIGHT: cost.weight_s,
+                    Op.BACKWARD: whole, Op.STEP: cost.step_s}[action.op]
+                ends[action] = now
+                after = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.INPUT: -1}.get(action.op, 0)
+                if after and 0 <= stage + after < schedule.stages:
+                    target = home[stage + after]
+                    sent = cost.output_bytes if after == 1 else cost.gradient_bytes
+                    takes = 0 if target == rank else costs.link(rank, target).transfer_s(sent)
+                    arrival = max(now, link[target] if takes else 0) + takes
+                    link[target] = arrival if takes else link[target]
+                    for op in (Op.FORWARD,) if after == 1 else (Op.BACKWARD, Op.INPUT):
+                        arrivals[Action(op, stage + after, action.microbatch)] = arrival
+        if ends == before:
+            return ends
+
+
+def test_floats_are_taken_as_they_are() -> None:
+    timeline = run("1f1b", 4, 8, (1.5, 1.25, 0.5))
+    assert timeline.bubble_s == pytest.approx(3 * 3.25)
+    assert next(event for event in timeline.events[3] if event.action == backward(3, 0)).start_s == 6.0

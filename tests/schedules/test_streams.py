@@ -1,0 +1,132 @@
+"""The schedules without a flush: their orders, versions, staleness, memory, and that they are prefix-closed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vpipe.errors import UserError
+from vpipe.schedules.action import Action, Op
+from vpipe.schedules.check import prove
+from vpipe.schedules.costs import Costs
+from vpipe.schedules.facts import rank_facts, stage_facts
+from vpipe.schedules.order import Schedule, build
+from vpipe.schedules.reading import Reading
+from vpipe.schedules.registry import recipe_named, schedule_names
+from vpipe.schedules.simulate import simulate
+from vpipe.schedules.size import Size, default_placement
+
+STREAMS = [name for name in schedule_names() if not recipe_named(name).flush]
+
+VERSIONS: dict[str, Callable[[int, int, int, int], int]] = {  # of (p, k, stage, microbatch)
+    "pipedream": lambda p, k, stage, i: max(0, (i - (p - 1 - stage)) // k),
+    "pipedream_vertical_sync": lambda p, k, stage, i: max(0, (i - (p - 1)) // k),
+    "2bw": lambda p, k, stage, i: max(0, i // k - 1),
+}
+
+
+def made(name: str, ranks: int, microbatches: int, update_every: int | None = None) -> Schedule:
+    return build(name, default_placement(ranks), microbatches, update_every)
+
+
+def texts(schedule: Schedule) -> list[str]:
+    return [" ".join(map(str, program)) for program in schedule.programs]
+
+
+@st.composite
+def streams(draw: st.DrawFn, name: str) -> tuple[int, int, int]:
+    """Ranks, microbatches per update, updates."""
+    ranks = draw(st.integers(1, 8))
+    every = recipe_named(name).update_every(ranks) + draw(st.integers(0, 4))
+    return ranks, every, draw(st.integers(1, max(1, 24 // every)))
+
+
+def test_pipedream_with_an_update_every_second_microbatch() -> None:
+    assert texts(made("pipedream", 3, 4, 2)) == [
+        "0F0 0F1 0F2 0B0 0F3 0B1 0STEP0 0B2 0B3 0STEP1",
+        "1F0 1F1 1B0 1F2 1B1 1STEP0 1F3 1B2 1B3 1STEP1",
+        "2F0 2B0 2F1 2B1 2STEP0 2F2 2B2 2F3 2B3 2STEP1"]
+
+
+def test_vertical_sync() -> None:
+    assert texts(made("pipedream_vertical_sync", 2, 4)) == [
+        "0F0 0F1 0B0 0STEP0 0F2 0B1 0STEP1 0F3 0B2 0STEP2 0B3 0STEP3",
+        "1USE0 1F0 1B0 1STEP0 1F1 1B1 1USE1 1STEP1 1F2 1B2 1USE2 1STEP2 1F3 1B3 1USE3 1STEP3"]
+
+
+def test_2bw_changes_over_before_a_step_would_make_a_third_version() -> None:
+    assert texts(made("2bw", 2, 6, 2)) == [
+        "0USE0 0F0 0F1 0B0 0F2 0B1 0STEP0 0F3 0B2 0USE1 0F4 0B3 0STEP1 0F5 0B4 0USE2 0B5 0STEP2",
+        "1USE0 1F0 1B0 1F1 1B1 1STEP0 1F2 1B2 1F3 1B3 1USE1 1STEP1 1F4 1B4 1F5 1B5 1USE2 1STEP2"]
+
+
+@pytest.mark.parametrize("name", STREAMS)
+@settings(deadline=None, max_examples=30)
+@given(data=st.data())
+def test_versions(name: str, data: st.DataObject) -> None:
+    ranks, every, updates = data.draw(streams(name))
+    schedule = prove(name, default_placement(ranks), every * updates, every)
+    for (stage, microbatch), version in Reading.of(schedule).version.items():
+        assert version == VERSIONS[name](ranks, every, stage, microbatch)
+    assert [fact.peak_activations for fact in rank_facts(schedule)] == list(schedule.peak_activations)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+@settings(deadline=None, max_examples=20)
+@given(data=st.data())
+def test_versions_and_staleness_of_a_long_stream(name: str, data: st.DataObject) -> None:
+    ranks, every, _ = data.draw(streams(name))
+    held = stage_facts(made(name, ranks, every * (2 + -(-2 * ranks // every)), every))
+    for stage, fact in enumerate(held):
+        behind = ranks - 1 - (0 if name == "pipedream_vertical_sync" else stage)
+        versions = 2 if name == "2bw" else 1 - -behind // every
+        assert (fact.versions, fact.staleness) == (versions, versions - 1)
+
+
+def used(program: Iterable[Action], microbatches: int, every: int) -> list[Action]:
+    """The actions on microbatches below a number and the steps that these complete, each forward behind its USE."""
+    kept: list[Action] = []
+    chosen = None
+    for action in program:
+        if action.op is Op.USE:
+            chosen = action
+        elif action.microbatch < (microbatches // every if action.op is Op.STEP else microbatches):
+            if action.op is Op.FORWARD and chosen is not None:
+                kept.append(chosen)
+                chosen = None
+            kept.append(action)
+    return kept
+
+
+@pytest.mark.parametrize("name", STREAMS)
+@settings(deadline=None, max_examples=30)
+@given(data=st.data(), more=st.integers(0, 12))
+def test_prefix_closed(name: str, data: st.DataObject, more: int) -> None:
+    ranks, every, updates = data.draw(streams(name))
+    program, microbatches = recipe_named(name).program, every * updates
+    for rank in range(ranks):
+        longer = program(rank, ranks, microbatches + more, update_every=every)
+        exact = program(rank, ranks, microbatches, update_every=every)
+        assert used(longer, microbatches, every) == used(exact, microbatches, every)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+@settings(deadline=None, max_examples=20)
+@given(data=st.data())
+def test_a_stream_idles_only_while_it_fills_and_drains(name: str, data: st.DataObject) -> None:
+    ranks, every, updates = data.draw(streams(name))
+    schedule = made(name, ranks, every * updates, every)
+    costs = Costs.uniform(Size(ranks, every * updates, 1, every))
+    assert simulate(schedule, costs).bubble_s == (ranks - 1) * 3
+
+
+def test_numbers_that_no_stream_can_have() -> None:
+    for arguments, text in ((("pipedream", 2, 4, 3), "does not divide 4"),
+                            (("2bw", 4, 8, 2), "less than the 4 that '2bw' needs on 4 ranks"),
+                            (("2bw", 4, 2), "updates every 4 microbatches or more, but there are only 2"),
+                            (("1f1b", 2, 4, 2), "update_every is 2")):
+        with pytest.raises(UserError, match=text):
+            made(*arguments)

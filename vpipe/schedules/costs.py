@@ -1,0 +1,108 @@
+"""What the actions of a schedule cost: seconds and bytes per stage, and the links between ranks.
+
+Every number may be an ``int``, a ``Fraction`` or a ``float``. The simulator counts exactly as long as none is a
+``float``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from vpipe.schedules.size import Size
+
+Number = int | float | Fraction
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """What one microbatch costs on one stage.
+
+    Attributes:
+        forward_s: F.
+        input_s: I, the input half of a backward; a whole backward takes ``input_s + weight_s``.
+        weight_s: W, the weight half.
+        recompute_s: R. Above 0 the stage recomputes: a backward with no R before it does so itself and takes that
+            much longer.
+        step_s: one optimizer step.
+        activation_bytes: M_B, held from the start of F until the end of B or I. A microbatch that is recomputed
+            holds them from the start of the recomputation.
+        weight_half_bytes: M_W, what W still needs, held from the end of I until the end of W.
+        kept_bytes: what a microbatch that is recomputed holds from the start of F until then.
+        version_bytes: one version of the weights; with the latest alone a stage holds one.
+        output_bytes: what F sends to the next stage.
+        gradient_bytes: what B or I sends to the previous stage.
+        tied_bytes: the tied weights that this stage owns; their gradients are as large.
+    """
+
+    forward_s: Number
+    input_s: Number
+    weight_s: Number
+    recompute_s: Number = 0
+    step_s: Number = 0
+    activation_bytes: Number = 1
+    weight_half_bytes: Number = 1
+    kept_bytes: Number = 0
+    version_bytes: Number = 0
+    output_bytes: Number = 0
+    gradient_bytes: Number = 0
+    tied_bytes: Number = 0
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction between two ranks: what comes later waits until what came earlier is through."""
+
+    latency_s: Number = 0
+    bytes_per_s: Number = math.inf
+
+    def transfer_s(self, size_bytes: Number) -> Number:
+        """How long ``size_bytes`` take once the link is free."""
+        if self.bytes_per_s == math.inf:  # not through a division: that would make an exact number a float
+            return self.latency_s
+        return self.latency_s + ratio(size_bytes, self.bytes_per_s)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a schedule runs on.
+
+    Attributes:
+        stages: one entry per stage.
+        default_link: between any two ranks that ``links`` does not name.
+        links: by (source rank, target rank).
+        overlap: whether ranks compute while they transfer. If not, both ranks are busy for the whole of a transfer:
+            the sender starts nothing else until it is through, the receiver takes it between two actions. One that
+            takes no time waits for nobody.
+    """
+
+    stages: tuple[StageCosts, ...]
+    default_link: Link = Link()
+    links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+    overlap: bool = True
+
+    def link(self, source: int, target: int) -> Link:
+        """The link from rank ``source`` to rank ``target``."""
+        return self.links.get((source, target), self.default_link)
+
+    @classmethod
+    def uniform(cls, size: Size, forward: Number = 1, input: Number = 1,  # noqa: A002 (the half's name everywhere)
+                weight: Number = 1, transfer: Number = 0, step: Number = 0) -> Costs:
+        """Equal stages: the times are those of a whole rank, of which each of its chunks takes its share.
+
+        Args:
+            transfer: seconds from rank to rank, whatever the size.
+        """
+        stage = StageCosts(ratio(forward, size.chunks), ratio(input, size.chunks), ratio(weight, size.chunks),
+                           step_s=ratio(step, size.chunks))
+        return cls((stage,) * size.stages, Link(transfer))
+
+
+def ratio(number: Number, divisor: Number) -> Number:
+    """``number / divisor``, exact unless one of them is a ``float``."""
+    if isinstance(number, float) or isinstance(divisor, float):
+        return float(number) / float(divisor)
+    exact = Fraction(number) / Fraction(divisor)
+    return exact.numerator if exact.denominator == 1 else exact

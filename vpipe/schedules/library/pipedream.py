@@ -1,0 +1,75 @@
+"""PipeDream: 1F1B without a flush; every microbatch, or every few, updates at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vpipe.schedules.action import Action, Op, backward, forward, step, use
+from vpipe.schedules.registry import register_schedule
+
+
+@register_schedule("pipedream", flush=False,
+                   peak_activations=lambda rank, size: min(size.ranks - rank, size.microbatches),
+                   versions=lambda rank, size: 1 - (rank + 1 - size.ranks) // size.update_every)
+def pipedream(rank: int, ranks: int, microbatches: int, update_every: int = 1) -> Iterator[Action]:
+    """The actions of one rank, one stage per rank; B takes twice as long as F and ends with the step S,
+    which makes the next weight version.
+
+    ::
+
+        rank 0  F0 F1 F2 .  .  .  .  B0 -S F3 B1 -S F4 B2 -S F5 B3 -S F6 B4 ...
+        rank 1  .  F0 F1 .  .  B0 -S F2 B1 -S F3 B2 -S F4 B3 -S F5 B4 -S F6 ...
+        rank 2  .  .  F0 B0 -S F1 B1 -S F2 B2 -S F3 B3 -S F4 B4 -S F5 B5 -S ...
+
+    No bubble in the steady state; stage s of p holds the activations of p-s microbatches. With an update
+    every k microbatches, stage s gives microbatch i (both from 0) the version max(0, (i - (p-1-s)) // k) in forward
+    and in backward (weight stashing), and the gradients of k microbatches, averaged, go to the latest
+    version; a stage holds at most 1 + (p-1-s)/k versions, rounded up, which is p-s for k = 1.
+
+    ``microbatches`` counts those of the whole stream: warm-up and cooldown happen once.
+
+    Source: Narayanan et al., PipeDream (SOSP 2019), sections 3.2 and 3.3.
+    """
+    warmup = min(ranks - 1 - rank, microbatches)
+    for microbatch in range(warmup):
+        yield forward(rank, microbatch)
+    for microbatch in range(microbatches):
+        if warmup + microbatch < microbatches:
+            yield forward(rank, warmup + microbatch)
+        yield backward(rank, microbatch)
+        if (microbatch + 1) % update_every == 0:
+            yield step(rank, microbatch // update_every)
+
+
+@register_schedule("pipedream_vertical_sync", flush=False,
+                   peak_activations=lambda rank, size: min(size.ranks - rank, size.microbatches),
+                   versions=lambda rank, size: 1 - (1 - size.ranks) // size.update_every)
+def pipedream_vertical_sync(rank: int, ranks: int, microbatches: int, update_every: int = 1) -> Iterator[Action]:
+    """As :func:`pipedream`, but a microbatch uses the same version on every stage; a bar stands where forwards change
+    over to the next one.
+
+    ::
+
+        rank 0  F0 F1 F2 .  .  .  .  B0 -S F3 B1 -S F4 B2 -S F5 B3 -S F6 B4 ...
+        rank 1  .  F0 F1 .  .  B0 -S F2 B1 -S|F3 B2 -S|F4 B3 -S|F5 B4 -S|F6 ...
+        rank 2  .  .  F0 B0 -S F1 B1 -S F2 B2 -S|F3 B3 -S|F4 B4 -S|F5 B5 -S ...
+
+    The version of microbatch i is that which stage 0 has by then, max(0, (i - (p-1)) // k), so stage 0 always takes its
+    latest and the others hold all versions from there to their latest: at most 1 + (p-1)/k, rounded up, on every stage.
+    Everything else is as in PipeDream.
+
+    Source: Narayanan et al., PipeDream (SOSP 2019), section 3.3, "vertical sync".
+    """
+    plain = pipedream(rank, ranks, microbatches, update_every)
+    if rank == 0:
+        yield from plain
+        return
+    yield use(rank, 0)
+    used = due = 0  # versions, of the last forward and of the next
+    for action in plain:
+        if action.op is not Op.BACKWARD and used < due:  # also before a step, which would make one version too many
+            yield use(rank, due)
+            used = due
+        if action.op is Op.FORWARD:
+            due = max(0, (action.microbatch + 1 - (ranks - 1)) // update_every)
+        yield action

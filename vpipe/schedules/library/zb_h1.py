@@ -1,0 +1,43 @@
+"""ZB-H1: 1F1B whose weight gradients wait until the rank has nothing else to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vpipe.schedules.action import Action, forward, input_half, step, weight_half
+from vpipe.schedules.registry import register_schedule
+
+
+def delayed_weights(stage: int, microbatches: int, warmup: int, behind: int) -> Iterator[Action]:
+    """``warmup`` forwards, then one forward and one input half in turn, weight halves ``behind`` input halves later."""
+    for microbatch in range(min(warmup, microbatches)):
+        yield forward(stage, microbatch)
+    for microbatch in range(microbatches):
+        if warmup + microbatch < microbatches:
+            yield forward(stage, warmup + microbatch)
+        yield input_half(stage, microbatch)
+        if microbatch >= behind:
+            yield weight_half(stage, microbatch - behind)
+    for microbatch in range(max(0, microbatches - behind), microbatches):
+        yield weight_half(stage, microbatch)
+    yield step(stage, 0)
+
+
+@register_schedule("zb_h1", flush=True,
+                   peak_activations=lambda rank, size: min(size.ranks - rank, size.microbatches))
+def zb_h1(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    """The actions of one rank, one stage per rank; I and W are the input and the weight half of a backward, S
+    is the step.
+
+    ::
+
+        rank 0  F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3 S
+        rank 1  .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3 S
+        rank 2  .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3 S
+
+    Bubble (p-1)(F+I-W) for m >= p and W <= F, a third of 1F1B's when F = I = W. Stage s holds the activations of
+    min(p-s, m) microbatches, as 1F1B, and what the weight halves of min(s, m) more still need.
+
+    Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2.3.1.
+    """
+    yield from delayed_weights(rank, microbatches, warmup=ranks - 1 - rank, behind=rank)

@@ -1,0 +1,109 @@
+"""Rules on what the ranks exchange, and on who waits for whom."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from vpipe.schedules.action import RECEIVES, SENDS, Action, Op
+from vpipe.schedules.execute import execute
+from vpipe.schedules.grid import Spot, fault
+from vpipe.schedules.reading import Reading
+
+
+def matching(reading: Reading) -> None:
+    """No send without its receive on the peer, no receive without its send, none twice."""
+    for action, (rank, position) in reading.actions():
+        if action.op not in SENDS and action.op not in RECEIVES:
+            continue
+        partners = reading.partners(action, rank)
+        if not partners:
+            raise fault(reading.schedule, f"{action} on rank {rank} has no other rank at its other end",
+                        "transfer only between stages on different ranks", (rank, position))
+        if reading.position(action, rank) != position:
+            raise fault(reading.schedule, f"{action} stands more than once on rank {rank}",
+                        "transfer every tensor once", (rank, position))
+        for partner, peer in partners:
+            if reading.position(partner, peer) is None:
+                raise fault(reading.schedule, f"{action} on rank {rank} has no {partner} on rank {peer}",
+                            f"add {partner} there, or leave {action} out", (rank, position),
+                            *[reading.end(peer)] * (peer != rank))
+
+
+def precedence(reading: Reading) -> None:
+    """On its rank, every action follows what makes or receives the tensors that it uses or sends.
+
+    That is: a backward follows the forward and the early recompute, its weight half the input half; a send
+    follows what it sends, the receive of a gradient the forward that tells its shapes; forward follows
+    the previous stage or its activations, and the tied version (the one that the owner's forward of that microbatch
+    used); backward follows the next stage or its gradients; an owner's norm and step follow the tied
+    gradients of that update.
+    """
+    for action, (rank, position) in reading.actions():
+        needed = list(reading.makers(action, rank))
+        if reading.lowered:
+            needed += reading.receives(action, rank)
+            needed += reading.handed_over(action, rank)
+        for before in needed:
+            there = reading.position(before, rank)
+            if there is None or there > position:
+                state = "is not there" if there is None else f"stands {there - position} actions behind it"
+                raise fault(reading.schedule, f"{action} on rank {rank} needs {before} before it, which {state}",
+                            f"place {before} before {action}", (rank, position))
+
+
+def last_versions(reading: Reading) -> None:
+    """Every borrower of tied weights ends with the version that their owner ends with."""
+    if not reading.lowered or not reading.updates:
+        return
+    for owner, borrowing in reading.borrowing.items():
+        last = Action(Op.RECV_W, owner, reading.updates)
+        for rank in borrowing:
+            if reading.position(last, rank) is None:
+                raise fault(reading.schedule, f"rank {rank} borrows the tied weights of stage {owner} and never "
+                            f"receives their last version {reading.updates}", f"add {last}", reading.end(rank))
+
+
+def channel_order(reading: Reading) -> None:
+    """Between two ranks, transfers of one kind are sent and received in the same order.
+
+    So a transport needs no tags, only a channel per kind and direction; those of a tied weight are its own.
+    """
+    sent: dict[tuple[int, int, Op, int], list[tuple[Action, Spot]]] = defaultdict(list)
+    received: dict[tuple[int, int, Op, int], list[tuple[Action, Spot]]] = defaultdict(list)
+    for action, spot in reading.actions():
+        tie = action.stage if action.op in _TIED else -1
+        if action.op in SENDS:
+            for _, peer in reading.partners(action, spot[0]):
+                sent[spot[0], peer, action.op, tie].append((action, spot))
+        elif action.op in RECEIVES:
+            for send, peer in reading.partners(action, spot[0]):
+                received[peer, spot[0], send.op, tie].append((send, spot))
+    for (source, target, op, tie), sends in sent.items():
+        if source == target:
+            continue  # tied weights change hands in any order
+        for (send, here), (expected, there) in zip(sends, received[source, target, op, tie], strict=True):
+            if send != expected:
+                raise fault(reading.schedule, f"rank {source} sends {send} to rank {target}, which receives what "
+                            f"{expected} sends first", "send and receive in the same order", here, there)
+
+
+_TIED = frozenset({Op.SEND_W, Op.RECV_W, Op.SEND_G, Op.RECV_G})
+
+
+def no_deadlock_buffered(reading: Reading) -> None:
+    """Every rank reaches its end when sends never wait."""
+    _reaches_end(reading, rendezvous=False)
+
+
+def no_deadlock_rendezvous(reading: Reading) -> None:
+    """Every rank reaches its end when a send waits until its receive is posted."""
+    _reaches_end(reading, rendezvous=True)
+
+
+def _reaches_end(reading: Reading, rendezvous: bool) -> None:
+    cursors, stuck = execute(reading, rendezvous=rendezvous)
+    if stuck:
+        kind = "wait for their receive (rendezvous)" if rendezvous else "never wait (buffered)"
+        raise fault(reading.schedule, f"deadlock when sends {kind}: {'; '.join(map(str, stuck))}",
+                    "move the awaited actions forward in their programs, or the waiting ones back",
+                    *((one.rank, cursors[one.rank]) for one in stuck), cursors=cursors)

@@ -1,0 +1,55 @@
+"""How large a pipeline is, and which stages each of its ranks holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+Placement = tuple[tuple[int, ...], ...]
+"""The ranks of every stage: ``((0,), (1,))`` is stage 0 on rank 0 and stage 1 on rank 1."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """The numbers a schedule is made for.
+
+    Attributes:
+        ranks: p, how many work at once.
+        microbatches: m, per optimizer step with a flush, of the whole stream without.
+        chunks: v, stages per rank.
+        update_every: microbatches per optimizer step.
+    """
+
+    ranks: int
+    microbatches: int
+    chunks: int
+    update_every: int
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.chunks
+
+
+class Layout(StrEnum):
+    """Where the stages of a pipeline with several of them per rank live."""
+
+    LOOP = "loop"  # 0 1 2 3, 0 1 2 3: stage s on rank s mod p
+    ZIGZAG = "zigzag"  # 0 1 2 3, 3 2 1 0: every second time in reverse, so that neighbours at a turn share a rank
+
+    def rank_of(self, stage: int, ranks: int) -> int:
+        """The rank that holds ``stage``."""
+        chunk, rank = divmod(stage, ranks)
+        return ranks - 1 - rank if self is Layout.ZIGZAG and chunk % 2 else rank
+
+    def stage_of(self, rank: int, chunk: int, ranks: int) -> int:
+        """The stage that ``rank`` holds as its ``chunk``-th, in the order in which a microbatch visits them."""
+        return chunk * ranks + (ranks - 1 - rank if self is Layout.ZIGZAG and chunk % 2 else rank)
+
+    def placement(self, ranks: int, chunks: int = 1) -> Placement:
+        """The rank of every stage."""
+        return tuple((self.rank_of(stage, ranks),) for stage in range(ranks * chunks))
+
+
+def default_placement(stages: int) -> Placement:
+    """Stage s on rank s."""
+    return Layout.LOOP.placement(stages)
