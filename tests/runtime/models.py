@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from vpipe import Layer, Model
 
@@ -231,6 +232,19 @@ class Recurrent(nn.Module):
 def recurrent_model() -> Model:
     """Five layers, three of them recurrent."""
     return Model([Layer("words", Words, ("ids",), ("h",)), *(Layer(f"lstm{i}", Recurrent) for i in range(3)),
+                  Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
+
+
+class Checkpointed(RawMatmul):
+    """Drops its own activations and computes them again in backward."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return checkpoint(super().forward, hidden, use_reentrant=False)
+
+
+def checkpointed_model() -> Model:
+    """Five layers, three of which checkpoint themselves."""
+    return Model([Layer("words", Words, ("ids",), ("h",)), *(Layer(f"own{i}", Checkpointed) for i in range(3)),
                   Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
 
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
-from models import rich_batches, rich_model
+from models import checkpointed_model, rich_batches, rich_model
 from test_exact import AdamW, Momentum, assert_same_state, decay
 
 from vpipe import Pipeline
+from vpipe.errors import UserError
+from vpipe.schedules.csv_file import write_csv
+from vpipe.schedules.order import build
 from vpipe.schedules.registry import recipe_named, schedule_names
-from vpipe.schedules.size import Size
+from vpipe.schedules.size import Size, default_placement
 from vpipe.train.oracle import VERSIONS, Recipe, asynchronous_oracle, flush_oracle
 
 FLUSH = [name for name in schedule_names() if recipe_named(name).flush]
@@ -53,13 +60,11 @@ def test_tied_weights_with_a_flush(name: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("recompute", [0.0, 0.6])
-@pytest.mark.parametrize("every", [1, 2, 4, 8])
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize(("name", "stages", "every"), [
+    (name, stages, every) for name in STREAMS for stages in (2, 4) for every in (1, 2, 4, 8)
+    if every >= recipe_named(name).update_every(stages)])
 def test_without_a_flush_equals_its_oracle(name: str, stages: int, every: int, recompute: float) -> None:
     recipe = recipe_named(name)
-    if every < recipe.update_every(stages):
-        pytest.skip(f"{name} needs {recipe.update_every(stages)} microbatches per update")
     model, batches, partition = rich_model(), rich_batches(5, MICROBATCHES), cut(name, stages)
     pipe = Pipeline(model, schedule=name, microbatches=MICROBATCHES, partition=partition, recompute=recompute,
                     optimizer=AdamW(), seed=2, learning_rate_factor=decay, grad_clip=0.5, update_every=every)
@@ -88,6 +93,52 @@ def test_a_stream_that_pauses_equals_its_oracle(name: str) -> None:
                                    drained_at=[2 * MICROBATCHES], version_of=VERSIONS[name])
     assert losses == expected.losses
     assert_same_state(pipe.state_dict(), expected.state)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_layer_that_checkpoints_itself_recomputes_with_the_version_of_its_forward(name: str) -> None:
+    model, batches, partition = checkpointed_model(), rich_batches(4, MICROBATCHES), [2, 1, 2]
+    pipe = Pipeline(model, schedule=name, microbatches=MICROBATCHES, partition=partition, optimizer=AdamW(), seed=2)
+    losses = [step.loss for step in pipe.train(batches)]
+    expected = asynchronous_oracle(model, batches, Recipe(AdamW().from_named, MICROBATCHES, 2), partition,
+                                   pipe.update_every, version_of=VERSIONS[name])
+    assert losses == expected.losses
+
+
+def test_a_schedule_from_a_file(tmp_path: Path) -> None:
+    """What PyTorch could have written, with a backward order of its own that still goes by microbatches."""
+    file = tmp_path / "mine.csv"
+    file.write_text("0F0,0F1,,,,,0B0,0B1\n,1F0,1F1,1I0,1I1,1W0,1W1,\n")
+    model, batches = rich_model(tied=False), rich_batches(3, 4)
+    pipe = Pipeline(model, partition=[3, 5], schedule=str(file), microbatches=2, optimizer=AdamW(), seed=7,
+                    recompute=0.5, grad_clip=0.5)
+    losses = [step.loss for step in pipe.train(batches)]
+    expected = flush_oracle(model, batches, Recipe(AdamW().from_named, 2, 7, clip=0.5))
+    assert losses == expected.losses
+    assert_same_state(pipe.state_dict(), expected.state)
+
+
+def test_an_asynchronous_schedule_from_a_file_ends_with_its_batch(tmp_path: Path) -> None:
+    file = tmp_path / "stream.csv"
+    file.write_text(write_csv(build("pipedream", default_placement(2), 4)))
+    model, batches = rich_model(), rich_batches(3, 4)
+    pipe = Pipeline(model, partition=[3, 5], schedule=str(file), microbatches=4, optimizer=AdamW(), seed=7)
+    losses = [step.loss for step in pipe.engine.train(batches, updates=6)]
+    expected = asynchronous_oracle(model, batches[:2], Recipe(AdamW().from_named, 4, 7), [3, 5], drained_at=[4])
+    assert losses == expected.losses
+    assert_same_state(pipe.state_dict(), expected.state)
+
+
+@pytest.mark.parametrize(("arguments", "text"), [
+    ({"stages": 3}, "is a schedule of 2 stages, but there are 3"),
+    ({"microbatches": 4}, "is a schedule of 2 microbatches, but there are 4"),
+    ({"placement": [[1], [0]]}, "places the stages as [[0], [1]], not as [[1], [0]]")])
+def test_a_file_that_does_not_fit(tmp_path: Path, arguments: dict[str, Any], text: str) -> None:
+    file = tmp_path / "mine.csv"
+    file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    with pytest.raises(UserError, match=re.escape(text)):
+        Pipeline(rich_model(), **{"stages": 2, "microbatches": 2, "schedule": str(file), "optimizer": AdamW(),
+                                  **arguments})
 
 
 @pytest.mark.parametrize("name", sorted(set(schedule_names()) - {"gpipe"}))

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from vpipe import Layer, Model
 from vpipe.model.split import split
 from vpipe.runtime.intercept import Interception
-from vpipe.runtime.stage import Record, Stage
+from vpipe.runtime.record import Record
+from vpipe.runtime.stage import Stage
 
 IDS = torch.tensor([[1, 2, 3, 4], [5, 2, 7, 8]])
 

@@ -44,10 +44,11 @@ class Distributed:
             copied on their way.
         timeout_s: how long a transfer may take before the run fails.
         in_flight: most microbatch-stages whose activations a rank holds at once.
+        channels: 1 when every rank holds one stage, else the number of stages.
         describe: ``rank -> "rank 2 (stage 2)"``, for messages.
     """
 
-    def __init__(self, device: torch.device, timeout_s: float, in_flight: int,
+    def __init__(self, device: torch.device, timeout_s: float, in_flight: int, channels: int,
                  describe: Callable[[int], str]) -> None:
         self.rank = dist.get_rank()
         self.bytes_sent = 0
@@ -56,8 +57,10 @@ class Distributed:
         self._behind = {kind: max(SENDS_BEHIND, in_flight) if kind in "FB" else SENDS_BEHIND + dist.get_world_size()
                         for kind in _KINDS}
         self._carrier = torch.device("cpu") if dist.get_backend() == "gloo" else device
-        # nccl knows no tags and keeps one order per pair of ranks and group; the checker proves one per kind.
-        self._groups = [dist.new_group() for _ in _KINDS] if dist.get_backend() == "nccl" else []
+        # nccl knows no tags and keeps one order per pair of ranks and group; the checker proves one per kind and
+        # direction. With several stages per rank, transfers of a kind go both ways, so each stage has its own group.
+        self._channels = channels
+        self._groups = [dist.new_group() for _ in range(len(_KINDS) * channels)] if dist.get_backend() == "nccl" else []
         # What an abandoned pipeline left under way must not match a later one's; every rank builds them in one order.
         self._generation = next(_generations)
         self._posted: dict[tuple[int, Key], _Posted] = {}
@@ -116,19 +119,19 @@ class Distributed:
         return _Posted(specs, [self._irecv(b, peer, key, i) for i, b in enumerate(buffers) if b.numel()], buffers)
 
     def _isend(self, tensor: Tensor, peer: int, key: Key, number: int) -> dist.Work:
-        tag = _tag(key, number, self._generation)
-        work = dist.isend(tensor, peer, group=self._group_of(tag), tag=tag)
+        work = dist.isend(tensor, peer, group=self._group_of(key), tag=_tag(key, number, self._generation))
         assert work is not None, "this rank is in the default group"
         return work
 
     def _irecv(self, tensor: Tensor, peer: int, key: Key, number: int) -> dist.Work:
-        tag = _tag(key, number, self._generation)
-        work = dist.irecv(tensor, peer, group=self._group_of(tag), tag=tag)
+        work = dist.irecv(tensor, peer, group=self._group_of(key), tag=_tag(key, number, self._generation))
         assert work is not None, "this rank is in the default group"
         return work
 
-    def _group_of(self, tag: int) -> dist.ProcessGroup | None:
-        return self._groups[tag // 65536 % 8] if self._groups else None
+    def _group_of(self, key: Key) -> dist.ProcessGroup | None:
+        if not self._groups:
+            return None
+        return self._groups[_KINDS.index(key.kind) * self._channels + key.stage % self._channels]
 
     def _wait(self, works: Sequence[dist.Work]) -> None:
         for work in works:

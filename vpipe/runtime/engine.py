@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, count, islice, takewhile
 
 import torch
@@ -124,7 +125,9 @@ class Engine:
                                         recompute=settings.recompute[spec.index]) for spec in own}
             optimizers = {s: make_optimizer(stage.weights.masters) for s, stage in stages.items()}
             transport: Transport = (Distributed(settings.device, settings.timeout_s,
-                                                max(schedule.peak_activations), self.describe)
+                                                max(schedule.peak_activations),
+                                                1 if schedule.ranks == schedule.stages else schedule.stages,
+                                                self.describe)
                                     if distributed else InProcess(rank, room))
             update = Update(optimizers, settings.factor, settings.clip)
             self.workers[rank] = Worker(rank, self._placement, stages, update, self._ties, transport)
@@ -134,6 +137,8 @@ class Engine:
         for worker in self.workers.values():
             worker.tied.borrow_first()
             worker.transport.finish()
+        self._decisive = self._last_forward()
+        self._outcomes: dict[int, Tensor] = {}  # by update: its loss and whether to stop, where the last stage is
         self._microbatches_done = 0
         self._stream: _Stream | None = None
         self._broken = False
@@ -162,11 +167,13 @@ class Engine:
         first = 0
         while feed.has(first):
             segment = Segment(feed, first, self._microbatches_done, self._schedule.update_every, training=True)
-            updates = list(self._run(segment, self._prepared))
+            if self._decisive is not None:
+                self._expect(segment.base // segment.every)
+            run, step_of = self._run(segment, self._prepared), partial(self._step, segment)
+            steps = map(step_of, list(run)) if self._decisive is None else list(map(step_of, run))
             self._microbatches_done += microbatches
             first += microbatches
-            for update in updates:
-                step = self._step(segment, update)
+            for step in steps:
                 for worker in self.workers.values():
                     worker.transport.finish()  # the loss has arrived everywhere: this process may end now
                 yield step
@@ -232,7 +239,7 @@ class Engine:
                 samples += sum(feed.samples)
         if not samples:
             raise UserError("there is nothing to evaluate on", hint="give evaluate at least one batch")
-        (total,) = self._share(Key("L", len(self._placement), 0), (total,))
+        total = self._share(Key("L", len(self._placement), 0), total)
         return total / samples
 
     def _collect_losses(self, feed: Feed) -> float:
@@ -246,13 +253,10 @@ class Engine:
 
     def _step(self, segment: Segment, update: int) -> Step:
         number = segment.base // segment.every + update
-        last = self._last_worker()
-        outcome: tuple[float, ...] = (0.0, 0.0)
-        if last is not None:
-            first = segment.base + update * segment.every
-            losses = [last.losses.pop(first + i) for i in range(segment.every)]
-            outcome = (float(torch.stack(losses).double().mean()), float(self._stop()))
-        loss, stop = self._share(Key("L", len(self._placement) - 1, number), outcome)
+        if self._decisive is None:
+            self._expect(number)
+            self._tell(segment, number)
+        loss, stop = self._hear(number)
         groups = [group for worker in self.workers.values() for optimizer in worker.update.optimizers.values()
                   if optimizer is not None for group in optimizer.param_groups]
         norm = next(iter(self.workers.values())).update.gradient_norm
@@ -261,19 +265,72 @@ class Engine:
         return Step(number, loss, rate,
                     None if norm is None else float(norm), bool(stop))
 
-    def _share(self, key: Key, values: tuple[float, ...]) -> tuple[float, ...]:
-        """Numbers that the last stage's rank knows, on every rank; elsewhere only their count matters."""
-        if not self._distributed:
-            return values
+    def _last_forward(self) -> Action | None:
+        """Where a program is one update: what is done when its loss is known, long before the update is made.
+
+        Told then, the loss is on every rank before that rank's last backward, so none waits for another between two
+        updates.
+        """
+        schedule = self._schedule
+        if schedule.recipe is not None or schedule.update_every < schedule.microbatches:
+            return None
+        return [action for action in schedule.programs[self._placement[-1][0]]
+                if action.op is Op.FORWARD and action.stage == len(self._placement) - 1][-1]
+
+    def _tell(self, segment: Segment, number: int) -> None:
+        """Where the last stage is: send an update's loss, and whether to stop, to every rank."""
+        last = self._last_worker()
+        if last is None:
+            return
+        losses = [last.losses[number * segment.every + i] for i in range(segment.every)]
+        loss = torch.stack(losses).double().mean()
+        outcome = torch.stack([loss, loss.new_tensor(float(self._stop()))])  # not read: a GPU would be waited for
+        self._outcomes[number] = outcome
+        self._send_all(self._outcome_key(number), outcome)
+
+    def _hear(self, number: int) -> tuple[float, float]:
+        """An update's loss and whether to stop, on every rank."""
+        last = self._last_worker()
+        if last is None:
+            (outcome,) = self._only_worker().transport.take(self._placement[-1][0], self._outcome_key(number))
+        else:
+            outcome = self._outcomes.pop(number)
+            every = self._schedule.update_every
+            for i in range(every):
+                del last.losses[number * every + i]
+        loss, stop = outcome.tolist()
+        return loss, stop
+
+    def _expect(self, number: int) -> None:
+        """Get ready for :meth:`_hear`."""
+        if self._last_worker() is None:
+            self._post_numbers(self._outcome_key(number), 2)
+
+    def _outcome_key(self, number: int) -> Key:
+        return Key("L", len(self._placement) - 1, number)
+
+    def _share(self, key: Key, number: float) -> float:
+        """A number that the last stage's rank knows, on every rank; elsewhere it does not matter."""
+        if self._last_worker() is not None:
+            self._send_all(key, torch.tensor([number], dtype=torch.float64))
+            return number
+        self._post_numbers(key, 1)
+        return float(self._only_worker().transport.take(self._placement[-1][0], key)[0])
+
+    def _post_numbers(self, key: Key, count: int) -> None:
+        self._only_worker().transport.post(self._placement[-1][0], key,
+                                           [Spec((count,), torch.float64, wants_gradient=False)])
+
+    def _send_all(self, key: Key, numbers: Tensor) -> None:
+        """From this rank to all others, if there are others."""
+        for peer in range(dist.get_world_size() if self._distributed else 0):
+            worker = self._only_worker()
+            if peer != worker.rank:
+                worker.transport.send(peer, key, [numbers])
+
+    def _only_worker(self) -> Worker:
         (worker,) = self.workers.values()
-        source = self._placement[-1][0]
-        if worker.rank == source:
-            for peer in range(dist.get_world_size()):
-                if peer != source:
-                    worker.transport.send(peer, key, [torch.tensor(values, dtype=torch.float64)])
-            return values
-        worker.transport.post(source, key, [Spec((len(values),), torch.float64, wants_gradient=False)])
-        return tuple(worker.transport.take(source, key)[0].tolist())
+        return worker
 
     def _last_worker(self) -> Worker | None:
         return self.workers.get(self._placement[-1][0])
@@ -349,6 +406,8 @@ class Engine:
                     self._broken = False
                     yield action.microbatch
                     self._broken = True
+            elif action is self._decisive:
+                self._tell(segment, segment.base // segment.every)
         for worker in self.workers.values():
             worker.end()
         self._broken = False

@@ -5,59 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from vpipe.errors import UserError
-from vpipe.model.layer import Layer, Model, seed_of, set_parameter
+from vpipe.model.layer import Layer, Model, seed_of
 from vpipe.model.split import StageSpec, alive
+from vpipe.runtime.collect import collect, share_ties
 from vpipe.runtime.halves import WeightHalf
 from vpipe.runtime.intercept import Interception
-from vpipe.runtime.weights import Slot, Weights
-
-DropoutKey = tuple[int, int]
-"""(update, microbatch within the update): with the layer's index it fixes the random numbers of a layer."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """Consecutive layers of a stage that are kept, or dropped and recomputed, together."""
-
-    layers: tuple[tuple[int, Layer, nn.Module], ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    recomputed: bool
-
-
-@dataclass(slots=True)
-class Graph:
-    """The edges of a span's outputs, and where its weight gradients go that can wait, if it was run for that."""
-
-    edges: dict[str, GradientEdge]
-    half: WeightHalf | None
-
-
-@dataclass(slots=True)
-class Held:
-    """What the backward of one span needs: its inputs as leaves, and its graph if kept or already recomputed."""
-
-    inputs: dict[str, Tensor]
-    graph: Graph | None
-
-
-@dataclass(slots=True)
-class Record:
-    """What the backward of one microbatch needs; dropped as soon as it is used."""
-
-    held: list[Held]
-    fields: Mapping[str, Tensor]
-    key: DropoutKey
-    pins: dict[int, int]  # weight version per owner of weights: the stage itself, and those it borrows from
-    split: bool  # whether the backward comes in two halves
-    halves: list[WeightHalf] = field(default_factory=list)  # between them: of the spans, in the order of backward
+from vpipe.runtime.record import DropoutKey, Graph, Held, Record, Span
+from vpipe.runtime.weights import Weights
 
 
 class Stage:
@@ -77,51 +37,13 @@ class Stage:
         self.modules = {i: model.layers[i].materialize(i, seed).to(device) for i in spec.layers}
         self.layer_names = {i: model.layers[i].name for i in spec.layers}
         self._ties = {i: model.layers[i].ties for i in spec.layers}
-        self._share_ties()
-        self.weights, self.borrowed = self._collect()
+        share_ties(self.modules, self.layer_names, self._ties)
+        self.weights, self.borrowed = collect(self.modules, self.layer_names, spec.borrowed)
         dropped = int(recompute * len(spec.layers))
         self._spans = list(self._cut(model, spec.layers.stop - dropped))
         self._trained = {i for i, module in self.modules.items() if any(p.requires_grad for p in module.parameters())}
         self.recomputes = dropped > 0
         self._shared = self._in_several_spans()
-
-    def _share_ties(self) -> None:
-        """Within the stage, tied parameters are one object."""
-        at = {name: i for i, name in self.layer_names.items()}
-        for i, ties in self._ties.items():
-            for own, target in ties.items():
-                owner = next((name for name in at if target.startswith(name + ".")), None)
-                if owner is not None:
-                    shared = self.modules[at[owner]].get_parameter(target[len(owner) + 1:])
-                    set_parameter(self.modules[i], own, shared)
-
-    def _collect(self) -> tuple[Weights, dict[int, Weights]]:
-        """Own trainable parameters, and those borrowed from other stages, with the slots that hold them."""
-        first: dict[int, str] = {}
-        parameters: dict[str, nn.Parameter] = {}
-        slots: dict[str, list[Slot]] = {}
-        for i, module in self.modules.items():
-            for name, parameter in module.named_parameters(remove_duplicate=False):
-                full = f"{self.layer_names[i]}.{name}"
-                if not parameter.requires_grad:
-                    if full in self.spec.borrowed:
-                        raise UserError(f"'{full}' is tied to '{self.spec.borrowed[full][1]}' but frozen",
-                                        hint="let it require a gradient, or leave out the tie")
-                    continue
-                path, _, leaf = name.rpartition(".")
-                canonical = first.setdefault(id(parameter), full)
-                parameters.setdefault(canonical, parameter)
-                slots.setdefault(canonical, []).append((module.get_submodule(path), leaf))
-        lent: dict[int, dict[str, nn.Parameter]] = {}
-        lent_slots: dict[int, dict[str, list[Slot]]] = {}
-        for own, (owner, target) in self.spec.borrowed.items():
-            if own not in parameters:
-                continue  # shares its place with a name already seen
-            # Several parameters here may be tied to the same one there: they are one value.
-            lent.setdefault(owner, {}).setdefault(target, parameters.pop(own))
-            lent_slots.setdefault(owner, {}).setdefault(target, []).extend(slots.pop(own))
-        return (Weights(parameters, slots),
-                {owner: Weights(lent[owner], lent_slots[owner]) for owner in sorted(lent)})
 
     def _cut(self, model: Model, kept_end: int) -> Iterator[Span]:
         start, stop = self.spec.layers.start, self.spec.layers.stop
@@ -352,16 +274,15 @@ class Stage:
             weights.use(weights.latest)
 
     def pin(self, borrowed: Mapping[int, int]) -> dict[int, int]:
-        """Hold the latest own weights and the given versions of borrowed ones; what :attr:`Record.pins` keeps."""
+        """Hold the own weights in use and the given versions of borrowed ones; what :attr:`Record.pins` keeps."""
         return {self.spec.index: self.weights.pin(),
                 **{owner: weights.pin(borrowed[owner]) for owner, weights in self.borrowed.items()}}
 
     def prepare_backward(self, pins: Mapping[int, int]) -> None:
-        """Let gradients accumulate for the pinned versions, and recompute run with them."""
+        """Let gradients accumulate for the pinned versions, and recompute (ours or a layer's own) run with them."""
         for owner, version in pins.items():
             self._weights_of(owner).begin_backward(version)
-        if self.recomputes:
-            self._use(pins)
+        self._use(pins)
 
     def _use(self, pins: Mapping[int, int]) -> None:
         for owner, version in pins.items():

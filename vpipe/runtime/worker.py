@@ -15,7 +15,8 @@ from torch import Tensor
 from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.model.split import Ties
 from vpipe.runtime.feed import Feed, Signature
-from vpipe.runtime.stage import Record, Stage
+from vpipe.runtime.record import Record
+from vpipe.runtime.stage import Stage
 from vpipe.runtime.tied import TiedWeights
 from vpipe.runtime.transport import Key, Spec, Transport
 from vpipe.runtime.update import Update

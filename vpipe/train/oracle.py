@@ -130,7 +130,7 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Recipe, 
     owners = {side: side.rpartition("@")[0] for side in sides.values()}
     names = _names_used(model, whole, sides)
     sums: dict[str, Tensor] = {}  # gradients since the last step, one per side of a tied weight
-    run, losses, start = Run(), [], 0
+    run, losses, start, work = Run(), [], 0, _Work(whole)
     stream = (fields for batch in batches for fields in _microbatches(batch, recipe.microbatches))
     for i, fields in enumerate(stream):
         if i in drained_at:
@@ -141,13 +141,16 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Recipe, 
             leaves.update({name: value.clone().requires_grad_() for name, value in versions[version].items()})
         leaves.update({side: leaves[owner].detach().clone().requires_grad_() for side, owner in owners.items()})
 
-        def call(layer: int, arguments: list[Tensor], leaves: dict[str, Tensor] = leaves) -> object:
-            weights = {own: leaves[name] for own, name in names[layer].items()}
-            return functional_call(whole[model.layers[layer].name], weights, tuple(arguments))
+        weights = {f"whole.{layer.name}.{own}": leaves[name] for layer, used in zip(model.layers, names, strict=True)
+                   for own, name in used.items()}
+        key = (recipe.seed, i // update_every, i % update_every)
 
-        loss = _forward(model, fields, call, (recipe.seed, i // update_every, i % update_every))
-        torch.autograd.backward(loss / update_every)
-        losses.append(loss.detach())
+        def microbatch(fields: Batch = fields, key: tuple[int, int, int] = key) -> Tensor:
+            loss = _forward(model, fields, lambda layer, arguments: whole[model.layers[layer].name](*arguments), key)
+            torch.autograd.backward(loss / update_every)
+            return loss.detach()
+
+        losses.append(functional_call(work, weights, (microbatch,), tie_weights=False))
         for name, leaf in leaves.items():
             if leaf.grad is not None:
                 sums[name] = sums[name] + leaf.grad if name in sums else leaf.grad
@@ -193,6 +196,20 @@ def evaluate_oracle(model: Model, state: Mapping[str, Tensor], batches: Iterable
                 loss = _forward(model, fields, lambda i, arguments: whole[model.layers[i].name](*arguments), (0, 0, 0))
                 total, samples = total + float(loss) * size, samples + size
     return total / samples
+
+
+class _Work(nn.Module):
+    """Calls what it is given; under ``functional_call`` other weights stand in the layers meanwhile.
+
+    The backward must run there, too: a layer that checkpoints itself computes its forward again in it.
+    """
+
+    def __init__(self, whole: nn.ModuleDict) -> None:
+        super().__init__()
+        self.whole = whole
+
+    def forward(self, work: Callable[[], Tensor]) -> Tensor:
+        return work()
 
 
 def _forward(model: Model, fields: Batch, call: Callable[[int, list[Tensor]], object],

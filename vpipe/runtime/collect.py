@@ -1,0 +1,67 @@
+"""The parameters of a stage's layers: its own, and those it borrows from other stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from vpipe.errors import UserError
+from vpipe.model.layer import set_parameter
+from vpipe.runtime.weights import Slot, Weights
+
+
+def share_ties(modules: Mapping[int, nn.Module], names: Mapping[int, str],
+               ties: Mapping[int, Mapping[str, str]]) -> None:
+    """Make tied parameters one object where both layers are in the stage.
+
+    Args:
+        modules: by layer number.
+        names: of the layers.
+        ties: per layer, own parameter -> the other layer's, ``"<layer>.<parameter>"``.
+    """
+    at = {name: i for i, name in names.items()}
+    for i, tied in ties.items():
+        for own, target in tied.items():
+            owner = next((name for name in at if target.startswith(name + ".")), None)
+            if owner is not None:
+                shared = modules[at[owner]].get_parameter(target[len(owner) + 1:])
+                set_parameter(modules[i], own, shared)
+
+
+def collect(modules: Mapping[int, nn.Module], names: Mapping[int, str],
+            borrowed: Mapping[str, tuple[int, str]]) -> tuple[Weights, dict[int, Weights]]:
+    """Own trainable parameters, and those borrowed from other stages (by owner), with the slots that hold them.
+
+    Args:
+        modules, names: see :func:`share_ties`.
+        borrowed: see :class:`~vpipe.model.split.StageSpec`.
+
+    Raises:
+        UserError: a tied parameter is frozen.
+    """
+    first: dict[int, str] = {}
+    parameters: dict[str, nn.Parameter] = {}
+    slots: dict[str, list[Slot]] = {}
+    for i, module in modules.items():
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            full = f"{names[i]}.{name}"
+            if not parameter.requires_grad:
+                if full in borrowed:
+                    raise UserError(f"'{full}' is tied to '{borrowed[full][1]}' but frozen",
+                                    hint="let it require a gradient, or leave out the tie")
+                continue
+            path, _, leaf = name.rpartition(".")
+            canonical = first.setdefault(id(parameter), full)
+            parameters.setdefault(canonical, parameter)
+            slots.setdefault(canonical, []).append((module.get_submodule(path), leaf))
+    lent: dict[int, dict[str, nn.Parameter]] = {}
+    lent_slots: dict[int, dict[str, list[Slot]]] = {}
+    for own, (owner, target) in borrowed.items():
+        if own not in parameters:
+            continue  # shares its place with a name already seen
+        # Several parameters here may be tied to the same one there: they are one value.
+        lent.setdefault(owner, {}).setdefault(target, parameters.pop(own))
+        lent_slots.setdefault(owner, {}).setdefault(target, []).extend(slots.pop(own))
+    return (Weights(parameters, slots),
+            {owner: Weights(lent[owner], lent_slots[owner]) for owner in sorted(lent)})
