@@ -60,7 +60,8 @@ class Distributed:
         # nccl knows no tags and keeps one order per pair of ranks and group; the checker proves one per kind and
         # direction. With several stages per rank, transfers of a kind go both ways, so each stage has its own group.
         self._channels = channels
-        self._groups = [dist.new_group() for _ in range(len(_KINDS) * channels)] if dist.get_backend() == "nccl" else []
+        groups = len(_KINDS) * channels if dist.get_backend() == "nccl" else 0
+        self._groups: list[dist.ProcessGroup] = [dist.new_group() for _ in range(groups)]
         # What an abandoned pipeline left under way must not match a later one's; every rank builds them in one order.
         self._generation = next(_generations)
         self._posted: dict[tuple[int, Key], _Posted] = {}
@@ -129,9 +130,8 @@ class Distributed:
         return work
 
     def _group_of(self, key: Key) -> dist.ProcessGroup | None:
-        if not self._groups:
-            return None
-        return self._groups[_KINDS.index(key.kind) * self._channels + key.stage % self._channels]
+        number = _KINDS.index(key.kind) * self._channels + key.stage % self._channels
+        return self._groups[number] if self._groups else None
 
     def _wait(self, works: Sequence[dist.Work]) -> None:
         for work in works:

@@ -130,7 +130,7 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Recipe, 
     owners = {side: side.rpartition("@")[0] for side in sides.values()}
     names = _names_used(model, whole, sides)
     sums: dict[str, Tensor] = {}  # gradients since the last step, one per side of a tied weight
-    run, losses, start, work = Run(), [], 0, _Work(whole)
+    run, losses, start, work = Run(), [], 0, _Work([whole[layer.name] for layer in model.layers])
     stream = (fields for batch in batches for fields in _microbatches(batch, recipe.microbatches))
     for i, fields in enumerate(stream):
         if i in drained_at:
@@ -141,12 +141,12 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Recipe, 
             leaves.update({name: value.clone().requires_grad_() for name, value in versions[version].items()})
         leaves.update({side: leaves[owner].detach().clone().requires_grad_() for side, owner in owners.items()})
 
-        weights = {f"whole.{layer.name}.{own}": leaves[name] for layer, used in zip(model.layers, names, strict=True)
+        weights = {f"layers.{layer}.{own}": leaves[name] for layer, used in enumerate(names)
                    for own, name in used.items()}
         key = (recipe.seed, i // update_every, i % update_every)
 
         def microbatch(fields: Batch = fields, key: tuple[int, int, int] = key) -> Tensor:
-            loss = _forward(model, fields, lambda layer, arguments: whole[model.layers[layer].name](*arguments), key)
+            loss = _forward(model, fields, lambda number, arguments: work.layers[number](*arguments), key)
             torch.autograd.backward(loss / update_every)
             return loss.detach()
 
@@ -204,9 +204,9 @@ class _Work(nn.Module):
     The backward must run there, too: a layer that checkpoints itself computes its forward again in it.
     """
 
-    def __init__(self, whole: nn.ModuleDict) -> None:
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
         super().__init__()
-        self.whole = whole
+        self.layers = nn.ModuleList(layers)
 
     def forward(self, work: Callable[[], Tensor]) -> Tensor:
         return work()
