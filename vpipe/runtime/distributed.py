@@ -68,16 +68,16 @@ class Distributed:
         self._sent: dict[tuple[int, str], deque[tuple[Key, list[dist.Work], list[Tensor]]]] = defaultdict(deque)
 
     def send(self, peer: int, key: Key, tensors: Sequence[Tensor], announce: bool = False) -> None:
-        behind = self._sent[peer, key.kind]
-        while len(behind) >= self._behind[key.kind]:
-            self._complete(peer, *behind.popleft())
         carried = [t.detach().to(self._carrier).contiguous() for t in tensors]
         # Even an empty tensor keeps its turn, so that both sides count alike.
         with self._failing(peer, key, "sending"):
             work = [self._isend(_header(tensors).to(self._carrier), peer, key, MOST_TENSORS)] if announce else []
             work += [self._isend(t, peer, key, i) for i, t in enumerate(carried) if t.numel()]
         self.bytes_sent += sum(t.nbytes for t in carried)
+        behind = self._sent[peer, key.kind]
         behind.append((key, work, carried))
+        while len(behind) > self._behind[key.kind]:  # only now: the peer waits for what was just sent
+            self._complete(peer, *behind.popleft())
 
     def post(self, peer: int, key: Key, specs: Sequence[Spec] | None) -> None:
         with self._failing(peer, key, "receiving"):

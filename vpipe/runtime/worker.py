@@ -178,9 +178,7 @@ class Worker:
     def _forward(self, stage_index: int, microbatch: int) -> None:
         segment, stage = self._segment, self.stages[stage_index]
         number, signature = self._number(microbatch), self._signature(microbatch)
-        received: list[Tensor] = []
-        if stage_index > 0:
-            received = self._take_activations(Key("F", stage_index, number), signature)
+        # What needs no activations comes before waiting for them.
         fields = {name: value.to(stage.device, non_blocking=True) for name, value in
                   segment.feed.take(segment.first + microbatch).items() if name in stage.spec.fields}
         key = (number // segment.every, number % segment.every)
@@ -188,7 +186,9 @@ class Worker:
             versions = {owner: self._version_for(owner, microbatch) for owner in stage.borrowed}
             for owner, version in versions.items():
                 self.tied.install(owner, version)
-            outputs, record = stage.forward(received, fields, key, stage.pin(versions),
+            pins = stage.pin(versions)
+            received = self._take_activations(stage_index, number, signature)
+            outputs, record = stage.forward(received, fields, key, pins,
                                             split=self._is_split(stage_index, microbatch))
             self._records[stage_index, microbatch] = record
             self._activations[stage_index] += 1
@@ -196,6 +196,7 @@ class Worker:
                                                      self._activations[stage_index])
         else:
             stage.use_latest()
+            received = self._take_activations(stage_index, number, signature)
             outputs = stage.evaluate(received, fields, (-1 - key[0], key[1]))
         if stage_index == self._last:
             self._keep_loss(number, outputs[0])
@@ -238,16 +239,14 @@ class Worker:
     def _begin_return(self, stage_index: int, microbatch: int, record: Record) -> dict[str, Tensor]:
         """Get a stage ready for a gradient to pass through it; the gradients of its outputs, by name."""
         stage, number = self.stages[stage_index], self._number(microbatch)
-        if stage_index == self._last:
-            gradients = {"loss": torch.full_like(self.losses[number], 1 / self._segment.every)}
-        else:
-            names, _ = self._returning.pop((stage_index, microbatch))
-            gradients = dict(zip(names, self._take(self._rank_of(stage_index + 1, microbatch),
-                                                   Key("B", stage_index, number)), strict=True))
         staleness = stage.weights.latest - record.pins[stage_index]
         self._staleness[stage_index] = max(self._staleness[stage_index], staleness)
         stage.prepare_backward(record.pins)
-        return gradients
+        if stage_index == self._last:
+            return {"loss": torch.full_like(self.losses[number], 1 / self._segment.every)}
+        names, _ = self._returning.pop((stage_index, microbatch))
+        return dict(zip(names, self._take(self._rank_of(stage_index + 1, microbatch), Key("B", stage_index, number)),
+                        strict=True))
 
     def _end_return(self, stage_index: int, microbatch: int, returned: list[Tensor]) -> None:
         self._activations[stage_index] -= 1
@@ -282,8 +281,10 @@ class Worker:
         specs = self._incoming.setdefault(seen, None)
         self.transport.post(self._rank_of(stage - 1, microbatch), key, specs)
 
-    def _take_activations(self, key: Key, signature: Signature) -> list[Tensor]:
-        microbatch = key.number - self._segment.base
+    def _take_activations(self, stage_index: int, number: int, signature: Signature) -> list[Tensor]:
+        if stage_index == 0:
+            return []
+        key, microbatch = Key("F", stage_index, number), number - self._segment.base
         peer = self._rank_of(key.stage - 1, microbatch)
         seen = (key.stage, self._segment.training, signature)
         if key in self._late:
