@@ -16,7 +16,7 @@ class Case:
         ranks: devices.
         microbatches: per update.
         times: of a microbatch on a device.
-        turns: of every entrant, after one to warm up.
+        turns: of every entrant, after an update to warm up.
     """
 
     ranks: int
@@ -29,4 +29,4 @@ class Case:
 
 
 SHORT, LONG = (Times(Fraction(f, 1000), Fraction(2 * f, 1000)) for f in (5, 20))
-CASES = (Case(4, 8, SHORT, 8), Case(8, 16, SHORT, 5), Case(4, 8, LONG, 3), Case(8, 16, LONG, 2))
+CASES = (Case(4, 8, SHORT, 5), Case(8, 16, SHORT, 3), Case(4, 8, LONG, 2), Case(8, 16, LONG, 2))

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from case import Case
 from torch.distributed.pipelining import schedules as torchs
 
-from vpipe.schedules.costs import Costs
 from vpipe.schedules.order import Schedule, build
 from vpipe.schedules.registry import recipe_named
-from vpipe.schedules.simulate import simulate
+from vpipe.schedules.simulation.costs import Costs
+from vpipe.schedules.simulation.simulate import simulate
 from vpipe.schedules.size import Size
 
 

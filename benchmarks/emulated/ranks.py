@@ -82,7 +82,7 @@ def _work(case: Case, field: Sequence[Entrant], rank: int, port: int, barrier: B
             updates = running[entrant.name]
             barrier.wait(TIMEOUT_S)
             before, cpu = perf_counter(), process_time()
-            for _ in range(UPDATES):
+            for _ in range(UPDATES if turn else 1):
                 next(updates)
             if turn:
                 spans[entrant.name].append((before, perf_counter(), process_time() - cpu))

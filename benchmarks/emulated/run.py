@@ -37,7 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="REGEX",
                         help="only what matches, such as 'P = 4.*20.*1f1b'; names are '<case>: <group> <schedule>'")
-    parser.add_argument("--turns", type=int, help=f"of every entrant, {UPDATES} updates each, after one to warm up")
+    parser.add_argument("--turns", type=int, help=f"of every entrant, {UPDATES} updates each")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     options = parser.parse_args()
     cases = [replace(case, turns=options.turns or case.turns) for case in CASES]

@@ -15,15 +15,15 @@ from vpipe.errors import UserError
 from vpipe.schedules.action import Action, Op
 from vpipe.schedules.arrange import Wanted
 from vpipe.schedules.check import check, prove
-from vpipe.schedules.costs import Costs, Link, StageCosts
 from vpipe.schedules.facts import rank_facts
 from vpipe.schedules.lower import lower
 from vpipe.schedules.order import Schedule, build
 from vpipe.schedules.registry import recipe_named, register_schedule, schedule_names
-from vpipe.schedules.search import search, search_placements
-from vpipe.schedules.simulate import simulate
+from vpipe.schedules.searching.search import search, search_placements
+from vpipe.schedules.simulation.costs import Costs, Link, StageCosts
+from vpipe.schedules.simulation.simulate import simulate
+from vpipe.schedules.simulation.timeline import Timeline
 from vpipe.schedules.size import Layout, Placement, Size, default_placement
-from vpipe.schedules.timeline import Timeline
 
 V_OF_4 = Layout.ZIGZAG.placement(4, 2)
 

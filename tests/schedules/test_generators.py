@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import COMPLETES, RETURNS, Op
 from vpipe.schedules.check import prove
-from vpipe.schedules.costs import Costs, Number
 from vpipe.schedules.facts import rank_facts, rank_loads
 from vpipe.schedules.order import Schedule, build
 from vpipe.schedules.registry import recipe_named, schedule_names
-from vpipe.schedules.simulate import simulate
+from vpipe.schedules.simulation.costs import Costs, Number
+from vpipe.schedules.simulation.simulate import simulate
 from vpipe.schedules.size import Size
 
 

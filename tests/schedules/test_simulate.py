@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Action, Op, backward, forward
-from vpipe.schedules.costs import Costs, Link, Number, StageCosts
 from vpipe.schedules.facts import rank_facts
 from vpipe.schedules.lower import lower
 from vpipe.schedules.order import Schedule, build
 from vpipe.schedules.registry import recipe_named
-from vpipe.schedules.simulate import Timeline, simulate
+from vpipe.schedules.simulation.costs import Costs, Link, Number, StageCosts
+from vpipe.schedules.simulation.simulate import Timeline, simulate
 from vpipe.schedules.size import Placement, Size, default_placement
 
 MEASURED = (Fraction("18.5"), Fraction("18.1"), Fraction("9.3"))

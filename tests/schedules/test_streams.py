@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from vpipe.errors import UserError
 from vpipe.schedules.action import Action, Op
 from vpipe.schedules.check import prove
-from vpipe.schedules.costs import Costs
 from vpipe.schedules.facts import rank_facts, stage_facts
 from vpipe.schedules.order import Schedule, build
 from vpipe.schedules.reading import Reading
 from vpipe.schedules.registry import recipe_named, schedule_names
-from vpipe.schedules.simulate import simulate
+from vpipe.schedules.simulation.costs import Costs
+from vpipe.schedules.simulation.simulate import simulate
 from vpipe.schedules.size import Size, default_placement
 
 STREAMS = [name for name in schedule_names() if not recipe_named(name).flush]

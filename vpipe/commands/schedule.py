@@ -24,7 +24,7 @@ from vpipe.schedules.facts import rank_facts, stage_facts
 from vpipe.schedules.lower import lower
 from vpipe.schedules.order import Schedule, build
 from vpipe.schedules.registry import Recipe, recipe_named, schedule_names
-from vpipe.schedules.search import search_placements
+from vpipe.schedules.searching.search import search_placements
 
 MOST_ACTIONS = 1_000_000
 """Forwards and backwards beyond which nothing is drawn: minutes, and nobody could look at it."""

@@ -10,14 +10,14 @@ from functools import cached_property
 from vpipe.draw.words import number, percent, plain, sizes
 from vpipe.schedules.action import Op
 from vpipe.schedules.check import check
-from vpipe.schedules.costs import Costs, Link, Number, StageCosts, ratio
 from vpipe.schedules.csv_file import compute_only
 from vpipe.schedules.facts import RankFacts, StageFacts, rank_facts, stage_facts
 from vpipe.schedules.order import Schedule, stages_of_rank
 from vpipe.schedules.reading import Reading
-from vpipe.schedules.simulate import simulate
+from vpipe.schedules.simulation.costs import Costs, Link, Number, StageCosts, ratio
+from vpipe.schedules.simulation.simulate import simulate
+from vpipe.schedules.simulation.timeline import Timeline
 from vpipe.schedules.size import Placement
-from vpipe.schedules.timeline import Timeline
 
 
 @dataclass(frozen=True)

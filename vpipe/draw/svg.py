@@ -10,9 +10,9 @@ from html import escape
 from vpipe.draw.summary import Summary
 from vpipe.draw.words import number
 from vpipe.schedules.action import Op
-from vpipe.schedules.costs import Number
 from vpipe.schedules.order import stages_of_rank
-from vpipe.schedules.timeline import Event
+from vpipe.schedules.simulation.costs import Number
+from vpipe.schedules.simulation.timeline import Event
 
 _COLOURS: dict[Op, tuple[str, str]] = {  # on light, on dark
     Op.FORWARD: ("#6ea8fe", "#2563c9"),

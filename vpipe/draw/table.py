@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from vpipe.draw.summary import Summary
 from vpipe.draw.words import number, percent
-from vpipe.schedules.costs import ratio
 from vpipe.schedules.order import stages_of_rank
+from vpipe.schedules.simulation.costs import ratio
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-from vpipe.schedules.costs import Number
 from vpipe.schedules.order import Schedule
+from vpipe.schedules.simulation.costs import Number
 
 _LISTED = 16
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from vpipe.errors import UserError
 from vpipe.schedules.check import check, prove
-from vpipe.schedules.costs import Costs
 from vpipe.schedules.csv_file import compute_only, read_csv
 from vpipe.schedules.lower import lower
 from vpipe.schedules.order import Schedule, size_of
 from vpipe.schedules.recompute import with_recompute
 from vpipe.schedules.registry import Limits, recipe_named
+from vpipe.schedules.simulation.costs import Costs
 from vpipe.schedules.size import Placement
 
 

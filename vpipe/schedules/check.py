@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from vpipe.schedules.costs import Costs
 from vpipe.schedules.lower import lower
 from vpipe.schedules.order import Schedule, build
 from vpipe.schedules.reading import Reading
@@ -24,6 +23,7 @@ from vpipe.schedules.rules.transfers import (
     precedence,
 )
 from vpipe.schedules.rules.updates import norms, updates, used_versions
+from vpipe.schedules.simulation.costs import Costs
 from vpipe.schedules.size import Placement
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from vpipe.errors import UserError
 from vpipe.schedules.action import Action
-from vpipe.schedules.costs import Costs
 from vpipe.schedules.recompute import with_recompute
 from vpipe.schedules.registry import Limits, Recipe, recipe_named
+from vpipe.schedules.simulation.costs import Costs
 from vpipe.schedules.size import Placement, Size
 
 

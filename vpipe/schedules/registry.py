@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import vpipe.schedules.library
 from vpipe.errors import Problem, UserError, nearest
 from vpipe.schedules.action import Action
-from vpipe.schedules.costs import Costs, Number
+from vpipe.schedules.simulation.costs import Costs, Number
 from vpipe.schedules.size import Layout, Placement, Size
 
 if TYPE_CHECKING:
@@ -34,12 +34,12 @@ Constraint = Callable[[Size], Problem | None]
 """What is wrong with a size, with the numbers to change; None when it fits."""
 
 Limits = Number | Sequence[Number | None] | None
-"""What a rank may hold, in the unit of :attr:`~vpipe.schedules.costs.StageCosts.activation_bytes`: one number for all,
+"""What a rank may hold, in the unit of :attr:`~vpipe.schedules.simulation.costs.StageCosts.activation_bytes`: one number for all,
 or one per rank; None is no limit."""
 
 
 class Search(Protocol):
-    """Finds an order over ``placement`` for ``microbatches``; see :func:`~vpipe.schedules.search.search`."""
+    """Finds an order over ``placement`` for ``microbatches``; see :func:`~vpipe.schedules.searching.search.search`."""
 
     def __call__(self, placement: Placement, microbatches: int, costs: Costs | None = None,
                  limits: Limits = None) -> Schedule: ...

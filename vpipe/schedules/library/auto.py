@@ -8,7 +8,7 @@ from functools import cache
 from vpipe.schedules.action import Action
 from vpipe.schedules.order import Schedule
 from vpipe.schedules.registry import register_schedule
-from vpipe.schedules.search import search
+from vpipe.schedules.searching.search import search
 from vpipe.schedules.size import Layout, Size
 
 
@@ -40,6 +40,6 @@ def auto(rank: int, ranks: int, microbatches: int, chunks: int = 1) -> Iterator[
     order in which plain PyTorch accumulates gradients.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 3.1; Pipeline Parallelism
-    with Controllable Memory (arXiv:2405.15362). The search is in :mod:`vpipe.schedules.search`.
+    with Controllable Memory (arXiv:2405.15362). The search is in :mod:`vpipe.schedules.searching.search`.
     """
     yield from _searched(ranks, microbatches, chunks).programs[rank]

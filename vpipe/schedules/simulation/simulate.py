@@ -14,11 +14,11 @@ from functools import cache
 from heapq import heappop, heappush
 
 from vpipe.errors import CheckError, UserError
-from vpipe.schedules.costs import Costs, Number, ratio
 from vpipe.schedules.grid import fault
 from vpipe.schedules.order import Schedule
-from vpipe.schedules.tables import Tables
-from vpipe.schedules.timeline import Event, Timeline, Transfer
+from vpipe.schedules.simulation.costs import Costs, Number, ratio
+from vpipe.schedules.simulation.tables import Tables
+from vpipe.schedules.simulation.timeline import Event, Timeline, Transfer
 
 __all__ = ["Event", "Timeline", "Transfer", "simulate"]
 

@@ -8,9 +8,9 @@ from functools import cached_property
 from itertools import pairwise
 
 from vpipe.schedules.action import RETURNS, Action, Op
-from vpipe.schedules.costs import Costs, Number
 from vpipe.schedules.facts import stage_loads
 from vpipe.schedules.order import Schedule, stages_of_rank
+from vpipe.schedules.simulation.costs import Costs, Number
 
 TIMED = frozenset({Op.FORWARD, Op.BACKWARD, Op.INPUT, Op.WEIGHT, Op.RECOMPUTE, Op.STEP})
 """Operations that keep a rank busy; the others only hand something over."""
@@ -99,7 +99,7 @@ class Timeline:
 
     @cached_property
     def memory(self) -> tuple[Curve, ...]:
-        """Per rank, its activations, weight halves and weight versions; see :class:`~vpipe.schedules.costs.StageCosts`.
+        """Per rank, its activations, weight halves and weight versions; see :class:`~vpipe.schedules.simulation.costs.StageCosts`.
 
         A forward holds its activations from its start; everything else changes at the end of an action.
         """

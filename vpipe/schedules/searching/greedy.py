@@ -1,7 +1,7 @@
 """One greedy order: every rank, whenever it is free, does what some rules make of what it could do.
 
 An event-driven list scheduling over F, I and W. Searching is running this under many rules and taking the best
-(:mod:`vpipe.schedules.search`).
+(:mod:`vpipe.schedules.searching.search`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from enum import Enum
 from heapq import heappop, heappush
 
 from vpipe.schedules.action import Action, Op, step
-from vpipe.schedules.costs import Costs, Number
+from vpipe.schedules.simulation.costs import Costs, Number
 from vpipe.schedules.size import Placement
 
 Turn = tuple[Op, int]

@@ -11,10 +11,10 @@ from itertools import chain
 from math import lcm
 
 from vpipe.schedules.action import RETURNS, SENDS, Action, Op
-from vpipe.schedules.costs import Costs, Number, ratio
 from vpipe.schedules.lower import Lowering, VersionsUsed
 from vpipe.schedules.order import Schedule
-from vpipe.schedules.timeline import recomputations
+from vpipe.schedules.simulation.costs import Costs, Number, ratio
+from vpipe.schedules.simulation.timeline import recomputations
 
 
 @dataclass(slots=True)

@@ -14,12 +14,12 @@ from itertools import product
 
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import RETURNS, Action, Op
-from vpipe.schedules.costs import Costs, Number
 from vpipe.schedules.facts import rank_facts
-from vpipe.schedules.greedy import HAIR, ROUNDING, First, Rules, Turn, Work, greedy
 from vpipe.schedules.order import Schedule, build
 from vpipe.schedules.registry import Limits, recipe_named, schedule_names
-from vpipe.schedules.simulate import simulate
+from vpipe.schedules.searching.greedy import HAIR, ROUNDING, First, Rules, Turn, Work, greedy
+from vpipe.schedules.simulation.costs import Costs, Number
+from vpipe.schedules.simulation.simulate import simulate
 from vpipe.schedules.size import Layout, Placement, Size
 
 Score = tuple[Number, Number, Number, int]
