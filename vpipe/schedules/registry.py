@@ -34,8 +34,8 @@ Constraint = Callable[[Size], Problem | None]
 """What is wrong with a size, with the numbers to change; None when it fits."""
 
 Limits = Number | Sequence[Number | None] | None
-"""What a rank may hold, in the unit of :attr:`~vpipe.schedules.simulation.costs.StageCosts.activation_bytes`: one number for all,
-or one per rank; None is no limit."""
+"""What a rank may hold, in the unit of ``StageCosts.activation_bytes`` (:mod:`vpipe.schedules.simulation.costs`): one
+number for all, or one per rank; None is no limit."""
 
 
 class Search(Protocol):

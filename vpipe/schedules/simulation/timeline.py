@@ -99,7 +99,7 @@ class Timeline:
 
     @cached_property
     def memory(self) -> tuple[Curve, ...]:
-        """Per rank, its activations, weight halves and weight versions; see :class:`~vpipe.schedules.simulation.costs.StageCosts`.
+        """Per rank, its activations, weight halves and weight versions; see ``StageCosts``.
 
         A forward holds its activations from its start; everything else changes at the end of an action.
         """
