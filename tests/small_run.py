@@ -12,7 +12,7 @@ import yaml
 
 from vpipe.train.config import load_config
 from vpipe.train.job import Job
-from vpipe.train.oracle import Recipe, Run, asynchronous_oracle, flush_oracle
+from vpipe.train.oracle import Run, Training, asynchronous_oracle, flush_oracle
 
 SMALL: Mapping[str, Mapping[str, Any]] = {
     "model": {"name": "bert", "preset": "tiny", "hidden_size": 16, "sequence_length": 16, "vocab_size": 32},
@@ -73,7 +73,7 @@ def oracle(job: Job, updates: int, drained_at: tuple[int, ...] = ()) -> Run:
     config = job.config
     fields, per_batch = tuple(job.dataset.fields), config.updates_per_batch
     batches = list(islice(job.training_batches(fields), -(-updates // per_batch)))
-    recipe = Recipe(job.optimizer().from_named, config.training.num_microbatches, seed=config.training.seed,
+    recipe = Training(job.optimizer().from_named, config.training.num_microbatches, seed=config.training.seed,
                     factor=job.policy(), clip=config.training.grad_clip)
     partition = config.parallel.partition
     assert not isinstance(partition, str)

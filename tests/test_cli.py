@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -236,6 +238,17 @@ def test_files_of_the_flat_form(refused: Refused, flat: Path, file: str, text: s
     assert refused("train", "c.yaml")[0][0].startswith(what)
 
 
+def test_a_schedules_file_in_a_config(refused: Refused, here: Path) -> None:
+    assert refused(*settings("parallel.schedule=none.csv")) == [
+        ("parallel.schedule names no schedule: there is no file 'none.csv' (--set parallel.schedule)",
+         "check the path; it is taken from the current folder")]
+    Path("bad.csv").write_text("0F0,0X0\n")
+    [(what, hint)] = refused(*settings("parallel.schedule=bad.csv", "parallel.update_every=2"))
+    assert what.startswith("parallel.schedule names no schedule: '0X0' in cell 2 of rank 0 is no")
+    assert "(bad.csv:1)" in what
+    assert hint.startswith("write <stage><operation><index>")
+
+
 def shard(path: Path, **without: object) -> None:
     """A good shard of 40 samples, its keys in ``without`` left out."""
     data = synthetic_bert(32, 16, 40)
@@ -342,6 +355,13 @@ def test_the_command_itself(here: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_the_command_as_a_module() -> None:
+    for module in ("vpipe", "vpipe.cli"):
+        done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, timeout=60,
+                              check=True)
+        assert re.fullmatch(r"vpipe \d+\.\d+\.\d+\n", done.stdout)
+
+
 def test_a_closed_pipe_shows_no_traceback(here: Path) -> None:
     write_text(here / "text", documents=8)
     reader, writer = os.pipe()
@@ -361,6 +381,7 @@ LARGE = ["--stages", "4", "--microbatches", "8"]
 
 @pytest.mark.parametrize(("arguments", "what", "hint"), [
     ([], "which schedule?", "name one of "),
+    (["1F1B", *LARGE], "no schedule is called '1F1B'", "did you mean '1f1b'?"),
     (["1f1bb", *LARGE], "no schedule is called '1f1bb'", "did you mean '1f1b'?"),
     (["1f1b"], "--stages is missing", "say how large: --stages 4 --microbatches 8"),
     (["1f1b", "--stages", "4"], "--microbatches is missing", "say how large"),
@@ -385,8 +406,12 @@ LARGE = ["--stages", "4", "--microbatches", "8"]
     (["1f1b", *LARGE, "--costs", "1,2"], "--costs has 2 numbers, not 3 or 4: '1,2'", "write --costs F,I,W,transfer"),
     (["1f1b", *LARGE, "--costs", ""], "--costs has 1 number, not 3 or 4: ''", "write --costs F,I,W,transfer"),
     (["1f1b", *LARGE, "--costs", "1,x,1,0"], "--costs has 'x', which is no number", "write --costs F,I,W,transfer"),
-    (["1f1b", *LARGE, "--costs", "1,nan,1,0"], "--costs has nan", "give numbers from 0 to 1e9"),
+    (["1f1b", *LARGE, "--costs", "1,nan,1,0"], "--costs has 'nan', which is no number", "write --costs"),
     (["1f1b", *LARGE, "--costs", "1,-1,1,0"], "--costs has -1", "give numbers from 0 to 1e9"),
+    (["1f1b", *LARGE, "--costs", "1,1_0,1"], "--costs has '1_0', which is no number", "write --costs"),
+    (["1f1b", *LARGE, "--costs", "-1,1,1,0"], "--costs has -1", "give numbers from 0 to 1e9"),
+    (["1f1b", *LARGE, "--costs", "1,1/0,1,0"], "--costs has 1/0", "give numbers from 0 to 1e9"),
+    (["1f1b", *LARGE, "--costs", "1,1e99999999,1,0"], "--costs has 1e99999999", "give numbers from 0 to 1e9"),
     (["1f1b", *LARGE, "--costs", "1,1e400,1,0"], "--costs has 1e400", "give numbers from 0 to 1e9"),
     (["1f1b", *LARGE, "--costs", "1,0,0,0"], "--costs has a forward of 1 and a backward of 0", "both take time"),
     (["--all"], "--stages is missing", "say how large"),
@@ -451,6 +476,29 @@ def test_all_schedules_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "not possible" in impossible
 
 
+def test_a_limit_holds_for_auto_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, "schedule", "--all", *LARGE, "--memory", "2").splitlines()
+    assert lines[0] == "4 ranks, 8 microbatches, F 1, I 1, W 1, transfer 0; auto: 2 microbatches on a rank at most"
+    [auto] = [line.split() for line in lines if line.startswith("auto ")]
+    assert float(auto[6]) <= 2  # peak activations
+
+
+def test_costs_far_from_one_are_quick(capsys: pytest.CaptureFixture[str]) -> None:
+    began = time.process_time()
+    for costs in ("1e-9,1e-9,1e-9,0", "1,1e-9,1e-9,0", "1e9,1e-9,1,0", "1/3,0.1234567,1e9,1e-9"):
+        for form in ("text", "svg"):
+            out = printed(capsys, "schedule", "zb_h1", *LARGE, "--costs", costs, "--format", form)
+            assert len(out) < 100_000
+    assert time.process_time() - began < 2
+    assert "(F 0.5, I 1, W 1, transfer 0)" in printed(capsys, "schedule", "1f1b", *LARGE, "--costs", "1/2,1,1")
+
+
+def test_a_name_is_no_file(refused: Refused, here: Path) -> None:
+    for command in ("check", "simulate"):
+        assert refused(command, "1f1b") == [("'1f1b' is a schedule's name, not a file", "vpipe schedule 1f1b proves "
+                                             "and draws it; with --format csv it writes the file")]
+
+
 def test_a_schedule_that_breaks_a_rule(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "a.csv").write_text("0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
     for command in (["check", "a.csv"], ["check", "b.csv"], ["simulate", "b.csv"], ["schedule", "b.csv"]):
@@ -478,9 +526,13 @@ def test_what_a_lowered_file_does_is_proved_as_it_stands(here: Path, capsys: pyt
 def test_colours_are_for_terminals(here: Path) -> None:
     reader, writer = os.openpty()
     command = [VPIPE, "schedule", "1f1b", "--stages", "2", "--microbatches", "2"]
-    subprocess.run(command, stdout=writer, check=True, timeout=60, env={**os.environ, "COLUMNS": "100"})
-    os.close(writer)
+    terminal = {key: value for key, value in os.environ.items() if key != "NO_COLOR"} | {"TERM": "xterm"}
+    subprocess.run(command, stdout=writer, check=True, timeout=60, env={**terminal, "COLUMNS": "100"})
     assert b"\x1b[38;5;255;48;5;26mF0" in os.read(reader, 100_000)
+    for plain in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
+        subprocess.run(command, stdout=writer, check=True, timeout=60, env={**terminal, **plain})
+        assert b"\x1b" not in os.read(reader, 100_000)
+    os.close(writer)
     os.close(reader)
 
 

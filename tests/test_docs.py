@@ -187,7 +187,8 @@ def test_formulas_are_exact_where_they_hold(name: str) -> None:
     recipe, (*cells, condition) = recipe_named(name), formulas()[name]
     held = 0
     for (p, m, v), (f, i, w) in itertools.product(
-            ((1, 3, 2), (2, 6, 2), (4, 4, 2), (4, 8, 3), (4, 16, 2), (5, 15, 2)), ((1, 1, 1), (7, 6, 5), (2, 3, 1))):
+            ((1, 3, 2), (2, 6, 2), (2, 8, 4), (3, 6, 6), (4, 4, 2), (4, 8, 3), (4, 16, 2), (5, 15, 2)),
+            ((1, 1, 1), (7, 6, 5), (2, 3, 1), (2, 8, 5), (3, 1, 2), (5, 4, 3))):
         v = v if recipe.any_chunks and name != "auto" else recipe.chunks
         costs = RankCosts(f, i, w)
         try:

@@ -96,12 +96,12 @@ def test_what_needs_no_torch_does_not_load_it(use: str) -> None:
     ({"stages": 2, "schedule": "pipedream", "microbatches": 6, "update_every": 4},
      "error: update_every is 4, which does not divide 6 microbatches\nhint: choose one of [1, 2, 3, 6]"),
     ({"stages": 2, "schedule": "pipedream", "update_every": 0},
-     "error: update_every is 0, which does not divide 1 microbatches\nhint: choose one of [1]"),
+     "error: update_every is 0, which does not divide 1 microbatch\nhint: choose one of [1]"),
     ({"stages": 2, "schedule": "gpipe", "microbatches": 4, "update_every": 2},
      "error: update_every is 2, but 'gpipe' updates once per batch of 4 microbatches\n"
      "hint: leave update_every out, or choose a schedule without a flush, such as pipedream"),
     ({"stages": 2, "placement": [[0], [0]]},
-     "error: '1f1b' holds 1 stage on each rank, but 2 stages are placed on 1 rank\n"
+     "error: '1f1b' holds 1 stage on each rank, but 2 stages on 1 rank are asked for\n"
      "hint: use 1 stages, or another number of ranks"),
     ({"stages": 2, "placement": [[0, 1], [2]]},
      "error: the placement [[0, 1], [2]] does not give every stage one rank\n"

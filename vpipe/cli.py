@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -59,6 +60,7 @@ def _defect(error: Exception) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="vpipe", description="Pipeline-parallel training for PyTorch in which a schedule is data.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="say which version this is")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="train as a config says")
@@ -79,8 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     schedule.add_argument("--microbatches", type=int, metavar="M", help="per update with a flush, in all without")
     schedule.add_argument("--chunks", type=int, metavar="V", help="stages per rank")
     schedule.add_argument("--update-every", type=int, metavar="K", help="microbatches per update without a flush")
-    schedule.add_argument("--memory", type=int, metavar="N", help="auto: microbatches, of all its stages, whose "
-                          "activations a rank may hold")
+    schedule.add_argument("--memory", type=int, metavar="N", help="auto: the most a rank may hold, in microbatches of "
+                          "all its stages")
     schedule.add_argument("--format", choices=("text", "csv", "svg", "json"), default="text")
     _add_costs(schedule)
     schedule.set_defaults(run=_schedule)
@@ -120,8 +122,22 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
                              "(a whole backward takes both), and from rank to rank; 1,1,1,0 when left out")
 
 
+class _Version(argparse.Action):
+    """``--version``; looked up only when asked."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from importlib.metadata import version
+
+        print(f"vpipe {version('vpipe')}")
+        parser.exit()
+
+
 class _Parser(argparse.ArgumentParser):
     """argparse whose errors look like all others."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # --costs -1,1,1 is a value, and a wrong one
 
     def error(self, message: str) -> NoReturn:
         self._refuse(message, f"{self.prog} --help says how")
@@ -207,3 +223,7 @@ def _build_bert(options: argparse.Namespace) -> None:
                         hint="name a folder that can be made and written as --out") from None
     counts = ", ".join(f"{count:,} {what}" for what, count in content["counts"].items())
     print(f"{options.out}: {counts}; {content['vocab_size']:,} tokens")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -69,7 +69,13 @@ class RunError(VpipeError):
         super().__init__(f"error: {self.located}\nhint: {hint}")
 
 
+def counted(count: int, word: str) -> str:
+    """``1 rank``, ``2 ranks``, ``2 microbatches``."""
+    return f"{count} {word}" + ("" if count == 1 else "es" if word.endswith(("ch", "s")) else "s")
+
+
 def nearest(word: str, known: Sequence[str]) -> str:
-    """A remedy for an unknown name: the nearest valid one, or all of them."""
-    close = get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"did you mean '{close[0]}'?" if close else f"known names: {', '.join(sorted(known))}"
+    """A remedy for an unknown name: the nearest valid one, whatever its case, or all of them."""
+    folded = {name.casefold(): name for name in known}
+    close = get_close_matches(word.casefold(), folded, n=1, cutoff=0.6)
+    return f"did you mean '{folded[close[0]]}'?" if close else f"known names: {', '.join(sorted(known))}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -12,9 +14,10 @@ from test_text import made
 from vpipe.draw.summary import RankCosts, Summary
 from vpipe.draw.svg import draw_svg
 from vpipe.errors import UserError
-from vpipe.schedules.action import Op
+from vpipe.schedules.action import COMPUTE, Op
 from vpipe.schedules.csv_file import read_csv
-from vpipe.schedules.registry import schedule_names
+from vpipe.schedules.order import build
+from vpipe.schedules.registry import recipe_named, schedule_names
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -52,10 +55,11 @@ def test_every_action_is_drawn_inside_the_picture(name: str, ranks: int, microba
 def test_numbers_and_legend() -> None:
     text = said(drawn(made("zb_h2", 4, 8)))
     for part in ("zb_h2", "4 ranks, 8 microbatches, flush", "bubble 0 (0 %), makespan 27 (F 1, I 1, W 1, transfer 0)",
-                 "rank 3", "peak act.", "W halves", "forward", "input half of backward", "weight half",
-                 "optimizer step", "numbers: microbatches"):
+                 "rank 3", "activations", "W halves", "idle", "forward", "input half of backward", "weight half",
+                 "optimizer step", "numbers: microbatches",
+                 "the most that the rank holds at once, in microbatches"):
         assert part in text
-    assert "paler" not in text
+    assert "shades" not in text
     assert "versions" not in text
 
 
@@ -73,9 +77,10 @@ def test_a_stream_shows_its_versions() -> None:
 def test_stages_of_a_rank_have_shades() -> None:
     summary = made("interleaved", 2, 4)
     root = drawn(summary)
-    assert "paler: not the first of the rank's stages" in said(root)
+    assert "shades: the rank's stages, from its first to its last, the palest" in said(root)
+    assert "in microbatches of one stage" in said(root)
     style = next(root.iter(f"{SVG}style")).text or ""
-    fills = dict(re.findall(r"\.([FB]\d)\{fill:(#\w+)\}", style.split("@media")[0]))
+    fills = dict(re.findall(r"\.([FB]\d)\{fill:(#\w+)\}", style))
     assert len(set(fills.values())) == len(fills) == 4
     classes = {rect.get("class") for rect in root.iter(f"{SVG}rect")}
     assert classes == {"bg", "idle", "STEP0", *fills}
@@ -97,15 +102,33 @@ def luminance(colour: str) -> float:
 
 def test_numbers_are_legible_on_every_shade(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("0F0,1F0,2F0,2R0,2B0,1I0,1W0,0B0\n")
-    light, dark = draw_svg(Summary.of(read_csv(tmp_path / "a.csv"), RankCosts())).split("@media")
-    for style, ink in ((light, "#0b1320"), (dark, "#ffffff")):
-        assert f".cell text{{fill:{ink}" in style
-        fills = re.findall(r"\.([FBIWR]\d)\{fill:(#\w+)\}", style)
-        assert {fill[0][0] for fill in fills} == {op.value for op in (Op.FORWARD, Op.BACKWARD, Op.INPUT, Op.WEIGHT,
-                                                                       Op.RECOMPUTE)}
-        for name, fill in fills:
-            bright, dim = sorted((luminance(ink), luminance(fill)), reverse=True)
+    for summary in (Summary.of(read_csv(tmp_path / "a.csv"), RankCosts()), made("looped_bfs", 2, 4)):
+        style = draw_svg(summary).split("</style>")[0]
+        assert style.count(".cell text{fill:#0b1320") == style.count(".cell text{") == 1  # on either background
+        for name, fill in re.findall(r"\.([FBIWR]\d)\{fill:(#\w+)\}", style):
+            bright, dim = sorted((luminance("#0b1320"), luminance(fill)), reverse=True)
             assert (bright + 0.05) / (dim + 0.05) >= 4.5, (name, fill)
+    assert {Op(name) for name in re.findall(r"\.([FBIWR])0\{", draw_svg(Summary.of(read_csv(tmp_path / "a.csv"),
+                                                                                RankCosts())))} == COMPUTE
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches", "chunks"), [
+    ("1f1b", 8, 64, 1), ("interleaved", 4, 16, 4), ("1f1b", 4, 300, 1)])
+def test_narrow_actions_have_some_numbers(name: str, ranks: int, microbatches: int, chunks: int) -> None:
+    """... which stand apart."""
+    placement = recipe_named(name).layout.placement(ranks, chunks)
+    root = drawn(Summary.of(build(name, placement, microbatches), RankCosts()))
+    for row in [group for group in root.iter(f"{SVG}g") if group.get("class") == "cell"]:
+        labels = [(float(text.attrib["x"]), len(text.text or "") * (5.0 if text.get("class") else 6.8))
+                  for text in row.iter(f"{SVG}text")]
+        assert len(labels) >= microbatches // 5
+        assert all(x + width / 2 <= other_x - other / 2 + 0.1
+                   for (x, width), (other_x, other) in pairwise(sorted(labels)))
+
+
+@pytest.mark.parametrize("costs", [RankCosts(Fraction(1, 1000)), RankCosts(1, Fraction(1, 10**9), Fraction(1, 10**9))])
+def test_short_actions_do_not_make_it_wide(costs: RankCosts) -> None:
+    assert float(drawn(made("1f1b", 4, 8, costs)).attrib["width"]) < 1500
 
 
 def test_names_are_escaped(tmp_path: Path) -> None:

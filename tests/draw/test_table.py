@@ -8,7 +8,8 @@ from test_text import made
 
 from vpipe.draw.summary import RankCosts
 from vpipe.draw.table import compare, table
-from vpipe.draw.words import counted, listed, number, percent, plain
+from vpipe.draw.words import listed, number, percent, plain
+from vpipe.errors import counted
 
 
 def test_a_table_is_aligned() -> None:

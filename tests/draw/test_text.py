@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
 
@@ -88,7 +89,7 @@ def test_no_line_of_the_picture_is_longer_than_the_terminal(ranks: int, microbat
         labels = [label for row in rows for label in re.findall(r"[FBIW]\d+", row, re.IGNORECASE)]
         events = sum(event.end_s > event.start_s and event.action.op != "STEP"
                      for rank in summary.timeline.events for event in rank)
-        if "cut at time" in text:
+        if "cut at time" in text or "a letter alone" in text:
             assert len(labels) <= events
         else:
             assert len(labels) == events, name
@@ -103,7 +104,22 @@ def test_what_is_cut_is_said() -> None:
 def test_scale_is_chosen_so_that_all_fits() -> None:
     assert "a unit of time is 3 columns" in draw_text(made("1f1b", 4, 8), 120, colour=False)
     assert "a unit of time is 2 columns" in draw_text(made("1f1b", 4, 8), 80, colour=False)
-    assert "a column is 3 units of time" in draw_text(made("1f1b", 2, 2, RankCosts(10, 5, 5)), 28, colour=False)
+    coarse = draw_text(made("1f1b", 2, 2, RankCosts(10, 5, 5)), 28, colour=False)
+    assert picture(coarse)[0] == "rank 0  F0 F1 ...B0-...B1S"
+    assert "a column is 3.33333 units of time" in coarse
+
+
+def test_narrow_actions_lose_their_numbers_before_anything_is_cut() -> None:
+    text = draw_text(made("interleaved", 4, 8), 80, colour=False)
+    assert picture(text)[0] == "rank 0  FFFFffffFFF...b0Fb1.fb2fb3fB0fB1B2.B3.b4.b5.b6.b7B4B5B6B7S"
+    assert "a letter alone: too narrow for its microbatch" in text
+    assert "cut" not in text
+
+
+def test_the_unit_of_time_does_not_matter() -> None:
+    pictures = {tuple(picture(draw_text(made("zb_h1", 4, 8, RankCosts(unit, unit, unit)), 120, colour=False)))
+                for unit in (1, Fraction(1, 10**9), 10**9, Fraction(1, 3))}
+    assert len(pictures) == 1
 
 
 def test_colours_only_add_escapes() -> None:

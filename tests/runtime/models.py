@@ -235,6 +235,29 @@ def recurrent_model() -> Model:
                   Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
 
 
+class Decoded(nn.Module):
+    """Through the words and back: uses a tied weight twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = nn.Parameter(torch.zeros(WORDS, WIDTH))
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        words = F.linear(hidden, self.decoder).softmax(-1)
+        return torch.tanh(words @ self.decoder + self.linear(hidden))
+
+
+def thrice_tied_model() -> Model:
+    """Six layers, three of which use the weight of the first."""
+    tied = {"decoder": "words.word.weight"}
+    return Model([Layer("words", Words, ("ids",), ("h",)), Layer("raw0", RawMatmul),
+                  Layer("decoded0", Decoded, ties=tied), Layer("raw1", RawMatmul),
+                  Layer("decoded1", Decoded, ties=tied),
+                  Layer("head", Head, ("h", "labels"), ("loss",), ties={"decoder.weight": "words.word.weight"})],
+                 batch=("ids", "labels"))
+
+
 class Checkpointed(RawMatmul):
     """Drops its own activations and computes them again in backward."""
 

@@ -32,7 +32,7 @@ def test_a_killed_rank_is_named_at_once(pair: World, schedule: str, killed: int,
     assert time.monotonic() - started < 10
     assert re.search(rf"^error: rank {survivor} \(stage {survivor}\) {lost} while (waiting for|sending|receiving) "
                      r"(the (loss|gradients|activations|tied gradient) of (microbatch|update)|tied weights, version) "
-                     r"\d+ (for|from) stage [01]: ", error["text"]), error["text"]
+                     r"\d+ ((for|from) stage [01]|of tie 0): ", error["text"]), error["text"]
     assert error["text"].endswith("\nhint: that rank ended first: its log says why")
     assert (error["rank"], error["peer"]) == (survivor, killed)
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import checkpointed_model, rich_batches, rich_model
+from models import checkpointed_model, rich_batches, rich_model, thrice_tied_model
 from test_exact import AdamW, Momentum, assert_same_state, decay
 
 from vpipe import Pipeline
 from vpipe.errors import UserError
+from vpipe.runtime.transport import InProcess, Key
+from vpipe.schedules.action import Action, Op, input_half, weight_half
 from vpipe.schedules.csv_file import write_csv
 from vpipe.schedules.order import build
-from vpipe.schedules.registry import recipe_named, schedule_names
+from vpipe.schedules.registry import _RECIPES, recipe_named, schedule_names
 from vpipe.schedules.size import Size, default_placement
-from vpipe.train.oracle import VERSIONS, Recipe, asynchronous_oracle, flush_oracle
+from vpipe.train.oracle import VERSIONS, Training, asynchronous_oracle, flush_oracle
 
 FLUSH = [name for name in schedule_names() if recipe_named(name).flush]
 STREAMS = [name for name in schedule_names() if not recipe_named(name).flush]
@@ -38,7 +42,7 @@ def test_with_a_flush_equals_plain_pytorch(name: str, recompute: float | list[fl
     pipe = Pipeline(model, schedule=name, microbatches=MICROBATCHES, partition=partition, recompute=ratios,
                     optimizer=AdamW(), seed=7, learning_rate_factor=decay, grad_clip=0.5)
     steps = list(pipe.train(batches))
-    expected = flush_oracle(model, batches, Recipe(AdamW().from_named, MICROBATCHES, 7, decay, 0.5))
+    expected = flush_oracle(model, batches, Training(AdamW().from_named, MICROBATCHES, 7, decay, 0.5))
     assert [step.loss for step in steps] == expected.losses
     assert [step.gradient_norm for step in steps] == expected.gradient_norms
     assert_same_state(pipe.state_dict(), expected.state)
@@ -51,7 +55,7 @@ def test_tied_weights_with_a_flush(name: str, ranks: int) -> None:
     pipe = Pipeline(model, schedule=name, microbatches=MICROBATCHES, partition=partition, recompute=0.5,
                     optimizer=Momentum(), seed=1, grad_clip=0.3)
     steps = list(pipe.train(batches))
-    expected = flush_oracle(model, batches, Recipe(Momentum().from_named, MICROBATCHES, 1, clip=0.3),
+    expected = flush_oracle(model, batches, Training(Momentum().from_named, MICROBATCHES, 1, clip=0.3),
                             sides_apart=partition)
     assert [step.loss for step in steps] == expected.losses
     assert [step.gradient_norm for step in steps] == expected.gradient_norms
@@ -69,7 +73,7 @@ def test_without_a_flush_equals_its_oracle(name: str, stages: int, every: int, r
     pipe = Pipeline(model, schedule=name, microbatches=MICROBATCHES, partition=partition, recompute=recompute,
                     optimizer=AdamW(), seed=2, learning_rate_factor=decay, grad_clip=0.5, update_every=every)
     losses = [step.loss for step in pipe.train(batches)]
-    expected = asynchronous_oracle(model, batches, Recipe(AdamW().from_named, MICROBATCHES, 2, decay, 0.5), partition,
+    expected = asynchronous_oracle(model, batches, Training(AdamW().from_named, MICROBATCHES, 2, decay, 0.5), partition,
                                    every, version_of=VERSIONS[name])
     assert losses == expected.losses
     assert len(losses) == 5 * MICROBATCHES // every
@@ -78,6 +82,106 @@ def test_without_a_flush_equals_its_oracle(name: str, stages: int, every: int, r
     for stage, usage in enumerate(pipe.engine.usage()):
         assert usage.versions <= recipe.versions(stage, size)
         assert usage.peak_activations <= recipe.peak_activations(stage, size)
+
+
+@pytest.mark.parametrize("recompute", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("partition", "schedule"), [([2, 4], "1f1b"), ([2, 4], "zb_h1"), ([2, 2, 2], "1f1b"),
+                                                     ([1, 2, 1, 2], "zb_v"), ([1, 1, 2, 2], "interleaved")])
+def test_a_weight_tied_several_times(partition: list[int], schedule: str, recompute: float) -> None:
+    """Into several layers of one stage, into both of its spans, and into several stages.
+
+    With half of the last stage recomputed, one span has two uses and the other one: a sum of three in another order.
+    """
+    model, batches = thrice_tied_model(), rich_batches(3, 8)
+    pipe = Pipeline(model, partition=partition, schedule=schedule, microbatches=4, recompute=recompute,
+                    optimizer=Momentum(), seed=1)
+    losses = [step.loss for step in pipe.train(batches)]
+    expected = flush_oracle(model, batches, Training(Momentum().from_named, 4, 1), sides_apart=partition)
+    if recompute == 0.5:
+        assert losses == pytest.approx(expected.losses, rel=3 * 8 * torch.finfo(torch.float32).eps)
+    else:
+        assert losses == expected.losses
+        assert_same_state(pipe.state_dict(), expected.state)
+
+
+@pytest.mark.parametrize("name", schedule_names())
+def test_receives_are_posted_as_sends_are_sent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a transport without tags needs, from the first batch on and when shapes change."""
+    orders: dict[str, dict[tuple[int, int, str, int], list[int]]] = {"send": {}, "post": {}}
+    send, post = InProcess.send, InProcess.post
+
+    def sending(self: InProcess, peer: int, key: Key, tensors: Any, announce: bool = False) -> None:
+        orders["send"].setdefault((self.rank, peer, key.kind, key.stage), []).append(key.number)
+        send(self, peer, key, tensors, announce)
+
+    def posting(self: InProcess, peer: int, key: Key, specs: Any) -> None:
+        orders["post"].setdefault((peer, self.rank, key.kind, key.stage), []).append(key.number)
+        post(self, peer, key, specs)
+
+    monkeypatch.setattr(InProcess, "send", sending)
+    monkeypatch.setattr(InProcess, "post", posting)
+    stages = 4 * recipe_named(name).chunks
+    pipe = Pipeline(rich_model(), schedule=name, microbatches=8, partition=[8 // stages] * stages, optimizer=AdamW(),
+                    grad_clip=0.5)
+    batches = rich_batches(3, 8, lengths=(6, 9))
+    list(pipe.train(batches))
+    pipe.evaluate(batches)
+    assert orders["send"] == orders["post"]
+    assert len(orders["send"]) > 6
+
+
+def test_microbatches_in_an_order_of_each_stage_s_own(tmp_path: Path) -> None:
+    file = tmp_path / "turned.csv"
+    file.write_text("1F0,1B0,1F1,1B1\n0F1,0F0,0B0,0B1\n")
+    model, batches = rich_model(tied=False), rich_batches(3, 4)
+    pipe = Pipeline(model, partition=[3, 5], schedule=str(file), microbatches=2, optimizer=AdamW(), seed=7)
+    expected = flush_oracle(model, batches, Training(AdamW().from_named, 2, 7))
+    assert [step.loss for step in pipe.train(batches)] == expected.losses
+
+
+def test_a_stream_whose_weight_halves_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's schedule: as pipedream with an update every second microbatch, W one microbatch behind."""
+
+    def late(rank: int, ranks: int, microbatches: int, update_every: int = 1) -> Iterator[Action]:
+        owed: int | None = None
+        for action in recipe_named("pipedream").program(rank, ranks, microbatches, update_every):
+            if action.op is Op.BACKWARD:
+                yield input_half(rank, action.microbatch)
+                if owed is not None:
+                    yield weight_half(rank, owed)
+                owed = action.microbatch
+            else:
+                if action.op is Op.STEP and owed is not None:
+                    yield weight_half(rank, owed)
+                    owed = None
+                yield action
+
+    monkeypatch.setattr("vpipe.schedules.registry._RECIPES", {
+        **_RECIPES, "late": replace(recipe_named("pipedream"), name="late", program=late)})
+    model, batches = rich_model(), rich_batches(3, 4)
+    pipe = Pipeline(model, partition=[3, 5], schedule="late", microbatches=4, optimizer=AdamW(), seed=7, update_every=2)
+    losses = [step.loss for step in pipe.train(batches)]
+    expected = asynchronous_oracle(model, batches, Training(AdamW().from_named, 4, 7), [3, 5], 2)
+    assert losses == expected.losses
+    assert_same_state(pipe.state_dict(), expected.state)
+
+
+def test_evaluation_within_a_batch_of_an_asynchronous_file_comes_at_its_end(tmp_path: Path) -> None:
+    file = tmp_path / "stream.csv"
+    file.write_text(write_csv(build("pipedream", default_placement(2), 4)))
+    model, batches = rich_model(), rich_batches(2, 4)
+
+    def run(evaluate: bool) -> list[float]:
+        pipe = Pipeline(model, partition=[3, 5], schedule=str(file), microbatches=4, optimizer=AdamW(), seed=7)
+        losses = []
+        for step in pipe.train(batches):
+            losses.append(step.loss)
+            if evaluate and step.index == 1:
+                assert [made.index for made in pipe.engine.drain()] == [2, 3]
+                pipe.evaluate(batches)
+        return losses
+
+    assert run(evaluate=True) == run(evaluate=False)
 
 
 @pytest.mark.parametrize("name", STREAMS)
@@ -89,7 +193,7 @@ def test_a_stream_that_pauses_equals_its_oracle(name: str) -> None:
     losses = [step.loss for step in pipe.train(first)]
     pipe.evaluate(first)
     losses += [step.loss for step in pipe.train(second)]
-    expected = asynchronous_oracle(model, first + second, Recipe(AdamW().from_named, MICROBATCHES, 2), partition, 4,
+    expected = asynchronous_oracle(model, first + second, Training(AdamW().from_named, MICROBATCHES, 2), partition, 4,
                                    drained_at=[2 * MICROBATCHES], version_of=VERSIONS[name])
     assert losses == expected.losses
     assert_same_state(pipe.state_dict(), expected.state)
@@ -100,7 +204,7 @@ def test_a_layer_that_checkpoints_itself_recomputes_with_the_version_of_its_forw
     model, batches, partition = checkpointed_model(), rich_batches(4, MICROBATCHES), [2, 1, 2]
     pipe = Pipeline(model, schedule=name, microbatches=MICROBATCHES, partition=partition, optimizer=AdamW(), seed=2)
     losses = [step.loss for step in pipe.train(batches)]
-    expected = asynchronous_oracle(model, batches, Recipe(AdamW().from_named, MICROBATCHES, 2), partition,
+    expected = asynchronous_oracle(model, batches, Training(AdamW().from_named, MICROBATCHES, 2), partition,
                                    pipe.update_every, version_of=VERSIONS[name])
     assert losses == expected.losses
 
@@ -113,7 +217,7 @@ def test_a_schedule_from_a_file(tmp_path: Path) -> None:
     pipe = Pipeline(model, partition=[3, 5], schedule=str(file), microbatches=2, optimizer=AdamW(), seed=7,
                     recompute=0.5, grad_clip=0.5)
     losses = [step.loss for step in pipe.train(batches)]
-    expected = flush_oracle(model, batches, Recipe(AdamW().from_named, 2, 7, clip=0.5))
+    expected = flush_oracle(model, batches, Training(AdamW().from_named, 2, 7, clip=0.5))
     assert losses == expected.losses
     assert_same_state(pipe.state_dict(), expected.state)
 
@@ -124,14 +228,14 @@ def test_an_asynchronous_schedule_from_a_file_ends_with_its_batch(tmp_path: Path
     model, batches = rich_model(), rich_batches(3, 4)
     pipe = Pipeline(model, partition=[3, 5], schedule=str(file), microbatches=4, optimizer=AdamW(), seed=7)
     losses = [step.loss for step in pipe.engine.train(batches, updates=6)]
-    expected = asynchronous_oracle(model, batches[:2], Recipe(AdamW().from_named, 4, 7), [3, 5], drained_at=[4])
+    expected = asynchronous_oracle(model, batches[:2], Training(AdamW().from_named, 4, 7), [3, 5], drained_at=[4])
     assert losses == expected.losses
     assert_same_state(pipe.state_dict(), expected.state)
 
 
 @pytest.mark.parametrize(("arguments", "text"), [
-    ({"stages": 3}, "is a schedule of 2 stages, but there are 3"),
-    ({"microbatches": 4}, "is a schedule of 2 microbatches, but there are 4"),
+    ({"stages": 3}, "is a schedule of 2 stages, not 3"),
+    ({"microbatches": 4}, "is a schedule of 2 microbatches, not 4"),
     ({"placement": [[1], [0]]}, "places the stages as [[0], [1]], not as [[1], [0]]")])
 def test_a_file_that_does_not_fit(tmp_path: Path, arguments: dict[str, Any], text: str) -> None:
     file = tmp_path / "mine.csv"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jobs
@@ -46,6 +47,14 @@ def test_every_other_schedule_over_gloo_equals_one_process(world: World, schedul
     run = same_everywhere(world, model=model, schedule=schedule, microbatches=8, batches=2,
                           partition=[8 // stages] * stages, recompute=0.5 if model == "rich" else 1.0, grad_clip=0.5)
     assert run["middle"] == run["state"]
+
+
+def test_stages_that_take_microbatches_in_other_orders(world: World, tmp_path: Path) -> None:
+    """The second stage takes first what was sent second: the shapes it waits for come with another microbatch."""
+    file = tmp_path / "turned.csv"
+    file.write_text("0F0,0F1,0B0,0B1\n1F1,1F0,1B0,1B1\n2F0,2F1,2B1,2B0\n3F1,3F0,3B1,3B0\n")
+    same_everywhere(world, model="rich", schedule=str(file), microbatches=2, partition=EVEN, recompute=0.5,
+                    lengths=(6, 9))
 
 
 @pytest.mark.parametrize(("schedule", "update_every"), SCHEDULES)

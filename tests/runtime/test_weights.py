@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vpipe import Pipeline
 from vpipe.runtime.weights import Weights
-from vpipe.train.oracle import Recipe, asynchronous_oracle, flush_oracle
+from vpipe.train.oracle import Training, asynchronous_oracle, flush_oracle
 
 
 class Product(nn.Module):
@@ -268,7 +268,7 @@ def test_recurrent_layers_under_pipedream_equal_plain_pytorch_and_the_oracle(rec
     state = pipe.state_dict()
     assert list(state) == list(weights)
     assert [name for name in state if not torch.equal(state[name], weights[name])] == []
-    oracle = asynchronous_oracle(recurrent_model(), batches, Recipe(Momentum().from_named, 1, 2), [1] * 5)
+    oracle = asynchronous_oracle(recurrent_model(), batches, Training(Momentum().from_named, 1, 2), [1] * 5)
     assert losses == oracle.losses
 
 
@@ -281,7 +281,7 @@ def test_frozen_parameters_stay_as_they_are_and_the_rest_trains(schedule: str) -
     losses = [step.loss for step in pipe.train(batches)]
     after = pipe.state_dict()
     assert [name for name in after if torch.equal(before[name], after[name])] == ["words.word.weight", "half.fixed"]
-    recipe = Recipe(Momentum().from_named, 2, 2)
+    recipe = Training(Momentum().from_named, 2, 2)
     oracle = (flush_oracle(model, batches, recipe) if schedule == "1f1b"
               else asynchronous_oracle(model, batches, recipe, [1, 1, 2]))
     assert losses == oracle.losses

@@ -10,6 +10,7 @@ import torch
 from small_run import job_of, write_config
 
 from vpipe.cli import main
+from vpipe.errors import RunError
 from vpipe.runtime.weights import Weights
 from vpipe.schedules.registry import recipe_named, schedule_names
 from vpipe.train.trail import Trail
@@ -82,6 +83,16 @@ def test_what_counts_as_a_difference() -> None:
     assert nan.weight == "a"
     assert not nan.within(1.0)
     assert not nan.within(0.0)
+    for first, second in ((math.nan, 1.0), (1.0, math.nan)):
+        ours, theirs = trail(2.0, first), trail(2.0, 1.0)
+        ours.weights(0, {"b": torch.tensor([second])})
+        theirs.weights(0, {"b": torch.tensor([1.0])})
+        [hidden] = compare(ours, theirs)
+        assert hidden.weight_difference == math.inf
+        assert not hidden.within(1.0)
+        assert not hidden.within(0.0)
+    with pytest.raises(RunError, match="the run made 1 updates, its oracle 2"):
+        list(compare(trail(2.0, 1.0), Trail([2.0, 2.0])))
     [both_nan] = compare(trail(math.nan, 1.0), trail(math.nan, 1.0))
     assert not both_nan.within(1.0)
 

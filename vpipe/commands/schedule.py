@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
+import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -15,14 +16,14 @@ from vpipe.draw.summary import RankCosts, Summary
 from vpipe.draw.svg import draw_svg
 from vpipe.draw.table import compare
 from vpipe.draw.text import draw_text
-from vpipe.draw.words import counted, listed, number, sizes
-from vpipe.errors import UserError
+from vpipe.draw.words import listed, number, sizes
+from vpipe.errors import UserError, counted
 from vpipe.schedules.action import RECEIVES, SENDS
 from vpipe.schedules.check import check
 from vpipe.schedules.csv_file import read_csv, write_csv
 from vpipe.schedules.facts import rank_facts, stage_facts
 from vpipe.schedules.lower import lower
-from vpipe.schedules.order import Schedule, build
+from vpipe.schedules.order import Schedule, build, check_chunks
 from vpipe.schedules.registry import Recipe, recipe_named, schedule_names
 from vpipe.schedules.searching.search import search_placements
 
@@ -49,7 +50,7 @@ def run_schedule(options: argparse.Namespace) -> None:
 
 def run_check(options: argparse.Namespace) -> None:
     """``vpipe check FILE.csv``: as it stands, and with transfers of ours when it has none."""
-    schedule = read_csv(options.file)
+    schedule = _file(options.file)
     check(schedule)
     transfers = sum(action.op in SENDS or action.op in RECEIVES for program in schedule.programs for action in program)
     if not transfers:
@@ -66,13 +67,20 @@ def run_check(options: argparse.Namespace) -> None:
 
 def run_simulate(options: argparse.Namespace) -> None:
     """``vpipe simulate FILE.csv``."""
-    sys.stdout.write(_text(Summary.of(read_csv(options.file), _costs(options.costs))))
+    sys.stdout.write(_text(Summary.of(_file(options.file), _costs(options.costs))))
+
+
+def _file(path: Path) -> Schedule:
+    if str(path) in schedule_names() and not path.exists():
+        raise UserError(f"'{path}' is a schedule's name, not a file",
+                        hint=f"vpipe schedule {path} proves and draws it; with --format csv it writes the file")
+    return read_csv(path)
 
 
 def _text(summary: Summary) -> str:
-    terminal = sys.stdout.isatty()
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     columns = shutil.get_terminal_size((PIPE_COLUMNS, 24)).columns
-    return draw_text(summary, columns, colour=terminal)
+    return draw_text(summary, columns, colour=colour)
 
 
 def _json(summary: Summary) -> str:
@@ -103,12 +111,7 @@ def _named(options: argparse.Namespace, costs: RankCosts) -> Schedule:
         return schedule
     recipe = recipe_named(name)
     ranks, microbatches = _sizes(options)
-    if options.chunks is not None and not recipe.any_chunks and options.chunks != recipe.chunks:
-        others = [other for other in schedule_names() if recipe_named(other).any_chunks]
-        raise UserError(f"--chunks is {options.chunks}, but '{name}' holds {recipe.chunks} "
-                        f"stage{'s' * (recipe.chunks > 1)} on each rank",
-                        hint="leave --chunks out" + (f", or choose a schedule with any number: {', '.join(others)}"
-                                                     if others else ""))
+    check_chunks(recipe, options.chunks, "--chunks")
     if recipe.search is None and options.memory is not None:
         raise UserError(f"--memory does not go with '{name}', which holds what it holds",
                         hint="leave it out, or let auto find an order that keeps it")
@@ -126,9 +129,9 @@ def _sizes(options: argparse.Namespace) -> tuple[int, int]:
             raise UserError(f"{option} is {value}", hint="give a whole number, 1 or more")
     actions = 2 * options.stages * options.microbatches * (options.chunks or 1)
     if actions > MOST_ACTIONS:
-        raise UserError(f"{options.stages} ranks and {options.microbatches} microbatches are {actions:,} forwards and "
-                        f"backwards", hint=f"stay below {MOST_ACTIONS:,}: a schedule repeats, so fewer microbatches "
-                                           "show the same")
+        raise UserError(f"{counted(options.stages, 'rank')} and {counted(options.microbatches, 'microbatch')} are "
+                        f"{actions:,} forwards and backwards",
+                        hint=f"stay below {MOST_ACTIONS:,}: a schedule repeats, so fewer microbatches show the same")
     return options.stages, options.microbatches
 
 
@@ -151,30 +154,46 @@ def _compare(options: argparse.Namespace, costs: RankCosts) -> None:
         recipe = recipe_named(name)
         try:
             schedule = _built(recipe, ranks, microbatches, options.chunks if recipe.any_chunks else None,
-                              None if recipe.flush else options.update_every, costs)
+                              None if recipe.flush else options.update_every, costs,
+                              None if recipe.search is None else options.memory)
             found[name] = Summary.of(schedule, costs)
         except UserError as error:
             found[name] = error.problems[0].what.splitlines()[0]
-    print(f"{counted(ranks, 'rank')}, {counted(microbatches, 'microbatch')}, {costs}\n")
+    limit = "" if options.memory is None else f"; auto: {counted(options.memory, 'microbatch')} on a rank at most"
+    print(f"{counted(ranks, 'rank')}, {counted(microbatches, 'microbatch')}, {costs}{limit}\n")
     sys.stdout.write(compare(found))
 
 
 def _costs(text: str) -> RankCosts:
     """``--costs F,I,W,transfer``, exactly as written."""
     parts = text.split(",")
-    hint = "write --costs F,I,W,transfer, such as 1,1,1,0: seconds or any other unit"
+    hint = "write --costs F,I,W,transfer, such as 1,1,1,0 or 5.5,1/2,4: seconds or any other unit"
     if len(parts) not in (3, 4):
-        raise UserError(f"--costs has {len(parts)} number{'s' * (len(parts) != 1)}, not 3 or 4: '{text}'", hint=hint)
+        raise UserError(f"--costs has {counted(len(parts), 'number')}, not 3 or 4: '{text}'", hint=hint)
     values = []
     for part in parts:
-        try:
-            value = float(part)
-        except ValueError:
-            raise UserError(f"--costs has '{part}', which is no number", hint=hint) from None
-        if not (math.isfinite(value) and 0 <= value <= 1e9 and (value == 0 or value >= 1e-9)):
+        if _NUMBER.fullmatch(part.strip()) is None:
+            raise UserError(f"--costs has '{part}', which is no number", hint=hint)
+        value = _fraction(part)
+        if value is None or not (value == 0 or Fraction(1, 10**9) <= value <= 10**9):
             raise UserError(f"--costs has {part}", hint="give numbers from 0 to 1e9, and none but 0 below 1e-9")
-        values.append(Fraction(repr(value)))
+        values.append(value)
     if not values[0] or not values[1] + values[2]:
         raise UserError(f"--costs has a forward of {number(values[0])} and a backward of "
                         f"{number(values[1] + values[2])}", hint="both take time: give numbers above 0")
     return RankCosts(*(int(value) if value.denominator == 1 else value for value in values))
+
+
+def _fraction(text: str) -> Fraction | None:
+    """The exact value of a number of :data:`_NUMBER`'s form; None for one that is out of all proportion."""
+    _, _, exponent = text.lower().partition("e")
+    if len(text) > 32 or abs(int(exponent or 0)) > 32:
+        return None
+    try:
+        return Fraction(text.strip())
+    except ZeroDivisionError:
+        return None
+
+
+_NUMBER = re.compile(r"[+-]?(\d+/\d+|(\d+\.?\d*|\.\d+)(e[+-]?\d+)?)", re.IGNORECASE | re.ASCII)
+"""A whole number, a decimal one or a fraction."""

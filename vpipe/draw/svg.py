@@ -14,35 +14,38 @@ from vpipe.schedules.order import stages_of_rank
 from vpipe.schedules.simulation.costs import Number
 from vpipe.schedules.simulation.timeline import Event
 
-_COLOURS: dict[Op, tuple[str, str]] = {  # on light, on dark
-    Op.FORWARD: ("#6ea8fe", "#2563c9"),
-    Op.BACKWARD: ("#63c48d", "#1d7a48"),
-    Op.INPUT: ("#4fc4c4", "#157a80"),
-    Op.WEIGHT: ("#f4b860", "#9a6410"),
-    Op.RECOMPUTE: ("#b79cf0", "#6a49b8"),
-    Op.STEP: ("#d6336c", "#f06595"),
+_COLOURS: dict[Op, str] = {  # light enough for dark numbers, on either background
+    Op.FORWARD: "#6ea8fe",
+    Op.BACKWARD: "#63c48d",
+    Op.INPUT: "#4fc4c4",
+    Op.WEIGHT: "#f4b860",
+    Op.RECOMPUTE: "#b79cf0",
+    Op.STEP: "#d6336c",
 }
 _NAMES = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.INPUT: "input half of backward",
           Op.WEIGHT: "weight half", Op.RECOMPUTE: "recompute", Op.STEP: "optimizer step"}
 _STYLE = """
 text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif;fill:#1f2328}
 .bg{fill:#ffffff}.idle{fill:#eef1f4}.soft{fill:#59636e}.line{stroke:#d1d9e0}
-.cell text{fill:#0b1320;text-anchor:middle}.cell .soft{fill:#59636e;font-size:9px}
+.cell text{fill:#0b1320;text-anchor:middle}.cell .small{font-size:8px}.cell .soft{fill:#59636e}
 """
-_DARK = """text{fill:#e6edf3}.bg{fill:#0d1117}.idle{fill:#1b222c}.soft{fill:#9198a1}.line{stroke:#3d444d}
-.cell text{fill:#ffffff}.cell .soft{fill:#9198a1}"""
+_DARK = """text{fill:#e6edf3}.bg{fill:#0d1117}.idle{fill:#262e38}.soft,.cell .soft{fill:#9198a1}.line{stroke:#3d444d}"""
 
 _ROW, _GAP, _LEFT, _TOP = 26, 8, 66, 64
 _FONT = 11
-_DIGIT = 6.8  # width of a digit at that size
-_NARROWEST, _WIDEST, _PICTURE = 5.0, 30.0, 1100.0  # of the shortest action, of the timeline at most
+_DIGIT, _SMALL_DIGIT = 6.8, 5.0  # width of a digit at that size and at the small one
+_NARROWEST, _WIDEST = 5.0, 30.0  # of the shortest action
+_PICTURE, _LARGEST = 900.0, 16000.0  # of the timeline, where actions are not too narrow, and ever
+_SMALL = ' class="small"'
+_UNSEEN = 20  # an action that is so many times shorter than the longest may be too narrow to see
 
 
 def draw_svg(summary: Summary) -> str:
     """The picture as the text of an SVG file.
 
-    A row per rank, time from left to right; the numbers are microbatches, the shade says which of its rank's stages
-    computes. Without a flush the small numbers are the weight versions in use. Hovering an action says all of it.
+    A row per rank, time from left to right; the numbers are microbatches (where there is no room, every second, fifth
+    or so), the shade says which of its rank's stages computes. Without a flush the numbers below are the weight
+    versions in use. Hovering an action says all of it.
     """
     return "\n".join(_Drawing(summary).lines()) + "\n"
 
@@ -56,20 +59,21 @@ class _Drawing:
         durations = [float(event.end_s - event.start_s) for events in self._timeline.events for event in events
                      if event.end_s > event.start_s]
         end = float(self._timeline.makespan_s)
-        shortest = min(durations)
+        shortest = max(min(durations), max(durations) / _UNSEEN)
         # As wide as labels want, narrower to fit the page, but never so narrow that actions cannot be told apart.
         wanted = min(_WIDEST / shortest, _PICTURE / end)
-        self._scale = max(wanted, _NARROWEST / shortest)
-        self._row = _ROW + (12 if self._versions else 0)
+        self._scale = min(max(wanted, _NARROWEST / shortest), _LARGEST / end)
+        self._row = _ROW + (14 if self._versions else 0)
         self._columns = self._holdings()
         self._right = _LEFT + end * self._scale + 14
-        legend = sum(self._legend_width(op) for op in self._used()) + _LEFT
+        self._shades = 1 + max(summary.chunk_of)
+        legend = sum(width for _, _, width in self._entries()) + _LEFT
         self._width = max(self._right + sum(width for _, width, _ in self._columns) + 10, legend, 600.0)
         self._bottom = _TOP + len(self._timeline.events) * (self._row + _GAP)
 
     def lines(self) -> Iterator[str]:
         """The file, line by line."""
-        summary, width, height = self._summary, math.ceil(self._width), self._bottom + 80
+        summary, width, height = self._summary, math.ceil(self._width), self._bottom + 96
         yield (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
                f'viewBox="0 0 {width} {height}" role="img" font-size="{_FONT}">')
         yield f"<title>{escape(summary.schedule.name)}: {escape(summary.title())}; {escape(summary.times())}</title>"
@@ -88,15 +92,12 @@ class _Drawing:
 
     def _colours(self) -> str:
         """One class per operation and stage of a rank; later stages are paler."""
-        chunks = 1 + max(self._summary.chunk_of)
-        light, dark = [], []
-        for op in self._used():
-            bright, deep = _COLOURS[op]
-            for chunk in range(1 if op is Op.STEP else chunks):
-                share = chunk / max(1, chunks - 1)
-                light.append(f".{op.value}{chunk}{{fill:{_mixed(bright, '#ffffff', 0.6 * share)}}}")
-                dark.append(f".{op.value}{chunk}{{fill:{_mixed(deep, '#0d1117', 0.45 * share)}}}")
-        return f"{''.join(light)}\n@media(prefers-color-scheme:dark){{{_DARK}\n{''.join(dark)}}}\n"
+        fills = "".join(f".{op.value}{chunk}{{fill:{_mixed(_COLOURS[op], 0.65 * chunk / max(1, self._shades - 1))}}}"
+                        for op in self._used() for chunk in range(self._shades_of(op)))
+        return f"{fills}\n@media(prefers-color-scheme:dark){{{_DARK}}}\n"
+
+    def _shades_of(self, op: Op) -> int:
+        return 1 if op is Op.STEP else self._shades
 
     def _used(self) -> list[Op]:
         there = {event.action.op for events in self._timeline.events for event in events}
@@ -112,16 +113,15 @@ class _Drawing:
         yield (f'<rect class="idle" x="{_LEFT}" y="{y}" width="{_n(self._x(self._timeline.makespan_s) - _LEFT)}" '
                f'height="{_ROW}" rx="3"/>')
         yield '<g class="cell">'
-        steps = []
+        for event in events:
+            if event.action.op is not Op.STEP:
+                yield self._action(event, y)
         for event in events:
             if event.action.op is Op.STEP:
-                steps.append(event)
-            else:
-                yield from self._action(event, y)
-        for event in steps:
-            x, width = self._x(event.start_s), max(3.0, float(event.end_s - event.start_s) * self._scale)
-            yield (f'<rect class="STEP0" x="{_n(x - 1.5)}" y="{y - 2}" width="{_n(width)}" height="{_ROW + 4}" '
-                   f'rx="1.5"><title>{event.action} at {number(event.start_s)}</title></rect>')
+                x, width = self._x(event.start_s), max(3.0, float(event.end_s - event.start_s) * self._scale)
+                yield (f'<rect class="STEP0" x="{_n(x - 1.5)}" y="{y - 2}" width="{_n(width)}" height="{_ROW + 4}" '
+                       f'rx="1.5"><title>{event.action} at {number(event.start_s)}</title></rect>')
+        yield from self._labels(events, y)
         yield "</g>"
         x = self._right
         for _, width, cells in self._columns:
@@ -129,25 +129,41 @@ class _Drawing:
                    f"{cells[rank]}</text>")
             x += width
 
-    def _action(self, event: Event, y: int) -> Iterator[str]:
+    def _action(self, event: Event, y: int) -> str:
         action = event.action
         x, width = self._x(event.start_s), float(event.end_s - event.start_s) * self._scale
         version = self._versions.get((action.stage, action.microbatch))
         says = f"{action}, {number(event.start_s)} to {number(event.end_s)}"
         says += "" if version is None else f", weight version {version}"
         gap = 1.0 if width > 6 else 0.4
-        yield (f'<rect class="{action.op.value}{self._summary.chunk_of[action.stage]}" x="{_n(x + gap / 2)}" y="{y}" '
-               f'width="{_n(max(0.2, width - gap))}" height="{_ROW}" rx="{3 if width > 12 else 1}">'
-               f"<title>{says}</title></rect>")
-        if len(str(action.microbatch)) * _DIGIT + 2 <= width:
-            yield f'<text x="{_n(x + width / 2)}" y="{_n(y + _ROW / 2 + 4)}">{action.microbatch}</text>'
-        if version is not None and len(f"v{version}") * 5.6 <= width:
-            yield f'<text class="soft" x="{_n(x + width / 2)}" y="{y + _ROW + 10}">v{version}</text>'
+        return (f'<rect class="{action.op.value}{self._summary.chunk_of[action.stage]}" x="{_n(x + gap / 2)}" y="{y}" '
+                f'width="{_n(max(0.2, width - gap))}" height="{_ROW}" rx="{3 if width > 12 else 1}">'
+                f"<title>{says}</title></rect>")
+
+    def _labels(self, events: Sequence[Event], y: int) -> Iterator[str]:
+        """Microbatches and, below, the versions in use, as far as there is room."""
+        free = float(_LEFT)  # from where on a number that is wider than its action meets no other
+        for event in events:
+            action, start = event.action, self._x(event.start_s)
+            width = float(event.end_s - event.start_s) * self._scale
+            if action.op is Op.STEP or width < 1:
+                continue
+            x = start + width / 2
+            version = self._versions.get((action.stage, action.microbatch))
+            digits = len(str(action.microbatch))
+            small = digits * _DIGIT + 2 > width
+            taken = digits * (_SMALL_DIGIT if small else _DIGIT)
+            if taken <= width or (action.microbatch % _every(taken / width) == 0 and x - taken / 2 >= free):
+                yield (f'<text{_SMALL * small} x="{_n(x)}" '
+                       f'y="{_n(y + _ROW / 2 + (3 if small else 4))}">{action.microbatch}</text>')
+                free = x + taken / 2 + 2
+            if version is not None and len(f"v{version}") * _DIGIT <= width:
+                yield f'<text class="soft" x="{_n(x)}" y="{y + _ROW + 11}">v{version}</text>'
 
     def _holdings(self) -> list[tuple[str, float, list[str]]]:
         """The columns behind the timeline: head, width, a cell per rank."""
         summary = self._summary
-        columns = [("peak act.", [str(rank.peak_activations) for rank in summary.ranks])]
+        columns = [("activations", [str(rank.peak_activations) for rank in summary.ranks])]
         if any(rank.peak_weight_halves for rank in summary.ranks):
             columns.append(("W halves", [str(rank.peak_weight_halves) for rank in summary.ranks]))
         if not summary.schedule.flush:
@@ -156,7 +172,7 @@ class _Drawing:
                 columns.append((head, [" ".join(str(values[stage]) for stage in
                                                 stages_of_rank(summary.schedule.placement, rank))
                                        for rank in range(summary.schedule.ranks)]))
-        return [(head, max(60.0, _DIGIT * max(map(len, cells)) + 12), cells) for head, cells in columns]
+        return [(head, max(66.0, _DIGIT * max(map(len, cells)) + 12), cells) for head, cells in columns]
 
     def _heads(self) -> Iterator[str]:
         x = self._right
@@ -176,28 +192,44 @@ class _Drawing:
                    f'<text class="soft" font-size="10" text-anchor="middle" x="{_n(x)}" y="{y + 15}">'
                    f"{number(time)}</text>")
 
-    def _legend_width(self, op: Op) -> float:
-        return 34 + 5.9 * len(_NAMES[op])
+    def _entries(self) -> list[tuple[list[tuple[str, int]], str, float]]:
+        """The legend: swatches (class and width), what they stand for, the width of it all."""
+        entries = [([(f"{op.value}{chunk}", 4 if op is Op.STEP else 14) for chunk in range(self._shades_of(op))],
+                    _NAMES[op]) for op in self._used()]
+        return [(swatches, name, sum(width for _, width in swatches) + 20 + 5.9 * len(name))
+                for swatches, name in (*entries, ([("idle", 14)], "idle"))]
 
     def _legend(self) -> Iterator[str]:
         x, y = float(_LEFT), self._bottom + 34
-        for op in self._used():
-            width = 4 if op is Op.STEP else 14
-            yield (f'<rect class="{op.value}0" x="{_n(x)}" y="{y}" width="{width}" height="14" rx="2"/>'
-                   f'<text x="{_n(x + width + 5)}" y="{y + 11}">{_NAMES[op]}</text>')
-            x += self._legend_width(op)
-        yield f'<text class="soft" x="{_LEFT}" y="{y + 32}">{"; ".join(self._notes())}</text>'
+        for swatches, name, width in self._entries():
+            at = x
+            for fill, wide in swatches:
+                yield f'<rect class="{fill}" x="{_n(at)}" y="{y}" width="{wide}" height="14"/>'
+                at += wide
+            yield f'<text x="{_n(at + 5)}" y="{y + 11}">{name}</text>'
+            x += width
+        for line, notes in enumerate(self._notes()):
+            yield f'<text class="soft" x="{_LEFT}" y="{y + 32 + 16 * line}">{"; ".join(notes)}</text>'
 
-    def _notes(self) -> list[str]:
-        return ["numbers: microbatches",
-                *(["paler: not the first of the rank's stages"] if self._summary.chunks != "1" else []),
-                *(["v: the weight version in use"] if self._versions else [])]
+    def _notes(self) -> list[list[str]]:
+        several = self._summary.chunks != "1"
+        halves = len(self._columns) > 1 and self._columns[1][0] == "W halves"
+        return [["numbers: microbatches",
+                 *(["shades: the rank's stages, from its first to its last, the palest"] if several else []),
+                 *(["v: the weight version in use"] if self._versions else [])],
+                [f"activations{', W halves' * halves}: the most that the rank holds at once, in microbatches"
+                 + " of one stage" * several]]
 
 
-def _mixed(colour: str, other: str, share: float) -> str:
-    """``colour`` with a share of ``other``."""
-    parts = [(int(colour[at:at + 2], 16), int(other[at:at + 2], 16)) for at in (1, 3, 5)]
-    return "#" + "".join(f"{round(one * (1 - share) + two * share):02x}" for one, two in parts)
+def _every(ratio: float) -> int:
+    """Of which microbatches a number as many times as wide as its action is written: every second, fifth, ..."""
+    return next((step for step in (2, 5, 10, 20, 50, 100) if step >= ratio), 1000)
+
+
+def _mixed(colour: str, share: float) -> str:
+    """``colour`` with a share of white."""
+    parts = [int(colour[at:at + 2], 16) for at in (1, 3, 5)]
+    return "#" + "".join(f"{round(part * (1 - share) + 255 * share):02x}" for part in parts)
 
 
 def _tick(least: float) -> float:

@@ -24,6 +24,7 @@ _SHADES: dict[Op, tuple[str, ...]] = {  # foreground;background of the 256 colou
 _NAMES = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.INPUT: "input half of a backward",
           Op.WEIGHT: "weight half", Op.RECOMPUTE: "recompute", Op.STEP: "optimizer step"}
 _IDLE, _DIM = ".", "2"
+_UNSEEN = 100  # of an action that is so many times shorter than the longest there may be nothing to see
 
 Cell = tuple[str, str]
 """A character and its style; an empty style is plain."""
@@ -33,12 +34,14 @@ def draw_text(summary: Summary, width: int, *, colour: bool) -> str:
     """The picture with its legend, the numbers and what every rank holds.
 
     The scale is the widest, up to one that separates all actions, at which the whole schedule fits; if their labels
-    do not fit at any, the picture ends where ``width`` does and says so.
+    do not fit at any, narrow ones lose their numbers; if that is not enough, the picture ends where ``width`` does and
+    says so.
     """
     label = len(f"rank {summary.schedule.ranks - 1}") + 2
     room = max(20, width - label)
-    per_unit, cut = _scale(summary, room)
-    rows = _Picture(summary, per_unit, room).rows()
+    per_unit, cut = _scale(summary, room - 1)  # a column for the last step
+    picture = _Picture(summary, per_unit, room)
+    rows = picture.rows()
     lines = [f"{summary.schedule.name}: {summary.title()}", f"{summary.times()}  ({summary.costs})", ""]
     for name, cells in rows:
         lines.append(f"{name:{label}}{_styled(cells, colour)}".rstrip())
@@ -50,12 +53,14 @@ def draw_text(summary: Summary, width: int, *, colour: bool) -> str:
         lines.append(f"lower case{' and lighter' * colour}: not the first of the rank's stages")
     if not summary.schedule.flush:
         lines.append("v: the weight version that a forward or a backward uses")
-    scale = f"a unit of time is {number(per_unit)} columns" if per_unit >= 1 else \
+    if picture.bare:
+        lines.append("a letter alone: too narrow for its microbatch; a wider terminal shows it, --format svg all")
+    scale = f"a unit of time is {number(per_unit)} column{'s' * (per_unit != 1)}" if 1 <= per_unit < 1000 else \
         f"a column is {number(1 / per_unit)} units of time"
     if cut:
         shown = Fraction(room) / per_unit
-        scale += (f"; cut at time {number(math.floor(shown))} of {number(summary.timeline.makespan_s)}: "
-                  f"a wider terminal shows more, --format svg all")
+        scale += (f"; cut at time {number(math.floor(shown) if shown >= 10 else shown)} of "
+                  f"{number(summary.timeline.makespan_s)}: a wider terminal shows more, --format svg all")
     return "\n".join([*lines, scale, "", *holdings(summary)]) + "\n"
 
 
@@ -85,20 +90,30 @@ def _label(event: Event, chunk: int) -> str:
 def _scale(summary: Summary, room: int) -> tuple[Fraction, bool]:
     """Columns per unit of time, and whether the picture must be cut.
 
-    Best is a column between labels, then none, at a scale that puts every start and end on a column.
+    Best is a column between labels, then none, at a scale that puts every start and end on a column; then labels
+    without their numbers. Actions too short to be seen beside the longest have no say.
     """
     events = [event for rank in summary.timeline.events for event in rank if event.end_s > event.start_s]
+    longest = max(Fraction(event.end_s - event.start_s) for event in events)
+    seen = [(len(_label(event, 0)), taken) for event in events
+            if (taken := Fraction(event.end_s - event.start_s)) * _UNSEEN > longest]
     end = Fraction(summary.timeline.makespan_s)
-    tight, roomy = (max(Fraction(len(_label(event, 0)) + gap) / Fraction(event.end_s - event.start_s)
-                        for event in events) for gap in (0, 1))
-    fitting = [columns for columns in (math.ceil(roomy), math.ceil(roomy) + 1,
-                                       *range(math.ceil(roomy) - 1, math.ceil(tight) - 1, -1)) if columns * end <= room]
-    parts = math.lcm(*{Fraction(event.end_s).denominator for event in events})
-    if fitting:
-        return Fraction(next((columns for columns in fitting if columns % parts == 0), fitting[0])), False
-    if tight * end <= room:
-        return Fraction(room) / end, False
-    return tight if tight < 1 else Fraction(math.ceil(tight)), True
+    roomy, tight, bare = (max(columns / taken for columns, taken in wanted) for wanted in (
+        [(columns + 1, taken) for columns, taken in seen], seen, [(1, taken) for _, taken in seen]))
+    grain = _common([Fraction(event.end_s) for event in events])
+    fitting = Fraction(min(math.ceil(roomy * grain), math.floor(room * grain / end))) / grain  # starts on columns
+    stretched = min(roomy, room / end)
+    for least in (tight, bare):
+        for scale in (fitting, stretched):
+            if scale >= least:
+                return scale, False
+    return tight, True
+
+
+def _common(times: Sequence[Fraction]) -> Fraction:
+    """The longest time of which all are multiples."""
+    whole = math.lcm(*{time.denominator for time in times})
+    return Fraction(math.gcd(*{int(time * whole) for time in times}), whole)
 
 
 class _Picture:
@@ -108,6 +123,7 @@ class _Picture:
         self._summary, self._per_unit = summary, per_unit
         self._columns = min(columns, self._column(summary.timeline.makespan_s) + 1)
         self._versions = summary.versions_used
+        self.bare = False  # whether an action was too narrow for its microbatch
 
     def rows(self) -> list[tuple[str, list[Cell]]]:
         """The name of each row and its cells."""
@@ -135,8 +151,12 @@ class _Picture:
                 continue
             chunk, shades = self._summary.chunk_of[event.action.stage], _SHADES[op]
             style = shades[min(chunk, len(shades) - 1)]
-            text = _label(event, chunk).ljust(last - first, "-" if op is Op.BACKWARD else " ")[:max(0, last - first)]
-            for column, character in enumerate(text, first):
+            text = _label(event, chunk)
+            if 0 < last - first < len(text):
+                self.bare = self.bare or last < self._columns
+                text = text[0]
+            text = text.ljust(last - first, "-" if op is Op.BACKWARD else " ")
+            for column, character in enumerate(text[:max(0, last - first)], first):
                 row[column] = (character, style)
             busy = max(busy, last)
         return row[:busy] if busy < self._columns else row
@@ -148,7 +168,8 @@ class _Picture:
             if event.action.op is Op.STEP or used is None:
                 continue
             width = self._column(event.end_s) - self._column(event.start_s)
-            for column, character in enumerate(f"v{used}"[:width], self._column(event.start_s)):
+            label = f"v{used}"
+            for column, character in enumerate(label if len(label) <= width else "", self._column(event.start_s)):
                 if column < self._columns:
                     row[column] = (character, _DIM)
         return row

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
+from vpipe.errors import counted
 from vpipe.schedules.order import Schedule
 from vpipe.schedules.simulation.costs import Number
 
@@ -20,11 +21,6 @@ def sizes(schedule: Schedule) -> str:
     parts.append("flush" if schedule.flush else
                  "no flush, an update every " + ("microbatch" if every == 1 else f"{every} microbatches"))
     return ", ".join(parts)
-
-
-def counted(count: int, word: str) -> str:
-    """``1 rank``, ``2 ranks``, ``2 microbatches``."""
-    return f"{count} {word}" + ("" if count == 1 else "es" if word.endswith("ch") else "s")
 
 
 def listed(values: Sequence[int]) -> str:

@@ -91,16 +91,23 @@ class Distributed:
     def ready(self, peer: int, key: Key) -> bool:
         return True
 
+    def learn(self, peer: int, key: Key) -> list[Spec]:
+        posted = self._posted[peer, key]
+        started = perf_counter()
+        with self._failing(peer, key, "waiting for"):
+            self._wait(posted.work)
+            specs = _specs(posted.buffers[0])
+            self._posted[peer, key] = self._receive(peer, key, specs)
+        self.wait_s += perf_counter() - started
+        return specs
+
     def take(self, peer: int, key: Key) -> list[Tensor]:
         posted = self._posted.pop((peer, key))
         started = perf_counter()
         with self._failing(peer, key, "waiting for"):
             self._wait(posted.work)
-            if posted.specs is None:
-                posted = self._receive(peer, key, _specs(posted.buffers[0]))
-                self._wait(posted.work)
         self.wait_s += perf_counter() - started
-        assert posted.specs is not None
+        assert posted.specs is not None, "what is announced is learned first"
         return [buffer.to(self._device).requires_grad_(spec.wants_gradient)
                 for buffer, spec in zip(posted.buffers, posted.specs, strict=True)]
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain, count, islice, takewhile
+from itertools import chain, islice
 
 import torch
 import torch.distributed as dist
@@ -19,17 +17,17 @@ from vpipe.model.layer import Model
 from vpipe.model.split import StageSpec, ties_between
 from vpipe.runtime.distributed import Distributed, share_tensors
 from vpipe.runtime.feed import Batch, Feed
+from vpipe.runtime.outcome import Outcomes
+from vpipe.runtime.programs import Program, Programs
 from vpipe.runtime.stage import Stage
-from vpipe.runtime.transport import InProcess, Key, Mailroom, Spec, Transport
+from vpipe.runtime.transport import InProcess, Mailroom, Transport
 from vpipe.runtime.update import Update
 from vpipe.runtime.usage import StageUsage
-from vpipe.runtime.worker import IsSplit, Segment, VersionOf, Worker
-from vpipe.schedules.action import RETURNS, Action, Op, forward
-from vpipe.schedules.lower import Lowering
-from vpipe.schedules.order import Schedule, compute_program, describe_rank, stages_of_rank
-from vpipe.schedules.reading import Reading
+from vpipe.runtime.worker import Segment, Worker
+from vpipe.schedules.action import Action, Op
+from vpipe.schedules.order import Schedule, describe_rank
 from vpipe.schedules.registry import Recipe
-from vpipe.schedules.size import Placement, Size
+from vpipe.schedules.size import Placement
 
 MakeOptimizer = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer | None]
 """Named parameters of a stage -> its optimizer."""
@@ -77,15 +75,6 @@ class Settings:
     timeout_s: float
 
 
-@dataclass(frozen=True)
-class Program:
-    """A rank's lowered actions, the versions of borrowed weights that its microbatches use, which are split."""
-
-    actions: Iterator[Action]
-    version_of: VersionOf
-    is_split: IsSplit
-
-
 @dataclass
 class _Stream:
     """An asynchronous pipeline with microbatches in flight."""
@@ -109,11 +98,8 @@ class Engine:
         self._specs, self._schedule, self._settings = specs, schedule, settings
         self._placement: Placement = schedule.placement
         self._ties = ties_between(specs)
-        self._split = frozenset((action.stage, action.microbatch) for program in schedule.programs for action in program
-                                if action.op is Op.INPUT)
-        self._versions = Reading.of(schedule).version
-        self._recomputing = [spec.index for spec in specs
-                             if int(settings.recompute[spec.index] * len(spec.layers))]
+        self._programs = Programs(schedule, [spec.index for spec in specs
+                                             if int(settings.recompute[spec.index] * len(spec.layers))])
         self._fields = model.batch
         self._distributed = distributed
         ranks = [dist.get_rank()] if distributed else list(range(len(schedule.programs)))
@@ -138,7 +124,8 @@ class Engine:
             worker.tied.borrow_first()
             worker.transport.finish()
         self._decisive = self._last_forward()
-        self._outcomes: dict[int, Tensor] = {}  # by update: its loss and whether to stop, where the last stage is
+        self._outcomes = Outcomes(self.workers, self._placement, distributed)
+        self._made: deque[Step] = deque()  # the updates of the latest batch that were not yielded yet
         self._microbatches_done = 0
         self._stream: _Stream | None = None
         self._broken = False
@@ -155,6 +142,7 @@ class Engine:
         answer comes with the step on every rank, so that all of them can leave off after the same one.
         """
         self.drain()
+        self._made.clear()
         self._stop = stop
         recipe, every = self._schedule.recipe, self._schedule.update_every
         whole = self._schedule.microbatches if recipe is None else every
@@ -168,22 +156,25 @@ class Engine:
         while feed.has(first):
             segment = Segment(feed, first, self._microbatches_done, self._schedule.update_every, training=True)
             if self._decisive is not None:
-                self._expect(segment.base // segment.every)
-            run, step_of = self._run(segment, self._prepared), partial(self._step, segment)
-            steps = map(step_of, list(run)) if self._decisive is None else list(map(step_of, run))
+                self._outcomes.expect(segment.base // segment.every)
+            updates: Iterable[int] = self._run(segment, self._programs.of_batch)
+            if self._decisive is None:
+                updates = list(updates)  # the losses are told when the batch is done
+            self._made = deque(self._step(segment, update) for update in updates)
             self._microbatches_done += microbatches
             first += microbatches
-            for step in steps:
-                for worker in self.workers.values():
-                    worker.transport.finish()  # the loss has arrived everywhere: this process may end now
-                yield step
+            for worker in self.workers.values():
+                worker.transport.finish()  # the losses have arrived everywhere: this process may end now
+            while self._made:
+                yield self._made.popleft()
 
     def _train_stream(self, feed: Feed, recipe: Recipe) -> Iterator[Step]:
         first, every = 0, self._schedule.update_every
         while feed.has(first):
             self.drain()  # of another call of train
             segment = Segment(feed, first, self._microbatches_done, every, training=True)
-            stream = self._stream = _Stream(segment, recipe, self._run(segment, self._streamed(feed, first, recipe)))
+            stream = self._stream = _Stream(segment, recipe,
+                                            self._run(segment, self._programs.of_stream(feed, first, recipe)))
             for update in stream.updates:
                 stream.done += 1
                 yield self._step(segment, update)
@@ -203,9 +194,9 @@ class Engine:
         """
         stream = self._stream
         if stream is None or self._broken:
-            return ()
+            return tuple(self._made)
         every = stream.segment.every
-        entered = stream.done * every + stream.recipe.peak_activations(0, self._endless())
+        entered = stream.done * every + stream.recipe.peak_activations(0, self._programs.endless)
         stream.segment.feed.end = stream.segment.first + -(-entered // every) * every
         stream.drained = deque()
         for update in stream.updates:
@@ -231,39 +222,30 @@ class Engine:
                 undisturbed.enter_context(worker.evaluating())
             while (head := next(source, None)) is not None:
                 feed = self._feed(chain([head], islice(source, group - 1)))
-                feed.has(group * self._settings.microbatches - 1)  # a bad batch is refused before anything runs
+                # All are read, so that a bad batch is refused before anything runs.
+                most = group * self._settings.microbatches
+                microbatches = most if feed.has(most - 1) else feed.total
                 segment = Segment(feed, 0, 0, self._settings.microbatches, training=False)
-                for _ in self._run(segment, self._forward_only(feed)):
+                for _ in self._run(segment, self._programs.of_evaluation(microbatches)):
                     pass
-                total += self._collect_losses(feed)
+                total += self._outcomes.losses(feed.samples)
                 samples += sum(feed.samples)
         if not samples:
             raise UserError("there is nothing to evaluate on", hint="give evaluate at least one batch")
-        total = self._share(Key("L", len(self._placement), 0), total)
-        return total / samples
-
-    def _collect_losses(self, feed: Feed) -> float:
-        """Sum over samples of the losses of the segment that just ran, where the last stage is."""
-        last = self._last_worker()
-        if last is None:
-            return 0.0
-        total = sum(float(loss) * feed.samples[number] for number, loss in sorted(last.losses.items()))
-        last.losses.clear()
-        return total
+        return self._outcomes.share(total) / samples
 
     def _step(self, segment: Segment, update: int) -> Step:
         number = segment.base // segment.every + update
         if self._decisive is None:
-            self._expect(number)
-            self._tell(segment, number)
-        loss, stop = self._hear(number)
+            self._outcomes.expect(number)
+            self._outcomes.tell(segment, number, self._stop)
+        loss, stop = self._outcomes.hear(segment, number)
         groups = [group for worker in self.workers.values() for optimizer in worker.update.optimizers.values()
                   if optimizer is not None for group in optimizer.param_groups]
         norm = next(iter(self.workers.values())).update.gradient_norm
         # Computed anew: within one process a later stage may already have set the rate of its next update.
         rate = float(groups[0]["initial_lr"]) * self._settings.factor(number) if groups else None
-        return Step(number, loss, rate,
-                    None if norm is None else float(norm), bool(stop))
+        return Step(number, loss, rate, None if norm is None else float(norm), stop)
 
     def _last_forward(self) -> Action | None:
         """Where a program is one update: what is done when its loss is known, long before the update is made.
@@ -277,112 +259,9 @@ class Engine:
         return [action for action in schedule.programs[self._placement[-1][0]]
                 if action.op is Op.FORWARD and action.stage == len(self._placement) - 1][-1]
 
-    def _tell(self, segment: Segment, number: int) -> None:
-        """Where the last stage is: send an update's loss, and whether to stop, to every rank."""
-        last = self._last_worker()
-        if last is None:
-            return
-        losses = [last.losses[number * segment.every + i] for i in range(segment.every)]
-        loss = torch.stack(losses).double().mean()
-        outcome = torch.stack([loss, loss.new_tensor(float(self._stop()))])  # not read: a GPU would be waited for
-        self._outcomes[number] = outcome
-        self._send_all(self._outcome_key(number), outcome)
-
-    def _hear(self, number: int) -> tuple[float, float]:
-        """An update's loss and whether to stop, on every rank."""
-        last = self._last_worker()
-        if last is None:
-            (outcome,) = self._only_worker().transport.take(self._placement[-1][0], self._outcome_key(number))
-        else:
-            outcome = self._outcomes.pop(number)
-            every = self._schedule.update_every
-            for i in range(every):
-                del last.losses[number * every + i]
-        loss, stop = outcome.tolist()
-        return loss, stop
-
-    def _expect(self, number: int) -> None:
-        """Get ready for :meth:`_hear`."""
-        if self._last_worker() is None:
-            self._post_numbers(self._outcome_key(number), 2)
-
-    def _outcome_key(self, number: int) -> Key:
-        return Key("L", len(self._placement) - 1, number)
-
-    def _share(self, key: Key, number: float) -> float:
-        """A number that the last stage's rank knows, on every rank; elsewhere it does not matter."""
-        if self._last_worker() is not None:
-            self._send_all(key, torch.tensor([number], dtype=torch.float64))
-            return number
-        self._post_numbers(key, 1)
-        return float(self._only_worker().transport.take(self._placement[-1][0], key)[0])
-
-    def _post_numbers(self, key: Key, count: int) -> None:
-        self._only_worker().transport.post(self._placement[-1][0], key,
-                                           [Spec((count,), torch.float64, wants_gradient=False)])
-
-    def _send_all(self, key: Key, numbers: Tensor) -> None:
-        """From this rank to all others, if there are others."""
-        for peer in range(dist.get_world_size() if self._distributed else 0):
-            worker = self._only_worker()
-            if peer != worker.rank:
-                worker.transport.send(peer, key, [numbers])
-
-    def _only_worker(self) -> Worker:
-        (worker,) = self.workers.values()
-        return worker
-
-    def _last_worker(self) -> Worker | None:
-        return self.workers.get(self._placement[-1][0])
-
     def _feed(self, batches: Iterable[Batch], limit: int | None = None) -> Feed:
         takers = sum(len(worker.stages) for worker in self.workers.values())
         return Feed(iter(batches), self._settings.microbatches, self._fields, takers, limit)
-
-    # -- programs --------------------------------------------------------------------------------------
-
-    def _endless(self) -> Size:
-        ranks = self._schedule.ranks
-        return Size(ranks, sys.maxsize, len(self._placement) // ranks, self._schedule.update_every)
-
-    def _streamed(self, feed: Feed, first: int, recipe: Recipe) -> Callable[[int], Program]:
-        """The lowered program of a rank over the microbatches that come, however many.
-
-        It is the program for very many microbatches less the actions on those that never come; see
-        :data:`vpipe.schedules.registry.Program`.
-        """
-        split = {stage for stage, _ in self._split}
-
-        def compute(rank: int) -> Iterator[Action]:
-            for action in compute_program(recipe, self._placement, rank, self._endless(), self._recomputing):
-                if action.op in (Op.STEP, Op.USE) or feed.has(first + action.microbatch):
-                    yield action
-                elif action.op in RETURNS:
-                    return
-
-        return lambda rank: self._lowered(rank, compute, self._schedule.ties, lambda stage, microbatch: stage in split)
-
-    def _forward_only(self, feed: Feed) -> Callable[[int], Program]:
-        """Every rank takes the stages it holds in turn, the later ones first, so that all have work at once."""
-
-        def compute(rank: int) -> Iterator[Action]:
-            stages = stages_of_rank(self._placement, rank)
-            for tick in takewhile(lambda tick: tick < stages[-1] or feed.has(tick - stages[-1]), count()):
-                for stage in reversed(stages):
-                    if tick >= stage and feed.has(tick - stage):
-                        yield forward(stage, tick - stage)
-
-        return lambda rank: self._lowered(rank, compute, {}, lambda stage, microbatch: False)
-
-    def _lowered(self, rank: int, compute: Callable[[int], Iterator[Action]], ties: Mapping[int, Sequence[int]],
-                 is_split: IsSplit) -> Program:
-        lowering = Lowering(self._placement, rank, compute, self._schedule.update_every, ties)
-        return Program(lowering.program(), lambda owner, microbatch: lowering.versions[owner].of(microbatch), is_split)
-
-    def _prepared(self, rank: int) -> Program:
-        """All of a rank's program: lowered once, the same for every batch."""
-        return Program(iter(self._schedule.programs[rank]), lambda owner, microbatch: self._versions[owner, microbatch],
-                       lambda stage, microbatch: (stage, microbatch) in self._split)
 
     # -- carrying out ----------------------------------------------------------------------------------
 
@@ -407,7 +286,7 @@ class Engine:
                     yield action.microbatch
                     self._broken = True
             elif action is self._decisive:
-                self._tell(segment, segment.base // segment.every)
+                self._outcomes.tell(segment, segment.base // segment.every, self._stop)
         for worker in self.workers.values():
             worker.end()
         self._broken = False

@@ -59,6 +59,12 @@ class Feed:
                 self._read += 1
         return microbatch < self._read * self._microbatches
 
+    @property
+    def total(self) -> int:
+        """How many microbatches there are up to the pause, once :meth:`has` has said no to one."""
+        read = self._read * self._microbatches if self._exhausted else None
+        return min(end for end in (self.end, self._limit, read) if end is not None)
+
     def signature(self, microbatch: int) -> Signature:
         """The shapes of a microbatch that was not taken by all yet."""
         return tuple((name, tuple(t.shape)) for name, t in self._chunk(microbatch).items())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 
@@ -43,7 +42,8 @@ class Stage:
         self._spans = list(self._cut(model, spec.layers.stop - dropped))
         self._trained = {i for i, module in self.modules.items() if any(p.requires_grad for p in module.parameters())}
         self.recomputes = dropped > 0
-        self._shared = self._in_several_spans()
+        self._shared = [(weights, self._in_several_spans(weights))
+                        for weights in (self.weights, *self.borrowed.values())]
 
     def _cut(self, model: Model, kept_end: int) -> Iterator[Span]:
         start, stop = self.spec.layers.start, self.spec.layers.stop
@@ -54,12 +54,11 @@ class Stage:
                            self.spec.outputs if here.stop == stop else alive(model, here.stop),
                            recomputed)
 
-    def _in_several_spans(self) -> list[str]:
-        """Own parameters tied across spans: one backward of a whole graph would sum their parts first."""
-        uses = Counter(id(p) for span in self._spans
-                       for p in {id(p): p for _, _, module in span.layers for p in module.parameters()}.values())
-        named = zip(self.weights.names, self.weights.leaves(), strict=True)
-        return [name for name, leaf in named if uses[id(leaf)] > 1]
+    def _in_several_spans(self, weights: Weights) -> list[str]:
+        """Parameters tied across spans: one backward of a whole graph would sum their parts first."""
+        span_of = {part: number for number, span in enumerate(self._spans)
+                   for _, _, module in span.layers for part in module.modules()}
+        return [name for name, slots in weights.slots.items() if len({span_of[part] for part, _ in slots}) > 1]
 
     def forward(self, received: Sequence[Tensor], fields: Mapping[str, Tensor], key: DropoutKey,
                 pins: dict[int, int], *, split: bool = False) -> tuple[list[Tensor], Record]:
@@ -162,7 +161,7 @@ class Stage:
             returned = self.backward_input(record, gradients)
             self.backward_weight(record)
             return returned
-        with self.weights.added_at_once(self._shared):
+        with self._added_at_once():
             for span in reversed(self._spans):
                 gradients, _ = self._backward_span(span, record, gradients)
         return self._returned(gradients)
@@ -192,9 +191,16 @@ class Stage:
         Args:
             record: after :meth:`backward_input`; used up.
         """
-        with self.weights.added_at_once(self._shared):
+        with self._added_at_once():
             while record.halves:
                 record.halves.pop(0).accumulate()
+
+    @contextmanager
+    def _added_at_once(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for weights, names in self._shared:
+                stack.enter_context(weights.added_at_once(names))
+            yield
 
     def recompute(self, record: Record) -> None:
         """What was dropped, ahead of the backward; without this, the backward recomputes."""

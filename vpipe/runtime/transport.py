@@ -61,6 +61,9 @@ class Transport(Protocol):
     def post(self, peer: int, key: Key, specs: Sequence[Spec] | None) -> None:
         """Get ready to receive; with no specs, the peer announces them."""
 
+    def learn(self, peer: int, key: Key) -> list[Spec]:
+        """Wait for what the peer announces of a transfer posted without specs; it is still to be taken."""
+
     def ready(self, peer: int, key: Key) -> bool:
         """Whether ``take`` may be called. Always, where it can wait."""
 
@@ -89,6 +92,9 @@ class InProcess:
 
     def post(self, peer: int, key: Key, specs: Sequence[Spec] | None) -> None:
         """Nothing to get ready: mail waits in the mailroom."""
+
+    def learn(self, peer: int, key: Key) -> list[Spec]:
+        return [Spec.of(tensor) for tensor in self._room[peer, self.rank, key]]
 
     def ready(self, peer: int, key: Key) -> bool:
         return (peer, self.rank, key) in self._room

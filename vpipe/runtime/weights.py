@@ -36,7 +36,7 @@ class Weights:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], slots: Mapping[str, Sequence[Slot]]) -> None:
         self.names = tuple(parameters)
-        self._slots = [list(slots[name]) for name in self.names]
+        self.slots = {name: tuple(slots[name]) for name in self.names}
         self.latest = 0
         self._leaves: dict[int, list[nn.Parameter]] = {0: list(parameters.values())}
         self._active = self._graded = self._leaves[0]
@@ -64,7 +64,7 @@ class Weights:
         leaves = self._leaves[version]
         if leaves is self._active:
             return
-        for leaf, places in zip(leaves, self._slots, strict=True):
+        for leaf, places in zip(leaves, self.slots.values(), strict=True):
             for module, name in places:
                 if type(module).__setattr__ is nn.Module.__setattr__:
                     module._parameters[name] = leaf

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -77,8 +77,9 @@ class Worker:
         self._leaving: dict[Key, list[Tensor]] = {}
         self._shapes: dict[Key, Signature] = {}  # of the batch that the activations about to leave come from
         self._returning: dict[tuple[int, int], tuple[list[str], list[Spec]]] = {}  # gradients that will come back
-        self._incoming: dict[tuple[int, bool, Signature], list[Spec] | None] = {}  # None: the first is on its way
-        self._late: set[Key] = set()  # to be posted when its shapes are known
+        self._incoming: dict[tuple[int, bool, Signature], list[Spec]] = {}
+        # Receives in order, by stage: the first one's shapes are being announced, the others are posted after it.
+        self._queued: dict[int, deque[tuple[Key, tuple[int, bool, Signature]]]] = defaultdict(deque)
         self._announced: dict[tuple[int, bool, Signature], list[Spec]] = {}
         self.losses: dict[int, Tensor] = {}  # of the last stage, by microbatch
         self._activations = dict.fromkeys(stages, 0)
@@ -138,7 +139,8 @@ class Worker:
             stage.weights.choose(None)
         self.transport.finish()
         stores = {"records": self._records, "arrived tensors": self._arrived, "unsent tensors": self._leaving,
-                  "expected gradients": self._returning, "late receives": self._late}
+                  "expected gradients": self._returning,
+                  "receives of unknown shape": [key for queue in self._queued.values() for key in queue]}
         left = [name for name, store in stores.items() if store]
         left += [f"pinned weights of stage {s}" for s, stage in self.stages.items()
                  for weights in (stage.weights, *stage.borrowed.values()) if weights.pinned]
@@ -187,7 +189,7 @@ class Worker:
             for owner, version in versions.items():
                 self.tied.install(owner, version)
             pins = stage.pin(versions)
-            received = self._take_activations(stage_index, number, signature)
+            received = self._take_activations(stage_index, number)
             outputs, record = stage.forward(received, fields, key, pins,
                                             split=self._is_split(stage_index, microbatch))
             self._records[stage_index, microbatch] = record
@@ -196,7 +198,7 @@ class Worker:
                                                      self._activations[stage_index])
         else:
             stage.use_latest()
-            received = self._take_activations(stage_index, number, signature)
+            received = self._take_activations(stage_index, number)
             outputs = stage.evaluate(received, fields, (-1 - key[0], key[1]))
         if stage_index == self._last:
             self._keep_loss(number, outputs[0])
@@ -274,26 +276,37 @@ class Worker:
 
     def _post_forward(self, stage: int, microbatch: int) -> None:
         key = Key("F", stage, self._number(microbatch))
-        seen = (stage, self._segment.training, self._signature(microbatch))
-        if seen in self._incoming and self._incoming[seen] is None:
-            self._late.add(key)  # its shapes come with an earlier microbatch that is still on its way
-            return
-        specs = self._incoming.setdefault(seen, None)
-        self.transport.post(self._rank_of(stage - 1, microbatch), key, specs)
+        seen, queue = (stage, self._segment.training, self._signature(microbatch)), self._queued[stage]
+        specs = self._incoming.get(seen)
+        if not queue:
+            self.transport.post(self._rank_of(stage - 1, microbatch), key, specs)
+        if queue or specs is None:
+            queue.append((key, seen))
 
-    def _take_activations(self, stage_index: int, number: int, signature: Signature) -> list[Tensor]:
-        if stage_index == 0:
+    def _take_activations(self, stage: int, number: int) -> list[Tensor]:
+        """What the stage before made; nothing where the pipeline begins."""
+        if stage == 0:
             return []
-        key, microbatch = Key("F", stage_index, number), number - self._segment.base
-        peer = self._rank_of(key.stage - 1, microbatch)
-        seen = (key.stage, self._segment.training, signature)
-        if key in self._late:
-            self._late.remove(key)
-            self.transport.post(peer, key, self._incoming[seen])
-        tensors = self._take(peer, key)
-        if self._incoming.get(seen) is None:
-            self._incoming[seen] = [Spec.of(t) for t in tensors]
-        return tensors
+        key, queue = Key("F", stage, number), self._queued[stage]
+        peer = self._rank_of(stage - 1, number - self._segment.base)
+        while any(key == queued for queued, _ in queue):
+            self._learn_shapes(peer, queue)
+        return self._take(peer, key)
+
+    def _learn_shapes(self, peer: int, queue: deque[tuple[Key, tuple[int, bool, Signature]]]) -> None:
+        """Wait for the announcement at the head of the queue; post what it held up, up to the next unknown shapes.
+
+        In the order of the program, which is that of sending: a transport without tags knows no other.
+        """
+        key, seen = queue.popleft()
+        self._incoming[seen] = self.transport.learn(peer, key)
+        while queue:
+            key, seen = queue[0]
+            specs = self._incoming.get(seen)
+            self.transport.post(peer, key, specs)
+            if specs is None:
+                return
+            queue.popleft()
 
     def _send_backward(self, stage: int, microbatch: int) -> None:
         key = Key("B", stage - 1, self._number(microbatch))

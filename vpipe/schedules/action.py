@@ -41,6 +41,8 @@ COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD, Op.INPUT, Op.WEIGHT, Op.RECOMPUTE}
 PER_MICROBATCH = COMPUTE | {Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B}
 RETURNS = frozenset({Op.BACKWARD, Op.INPUT})  # what takes the output's gradient and makes the input's
 COMPLETES = frozenset({Op.BACKWARD, Op.WEIGHT})  # after it a microbatch's weight gradients are there
+OF_MODELS = frozenset({Op.NORM, Op.SEND_W, Op.RECV_W, Op.SEND_G, Op.RECV_G})
+"""What only a model asks for, with tied weights or clipping; no file has to say it."""
 
 # Longest first, so that F does not match the end of SEND_F.
 _TEXT = re.compile(rf"(\d+)({'|'.join(sorted((op.value for op in Op), key=len, reverse=True))})(\d+)")
@@ -68,7 +70,7 @@ class Action:
         if match is None:
             raise UserError(f"'{text}' is not an action",
                             hint="write <stage><operation><index>, such as 2F0; operations: "
-                                 + ", ".join(op.value for op in Op))
+                                 + ", ".join(op.value for op in Op if op not in OF_MODELS))
         return cls(Op(match[2]), int(match[1]), int(match[3]))
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 
-from vpipe.errors import UserError
+from vpipe.errors import UserError, counted
 from vpipe.schedules.check import check, prove
 from vpipe.schedules.csv_file import compute_only, read_csv
 from vpipe.schedules.lower import lower
-from vpipe.schedules.order import Schedule, size_of
+from vpipe.schedules.order import Schedule, check_chunks, size_of, stages_of_rank
 from vpipe.schedules.recompute import with_recompute
 from vpipe.schedules.registry import Limits, recipe_named
 from vpipe.schedules.simulation.costs import Costs
@@ -20,7 +21,7 @@ from vpipe.schedules.size import Placement
 
 def is_file(schedule: str) -> bool:
     """Whether a schedule is given as a file, not by name."""
-    return schedule.endswith(".csv")
+    return isinstance(schedule, str) and schedule.endswith(".csv")  # what is no text is refused as a name
 
 
 def has_flush(schedule: str) -> bool:
@@ -28,8 +29,16 @@ def has_flush(schedule: str) -> bool:
     return _read(schedule).flush if is_file(schedule) else recipe_named(schedule).flush
 
 
-@cache
 def _read(path: str) -> Schedule:
+    try:
+        state = os.stat(path)
+    except OSError:
+        return read_csv(Path(path))  # says what is wrong
+    return _read_once(path, state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=8)
+def _read_once(path: str, modified_ns: int, size_bytes: int) -> Schedule:
     return read_csv(Path(path))
 
 
@@ -75,6 +84,7 @@ class Wanted:
 
     def _by_name(self) -> Schedule:
         recipe = recipe_named(self.schedule)
+        check_chunks(recipe, self.chunks)
         placement = self.placement or self._placement()
         self._check_ranks(placement)
         size = size_of(recipe, placement, self.microbatches, self.update_every)
@@ -93,8 +103,9 @@ class Wanted:
         ranks, left = divmod(self.stages, chunks)
         if left:
             low, high = ranks * chunks, (ranks + 1) * chunks
-            raise UserError(f"'{self.schedule}' holds {chunks} stages on each rank, which do not divide {self.stages} "
-                            "stages", hint=f"use {f'{low} or ' if low else ''}{high} stages")
+            raise UserError(f"'{self.schedule}' holds {chunks} stages on each rank, which do not divide "
+                            f"{counted(self.stages, 'stage')}",
+                            hint=f"use {f'{low} or ' if low else ''}{high} stages")
         return recipe.layout.placement(ranks, chunks)
 
     def _check_ranks(self, placement: Placement) -> None:
@@ -106,11 +117,17 @@ class Wanted:
             raise UserError(f"the placement {[list(ranks) for ranks in placement]} does not give each of "
                             f"{self.stages} stages a rank, with ranks 0 to {max(held, default=0)} all in use",
                             hint="list one rank per stage, and number the ranks from 0 without a gap")
+        for rank in held:
+            if self.chunks not in (None, count := len(stages_of_rank(placement, rank))):
+                raise UserError(f"chunks is {self.chunks}, but the placement puts "
+                                f"{counted(count, 'stage')} on rank {rank}", hint="leave chunks out: the placement "
+                                "says it")
         if self.ranks is not None and self.ranks != len(held):
             per_rank = self.stages // len(held)
-            raise UserError(f"{self.ranks} processes for {self.stages} stages, of which '{self.schedule}' holds "
-                            f"{per_rank} on each rank", hint=f"start {len(held)} processes, or cut the model into "
-                            f"{self.ranks * per_rank} stages")
+            raise UserError(f"{counted(self.ranks, 'process')} for {counted(self.stages, 'stage')}, of which "
+                            f"'{self.schedule}' holds {per_rank} on each rank",
+                            hint=f"start {counted(len(held), 'process')}, or cut the model into "
+                                 f"{counted(self.ranks * per_rank, 'stage')}")
 
     def _from_file(self) -> Schedule:
         schedule = _read(self.schedule)
@@ -119,7 +136,7 @@ class Wanted:
                                    ("microbatches per update", self.update_every or schedule.update_every,
                                     schedule.update_every)):
             if asked != there:
-                raise UserError(f"'{self.schedule}' is a schedule of {there} {word}, but there are {asked}",
+                raise UserError(f"'{self.schedule}' is a schedule of {there} {word}, not {asked}",
                                 hint=f"use {there} {word}, or another schedule")
         if self.placement not in (None, schedule.placement):
             raise UserError(f"'{self.schedule}' places the stages as {[list(r) for r in schedule.placement]}, not as "

@@ -15,6 +15,7 @@ from vpipe.schedules.registry import Limits
 from vpipe.schedules.rules.bounds import peak_activations, weight_versions
 from vpipe.schedules.rules.structure import completeness, indices, placement
 from vpipe.schedules.rules.transfers import (
+    borrowed_versions,
     channel_order,
     last_versions,
     matching,
@@ -65,5 +66,5 @@ def check(schedule: Schedule) -> None:
 
 RULES: tuple[Callable[[Reading], None], ...] = (
     placement, indices, completeness, updates, used_versions, norms, matching, precedence, last_versions,
-    channel_order, no_deadlock_buffered, no_deadlock_rendezvous, weight_versions, peak_activations)
+    borrowed_versions, channel_order, no_deadlock_buffered, no_deadlock_rendezvous, weight_versions, peak_activations)
 """Every rule, in the order in which :func:`check` holds a schedule to them."""

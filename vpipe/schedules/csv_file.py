@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vpipe.errors import UserError, nearest
-from vpipe.schedules.action import COMPUTE, PER_MICROBATCH, Action, Op
+from vpipe.errors import UserError, counted, nearest
+from vpipe.schedules.action import COMPUTE, OF_MODELS, PER_MICROBATCH, Action, Op
 from vpipe.schedules.facts import rank_loads, stage_loads
 from vpipe.schedules.order import Schedule
 from vpipe.schedules.size import Placement
@@ -36,7 +36,6 @@ COMPUTE_ONLY = COMPUTE | {Op.STEP, Op.USE}
 TORCH = PER_MICROBATCH - {Op.RECOMPUTE}
 """The operations that PyTorch has, too."""
 
-_MODELS = frozenset({Op.NORM, Op.SEND_W, Op.RECV_W, Op.SEND_G, Op.RECV_G})
 _SHARDED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 _ALMOST = re.compile(r"(\d+)\s*([A-Za-z_]+)\s*(\d+)")
@@ -73,7 +72,7 @@ def read_csv(path: Path) -> Schedule:
     rows = [list(_row(cells, rank, f"{path}:{line}")) for rank, (line, cells) in enumerate(_lines(path))]
     if not any(rows):
         raise UserError(f"there is no action in '{path}'", hint="write one row per rank, one action per cell, such as "
-                        "0F0,0F1,0B0,0B1", where=str(path))
+                        "0F0,0F1,0B0,0B1")
     placement = _placement(rows)
     microbatches = _microbatches(rows)
     programs = [[cell.action for cell in row] for row in rows]
@@ -82,9 +81,10 @@ def read_csv(path: Path) -> Schedule:
         for stage, (rank,) in enumerate(placement):
             programs[rank].append(Action(Op.STEP, stage, 0))
     elif steps == 0 or microbatches % steps:
-        raise UserError(f"stage 0 makes {steps} STEPs from {microbatches} microbatches in '{path}'",
+        raise UserError(f"stage 0 makes {counted(steps, 'STEP')} from {counted(microbatches, 'microbatch')} in "
+                        f"'{path}'",
                         hint="give every stage one STEP per update, each of as many microbatches; or leave out all "
-                             "STEPs, for one update at the end", where=str(path))
+                             "STEPs, for one update at the end")
     updates = max(1, steps)
     return Schedule(
         path.name, placement, tuple(map(tuple, programs)), microbatches, microbatches // updates, flush=updates == 1,
@@ -118,26 +118,26 @@ def _lines(path: Path) -> list[tuple[int, list[str]]]:
         with path.open("rb") as file:
             content = file.read(LARGEST_BYTES + 1)
     except FileNotFoundError:
-        raise UserError(f"there is no file '{path}'", hint="check the path; it is taken from the current folder",
-                        where=str(path)) from None
+        raise UserError(f"there is no file '{path}'", hint="check the path; it is taken from the current "
+                        "folder") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"the file '{path}' cannot be read: {error}", hint="give a readable CSV file",
-                        where=str(path)) from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"the file '{path}' cannot be read: {why}", hint="give a readable CSV file") from None
     if len(content) > LARGEST_BYTES:
         raise UserError(f"the file '{path}' is larger than {LARGEST_BYTES >> 20} MiB",
-                        hint="that is no schedule of a pipeline; use fewer ranks or microbatches", where=str(path))
+                        hint="that is no schedule of a pipeline; use fewer ranks or microbatches")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content[:error.start].count(b"\n") + 1
-        raise UserError(f"the file '{path}' is not UTF-8 text: {error.reason}", hint="give a CSV file of actions",
+        raise UserError(f"the file is not UTF-8 text: {error.reason}", hint="give a CSV file of actions",
                         where=f"{path}:{line}") from None
     reader = csv.reader(io.StringIO(text, newline=""))
     lines: list[tuple[int, list[str]]] = []
     try:
         lines += ((reader.line_num, row) for row in reader)
     except csv.Error as error:
-        raise UserError(f"the file '{path}' is not CSV: {error}", hint="write one row per rank, cells separated by "
+        raise UserError(f"the file is not CSV: {error}", hint="write one row per rank, cells separated by "
                         "commas", where=f"{path}:{reader.line_num}") from None
     while lines and not any(cell.strip() for cell in lines[-1][1]):
         lines.pop()
@@ -170,7 +170,7 @@ def _actions(text: str, place: str, where: str) -> Iterator[Action]:
         except UserError as error:
             raise UserError(f"'{text}' in {place} is not an action", hint=_remedy(text) or error.problems[0].hint,
                             where=where) from None
-        if action.op not in _MODELS:
+        if action.op not in OF_MODELS:
             yield action
 
 
@@ -208,7 +208,7 @@ def _placement(rows: Sequence[Sequence[_Cell]]) -> Placement:
     if missing is not None:
         last = home[max(home)]
         raise UserError(f"stage {missing} is in no row, but stage {max(home)} is: {last}",
-                        hint=f"number the {len(home)} stages 0 to {len(home) - 1}", where=last.where)
+                        hint=_numbered(len(home), "stage"), where=last.where)
     return tuple((home[stage].rank,) for stage in range(len(home)))
 
 
@@ -222,10 +222,14 @@ def _microbatches(rows: Sequence[Sequence[_Cell]]) -> int:
     count = max(map(len, seen.values()))
     for cell in cells:
         if cell.action.microbatch >= count:
-            raise UserError(f"{cell} is of microbatch {cell.action.microbatch}, but no stage has more than {count} "
-                            f"forwards", hint=f"number the {count} microbatches 0 to {count - 1}, or add the missing "
-                            "forwards", where=cell.where)
+            raise UserError(f"{cell} is of microbatch {cell.action.microbatch}, but no stage has more than "
+                            f"{counted(count, 'forward')}", where=cell.where,
+                            hint=f"{_numbered(count, 'microbatch')}, or add the missing forwards")
     return count
+
+
+def _numbered(count: int, word: str) -> str:
+    return f"number the only {word} 0" if count == 1 else f"number the {counted(count, word)} 0 to {count - 1}"
 
 
 def _versions(program: Sequence[Action], stage: int) -> int:

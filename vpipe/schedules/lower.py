@@ -18,7 +18,7 @@ A tied weight belongs to the first stage that uses it; other stages borrow it:
 
 These actions also stand where owner and borrower share a rank: then the tensors change hands there.
 Norms of all stages of a rank are published before the first of them steps, since each step needs them all; and
-a rank that borrows from itself steps when all its stages can, since the last gradients may be the borrower's.
+an owner's step waits for the gradients of a borrower on the same rank.
 """
 
 from __future__ import annotations
@@ -87,7 +87,6 @@ class Lowering:
         self._borrowers = {owner: here for owner, borrowers in ties.items()
                            if (here := set(borrowers) & set(self._stages))}
         self._completed: Counter[tuple[int, int]] = Counter()  # gradients there, by (borrowing stage, update)
-        self._together = norm or not self._borrowers.keys().isdisjoint(self._lent)  # its stages step one after another
         self._steps: list[Action] = []  # that wait for the rank's other stages
         self.versions = {owner: VersionsUsed(owner, compute(placement[owner][0])) for owner in self._borrowers}
 
@@ -127,7 +126,8 @@ class Lowering:
     def _with_sends(self, action: Action) -> Iterator[Action]:
         op, stage, index = action.op, action.stage, action.microbatch
         if op is Op.STEP:
-            yield from self._with_norms(action)
+            self._steps.append(action)
+            yield from self._take_steps()
             return
         yield action
         if op is Op.FORWARD and self._elsewhere(stage + 1):
@@ -147,20 +147,27 @@ class Lowering:
             if all(self._completed[borrower, update] == self._every for borrower in self._borrowers[owner]):
                 yield Action(Op.SEND_G, owner, update)
                 yield Action(Op.RECV_W, owner, update + 1)
+        yield from self._take_steps()
         self._completed.pop((stage, update - _REMEMBERED), None)
 
-    def _with_norms(self, step: Action) -> Iterator[Action]:
-        self._steps.append(step)
-        if self._together and len(self._steps) < len(self._stages):
-            return
+    def _may_step(self, step: Action) -> bool:
+        """Whether the stages of this rank that borrow from the one stepping have their gradients."""
+        return all(self._completed[borrower, step.microbatch] == self._every
+                   for borrower in self._borrowers.get(step.stage, ()))
+
+    def _take_steps(self) -> Iterator[Action]:
+        """The steps that need not wait any longer, each with its version for those that borrow it."""
+        ready = [step for step in self._steps if self._may_step(step)]
         if self._norm:
-            yield from (Action(Op.NORM, step.stage, step.microbatch) for step in self._steps)
-        for step in self._steps:
+            if len(ready) < len(self._stages):
+                return
+            yield from (Action(Op.NORM, step.stage, step.microbatch) for step in ready)
+        for step in ready:
+            self._steps.remove(step)
             yield step
             if step.stage in self._lent:
                 # Also those of the cooldown that no forward uses: to know them would need a look ahead.
                 yield Action(Op.SEND_W, step.stage, step.microbatch + 1)
-        self._steps.clear()
 
 
 def lower(schedule: Schedule, norm: bool = False) -> Schedule:

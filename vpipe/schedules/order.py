@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import inspect
+import traceback
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from vpipe.errors import UserError
+from vpipe.errors import UserError, VpipeError, counted
 from vpipe.schedules.action import Action
 from vpipe.schedules.recompute import with_recompute
-from vpipe.schedules.registry import Limits, Recipe, recipe_named
+from vpipe.schedules.registry import Limits, Recipe, recipe_named, schedule_names
 from vpipe.schedules.simulation.costs import Costs
 from vpipe.schedules.size import Placement, Size
 
@@ -65,6 +67,18 @@ def describe_rank(placement: Placement, rank: int) -> str:
     return f"rank {rank} (stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))})"
 
 
+def check_chunks(recipe: Recipe, chunks: int | None, key: str = "chunks") -> None:
+    """Refuse a number of stages per rank that ``recipe`` cannot have; ``key`` is what the user calls it."""
+    if chunks is None or (chunks >= 1 if recipe.any_chunks else chunks == recipe.chunks):
+        return
+    if recipe.any_chunks:
+        raise UserError(f"{key} is {chunks}", hint="give a whole number, 1 or more")
+    others = [other for other in schedule_names() if recipe_named(other).any_chunks]
+    raise UserError(f"{key} is {chunks}, but '{recipe.name}' holds {counted(recipe.chunks, 'stage')} on each "
+                    "rank", hint=f"leave {key} out" + (f", or choose a schedule with any number: "
+                                                            f"{', '.join(others)}" if others else ""))
+
+
 def size_of(recipe: Recipe, placement: Placement, microbatches: int, update_every: int | None) -> Size:
     """The numbers of a schedule over ``placement``, which may name the ranks in any order.
 
@@ -72,14 +86,14 @@ def size_of(recipe: Recipe, placement: Placement, microbatches: int, update_ever
         UserError: the recipe does not hold its stages so, or cannot have these numbers.
     """
     if not placement or microbatches < 1:
-        raise UserError(f"{len(placement)} stages and {microbatches} microbatches",
+        raise UserError(f"{counted(len(placement), 'stage')} and {counted(microbatches, 'microbatch')}",
                         hint="a pipeline needs at least one of each")
     ranks = len({rank for ranks in placement for rank in ranks})
     chunks, left = divmod(len(placement), ranks)
     if left or not (chunks == recipe.chunks or recipe.any_chunks):
         raise UserError(f"'{recipe.name}' holds {'equally many' if recipe.any_chunks else recipe.chunks} stage"
-                        f"{'s' * (recipe.any_chunks or recipe.chunks > 1)} on each rank, but {len(placement)} stages "
-                        f"are placed on {ranks} rank{'s' * (ranks > 1)}",
+                        f"{'s' * (recipe.any_chunks or recipe.chunks > 1)} on each rank, but "
+                        f"{counted(len(placement), 'stage')} on {counted(ranks, 'rank')} are asked for",
                         hint=f"use {ranks * (max(1, chunks) if recipe.any_chunks else recipe.chunks)} stages, or "
                              "another number of ranks")
     names = [placement[position] for position in range(ranks)]
@@ -101,18 +115,18 @@ def _update_every(recipe: Recipe, ranks: int, microbatches: int, update_every: i
     if recipe.flush:
         if update_every not in (None, 1, microbatches):
             raise UserError(f"update_every is {update_every}, but '{recipe.name}' updates once per batch of "
-                            f"{microbatches} microbatches",
+                            f"{counted(microbatches, 'microbatch')}",
                             hint="leave update_every out, or choose a schedule without a flush, such as pipedream")
         return microbatches
     least = recipe.update_every(ranks)
     fitting = [n for n in range(1, microbatches + 1) if microbatches % n == 0 and n >= least]
     if not fitting:
-        raise UserError(f"'{recipe.name}' on {ranks} ranks updates every {least} microbatches or more, but there are "
-                        f"only {microbatches}", hint=f"use {least} microbatches or more, or fewer ranks")
+        raise UserError(f"'{recipe.name}' on {counted(ranks, 'rank')} updates every {least} microbatches or more, "
+                        f"but there are only {microbatches}", hint=f"use {least} microbatches or more, or fewer ranks")
     every = fitting[0] if update_every is None else update_every
     if every not in fitting:
-        why = (f"is less than the {least} that '{recipe.name}' needs on {ranks} ranks" if 0 < every < least
-               else f"does not divide {microbatches} microbatches")
+        why = (f"is less than the {least} that '{recipe.name}' needs on {counted(ranks, 'rank')}" if 0 < every < least
+               else f"does not divide {counted(microbatches, 'microbatch')}")
         raise UserError(f"update_every is {every}, which {why}", hint=f"choose one of {fitting}")
     return every
 
@@ -121,9 +135,42 @@ def compute_program(recipe: Recipe, placement: Placement, rank: int, size: Size,
                     recompute: Collection[int] = ()) -> Iterator[Action]:
     """The compute actions and steps of one rank, lazily; the stages in ``recompute`` do so early."""
     position = next(stage for stage, ranks in enumerate(placement) if rank in ranks)
-    chunks = {"chunks": size.chunks} if recipe.any_chunks else {}
-    every = {} if recipe.flush else {"update_every": size.update_every}
-    return with_recompute(recipe.program(position, size.ranks, size.microbatches, **chunks, **every), recompute)
+    return with_recompute(_generated(recipe, position, size), recompute)
+
+
+def _generated(recipe: Recipe, rank: int, size: Size) -> Iterator[Action]:
+    """What the generator of ``recipe`` yields, as long as these are actions.
+
+    Raises:
+        UserError: it takes other arguments, fails, or yields something else.
+    """
+    arguments = {"rank": rank, "ranks": size.ranks, "microbatches": size.microbatches}
+    options = ({"chunks": size.chunks} if recipe.any_chunks else {}) | (
+        {} if recipe.flush else {"update_every": size.update_every})
+    try:
+        inspect.signature(recipe.program).bind(*arguments.values(), **options)
+    except TypeError as error:
+        names = ", ".join((*arguments, *options))
+        raise UserError(f"schedule '{recipe.name}' does not take {names}: {error}",
+                        hint=f"define its generator with the parameters ({names})") from error
+    hint = "yield actions: forward(stage, microbatch), backward(stage, microbatch), step(stage, update), ..."
+    try:
+        actions = recipe.program(*arguments.values(), **options)
+        if not isinstance(actions, Iterable):
+            raise UserError(f"schedule '{recipe.name}' gives {actions!r} for rank {rank}, not actions", hint=hint)
+        for action in actions:
+            if not isinstance(action, Action):
+                raise UserError(f"schedule '{recipe.name}' yields {action!r} on rank {rank}, which is no Action",
+                                hint=hint)
+            yield action
+    except VpipeError:
+        raise
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(f"schedule '{recipe.name}' fails on rank {rank} of {size.ranks} with "
+                        f"{counted(size.microbatches, 'microbatch')}: {type(error).__name__}: {error}",
+                        hint="mend its generator, or refuse such sizes with requires",
+                        where=f"{place.filename}:{place.lineno}") from error
 
 
 def build(name: str, placement: Placement, microbatches: int, update_every: int | None = None,

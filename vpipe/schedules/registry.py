@@ -77,6 +77,7 @@ class Recipe:
     search: Search | None = None
 
 
+_LIBRARY = "vpipe.schedules.library."
 _RECIPES: dict[str, Recipe] = {}
 
 
@@ -100,14 +101,28 @@ def register_schedule(name: str, *, flush: bool, layout: Layout = Layout.LOOP, c
                       any_chunks: bool = False, peak_activations: Bound = _everything, versions: Bound = _one_version,
                       update_every: Callable[[int], int] = _every_microbatch,
                       requires: Constraint = _nothing, search: Search | None = None) -> Callable[[Program], Program]:
-    """Make the decorated generator known as ``name``; see :class:`Recipe` for the rest."""
+    """Make the decorated generator known as ``name``; see :class:`Recipe` for the rest.
+
+    Raises:
+        UserError: another schedule has that name. The same definition, executed again, replaces itself.
+    """
 
     def register(program: Program) -> Program:
+        if not _definition(program).startswith(_LIBRARY):
+            _find_all()  # so that a name of the library is known to be taken
+        if name in _RECIPES and _definition(_RECIPES[name].program) != _definition(program):
+            raise UserError(f"there is already a schedule called '{name}': {_definition(_RECIPES[name].program)}",
+                            hint="choose another name")
         _RECIPES[name] = Recipe(name, program, flush, layout, chunks, any_chunks, peak_activations, versions,
                                 update_every, requires, search)
         return program
 
     return register
+
+
+def _definition(program: Program) -> str:
+    """Where a generator is defined: ``module.function``."""
+    return f"{getattr(program, '__module__', None)}.{getattr(program, '__qualname__', repr(program))}"
 
 
 def recipe_named(name: str) -> Recipe:
@@ -116,6 +131,9 @@ def recipe_named(name: str) -> Recipe:
     Raises:
         UserError: there is none; the hint names the nearest.
     """
+    if not isinstance(name, str):
+        raise UserError(f"the schedule is {name!r}, which is no name",
+                        hint="give the name of a schedule, such as 1f1b, or the path of a CSV file, as text")
     names = schedule_names()
     if name not in names:
         raise UserError(f"no schedule is called '{name}'", hint=nearest(name, names))
@@ -131,5 +149,5 @@ def schedule_names() -> list[str]:
 @cache
 def _find_all() -> None:
     """Import every module of the library, so that a schedule is added by one file in it."""
-    for module in pkgutil.iter_modules(vpipe.schedules.library.__path__, prefix="vpipe.schedules.library."):
+    for module in pkgutil.iter_modules(vpipe.schedules.library.__path__, prefix=_LIBRARY):
         importlib.import_module(module.name)

@@ -81,7 +81,7 @@ class Job:
             "model": config.model.model_copy(update={"vocab_size": vocab_size}),
             "parallel": parallel.model_copy(update={
                 "partition": partition, "update_every": None if schedule.flush else schedule.update_every})})
-        job = cls(config, dataset, model, schedule, _updates(config, dataset))
+        job = cls(config, dataset, model, schedule, _updates(config, dataset, schedule))
         job.policy()
         job.evaluation_batches(())
         next(dataset.batches("train", config.dataset.batch_size, seed=0, fields=()))
@@ -128,10 +128,13 @@ class Job:
         return (batch for batch, _ in zip(held_out, range(self.config.training.evaluation_batches), strict=False))
 
 
-def _updates(config: Config, dataset: Dataset) -> int | None:
+def _updates(config: Config, dataset: Dataset, schedule: Schedule) -> int | None:
     """The first of the limits that count updates."""
     training = config.training
-    limits = [training.max_steps] if training.max_steps is not None else []
+    limits = []
+    if training.max_steps is not None:
+        whole = config.updates_per_batch if schedule.recipe is None else 1  # a file ends with its batch
+        limits.append(-(-training.max_steps // whole) * whole)
     if training.epochs is not None:
         batches = dataset.samples("train") // config.dataset.batch_size
         limits.append(training.epochs * batches * config.updates_per_batch)

@@ -55,7 +55,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Training:
     """How to train, as :class:`vpipe.Pipeline` takes it."""
 
     optimizer: MakeOptimizer
@@ -66,7 +66,7 @@ class Recipe:
     trail: Trail | None = None  # where to note every update
 
 
-def flush_oracle(model: Model, batches: Iterable[Batch], recipe: Recipe,
+def flush_oracle(model: Model, batches: Iterable[Batch], recipe: Training,
                  sides_apart: Sequence[int] | None = None) -> Run:
     """Plain PyTorch on one device: the microbatches' gradients accumulate, then one step.
 
@@ -87,10 +87,13 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: Recipe,
                             (recipe.seed, update, m))
             torch.autograd.backward(loss / recipe.microbatches)
             losses.append(loss.detach())
-        for side, owner in apart.items():
+        parts: dict[nn.Parameter, Tensor] = {}
+        for side, owner in reversed(apart.items()):  # the last stage's part first, as autograd sums
             if side.grad is not None:
-                owner.grad = side.grad if owner.grad is None else owner.grad + side.grad
+                parts[owner] = parts[owner] + side.grad if owner in parts else side.grad
                 side.grad = None
+        for owner, part in parts.items():
+            owner.grad = part if owner.grad is None else owner.grad + part
         if recipe.trail is not None:
             recipe.trail.gradients(update, {name: p.grad for name, p in parameters.items()})
         if recipe.clip is not None:
@@ -108,7 +111,7 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: Recipe,
     return run
 
 
-def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Recipe, partition: Sequence[int],
+def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training, partition: Sequence[int],
                         update_every: int = 1, drained_at: Sequence[int] = (),
                         version_of: VersionRule = VERSIONS["pipedream"]) -> Run:
     """An asynchronous run in one sequential program; a tied weight follows the versions of the stage that owns it.
@@ -258,14 +261,15 @@ def _names_used(model: Model, whole: nn.ModuleDict, sides: Mapping[str, str]) ->
 
 
 def _split_sides(model: Model, whole: nn.ModuleDict, partition: Sequence[int]) -> dict[nn.Parameter, nn.Parameter]:
-    """Give the far side of every tie across stages a parameter of its own: it -> the owner's."""
+    """Give every stage that borrows a weight a parameter of its own for all its uses there: it -> the owner's."""
     apart = {}
     for spec in split(model, partition):
+        sides: dict[str, nn.Parameter] = {}
         for own, (_, target) in spec.borrowed.items():
             layer, name = split_target(own, model.layers)
             owner_layer, owner_name = split_target(resolve_tie(model, target), model.layers)
             owner = whole[owner_layer].get_parameter(owner_name)
-            side = nn.Parameter(owner.detach().clone())
+            side = sides.setdefault(target, nn.Parameter(owner.detach().clone()))
             set_parameter(whole[layer], name, side)
             apart[side] = owner
     return apart

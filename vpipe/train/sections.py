@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from vpipe.errors import nearest
+from vpipe.errors import UserError, nearest
 from vpipe.schedules.arrange import has_flush, is_file
 from vpipe.schedules.registry import recipe_named, schedule_names
 from vpipe.schedules.size import Placement
@@ -251,16 +251,27 @@ class ParallelSection(Section):
                 yield Mistake((key,), f"has {_count(entries)} for {stages} stages", "give one entry per stage")
         if self.stage_to_rank_map is not None:
             yield from self._placement(self.stage_to_rank_map)
-        if not is_file(self.schedule) and self.schedule not in schedule_names():
-            yield Mistake(("schedule",), f"is '{self.schedule}', which is no schedule of this version",
-                          nearest(self.schedule, schedule_names()))
-        elif (self.update_every or 1) > 1 and not self.asynchronous:
-            yield Mistake(("update_every",), f"is {self.update_every}, but the schedule {self.schedule} updates once "
-                          "per batch", "leave it out; training.num_microbatches says how many microbatches a batch has")
+        yield from self._schedule()
         depths = tuple(range(stages - 1, -1, -1))
         if self.warmup_depth and len(self.warmup_depth) == stages and self.warmup_depth != depths:
             yield unavailable("warmup_depth", f"the depths {list(self.warmup_depth)} where these stages have "
                               f"{list(depths)} by themselves", "leave it out")
+
+    def _schedule(self) -> Iterator[Mistake]:
+        if not is_file(self.schedule) and self.schedule not in schedule_names():
+            yield Mistake(("schedule",), f"is '{self.schedule}', which is no schedule of this version",
+                          nearest(self.schedule, schedule_names()))
+            return
+        try:
+            flush = has_flush(self.schedule)
+        except UserError as error:  # of a file
+            [problem] = error.problems
+            place = f" ({problem.where})" if problem.where else ""
+            yield Mistake(("schedule",), f"names no schedule: {problem.what}{place}", problem.hint)
+            return
+        if (self.update_every or 1) > 1 and flush:
+            yield Mistake(("update_every",), f"is {self.update_every}, but the schedule {self.schedule} updates once "
+                          "per batch", "leave it out; training.num_microbatches says how many microbatches a batch has")
 
     def _unavailable(self) -> Iterator[Mistake]:
         if self.data_parallel_size > 1:

@@ -5,11 +5,12 @@ With a flush the oracle is plain PyTorch on one device, without one the sequenti
 come in another order. A weight tied across two stages has such a sum: the pipeline adds up each side's gradients
 of an update before the two sides meet. The oracle does the same and must be met to the bit; plain PyTorch, which
 adds the sides microbatch by microbatch, is compared within :attr:`Reference.bound`. A schedule from a file may
-complete its microbatches out of order; then that bound is all that holds.
+complete its microbatches out of order; then that bound is all that holds, for losses and norms.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -18,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vpipe.errors import RunError
 from vpipe.launch.world import join_world
 from vpipe.model.split import split, ties_between
 from vpipe.pipeline import Pipeline
@@ -27,7 +29,7 @@ from vpipe.schedules.order import Schedule, build
 from vpipe.schedules.reading import Reading
 from vpipe.train.job import Job
 from vpipe.train.loop import build as build_pipeline
-from vpipe.train.oracle import VERSIONS, Recipe, VersionRule, asynchronous_oracle, flush_oracle
+from vpipe.train.oracle import VERSIONS, Training, VersionRule, asynchronous_oracle, flush_oracle
 from vpipe.train.trail import Trail
 
 
@@ -38,7 +40,9 @@ class Reference:
     Attributes:
         name: of the oracle.
         trail: what it gave.
-        bound: how far a loss or a norm may be from it, relatively; 0: not at all, and no weight either.
+        bound: how far a loss or a norm may be from it, relatively; 0: not at all, and no weight either. Where it is
+            above 0 nothing is said of the weights: an adaptive optimizer makes a whole step of the rounding of a
+            gradient near 0.
     """
 
     name: str
@@ -54,7 +58,7 @@ class Difference:
         update: its number.
         loss, gradient_norm: of the run; the norm before clipping.
         loss_difference, norm_difference: from the reference, relative to it.
-        weight_difference: the largest of any weight after the update, absolutely.
+        weight_difference: the largest of any weight after the update, absolutely; infinite where one is no number.
         weight: where that is; None when there is no difference.
     """
 
@@ -69,7 +73,7 @@ class Difference:
     def within(self, bound: float) -> bool:
         """Whether the run is as near as it must be. A number that is none (NaN) is never near."""
         near = self.loss_difference <= bound and self.norm_difference <= bound
-        return near and (bound > 0 or self.weight_difference == 0)
+        return near and (math.isfinite(self.weight_difference) if bound else self.weight_difference == 0)
 
 
 def updates_of(job: Job, steps: int) -> int:
@@ -90,8 +94,8 @@ def references(job: Job, updates: int) -> Iterator[Reference]:
     rounding = 2 * training.num_microbatches * updates * torch.finfo(torch.float32).eps
     bound = 0.0 if _in_order(schedule) else rounding
 
-    def recipe(trail: Trail) -> Recipe:
-        return Recipe(job.optimizer().from_named, training.num_microbatches, training.seed, job.policy(),
+    def recipe(trail: Trail) -> Training:
+        return Training(job.optimizer().from_named, training.num_microbatches, training.seed, job.policy(),
                       training.grad_clip, trail)
 
     trail = Trail()
@@ -112,14 +116,21 @@ def references(job: Job, updates: int) -> Iterator[Reference]:
 
 
 def compare(trail: Trail, reference: Trail) -> Iterator[Difference]:
-    """Every update of a run beside the reference's."""
+    """Every update of a run beside the reference's.
+
+    Raises:
+        RunError: it made fewer or more.
+    """
+    if len(trail.losses) != len(reference.losses):
+        raise RunError(f"the run made {len(trail.losses)} updates, its oracle {len(reference.losses)}",
+                       hint="this is a defect of vpipe: please report it")
     for update, (loss, expected) in enumerate(zip(trail.losses, reference.losses, strict=True)):
         weight, largest = None, 0.0
         values = reference.values[update]
         assert values.keys() == trail.values[update].keys(), "both train the same parameters"
         for name, value in trail.values[update].items():
             difference = _largest(value, values[name])
-            if not difference <= largest:  # also when it is no number
+            if difference > largest:
                 weight, largest = name, difference
         norm, expected_norm = trail.norm(update), reference.norm(update)
         yield Difference(update, loss, norm, _relative(loss, expected), _relative(norm, expected_norm), largest, weight)
@@ -173,7 +184,10 @@ def _in_order(schedule: Schedule) -> bool:
 
 
 def _largest(ours: Tensor, theirs: Tensor) -> float:
-    return 0.0 if torch.equal(ours, theirs) else float((ours - theirs).abs().max())
+    if torch.equal(ours, theirs):
+        return 0.0
+    difference = float((ours - theirs).abs().max())
+    return math.inf if math.isnan(difference) else difference
 
 
 def _relative(ours: float, theirs: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from vpipe.errors import counted
 from vpipe.schedules.action import PER_MICROBATCH, Action, Op
 from vpipe.schedules.grid import fault
 from vpipe.schedules.reading import Reading
@@ -19,9 +20,11 @@ def placement(reading: Reading) -> None:
     ranks = len(schedule.programs)
     for stage, held_by in enumerate(schedule.placement):
         if len(held_by) != 1:
-            raise fault(schedule, f"stage {stage} lives on {len(held_by)} ranks {held_by}", "give every stage one rank")
+            raise fault(schedule, f"stage {stage} lives on {counted(len(held_by), 'rank')} {held_by}",
+                        "give every stage one rank")
         if not 0 <= held_by[0] < ranks:
-            raise fault(schedule, f"stage {stage} lives on rank {held_by[0]}, but there are programs for {ranks} ranks",
+            raise fault(schedule, f"stage {stage} lives on rank {held_by[0]}, but there are programs for "
+                        f"{counted(ranks, 'rank')}",
                         "add the program of that rank, or place the stage on another", (max(held_by[0], 0), 0))
     for rank in set(range(ranks)) - {rank for held_by in schedule.placement for rank in held_by}:
         raise fault(schedule, f"rank {rank} has a program but no stage", "start fewer ranks, or place a stage on it",
@@ -33,8 +36,9 @@ def placement(reading: Reading) -> None:
                         f"{schedule.stages - 1}, borrow it")
     for action, (rank, position) in reading.actions():
         if action.stage >= schedule.stages:
-            raise fault(schedule, f"{action} on rank {rank}: there are {schedule.stages} stages",
-                        f"use stages 0 to {schedule.stages - 1}", (rank, position))
+            raise fault(schedule, f"{action} on rank {rank}: there "
+                        f"{'is' if schedule.stages == 1 else 'are'} {counted(schedule.stages, 'stage')}",
+                        f"use {_range('stage', 0, schedule.stages)}", (rank, position))
         borrowed = action.op in (Op.RECV_W, Op.SEND_G)
         homes = reading.borrowing.get(action.stage, ()) if borrowed else schedule.placement[action.stage]
         if rank not in homes:
@@ -43,8 +47,16 @@ def placement(reading: Reading) -> None:
                         "move the action to that rank, or change the placement", (rank, position))
 
 
+def _range(word: str, first: int, beyond: int) -> str:
+    return f"{word} {first}" if beyond == first + 1 else f"{counted(2, word)[2:]} {first} to {beyond - 1}"
+
+
 def _ranks(homes: Collection[int]) -> str:
     return f"rank {' and '.join(map(str, sorted(homes)))}" if homes else "no rank"
+
+
+_NAMES = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.INPUT: "input half of the backward",
+          Op.WEIGHT: "weight half of the backward"}
 
 
 def indices(reading: Reading) -> None:
@@ -57,9 +69,9 @@ def indices(reading: Reading) -> None:
         elif action.op in (Op.SEND_W, Op.RECV_W, Op.USE):
             first, beyond, word = int(action.op is not Op.USE), reading.updates + 1, "version"
         if not first <= action.microbatch < beyond:
-            raise fault(schedule, f"{action}: there is no {word} {action.microbatch} with {schedule.microbatches} "
-                        f"microbatches and an update every {schedule.update_every}",
-                        f"use {word}s {first} to {beyond - 1}, or leave the action out", spot)
+            raise fault(schedule, f"{action}: there is no {word} {action.microbatch} with "
+                        f"{counted(schedule.microbatches, 'microbatch')} and an update every {schedule.update_every}",
+                        f"use {_range(word, first, beyond)}, or leave the action out", spot)
 
 
 def completeness(reading: Reading) -> None:
@@ -82,9 +94,10 @@ def completeness(reading: Reading) -> None:
                 if len(spots) != 1:
                     there = [reading.where[other][0] for other in backward if other in reading.where]
                     mark = spots[-1] if spots else there[0] if there else reading.end(reading.rank_of(stage))
-                    raise fault(schedule, f"{action} stands {len(spots)} times in the programs",
-                                "every microbatch goes forward and backward exactly once on every stage; backward "
-                                "is either B, or I and W", mark)
+                    what = f"stands {len(spots)} times in the programs" if spots else \
+                        f"is missing: stage {stage} has no {_NAMES[action.op]} of microbatch {microbatch}"
+                    raise fault(schedule, f"{action} {what}", "every microbatch goes forward and backward exactly "
+                                "once on every stage; backward is either B, or I and W", mark)
             recompute = Action(Op.RECOMPUTE, stage, microbatch)
             if len(spots := reading.where.get(recompute, ())) > 1:
                 raise fault(schedule, f"{recompute} stands {len(spots)} times in the programs",

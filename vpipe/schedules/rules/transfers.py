@@ -46,7 +46,7 @@ def precedence(reading: Reading) -> None:
         for before in needed:
             there = reading.position(before, rank)
             if there is None or there > position:
-                state = "is not there" if there is None else f"stands {there - position} actions behind it"
+                state = "is not there" if there is None else "comes only later in the row"
                 raise fault(reading.schedule, f"{action} on rank {rank} needs {before} before it, which {state}",
                             f"place {before} before {action}", (rank, position))
 
@@ -61,6 +61,21 @@ def last_versions(reading: Reading) -> None:
             if reading.position(last, rank) is None:
                 raise fault(reading.schedule, f"rank {rank} borrows the tied weights of stage {owner} and never "
                             f"receives their last version {reading.updates}", f"add {last}", reading.end(rank))
+
+
+def borrowed_versions(reading: Reading) -> None:
+    """The forwards of a rank use the versions of a borrowed weight in their order: an older one is not kept."""
+    latest: dict[tuple[int, int], int] = {}  # by rank and owner
+    for action, (rank, position) in reading.actions():
+        for owner, borrowers in reading.schedule.ties.items():
+            if action.op is not Op.FORWARD or action.stage not in borrowers:
+                continue
+            version = reading.version[owner, action.microbatch]
+            if version < latest.get((rank, owner), 0):
+                raise fault(reading.schedule, f"{action} on rank {rank} uses version {version} of the tied weights of "
+                            f"stage {owner}, after a forward that uses version {latest[rank, owner]}",
+                            "run the microbatches of an update before those of later updates", (rank, position))
+            latest[rank, owner] = version
 
 
 def channel_order(reading: Reading) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vpipe.errors import counted
 from vpipe.schedules.action import COMPLETES, Action, Op
 from vpipe.schedules.grid import fault
 from vpipe.schedules.reading import Reading
@@ -30,11 +31,12 @@ def updates(reading: Reading) -> None:
                 if since != due:
                     wrong = [f"{word} {sorted(which)}" for word, which in
                              (("those missing are", due - since), ("those of other updates are", since - due)) if which]
-                    raise fault(schedule, f"{action} must use the gradients of microbatches {min(due)} to {max(due)}; "
-                                f"{', '.join(wrong)}", "place the step right behind the last backward, or weight half, "
-                                "of its update", spot)
+                    span = f"microbatch {min(due)}" if len(due) == 1 else f"microbatches {min(due)} to {max(due)}"
+                    raise fault(schedule, f"{action} must use the gradients of {span}; {', '.join(wrong)}",
+                                "place the step right behind the last backward, or weight half, of its update", spot)
                 if schedule.flush and flying:
-                    raise fault(schedule, f"{action} with {flying} microbatches in flight, in a schedule with a flush",
+                    raise fault(schedule, f"{action} with {counted(flying, 'microbatch')} in flight, in a schedule "
+                                "with a flush",
                                 "let every backward run before the step", spot)
                 steps, since = steps + 1, set()
         if steps != reading.updates:
@@ -42,7 +44,7 @@ def updates(reading: Reading) -> None:
                         "step every update once, in order", reading.end(reading.rank_of(stage)))
         if since:
             raise fault(schedule, f"no update of stage {stage} uses the gradients of microbatches {sorted(since)}",
-                        f"take a multiple of {schedule.update_every} microbatches, one update's",
+                        f"take a multiple of {counted(schedule.update_every, 'microbatch')}, one update's",
                         reading.end(reading.rank_of(stage)))
 
 
@@ -86,7 +88,8 @@ def norms(reading: Reading) -> None:
             spots = reading.where.get(norm, ())
             position, step = first_step[rank, update]
             if len(spots) != 1:
-                raise fault(schedule, f"{norm} stands {len(spots)} times in the programs",
+                state = f"stands {len(spots)} times in the programs" if spots else "is missing"
+                raise fault(schedule, f"{norm} {state}",
                             "publish the norm of every update once per stage, or exchange no norms at all",
                             spots[-1] if spots else (rank, position))
             last = max(reading.where[reading.completing(stage, microbatch)][0]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
-from vpipe.errors import CheckError, UserError
+from vpipe.errors import CheckError, UserError, counted
 from vpipe.schedules.action import RETURNS, Action, Op
 from vpipe.schedules.facts import rank_facts
 from vpipe.schedules.order import Schedule, build
@@ -91,7 +91,7 @@ class _Problem:
     def __init__(self, placement: Placement, microbatches: int, costs: Costs | None, limits: Limits) -> None:
         ranks = len({rank for held_by in placement for rank in held_by})
         if not placement or microbatches < 1:
-            raise UserError(f"{len(placement)} stages and {microbatches} microbatches",
+            raise UserError(f"{counted(len(placement), 'stage')} and {counted(microbatches, 'microbatch')}",
                             hint="a pipeline needs at least one of each")
         self._placement, self._microbatches = placement, microbatches
         self._costs = costs or Costs.uniform(Size(ranks, microbatches, max(1, len(placement) // ranks), microbatches))

@@ -1,0 +1,103 @@
+"""Registering schedules, and generators that are wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vpipe.errors import UserError
+from vpipe.schedules import registry
+from vpipe.schedules.action import Action, backward, forward, step
+from vpipe.schedules.arrange import Wanted
+from vpipe.schedules.check import prove
+from vpipe.schedules.registry import recipe_named, register_schedule
+from vpipe.schedules.size import default_placement
+
+
+@pytest.fixture(autouse=True)
+def _names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names that a test adds go with it."""
+    recipe_named("1f1b")
+    monkeypatch.setattr(registry, "_RECIPES", dict(registry._RECIPES))
+
+
+def good(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    yield from (act(rank, microbatch) for microbatch in range(microbatches) for act in (forward, backward))
+    yield step(rank, 0)
+
+
+def test_a_name_is_given_once() -> None:
+    def other(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+        yield from good(rank, ranks, microbatches)
+
+    for _ in range(2):  # a cell of a notebook, run twice
+        register_schedule("mine", flush=True)(good)
+    with pytest.raises(UserError, match=r"there is already a schedule called 'mine': .*good\nhint: choose another"):
+        register_schedule("mine", flush=True)(other)
+    with pytest.raises(UserError, match="already a schedule called '1f1b': vpipe"):
+        register_schedule("1f1b", flush=True)(good)
+    assert recipe_named("mine").program is good
+
+
+def test_a_name_of_the_library_is_taken_before_the_library_is_loaded() -> None:
+    code = ("from vpipe.schedules.registry import register_schedule\n"
+            "try:\n    register_schedule('zb_v', flush=True)(lambda rank, ranks, microbatches: ())\n"
+            "except ValueError as error:\n    print(error)")
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
+    assert "already a schedule called 'zb_v'" in done.stdout
+
+
+def text(rank: int, ranks: int, microbatches: int) -> Iterator[Any]:
+    yield "0F0"
+
+
+def nothing(rank: int, ranks: int, microbatches: int) -> None:
+    return None
+
+
+def fails(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    yield forward(rank, 1 // (rank - 1))
+
+
+def narrow(rank: int) -> Iterator[Action]:
+    yield forward(rank, 0)
+
+
+@pytest.mark.parametrize(("program", "what", "hint"), [
+    (text, "schedule 'mine' yields '0F0' on rank 0, which is no Action", "yield actions: forward(stage, microbatch)"),
+    (nothing, "schedule 'mine' gives None for rank 0, not actions", "yield actions: "),
+    (fails, "schedule 'mine' fails on rank 1 of 2 with 1 microbatch: ZeroDivisionError: ", "mend its generator"),
+    (narrow, "schedule 'mine' does not take rank, ranks, microbatches: too many positional arguments",
+     "define its generator with the parameters (rank, ranks, microbatches)"),
+])
+def test_a_wrong_generator(program: Callable[..., Any], what: str, hint: str) -> None:
+    register_schedule("mine", flush=True)(program)
+    with pytest.raises(UserError) as caught:
+        prove("mine", default_placement(2), 1)
+    [problem] = caught.value.problems
+    assert problem.what.startswith(what)
+    assert problem.hint.startswith(hint)
+    assert (problem.where or "").startswith(__file__ if program is fails else "")
+
+
+@pytest.mark.parametrize(("wanted", "what"), [
+    (Wanted("zb_v", 6, 8, chunks=3), "chunks is 3, but 'zb_v' holds 2 stages on each rank"),
+    (Wanted("pipedream", 8, 8, chunks=2), "chunks is 2, but 'pipedream' holds 1 stage on each rank"),
+    (Wanted("interleaved", 8, 8, chunks=0), "chunks is 0"),
+    (Wanted("interleaved", 8, 8, chunks=4, placement=((0,), (1,), (2,), (3,)) * 2),
+     "chunks is 4, but the placement puts 2 stages on rank 0"),
+    (Wanted("zb_v", 7, 8), "'zb_v' holds 2 stages on each rank, which do not divide 7 stages"),
+    (Wanted("zb_v", 8, 8, ranks=1), "1 process for 8 stages, of which 'zb_v' holds 2 on each rank"),
+    (Wanted(5, 8, 8), "the schedule is 5, which is no name"),  # type: ignore[arg-type]
+    (Wanted(Path("a.csv"), 8, 8), "the schedule is PosixPath('a.csv'), which is no name"),  # type: ignore[arg-type]
+    (Wanted("1F1B", 4, 8), "no schedule is called '1F1B'"),
+])
+def test_numbers_that_do_not_fit(wanted: Wanted, what: str) -> None:
+    with pytest.raises(UserError) as caught:
+        wanted.arranged()
+    assert caught.value.problems[0].what == what

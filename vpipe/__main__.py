@@ -1,0 +1,7 @@
+"""``python -m vpipe``: the command where its script is not on the path."""
+
+import sys
+
+from vpipe.cli import main
+
+sys.exit(main())
