@@ -16,7 +16,7 @@ test: $(INSTALLED)
 	@echo "== mypy --strict"
 	@$(BIN)/mypy
 	@echo "== pytest"
-	@$(BIN)/pytest
+	@$(BIN)/pytest --numprocesses 2 --dist loadfile
 
 install: $(INSTALLED)
 

