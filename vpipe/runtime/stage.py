@@ -42,8 +42,8 @@ class Stage:
         self._spans = list(self._cut(model, spec.layers.stop - dropped))
         self._trained = {i for i, module in self.modules.items() if any(p.requires_grad for p in module.parameters())}
         self.recomputes = dropped > 0
-        self._shared = [(weights, self._in_several_spans(weights))
-                        for weights in (self.weights, *self.borrowed.values())]
+        self._shared = [(weights, names) for weights in (self.weights, *self.borrowed.values())
+                        if (names := self._in_several_spans(weights))]
 
     def _cut(self, model: Model, kept_end: int) -> Iterator[Span]:
         start, stop = self.spec.layers.start, self.spec.layers.stop
