@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vpipe.schedules.action import Action, Op, backward, forward, step, use
+from vpipe.schedules.action import Action, Op, step, use
+from vpipe.schedules.library.one_f_one_b import one_f_one_b
 from vpipe.schedules.registry import register_schedule
 
 
@@ -30,15 +31,11 @@ def pipedream(rank: int, ranks: int, microbatches: int, update_every: int = 1) -
 
     Source: Narayanan et al., PipeDream (SOSP 2019), sections 3.2 and 3.3.
     """
-    warmup = min(ranks - 1 - rank, microbatches)
-    for microbatch in range(warmup):
-        yield forward(rank, microbatch)
-    for microbatch in range(microbatches):
-        if warmup + microbatch < microbatches:
-            yield forward(rank, warmup + microbatch)
-        yield backward(rank, microbatch)
-        if (microbatch + 1) % update_every == 0:
-            yield step(rank, microbatch // update_every)
+    for action in one_f_one_b(rank, ranks, microbatches):
+        if action.op is not Op.STEP:  # that of the flush
+            yield action
+        if action.op is Op.BACKWARD and (action.microbatch + 1) % update_every == 0:
+            yield step(rank, action.microbatch // update_every)
 
 
 @register_schedule("pipedream_vertical_sync", flush=False,
