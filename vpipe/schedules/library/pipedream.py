@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from vpipe.schedules.action import Action, Op, step, use
 from vpipe.schedules.library.one_f_one_b import one_f_one_b
@@ -59,14 +59,18 @@ def pipedream_vertical_sync(rank: int, ranks: int, microbatches: int, update_eve
     """
     plain = pipedream(rank, ranks, microbatches, update_every)
     if rank == 0:
-        yield from plain
-        return
+        return plain
+    return with_versions(plain, rank, lambda microbatch: max(0, (microbatch - (ranks - 1)) // update_every))
+
+
+def with_versions(program: Iterator[Action], rank: int, version_of: Callable[[int], int]) -> Iterator[Action]:
+    """The program of PipeDream with forwards that use ``version_of(microbatch)`` instead of the latest version."""
     yield use(rank, 0)
     used = due = 0  # versions, of the last forward and of the next
-    for action in plain:
+    for action in program:
         if action.op is not Op.BACKWARD and used < due:  # also before a step, which would make one version too many
             yield use(rank, due)
             used = due
         if action.op is Op.FORWARD:
-            due = max(0, (action.microbatch + 1 - (ranks - 1)) // update_every)
+            due = version_of(action.microbatch + 1)
         yield action

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vpipe.schedules.action import Action, backward, forward, step, use
+from vpipe.schedules.action import Action
+from vpipe.schedules.library.pipedream import pipedream, with_versions
 from vpipe.schedules.registry import register_schedule
 
 
@@ -29,20 +30,5 @@ def two_bw(rank: int, ranks: int, microbatches: int, update_every: int) -> Itera
 
     Source: Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training (arXiv:2006.09503), section 3.1.
     """
-    warmup = ranks - 1 - rank
-    yield use(rank, 0)
-    for microbatch in range(min(warmup, microbatches)):
-        yield forward(rank, microbatch)
-    for microbatch in range(microbatches):
-        ahead = warmup + microbatch
-        group, first = divmod(ahead, update_every)
-        if first == 0 and group >= 2 and warmup > 0:
-            yield use(rank, group - 1)
-        if ahead < microbatches:
-            yield forward(rank, ahead)
-        yield backward(rank, microbatch)
-        if (microbatch + 1) % update_every == 0:
-            update = microbatch // update_every
-            if update > 0 and warmup == 0:  # the step would make a third version before the next forward changes over
-                yield use(rank, update)
-            yield step(rank, update)
+    plain = pipedream(rank, ranks, microbatches, update_every)
+    return with_versions(plain, rank, lambda microbatch: max(0, microbatch // update_every - 1))
