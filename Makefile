@@ -1,11 +1,12 @@
 # make train   installs into .venv and trains BERT-mini through a four-stage pipeline
 # make test    the whole suite: ruff, mypy strict, pytest
+# make test-system    over several hosts: ssh between network namespaces, a SLURM; installs both when root on Debian
 
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: train test install
+.PHONY: train test test-system install
 
 train: $(INSTALLED)
 	$(BIN)/vpipe train configs/bert_mini_4stage.yaml
@@ -17,6 +18,12 @@ test: $(INSTALLED)
 	@$(BIN)/mypy
 	@echo "== pytest"
 	@$(BIN)/pytest --numprocesses 2 --dist loadfile
+
+test-system: $(INSTALLED)
+	@echo "== installing ssh and SLURM"
+	@tests/system/install
+	@echo "== pytest tests/system"
+	@$(BIN)/pytest tests/system -m system -rs
 
 install: $(INSTALLED)
 

@@ -71,8 +71,9 @@ def check_updates(run: Path, count: int | None = None) -> None:
 def oracle(job: Job, updates: int, drained_at: tuple[int, ...] = ()) -> Run:
     """What a sequential program computes for the first ``updates`` of a job."""
     config = job.config
-    fields, per_batch = tuple(job.dataset.fields), config.updates_per_batch
-    batches = list(islice(job.training_batches(fields), -(-updates // per_batch)))
+    fields, per_step = tuple(job.dataset.fields), job.schedule.rounds.per_step
+    count = -(-updates * per_step // config.training.num_microbatches)
+    batches = list(islice(job.training_batches(fields), count))
     recipe = Training(job.optimizer().from_named, config.training.num_microbatches, seed=config.training.seed,
                     factor=job.policy(), clip=config.training.grad_clip)
     partition = config.parallel.partition

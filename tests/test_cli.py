@@ -422,6 +422,24 @@ LARGE = ["--stages", "4", "--microbatches", "8"]
     (["a.csv", "--microbatches", "3"], "--microbatches is 3, but 'a.csv' has 1", "leave --microbatches out"),
     (["a.csv", "--chunks", "1"], "--chunks does not go with a file", "leave it out"),
     (["bad.csv"], "'0X0' in cell 2 of rank 0 is not an action (bad.csv:1)", "write <stage><operation><index>"),
+    (["1f1b", "--widths", "2", "--microbatches", "8"], "--stages is missing", "say how large"),
+    (["1f1b", *LARGE, "--widths", "2,1,1"], "--widths has 3 numbers, but --stages is 4",
+     "give 4 numbers, or one for all, or leave --stages out"),
+    (["1f1b", *LARGE, "--widths", "2,,1,1"], "--widths has '', which is no number of replicas", "write --widths 2,1"),
+    (["1f1b", *LARGE, "--widths", "-2"], "--widths has '-2', which is no number of replicas", "write --widths 2,1"),
+    (["1f1b", *LARGE, "--widths", "1,9,1,1"], "9 replicas for 8 microbatches: some would have nothing to do",
+     "use 9 microbatches or more, or fewer replicas"),
+    (["pipedream", *LARGE, "--widths", "9"], "9 replicas for 8 microbatches", "use 9 microbatches or more"),
+    (["1f1b", "--microbatches", "999999", "--widths", "1,999999"],
+     "1000000 ranks and 999999 microbatches are 1,999,998,000,000 forwards and backwards or parts of sums",
+     "stay below 1,000,000"),
+    (["interleaved", "--widths", "2,1", "--microbatches", "8"],
+     "'interleaved' has equally many replicas of every stage, not 2, 1, 2, 1", "give all stages equally many"),
+    (["auto", "--widths", "2,1", "--microbatches", "8"], "'auto' has equally many replicas of every stage, not 2, 1",
+     "give all stages equally many"),
+    (["pipedream_vertical_sync", "--widths", "2,1", "--microbatches", "8"],
+     "'pipedream_vertical_sync' gives a microbatch the same version on every stage", "give all stages equally many"),
+    (["a.csv", "--widths", "2"], "--widths does not go with a file", "leave it out"),
 ])
 def test_a_wrong_schedule_command(refused: Refused, here: Path, arguments: list[str], what: str, hint: str) -> None:
     (here / "a.csv").write_text("0F0,0B0\n1F0,1B0\n")
@@ -464,6 +482,45 @@ def test_a_schedule_as_json(capsys: pytest.CaptureFixture[str]) -> None:
                                 "json", "--costs", "0.5,0.25,0,0.125"))
     assert (stream["makespan"], stream["versions"], stream["staleness"]) == (2.5, [2, 1], [1, 0])
     assert type(stream["bubble"]) is int or stream["bubble"] % 1
+
+
+def test_a_schedule_with_replicas_in_every_form(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["schedule", "1f1b", "--widths", "2,1", "--microbatches", "4"]
+    found = json.loads(printed(capsys, *command, "--format", "json"))
+    assert (found["placement"], found["peak_activations"]) == ([[0, 1], [2]], [2, 2, 1])
+    assert found["programs"][:2] == [["0F0", "0F2", "0B0", "0B2", "0STEP0"], ["0F1", "0F3", "0B1", "0B3", "0STEP0"]]
+    assert json.loads(printed(capsys, *command, "--stages", "2", "--format", "json")) == found
+    (here / "a.csv").write_text(printed(capsys, *command, "--format", "csv"))
+    assert printed(capsys, "simulate", "a.csv") == printed(capsys, *command).replace("1f1b:", "a.csv:")
+    assert printed(capsys, "check", "a.csv") == """\
+ok: a.csv: 3 ranks, 2 stages with 2, 1 replicas, 4 microbatches, flush, 19 actions
+no deadlock, whether sends wait for their receives or not; with the transfers that vpipe adds
+peak activations per rank: 2 2 1; versions per stage: 1 1; staleness: 0 0
+"""
+    assert "rank 1 (stage 0, 2 of 2)" in printed(capsys, "schedule", "a.csv", "--stages", "2", "--format", "svg")
+    (here / "a.csv").write_text(write_csv(lower(build("1f1b", ((0, 1), (2,)), 4))))
+    assert "37 actions, 16 of them transfers\n" in printed(capsys, "check", "a.csv")
+    (here / "a.csv").write_text((here / "a.csv").read_text().replace("0REDUCE_GRAD0,", "", 1))
+    assert main(["check", "a.csv"]) == 2
+    assert "0REDUCE_GRAD0 is missing on rank 0" in capsys.readouterr().err
+
+
+def test_auto_with_replicas_searches_for_each(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--stages", "2", "--microbatches", "4", "--format", "json", "--chunks", "1")
+    alone = json.loads(printed(capsys, "schedule", "auto", *arguments))
+    two = json.loads(printed(capsys, "schedule", "auto", *arguments[:3], "8", *arguments[4:], "--widths", "2"))
+    assert (two["placement"], two["makespan"]) == ([[0, 1], [2, 3]], alone["makespan"])
+
+
+def test_all_schedules_with_replicas(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, "schedule", "--all", "--stages", "2", "--widths", "2", "--microbatches", "8").splitlines()
+    assert lines[0] == "4 ranks (2 replicas each), 8 microbatches, F 1, I 1, W 1, transfer 0"
+    assert {line.split()[0] for line in lines[3:lines.index("", 3)]} == set(schedule_names())
+    assert not [line for line in lines if "not possible" in line]
+    lines = printed(capsys, "schedule", "--all", "--widths", "2,1", "--microbatches", "8").splitlines()
+    assert lines[0].startswith("3 ranks (2, 1 replicas), 8 microbatches")
+    assert any(line.startswith("1f1b ") and "not possible" not in line for line in lines)
+    assert any(line.startswith("zb_v ") and "not possible: 'zb_v' has equally many replicas" in line for line in lines)
 
 
 def test_all_schedules_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -141,12 +141,14 @@ def test_what_the_page_calls_refused_is(file: str, setting: str, monkeypatch: py
 # -- docs/schedules.md ---------------------------------------------------------------------------------
 
 SCHEDULES_PAGE = ROOT / "docs" / "schedules.md"
+REPLICAS = ["pipedream", "--widths", "2,1", "--microbatches", "8"]
 COMPARED = ["schedule", "--all", "--stages", "4", "--microbatches", "8"]
 
 
 def drawing(name: str) -> list[str]:
     """The command that draws a schedule of the page."""
-    return ["schedule", name, "--stages", "4", "--microbatches", "16" if name == "2bw" else "8", "--format", "svg"]
+    size = REPLICAS if name == "replicas" else [name, "--stages", "4", "--microbatches", "16" if name == "2bw" else "8"]
+    return ["schedule", *size, "--format", "svg"]
 
 
 def printed(arguments: list[str]) -> str:
@@ -155,10 +157,10 @@ def printed(arguments: list[str]) -> str:
     return out.getvalue()
 
 
-@pytest.mark.parametrize("name", schedule_names())
+@pytest.mark.parametrize("name", [*schedule_names(), "replicas"])
 def test_every_schedule_has_its_picture_of_today(name: str) -> None:
     picture = ROOT / "docs" / "schedules" / f"{name}.svg"
-    assert f"### {name}\n" in SCHEDULES_PAGE.read_text()
+    assert f"### {name}\n" in SCHEDULES_PAGE.read_text() or " ".join(REPLICAS) in SCHEDULES_PAGE.read_text()
     assert f"![{name}](schedules/{name}.svg)" in SCHEDULES_PAGE.read_text()
     assert picture.read_text() == printed(drawing(name)), "python tests/test_docs.py draws it anew"
 
@@ -311,7 +313,7 @@ if __name__ == "__main__":
     for title, keys in sections().items():
         print(f"\n### {title}\n\n| key | values | default | meaning |\n|---|---|---|---|")
         print("\n".join(f"| {' | '.join(row)} |" for row in rows(keys)))
-    for schedule in schedule_names():
+    for schedule in [*schedule_names(), "replicas"]:
         (ROOT / "docs" / "schedules" / f"{schedule}.svg").write_text(printed(drawing(schedule)))
     compared = printed(COMPARED)
     SCHEDULES_PAGE.write_text(re.sub(r"(## Compared\n.*?```\n).*?```", lambda found: f"{found[1]}{compared}```",

@@ -104,11 +104,24 @@ def test_what_needs_no_torch_does_not_load_it(use: str) -> None:
      "error: '1f1b' holds 1 stage on each rank, but 2 stages on 1 rank are asked for\n"
      "hint: use 1 stages, or another number of ranks"),
     ({"stages": 2, "placement": [[0, 1], [2]]},
-     "error: the placement [[0, 1], [2]] does not give every stage one rank\n"
-     "hint: list one rank per stage: replicated stages are not available in this version"),
+     "error: 2 replicas of stage 0 for 1 microbatch: some would have nothing to do\n"
+     "hint: use 2 microbatches or more, or fewer replicas"),
+    ({"stages": 2, "placement": [[0, 1], [3]], "microbatches": 4},
+     "error: the placement [[0, 1], [3]] names ranks up to 3, but never rank 2\n"
+     "hint: number the ranks from 0 without a gap"),
+    ({"stages": 2, "placement": [[0, 1], [1]], "microbatches": 4},
+     "error: rank 1 is among the ranks [0, 1] of one stage and [1] of another\n"
+     "hint: stages either have all their ranks in common, or none"),
+    ({"stages": 2, "placement": [[0, 0], [1]], "microbatches": 4},
+     "error: rank 0 stands twice among the ranks [0, 0] of a stage\n"
+     "hint: stages either have all their ranks in common, or none"),
+    ({"stages": 2, "placement": [[0, 1], []], "microbatches": 4},
+     "error: the placement [[0, 1], []] gives stage 1 no rank\nhint: list the ranks of every stage, at least one"),
+    ({"stages": 4, "placement": [[0, 1], [2], [0, 1], [2]], "microbatches": 4, "schedule": "interleaved"},
+     "error: 'interleaved' has equally many replicas of every stage, not 2, 1, 2, 1\nhint: give all stages equally many, or take a "
+     "schedule with one stage per rank, such as 1f1b or pipedream"),
     ({"stages": 2, "placement": [[0]]},
-     "error: the placement [[0]] does not give each of 2 stages a rank, with ranks 0 to 0 all in use\n"
-     "hint: list one rank per stage, and number the ranks from 0 without a gap"),
+     "error: the placement [[0]] is one of 1 stage, but there are 2\nhint: list the ranks of every stage"),
     ({"stages": 3, "schedule": "zb_v", "microbatches": 4},
      "error: 'zb_v' holds 2 stages on each rank, which do not divide 3 stages\nhint: use 2 or 4 stages"),
     ({"stages": 4, "schedule": "interleaved", "microbatches": 4, "placement": [[0], [1], [1], [0]]},

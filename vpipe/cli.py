@@ -67,6 +67,23 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(train)
     train.set_defaults(run=_train)
 
+    launch = commands.add_parser("launch", help="show what train would start, on which host")
+    launch.add_argument("--print", action="store_true", required=True, help="print the commands; starts nothing")
+    _add_config(launch)
+    launch.set_defaults(run=_launch)
+
+    slurm = commands.add_parser("slurm", help="write a batch script for SLURM, or submit it")
+    _add_config(slurm)
+    slurm.add_argument("--nodes", type=int, required=True, metavar="N", help="nodes of the job")
+    slurm.add_argument("--ranks-per-node", type=int, metavar="R", help="ranks on each; the schedule's ranks divided by "
+                       "the nodes when left out")
+    slurm.add_argument("--partition", metavar="NAME", help="SLURM's partition; its default when left out")
+    slurm.add_argument("--time", metavar="TIME", help="limit, as sbatch writes it, such as 2:00:00; the partition's "
+                       "when left out")
+    slurm.add_argument("-o", "--output", type=Path, metavar="FILE", help="where the script goes; printed when left out")
+    slurm.add_argument("--submit", action="store_true", help="hand it to sbatch and print the job's number")
+    slurm.set_defaults(run=_slurm)
+
     verify = commands.add_parser("verify", help="a few updates of a config beside plain PyTorch: the same numbers?")
     _add_config(verify)
     verify.add_argument("--steps", type=int, default=3, metavar="N", help="updates to compare; 3 when left out, more "
@@ -76,11 +93,14 @@ def _parser() -> argparse.ArgumentParser:
     schedule = commands.add_parser("schedule", help="draw a schedule, or compare all of them")
     schedule.add_argument("name", nargs="?", metavar="NAME|FILE.csv", help="a schedule by its name, or in a file")
     schedule.add_argument("--all", action="store_true", help="one table of all schedules")
-    schedule.add_argument("--stages", type=int, metavar="P", help="ranks that work at once; without --chunks a stage "
-                          "each, unless the schedule holds several")
+    schedule.add_argument("--stages", type=int, metavar="P", help="ranks that work at once, replicas counting as "
+                          "one; without --chunks a stage each, unless the schedule holds several")
     schedule.add_argument("--microbatches", type=int, metavar="M", help="per update with a flush, in all without")
     schedule.add_argument("--chunks", type=int, metavar="V", help="stages per rank")
-    schedule.add_argument("--update-every", type=int, metavar="K", help="microbatches per update without a flush")
+    schedule.add_argument("--widths", metavar="W,W,...", help="replicas of the stages of each of the P, such as 2,1; "
+                          "one number: of all alike")
+    schedule.add_argument("--update-every", type=int, metavar="K", help="microbatches per update without a flush, on "
+                          "every replica")
     schedule.add_argument("--memory", type=int, metavar="N", help="auto: the most a rank may hold, in microbatches of "
                           "all its stages")
     schedule.add_argument("--format", choices=("text", "csv", "svg", "json"), default="text")
@@ -169,28 +189,21 @@ def _verify(options: argparse.Namespace) -> None:
 
 
 def _train(options: argparse.Namespace) -> None:
-    from vpipe.train.config import load_config
+    from vpipe.commands.train import run_train
 
-    config = load_config(options.config, options.settings, options.scheduler)
-    # torch is slow to import: only when the config is worth it.
-    from vpipe.launch.folder import make_run_folder
-    from vpipe.launch.local import free_port, run_ranks
-    from vpipe.launch.machine import check_machine
-    from vpipe.train.job import Job
+    run_train(options)
 
-    check_machine(config)
-    free_port(config.parallel.master_port)  # refuses early; preparing data may take minutes
-    job = Job.of(config)
-    folder = make_run_folder(config.log_directory, job.config.resolved_yaml())
-    ranks = job.schedule.ranks
-    print(f"run folder: {folder}\n{job.config.model.name}: {len(job.model)} layers in {len(job.placement)} stages "
-          f"{list(job.config.parallel.partition)}, schedule {job.config.parallel.schedule}, "
-          + ("one process per stage" if ranks == len(job.placement) else f"{ranks} processes"), flush=True)
-    try:
-        run_ranks(ranks, folder, port=free_port(config.parallel.master_port), threads=config.training.threads,
-                  describe=job.describe)
-    finally:
-        print(f"run folder: {folder}", flush=True)
+
+def _launch(options: argparse.Namespace) -> None:
+    from vpipe.commands.launch import run_launch
+
+    run_launch(options)
+
+
+def _slurm(options: argparse.Namespace) -> None:
+    from vpipe.commands.slurm import run_slurm
+
+    run_slurm(options)
 
 
 def _schedule(options: argparse.Namespace) -> None:

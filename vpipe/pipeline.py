@@ -14,8 +14,10 @@ from vpipe.launch.world import join_world
 from vpipe.model.layer import Model
 from vpipe.model.split import balanced, parameter_counts, split, ties_between
 from vpipe.plan.plan import Plan
-from vpipe.runtime.engine import Engine, Settings, Step
+from vpipe.runtime.compress import Compression
+from vpipe.runtime.engine import Engine, Step
 from vpipe.runtime.feed import Batch
+from vpipe.runtime.settings import Settings
 from vpipe.schedules.arrange import Wanted
 
 
@@ -49,15 +51,21 @@ class Pipeline:
             ``learning_rate_factor`` multiplies.
         seed: of initialisation and dropout; both are independent of the partition.
         plan: partition, recompute, placement and schedule from a file, instead of the arguments.
-        placement: ranks per stage; as the schedule holds them when not given.
+        placement: ranks per stage; as the schedule holds them when not given. Several ranks are replicas: microbatch i
+            goes to number i mod as many.
         chunks: stages per rank, for schedules that may have any number of them; when not given, the number that
             the processes of ``torchrun`` lead to, or the schedule's own.
-        update_every: without a flush, microbatches per update (must divide ``microbatches``); as few as the
-            schedule can have when not given.
-        learning_rate_factor: update number -> factor.
+        replicas: of every stage, where ``placement`` does not say; stage s is then on ranks ``s * replicas`` and on.
+        update_every: without a flush, microbatches per update, and replica (must divide ``microbatches``); as few as
+            the schedule can have when not given.
+        learning_rate_factor: step number -> factor.
         grad_clip: greatest gradient norm: over all stages with a flush, of each stage without one.
         device: where this process computes.
         timeout_s: seconds after which a transfer counts as failed.
+        compress: what activations and gradients between stages on different ranks are sent as: ``none`` (as they are),
+            ``bf16`` or ``int8``; one word, or one for each of the ``stages - 1`` cuts. It changes the numbers.
+        compress_rounding: of ``int8``: ``nearest`` or ``stochastic``.
+        compress_feedback: whether what coding a gradient lost is added to the next microbatch's.
 
     Raises:
         UserError: the numbers do not fit the model, the schedule or the processes.
@@ -67,9 +75,10 @@ class Pipeline:
                  partition: Sequence[int] | None = None, recompute: float | Sequence[float] = 0.0,
                  optimizer: OptimizerFactory, seed: int = 0, plan: Plan | None = None,
                  placement: Sequence[Sequence[int]] | None = None, chunks: int | None = None,
-                 update_every: int | None = None,
+                 replicas: int = 1, update_every: int | None = None,
                  learning_rate_factor: Callable[[int], float] = lambda update: 1.0, grad_clip: float | None = None,
-                 device: torch.device | str = "cpu", timeout_s: float = 60.0) -> None:
+                 device: torch.device | str = "cpu", timeout_s: float = 60.0, compress: str | Sequence[str] = "none",
+                 compress_rounding: str = "nearest", compress_feedback: bool = True) -> None:
         if plan is not None:
             partition = plan.partition
             recompute = plan.recompute_ratio or recompute
@@ -82,22 +91,24 @@ class Pipeline:
         specs = split(model, self.partition)
         world = join_world(timeout_s=timeout_s)
         layers = [int(ratio * size) for ratio, size in zip(self.recompute, self.partition, strict=True)]
-        lowered = Wanted(self.schedule, len(self.partition), microbatches, update_every,
-                         tuple(map(tuple, placement)) if placement else None, chunks, world if world > 1 else None,
-                         {owner: tuple(borrowers) for owner, borrowers in ties_between(specs).items()},
-                         [stage for stage, dropped in enumerate(layers) if dropped], grad_clip is not None).arranged()
+        lowered = Wanted(
+            self.schedule, len(self.partition), microbatches, update_every,
+            tuple(map(tuple, placement)) if placement else None, chunks, world if world > 1 else None, replicas,
+            {owner: tuple(borrowers) for owner, borrowers in ties_between(specs).items()},
+            [stage for stage, dropped in enumerate(layers) if dropped], grad_clip is not None).arranged()
         self.placement, self.update_every = lowered.placement, lowered.update_every
+        compression = Compression.of(compress, compress_rounding, compress_feedback, len(self.partition), seed)
         settings = Settings(microbatches, self.recompute, learning_rate_factor, grad_clip, seed,
-                            torch.device(device), timeout_s)
+                            torch.device(device), timeout_s, compression)
         self.engine = Engine(model, specs, lowered, _from_named(optimizer), settings, distributed=world > 1)
         self.rank = dist.get_rank() if world > 1 else 0
 
     def train(self, batches: Iterable[Batch]) -> Iterator[Step]:
         """Train on batches (dicts of tensors, dimension 0 = samples); yields one :class:`Step` per update, in order.
 
-        With a flush a batch is an update. Without one every ``update_every`` microbatches are, and the
-        pipeline stays full from batch to batch; it drains when the batches end, and before
-        :meth:`evaluate` and :meth:`state_dict`. Under torchrun every process passes the same batches; a
+        With a flush a batch is an update. Without one every ``update_every`` microbatches are (on every replica; with
+        several a step takes the fewest microbatches that are whole updates of every stage), and the pipeline stays full
+        from batch to batch; it drains when the batches end, and before :meth:`evaluate` and :meth:`state_dict`. Under torchrun every process passes the same batches; a
         field that its layers do not read may be on the meta device.
         """
         return self.engine.train(batches)

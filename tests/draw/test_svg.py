@@ -52,6 +52,15 @@ def test_every_action_is_drawn_inside_the_picture(name: str, ranks: int, microba
         assert 0 <= float(text.attrib["y"]) <= height
 
 
+def test_every_replica_has_its_row_and_room_for_its_name() -> None:
+    root = drawn(Summary.of(build("pipedream", ((0, 1), (2,)), 8), RankCosts()))
+    names = [text for text in root.iter(f"{SVG}text") if (text.text or "").startswith("rank ")]
+    assert [text.text for text in names] == ["rank 0 (stage 0, 1 of 2)", "rank 1 (stage 0, 2 of 2)", "rank 2"]
+    left = min(float(rect.attrib["x"]) for rect in root.iter(f"{SVG}rect") if rect.get("class") == "idle")
+    assert left - float(names[0].attrib["x"]) >= 6 * len(names[0].text or "")
+    assert "3 ranks, 2 stages with 2, 1 replicas" in said(root)
+
+
 def test_numbers_and_legend() -> None:
     text = said(drawn(made("zb_h2", 4, 8)))
     for part in ("zb_h2", "4 ranks, 8 microbatches, flush", "bubble 0 (0 %), makespan 27 (F 1, I 1, W 1, transfer 0)",

@@ -61,6 +61,39 @@ def test_a_stream_shows_the_versions_in_use_and_its_steps() -> None:
     assert "2 ranks, 3 microbatches, no flush, an update every microbatch" in text
 
 
+def test_every_replica_has_its_row_and_waits_before_its_step() -> None:
+    summary = Summary.of(build("pipedream", ((0, 1), (2,)), 4), RankCosts())
+    assert draw_text(summary, 120, colour=False) == """\
+pipedream: 3 ranks, 2 stages with 2, 1 replicas, 4 microbatches, no flush, an update every microbatch of each replica
+bubble 3 (20 %), makespan 15  (F 1, I 1, W 1, transfer 0)
+
+rank 0 (stage 0, 1 of 2)  F0 F2 ......B0----........S...B2----........S
+                          v0 v0       v0                v0
+rank 1 (stage 0, 2 of 2)  F1 F3 ...............B1---S............B3---S
+                          v0 v0                v0                v0
+rank 2                    ...F0 B0---SF1 B1---SF2 B2---SF3 B3---S
+                             v0 v0    v1 v1    v2 v2    v3 v3
+
+F forward  B backward  S optimizer step  . idle
+v: the weight version that a forward or a backward uses
+a unit of time is 3 columns
+
+rank  stages  replica  peak activations  versions  staleness  idle
+   0       0   1 of 2                 2         2          1     9
+   1       0   2 of 2                 2         2          1     9
+   2       1                          1         1          0     0
+(activations in microbatches)
+"""
+
+
+def test_replicas_of_several_stages() -> None:
+    summary = Summary.of(build("looped_bfs", ((0, 1), (2, 3), (0, 1), (2, 3)), 4), RankCosts(transfer_s=1))
+    text = draw_text(summary, 120, colour=False)
+    assert "4 ranks, 4 stages with 2 replicas each, 4 microbatches, flush" in text
+    assert picture(text)[3].startswith("rank 3 (stages 1 3, 2 of 2)  ")
+    assert "   3     1 3   2 of 2                 4       1 1        0 0" in text
+
+
 def test_the_halves_of_a_backward() -> None:
     assert picture(draw_text(made("zb_h1", 2, 2), 80, colour=False)) == [
         "rank 0  F0 F1 ...I0 W0 I1 W1S", "rank 1  ...F0 I0 F1 I1 W0 W1S"]

@@ -36,19 +36,30 @@ def alive(pid: int) -> bool:
 class Launched:
     """``vpipe train`` on a long run, in a session of its own as a terminal would start it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, hosts: bool) -> None:
         self.folder = folder
         config = write_config(folder, training__max_steps=None, training__max_minutes=2.0,
                               parallel__stage_to_rank_map={"0": [1], "1": [0]})
+        more = ["--set", "machines=[localhost:0, hostB:0]", "--set", "parallel.master_address=127.0.0.1"]
+        ssh = folder / "bin" / "ssh"
+        ssh.parent.mkdir()
+        ssh.write_text('#!/bin/bash\nbash -c "${@: -1}"\n')
+        ssh.chmod(0o755)
+        self.path = f"{ssh.parent}:{os.environ['PATH']}"
         with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
-            self.process = subprocess.Popen([VPIPE, "train", config], stdout=out, stderr=err, start_new_session=True)
+            self.process = subprocess.Popen([VPIPE, "train", config, *(more if hosts else [])], stdout=out, stderr=err,
+                                            start_new_session=True, env={**os.environ, "PATH": self.path})
         self.ranks: dict[int, int] = {}
 
     def find_ranks(self) -> bool:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        for pid in children:
-            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            self.ranks.update({int(entry[5:]): int(pid) for entry in environment if entry.startswith(b"RANK=")})
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                environment = (process / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if f"PATH={self.path}".encode() in environment and b"prepare" not in (process / "cmdline").read_bytes():
+                self.ranks.update({int(entry[5:]): int(process.name) for entry in environment
+                                   if entry.startswith(b"RANK=")})
         return len(self.ranks) == 2
 
     def start(self) -> None:
@@ -81,8 +92,8 @@ class Launched:
 
 
 @pytest.fixture
-def launched(tmp_path: Path) -> Iterator[Launched]:
-    launched = Launched(tmp_path)
+def launched(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Launched]:
+    launched = Launched(tmp_path, getattr(request, "param", "one host") == "two hosts")
     yield launched
     launched.clean()
 
@@ -118,6 +129,7 @@ def test_sigterm_while_ranks_start(launched: Launched) -> None:
     assert "Traceback" not in launched.out + launched.err
 
 
+@pytest.mark.parametrize("launched", ["two hosts"], indirect=True)
 def test_ranks_end_when_their_launcher_is_killed(launched: Launched) -> None:
     launched.train()
     launched.process.kill()

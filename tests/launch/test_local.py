@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.launch import local
+from vpipe.launch.failure import read_report
 from vpipe.launch.folder import failure_path, log_path
-from vpipe.launch.local import Interrupted, free_port, run_ranks
+from vpipe.launch.local import Interrupted, run_ranks
+from vpipe.launch.network import free_port
+from vpipe.launch.ranks import HostRanks
 
 REPORT = "import json, os, sys, time; folder = sys.argv[1]\n" \
          "def report(rank, what, blames=False, user=False, where=None, after=0.0):\n" \
@@ -33,15 +33,15 @@ STUCK = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); open(f'{f
 def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *programs: str) -> float:
     """Run a program per rank; the seconds it took."""
 
-    def start(rank: int, ranks: int, folder: Path, port: int, threads: int, pipe: int,
-              task: Sequence[str]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, "-S", "-c", REPORT + programs[rank], str(folder)],
-                                start_new_session=True, stdin=subprocess.DEVNULL)
+    def command(ranks: HostRanks, folder: Path | str) -> list[str]:
+        chosen = f"import os\nexec({programs!r}[int(os.environ['RANK'])])"
+        return [sys.executable, "-S", "-c", REPORT + chosen, str(folder)]
 
-    monkeypatch.setattr(local, "_start", start)
+    monkeypatch.setattr(HostRanks, "command", command)
     monkeypatch.setattr(local, "GRACE_S", 1.0)
     started = time.monotonic()
-    run_ranks(len(programs), folder, port=1, threads=1, describe=lambda rank: f"rank {rank} (stage {9 - rank})")
+    run_ranks(HostRanks.alone(len(programs), free_port(None), threads=1), folder,
+              lambda rank: f"rank {rank} (stage {9 - rank})")
     return time.monotonic() - started
 
 
@@ -112,18 +112,8 @@ def test_a_signal_ends_all_and_the_handlers_come_back(monkeypatch: pytest.Monkey
 
 def test_half_a_report_is_none(tmp_path: Path) -> None:
     failure_path(tmp_path, 0).write_text('{"rank": 0')
-    assert local._read(failure_path(tmp_path, 0)) is None
+    assert read_report(tmp_path, 0) is None
     failure_path(tmp_path, 0).write_text("[]")
-    assert local._read(failure_path(tmp_path, 0)) is None
+    assert read_report(tmp_path, 0) is None
     failure_path(tmp_path, 0).write_text(json.dumps({"rank": 0}))
-    assert local._read(failure_path(tmp_path, 0)) == {"rank": 0}
-
-
-def test_free_port() -> None:
-    port = free_port(None)
-    assert free_port(port) == port
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", port))
-        holder.listen()
-        with pytest.raises(UserError, match=f"port {port} cannot be used: Address already in use"):
-            free_port(port)
+    assert read_report(tmp_path, 0) == {"rank": 0}

@@ -144,7 +144,7 @@ def used() -> list[dict[str, Any]]:
     list(pipe.train(rich_batches(4, 4)))
     return [{"versions": u.versions, "staleness": u.staleness, "peak_activations": u.peak_activations,
              "sent": u.bytes_sent > 0, "positive": min(u.forward_s, u.backward_s, u.step_s) > 0}
-            for u in pipe.engine.usage()]
+            for u in pipe.engine.whole.usage()]
 
 
 def nothing_to_evaluate() -> str:
@@ -160,9 +160,9 @@ def nothing_to_evaluate() -> str:
 # -- jobs that fail, for worlds of two -----------------------------------------------------------------
 
 
-def endless(*, schedule: str, timeout_s: float) -> None:
+def endless(*, schedule: str, timeout_s: float, stages: int = 2) -> None:
     """Train for ever; tells of every step."""
-    pipe = pipeline(rich_model(), schedule=schedule, stages=2, microbatches=2, timeout_s=timeout_s)
+    pipe = pipeline(rich_model(), schedule=schedule, stages=stages, microbatches=2, timeout_s=timeout_s)
 
     def batches() -> Iterator[Batch]:
         while True:

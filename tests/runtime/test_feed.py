@@ -21,7 +21,7 @@ def numbered(batches: int, samples: int = 4) -> Iterator[Batch]:
 
 
 def feed(batches: Iterator[Batch], microbatches: int = 2, takers: int = 1, limit: int | None = None) -> Feed:
-    return Feed(batches, microbatches, ("x", "y"), takers, limit)
+    return Feed(batches, microbatches, ("x", "y"), lambda _: takers, limit)
 
 
 def failure(*batches: Batch, microbatches: int = 2) -> str:
@@ -84,6 +84,18 @@ def test_a_batch_is_let_go_when_every_taker_has_had_it() -> None:
     assert alive[1]() is not None
     with pytest.raises(KeyError):
         stream.take(1)
+
+
+def test_a_batch_is_let_go_when_those_who_take_its_microbatches_have_had_them() -> None:
+    """As a replica sees it: of two microbatches the second is its own, of every third batch none is."""
+    stream = Feed(numbered(3), 2, ("x", "y"), lambda microbatch: int(microbatch in (1, 3)))
+    assert stream.has(5)
+    assert stream.take(1)["x"].tolist() == [2, 3]
+    with pytest.raises(KeyError):
+        stream.take(0)
+    assert stream.take(3)["x"].tolist() == [6, 7]
+    with pytest.raises(KeyError):
+        stream.take(4)
 
 
 def test_a_limit_ends_the_stream_and_a_pause_holds_it() -> None:

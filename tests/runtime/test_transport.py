@@ -54,7 +54,7 @@ def test_taking_what_did_not_arrive_is_an_error() -> None:
 @pytest.mark.parametrize(("kind", "text"), [
     ("F", "the activations of microbatch 7 for stage 2"), ("B", "the gradients of microbatch 7 for stage 2"),
     ("W", "tied weights, version 7 of tie 2"), ("G", "the tied gradient of update 7 of tie 2"),
-    ("N", "the gradient norms of update 7 from stage 2"), ("L", "the loss of update 7 from stage 2")])
+    ("N", "the gradient norms of update 7 from stage 2"), ("L", "the loss of step 7 from stage 2")])
 def test_transfers_have_names_in_words(kind: str, text: str) -> None:
     assert str(Key(kind, 2, 7)) == text
 

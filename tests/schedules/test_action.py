@@ -53,5 +53,5 @@ def test_bad_text(text: str) -> None:
 def test_every_operation_is_of_one_kind() -> None:
     assert not SENDS & RECEIVES
     assert not COMPUTE & (SENDS | RECEIVES)
-    assert set(Op) == SENDS | RECEIVES | COMPUTE | {Op.STEP, Op.USE, Op.NORM}
+    assert set(Op) == SENDS | RECEIVES | COMPUTE | {Op.STEP, Op.USE, Op.NORM, Op.REDUCE}
     assert set(Op) >= PER_MICROBATCH >= COMPUTE >= RETURNS | COMPLETES

@@ -95,6 +95,15 @@ def shared() -> Schedule:
                           peak_activations=(2,), versions=(1, 1), ties={0: (1,)}))
 
 
+def replicated() -> Schedule:
+    """Stage 0 on ranks 0 and 1, stage 1, which borrows a weight of it, on rank 2."""
+    return prove("1f1b", ((0, 1), (2,)), 4, None, {0: (1,)}, True)
+
+
+def replicated_stream(microbatches: int = 4) -> Schedule:
+    return prove("pipedream", ((0, 1), (2,)), microbatches, 1)
+
+
 BROKEN: dict[str, list[tuple[Callable[[], Schedule], str, str]]] = {  # rule: (broken schedule, its text, marked)
     "placement": [
         (lambda: added(good(), 0, "1F0", before="0F1"), "1F0 stands on rank 0, but stage 1 lives on rank 1", "1F0"),
@@ -104,7 +113,19 @@ BROKEN: dict[str, list[tuple[Callable[[], Schedule], str, str]]] = {  # rule: (b
         (lambda: good().with_programs(good().programs[:2]),
          "stage 2 lives on rank 2, but there are programs for 2 ranks", "rank 2 end"),
         (lambda: good().with_programs([*good().programs, ()]), "rank 3 has a program but no stage", "rank 3 end"),
-        (lambda: replace(good(), placement=((0,), (1,), (2, 3))), "stage 2 lives on 2 ranks (2, 3)", ""),
+        (lambda: replace(good(), placement=((0,), (1,), (2, 3))),
+         "stage 2 lives on rank 3, but there are programs for 3 ranks", "rank 3 end"),
+        (lambda: replace(good(), placement=((0,), (1,), ())), "stage 2 lives on 0 ranks ()", ""),
+        (lambda: replace(good(), placement=((0,), (1,), (2, 2))), "stage 2 lives on 2 ranks (2, 2)", ""),
+        (lambda: replace(good(), placement=((0,), (1,), (1, 2))), "stage 2 lives on ranks (1, 2), stage 1 on (1,)", ""),
+        (lambda: replace(good(), placement=((0, 1), (1, 0), (2,))), "stage 1 lives on ranks (1, 0), stage 0 on (0, 1)",
+         ""),
+        (lambda: added(without(replicated(), 1, "0F3"), 0, "0F3", before="0B2"), "0F3 stands on rank 0, but of the 2 "
+         "replicas of stage 0 number 1, rank 1, takes that microbatch", "0F3"),
+        (lambda: added(without(replicated(), 0, "0B2"), 1, "0B2", before="0B3"), "0B2 stands on rank 1, but of the 2 "
+         "replicas of stage 0 number 0, rank 0, takes that microbatch", "0B2"),
+        (lambda: added(replicated(), 2, "0REDUCE_GRAD0"), "0REDUCE_GRAD0 stands on rank 2, but stage 0 lives on rank "
+         "0 and 1", "0REDUCE_GRAD0"),
         (lambda: replace(good(), ties={0: (0,)}), "tied weights of stage 0 are borrowed by stages (0,)", ""),
         (lambda: replace(good(), ties={2: (1,)}), "tied weights of stage 2 are borrowed by stages (1,)", ""),
         (lambda: replace(good(), ties={0: (3,)}), "tied weights of stage 0 are borrowed by stages (3,)", ""),
@@ -119,6 +140,8 @@ BROKEN: dict[str, list[tuple[Callable[[], Schedule], str, str]]] = {  # rule: (b
         (lambda: added(halves(), 1, "1W4"), "1W4: there is no microbatch 4", "1W4"),
         (lambda: added(good(), 1, "1R4", before="1B3"), "1R4: there is no microbatch 4", "1R4"),
         (lambda: added(synchronised(), 1, "1USE5"), "1USE5: there is no version 5", "1USE5"),
+        (lambda: added(replicated_stream(), 1, "0REDUCE_GRAD2"), "0REDUCE_GRAD2: there is no update 2 with 4 "
+         "microbatches and an update every 2", "0REDUCE_GRAD2"),
     ],
     "completeness": [
         (lambda: without(good(), 1, "1F2"), "1F2 is missing: stage 1 has no forward of microbatch 2", "1B2"),
@@ -142,8 +165,13 @@ BROKEN: dict[str, list[tuple[Callable[[], Schedule], str, str]]] = {  # rule: (b
         (lambda: moved(halves(), 1, "1STEP0", before="1W3"), "those missing are [3]", "1STEP0"),
         (lambda: without(vee(), 1, "2STEP0"), "stage 2 makes 0 of 1 updates", "end"),
         (lambda: replace(moved(build("gpipe", default_placement(1), 3), 0, "0STEP0", before="0B2"), update_every=2,
-                         flush=False), "no update of stage 0 uses the gradients of microbatches [2]", "end"),
+                         flush=False), "stage 0 makes 1 of 2 updates", "end"),
         (lambda: replace(stream(), flush=True), "0STEP0 with 2 microbatches in flight", "0STEP0"),
+        (lambda: without(replicated_stream(), 1, "0STEP1"), "stage 0 on rank 1 makes 1 of 2 updates", "end"),
+        (lambda: moved(replicated_stream(), 1, "0STEP0", before="0STEP1"), "0STEP0 must use the gradients of "
+         "microbatch 1; those of other updates are [3]", "0STEP0"),
+        (lambda: swapped(replicated_stream(), 0, "0STEP0", "0STEP1"),
+         "0STEP1 comes where update 0 of stage 0 on rank 0 is due", "0STEP1"),
     ],
     "used_versions": [
         (lambda: swapped(synchronised(), 1, "1USE1", "1USE2"),
@@ -151,7 +179,21 @@ BROKEN: dict[str, list[tuple[Callable[[], Schedule], str, str]]] = {  # rule: (b
         (lambda: added(synchronised(), 1, "1USE0", before="1F3"), "1USE0 goes back behind version 2", "1USE0"),
         (lambda: moved(synchronised(), 1, "1USE0", before="1F1"), "1USE0 goes back behind version 1", "1USE0"),
     ],
+    "reductions": [
+        (lambda: without(replicated(), 1, "0REDUCE_GRAD0"), "0REDUCE_GRAD0 is missing on rank 1", "0NORM0"),
+        (lambda: added(replicated(), 1, "0REDUCE_GRAD0"), "0REDUCE_GRAD0 stands 2 times in the program of rank 1",
+         "0REDUCE_GRAD0"),
+        (lambda: moved(replicated(), 1, "0REDUCE_GRAD0", before="0B3"), "0REDUCE_GRAD0 on rank 1 must stand between "
+         "the last weight gradient of its update and 0NORM0", "0REDUCE_GRAD0"),
+        (lambda: moved(replicated(), 0, "0REDUCE_GRAD0", before="0STEP0"), "0REDUCE_GRAD0 on rank 0 must stand between "
+         "the last weight gradient of its update and 0NORM0", "0REDUCE_GRAD0"),
+        (lambda: swapped(replicated_stream(), 0, "0REDUCE_GRAD0", "0STEP0"), "0REDUCE_GRAD0 on rank 0 must stand "
+         "between the last weight gradient of its update and 0STEP0", "0REDUCE_GRAD0"),
+        (lambda: without(prove("1f1b", ((0, 1),), 4), 0, "0REDUCE_GRAD0"), "0REDUCE_GRAD0 is missing on rank 0",
+         "0STEP0"),
+    ],
     "norms": [
+        (lambda: without(replicated(), 1, "0NORM0"), "0NORM0 is missing on rank 1", "0STEP0"),
         (lambda: without(good(), 1, "1NORM0"), "1NORM0 is missing", "1STEP0"),
         (lambda: moved(halves(), 1, "1NORM0", before="1W3"), "1NORM0 on rank 1 must stand between", "1NORM0"),
         (lambda: moved(vee(), 1, "2NORM0", before="2STEP0"),
@@ -174,6 +216,8 @@ BROKEN: dict[str, list[tuple[Callable[[], Schedule], str, str]]] = {  # rule: (b
          "0SEND_TIED_W1 on rank 0 has no 0RECV_TIED_W1 on rank 1", "0SEND_TIED_W1"),
         (lambda: added(vee(), 1, "1SEND_F0", before="2F0"), "1SEND_F0 on rank 1 has no other rank at its other end",
          "1SEND_F0"),
+        (lambda: without(replicated(), 1, "0RECV_TIED_G0"), "0SEND_TIED_G0 on rank 2 has no 0RECV_TIED_G0 on rank 1",
+         "0SEND_TIED_G0"),
         (lambda: added(good(), 0, "0SEND_B0"), "0SEND_B0 on rank 0 has no other rank at its other end", "0SEND_B0"),
     ],
     "precedence": [
@@ -224,13 +268,20 @@ BROKEN: dict[str, list[tuple[Callable[[], Schedule], str, str]]] = {  # rule: (b
         (lambda: by_hand("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"),
          "rank 0 stands before 0B0 and waits for 1SEND_B0 of rank 1; "
          "rank 1 stands before 1F1 and waits for 0SEND_F1 of rank 0", "0B0"),
+        (lambda: edited(replicated_stream(6), 2, lambda texts: [  # the fifth before the second
+            texts.insert(texts.index("1F1"), texts.pop(texts.index(text)))
+            for text in ("1RECV_F2", "1RECV_F4", "1F4")]),
+         "rank 0 stands before 0REDUCE_GRAD0 and waits for 0B1 of rank 1; "
+         "rank 1 stands before 0B1 and waits for 1SEND_B1 of rank 2; "
+         "rank 2 stands before 1F4 and waits for 0SEND_F4 of rank 0", "0REDUCE_GRAD0"),
     ],
     "no_deadlock_rendezvous": [
         (lambda: moved(moved(good(stages=2, tied=False), 0, "0RECV_B0", before="0B0"), 1, "1RECV_F1",
                        before="1F1"),
          "rank 0 stands before 0SEND_F1 and waits for 1RECV_F1 of rank 1; "
          "rank 1 stands before 1SEND_B0 and waits for 0RECV_B0 of rank 0", "0SEND_F1"),
-        (lambda: moved(stream(), 2, "0RECV_TIED_W1", before="0RECV_TIED_W2"),
+        (lambda: moved(moved(stream(), 2, "0RECV_TIED_W1", before="0RECV_TIED_W3"), 2, "0RECV_TIED_W2",
+                       before="0RECV_TIED_W3"),
          "rank 0 stands before 0SEND_TIED_W1 and waits for 0RECV_TIED_W1 of rank 2", "0SEND_TIED_W1"),
     ],
     "weight_versions": [
@@ -345,8 +396,8 @@ def test_stages_of_one_rank_follow_each_other_without_transfers() -> None:
 
 def test_a_borrower_on_the_owners_rank_takes_over_without_a_transfer() -> None:
     assert " ".join(map(str, shared().programs[0])) == (
-        "0F0 1F0 1B0 0SEND_TIED_G0 0RECV_TIED_W1 0RECV_TIED_G0 0B0 1STEP0 0STEP0 0SEND_TIED_W1 "
-        "0F1 1F1 1B1 0SEND_TIED_G1 0RECV_TIED_W2 0RECV_TIED_G1 0B1 1STEP1 0STEP1 0SEND_TIED_W2")
+        "0RECV_TIED_G0 0F0 1F0 1B0 0SEND_TIED_G0 0RECV_TIED_W1 0B0 1STEP0 0STEP0 0RECV_TIED_G1 0SEND_TIED_W1 "
+        "0F1 1F1 1B1 0SEND_TIED_G1 0RECV_TIED_W2 0B1 1STEP1 0STEP1 0SEND_TIED_W2")
     both = vee({0: (2, 3)})  # an exchange with the other rank, and one on this
     check(both)
     assert [sum(action.op is Op.RECV_W for action in program) for program in both.programs] == [1, 1]

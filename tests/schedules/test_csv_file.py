@@ -202,6 +202,13 @@ def test_without_steps_every_stage_steps_at_the_end_of_its_rank(tmp_path: Path) 
     check(read)
 
 
+def test_a_row_for_every_replica(tmp_path: Path) -> None:
+    read = read_text("0F1,,0B1\n,1F0,1B0,1F1,1B1\n0F0,,0B0\n", tmp_path)
+    assert read.placement == ((2, 0), (1,))
+    check(read)
+    check(lower(read))
+
+
 def test_what_a_model_brings_is_left_out(tmp_path: Path) -> None:
     schedule = prove("1f1b", default_placement(3), 4, None, {0: (2,)}, norm=True)
     assert {action.op for program in schedule.programs for action in program} >= {Op.SEND_W, Op.RECV_G, Op.NORM}
@@ -232,8 +239,8 @@ def test_actions_that_torch_has_not_are_left_out_for_it() -> None:
     ("", "there is no action in", "write one row per rank", None),
     (" , \n\n", "there is no action in", "write one row per rank", None),
     ("0UNSHARD,0RESHARD\n", "there is no action in", "write one row per rank", None),
-    ("0F0,0B0\n0F1,0B1\n", "stage 0 has forwards on two ranks: 0F0 (rank 0, cell 1) and 0F1 (rank 1, cell 1)",
-     "give every stage one rank", 2),
+    ("0F0,0STEP0,0B0,0STEP1\n0F1,0B1,0STEP0\n", "stage 0 makes 2 STEPs from 2 microbatches on each of 2 ranks",
+     "give every stage one STEP", None),
     ("0F0,0B0,1B0\n", "1B0 (rank 0, cell 3) is of stage 1, which has no forward", "add the forwards of that stage", 1),
     ("0F0,0B0\n4000000000F0,4000000000B0\n", "stage 1 is in no row, but stage 4000000000 is",
      "number the 2 stages 0 to 1", 2),

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from vpipe.schedules.action import COMPUTE, PER_MICROBATCH, RECEIVES, RETURNS, SENDS, Action, Op, forward
 from vpipe.schedules.lower import Lowering, VersionsUsed, lower
-from vpipe.schedules.order import Schedule, build, compute_program
+from vpipe.schedules.order import Schedule, build, stages_of_rank, stream_program
 from vpipe.schedules.registry import recipe_named
-from vpipe.schedules.size import Layout, Size, default_placement
+from vpipe.schedules.rounds import Rounds
+from vpipe.schedules.seat import seats
+from vpipe.schedules.size import Layout, Placement, default_placement
 
 
 def lowered(name: str, ranks: int, microbatches: int, every: int | None = None, *, tied: bool = False,
@@ -35,8 +37,8 @@ def test_transfers() -> None:
 
 def test_ties_and_norms() -> None:
     assert texts(lowered("pipedream", 2, 2, tied=True, norm=True)) == [
-        "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_TIED_G0 0RECV_B1 0B0 0NORM0 0STEP0 "
-        "0SEND_TIED_W1 0RECV_TIED_G1 0B1 0NORM1 0STEP1 0SEND_TIED_W2",
+        "0RECV_TIED_G0 0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0NORM0 0STEP0 "
+        "0RECV_TIED_G1 0SEND_TIED_W1 0B1 0NORM1 0STEP1 0SEND_TIED_W2",
         "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 0SEND_TIED_G0 0RECV_TIED_W1 1NORM0 1STEP0 1F1 1B1 1SEND_B1 "
         "0SEND_TIED_G1 0RECV_TIED_W2 1NORM1 1STEP1"]
 
@@ -49,6 +51,16 @@ def test_halves_are_sent_and_waited_for_where_they_make_their_tensors() -> None:
     assert texts(lowered("zb_h1", 2, 2, tied=True)) == [
         "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0I0 0RECV_B1 0W0 0I1 0RECV_TIED_G0 0W1 0STEP0 0SEND_TIED_W1",
         "1RECV_F0 1F0 1RECV_F1 1I0 1SEND_B0 1F1 1I1 1SEND_B1 1W0 1W1 0SEND_TIED_G0 0RECV_TIED_W1 1STEP0"]
+
+
+def test_replicas_sum_their_gradients_before_they_step() -> None:
+    """Microbatches 0 and 2 on rank 0, 1 and 3 on rank 1; both get the borrowed weight's gradients, one lends it."""
+    schedule = lower(build("1f1b", ((0, 1), (2,)), 4, ties={0: (1,)}), norm=True)
+    assert texts(schedule) == [
+        "0F0 0SEND_F0 0RECV_B0 0F2 0SEND_F2 0RECV_B2 0B0 0RECV_TIED_G0 0B2 0REDUCE_GRAD0 0NORM0 0STEP0 0SEND_TIED_W1",
+        "0F1 0SEND_F1 0RECV_B1 0F3 0SEND_F3 0RECV_B3 0B1 0RECV_TIED_G0 0B3 0REDUCE_GRAD0 0NORM0 0STEP0",
+        "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1RECV_F2 1B1 1SEND_B1 1F2 1RECV_F3 1B2 1SEND_B2 1F3 1B3 1SEND_B3 "
+        "0SEND_TIED_G0 0RECV_TIED_W1 1NORM0 1STEP0"]
 
 
 def by_hand(*programs: str, ties: dict[int, tuple[int, ...]]) -> Schedule:
@@ -153,16 +165,23 @@ def test_a_stream_repeats(name: str, stages: int, more: int, tied: bool, norm: b
             assert shifted(after[start:start + period], every) == list(after[start + period:start + 2 * period])
 
 
+def endless(name: str, placement: Placement, every: int, rank: int) -> Iterator[Action]:
+    """The compute program of a rank, with microbatches without end."""
+    recipe, rounds = recipe_named(name), Rounds(placement, every, False, lambda microbatch: True)
+    return stream_program(recipe, seats(recipe, placement, 12 * every, every)[rank], rounds,
+                          stages_of_rank(placement, rank))
+
+
 def test_a_stream_is_lowered_lazily() -> None:
-    recipe, placement = recipe_named("pipedream"), default_placement(3)
+    placement = default_placement(3)
     asked: list[Action] = []
 
     def compute(rank: int) -> Iterator[Action]:
-        for action in compute_program(recipe, placement, rank, Size(3, 10**12, 1, 1)):
+        for action in endless("pipedream", placement, 1, rank):
             asked.append(action)
             yield action
 
-    program = Lowering(placement, 2, compute, 1, {0: (2,)}).program()
+    program = Lowering(Rounds(placement, 1, False, lambda microbatch: True), 2, compute, {0: (2,)}).program()
     first = list(itertools.islice(program, 7))
     assert [str(action) for action in first] == [
         "2RECV_F0", "2F0", "2RECV_F1", "2B0", "2SEND_B0", "0SEND_TIED_G0", "0RECV_TIED_W1"]
@@ -170,14 +189,12 @@ def test_a_stream_is_lowered_lazily() -> None:
 
 
 def test_versions_used() -> None:
-    program = compute_program(recipe_named("pipedream"), default_placement(3), 0, Size(3, 10**12, 1, 2))
-    used = VersionsUsed(0, program)
+    used = VersionsUsed(0, endless("pipedream", default_placement(3), 2, 0))
     assert [used.of(microbatch) for microbatch in range(8)] == [0, 0, 0, 0, 1, 1, 2, 2]
-    assert used.of(100_000) == (100_000 - 2) // 2
-    assert used.of(99_990) == (99_990 - 2) // 2
+    assert used.of(10_000) == (10_000 - 2) // 2
+    assert used.of(9_990) == (9_990 - 2) // 2
 
 
 def test_versions_used_when_told() -> None:
-    program = compute_program(recipe_named("2bw"), default_placement(3), 0, Size(3, 10**12, 1, 3))
-    used = VersionsUsed(0, program)
+    used = VersionsUsed(0, endless("2bw", default_placement(3), 3, 0))
     assert [used.of(microbatch) for microbatch in range(12)] == [0, 0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 2]

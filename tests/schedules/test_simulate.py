@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
@@ -240,6 +241,75 @@ def test_a_borrowers_forward_waits_for_the_version_that_its_owner_used() -> None
     assert third.start_s == arrival.end_s > next(e for e in free.events[1] if e.action == forward(1, 2)).start_s
 
 
+# Replicas
+
+def replicas(*widths: int) -> Placement:
+    """So many ranks of every stage, numbered one after the other."""
+    return tuple(tuple(range(sum(widths[:stage]), sum(widths[:stage + 1]))) for stage in range(len(widths)))
+
+
+TWICE = (StageCosts(2, 2, 2), StageCosts(1, 1, 1))
+"""Stage 0 takes twice as long as stage 1: with two replicas of it they are balanced."""
+
+
+@pytest.mark.parametrize("name", ["1f1b", "pipedream"])
+def test_two_replicas_of_a_stage_twice_as_heavy(name: str) -> None:
+    """Every rank of 2-1 has 3 s of work per microbatch of all, of 1-1 the first one 6; so twice the throughput."""
+    for widths, per_microbatch in ((1, 1), 6), ((2, 1), 3):
+        short, long = (simulate(build(name, replicas(*widths), m), Costs(TWICE)).makespan_s for m in (12, 112))
+        assert long - short == 100 * per_microbatch
+
+
+def test_replicas_take_turns_and_step_together() -> None:
+    """B1 of rank 1 ends at 12, B0 of rank 0 at 9: rank 0 waits 3 s for its step; then both go on at once."""
+    timeline = simulate(build("pipedream", replicas(2, 1), 6), Costs(TWICE))
+    assert times(timeline, 0) == ("0F0:0-2 0F2:2-4 0B0:5-9 0STEP0:12-12 0F4:12-14 0B2:14-18 0STEP1:18-18 "
+                                  "0B4:18-22 0STEP2:24-24")
+    assert times(timeline, 1) == ("0F1:0-2 0F3:2-4 0B1:8-12 0STEP0:12-12 0F5:12-14 0B3:14-18 0STEP1:18-18 "
+                                  "0B5:20-24 0STEP2:24-24")
+    assert times(timeline, 2).startswith("1F0:2-3 1B0:3-5 1STEP0:5-5 1F1:5-6 1B1:6-8")
+    assert (timeline.idle_s, timeline.bubble_s) == ((6, 6, 0), 6)
+
+
+def test_the_parts_of_a_sum_and_what_comes_of_them_have_transfers() -> None:
+    """Of 8 bytes each of 2 replicas sends the other 4, twice; at 0.5 s and 8 bytes/s."""
+    stage = StageCosts(1, 1, 1, step_s=1, reduce_bytes=8)
+    for form in (build("gpipe", replicas(2), 3), lower(build("gpipe", replicas(2), 3))):
+        timeline = simulate(form, Costs((stage,), Link(HALF, bytes_per_s=8)))
+        assert transfers(timeline) == ["0REDUCE_GRAD0 1>0 3-4", "0REDUCE_GRAD0 0>1 6-7", "0REDUCE_GRAD0 0>1 7-8",
+                                       "0REDUCE_GRAD0 1>0 7-8"]
+        assert times(timeline, 0) == "0F0:0-1 0F2:1-2 0B0:2-4 0B2:4-6 0STEP0:8-9"
+        assert times(timeline, 1) == "0F1:0-1 0B1:1-3 0STEP0:8-9"
+    apart = simulate(form, Costs((stage,), Link(HALF, bytes_per_s=8), overlap=False))
+    assert transfers(apart) == ["0REDUCE_GRAD0 1>0 4-5", "0REDUCE_GRAD0 0>1 7-8", "0REDUCE_GRAD0 1>0 8-9",
+                                "0REDUCE_GRAD0 0>1 9-10"]
+    assert times(apart, 0) == "0F0:0-1 0F2:1-2 0B0:2-4 0B2:5-7 0STEP0:10-11"
+
+
+def test_a_replica_without_a_microbatch_sends_no_gradients_but_its_part_of_the_sum() -> None:
+    timeline = simulate(build("pipedream", replicas(3), 4), Costs((StageCosts(1, 1, 1),), Link(1)))
+    last = [way for way in transfers(timeline) if way.startswith("0REDUCE_GRAD1")]
+    assert last == ["0REDUCE_GRAD1 0>1 8-9", "0REDUCE_GRAD1 0>2 8-9", "0REDUCE_GRAD1 0>1 9-10",
+                    "0REDUCE_GRAD1 0>2 9-10", "0REDUCE_GRAD1 1>0 9-10", "0REDUCE_GRAD1 1>2 9-10",
+                    "0REDUCE_GRAD1 2>0 9-10", "0REDUCE_GRAD1 2>1 9-10"]
+    assert times(timeline, 1) == "0F1:0-1 0B1:1-3 0STEP0:5-5 0STEP1:10-10"
+
+
+def test_norms_are_sent_once_per_stage_and_follow_the_sums() -> None:
+    """Rank 2 steps when both replicas of stage 0 have their gradients; these have the same norm."""
+    costs = Costs((StageCosts(1, 1, 1), StageCosts(1, 1, 1)))
+    alone = simulate(build("gpipe", replicas(2, 1), 2), costs)
+    normed = simulate(lower(build("gpipe", replicas(2, 1), 2), norm=True), costs)
+    assert [events[-1].start_s for events in alone.events] == [9, 9, 7]
+    assert [events[-1].start_s for events in normed.events] == [9, 9, 9]
+
+
+def test_every_replica_holds_versions_and_activations_of_its_own() -> None:
+    timeline = simulate(build("pipedream", replicas(2, 1), 8),
+                        Costs((StageCosts(1, 1, 1, version_bytes=10), StageCosts(1, 1, 1, version_bytes=100))))
+    assert timeline.peak_bytes == (22, 22, 101)
+
+
 def test_the_wrong_number_of_stages_is_refused() -> None:
     with pytest.raises(UserError, match="costs for 3 stages, but schedule '1f1b' has 2") as error:
         simulate(built("1f1b", 2, 2), Costs((StageCosts(1, 1, 1),) * 3))
@@ -334,36 +404,85 @@ def test_times_by_relaxation(data: st.DataObject, name: str, ranks: int, batches
     schedule = built(name, ranks, batches * ranks)
     costs = Costs(data.draw(stage_costs(schedule.stages)), Link(latency, bytes_per_s=2))
     timeline = simulate(schedule, costs)
-    assert {event.action: event.end_s for events in timeline.events for event in events} == relaxed(schedule, costs)
+    assert ends(timeline) == relaxed(schedule, costs)
 
 
-def relaxed(schedule: Schedule, costs: Costs) -> dict[Action, Number]:
-    """The end of every action: all start at 0 and are put off until nothing contradicts."""
-    home = [ranks[0] for ranks in schedule.placement]
-    ends: dict[Action, Number] = {}
-    arrivals: dict[Action, Number] = {}  # of what an action needs
+@settings(deadline=None, max_examples=40)
+@given(st.data(), st.sampled_from(["gpipe", "1f1b", "zb_h1", "pipedream"]),
+       st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(3, 9), NUMBERS)
+def test_times_of_replicas_by_relaxation(data: st.DataObject, name: str, widths: list[int], microbatches: int,
+                                         latency: Number) -> None:
+    schedule = build(name, replicas(*widths), microbatches)
+    stages = tuple(replace(stage, reduce_bytes=data.draw(st.integers(0, 3)))
+                   for stage in data.draw(stage_costs(schedule.stages)))
+    costs = Costs(stages, Link(latency, bytes_per_s=2))
+    assert ends(simulate(schedule, costs)) == relaxed(schedule, costs)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.data(), st.sampled_from(["gpipe", "zb_h1", "pipedream"]),
+       st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(3, 9), st.booleans(), st.booleans())
+def test_replicas_lowered_and_compute_only(data: st.DataObject, name: str, widths: list[int], microbatches: int,
+                                           tied: bool, overlap: bool) -> None:
+    ties = {0: (len(widths) - 1,)} if tied and len(widths) > 1 else {}
+    schedule = build(name, replicas(*widths), microbatches, ties=ties)
+    free = Costs(data.draw(stage_costs(schedule.stages)), overlap=overlap)
+    assert simulate(schedule, free).events == simulate(lower(schedule), free).events
+    for form in (schedule, lower(schedule)):  # what takes time arrives, too
+        timeline = simulate(form, replace(free, default_link=Link(1)))
+        assert len(timeline.transfers) == len({(way.action, way.source, way.target, way.start_s)
+                                               for way in timeline.transfers})
+
+
+def ends(timeline: Timeline) -> dict[tuple[int, Action], Number]:
+    return {(rank, event.action): event.end_s for rank, events in enumerate(timeline.events) for event in events}
+
+
+def relaxed(schedule: Schedule, costs: Costs) -> dict[tuple[int, Action], Number]:
+    """The end of every action of every rank: all start at 0 and are put off until nothing contradicts."""
+    rounds = schedule.rounds
+    ends: dict[tuple[int, Action], Number] = {}
+    arrivals: dict[tuple[int, Action], dict[int, Number]] = defaultdict(dict)  # of what an action needs, by source
+    last = {(rank, action.stage, action.microbatch // rounds.span(action.stage)): action
+            for rank, program in enumerate(schedule.programs) for action in program
+            if action.op in (Op.BACKWARD, Op.WEIGHT)}
     while True:
         before = dict(ends)
         for rank, program in enumerate(schedule.programs):
             now: Number = 0
             link: dict[int, Number] = defaultdict(int)
+
+            def send(target: int, size: Number, *needing: Action) -> None:
+                takes = 0 if target == rank else costs.link(rank, target).transfer_s(size)  # noqa: B023
+                arrival = max(now, link[target] if takes else 0) + takes  # noqa: B023
+                link[target] = arrival if takes else link[target]  # noqa: B023
+                for action in needing:
+                    arrivals[target, action][rank] = arrival  # noqa: B023
+
             for action in program:
                 stage, cost = action.stage, costs.stages[action.stage]
                 whole = cost.input_s + cost.weight_s
                 alone = cost.recompute_s if action.op in (Op.BACKWARD, Op.INPUT) else 0
-                now = max(now, arrivals.get(action, 0)) + alone + {
+                update = action.microbatch if action.op is Op.STEP else action.microbatch // rounds.span(stage)
+                others = [other for other in schedule.placement[stage] if other != rank]
+                reduce, part = Action(Op.REDUCE, stage, update), Fraction(cost.reduce_bytes) / (len(others) + 1)
+                if action.op is Op.STEP:
+                    now = max(now, *arrivals[rank, reduce].values(), 0)
+                    for other in others:
+                        send(other, part, action)
+                now = max(now, *arrivals[rank, action].values(), 0) + alone + {
                     Op.FORWARD: cost.forward_s, Op.INPUT: cost.input_s, Op.WEIGHT: cost.weight_s,
                     Op.BACKWARD: whole, Op.STEP: cost.step_s}[action.op]
-                ends[action] = now
+                ends[rank, action] = now
+                if last.get((rank, stage, update)) == action:
+                    for other in others:
+                        send(other, part, reduce)
                 after = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.INPUT: -1}.get(action.op, 0)
                 if after and 0 <= stage + after < schedule.stages:
-                    target = home[stage + after]
-                    sent = cost.output_bytes if after == 1 else cost.gradient_bytes
-                    takes = 0 if target == rank else costs.link(rank, target).transfer_s(sent)
-                    arrival = max(now, link[target] if takes else 0) + takes
-                    link[target] = arrival if takes else link[target]
-                    for op in (Op.FORWARD,) if after == 1 else (Op.BACKWARD, Op.INPUT):
-                        arrivals[Action(op, stage + after, action.microbatch)] = arrival
+                    users = (Op.FORWARD,) if after == 1 else (Op.BACKWARD, Op.INPUT)
+                    send(rounds.rank_of(stage + after, action.microbatch),
+                         cost.output_bytes if after == 1 else cost.gradient_bytes,
+                         *(Action(op, stage + after, action.microbatch) for op in users))
         if ends == before:
             return ends
 

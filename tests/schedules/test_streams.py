@@ -59,7 +59,7 @@ def test_vertical_sync() -> None:
 
 def test_2bw_changes_over_before_a_step_would_make_a_third_version() -> None:
     assert texts(made("2bw", 2, 6, 2)) == [
-        "0USE0 0F0 0F1 0B0 0F2 0B1 0STEP0 0F3 0B2 0USE1 0F4 0B3 0STEP1 0F5 0B4 0B5 0USE2 0STEP2",
+        "0USE0 0F0 0F1 0B0 0F2 0B1 0STEP0 0F3 0B2 0USE1 0F4 0B3 0STEP1 0F5 0B4 0USE2 0B5 0STEP2",
         "1USE0 1F0 1B0 1F1 1B1 1STEP0 1F2 1B2 1F3 1B3 1USE1 1STEP1 1F4 1B4 1F5 1B5 1USE2 1STEP2"]
 
 

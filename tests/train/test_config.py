@@ -49,7 +49,7 @@ def test_defaults(at: Path) -> None:
     assert config.parallel.backend == "gloo"
     assert config.parallel.partition == "auto"
     assert config.parallel.recompute_ratios == (0.0,) * 4
-    assert (config.microbatch_size, config.updates_per_batch) == (4, 1)
+    assert config.microbatch_size == 4
     assert config.log_directory == Path("output")
     assert config.checkpoint is None
 
@@ -163,8 +163,12 @@ def test_one_wrong_value(at: Path, line: str, what: str) -> None:
     (["parallel.warmup_depth=[4, 2, 1, 0]"],
      "parallel.warmup_depth asks for the depths [4, 2, 1, 0] where these stages have [3, 2, 1, 0] by themselves, which "
      "is not available in this version", "leave it out"),
-    (["parallel.data_parallel_size=2"],
-     "parallel.data_parallel_size asks for 2 replicas, which is not available in this version", "set it to 1"),
+    (["parallel.data_parallel_size=2", "parallel.stage_to_rank_map={0: [0], 1: [1], 2: [2], 3: [3]}"],
+     "parallel.data_parallel_size is 2, but stage_to_rank_map gives the stages 1, 1, 1, 1 ranks",
+     "leave it out: the map says it"),
+    (["parallel.warmup_depth=[3, 2, 1, 0]", "parallel.stage_to_rank_map={0: [0], 1: [1, 2], 2: [3], 3: [4]}"],
+     "parallel.warmup_depth asks for the depths [3, 2, 1, 0] where these stages have [4, 1, 1, 0] by themselves, which "
+     "is not available in this version", "leave it out"),
     (["parallel.use_orion_scheduler=true"],
      "parallel.use_orion_scheduler asks for the Orion scheduler, which is not available in this version",
      "set it to false"),
@@ -211,17 +215,26 @@ def test_one_wrong_value(at: Path, line: str, what: str) -> None:
      'parallel.stage_to_rank_map names the stages 0, 2; there are 4: 0, 1, 2, 3',
      'name each stage once, as "0", "1", ...'),
     (['parallel.stage_to_rank_map={0: [0, 1], 1: [2], 2: [2], 3: [3]}'],
-     "parallel.stage_to_rank_map.0 puts stage 0 on 2 ranks [0, 1]; replicated stages are not available in this version",
-     "give the stage one rank"),
+     "parallel.stage_to_rank_map.2 puts stage 2 on rank 2, where stage 1 is already; 1f1b holds one stage on each "
+     "rank", "give each stage ranks of its own: 5 of them are numbered 0 to 4, or choose a schedule with several stages "
+     "per rank, such as interleaved"),
+    (['parallel.schedule=interleaved', 'parallel.stage_to_rank_map={0: [0, 1], 1: [2], 2: [0], 3: [2]}'],
+     "parallel.stage_to_rank_map.2 puts stage 2 on rank 0, where stage 0 is already; stage 0 has ranks [0, 1], stage 2 "
+     "[0]", "let the two share all of their ranks, or none"),
+    (['parallel.stage_to_rank_map={0: [0, 0], 1: [1], 2: [2], 3: [3]}'],
+     "parallel.stage_to_rank_map.0 names rank 0 twice for stage 0",
+     "give each stage ranks of its own: 5 of them are numbered 0 to 4"),
+    (['parallel.stage_to_rank_map={0: [-1], 1: [0], 2: [1], 3: [2]}'],
+     "parallel.stage_to_rank_map.0 puts stage 0 on rank -1",
+     "give each stage ranks of its own: 4 of them are numbered 0 to 3"),
     (['parallel.stage_to_rank_map={0: [0], 1: [1], 2: [2], 3: []}'],
-     "parallel.stage_to_rank_map.3 puts stage 3 on no rank", "give the stage one rank"),
+     "parallel.stage_to_rank_map.3 puts stage 3 on no rank", "give the stage a rank, or several"),
     (['parallel.stage_to_rank_map={0: [0], 1: [1], 2: [2], 3: [4]}'],
-     "parallel.stage_to_rank_map.3 puts stage 3 on rank 4; there are 4 ranks, from 0",
-     "give each stage a rank of its own, 0 to 3"),
-    (['parallel.stage_to_rank_map={0: [3], 1: [1], 2: [2], 3: [3]}'],
-     "parallel.stage_to_rank_map.3 puts stage 3 on rank 3, where stage 0 is already; 1f1b holds one stage on each "
-     "rank", "give each stage a rank of its own, 0 to 3, or choose a schedule with several stages per rank, such as "
-     "interleaved"),
+     "parallel.stage_to_rank_map names ranks up to 4, but never rank 3", "number the ranks from 0 without a gap"),
+    (['parallel.stage_to_rank_map={0: [0], 1: [1], 2: [2], 3: [0]}'],
+     "parallel.stage_to_rank_map.3 puts stage 3 on rank 0, where stage 0 is already; 1f1b holds one stage on each "
+     "rank", "give each stage ranks of its own: 4 of them are numbered 0 to 3, or choose a schedule with several stages "
+     "per rank, such as interleaved"),
 ])
 def test_rules_across_keys(at: Path, overrides: list[str], what: str, hint: str) -> None:
     found = errors(at, GOOD, *overrides)
@@ -275,7 +288,7 @@ def test_the_number_of_stages_follows_from_other_keys(at: Path, tells: str) -> N
 def test_updates_of_an_asynchronous_schedule(at: Path) -> None:
     config = load(at, GOOD, "parallel.schedule=pipedream", "parallel.update_every=2")
     assert config.parallel.asynchronous
-    assert (config.microbatch_size, config.updates_per_batch) == (4, 2)
+    assert config.microbatch_size == 4
 
 
 @pytest.mark.parametrize(("setting", "updates"), [("0", 0), ("0.25", 25), ("1", 1), ("40", 40)])

@@ -76,7 +76,7 @@ def test_asp_is_pipedream_with_an_update_per_minibatch(flat: Path, tmp_path: Pat
     base = tmp_path / "configs" / "bert"
     assert (config.model.name, config.model.preset, config.model.config_file) == ("bert", "large", None)
     assert (config.dataset.name, config.dataset.path) == ("bert_hdf5", base / "data/shards")
-    assert (config.dataset.batch_size, config.training.num_microbatches, config.updates_per_batch) == (16, 1, 1)
+    assert (config.dataset.batch_size, config.training.num_microbatches) == (16, 1)
     training = config.training
     assert (training.learning_rate, training.weight_decay, training.epochs) == (0.05, 0.01, 40)
     assert (training.optimizer, training.lr_policy, training.warmup_steps) == ("lamb", "polynomial", 0.2)
@@ -93,14 +93,13 @@ def test_bsp_is_32_microbatches_and_a_flush(flat: Path) -> None:
     config = load(flat, {"sync_mode": "bsp"})
     assert config.parallel.schedule == "1f1b"
     assert (config.dataset.batch_size, config.training.num_microbatches, config.microbatch_size) == (512, 32, 16)
-    assert config.updates_per_batch == 1
     assert load(flat, {"sync_mode": "bsp"}, "schedule: gpipe\n").parallel.schedule == "gpipe"
 
 
 def test_macrobatch_is_an_update_every_so_many_minibatches_as_stages(flat: Path) -> None:
     config = load(flat, {}, "macrobatch: true\n")
     assert (config.parallel.schedule, config.parallel.update_every) == ("pipedream", 4)
-    assert (config.dataset.batch_size, config.training.num_microbatches, config.updates_per_batch) == (64, 4, 1)
+    assert (config.dataset.batch_size, config.training.num_microbatches) == (64, 4)
     assert config.microbatch_size == 16
 
 
@@ -140,6 +139,16 @@ def test_neutral_values_of_features_to_come(flat: Path) -> None:
     config = load(flat, {}, neutral)
     assert not config.trace
     assert config.parallel.warmup_depth == (3, 2, 1, 0)
+
+
+def test_compressed_activations_are_bf16(flat: Path) -> None:
+    for extra in ("", "compress_in_gpu: true\n"):
+        parallel = load(flat, {}, f"compress_activations: true\n{extra}").parallel
+        assert (parallel.compress, parallel.compress_rounding, parallel.compress_feedback) == ("bf16", "nearest", True)
+    assert load(flat, {}, "compress_activations: true\n", "parallel.compress=int8").parallel.compress == "int8"
+    assert errors(flat, {"distributed_backend": "gloo"}, "compress_activations: true\ncompress_in_gpu: true\n") == [
+        ("compress_in_gpu is true, but with distributed_backend gloo all is computed on the processor",
+         "configs/flat.yml:19:18", "set it to false: tensors are compressed where they are computed")]
 
 
 def test_directory_may_be_in_the_current_folder(flat: Path, tmp_path: Path) -> None:
@@ -192,15 +201,15 @@ def test_all_mistakes_of_the_flat_file_at_once(flat: Path) -> None:
 @pytest.mark.parametrize(("key", "value", "what", "where", "hint"), [
     ("model_type", "translation",
      "model_type asks for the translation model, which is not available in this version", "16:15", "use bert"),
-    ("machines", "['node1:0', 'localhost', 'localhost:2', 'localhost:3']",
-     "machines[0] is on the host 'node1'; other hosts than localhost are not available in this version", "7:14",
-     "write localhost:0"),
+    ("machines", "['-oProxyCommand=x:0', 'node1:0']", "machines[0] is '-oProxyCommand=x:0'", "7:14",
+     "write host:gpu, such as localhost:0"),
+    ("machines", "[]", "machines is empty", "7:13", "give one host:gpu per rank, or leave it out"),
     ("machines", "['localhost:0', 'localhost']", "machines[1] is 'localhost'", "7:29",
      "write host:gpu, such as localhost:0"),
     ("machines", "['localhost:0']", "machines lists 1, but stage_to_rank_map has 4 ranks", "7:13",
      "give one host:gpu per rank"),
     ("machines", "localhost:0", "machines must be a list, got 'localhost:0'", "7:13",
-     "machines: host:gpu of each rank, such as localhost:0; the ranks of a host take its devices in order"),
+     "machines: host:gpu of each rank, such as localhost:0"),
     ("verbose_frequency", "5",
      "verbose_frequency asks for verbose lines every 5 updates, which is not available in this version", "14:22",
      "set it to 0"),
@@ -219,13 +228,7 @@ def test_one_wrong_key(flat: Path, key: str, value: str, what: str, where: str, 
 
 
 @pytest.mark.parametrize(("line", "what", "hint"), [
-    ("container: bert.sif",
-     "container asks for the image 'bert.sif', which is not available in this version",
-     "remove the key, and start vpipe inside the image if it is needed"),
-    ("compress_activations: true",
-     "compress_activations asks for compressed activations, which is not available in this version", "set it to false"),
-    ("compress_in_gpu: true",
-     "compress_in_gpu asks for compressed activations, which is not available in this version", "set it to false"),
+    ("compress_in_gpu: true", "compress_in_gpu is true, but compress_activations is false", "set both, or neither"),
     ("schedule: gpipe", "schedule is gpipe, which updates with a flush, but sync_mode is asp",
      "write sync_mode: bsp, or leave schedule out"),
     ("schedule: pipdream", "schedule is 'pipdream', which is no schedule of this version",
@@ -281,16 +284,18 @@ def test_later_checks_point_into_the_json(flat: Path) -> None:
     assert [(what, where) for what, where, _ in errors(flat)] == [
         ("recompute_ratio has 2 entries for 4 stages", place("vpipe.json", "[0.3")),
         ("stage_to_rank_map names the stages 0, 1, 2; there are 4: 0, 1, 2, 3", place("mp_conf.json", '{"0": [')),
-        ("stage_to_depth_map asks for the depths [4, 2, 1, 0] where these stages have [3, 2, 1, 0] by themselves, "
+        ("stage_to_depth_map asks for the depths [4, 2, 1, 0] where these stages have [2, 2, 1, 0] by themselves, "
          "which is not available in this version", place("mp_conf.json", '{"0": 4')),
     ]
 
 
-def test_replicated_stages_are_refused(flat: Path) -> None:
-    write("mp_conf.json", RANKS | {"stage_to_rank_map": {"0": [0, 1], "1": [2], "2": [3], "3": [4]}})
-    found = errors(flat, {"machines": ""})
-    assert found[0] == ("stage_to_rank_map.0 puts stage 0 on 2 ranks [0, 1]; replicated stages are not available in "
-                        "this version", place("mp_conf.json", "[0, 1], "), "give the stage one rank")
+def test_replicated_stages(flat: Path) -> None:
+    write("mp_conf.json", RANKS | {"stage_to_rank_map": {"0": [0, 1], "1": [2], "2": [3], "3": [4]},
+                                   "stage_to_depth_map": {"0": 2, "1": 2, "2": 1, "3": 0}})
+    parallel = load(flat, {"machines": str([f"localhost:{gpu}" for gpu in range(5)])}).parallel
+    assert parallel.placement == ((0, 1), (2,), (3,), (4,))
+    [(what, where, _)] = errors(flat)
+    assert what == "machines lists 4, but stage_to_rank_map has 5 ranks"
 
 
 def test_depths_name_every_stage(flat: Path) -> None:

@@ -45,6 +45,9 @@ def test_what_is_filled_in(tmp_path: Path) -> None:
     ({"training__max_steps": None, "training__epochs": 1, "parallel__schedule": "pipedream",
       "parallel__update_every": 2}, 16),
     ({"training__max_steps": None, "training__epochs": 1, "dataset__samples": 71}, 8),
+    ({"training__max_steps": None, "training__epochs": 1, "parallel__data_parallel_size": 2}, 8),
+    ({"training__max_steps": None, "training__epochs": 1, "parallel__schedule": "pipedream",
+      "parallel__stage_to_rank_map": {"0": [0, 1, 2], "1": [3]}}, 11),  # of 32 microbatches 3 at a time
 ])
 def test_how_many_updates(tmp_path: Path, limits: dict[str, Any], updates: int | None) -> None:
     assert job_of(tmp_path, **limits).updates == updates
@@ -55,6 +58,8 @@ def test_samples_and_tokens_per_update(tmp_path: Path) -> None:
     assert (job.samples_per_update, job.tokens_per_update) == (8, 128)
     job = job_of(tmp_path, parallel__schedule="pipedream", parallel__update_every=2)
     assert (job.samples_per_update, job.tokens_per_update) == (4, 64)
+    job = job_of(tmp_path, parallel__schedule="pipedream", parallel__stage_to_rank_map={"0": [0, 1, 2], "1": [3]})
+    assert (job.samples_per_update, job.tokens_per_update) == (6, 96)
 
 
 def test_placement(tmp_path: Path) -> None:
@@ -62,6 +67,10 @@ def test_placement(tmp_path: Path) -> None:
     ranks = {"0": [2], "1": [0], "2": [1]}
     assert job_of(tmp_path, parallel__model_parallel_size=3,
                   parallel__stage_to_rank_map=ranks).placement == ((2,), (0,), (1,))
+    assert job_of(tmp_path, parallel__data_parallel_size=2).placement == ((0, 1), (2, 3))
+    job = job_of(tmp_path, parallel__stage_to_rank_map={"0": [2, 0], "1": [1]})
+    assert job.placement == ((2, 0), (1,))
+    assert job.describe(2) == "rank 2 (stage 0)"
 
 
 def test_epochs_are_in_orders_of_their_own_and_repeatable(tmp_path: Path) -> None:

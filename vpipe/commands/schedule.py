@@ -16,16 +16,17 @@ from vpipe.draw.summary import RankCosts, Summary
 from vpipe.draw.svg import draw_svg
 from vpipe.draw.table import compare
 from vpipe.draw.text import draw_text
-from vpipe.draw.words import listed, number, sizes
+from vpipe.draw.words import listed, number, replicas, sizes
 from vpipe.errors import UserError, counted
 from vpipe.schedules.action import RECEIVES, SENDS
 from vpipe.schedules.check import check
-from vpipe.schedules.csv_file import read_csv, write_csv
+from vpipe.schedules.csv_file import compute_only, read_csv, write_csv
 from vpipe.schedules.facts import rank_facts, stage_facts
 from vpipe.schedules.lower import lower
 from vpipe.schedules.order import Schedule, build, check_chunks
 from vpipe.schedules.registry import Recipe, recipe_named, schedule_names
 from vpipe.schedules.searching.search import search_placements
+from vpipe.schedules.size import Placement
 
 MOST_ACTIONS = 1_000_000
 """Forwards and backwards beyond which nothing is drawn: minutes, and nobody could look at it."""
@@ -54,7 +55,7 @@ def run_check(options: argparse.Namespace) -> None:
     check(schedule)
     transfers = sum(action.op in SENDS or action.op in RECEIVES for program in schedule.programs for action in program)
     if not transfers:
-        check(lower(schedule))
+        check(lower(compute_only(schedule)))
     actions, of_them = sum(map(len, schedule.programs)), f", {transfers} of them transfers" if transfers else ""
     print(f"ok: {schedule.name}: {sizes(schedule)}, {actions} actions{of_them}")
     print("no deadlock, whether sends wait for their receives or not"
@@ -99,27 +100,31 @@ def _named(options: argparse.Namespace, costs: RankCosts) -> Schedule:
     name = options.name
     if name not in schedule_names() and (name.lower().endswith(".csv") or "/" in name):
         schedule = read_csv(Path(name))
-        for option, said, is_ in (("--stages", options.stages, schedule.ranks),
+        for option, said, is_ in (("--stages", options.stages, len(set(schedule.placement))),
                                   ("--microbatches", options.microbatches, schedule.microbatches),
                                   ("--update-every", options.update_every, schedule.update_every)):
             if said not in (None, is_):
                 raise UserError(f"{option} is {said}, but '{name}' has {is_}",
                                 hint=f"leave {option} out: the file says it")
-        for option, given in (("--chunks", options.chunks), ("--memory", options.memory)):
+        for option, given in (("--chunks", options.chunks), ("--memory", options.memory),
+                              ("--widths", options.widths)):
             if given is not None:
                 raise UserError(f"{option} does not go with a file", hint="leave it out: the file says it")
         return schedule
     recipe = recipe_named(name)
-    ranks, microbatches = _sizes(options)
+    widths, microbatches = _sizes(options)
     check_chunks(recipe, options.chunks, "--chunks")
     if recipe.search is None and options.memory is not None:
         raise UserError(f"--memory does not go with '{name}', which holds what it holds",
                         hint="leave it out, or let auto find an order that keeps it")
-    return _built(recipe, ranks, microbatches, options.chunks, options.update_every, costs, options.memory)
+    return _built(recipe, widths, microbatches, options.chunks, options.update_every, costs, options.memory)
 
 
-def _sizes(options: argparse.Namespace) -> tuple[int, int]:
-    for option, value in (("--stages", options.stages), ("--microbatches", options.microbatches)):
+def _sizes(options: argparse.Namespace) -> tuple[tuple[int, ...], int]:
+    """How many ranks there are at each position of the pipeline, and how many microbatches."""
+    widths = _widths(options.widths)
+    positions = options.stages if len(widths) <= 1 or options.stages is not None else len(widths)
+    for option, value in (("--stages", positions), ("--microbatches", options.microbatches)):
         if value is None:
             raise UserError(f"{option} is missing", hint="say how large: --stages 4 --microbatches 8")
     for option, value in (("--stages", options.stages), ("--microbatches", options.microbatches),
@@ -127,20 +132,51 @@ def _sizes(options: argparse.Namespace) -> tuple[int, int]:
                           ("--memory", options.memory)):
         if value is not None and value < 1:
             raise UserError(f"{option} is {value}", hint="give a whole number, 1 or more")
-    actions = 2 * options.stages * options.microbatches * (options.chunks or 1)
+    if len(widths) <= 1:
+        widths = (widths or (1,)) * positions
+    if len(widths) != positions:
+        raise UserError(f"--widths has {counted(len(widths), 'number')}, but --stages is {positions}",
+                        hint=f"give {counted(positions, 'number')}, or one for all, or leave --stages out")
+    ranks, several = sum(widths), max(widths) > 1
+    # What replicas of a stage send each other for their sums is no more than this, either.
+    actions = 2 * ranks * options.microbatches * (options.chunks or 1)
     if actions > MOST_ACTIONS:
-        raise UserError(f"{counted(options.stages, 'rank')} and {counted(options.microbatches, 'microbatch')} are "
-                        f"{actions:,} forwards and backwards",
+        raise UserError(f"{counted(ranks, 'rank')} and {counted(options.microbatches, 'microbatch')} are "
+                        f"{actions:,} forwards and backwards{' or parts of sums' * several}",
                         hint=f"stay below {MOST_ACTIONS:,}: a schedule repeats, so fewer microbatches show the same")
-    return options.stages, options.microbatches
+    if options.microbatches < max(widths):
+        raise UserError(f"{counted(max(widths), 'replica')} for {counted(options.microbatches, 'microbatch')}: some "
+                        "would have nothing to do", hint=f"use {max(widths)} microbatches or more, or fewer replicas")
+    return widths, options.microbatches
 
 
-def _built(recipe: Recipe, ranks: int, microbatches: int, chunks: int | None, update_every: int | None,
+def _widths(text: str | None) -> tuple[int, ...]:
+    """``--widths 2,1``; none when left out."""
+    parts = [] if text is None else text.split(",")
+    for part in parts:
+        if re.fullmatch(r"\s*0*[1-9]\d{0,5}\s*", part, re.ASCII) is None:
+            raise UserError(f"--widths has '{part}', which is no number of replicas", hint="write --widths 2,1 or "
+                            "--widths 2: a whole number for each of the --stages, or one for all")
+    return tuple(map(int, parts))
+
+
+def _built(recipe: Recipe, widths: tuple[int, ...], microbatches: int, chunks: int | None, update_every: int | None,
            costs: RankCosts, memory: int | None = None) -> Schedule:
-    if recipe.search is not None:
+    ranks = len(widths)
+    if recipe.search is None:
+        placement = recipe.layout.placement(ranks, recipe.chunks if chunks is None else chunks)
+        return build(recipe.name, _replicated(placement, widths), microbatches, update_every)
+    if max(widths) == 1:
         return search_placements(ranks, microbatches, chunks, costs.of, memory)
-    placement = recipe.layout.placement(ranks, recipe.chunks if chunks is None else chunks)
-    return build(recipe.name, placement, microbatches, update_every)
+    if len(set(widths)) > 1:
+        return build(recipe.name, _replicated(recipe.layout.placement(ranks, 1), widths), microbatches)  # says why not
+    placement = search_placements(ranks, -(-microbatches // widths[0]), chunks, costs.of, memory).placement
+    return build(recipe.name, _replicated(placement, widths), microbatches, costs=costs.of(placement), limits=memory)
+
+
+def _replicated(placement: Placement, widths: tuple[int, ...]) -> Placement:
+    """Every rank as so many, numbered one after the other."""
+    return tuple(tuple(range(first := sum(widths[:rank]), first + widths[rank])) for (rank,) in placement)
 
 
 def _compare(options: argparse.Namespace, costs: RankCosts) -> None:
@@ -148,19 +184,20 @@ def _compare(options: argparse.Namespace, costs: RankCosts) -> None:
         raise UserError(f"--all and '{options.name}'", hint="name a schedule, or compare all of them")
     if options.format != "text":
         raise UserError(f"--all prints a table, not {options.format}", hint="leave --format out, or name a schedule")
-    ranks, microbatches = _sizes(options)
+    widths, microbatches = _sizes(options)
     found: dict[str, Summary | str] = {}
     for name in schedule_names():
         recipe = recipe_named(name)
         try:
-            schedule = _built(recipe, ranks, microbatches, options.chunks if recipe.any_chunks else None,
+            schedule = _built(recipe, widths, microbatches, options.chunks if recipe.any_chunks else None,
                               None if recipe.flush else options.update_every, costs,
                               None if recipe.search is None else options.memory)
             found[name] = Summary.of(schedule, costs)
         except UserError as error:
             found[name] = error.problems[0].what.splitlines()[0]
     limit = "" if options.memory is None else f"; auto: {counted(options.memory, 'microbatch')} on a rank at most"
-    print(f"{counted(ranks, 'rank')}, {counted(microbatches, 'microbatch')}, {costs}{limit}\n")
+    ranks = counted(sum(widths), "rank") + f" ({replicas(widths)})" * (max(widths) > 1)
+    print(f"{ranks}, {counted(microbatches, 'microbatch')}, {costs}{limit}\n")
     sys.stdout.write(compare(found))
 
 

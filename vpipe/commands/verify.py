@@ -10,15 +10,17 @@ import torch
 
 from vpipe.errors import RunError, UserError
 from vpipe.launch.folder import CONFIG
-from vpipe.launch.local import free_port, run_ranks
+from vpipe.launch.local import run_ranks
+from vpipe.launch.network import free_port
+from vpipe.launch.ranks import HostRanks
 from vpipe.train.config import load_config
 from vpipe.train.job import Job
 from vpipe.train.trail import Trail
-from vpipe.train.verify import Difference, Reference, compare, in_process, references, updates_of
+from vpipe.train.verify import Difference, Reference, batches_of, compare, in_process, references, steps_of
 
 
 def run_verify(options: argparse.Namespace) -> None:
-    """Print every update of both runs beside the oracle's.
+    """Print every step of both runs beside the oracle's.
 
     Raises:
         RunError: they differ by more than they may.
@@ -29,51 +31,52 @@ def run_verify(options: argparse.Namespace) -> None:
     # On this machine's processors, whatever the config trains on: there the numbers are the same to the bit.
     settings = [*options.settings, "parallel.backend=gloo"]
     job = Job.of(load_config(options.config, settings, options.scheduler))
-    updates, ranks = updates_of(job, options.steps), job.schedule.ranks
+    batches, ranks = batches_of(job, options.steps), job.schedule.ranks
+    steps = steps_of(job, batches)
     print(f"{job.config.model.name}: {len(job.model)} layers in {len(job.placement)} stages on {ranks} ranks, schedule "
-          f"{job.config.parallel.schedule}, {updates} updates", flush=True)
-    oracles = list(references(job, updates))
+          f"{job.config.parallel.schedule}, {steps} steps", flush=True)
+    oracles = list(references(job, batches))
     _say_reference(oracles[0])
-    runs = {"in one process": in_process(job, updates)}
-    wrong = list(_compared("in one process", runs["in one process"], oracles))
+    wrong = _compared("in one process", in_process(job, batches), oracles, job)
     with tempfile.TemporaryDirectory(prefix="vpipe-verify-") as folder:
-        wrong += _compared("over gloo", _over_gloo(job, updates, Path(folder)), oracles)
+        wrong += _compared("over gloo", _over_gloo(job, batches, Path(folder)), oracles, job)
     if wrong:
         raise RunError("; ".join(wrong), hint="a layer that draws random numbers outside torch, changes a buffer that "
                        "it reads, or hands on memory that is not contiguous at a cut may differ from one device")
-    print(f"equal: {updates} updates give the same losses, gradient norms and weights to the last bit"
+    print(f"equal: {steps} steps give the same losses, gradient norms and weights to the last bit"
           if not oracles[0].bound else
-          f"near: {updates} updates give the same losses and gradient norms within {oracles[0].bound:.1e}, because the "
+          f"near: {steps} steps give the same losses and gradient norms within {oracles[0].bound:.1e}, because the "
           "file adds up gradients in another order; of the weights that says nothing")
 
 
-def _over_gloo(job: Job, updates: int, folder: Path) -> Trail:
+def _over_gloo(job: Job, batches: int, folder: Path) -> Trail:
     (folder / CONFIG).write_text(job.config.resolved_yaml())
     ranks = job.schedule.ranks
-    run_ranks(ranks, folder, port=free_port(job.config.parallel.master_port), threads=1, describe=job.describe,
-              task=("verify", str(updates)))
-    return Trail.load(folder, range(ranks))
+    run_ranks(HostRanks.alone(ranks, free_port(job.config.parallel.master_port), 1, ("verify", str(batches))), folder,
+              job.describe)
+    return Trail.joined({rank: Trail.load(folder, rank) for rank in range(ranks)})
 
 
 def _say_reference(reference: Reference) -> None:
-    print(f"\nreference: {reference.name}\n  update  loss                 gradient norm")
-    for update, loss in enumerate(reference.trail.losses):
-        print(f"  {update:6}  {loss:<19.16g}  {reference.trail.norm(update):<.16g}")
+    print(f"\nreference: {reference.name}\n    step  loss                 gradient norm")
+    for step, (loss, made) in enumerate(zip(reference.trail.losses, reference.trail.made, strict=True)):
+        print(f"  {step:6}  {loss:<19.16g}  {reference.trail.norm(made):<.16g}")
 
 
-def _compared(run: str, trail: Trail, oracles: list[Reference]) -> list[str]:
+def _compared(run: str, trail: Trail, oracles: list[Reference], job: Job) -> list[str]:
     """Print a run beside its oracles; what is wrong with it."""
-    wrong = []
+    wrong = [f"{run}, {job.describe(torn.rank)} differs from its replica, {job.describe(torn.other)}, after update "
+             f"{torn.update} of {torn.parameter}" for torn in trail.torn[:1]]
     for oracle in oracles:
         bound = f"may differ by {oracle.bound:.1e}" if oracle.bound else "must be equal"
         print(f"\n{run}, beside {oracle.name} ({bound})\n"
-              "  update  loss                 gradient norm        largest difference of loss, norm, weights")
+              "    step  loss                 gradient norm        largest difference of loss, norm, weights")
         far = []
         for difference in compare(trail, oracle.trail):
             print(f"  {_row(difference)}", flush=True)
             far += [difference] if not difference.within(oracle.bound) else []
         if far:
-            wrong.append(f"{run}, update {far[0].update} is not what {oracle.name} gives: loss off by "
+            wrong.append(f"{run}, step {far[0].step} is not what {oracle.name} gives: loss off by "
                          f"{far[0].loss_difference:.1e}, gradient norm by {far[0].norm_difference:.1e}, weights by "
                          f"{far[0].weight_difference:.1e}" + (f" ({far[0].weight})" if far[0].weight else "")
                          + f"; allowed are {oracle.bound:.1e}")
@@ -83,5 +86,5 @@ def _compared(run: str, trail: Trail, oracles: list[Reference]) -> list[str]:
 def _row(difference: Difference) -> str:
     numbers = (difference.loss_difference, difference.norm_difference, difference.weight_difference)
     off = "0" if not any(number != 0 for number in numbers) else ", ".join(f"{number:.1e}" for number in numbers)
-    return (f"{difference.update:6}  {difference.loss:<19.16g}  {difference.gradient_norm:<19.16g}  {off}"
+    return (f"{difference.step:6}  {difference.loss:<19.16g}  {difference.gradient_norm:<19.16g}  {off}"
             + (f" ({difference.weight})" if difference.weight else ""))

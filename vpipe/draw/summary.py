@@ -28,7 +28,8 @@ class RankCosts:
         forward_s: F.
         input_s: I, the input half of a backward; a whole one takes ``input_s + weight_s``.
         weight_s: W, the weight half.
-        transfer_s: from rank to rank.
+        transfer_s: from rank to rank, whatever it is: activations, their gradients, and of a replicated stage every
+            part of a sum of gradients.
     """
 
     forward_s: Number = 1
@@ -38,9 +39,9 @@ class RankCosts:
 
     def of(self, placement: Placement, recomputing: Collection[int] = ()) -> Costs:
         """The costs of every stage; those ``recomputing`` repeat their forward."""
-        share = Counter(rank for (rank,) in placement)
+        share = Counter(rank for ranks in placement for rank in ranks)
         stages = []
-        for stage, (rank,) in enumerate(placement):
+        for stage, (rank, *_) in enumerate(placement):
             forward_s, input_s, weight_s = (ratio(seconds, share[rank]) for seconds in
                                             (self.forward_s, self.input_s, self.weight_s))
             held = ratio(1, share[rank])  # in microbatches of a whole rank
@@ -107,7 +108,7 @@ class Summary:
         """By stage, which of its rank's stages it is, from 0."""
         before: Counter[int] = Counter()
         chunks = []
-        for (rank,) in self.schedule.placement:
+        for rank, *_ in self.schedule.placement:
             chunks.append(before[rank])
             before[rank] += 1
         return chunks

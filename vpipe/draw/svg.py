@@ -8,7 +8,7 @@ from fractions import Fraction
 from html import escape
 
 from vpipe.draw.summary import Summary
-from vpipe.draw.words import number
+from vpipe.draw.words import number, row_name
 from vpipe.schedules.action import Op
 from vpipe.schedules.order import stages_of_rank
 from vpipe.schedules.simulation.costs import Number
@@ -33,6 +33,7 @@ _DARK = """text{fill:#e6edf3}.bg{fill:#0d1117}.idle{fill:#262e38}.soft,.cell .so
 
 _ROW, _GAP, _LEFT, _TOP = 26, 8, 66, 64
 _FONT = 11
+_NAME = 6.2  # width of a character of a row's name
 _DIGIT, _SMALL_DIGIT = 6.8, 5.0  # width of a digit at that size and at the small one
 _NARROWEST, _WIDEST = 5.0, 30.0  # of the shortest action
 _PICTURE, _LARGEST = 900.0, 16000.0  # of the timeline, where actions are not too narrow, and ever
@@ -56,6 +57,9 @@ class _Drawing:
     def __init__(self, summary: Summary) -> None:
         self._summary, self._timeline = summary, summary.timeline
         self._versions = summary.versions_used
+        placement = summary.schedule.placement
+        self._names = [row_name(placement, rank) for rank in range(summary.schedule.ranks)]
+        self._left = max(_LEFT, math.ceil(14 + _NAME * max(map(len, self._names))))
         durations = [float(event.end_s - event.start_s) for events in self._timeline.events for event in events
                      if event.end_s > event.start_s]
         end = float(self._timeline.makespan_s)
@@ -65,9 +69,9 @@ class _Drawing:
         self._scale = min(max(wanted, _NARROWEST / shortest), _LARGEST / end)
         self._row = _ROW + (14 if self._versions else 0)
         self._columns = self._holdings()
-        self._right = _LEFT + end * self._scale + 14
+        self._right = self._left + end * self._scale + 14
         self._shades = 1 + max(summary.chunk_of)
-        legend = sum(width for _, _, width in self._entries()) + _LEFT
+        legend = sum(width for _, _, width in self._entries()) + self._left
         self._width = max(self._right + sum(width for _, width, _ in self._columns) + 10, legend, 600.0)
         self._bottom = _TOP + len(self._timeline.events) * (self._row + _GAP)
 
@@ -104,14 +108,14 @@ class _Drawing:
         return [op for op in _COLOURS if op in there]
 
     def _x(self, seconds: Number) -> float:
-        return _LEFT + float(seconds) * self._scale
+        return self._left + float(seconds) * self._scale
 
     def _rank(self, rank: int, events: Sequence[Event]) -> Iterator[str]:
         y = _TOP + rank * (self._row + _GAP)
         middle = y + _ROW / 2 + 4
-        yield f'<text x="14" y="{_n(middle)}" font-size="12">rank {rank}</text>'
-        yield (f'<rect class="idle" x="{_LEFT}" y="{y}" width="{_n(self._x(self._timeline.makespan_s) - _LEFT)}" '
-               f'height="{_ROW}" rx="3"/>')
+        yield f'<text x="14" y="{_n(middle)}" font-size="12">{self._names[rank]}</text>'
+        width = self._x(self._timeline.makespan_s) - self._left
+        yield (f'<rect class="idle" x="{self._left}" y="{y}" width="{_n(width)}" height="{_ROW}" rx="3"/>')
         yield '<g class="cell">'
         for event in events:
             if event.action.op is not Op.STEP:
@@ -142,7 +146,7 @@ class _Drawing:
 
     def _labels(self, events: Sequence[Event], y: int) -> Iterator[str]:
         """Microbatches and, below, the versions in use, as far as there is room."""
-        free = float(_LEFT)  # from where on a number that is wider than its action meets no other
+        free = float(self._left)  # from where on a number that is wider than its action meets no other
         for event in events:
             action, start = event.action, self._x(event.start_s)
             width = float(event.end_s - event.start_s) * self._scale
@@ -184,7 +188,7 @@ class _Drawing:
         end = float(self._timeline.makespan_s)
         tick = _tick(60 / self._scale)
         y = self._bottom - _GAP + 5
-        yield f'<line class="line" x1="{_LEFT}" x2="{_n(self._x(end))}" y1="{y}" y2="{y}"/>'
+        yield f'<line class="line" x1="{self._left}" x2="{_n(self._x(end))}" y1="{y}" y2="{y}"/>'
         count = math.floor(end / tick + 1e-9)
         for time in [Fraction(tick) * index for index in range(count + 1)]:
             x = self._x(time)
@@ -200,7 +204,7 @@ class _Drawing:
                 for swatches, name in (*entries, ([("idle", 14)], "idle"))]
 
     def _legend(self) -> Iterator[str]:
-        x, y = float(_LEFT), self._bottom + 34
+        x, y = float(self._left), self._bottom + 34
         for swatches, name, width in self._entries():
             at = x
             for fill, wide in swatches:
@@ -209,7 +213,7 @@ class _Drawing:
             yield f'<text x="{_n(at + 5)}" y="{y + 11}">{name}</text>'
             x += width
         for line, notes in enumerate(self._notes()):
-            yield f'<text class="soft" x="{_LEFT}" y="{y + 32 + 16 * line}">{"; ".join(notes)}</text>'
+            yield f'<text class="soft" x="{self._left}" y="{y + 32 + 16 * line}">{"; ".join(notes)}</text>'
 
     def _notes(self) -> list[list[str]]:
         several = self._summary.chunks != "1"

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from vpipe.draw.summary import Summary
 from vpipe.draw.table import table
-from vpipe.draw.words import number
+from vpipe.draw.words import number, replica, row_name
 from vpipe.schedules.action import Op
 from vpipe.schedules.order import stages_of_rank
 from vpipe.schedules.simulation.timeline import Event
@@ -37,7 +37,8 @@ def draw_text(summary: Summary, width: int, *, colour: bool) -> str:
     do not fit at any, narrow ones lose their numbers; if that is not enough, the picture ends where ``width`` does and
     says so.
     """
-    label = len(f"rank {summary.schedule.ranks - 1}") + 2
+    schedule = summary.schedule
+    label = max(len(row_name(schedule.placement, rank)) for rank in range(schedule.ranks)) + 2
     room = max(20, width - label)
     per_unit, cut = _scale(summary, room - 1)  # a column for the last step
     picture = _Picture(summary, per_unit, room)
@@ -67,12 +68,15 @@ def draw_text(summary: Summary, width: int, *, colour: bool) -> str:
 def holdings(summary: Summary) -> list[str]:
     """What every rank holds, and how long it waits, as a table."""
     halves = any(rank.peak_weight_halves for rank in summary.ranks)
-    head = ["rank", "stages", "peak activations", *(["weight halves"] if halves else []), "versions", "staleness",
-            "idle"]
+    placement = summary.schedule.placement
+    which = [replica(placement, rank) or "" for rank in range(summary.schedule.ranks)]
+    head = ["rank", "stages", *(["replica"] if any(which) else []), "peak activations",
+            *(["weight halves"] if halves else []), "versions", "staleness", "idle"]
     rows = []
     for rank, facts in enumerate(summary.ranks):
-        stages = stages_of_rank(summary.schedule.placement, rank)
-        rows.append([str(rank), " ".join(map(str, stages)), str(facts.peak_activations),
+        stages = stages_of_rank(placement, rank)
+        rows.append([str(rank), " ".join(map(str, stages)), *([which[rank]] if any(which) else []),
+                     str(facts.peak_activations),
                      *([str(facts.peak_weight_halves)] if halves else []),
                      " ".join(str(summary.stages[stage].versions) for stage in stages),
                      " ".join(str(summary.stages[stage].staleness) for stage in stages),
@@ -129,7 +133,7 @@ class _Picture:
         """The name of each row and its cells."""
         rows = []
         for rank, events in enumerate(self._summary.timeline.events):
-            rows.append((f"rank {rank}", self._actions(events)))
+            rows.append((row_name(self._summary.schedule.placement, rank), self._actions(events)))
             if self._versions:
                 rows.append(("", self._used(events)))
         return rows
@@ -144,7 +148,7 @@ class _Picture:
             first, last = self._column(event.start_s), min(self._column(event.end_s), self._columns)
             op = event.action.op
             if op is Op.STEP:
-                at = first - 1 if first and row[min(first, self._columns) - 1][0] in " -S" else first
+                at = first - 1 if first and row[min(first, self._columns) - 1][0] in f" -S{_IDLE}" else first
                 if at < self._columns:
                     row[at] = ("S", _SHADES[op][0])
                     busy = max(busy, at + 1)

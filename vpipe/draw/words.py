@@ -6,21 +6,44 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from vpipe.errors import counted
-from vpipe.schedules.order import Schedule
+from vpipe.schedules.order import Schedule, stages_of_rank
 from vpipe.schedules.simulation.costs import Number
+from vpipe.schedules.size import Placement
 
 _LISTED = 16
 
 
 def sizes(schedule: Schedule) -> str:
-    """``4 ranks, 8 stages, 8 microbatches, flush``."""
+    """``4 ranks, 8 stages, 8 microbatches, flush``; of replicated stages also how many replicas each has."""
+    widths = [len(ranks) for ranks in schedule.placement]
+    several = max(widths) > 1
     parts = [counted(schedule.ranks, "rank"), counted(schedule.microbatches, "microbatch")]
-    if schedule.stages != schedule.ranks:
-        parts.insert(1, f"{schedule.stages} stages")
+    if several or schedule.stages != schedule.ranks:
+        parts.insert(1, counted(schedule.stages, "stage") + f" with {replicas(widths)}" * several)
     every = schedule.update_every
     parts.append("flush" if schedule.flush else
-                 "no flush, an update every " + ("microbatch" if every == 1 else f"{every} microbatches"))
+                 "no flush, an update every " + ("microbatch" if every == 1 else f"{every} microbatches")
+                 + " of each replica" * several)
     return ", ".join(parts)
+
+
+def replicas(widths: Sequence[int]) -> str:
+    """``2 replicas each`` or ``2, 1 replicas``."""
+    return f"{widths[0]} replicas each" if len(set(widths)) == 1 else f"{', '.join(map(str, widths))} replicas"
+
+
+def row_name(placement: Placement, rank: int) -> str:
+    """``rank 1``; of a replica with its stage, ``rank 1 (stage 0, 2 of 2)``."""
+    stages = stages_of_rank(placement, rank)
+    if (which := replica(placement, rank)) is None:
+        return f"rank {rank}"
+    return f"rank {rank} (stage{'s' * (len(stages) > 1)} {' '.join(map(str, stages))}, {which})"
+
+
+def replica(placement: Placement, rank: int) -> str | None:
+    """``2 of 2``; None of a rank whose stages have no other."""
+    ranks = next(ranks for ranks in placement if rank in ranks)
+    return f"{1 + ranks.index(rank)} of {len(ranks)}" if len(ranks) > 1 else None
 
 
 def listed(values: Sequence[int]) -> str:

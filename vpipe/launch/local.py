@@ -1,28 +1,27 @@
-"""Starting the ranks of a run on this machine, and ending them together."""
+"""Starting the ranks of a run on this host, and ending them together with those of other hosts."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import socket
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Protocol
 
-from vpipe.errors import RunError, UserError, VpipeError
-from vpipe.launch.folder import failure_path, log_path
+from vpipe.errors import VpipeError
+from vpipe.launch.failure import first_failure
+from vpipe.launch.folder import log_path
+from vpipe.launch.network import held
+from vpipe.launch.ranks import PARENT_PIPE, HostRanks
 
 GRACE_S = 2.0
 """After a failure: for the other ranks to say what they saw, then again for them to end."""
 
-PARENT_PIPE = "VPIPE_PARENT_PIPE"
-"""Environment variable with a file descriptor: it ends when the launcher does, and then so must the rank."""
+POLL_S = 0.05
 
 
 class Interrupted(Exception):  # noqa: N818 - it is no error, as KeyboardInterrupt is none
@@ -33,56 +32,127 @@ class Interrupted(Exception):  # noqa: N818 - it is no error, as KeyboardInterru
         super().__init__(signal.Signals(number).name)
 
 
-def free_port(wanted: int | None) -> int:
-    """The port where ranks meet: the one asked for, or a free one.
+class Elsewhere(Protocol):
+    """The ranks of another host, as the launcher of this one sees them."""
 
-    Raises:
-        UserError: the port asked for is in use.
-    """
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does: a port in TIME_WAIT will do
-        try:
-            probe.bind(("", wanted or 0))  # on all interfaces, where the store listens
-        except OSError as error:
-            raise UserError(f"port {wanted} cannot be used: {error.strerror}",
-                            hint="set parallel.master_port to a free port, or leave it out to have one found") from None
-        return int(probe.getsockname()[1])
+    def start(self, folder: Path) -> None:
+        """Start them; what they write comes into ``folder``."""
+
+    @property
+    def statuses(self) -> Mapping[int, int | None]:
+        """As :attr:`Processes.statuses`."""
+
+    @property
+    def lost(self) -> VpipeError | None:
+        """Why the host is out of reach, when it is."""
+
+    def end(self) -> None:
+        """Ask for their end; does not wait for it."""
+
+    def close(self) -> None:
+        """Wait until they have ended and all that they wrote is here, or the host is lost."""
 
 
-def run_ranks(ranks: int, folder: Path, *, port: int, threads: int, describe: Callable[[int], str],
-              task: Sequence[str] = ("train",)) -> None:
-    """Run one process per rank until all have ended.
-
-    The first failure ends all of them. Ctrl-C and SIGTERM do, too. When this process dies, they end by
-    themselves.
+class Processes:
+    """The ranks of this host. When this process dies, they end by themselves.
 
     Args:
-        folder: the run's folder, which tells the ranks everything.
+        ranks: which.
+        folder: the run's folder, which tells them everything.
+    """
+
+    def __init__(self, ranks: HostRanks, folder: Path) -> None:
+        self._ranks, self.folder = ranks, folder
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._reader, self._writer = os.pipe()
+
+    def start(self, ranks: Iterable[int] | None = None) -> None:
+        """Start them all, or some."""
+        for rank in self._ranks.devices if ranks is None else ranks:
+            self._processes[rank] = self._start(rank)
+
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        # The pipe is standard input, which every program hands on to what it wraps. A session of its own keeps
+        # Ctrl-C from a rank: the launcher ends it.
+        environment = {**os.environ, **self._ranks.environment(rank), PARENT_PIPE: "0"}
+        command = self._ranks.command(self.folder)
+        # Rank 0 shows progress and the summary on the terminal; what others print goes to their logs.
+        if rank == 0:
+            return subprocess.Popen(command, env=environment, start_new_session=True, stdin=self._reader)
+        with log_path(self.folder, rank).open("ab") as output:
+            return subprocess.Popen(command, env=environment, start_new_session=True, stdin=self._reader,
+                                    stdout=output, stderr=output)
+
+    @property
+    def statuses(self) -> Mapping[int, int | None]:
+        """Per rank its exit status, negative for the signal that killed it; None while it runs."""
+        return {rank: process.poll() for rank, process in self._processes.items()}
+
+    def close(self) -> None:
+        """End what still runs, with all it started."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for process in self._processes.values():
+                if process.poll() is None:
+                    with suppress(ProcessLookupError):
+                        os.killpg(process.pid, number)
+            deadline = time.monotonic() + GRACE_S
+            while time.monotonic() < deadline and None in self.statuses.values():
+                time.sleep(0.02)
+        for process in self._processes.values():
+            process.wait()
+        for end in (self._reader, self._writer):
+            os.close(end)
+
+
+def run_ranks(here: HostRanks, folder: Path, describe: Callable[[int], str],
+              elsewhere: Sequence[Elsewhere] = ()) -> None:
+    """Run one process per rank, here and on other hosts, until all have ended.
+
+    The first failure ends all of them. Ctrl-C and SIGTERM do, too.
+
+    Args:
         describe: ``rank -> "rank 2 (stage 2)"``.
-        task: what the ranks do; see :mod:`vpipe.launch.worker`.
+        elsewhere: the ranks of other hosts, which are ready to start.
 
     Raises:
         VpipeError: a rank failed.
         Interrupted: by a signal.
     """
-    reader, writer = os.pipe()
-    processes: dict[int, subprocess.Popen[bytes]] = {}
+    with interrupting() as ignore_signals, held(here.port):
+        mine = Processes(here, folder)
+        groups: list[Processes | Elsewhere] = [mine, *elsewhere]
+        try:
+            mine.start()
+            for other in elsewhere:
+                other.start(folder)
+            while True:
+                statuses = _statuses(groups)
+                if any(statuses.values()) or any(other.lost for other in elsewhere):
+                    raise _failure(groups, elsewhere, folder, describe)
+                if None not in statuses.values():
+                    return
+                time.sleep(POLL_S)
+        finally:
+            ignore_signals()  # a second Ctrl-C must not leave ranks behind
+            for other in elsewhere:
+                other.end()
+            mine.close()
+            for other in elsewhere:
+                other.close()
+
+
+@contextmanager
+def interrupting() -> Iterator[Callable[[], None]]:
+    """Let SIGINT and SIGTERM raise :class:`Interrupted`; what it gives, when called, has them ignored from then on."""
     handlers = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        for rank in range(ranks):
-            processes[rank] = _start(rank, ranks, folder, port, threads, reader, task)
-        while any(process.poll() is None for process in processes.values()):
-            if any(process.poll() for process in processes.values()):
-                raise _failure(processes, folder, describe)
-            time.sleep(0.05)
-        if any(process.returncode for process in processes.values()):
-            raise _failure(processes, folder, describe)
-    finally:
+
+    def ignore() -> None:
         for number in handlers:
-            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not leave ranks behind
-        _end(processes)
-        os.close(reader)
-        os.close(writer)
+            signal.signal(number, signal.SIG_IGN)
+
+    try:
+        yield ignore
+    finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
@@ -91,71 +161,15 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise Interrupted(number)
 
 
-def _start(rank: int, ranks: int, folder: Path, port: int, threads: int, parent_pipe: int,
-           task: Sequence[str]) -> subprocess.Popen[bytes]:
-    environment = {
-        **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": str(threads),
-        PARENT_PIPE: str(parent_pipe)}
-    if sys.platform == "linux":
-        environment["GLOO_SOCKET_IFNAME"] = "lo"  # whatever the name of this host resolves to
-    command = [sys.executable, "-m", "vpipe.launch.worker", str(folder), *task]
-    # Rank 0 shows progress and the summary on the terminal; what others print goes to their logs. A session of
-    # its own keeps Ctrl-C from a rank: the launcher ends it.
-    if rank == 0:
-        return subprocess.Popen(command, env=environment, pass_fds=[parent_pipe], start_new_session=True,
-                                stdin=subprocess.DEVNULL)
-    with log_path(folder, rank).open("ab") as output:
-        return subprocess.Popen(command, env=environment, pass_fds=[parent_pipe], start_new_session=True,
-                                stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-
-
-def _failure(processes: Mapping[int, subprocess.Popen[bytes]], folder: Path,
+def _failure(groups: Sequence[Processes | Elsewhere], elsewhere: Sequence[Elsewhere], folder: Path,
              describe: Callable[[int], str]) -> VpipeError:
-    """The failure that came first in cause: what a rank says of itself goes before what others say of it."""
+    """What is told of a failure, once the other ranks had time to say what they saw."""
     deadline = time.monotonic() + GRACE_S
-    while time.monotonic() < deadline and any(process.poll() is None for process in processes.values()):
-        time.sleep(0.05)
-    said = sorted((report for rank in processes if (report := _read(failure_path(folder, rank))) is not None),
-                  key=lambda report: (report["blames_peer"], report["time"]))
-    if said and not said[0]["blames_peer"]:
-        return _as_error(said[0], describe)
-    for rank, process in processes.items():
-        if process.poll() and not failure_path(folder, rank).exists():
-            code = process.returncode
-            how = (f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0
-                   else f"ended with exit status {code}")
-            hint = f"its log: {log_path(folder, rank)}"
-            if code == -signal.SIGKILL:
-                hint = f"Linux kills a process so when memory runs out; {hint}"
-            return RunError(f"{describe(rank)} {how}", hint=hint)
-    return _as_error(said[0], describe)
+    while time.monotonic() < deadline and None in _statuses(groups).values():
+        time.sleep(POLL_S)
+    lost = [other.lost for other in elsewhere if other.lost is not None]
+    return first_failure(_statuses(groups), lost, folder, describe)
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        report = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError):
-        return None
-    return report if isinstance(report, dict) else None
-
-
-def _as_error(report: Mapping[str, Any], describe: Callable[[int], str]) -> RunError:
-    what, hint, where = report["problems"][0]
-    if report["user"]:  # what the user could mend before the run was found before: by now the run has failed
-        what = f"{describe(report['rank'])}: {what}" + (f" ({where})" if where else "")
-    return RunError(what, hint=hint)
-
-
-def _end(processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
-    """End what still runs, with all it started."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for process in processes.values():
-            if process.poll() is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
-        deadline = time.monotonic() + GRACE_S
-        while time.monotonic() < deadline and any(process.poll() is None for process in processes.values()):
-            time.sleep(0.02)
-    for process in processes.values():
-        process.wait()
+def _statuses(groups: Sequence[Processes | Elsewhere]) -> dict[int, int | None]:
+    return {rank: status for group in groups for rank, status in group.statuses.items()}

@@ -1,22 +1,65 @@
-"""Whether this machine can run what a config asks for."""
+"""Whether there are as many processes, hosts and GPUs as a config asks for; found out before any data are opened."""
 
 from __future__ import annotations
 
-from vpipe.errors import UserError
+import socket
+from collections.abc import Iterable
+
+from vpipe.errors import UserError, counted
+from vpipe.launch.hosts import Hosts
+from vpipe.schedules.arrange import Wanted
 from vpipe.train.config import Config
 
 
-def check_machine(config: Config) -> None:
-    """Refuse a backend that this machine has no devices for.
+def ranks_of(config: Config) -> int:
+    """The ranks of the schedule.
 
     Raises:
-        UserError: nccl without a GPU per rank.
+        UserError: there is no such schedule.
+    """
+    parallel = config.parallel
+    return Wanted(parallel.schedule, parallel.model_parallel_size, config.training.num_microbatches,
+                  parallel.update_every, parallel.placement, parallel.chunks,
+                  replicas=1 if parallel.placement else parallel.data_parallel_size).arranged().ranks
+
+
+def hosts_of(config: Config) -> Hosts | None:
+    """The hosts of ``machines``; None when all ranks are here.
+
+    Raises:
+        UserError: they are not as many as the ranks, or the first is not this host.
+    """
+    if config.machines is None:
+        return None
+    ranks = ranks_of(config)
+    if len(config.machines) != ranks:
+        raise UserError(f"machines lists {len(config.machines)}, but the schedule has {counted(ranks, 'rank')}",
+                        hint="give one host:gpu per rank")
+    hosts = Hosts.of(config.machines)
+    if hosts.logins[0] not in hosts.here:
+        raise UserError(f"the first host of machines, '{hosts.name(0)}', is not this one ('{socket.gethostname()}')",
+                        hint="start vpipe there, or begin the list with this host")
+    return hosts
+
+
+def check_gpus(config: Config, devices: Iterable[int]) -> None:
+    """Refuse backend nccl where a rank has no GPU of its own.
+
+    Args:
+        devices: the number of each rank's GPU on this host.
+
+    Raises:
+        UserError: a GPU is missing, or two ranks want the same one.
     """
     if config.parallel.backend != "nccl":
         return
     import torch
 
-    ranks, gpus = config.parallel.model_parallel_size, torch.cuda.device_count()
-    if gpus < ranks:
-        raise UserError(f"backend nccl needs a GPU per rank: {ranks} ranks, {gpus} GPUs",
-                        hint="set parallel.backend to gloo (in VPipe's form, 'distributed_backend': 'gloo')")
+    wanted, gpus = list(devices), torch.cuda.device_count()
+    hint = "set parallel.backend to gloo (in VPipe's form, 'distributed_backend': 'gloo')"
+    if len(set(wanted)) < len(wanted):
+        raise UserError(f"backend nccl needs a GPU per rank, but machines gives two ranks of a host the same: {wanted}",
+                        hint=f"number them from 0 to {len(wanted) - 1}, or {hint}")
+    if gpus <= max(wanted):
+        raise UserError(f"backend nccl needs a GPU per rank: {counted(len(wanted), 'rank')}, {gpus} GPUs" +
+                        (f", but machines names GPU {max(wanted)}" if max(wanted) >= len(wanted) else ""), hint=hint)

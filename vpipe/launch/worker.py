@@ -1,31 +1,30 @@
 """What a rank's process runs: ``python -m vpipe.launch.worker FOLDER TASK``, started by a launcher.
 
-The task is ``train``, or ``verify N``: leave a trail of N updates.
+The task is ``train``; ``verify N``: leave a trail of N updates; or ``prepare``: look whether this host has what the
+config asks for, once for all its ranks, before any starts.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
 import threading
-import time
+from collections.abc import Callable
 from pathlib import Path
 
-from vpipe.errors import RunError, UserError, VpipeError
-from vpipe.launch.folder import CONFIG, failure_path, log_path
-from vpipe.launch.local import PARENT_PIPE
+from vpipe.errors import RunError, VpipeError
+from vpipe.launch.failure import write_report
+from vpipe.launch.folder import CONFIG, log_path
+from vpipe.launch.ranks import PARENT_PIPE
+from vpipe.watch.current import announce, report_to
 
 
 def main(folder: Path, task: str, *arguments: str) -> int:
     """Do the task as the folder's config says; a failure is written down for the launcher. Returns the exit status."""
-    rank = int(os.environ["RANK"])
     _follow_parent()
-    logging.basicConfig(filename=log_path(folder, rank), level=logging.INFO,
-                        format="%(asctime)s %(levelname)s %(message)s")
-    log = logging.getLogger("vpipe")
-    try:
+
+    def work() -> None:
         from vpipe.train.config import load_config
         from vpipe.train.job import Job
         from vpipe.train.loop import train
@@ -34,19 +33,45 @@ def main(folder: Path, task: str, *arguments: str) -> int:
         job = Job.of(load_config(folder / CONFIG))
         if task == "verify":
             leave_trail(job, folder, int(arguments[0]))
-        else:
+        elif task == "train":
             train(job, folder)
+        else:
+            from vpipe.launch.machine import check_gpus
+
+            check_gpus(job.config, map(int, arguments))
+
+    failure = do(folder, int(os.environ["RANK"]), work)
+    if failure is not None:
+        write_report(folder, int(os.environ["RANK"]), failure)
+    return failure.exit_status if failure is not None else 0
+
+
+def do(folder: Path, rank: int, work: Callable[[], None]) -> VpipeError | None:
+    """Do a rank's work, with its log in ``folder``; returns why it failed."""
+    logging.basicConfig(filename=log_path(folder, rank), level=logging.INFO,
+                        format="%(asctime)s %(levelname)s %(message)s")
+    log = logging.getLogger("vpipe")
+
+    def ended(error: RunError) -> None:
+        log.error("rank %d is ended in the middle of its work: %s", rank, error)
+        write_report(folder, rank, error)
+        if PARENT_PIPE not in os.environ:  # no launcher reads it
+            print(error, file=sys.stderr, flush=True)
+
+    report_to(ended)
+    try:
+        work()
     except VpipeError as error:
         log.exception("rank %d failed", rank)
-        _report(folder, rank, error)
-        return error.exit_status
+        announce(error)
+        return error
     except Exception as error:
         log.exception("rank %d failed", rank)
-        _report(folder, rank, RunError(f"{type(error).__name__}: {error}", rank=rank,
-                                       hint=f"the traceback is in {log_path(folder, rank)}"))
-        return 1
+        announce(error)
+        return RunError(f"{type(error).__name__}: {error}", rank=rank,
+                        hint=f"the traceback is in {log_path(folder, rank)}")
     log.info("rank %d has ended", rank)
-    return 0
+    return None
 
 
 def _follow_parent() -> None:
@@ -60,21 +85,6 @@ def _follow_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
-
-
-def _report(folder: Path, rank: int, error: VpipeError) -> None:
-    if isinstance(error, UserError):
-        problems = [[p.what, p.hint, p.where] for p in error.problems]
-        blames = False
-    else:
-        assert isinstance(error, RunError)
-        problems = [[error.located, error.hint, None]]
-        blames = error.peer is not None
-    report = {"rank": rank, "time": time.time(), "user": isinstance(error, UserError), "blames_peer": blames,
-              "problems": problems}
-    partial = failure_path(folder, rank).with_suffix(".tmp")
-    partial.write_text(json.dumps(report))
-    partial.replace(failure_path(folder, rank))
 
 
 if __name__ == "__main__":

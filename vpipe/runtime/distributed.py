@@ -16,6 +16,8 @@ from torch import Tensor
 
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.transport import Key, Spec
+from vpipe.watch.current import watch_of_process
+from vpipe.watch.watch import Doing, Watch
 
 SENDS_BEHIND = 4
 """Transfers per peer and kind that may be under way before a further send waits for the oldest, or as many as a rank
@@ -25,7 +27,7 @@ where receives are posted as the program says; in the first batch those wait for
 
 HEADER_BYTES = 4096
 MOST_TENSORS = 62
-_KINDS = "FBWGLN"
+_KINDS = "FBWGLNDS"
 _generations = count()
 
 
@@ -46,16 +48,22 @@ class Distributed:
         in_flight: most microbatch-stages whose activations a rank holds at once.
         channels: 1 when every rank holds one stage, else the number of stages.
         describe: ``rank -> "rank 2 (stage 2)"``, for messages.
+        buckets: transfers that a sum over replicas takes per peer.
     """
 
     def __init__(self, device: torch.device, timeout_s: float, in_flight: int, channels: int,
-                 describe: Callable[[int], str]) -> None:
+                 describe: Callable[[int], str], buckets: int) -> None:
         self.rank = dist.get_rank()
         self.bytes_sent = 0
         self.wait_s = 0.0
         self._device, self._timeout, self._describe = device, timedelta(seconds=timeout_s), describe
+        self._watch = watch_of_process()
+        if self._watch is not None:
+            self._watch.describe = describe
         self._behind = {kind: max(SENDS_BEHIND, in_flight) if kind in "FB" else SENDS_BEHIND + dist.get_world_size()
                         for kind in _KINDS}
+        # Nobody waits for a peer before a sum, which waits for all: of one update the last one's sends have ended.
+        self._behind |= {"D": 2 * buckets, "S": 2 * buckets}
         self._carrier = torch.device("cpu") if dist.get_backend() == "gloo" else device
         # nccl knows no tags and keeps one order per pair of ranks and group; the checker proves one per kind and
         # direction. With several stages per rank, transfers of a kind go both ways, so each stage has its own group.
@@ -154,35 +162,61 @@ class Distributed:
 
     def failure(self, error: RuntimeError, peer: int | None, key: Key, doing: str) -> RunError:
         """What a transfer's failure means to the user."""
-        me, other = self._describe(self.rank), "all ranks" if peer is None else self._describe(peer)
-        return _failure(error, self.rank, peer,
-                        f"{me} gave up {doing} {key} with {other} after {self._timeout.total_seconds():g} s",
-                        f"{me} lost {other} while {doing} {key}")
+        return _failure(error, self.rank, peer, f"{doing} {key}", self._describe, self._watch,
+                        self._timeout.total_seconds())
+
+    def doing(self, transfer: _Failing | None) -> None:
+        """Note what this rank is at, for the others."""
+        _now(self._watch, transfer)
+
+    def describe(self, rank: int) -> str:
+        """A rank with its stages, for messages."""
+        return self._describe(rank)
 
 
 class _Failing:
-    """Turns what torch.distributed raises into a :class:`RunError` that names the transfer and the peer."""
+    """Turns what torch.distributed raises into a :class:`RunError` that names the transfer and who failed."""
 
-    __slots__ = ("_doing", "_key", "_peer", "_transport")
+    __slots__ = ("_doing", "_key", "_transport", "peer")
 
     def __init__(self, transport: Distributed, peer: int | None, key: Key, doing: str) -> None:
-        self._transport, self._peer, self._key, self._doing = transport, peer, key, doing
+        self._transport, self.peer, self._key, self._doing = transport, peer, key, doing
 
     def __enter__(self) -> None:
-        pass
+        self._transport.doing(self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._transport.doing(None)
         if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
-            raise self._transport.failure(error, self._peer, self._key, self._doing) from error
+            raise self._transport.failure(error, self.peer, self._key, self._doing) from error
+
+    def __str__(self) -> str:
+        """In words, for when this process is ended in the middle of it."""
+        other = "all ranks" if self.peer is None else self._transport.describe(self.peer)
+        return f"{self._doing} {self._key} with {other}"
 
 
-def _failure(error: RuntimeError, rank: int, peer: int | None, gave_up: str, lost: str) -> RunError:
-    """One of two sentences: a peer did not answer in time, or it is gone."""
+def _failure(error: RuntimeError, rank: int, peer: int | None, doing: str, describe: Callable[[int], str],
+             watch: Watch | None, timeout_s: float | None) -> RunError:
+    """A transfer's failure: that a peer did not answer in time, or is gone; and who is to blame, if that is known.
+
+    Args:
+        doing: ``"waiting for the loss of update 3"``.
+        watch: knows whether another rank failed before the peer; without it the peer is blamed.
+        timeout_s: how long a peer is waited for, where it is not the process group that says so.
+    """
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    if "imed out" in text or "imeout" in text:
+    timed_out = "imed out" in text or "imeout" in text
+    me, other = describe(rank), "all ranks" if peer is None else describe(peer)
+    gave_up = f"{me} gave up {doing} with {other}" + (f" after {timeout_s:g} s" if timeout_s else "")
+    if watch is not None:
+        fault = watch.explain(peer, (timeout_s or watch.pace.silent_s) if timed_out else None)
+        return watch.error(fault, gave_up if timed_out else f"{me} was {doing} with {other}")
+    if timed_out:
         return RunError(gave_up, hint="a rank is stuck or much slower than the others: look at its log; "
                                       "a slow start needs a larger parallel.timeout_s", rank=rank, peer=peer)
-    return RunError(f"{lost}: {text}", hint="that rank ended first: its log says why", rank=rank, peer=peer)
+    return RunError(f"{me} lost {other} while {doing}: {text}", hint="that rank ended first: its log says why",
+                    rank=rank, peer=peer)
 
 
 def _tag(key: Key, tensor: int, generation: int) -> int:
@@ -217,21 +251,40 @@ def share_tensors(tensors: Mapping[str, Tensor], source: int, device: torch.devi
         RunError: a rank did not answer in the process group's time, or is gone.
     """
     carrier = torch.device("cpu") if dist.get_backend() == "gloo" else device
-    rank, peer = dist.get_rank(), source
+    rank, peer, watch = dist.get_rank(), source, watch_of_process()
     try:
         if rank != source:
+            _now(watch, _Sharing(source))
             return _receive_shared(source, carrier)
         content = [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()]
         text = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8).to(carrier)
         for peer in (other for other in range(dist.get_world_size()) if other != source):
+            _now(watch, _Sharing(peer))
             for tensor in (torch.tensor([text.numel()], device=carrier), text, *tensors.values()):
                 if tensor.numel():
                     dist.send(tensor.to(carrier).contiguous(), peer)
         return {name: t.cpu().clone() for name, t in tensors.items()}
     except RuntimeError as error:
-        sharing = "sharing what each has with all"
-        raise _failure(error, rank, peer, f"rank {rank} gave up {sharing}, at rank {peer}",
-                       f"rank {rank} lost rank {peer} while {sharing}") from error
+        raise _failure(error, rank, peer, _SHARING, lambda rank: f"rank {rank}", watch, None) from error
+    finally:
+        _now(watch, None)
+
+
+_SHARING = "sharing what each has"
+
+
+@dataclass(frozen=True)
+class _Sharing:
+    peer: int
+
+    def __str__(self) -> str:
+        return f"{_SHARING} with rank {self.peer}"
+
+
+def _now(watch: Watch | None, doing: Doing | None) -> None:
+    """Let the other ranks know what this one waits for."""
+    if watch is not None:
+        watch.doing = doing
 
 
 def _receive_shared(source: int, carrier: torch.device) -> dict[str, Tensor]:

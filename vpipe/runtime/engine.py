@@ -6,36 +6,39 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
+from operator import gt
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from vpipe.errors import RunError, UserError
 from vpipe.model.layer import Model
 from vpipe.model.split import StageSpec, ties_between
-from vpipe.runtime.distributed import Distributed, share_tensors
+from vpipe.runtime.compressed import Compressed
+from vpipe.runtime.distributed import Distributed
 from vpipe.runtime.feed import Batch, Feed
 from vpipe.runtime.outcome import Outcomes
 from vpipe.runtime.programs import Program, Programs
+from vpipe.runtime.reduce import most_buckets
+from vpipe.runtime.segment import Segment
+from vpipe.runtime.settings import MakeOptimizer, Settings
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport import InProcess, Mailroom, Transport
 from vpipe.runtime.update import Update
-from vpipe.runtime.usage import StageUsage
-from vpipe.runtime.worker import Segment, Worker
+from vpipe.runtime.whole import Whole
+from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import Action, Op
 from vpipe.schedules.order import Schedule, describe_rank
 from vpipe.schedules.registry import Recipe
+from vpipe.schedules.rounds import Rounds
 from vpipe.schedules.size import Placement
-
-MakeOptimizer = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer | None]
-"""Named parameters of a stage -> its optimizer."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step.
+    """One optimizer step; without a flush, of a pipeline with replicas, the fewest that are whole on every stage.
 
     Attributes:
         index: its number, from 0.
@@ -52,38 +55,15 @@ class Step:
     stop: bool
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What the engine needs to know beside the model.
-
-    Attributes:
-        microbatches: per batch.
-        recompute: ratio per stage.
-        factor: learning rate of an update relative to the optimizer's own.
-        clip: greatest gradient norm; of all stages with a flush, of each stage without.
-        seed: of initialisation and dropout.
-        device: where this process computes.
-        timeout_s: how long a transfer may take.
-    """
-
-    microbatches: int
-    recompute: Sequence[float]
-    factor: Callable[[int], float]
-    clip: float | None
-    seed: int
-    device: torch.device
-    timeout_s: float
-
-
 @dataclass
 class _Stream:
     """An asynchronous pipeline with microbatches in flight."""
 
     segment: Segment
     recipe: Recipe
-    updates: Iterator[int]
-    done: int = 0  # updates finished
-    drained: deque[Step] | None = None  # the steps that draining made, to be yielded when training goes on
+    steps: Iterator[int]
+    done: int = 0  # steps finished
+    drained: deque[Step] | None = None  # those that draining made, to be yielded when training goes on
 
 
 class Engine:
@@ -113,20 +93,24 @@ class Engine:
             transport: Transport = (Distributed(settings.device, settings.timeout_s,
                                                 max(schedule.peak_activations),
                                                 1 if schedule.ranks == schedule.stages else schedule.stages,
-                                                self.describe)
+                                                self.describe, most_buckets(stages.values()))
                                     if distributed else InProcess(rank, room))
-            update = Update(optimizers, settings.factor, settings.clip)
-            self.workers[rank] = Worker(rank, self._placement, stages, update, self._ties, transport)
-        self._agree_on_norms()
+            if settings.compression is not None:
+                transport = Compressed(transport, settings.compression)
+            self.workers[rank] = Worker(rank, self._placement, stages, Update(optimizers, settings.clip), self._ties,
+                                        transport, settings.factor)
+        self.whole = Whole(self.workers, specs, self._placement, settings.device, distributed)
+        if settings.clip is not None and schedule.flush:
+            self.whole.agree_on_norms()
         for worker in self.workers.values():
             worker.tied.lend_first()
         for worker in self.workers.values():
             worker.tied.borrow_first()
             worker.transport.finish()
-        self._decisive = self._last_forward()
+        self._decisive = self._last_forwards()
         self._outcomes = Outcomes(self.workers, self._placement, distributed)
         self._made: deque[Step] = deque()  # the updates of the latest batch that were not yielded yet
-        self._microbatches_done = 0
+        self._microbatches_done = self._steps_done = 0
         self._stream: _Stream | None = None
         self._broken = False
         self._stop: Callable[[], bool] = lambda: False
@@ -135,18 +119,19 @@ class Engine:
 
     def train(self, batches: Iterable[Batch], updates: int | None = None,
               stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
-        """Train on the batches; yields one step per update, in order.
+        """Train on the batches; yields the steps, in order.
 
-        ``updates`` ends the training after so many, in the middle of a batch if need be (not under a schedule
-        read from a file, which ends with its batch). ``stop`` is asked where the last stage is, once per update; its
+        ``updates`` ends the training after so many steps, in the middle of a batch if need be (not under a schedule
+        read from a file, which ends with its batch). ``stop`` is asked where the last stage is, once per step; its
         answer comes with the step on every rank, so that all of them can leave off after the same one.
         """
         self.drain()
         self._made.clear()
         self._stop = stop
-        recipe, every = self._schedule.recipe, self._schedule.update_every
-        whole = self._schedule.microbatches if recipe is None else every
-        feed = self._feed(batches, None if updates is None else -(-updates * every // whole) * whole)
+        recipe, per_step = self._schedule.recipe, self._schedule.rounds.per_step
+        whole = self._schedule.microbatches if recipe is None else per_step
+        feed = self._feed(batches, None if updates is None else -(-updates * per_step // whole) * whole,
+                          self._schedule.microbatches if recipe is None else None)
         return self._train_whole(feed) if recipe is None else self._train_stream(feed, recipe)
 
     def _train_whole(self, feed: Feed) -> Iterator[Step]:
@@ -154,14 +139,16 @@ class Engine:
         microbatches = self._settings.microbatches
         first = 0
         while feed.has(first):
-            segment = Segment(feed, first, self._microbatches_done, self._schedule.update_every, training=True)
-            if self._decisive is not None:
-                self._outcomes.expect(segment.base // segment.every)
-            updates: Iterable[int] = self._run(segment, self._programs.of_batch)
-            if self._decisive is None:
-                updates = list(updates)  # the losses are told when the batch is done
-            self._made = deque(self._step(segment, update) for update in updates)
+            segment = Segment(feed, first, self._microbatches_done, self._steps_done, self._schedule.rounds,
+                              training=True)
+            if self._decisive:
+                self._outcomes.expect(segment, 0)
+            steps: Iterable[int] = self._run(segment, self._programs.of_batch)
+            if not self._decisive:
+                steps = list(steps)  # the losses are told when the batch is done
+            self._made = deque(self._step(segment, step) for step in steps)
             self._microbatches_done += microbatches
+            self._steps_done += len(self._made)
             first += microbatches
             for worker in self.workers.values():
                 worker.transport.finish()  # the losses have arrived everywhere: this process may end now
@@ -169,104 +156,127 @@ class Engine:
                 yield self._made.popleft()
 
     def _train_stream(self, feed: Feed, recipe: Recipe) -> Iterator[Step]:
-        first, every = 0, self._schedule.update_every
+        first = 0
         while feed.has(first):
             self.drain()  # of another call of train
-            segment = Segment(feed, first, self._microbatches_done, every, training=True)
+            rounds = self._programs.rounds(partial(_has, feed, first))
+            segment = Segment(feed, first, self._microbatches_done, self._steps_done, rounds, training=True)
             stream = self._stream = _Stream(segment, recipe,
-                                            self._run(segment, self._programs.of_stream(feed, first, recipe)))
-            for update in stream.updates:
+                                            self._run(segment, self._programs.of_stream(rounds, recipe)))
+            for step in stream.steps:
                 stream.done += 1
-                yield self._step(segment, update)
+                yield self._step(segment, step)
             if stream.drained is None:
                 self._close(stream)
             else:
                 yield from stream.drained
-            first += stream.done * every
+            first = feed.total
             feed.end = None
 
     def drain(self) -> Sequence[Step]:
         """Finish what is in flight in an asynchronous pipeline, and the steps that makes; training may go on after it.
 
-        Every rank drains after the same step, so all must agree on the last microbatch that still enters:
-        the latest that the first stage may have begun, which is as many beyond the last finished update
-        as it holds in flight, rounded up to whole updates.
+        Every rank drains after the same step, so all must agree on the last microbatch that still enters: the latest
+        that any rank may have asked for, rounded up to whole steps. Beyond the last finished step these are as many as
+        the replicas of a stage hold in flight, and with several replicas those of the next update, which one may
+        have ended when another ends this one, and the next forward of each.
         """
         stream = self._stream
         if stream is None or self._broken:
             return tuple(self._made)
-        every = stream.segment.every
-        entered = stream.done * every + stream.recipe.peak_activations(0, self._programs.endless)
-        stream.segment.feed.end = stream.segment.first + -(-entered // every) * every
+        segment = stream.segment
+        per_step, widest = segment.rounds.per_step, max(len(ranks) for ranks in self._placement)
+        in_flight = max(len(ranks) * self._schedule.peak_activations[rank]
+                        for ranks in self._placement for rank in ranks)
+        if widest > 1:
+            in_flight += (segment.every + 1) * widest
+        segment.feed.end = segment.first + -(-(stream.done * per_step + in_flight) // per_step) * per_step
         stream.drained = deque()
-        for update in stream.updates:
+        for step in stream.steps:
             stream.done += 1
-            stream.drained.append(self._step(stream.segment, update))
+            stream.drained.append(self._step(segment, step))
         self._close(stream)
         return stream.drained
 
     def _close(self, stream: _Stream) -> None:
-        self._microbatches_done += stream.done * stream.segment.every
+        self._microbatches_done += stream.segment.feed.total - stream.segment.first
+        self._steps_done += stream.done
         self._stream = None
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean loss over the samples of all batches, forward only, with the latest weights."""
         self.drain()
         source = iter(batches)
-        total, samples = 0.0, 0
+        losses: list[list[float]] = [[] for rank in self._placement[-1] if rank in self.workers]
+        samples: list[int] = []
         # As many batches at a time as keep every stage busy, not all: in one process nothing bounds how far
-        # the first stage runs ahead.
-        group = -(-4 * len(self._placement) // self._settings.microbatches)
+        # the first stage runs ahead. Every replica takes equally many of them, so that the next ones are in order.
+        group = -(-4 * len(self._placement) // self._settings.microbatches) * len(self._placement[-1])
         with ExitStack() as undisturbed:
             for worker in self.workers.values():
                 undisturbed.enter_context(worker.evaluating())
+            undisturbed.enter_context(self.whole.first_buffers())
             while (head := next(source, None)) is not None:
-                feed = self._feed(chain([head], islice(source, group - 1)))
+                feed = self._feed(chain([head], islice(source, group - 1)), None, None)
                 # All are read, so that a bad batch is refused before anything runs.
                 most = group * self._settings.microbatches
                 microbatches = most if feed.has(most - 1) else feed.total
-                segment = Segment(feed, 0, 0, self._settings.microbatches, training=False)
+                rounds = Rounds(self._placement, microbatches, True, partial(gt, microbatches))
+                segment = Segment(feed, 0, 0, 0, rounds, training=False)
                 for _ in self._run(segment, self._programs.of_evaluation(microbatches)):
                     pass
-                total += self._outcomes.losses(feed.samples)
-                samples += sum(feed.samples)
+                for rank, known in zip((r for r in self._placement[-1] if r in self.workers), losses, strict=True):
+                    kept = self.workers[rank].losses
+                    known += [float(kept.pop(number)) for number in sorted(kept)]
+                samples += feed.samples
         if not samples:
             raise UserError("there is nothing to evaluate on", hint="give evaluate at least one batch")
-        return self._outcomes.share(total) / samples
+        total = sum(loss * size for loss, size in zip(self._outcomes.share(losses, samples), samples, strict=True))
+        return total / sum(samples)
 
-    def _step(self, segment: Segment, update: int) -> Step:
-        number = segment.base // segment.every + update
-        if self._decisive is None:
-            self._outcomes.expect(number)
-            self._outcomes.tell(segment, number, self._stop)
-        loss, stop = self._outcomes.hear(segment, number)
-        groups = [group for worker in self.workers.values() for optimizer in worker.update.optimizers.values()
-                  if optimizer is not None for group in optimizer.param_groups]
-        norm = next(iter(self.workers.values())).update.gradient_norm
+    def _step(self, segment: Segment, step: int) -> Step:
+        number = segment.steps_before + step
+        if not self._decisive:
+            self._outcomes.expect(segment, step)
+            for rank in self.workers:
+                self._outcomes.tell(segment, step, rank, self._stop)
+        loss, stop = self._outcomes.hear(segment, step)
+        first = next(iter(self.workers.values()))
+        norm = first.update.gradient_norm
         # Computed anew: within one process a later stage may already have set the rate of its next update.
-        rate = float(groups[0]["initial_lr"]) * self._settings.factor(number) if groups else None
+        here = sorted((stage, rank) for rank, worker in self.workers.items() for stage in worker.stages)
+        rates = (self.workers[rank].learning_rate(stage, step) for stage, rank in here)
+        rate = next((rate for rate in rates if rate is not None), None)
         return Step(number, loss, rate, None if norm is None else float(norm), stop)
 
-    def _last_forward(self) -> Action | None:
-        """Where a program is one update: what is done when its loss is known, long before the update is made.
+    def _last_forwards(self) -> Mapping[int, Action]:
+        """Where a program is one update: what is done, by rank, when its losses are known, long before the update is.
 
         Told then, the loss is on every rank before that rank's last backward, so none waits for another between two
         updates.
         """
         schedule = self._schedule
-        if schedule.recipe is not None or schedule.update_every < schedule.microbatches:
-            return None
-        return [action for action in schedule.programs[self._placement[-1][0]]
-                if action.op is Op.FORWARD and action.stage == len(self._placement) - 1][-1]
+        if schedule.recipe is not None or schedule.rounds.per_step < schedule.microbatches:
+            return {}
+        last = len(self._placement) - 1
+        return {rank: [action for action in schedule.programs[rank]
+                       if action.op is Op.FORWARD and action.stage == last][-1] for rank in self._placement[-1]}
 
-    def _feed(self, batches: Iterable[Batch], limit: int | None = None) -> Feed:
-        takers = sum(len(worker.stages) for worker in self.workers.values())
+    def _feed(self, batches: Iterable[Batch], limit: int | None, again: int | None) -> Feed:
+        """``again``: after how many microbatches they are divided among replicas from the first one on, if ever."""
+        here = [(stage, rank) for rank, worker in self.workers.items() for stage in worker.stages]
+        rounds = self._schedule.rounds
+
+        def takers(microbatch: int) -> int:
+            number = microbatch if again is None else microbatch % again
+            return sum(rounds.rank_of(stage, number) == rank for stage, rank in here)
+
         return Feed(iter(batches), self._settings.microbatches, self._fields, takers, limit)
 
     # -- carrying out ----------------------------------------------------------------------------------
 
     def _run(self, segment: Segment, program_of: Callable[[int], Program]) -> Iterator[int]:
-        """Carry out a segment; yields an update when every stage of this process has made it."""
+        """Carry out a segment; yields a step when every stage of this process has made all its updates of it."""
         if self._broken:
             raise RunError("this pipeline failed before and cannot go on", hint="build a new one")
         programs: dict[int, Iterator[Action]] = {}
@@ -274,24 +284,30 @@ class Engine:
             program = program_of(rank)
             programs[rank] = program.actions
             worker.begin(segment, program.version_of, program.is_split)
-        stages = sum(len(worker.stages) for worker in self.workers.values())
-        made: Counter[int] = Counter()
+        rounds, here = segment.rounds, sum(len(worker.stages) for worker in self.workers.values())
+        made: Counter[int] = Counter()  # stages that have made all their updates of a step
+        done = 0
         self._broken = True  # until the end is reached
-        for action in self._interleaved(programs):
+        for rank, action in self._interleaved(programs):
             if action.op is Op.STEP:
-                made[action.microbatch] += 1
-                if made[action.microbatch] == stages:
-                    del made[action.microbatch]
+                step, left = divmod((action.microbatch + 1) * rounds.span(action.stage), rounds.per_step)
+                made[step - 1] += not left
+                # Not one of fewer microbatches: some stages come to its end only when their programs end.
+                if made[done] == here and len(rounds.of_step(done)) == rounds.per_step:
                     self._broken = False
-                    yield action.microbatch
+                    yield done
                     self._broken = True
-            elif action is self._decisive:
-                self._outcomes.tell(segment, segment.base // segment.every, self._stop)
+                    del made[done]
+                    done += 1
+            elif action is self._decisive.get(rank):
+                self._outcomes.tell(segment, 0, rank, self._stop)
         for worker in self.workers.values():
             worker.end()
         self._broken = False
+        if segment.training and rounds.of_step(done):
+            yield done
 
-    def _interleaved(self, programs: Mapping[int, Iterator[Action]]) -> Iterator[Action]:
+    def _interleaved(self, programs: Mapping[int, Iterator[Action]]) -> Iterator[tuple[int, Action]]:
         """Execute the ranks' actions, each as soon as it has what it needs; yields them when done."""
         heads = {rank: action for rank, program in programs.items() if (action := next(program, None)) is not None}
         while heads:
@@ -301,7 +317,7 @@ class Engine:
                 while rank in heads and (self._distributed or worker.waits_for(heads[rank]) is None):
                     worker.execute(heads[rank])
                     moved = True
-                    yield heads[rank]
+                    yield rank, heads[rank]
                     following = next(programs[rank], None)
                     if following is None:
                         del heads[rank]
@@ -317,48 +333,19 @@ class Engine:
         """The stages of this process."""
         return [stage for worker in self.workers.values() for stage in worker.stages.values()]
 
-    def usage(self) -> list[StageUsage]:
-        """Where the time of training went so far, per stage, on every rank."""
-        mine = {s: worker.usage(s) for worker in self.workers.values() for s in worker.stages}
-        if not self._distributed:
-            return [mine[spec.index] for spec in self._specs]
-        empty = StageUsage.empty()
-        return [StageUsage.of(share_tensors({"usage": mine.get(spec.index, empty).as_tensor()},
-                                            self._placement[spec.index][0], self._settings.device)["usage"])
-                for spec in self._specs]
-
-    # -- the whole model -------------------------------------------------------------------------------
-
     def state(self) -> dict[str, Tensor]:
         """Parameters and buffers of the whole model, on every rank, in the order of the layers."""
         if self._broken:
             raise RunError("this pipeline failed in the middle of an update: its stages are at different versions",
                            hint="keep a state_dict() from between steps, and build a new pipeline")
         self.drain()
-        local = {s: stage.state() for worker in self.workers.values() for s, stage in worker.stages.items()}
-        whole: dict[str, Tensor] = {}
-        for spec in self._specs:
-            owner = self._placement[spec.index][0]
-            state = local.get(spec.index, {})
-            whole.update(share_tensors(state, owner, self._settings.device) if self._distributed else
-                         {name: tensor.clone() for name, tensor in state.items()})
-        return whole
-
-    def _agree_on_norms(self) -> None:
-        """Let every rank know how many gradient norms each stage publishes."""
-        if self._settings.clip is None or not self._schedule.flush:
-            return
-        stages = {s: worker for worker in self.workers.values() for s in worker.stages}
-        counts = {s: len(worker.stages[s].weights.names) for s, worker in stages.items()}
-        if self._distributed:
-            for spec in self._specs:
-                count = torch.tensor([counts.get(spec.index, 0)])
-                shared = share_tensors({"count": count}, self._placement[spec.index][0], self._settings.device)
-                counts[spec.index] = int(shared["count"])
-        for worker in self.workers.values():
-            worker.update.clip_globally({s: (self._placement[s][0], n) for s, n in counts.items()
-                                         if s not in worker.stages})
+        self.whole.check_replicas()
+        return self.whole.state()
 
     def describe(self, rank: int) -> str:
         """A rank with its stages, for messages."""
         return describe_rank(self._placement, rank)
+
+
+def _has(feed: Feed, first: int, microbatch: int) -> bool:
+    return feed.has(first + microbatch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -32,12 +32,12 @@ class Feed:
         batches: what the user iterates over; a field this process does not need may be on the meta device.
         microbatches: into how many equal parts a batch is cut along dimension 0.
         fields: names a batch must hold.
-        takers: how many stages of this process take each microbatch once.
+        takers: how many stages of this process take a microbatch, each once.
         limit: after how many microbatches the stream ends, if the batches do not end before.
     """
 
-    def __init__(self, batches: Iterator[Batch], microbatches: int, fields: tuple[str, ...], takers: int,
-                 limit: int | None = None) -> None:
+    def __init__(self, batches: Iterator[Batch], microbatches: int, fields: tuple[str, ...],
+                 takers: Callable[[int], int], limit: int | None = None) -> None:
         self._batches, self._microbatches, self._fields, self._takers = batches, microbatches, fields, takers
         self._limit = limit
         self._open: dict[int, _Open] = {}
@@ -55,7 +55,11 @@ class Feed:
             if batch is None:
                 self._exhausted = True
             else:
-                self._open[self._read] = _Open(self._cut(batch), self._takers * self._microbatches)
+                first = self._read * self._microbatches
+                left = sum(map(self._takers, range(first, first + self._microbatches)))
+                chunks = self._cut(batch)
+                if left:
+                    self._open[self._read] = _Open(chunks, left)
                 self._read += 1
         return microbatch < self._read * self._microbatches
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vpipe.runtime.segment import Segment
 from vpipe.runtime.transport import Key, Spec
-from vpipe.runtime.worker import Segment, Worker
+from vpipe.runtime.worker import Worker
 from vpipe.schedules.size import Placement
 
 
 class Outcomes:
     """The exchange of losses, seen from this process.
+
+    Each replica of the last stage tells the losses of its microbatches; every rank puts them in order, so that all
+    have the same mean. The first replica says whether to stop.
 
     Args:
         workers: of this process.
@@ -23,75 +27,86 @@ class Outcomes:
     """
 
     def __init__(self, workers: Mapping[int, Worker], placement: Placement, distributed: bool) -> None:
-        self._workers, self._source, self._distributed = workers, placement[-1][0], distributed
+        self._workers, self._sources, self._distributed = workers, placement[-1], distributed
         self._last_stage = len(placement) - 1
-        self._told: dict[int, Tensor] = {}  # by update, where the last stage is
+        self._told: dict[tuple[int, int], Tensor] = {}  # by step and rank of the last stage, where that is here
 
-    def expect(self, number: int) -> None:
-        """Get ready for the outcome of an update."""
-        if self._last is None:
-            self._post(self._key(number), 2)
+    def expect(self, segment: Segment, step: int) -> None:
+        """Get ready for the outcome of a step."""
+        for rank in self._elsewhere():
+            self._post(rank, self._key(segment, step), 1 + len(self._share(segment.rounds.of_step(step), rank)))
 
-    def tell(self, segment: Segment, number: int, stop: Callable[[], bool]) -> None:
-        """Where the last stage is, when its losses of an update are there: let every rank know."""
-        if self._last is None:
+    def tell(self, segment: Segment, step: int, rank: int, stop: Callable[[], bool]) -> None:
+        """Where a last stage is, when its losses of a step are there: let every rank know."""
+        if rank not in self._sources:
             return
-        losses = [self._last.losses[number * segment.every + i] for i in range(segment.every)]
-        loss = torch.stack(losses).double().mean()
-        self._told[number] = torch.stack([loss, loss.new_tensor(float(stop()))])  # not read: a GPU would be waited for
-        self._send(self._key(number), self._told[number])
+        known = self._workers[rank].losses
+        losses = [known[segment.base + i].double() for i in self._share(segment.rounds.of_step(step), rank)]
+        ends = torch.tensor(float(rank == self._sources[0] and stop()), dtype=torch.float64)
+        # Not read here: a GPU would be waited for.
+        self._told[step, rank] = torch.stack([ends.to(losses[0].device) if losses else ends, *losses])
+        self._send(self._key(segment, step), self._told[step, rank])
 
-    def hear(self, segment: Segment, number: int) -> tuple[float, bool]:
-        """An update's mean loss, and whether to stop, on every rank."""
-        if self._last is None:
-            outcome = self._take(self._key(number))
-        else:
-            outcome = self._told.pop(number)
-            for i in range(segment.every):
-                del self._last.losses[number * segment.every + i]
-        loss, stop = outcome.tolist()
-        return loss, bool(stop)
+    def hear(self, segment: Segment, step: int) -> tuple[float, bool]:
+        """A step's mean loss, and whether to stop, on every rank."""
+        told = [self._told.pop((step, rank)) if rank in self._workers else self._take(rank, self._key(segment, step))
+                for rank in self._sources]
+        microbatches = segment.rounds.of_step(step)
+        for rank in self._sources:
+            if rank in self._workers:
+                for i in self._share(microbatches, rank):
+                    del self._workers[rank].losses[segment.base + i]
+        return float(self._in_order([each[1:] for each in told], microbatches).mean()), bool(told[0][0])
 
-    def share(self, number: float) -> float:
-        """A number that the last stage's rank knows, on every rank; elsewhere it does not matter."""
-        key = Key("L", self._last_stage + 1, 0)
-        if self._last is not None:
-            self._send(key, torch.tensor([number], dtype=torch.float64))
-            return number
-        self._post(key, 1)
-        return float(self._take(key)[0])
-
-    def losses(self, samples: list[int]) -> float:
-        """Sum over samples of the losses of an evaluation, where the last stage is; 0 elsewhere.
+    def share(self, losses: Sequence[list[float]], samples: Sequence[int]) -> list[float]:
+        """The losses of an evaluation in the order of its microbatches, on every rank.
 
         Args:
-            samples: of each of its microbatches.
+            losses: of each local rank of the last stage, in the order of the replicas.
+            samples: of each microbatch.
         """
-        if self._last is None:
-            return 0.0
-        return sum(float(self._last.losses.pop(number)) * size for number, size in enumerate(samples))
+        key, microbatches = Key("L", self._last_stage + 1, 0), range(len(samples))
+        for rank in self._elsewhere():
+            self._post(rank, key, len(self._share(microbatches, rank)))
+        here = iter(losses)
+        mine = {rank: torch.tensor(next(here), dtype=torch.float64) for rank in self._sources if rank in self._workers}
+        for own in mine.values():
+            self._send(key, own)
+        parts = [mine[rank] if rank in mine else self._take(rank, key) for rank in self._sources
+                 if self._share(microbatches, rank)]
+        return self._in_order(parts, microbatches).tolist()
 
-    def _key(self, number: int) -> Key:
-        return Key("L", self._last_stage, number)
+    def _share(self, microbatches: range, rank: int) -> range:
+        """Those that a replica of the last stage takes. A step begins with the first replica."""
+        return microbatches[self._sources.index(rank)::len(self._sources)]
 
-    def _post(self, key: Key, count: int) -> None:
-        self._only.transport.post(self._source, key, [Spec((count,), torch.float64, wants_gradient=False)])
+    def _in_order(self, parts: Sequence[Tensor], microbatches: range) -> Tensor:
+        losses = torch.empty(len(microbatches), dtype=torch.float64)
+        for replica, part in enumerate(parts):
+            losses[replica::len(self._sources)] = part.cpu()
+        return losses
 
-    def _take(self, key: Key) -> Tensor:
-        (tensor,) = self._only.transport.take(self._source, key)
+    def _key(self, segment: Segment, step: int) -> Key:
+        return Key("L", self._last_stage, segment.steps_before + step)
+
+    def _elsewhere(self) -> list[int]:
+        return [rank for rank in self._sources if rank not in self._workers]
+
+    def _post(self, source: int, key: Key, count: int) -> None:
+        if count:
+            self._only.transport.post(source, key, [Spec((count,), torch.float64, wants_gradient=False)])
+
+    def _take(self, source: int, key: Key) -> Tensor:
+        (tensor,) = self._only.transport.take(source, key)
         return tensor
 
     def _send(self, key: Key, numbers: Tensor) -> None:
         """From this rank to all others, if there are others."""
         for peer in range(dist.get_world_size() if self._distributed else 0):
-            if peer != self._only.rank:
+            if peer != self._only.rank and numbers.numel():
                 self._only.transport.send(peer, key, [numbers])
 
     @property
     def _only(self) -> Worker:
         (worker,) = self._workers.values()
         return worker
-
-    @property
-    def _last(self) -> Worker | None:
-        return self._workers.get(self._source)

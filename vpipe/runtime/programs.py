@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from vpipe.runtime.feed import Feed
 from vpipe.runtime.worker import IsSplit, VersionOf
-from vpipe.schedules.action import COMPLETES, Action, Op
+from vpipe.schedules.action import Action, Op
 from vpipe.schedules.lower import Lowering
-from vpipe.schedules.order import Schedule, compute_program, stages_of_rank
+from vpipe.schedules.order import Schedule, stages_of_rank, stream_program
 from vpipe.schedules.reading import Reading
 from vpipe.schedules.registry import Recipe
-from vpipe.schedules.size import Size
+from vpipe.schedules.rounds import Rounds
+from vpipe.schedules.seat import seats
 from vpipe.schedules.wavefront import wavefront
 
 
@@ -42,47 +40,30 @@ class Programs:
         self._versions = Reading.of(schedule).version
         self._evaluations: dict[int, Schedule] = {}  # the latest, by its number of microbatches
 
-    @property
-    def endless(self) -> Size:
-        """The numbers of a stream of which nobody knows the end."""
-        ranks = self._schedule.ranks
-        return Size(ranks, sys.maxsize, self._schedule.stages // ranks, self._schedule.update_every)
+    def rounds(self, exists: Callable[[int], bool]) -> Rounds:
+        """How the microbatches that there are will be divided."""
+        return replace(self._schedule.rounds, exists=exists)
 
     def of_batch(self, rank: int) -> Program:
         """All of a rank's program: lowered once, the same for every batch."""
         return Program(iter(self._schedule.programs[rank]), lambda owner, microbatch: self._versions[owner, microbatch],
                        lambda stage, microbatch: (stage, microbatch) in self._split)
 
-    def of_stream(self, feed: Feed, first: int, recipe: Recipe) -> Callable[[int], Program]:
-        """The lowered program of a rank over the microbatches that come, from ``first`` of the feed on.
+    def of_stream(self, rounds: Rounds, recipe: Recipe) -> Callable[[int], Program]:
+        """The lowered program of a rank over the microbatches that come.
 
         It is the program for very many microbatches less the actions on those that never come; see
         :data:`vpipe.schedules.registry.Program`.
         """
-        split, every = {stage for stage, _ in self._split}, self._schedule.update_every
-
-        def comes(action: Action) -> bool:
-            if action.op is Op.STEP:
-                return feed.has(first + (action.microbatch + 1) * every - 1)
-            if action.op is Op.USE:
-                return action.microbatch == 0 or feed.has(first + action.microbatch * every - 1)
-            return feed.has(first + action.microbatch)
+        split, placement = {stage for stage, _ in self._split}, self._schedule.placement
+        seated = seats(recipe, placement, self._schedule.microbatches, rounds.update_every)
 
         def compute(rank: int) -> Iterator[Action]:
-            completed: Counter[int] = Counter(dict.fromkeys(stages_of_rank(self._schedule.placement, rank), 0))
-            stepped = completed.copy()
-            for action in compute_program(recipe, self._schedule.placement, rank, self.endless, self._recompute):
-                if comes(action):
-                    yield action
-                    completed[action.stage] += action.op in COMPLETES
-                    stepped[action.stage] += every * (action.op is Op.STEP)
-                elif all(done == feed.total - first for done in (*completed.values(), *stepped.values())):
-                    return
+            return stream_program(recipe, seated[rank], rounds, stages_of_rank(placement, rank), self._recompute)
 
         def program(rank: int) -> Program:
-            lowering = Lowering(self._schedule.placement, rank, compute, every, self._schedule.ties)
-            return Program(lowering.program(), lambda owner, microbatch: lowering.versions[owner].of(microbatch),
-                           lambda stage, microbatch: stage in split)
+            lowering = Lowering(rounds, rank, compute, self._schedule.ties)
+            return Program(lowering.program(), lowering.version_of, lambda stage, microbatch: stage in split)
 
         return program
 

@@ -60,6 +60,11 @@ class Stage:
                    for _, _, module in span.layers for part in module.modules()}
         return [name for name, slots in weights.slots.items() if len({span_of[part] for part, _ in slots}) > 1]
 
+    @property
+    def summed_late(self) -> list[str]:
+        """Own parameters whose gradient is not there before a whole backward is done."""
+        return [name for weights, names in self._shared if weights is self.weights for name in names]
+
     def forward(self, received: Sequence[Tensor], fields: Mapping[str, Tensor], key: DropoutKey,
                 pins: dict[int, int], *, split: bool = False) -> tuple[list[Tensor], Record]:
         """One microbatch forward.

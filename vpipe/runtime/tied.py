@@ -3,8 +3,11 @@
 The first stage that uses a tied weight owns it: it alone steps it and counts it in a norm. Another stage borrows
 it: its forward of a microbatch uses the version that the owner's forward of that microbatch used, and its gradients
 of an update are summed and sent to the owner, which adds them to its own before the step. Versions and updates are
-numbered over the whole run. Where both stages live on one rank, tensors change hands there, without a copy: the
+those of the owner. Where both stages live on one rank, tensors change hands there, without a copy: the
 owner holds a version until its own backward of a microbatch, which comes after the borrower's.
+
+With replicas each rank that borrows gets its versions from one of the owner's ranks, and sends its gradients to all of
+them: every replica of the owner adds the same numbers in the same order.
 """
 
 from __future__ import annotations
@@ -20,23 +23,36 @@ from vpipe.model.split import Ties
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport import Key, Spec, Transport
 from vpipe.runtime.weights import Weights
+from vpipe.schedules.order import borrowing_ranks
+from vpipe.schedules.rounds import Rounds
 from vpipe.schedules.size import Placement
 
 
 class TiedWeights:
-    """One rank's part in the exchange of tied weights."""
+    """One rank's part in the exchange of tied weights. Updates and versions count from :meth:`begin`."""
 
     def __init__(self, ties: Ties, placement: Placement, stages: Mapping[int, Stage], transport: Transport) -> None:
-        self._ties, self._stages, self._transport = ties, stages, transport
-        self._rank_of = [ranks[0] for ranks in placement]
+        self._ties, self._placement, self._stages, self._transport = ties, placement, stages, transport
         self._number = {pair: i for i, pair in enumerate(sorted((owner, b) for owner in ties for b in ties[owner]))}
+        self._lender = {owner: next(rank for rank in placement[owner]
+                                    if transport.rank in borrowing_ranks(placement, owner, ties[owner], rank))
+                        for stage in stages.values() for owner in stage.borrowed}
         self._posted: dict[int, deque[int]] = defaultdict(deque)  # versions on their way, by owner
         self._here: dict[Key, list[Tensor]] = {}  # from this rank to itself
+        self._rounds: Rounds
+        self._begun: dict[int, int] = defaultdict(int)  # the owner's updates before those that are counted
         for owner in set(ties) & set(stages):
             names = {name for borrowed in ties[owner].values() for name in borrowed}
             for name in sorted(names - set(stages[owner].weights.names)):
                 raise UserError(f"'{name}' is tied to a parameter of another stage, but is no trainable parameter",
                                 hint="correct the name, or let it require a gradient, or leave out the tie")
+
+    def begin(self, rounds: Rounds) -> None:
+        """What follows is of these rounds: count updates and versions from here."""
+        self._rounds = rounds
+        for number, stage in self._stages.items():
+            self._begun[number] = stage.weights.latest
+            self._begun.update({owner: weights.latest for owner, weights in stage.borrowed.items()})
 
     def ready(self, peer: int, key: Key) -> bool:
         """Whether a transfer can be taken without waiting."""
@@ -52,42 +68,48 @@ class TiedWeights:
     def send_version(self, owner: int, version: int) -> None:
         """Send the latest version, which is this one, to every borrower."""
         for borrower, names in self._ties[owner].items():
-            self._send(borrower, Key("W", self._number[owner, borrower], version),
-                       self._stages[owner].weights.values(names))
+            key, values = self._key("W", owner, borrower, version), self._stages[owner].weights.values(names)
+            for rank in borrowing_ranks(self._placement, owner, [borrower], self._transport.rank):
+                self._send(rank, key, values)
 
     def post_gradients(self, owner: int, update: int) -> None:
         """Get ready for the borrowers' gradients of an update."""
         for borrower, names in self._ties[owner].items():
-            self._post(borrower, Key("G", self._number[owner, borrower], update),
-                       self._stages[owner].weights.values(names))
+            for rank in self._rounds.contributors(owner, update, borrower):
+                self._post(rank, self._key("G", owner, borrower, update), self._stages[owner].weights.values(names))
 
-    def gradients_needed(self, stage: int, update: int) -> Iterator[tuple[int, Key]]:
-        """The transfers, with their ranks, that the stage's step waits for."""
-        for borrower in self._ties.get(stage, {}):
-            yield self._rank_of[borrower], Key("G", self._number[stage, borrower], update)
+    def gradients_needed(self, owner: int, update: int) -> Iterator[tuple[int, Key]]:
+        """The transfers, with their ranks, that the owner's step waits for."""
+        for borrower in self._ties.get(owner, {}):
+            for rank in self._rounds.contributors(owner, update, borrower):
+                yield rank, self._key("G", owner, borrower, update)
 
-    def add_gradients(self, stage: int, update: int) -> None:
+    def add_gradients(self, owner: int, update: int) -> None:
         """Add the borrowers' gradients, the last stage's first: the order in which autograd would sum them."""
         total: dict[str, Tensor] = {}
-        for borrower, names in sorted(self._ties.get(stage, {}).items(), reverse=True):
-            tensors = self._take(borrower, Key("G", self._number[stage, borrower], update))
-            for name, gradient in zip(names, tensors, strict=True):
+        for borrower, names in sorted(self._ties.get(owner, {}).items(), reverse=True):
+            parts = [self._take(rank, self._key("G", owner, borrower, update))
+                     for rank in self._rounds.contributors(owner, update, borrower)]
+            for i, name in enumerate(names if parts else ()):
+                gradient = parts[0][i]
+                for part in parts[1:]:
+                    gradient = gradient + part[i]
                 total[name] = total[name] + gradient if name in total else gradient
         for name, gradient in total.items():
-            self._stages[stage].weights.add_gradient(name, gradient)
+            self._stages[owner].weights.add_gradient(name, gradient)
 
     # -- the borrower's side
 
     def borrow_first(self) -> None:
         """Receive the initial weights of every owner."""
-        for owner in sorted({owner for stage in self._stages.values() for owner in stage.borrowed}):
+        for owner in sorted(self._lender):
             self.post_version(owner, 0)
         self.install_all()
 
     def post_version(self, owner: int, version: int) -> None:
         """Get ready for a version of the owner's."""
         for borrower, weights in self._borrowed(owner):
-            self._post(owner, Key("W", self._number[owner, borrower], version), weights.values(weights.names))
+            self._post(self._lender[owner], self._key("W", owner, borrower, version), weights.values(weights.names))
         self._posted[owner].append(version)
 
     def versions_needed(self, owner: int, version: int) -> Iterator[tuple[int, Key]]:
@@ -95,7 +117,7 @@ class TiedWeights:
         for posted in self._posted[owner]:
             if posted <= version:
                 for borrower, _ in self._borrowed(owner):
-                    yield self._rank_of[owner], Key("W", self._number[owner, borrower], posted)
+                    yield self._lender[owner], self._key("W", owner, borrower, posted)
 
     def install(self, owner: int, version: int | None = None) -> None:
         """Take in what was posted, up to a version, or all of it."""
@@ -103,38 +125,44 @@ class TiedWeights:
         while posted and (version is None or posted[0] <= version):
             arrived = posted.popleft()
             for borrower, weights in self._borrowed(owner):
-                weights.install(arrived, self._take(owner, Key("W", self._number[owner, borrower], arrived)))
+                tensors = self._take(self._lender[owner], self._key("W", owner, borrower, arrived))
+                weights.install(self._begun[owner] + arrived, tensors)
 
     def install_all(self) -> None:
         """Take in everything posted, of every owner."""
         for owner in self._posted:
             self.install(owner)
 
+    def version(self, owner: int, version: int) -> int:
+        """The number by which the borrowed weights know a version."""
+        return self._begun[owner] + version
+
     def send_gradients(self, owner: int, update: int) -> None:
         """Send what was accumulated for an update, and start from nothing again."""
         for borrower, weights in self._borrowed(owner):
             gradients = [torch.zeros_like(value) if gradient is None else gradient for value, gradient in
                          zip(weights.values(weights.names), weights.take_gradients(), strict=True)]
-            self._send(owner, Key("G", self._number[owner, borrower], update), gradients)
+            for rank in self._placement[owner]:
+                self._send(rank, self._key("G", owner, borrower, update), gradients)
 
     def _borrowed(self, owner: int) -> list[tuple[int, Weights]]:
         """The stages of this rank that borrow from an owner, and what they have of it."""
         return [(s, stage.borrowed[owner]) for s, stage in self._stages.items() if owner in stage.borrowed]
 
+    def _key(self, kind: str, owner: int, borrower: int, number: int) -> Key:
+        return Key(kind, self._number[owner, borrower], self._begun[owner] + number)
+
     # -- to another rank, or to this one
 
-    def _send(self, stage: int, key: Key, tensors: list[Tensor]) -> None:
-        peer = self._rank_of[stage]
+    def _send(self, peer: int, key: Key, tensors: list[Tensor]) -> None:
         if peer == self._transport.rank:
             self._here[key] = tensors
         else:
             self._transport.send(peer, key, tensors)
 
-    def _post(self, stage: int, key: Key, like: list[Tensor]) -> None:
-        peer = self._rank_of[stage]
+    def _post(self, peer: int, key: Key, like: list[Tensor]) -> None:
         if peer != self._transport.rank:
             self._transport.post(peer, key, [Spec(tuple(t.shape), t.dtype, wants_gradient=False) for t in like])
 
-    def _take(self, stage: int, key: Key) -> list[Tensor]:
-        peer = self._rank_of[stage]
+    def _take(self, peer: int, key: Key) -> list[Tensor]:
         return self._here.pop(key) if peer == self._transport.rank else self._transport.take(peer, key)

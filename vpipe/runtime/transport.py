@@ -12,12 +12,14 @@ from torch import Tensor
 from vpipe.errors import RunError
 
 WHAT = {"F": "the activations of microbatch", "B": "the gradients of microbatch", "W": "tied weights, version",
-        "G": "the tied gradient of update", "N": "the gradient norms of update", "L": "the loss of update"}
+        "G": "the tied gradient of update", "N": "the gradient norms of update", "L": "the loss of step",
+        "D": "a replica's gradients, bucket", "S": "the sum of gradients, bucket"}
 
 
 class Key(NamedTuple):
     """What is transferred: ``kind`` (see ``WHAT``), the stage it concerns (for tied weights the number of the pair of
-    owner and borrower), and the microbatch, update or version."""
+    owner and borrower), and the microbatch, step, update or version; of sums over replicas the update times the buckets
+    per update, and the bucket."""
 
     kind: str
     stage: int
@@ -26,7 +28,7 @@ class Key(NamedTuple):
     def __str__(self) -> str:
         if self.kind in "WG":
             return f"{WHAT[self.kind]} {self.number} of tie {self.stage}"
-        return f"{WHAT[self.kind]} {self.number} {'from' if self.kind in 'NL' else 'for'} stage {self.stage}"
+        return f"{WHAT[self.kind]} {self.number} {'from' if self.kind in 'NLDS' else 'for'} stage {self.stage}"
 
 
 @dataclass(frozen=True)

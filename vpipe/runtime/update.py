@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,24 +20,27 @@ class Update:
 
     Args:
         optimizers: per stage of this rank; None for a stage with nothing to train.
-        factor: the learning rate of update k is the optimizer's own times ``factor(k)``.
         clip: greatest norm of the gradients, or None.
     """
 
-    def __init__(self, optimizers: Mapping[int, torch.optim.Optimizer | None], factor: Callable[[int], float],
-                 clip: float | None) -> None:
+    def __init__(self, optimizers: Mapping[int, torch.optim.Optimizer | None], clip: float | None) -> None:
         self.optimizers = optimizers
-        self._factor, self._clip = factor, clip
+        self._clip = clip
+        self._audience: Mapping[int, Sequence[int]] = {}
         self._others: dict[int, tuple[int, int]] = {}  # stages elsewhere: their rank, and how many norms they publish
         self.global_norm = False
         self.gradient_norm: Tensor | None = None
         self._norms: dict[int, dict[int, Tensor]] = defaultdict(dict)  # by update and stage, own and others'
         self._steps: Counter[int] = Counter()  # of own stages, by update
 
-    def clip_globally(self, others: Mapping[int, tuple[int, int]]) -> None:
-        """Clip by the norm over all stages, as a schedule with a flush can; ``others``: stage on another rank ->
-        rank, parameters."""
-        self.global_norm, self._others = self._clip is not None, dict(others)
+    def clip_globally(self, others: Mapping[int, tuple[int, int]], audience: Mapping[int, Sequence[int]]) -> None:
+        """Clip by the norm over all stages, as a schedule with a flush can.
+
+        Args:
+            others: per stage that is not on this rank, the rank that publishes its norms, and how many they are.
+            audience: per stage of this rank, the ranks to which this one publishes its norms.
+        """
+        self.global_norm, self._others, self._audience = self._clip is not None, dict(others), audience
 
     def ready(self, transport: Transport, number: int) -> bool:
         """Whether a step can be taken without waiting for norms."""
@@ -46,16 +49,16 @@ class Update:
             and all(transport.ready(rank, Key("N", stage, number)) for stage, (rank, _) in self._others.items()))
 
     def publish_norms(self, transport: Transport, stage: int, weights: Weights, number: int) -> None:
-        """Send the norms of a stage's gradients to all other ranks, and get ready for theirs."""
+        """Send the norms of a stage's gradients to the ranks without it, and get ready for theirs."""
         if not self._norms[number]:
             for other, (rank, count) in self._others.items():
                 transport.post(rank, Key("N", other, number), [Spec((count,), torch.float64, wants_gradient=False)])
         self._norms[number][stage] = _norms(weights)
-        for rank in sorted({rank for rank, _ in self._others.values()}):
+        for rank in self._audience[stage]:
             transport.send(rank, Key("N", stage, number), [self._norms[number][stage]])
 
-    def step(self, transport: Transport, stage: int, weights: Weights, number: int) -> None:
-        """Make the next version of a stage's weights."""
+    def step(self, transport: Transport, stage: int, weights: Weights, number: int, factor: float) -> None:
+        """Make the next version of a stage's weights, at the optimizer's own learning rate times ``factor``."""
         optimizer = self.optimizers[stage]
         if self.global_norm:
             norms = self._all_norms(transport, number)
@@ -63,7 +66,6 @@ class Update:
         elif self._clip is not None:
             self._scale(weights, _norms(weights))
         if optimizer is not None:
-            factor = self._factor(number)
             for group in optimizer.param_groups:
                 group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
         weights.step(optimizer)

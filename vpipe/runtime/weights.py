@@ -111,6 +111,20 @@ class Weights:
         """The gradients accumulated since the last step, in the order of ``names``."""
         return [leaf.grad for leaf in self._graded]
 
+    def graded(self) -> list[nn.Parameter]:
+        """The parameters whose gradients are accumulating, in the order of ``names``."""
+        return self._graded
+
+    def put_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Take these, in the order of ``names``, for what was accumulated."""
+        for leaf, gradient in zip(self._graded, gradients, strict=True):
+            leaf.grad = gradient
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply what was accumulated."""
+        if present := [leaf.grad for leaf in self._graded if leaf.grad is not None]:
+            torch._foreach_mul_(present, factor)
+
     def leaves(self) -> list[nn.Parameter]:
         """The latest version as autograd sees it, in the order of ``names``."""
         return self._leaves[self.latest]

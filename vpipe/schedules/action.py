@@ -23,6 +23,7 @@ class Op(StrEnum):
     RECOMPUTE = "R"  # recompute dropped activations now, ahead of the backward
     STEP = "STEP"  # optimizer step of a stage: makes its next weight version; the index is the update's
     USE = "USE"  # forwards from here on use this weight version; without any, the latest; the index is the version
+    REDUCE = "REDUCE_GRAD"  # sum a stage's gradients over its replicas; the index is the update's
     NORM = "NORM"  # publish the norms of a stage's gradients, for clipping by the global norm; index: the update's
     SEND_F = "SEND_F"  # output activations to the next stage
     RECV_F = "RECV_F"  # input activations from the previous stage

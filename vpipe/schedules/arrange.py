@@ -12,11 +12,13 @@ from vpipe.errors import UserError, counted
 from vpipe.schedules.check import check, prove
 from vpipe.schedules.csv_file import compute_only, read_csv
 from vpipe.schedules.lower import lower
-from vpipe.schedules.order import Schedule, check_chunks, size_of, stages_of_rank
+from vpipe.schedules.order import Schedule, check_chunks, stages_of_rank
 from vpipe.schedules.recompute import with_recompute
 from vpipe.schedules.registry import Limits, recipe_named
+from vpipe.schedules.rounds import Rounds
+from vpipe.schedules.seat import seats
 from vpipe.schedules.simulation.costs import Costs
-from vpipe.schedules.size import Placement
+from vpipe.schedules.size import Placement, Size, widened
 
 
 def is_file(schedule: str) -> bool:
@@ -50,10 +52,11 @@ class Wanted:
         schedule: a name that :func:`~vpipe.schedules.registry.recipe_named` knows, or the path of a CSV file.
         stages: of the whole model.
         microbatches: per batch.
-        update_every: microbatches per update without a flush; as few as can be when None.
+        update_every: microbatches per update, and replica, without a flush; as few as can be when None.
         placement: ranks per stage; by the schedule when None.
         chunks: stages per rank; by the schedule and ``ranks`` when None.
         ranks: how many there are; as many as the schedule needs when None.
+        replicas: of the whole pipeline; with a placement, which says them, 1.
         ties: borrowing stages by owning stage.
         recompute: stages that recompute activations.
         norm: whether gradients are clipped by the norm over all stages.
@@ -68,6 +71,7 @@ class Wanted:
     placement: Placement | None = None
     chunks: int | None = None
     ranks: int | None = None
+    replicas: int = 1
     ties: Mapping[int, tuple[int, ...]] | None = None
     recompute: Collection[int] = ()
     norm: bool = False
@@ -87,47 +91,70 @@ class Wanted:
         check_chunks(recipe, self.chunks)
         placement = self.placement or self._placement()
         self._check_ranks(placement)
-        size = size_of(recipe, placement, self.microbatches, self.update_every)
-        # A stream has no end: what holds for its warm-up and a few rounds of its steady state holds for the rest.
-        rounds = -(-size.stages // size.update_every)
-        microbatches = self.microbatches if recipe.flush else 4 * rounds * size.update_every
-        return prove(self.schedule, placement, microbatches, None if recipe.flush else size.update_every, self.ties,
+        seat = seats(recipe, placement, self.microbatches, self.update_every)[placement[0][0]]
+        every = None if recipe.flush else seat.size.update_every
+        return prove(self.schedule, placement, self._to_prove(placement, seat.size, every), every, self.ties,
                      self.norm and recipe.flush, self.recompute, self.costs, self.limits)
+
+    def _to_prove(self, placement: Placement, size: Size, every: int | None) -> int:
+        """The microbatches of a batch, or of a stream so many that what holds for them holds for all.
+
+        A stream has no end: what holds for its warm-up and a few repetitions of its steady state holds for the rest.
+        """
+        if every is None:
+            return self.microbatches
+        per_step = Rounds(placement, every, False, lambda microbatch: True).per_step
+        deepest = max(size.stages, size.ranks) * max(map(len, placement))
+        return 4 * -(-deepest // per_step) * per_step
 
     def _placement(self) -> Placement:
         recipe = recipe_named(self.schedule)
         chunks = self.chunks
+        if self.ranks is not None and self.ranks % self.replicas:
+            raise UserError(f"{counted(self.ranks, 'process')} for {counted(self.replicas, 'replica')} of the pipeline",
+                            hint=f"start a multiple of {counted(self.replicas, 'process')}")
+        ranks_of_one = None if self.ranks is None else self.ranks // self.replicas
         if chunks is None:
-            free = recipe.any_chunks and self.ranks is not None and self.stages % self.ranks == 0
-            chunks = self.stages // self.ranks if free and self.ranks is not None else recipe.chunks
+            free = recipe.any_chunks and ranks_of_one is not None and self.stages % ranks_of_one == 0
+            chunks = self.stages // ranks_of_one if free and ranks_of_one is not None else recipe.chunks
         ranks, left = divmod(self.stages, chunks)
         if left:
             low, high = ranks * chunks, (ranks + 1) * chunks
             raise UserError(f"'{self.schedule}' holds {chunks} stages on each rank, which do not divide "
                             f"{counted(self.stages, 'stage')}",
                             hint=f"use {f'{low} or ' if low else ''}{high} stages")
-        return recipe.layout.placement(ranks, chunks)
+        return widened(recipe.layout.placement(ranks, chunks), self.replicas)
 
     def _check_ranks(self, placement: Placement) -> None:
         held = sorted({rank for ranks in placement for rank in ranks})
-        if any(len(ranks) != 1 for ranks in placement):
-            raise UserError(f"the placement {[list(ranks) for ranks in placement]} does not give every stage one rank",
-                            hint="list one rank per stage: replicated stages are not available in this version")
-        if len(placement) != self.stages or held != list(range(len(held))):
-            raise UserError(f"the placement {[list(ranks) for ranks in placement]} does not give each of "
-                            f"{self.stages} stages a rank, with ranks 0 to {max(held, default=0)} all in use",
-                            hint="list one rank per stage, and number the ranks from 0 without a gap")
+        said = [list(ranks) for ranks in placement]
+        if empty := [stage for stage, ranks in enumerate(placement) if not ranks]:
+            raise UserError(f"the placement {said} gives stage {empty[0]} no rank",
+                            hint="list the ranks of every stage, at least one")
+        if len(placement) != self.stages:
+            raise UserError(f"the placement {said} is one of {counted(len(placement), 'stage')}, but there are "
+                            f"{self.stages}", hint="list the ranks of every stage")
+        if missing := sorted(set(range(max(held) + 1)) - set(held)):
+            raise UserError(f"the placement {said} names ranks up to {max(held)}, but never rank {missing[0]}",
+                            hint="number the ranks from 0 without a gap")
         for rank in held:
             if self.chunks not in (None, count := len(stages_of_rank(placement, rank))):
                 raise UserError(f"chunks is {self.chunks}, but the placement puts "
                                 f"{counted(count, 'stage')} on rank {rank}", hint="leave chunks out: the placement "
                                 "says it")
         if self.ranks is not None and self.ranks != len(held):
-            per_rank = self.stages // len(held)
-            raise UserError(f"{counted(self.ranks, 'process')} for {counted(self.stages, 'stage')}, of which "
-                            f"'{self.schedule}' holds {per_rank} on each rank",
-                            hint=f"start {counted(len(held), 'process')}, or cut the model into "
-                                 f"{counted(self.ranks * per_rank, 'stage')}")
+            raise self._wrong_processes(self.ranks, placement, len(held))
+
+    def _wrong_processes(self, processes: int, placement: Placement, held: int) -> UserError:
+        widths = [len(ranks) for ranks in placement]
+        start = f"start {counted(held, 'process')}"
+        if max(widths) > 1:
+            return UserError(f"{counted(processes, 'process')} for {counted(held, 'rank')}: the stages have "
+                             f"{', '.join(map(str, widths))} replicas", hint=f"{start}, or change the replicas")
+        per_rank = self.stages // held
+        return UserError(f"{counted(processes, 'process')} for {counted(self.stages, 'stage')}, of which "
+                         f"'{self.schedule}' holds {per_rank} on each rank",
+                         hint=f"{start}, or cut the model into {counted(processes * per_rank, 'stage')}")
 
     def _from_file(self) -> Schedule:
         schedule = _read(self.schedule)
@@ -138,6 +165,9 @@ class Wanted:
             if asked != there:
                 raise UserError(f"'{self.schedule}' is a schedule of {there} {word}, not {asked}",
                                 hint=f"use {there} {word}, or another schedule")
+        if self.replicas > 1:
+            raise UserError(f"{self.replicas} replicas of the pipeline, but '{self.schedule}' says which ranks there "
+                            "are", hint="leave the replicas out, or take a schedule by its name")
         if self.placement not in (None, schedule.placement):
             raise UserError(f"'{self.schedule}' places the stages as {[list(r) for r in schedule.placement]}, not as "
                             f"{[list(r) for r in self.placement or ()]}", hint="leave the placement out")

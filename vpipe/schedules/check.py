@@ -23,7 +23,7 @@ from vpipe.schedules.rules.transfers import (
     no_deadlock_rendezvous,
     precedence,
 )
-from vpipe.schedules.rules.updates import norms, updates, used_versions
+from vpipe.schedules.rules.updates import norms, reductions, updates, used_versions
 from vpipe.schedules.simulation.costs import Costs
 from vpipe.schedules.size import Placement
 
@@ -34,12 +34,12 @@ def prove(name: str, placement: Placement, microbatches: int, update_every: int 
     """The schedule ``name``, built, lowered and checked; what to call before a process is started.
 
     A stream (a schedule without a flush) is proved by a finite part of it. After the warm-up its programs
-    repeat: the actions of the next ``update_every`` microbatches are those of the ones before with
-    microbatches, updates and versions shifted, and the rules see only differences between these. No
-    action depends on one further away than the microbatches in flight, at most one per stage, and the
-    versions in use, made at most that many microbatches or one update before the latest. So what holds
-    in one repetition holds in all; ``4 * stages * update_every`` microbatches hold the warm-up,
-    several repetitions and the cooldown (``tests/schedules/test_lower.py`` shows the repetition).
+    repeat: the actions of the next :attr:`~vpipe.schedules.rounds.Rounds.per_step` microbatches are those of the ones
+    before with microbatches, updates and versions shifted, and the rules see only differences between these. No action
+    depends on one further away than the microbatches in flight, at most as many per rank as the pipeline is deep, and
+    the versions in use, made at most that many microbatches or one update before the latest. So what holds in one
+    repetition holds in all; four times as many microbatches hold the warm-up, several repetitions and the
+    cooldown (``tests/schedules/test_lower.py`` shows the repetition).
 
     Raises:
         UserError: the numbers do not fit the schedule.
@@ -65,6 +65,6 @@ def check(schedule: Schedule) -> None:
 
 
 RULES: tuple[Callable[[Reading], None], ...] = (
-    placement, indices, completeness, updates, used_versions, norms, matching, precedence, last_versions,
+    placement, indices, completeness, updates, used_versions, reductions, norms, matching, precedence, last_versions,
     borrowed_versions, channel_order, no_deadlock_buffered, no_deadlock_rendezvous, weight_versions, peak_activations)
 """Every rule, in the order in which :func:`check` holds a schedule to them."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vpipe.errors import UserError, counted, nearest
-from vpipe.schedules.action import COMPUTE, OF_MODELS, PER_MICROBATCH, Action, Op
+from vpipe.schedules.action import COMPLETES, COMPUTE, OF_MODELS, PER_MICROBATCH, Action, Op
 from vpipe.schedules.facts import rank_loads, stage_loads
 from vpipe.schedules.order import Schedule
 from vpipe.schedules.size import Placement
@@ -36,7 +36,7 @@ COMPUTE_ONLY = COMPUTE | {Op.STEP, Op.USE}
 TORCH = PER_MICROBATCH - {Op.RECOMPUTE}
 """The operations that PyTorch has, too."""
 
-_SHARDED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+_SHARDED = re.compile(r"\d+((UNSHARD|RESHARD)\d*|REDUCE_GRAD)")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 _ALMOST = re.compile(r"(\d+)\s*([A-Za-z_]+)\s*(\d+)")
 
@@ -57,12 +57,13 @@ class _Cell:
 def read_csv(path: Path) -> Schedule:
     """The schedule in a CSV file, as it stands there; what is wrong with its order is for the checker to say.
 
-    * The rows are the ranks; a stage lives on the rank that has its forwards.
+    * The rows are the ranks; a stage lives on the rank that has its forwards. With several, a replica each, the one
+      with microbatch 0 is the first of them, and so on.
     * A file without any STEP has a flush: every stage steps at the end of its rank's program. With STEPs, each
-      is an update of as many microbatches.
+      is an update of as many microbatches, on every replica.
     * PyTorch's pairs that run side by side, ``(0F1;3B0)OVERLAP_F_B``, are put one after the other.
-    * Left out is what only a model can ask for: PyTorch's UNSHARD, RESHARD and REDUCE_GRAD of sharded or replicated
-      stages, our exchanges of tied weights and of norms.
+    * Left out is what only a model can ask for: PyTorch's UNSHARD, RESHARD and REDUCE_GRAD (which has no index) of
+      sharded or replicated stages, our exchanges of tied weights and of norms.
     * Transfers stay, so that the checker can prove them; see :func:`compute_only`.
     * The bounds that the schedule states are what it holds.
 
@@ -76,21 +77,17 @@ def read_csv(path: Path) -> Schedule:
     placement = _placement(rows)
     microbatches = _microbatches(rows)
     programs = [[cell.action for cell in row] for row in rows]
-    steps = sum(action.op is Op.STEP and action.stage == 0 for program in programs for action in program)
     if not any(action.op is Op.STEP for program in programs for action in program):
-        for stage, (rank,) in enumerate(placement):
-            programs[rank].append(Action(Op.STEP, stage, 0))
-    elif steps == 0 or microbatches % steps:
-        raise UserError(f"stage 0 makes {counted(steps, 'STEP')} from {counted(microbatches, 'microbatch')} in "
-                        f"'{path}'",
-                        hint="give every stage one STEP per update, each of as many microbatches; or leave out all "
-                             "STEPs, for one update at the end")
-    updates = max(1, steps)
+        for stage, ranks in enumerate(placement):
+            for rank in ranks:
+                programs[rank].append(Action(Op.STEP, stage, 0))
+    flush, per_update = _updates(placement, programs, microbatches, path)
     return Schedule(
-        path.name, placement, tuple(map(tuple, programs)), microbatches, microbatches // updates, flush=updates == 1,
+        path.name, placement, tuple(map(tuple, programs)), microbatches, per_update, flush,
         peak_activations=tuple(max((load.activations for load in rank_loads(program)), default=0)
                                for program in programs),
-        versions=tuple(_versions(programs[rank], stage) for stage, (rank,) in enumerate(placement)), ties={})
+        versions=tuple(max(_versions(programs[rank], stage) for rank in ranks)
+                       for stage, ranks in enumerate(placement)), ties={})
 
 
 def write_csv(schedule: Schedule, *, for_torch: bool = False) -> str:
@@ -189,15 +186,16 @@ def _remedy(text: str) -> str | None:
 
 
 def _placement(rows: Sequence[Sequence[_Cell]]) -> Placement:
-    """Every stage on the rank whose row has its forwards."""
+    """Every stage on the ranks whose rows have its forwards, in the order of their first microbatches."""
     home: dict[int, _Cell] = {}
+    firsts: dict[int, dict[int, int]] = defaultdict(dict)  # by stage: the first microbatch of each rank
     for row in rows:
         for cell in row:
-            if cell.action.op is Op.FORWARD:
-                first = home.setdefault(cell.action.stage, cell)
-                if first.rank != cell.rank:
-                    raise UserError(f"stage {cell.action.stage} has forwards on two ranks: {first} and {cell}",
-                                    hint="give every stage one rank", where=cell.where)
+            action = cell.action
+            if action.op is Op.FORWARD:
+                home.setdefault(action.stage, cell)
+                there = firsts[action.stage]
+                there[cell.rank] = min(action.microbatch, there.get(cell.rank, action.microbatch))
     for row in rows:
         for cell in row:
             if cell.action.stage not in home:
@@ -209,7 +207,7 @@ def _placement(rows: Sequence[Sequence[_Cell]]) -> Placement:
         last = home[max(home)]
         raise UserError(f"stage {missing} is in no row, but stage {max(home)} is: {last}",
                         hint=_numbered(len(home), "stage"), where=last.where)
-    return tuple((home[stage].rank,) for stage in range(len(home)))
+    return tuple(tuple(sorted(firsts[stage], key=firsts[stage].__getitem__)) for stage in range(len(home)))
 
 
 def _microbatches(rows: Sequence[Sequence[_Cell]]) -> int:
@@ -226,6 +224,32 @@ def _microbatches(rows: Sequence[Sequence[_Cell]]) -> int:
                             f"{counted(count, 'forward')}", where=cell.where,
                             hint=f"{_numbered(count, 'microbatch')}, or add the missing forwards")
     return count
+
+
+def _updates(placement: Placement, programs: Sequence[Sequence[Action]], microbatches: int,
+             path: Path) -> tuple[bool, int]:
+    """Whether there is a flush, and the microbatches of an update; without a flush, on every replica.
+
+    These are what a replica has made before its first STEP: of replicas the last update may have fewer.
+    """
+    steps = [sum(action.op is Op.STEP and action.stage == stage for action in programs[ranks[0]])
+             for stage, ranks in enumerate(placement)]
+    stage = steps.index(max(steps)) if steps[0] else 0  # of replicated stages those with fewer replicas step more often
+    if steps[stage] == 1:
+        return True, microbatches
+    width, every, left = len(placement[stage]), 0, 1
+    if width == 1 and steps[stage]:
+        every, left = divmod(microbatches, steps[stage])
+    elif steps[stage]:
+        own = [action.op for action in programs[placement[stage][0]] if action.stage == stage]
+        every = sum(op in COMPLETES for op in own[:own.index(Op.STEP)])
+        left = not every or microbatches % every or -(-microbatches // (every * width)) != steps[stage]
+    if left:
+        raise UserError(f"stage {stage} makes {counted(steps[stage], 'STEP')} from "
+                        f"{counted(microbatches, 'microbatch')}" + f" on each of {width} ranks" * (width > 1) +
+                        f" in '{path}'", hint="give every stage one STEP per update, each of as many microbatches; or "
+                        "leave out all STEPs, for one update at the end")
+    return False, every
 
 
 def _numbered(count: int, word: str) -> str:

@@ -113,6 +113,7 @@ def rank_facts(schedule: Schedule) -> tuple[RankFacts, ...]:
 
 def stage_facts(schedule: Schedule) -> tuple[StageFacts, ...]:
     """Per stage, what it holds at most; ``schedule`` must have passed :func:`~vpipe.schedules.check.check`."""
-    held = [list(stage_loads(schedule.programs[ranks[0]], stage)) for stage, ranks in enumerate(schedule.placement)]
+    held = [[load for rank in ranks for load in stage_loads(schedule.programs[rank], stage)]
+            for stage, ranks in enumerate(schedule.placement)]
     return tuple(StageFacts(max(load.versions for load in stage), max(load.staleness for load in stage))
                  for stage in held)

@@ -1,7 +1,7 @@
 """Lowering: from compute actions to what a rank really does.
 
-Adds transfers between stages, the exchange of tied weights and the norms for global clipping. Works
-lazily and on one rank at a time, so that a stream of unknown length can be lowered while it runs.
+Adds transfers between stages, the sums over replicas, the exchange of tied weights and the norms for global clipping.
+Works lazily and on one rank at a time, so that a stream of unknown length can be lowered while it runs.
 
 Receives stand before the compute action *preceding* the one that needs them: the transfer happens
 behind that one. Where sends could wait for each other they stand earlier (:mod:`vpipe.schedules.receives`). Sends
@@ -9,31 +9,38 @@ stand right behind the action that made the tensors. Stages on the same rank pas
 A tied weight belongs to the first stage that uses it; other stages borrow it:
 
 * the owner sends a version right behind the step that makes it; the borrower's forward of a microbatch
-  uses the version that the owner's did;
-* a rank sends the gradients of an update when its borrowing stages have all of them; the owner adds them
-  to its own before the step;
-* so a rank posts the receive of a version right behind the gradients that go into it. Later
+  uses the version that the owner's did. With replicas, every rank that borrows gets it from one of the owner's;
+* a rank sends the gradients of an update when its borrowing stages have all of them, to all of the owner's replicas;
+  these add them to their own before the step;
+* without a flush the owner gets ready for them as soon as it has made the update before;
+* a rank posts the receive of a version right behind the gradients that go into it. Later
   would deadlock without a flush when sends wait for their receives: the borrower comes to its next
   gradient before it needs the version, the owner sends the version before it takes that gradient.
 
 These actions also stand where owner and borrower share a rank: then the tensors change hands there.
 Norms of all stages of a rank are published before the first of them steps, since each step needs them all; and
 an owner's step waits for the gradients of a borrower on the same rank.
+
+The replicas of a stage send each other the gradients of an update behind its last backward or weight half. Before the
+step each sums its share of them (REDUCE_GRAD) and sends that to the others; the step waits for theirs.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from vpipe.schedules.action import COMPLETES, RETURNS, Action, Op
-from vpipe.schedules.order import Schedule, stages_of_rank
+from vpipe.schedules.action import COMPLETES, COMPUTE, RETURNS, Action, Op
+from vpipe.schedules.order import Schedule, borrowing_ranks, stages_of_rank
 from vpipe.schedules.receives import post_in_time
-from vpipe.schedules.size import Placement
+from vpipe.schedules.rounds import Rounds
 
 Compute = Callable[[int], Iterator[Action]]
 """The compute program of a rank, from its beginning, as often as asked."""
 
+
+_LONG = COMPUTE - {Op.RECOMPUTE}
+"""What takes long enough to transfer something meanwhile."""
 
 _REMEMBERED = 4096
 """Microbatches after which nobody asks for a version any more: far more than are ever in flight."""
@@ -70,57 +77,72 @@ class Lowering:
     """Lowers the program of one rank.
 
     Args:
-        placement: ranks per stage.
+        rounds: who takes which microbatch, and which update does.
         rank: whose program.
         compute: the compute programs, of this rank and of the owners of weights it borrows.
-        update_every: microbatches per update.
         ties: borrowing stages by owning stage.
         norm: add the exchange of gradient norms before every step.
     """
 
-    def __init__(self, placement: Placement, rank: int, compute: Compute, update_every: int,
-                 ties: Mapping[int, Sequence[int]], norm: bool = False) -> None:
-        self._placement, self._rank, self._compute = placement, rank, compute
-        self._every, self._norm = update_every, norm
+    def __init__(self, rounds: Rounds, rank: int, compute: Compute, ties: Mapping[int, Sequence[int]],
+                 norm: bool = False) -> None:
+        self._rounds, self._rank, self._compute, self._norm = rounds, rank, compute, norm
+        placement = rounds.placement
         self._stages = stages_of_rank(placement, rank)
-        self._lent = [owner for owner, borrowers in ties.items() if owner in self._stages and borrowers]
-        self._borrowers = {owner: here for owner, borrowers in ties.items()
+        self._ties = {owner: borrowers for owner, borrowers in ties.items() if owner in self._stages and borrowers}
+        self._lent = {owner for owner, borrowers in self._ties.items()
+                      if list(borrowing_ranks(placement, owner, borrowers, rank))}
+        self._borrowers = {owner: sorted(here) for owner, borrowers in ties.items()
                            if (here := set(borrowers) & set(self._stages))}
-        self._completed: Counter[tuple[int, int]] = Counter()  # gradients there, by (borrowing stage, update)
+        self._completed: Counter[tuple[int, int, int]] = Counter()  # gradients there, by (owner, update, borrower)
+        self._closed = dict.fromkeys(self._borrowers, 0)  # updates of the owner that got all of this rank's gradients
+        # Where a step waits for other replicas, others must be able to send past it.
+        self._ahead = 2 if not rounds.flush and any(rounds.width(stage) > 1 for stage in self._stages) else 1
         self._steps: list[Action] = []  # that wait for the rank's other stages
-        self.versions = {owner: VersionsUsed(owner, compute(placement[owner][0])) for owner in self._borrowers}
+        self._versions = {(owner, replica): VersionsUsed(owner, compute(rank)) for owner in self._borrowers
+                          for replica, rank in enumerate(placement[owner])}
+
+    def version_of(self, owner: int, microbatch: int) -> int:
+        """The version (0 = the first of this program) of a borrowed weight that a microbatch uses."""
+        return self._versions[owner, microbatch % self._rounds.width(owner)].of(microbatch)
 
     def program(self) -> Iterator[Action]:
         """The rank's actions, in order."""
-        held: list[Action] = []
+        held: deque[Action] = deque()
+        for owner in self._borrowers:
+            yield from self._close(owner)
+        for owner in self._ties:
+            yield from self._await_gradients(owner, 0)
         for action in self._compute(self._rank):
-            if action.op in RETURNS and Action(Op.FORWARD, action.stage, action.microbatch) in held:
+            if action.op in RETURNS:
                 # The shapes of a gradient are known once its forward has run, not earlier.
-                yield from self._release(held)
+                while Action(Op.FORWARD, action.stage, action.microbatch) in held:
+                    yield from self._with_sends(held.popleft())
             yield from self._before(action)
             # What follows a step is received behind the compute before it, which is longer; R goes with its backward.
             if action.op not in (Op.STEP, Op.USE, Op.RECOMPUTE):
-                yield from self._release(held)
+                while held and (held[0].op not in _LONG or sum(one.op in _LONG for one in held) >= self._ahead):
+                    yield from self._with_sends(held.popleft())
             held.append(action)
-        yield from self._release(held)
+        while held:
+            yield from self._with_sends(held.popleft())
+        for owner in self._borrowers:
+            yield from self._close(owner, ended=True)
+        yield from self._take_steps()
 
-    def _release(self, held: list[Action]) -> Iterator[Action]:
-        for action in held:
-            yield from self._with_sends(action)
-        held.clear()
-
-    def _elsewhere(self, stage: int) -> bool:
-        return 0 <= stage < len(self._placement) and self._rank not in self._placement[stage]
+    def _elsewhere(self, stage: int, microbatch: int) -> bool:
+        return (0 <= stage < len(self._rounds.placement)
+                and self._rounds.rank_of(stage, microbatch) != self._rank)
 
     def _before(self, action: Action) -> Iterator[Action]:
         """The receives that ``action`` needs."""
         op, stage, index = action.op, action.stage, action.microbatch
         if op is Op.FORWARD:
-            if self._elsewhere(stage - 1):
+            if self._elsewhere(stage - 1, index):
                 yield Action(Op.RECV_F, stage, index)
-        elif op in RETURNS and self._elsewhere(stage + 1):
+        elif op in RETURNS and self._elsewhere(stage + 1, index):
             yield Action(Op.RECV_B, stage, index)
-        elif op is Op.STEP and stage in self._lent:
+        elif op is Op.STEP and stage in self._ties and self._rounds.flush:
             yield Action(Op.RECV_G, stage, index)
 
     def _with_sends(self, action: Action) -> Iterator[Action]:
@@ -130,54 +152,84 @@ class Lowering:
             yield from self._take_steps()
             return
         yield action
-        if op is Op.FORWARD and self._elsewhere(stage + 1):
+        if op is Op.FORWARD and self._elsewhere(stage + 1, index):
             yield Action(Op.SEND_F, stage, index)
-        if op in RETURNS and self._elsewhere(stage - 1):
+        if op in RETURNS and self._elsewhere(stage - 1, index):
             yield Action(Op.SEND_B, stage, index)
         if op in COMPLETES:
-            yield from self._tied_gradients(stage, index // self._every)
+            yield from self._tied_gradients(stage, index)
 
-    def _tied_gradients(self, stage: int, update: int) -> Iterator[Action]:
+    def _tied_gradients(self, stage: int, microbatch: int) -> Iterator[Action]:
         """The gradients of weights borrowed here, once the last of the rank's stages has those of an update."""
         owners = [owner for owner, borrowers in self._borrowers.items() if stage in borrowers]
-        if not owners:
-            return
-        self._completed[stage, update] += 1
         for owner in owners:
-            if all(self._completed[borrower, update] == self._every for borrower in self._borrowers[owner]):
+            self._completed[owner, microbatch // self._rounds.span(owner), stage] += 1
+            yield from self._close(owner)
+        if owners:
+            yield from self._take_steps()
+
+    def _close(self, owner: int, ended: bool = False) -> Iterator[Action]:
+        """Send the gradients of the owner's next updates that are there, and get ready for what they make.
+
+        An update that takes no microbatch of this rank's waits for nothing from it.
+        """
+        while (self._has_gradients(owner, update := self._closed[owner], ended)
+               and self._rounds.begins(owner, update)):
+            for borrower in self._borrowers[owner]:
+                self._completed.pop((owner, update, borrower), None)
+            self._closed[owner] += 1
+            if self._rounds.share(owner, update, self._borrowers[owner][0], self._rank):
                 yield Action(Op.SEND_G, owner, update)
-                yield Action(Op.RECV_W, owner, update + 1)
-        yield from self._take_steps()
-        self._completed.pop((stage, update - _REMEMBERED), None)
+            yield Action(Op.RECV_W, owner, update + 1)
+
+    def _await_gradients(self, owner: int, update: int) -> Iterator[Action]:
+        """Without a flush: get ready for what borrowers send for an update, as early as can be.
+
+        These may be rounds ahead of a replica, and would wait for it while it waits for them.
+        """
+        if not self._rounds.flush and self._rounds.begins(owner, update):
+            yield Action(Op.RECV_G, owner, update)
+
+    def _has_gradients(self, owner: int, update: int, ended: bool) -> bool:
+        for borrower in self._borrowers[owner]:
+            done = self._completed[owner, update, borrower]
+            if not (done or ended) and self._rounds.whole_share(owner, update, borrower, self._rank):
+                return False  # whether there are any is not asked before it must be: that reads the data
+            if done != len(self._rounds.share(owner, update, borrower, self._rank)):
+                return False
+        return True
 
     def _may_step(self, step: Action) -> bool:
         """Whether the stages of this rank that borrow from the one stepping have their gradients."""
-        return all(self._completed[borrower, step.microbatch] == self._every
-                   for borrower in self._borrowers.get(step.stage, ()))
+        return step.microbatch < self._closed.get(step.stage, step.microbatch + 1)
 
     def _take_steps(self) -> Iterator[Action]:
         """The steps that need not wait any longer, each with its version for those that borrow it."""
         ready = [step for step in self._steps if self._may_step(step)]
+        if self._norm and len(ready) < len(self._stages):
+            return
+        yield from (Action(Op.REDUCE, step.stage, step.microbatch) for step in ready
+                    if self._rounds.width(step.stage) > 1)
         if self._norm:
-            if len(ready) < len(self._stages):
-                return
             yield from (Action(Op.NORM, step.stage, step.microbatch) for step in ready)
         for step in ready:
             self._steps.remove(step)
             yield step
+            if step.stage in self._ties:
+                yield from self._await_gradients(step.stage, step.microbatch + 1)
             if step.stage in self._lent:
                 # Also those of the cooldown that no forward uses: to know them would need a look ahead.
                 yield Action(Op.SEND_W, step.stage, step.microbatch + 1)
 
 
 def lower(schedule: Schedule, norm: bool = False) -> Schedule:
-    """The schedule with transfers, tied exchanges and, when ``norm``, gradient norms added."""
+    """The schedule with transfers, sums over replicas, tied exchanges and, when ``norm``, gradient norms added."""
 
     def compute(rank: int) -> Iterator[Action]:
         return iter(schedule.programs[rank])
 
     lowered = schedule.with_programs([
-        list(Lowering(schedule.placement, rank, compute, schedule.update_every, schedule.ties, norm).program())
+        list(Lowering(schedule.rounds, rank, compute, schedule.ties, norm).program())
         for rank in range(len(schedule.programs))])
     # A stream goes on beyond these programs, where nobody can look ahead: it must do without.
     return post_in_time(lowered) if schedule.recipe is None else lowered

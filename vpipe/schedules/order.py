@@ -6,13 +6,16 @@ import inspect
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from vpipe.errors import UserError, VpipeError, counted
 from vpipe.schedules.action import Action
 from vpipe.schedules.recompute import with_recompute
 from vpipe.schedules.registry import Limits, Recipe, recipe_named, schedule_names
+from vpipe.schedules.rounds import Rounds
+from vpipe.schedules.seat import Seat, as_stream, seats
 from vpipe.schedules.simulation.costs import Costs
-from vpipe.schedules.size import Placement, Size
+from vpipe.schedules.size import Placement
 
 
 @dataclass(frozen=True)
@@ -21,10 +24,10 @@ class Schedule:
 
     Attributes:
         name: the recipe's name, or the file's.
-        placement: ranks per stage.
+        placement: ranks per stage; with several, microbatch i goes to the (i mod width)-th.
         programs: actions per rank.
         microbatches: how many flow through.
-        update_every: microbatches per optimizer step.
+        update_every: microbatches per optimizer step; without a flush, on every replica.
         flush: whether the pipeline is empty at every step.
         peak_activations: per rank, microbatch-stages whose activations it may hold at once.
         versions: per stage, weight versions it may hold at once.
@@ -51,6 +54,15 @@ class Schedule:
     def ranks(self) -> int:
         return len(self.programs)
 
+    @cached_property
+    def rounds(self) -> Rounds:
+        """Which of the microbatches a replica takes, and which an update."""
+        return Rounds(self.placement, self.update_every, self.flush, lambda number: 0 <= number < self.microbatches)
+
+    def updates(self, stage: int) -> int:
+        """How many updates a stage makes; the last may have fewer microbatches."""
+        return -(-self.microbatches // self.rounds.span(stage))
+
     def with_programs(self, programs: Sequence[Sequence[Action]]) -> Schedule:
         """The same schedule with other programs: what a pass returns."""
         return replace(self, programs=tuple(tuple(program) for program in programs))
@@ -59,6 +71,14 @@ class Schedule:
 def stages_of_rank(placement: Placement, rank: int) -> list[int]:
     """The stages that live on ``rank``, in order."""
     return [stage for stage, ranks in enumerate(placement) if rank in ranks]
+
+
+def borrowing_ranks(placement: Placement, owner: int, borrowers: Iterable[int], rank: int) -> Iterator[int]:
+    """The ranks that get the tied weights of ``owner`` from ``rank``, one of its replicas."""
+    width = len(placement[owner])
+    for held_by in sorted({held_by for stage in borrowers for held_by in enumerate(placement[stage])}):
+        if placement[owner][held_by[0] % width] == rank:
+            yield held_by[1]
 
 
 def describe_rank(placement: Placement, rank: int) -> str:
@@ -79,71 +99,25 @@ def check_chunks(recipe: Recipe, chunks: int | None, key: str = "chunks") -> Non
                                                             f"{', '.join(others)}" if others else ""))
 
 
-def size_of(recipe: Recipe, placement: Placement, microbatches: int, update_every: int | None) -> Size:
-    """The numbers of a schedule over ``placement``, which may name the ranks in any order.
+def stream_program(recipe: Recipe, seat: Seat, rounds: Rounds, stages: list[int],
+                   recompute: Collection[int] = ()) -> Iterator[Action]:
+    """The compute actions and steps of one rank of a schedule without a flush, lazily, over the microbatches there are.
 
-    Raises:
-        UserError: the recipe does not hold its stages so, or cannot have these numbers.
+    Args:
+        stages: of the rank.
+        recompute: stages that recompute activations, early.
     """
-    if not placement or microbatches < 1:
-        raise UserError(f"{counted(len(placement), 'stage')} and {counted(microbatches, 'microbatch')}",
-                        hint="a pipeline needs at least one of each")
-    ranks = len({rank for ranks in placement for rank in ranks})
-    chunks, left = divmod(len(placement), ranks)
-    if left or not (chunks == recipe.chunks or recipe.any_chunks):
-        raise UserError(f"'{recipe.name}' holds {'equally many' if recipe.any_chunks else recipe.chunks} stage"
-                        f"{'s' * (recipe.any_chunks or recipe.chunks > 1)} on each rank, but "
-                        f"{counted(len(placement), 'stage')} on {counted(ranks, 'rank')} are asked for",
-                        hint=f"use {ranks * (max(1, chunks) if recipe.any_chunks else recipe.chunks)} stages, or "
-                             "another number of ranks")
-    names = [placement[position] for position in range(ranks)]
-    for stage, held_by in enumerate(placement):
-        expected = names[recipe.layout.rank_of(stage, ranks)]
-        if held_by != expected and recipe.search is None:
-            raise UserError(f"'{recipe.name}' holds stage {stage} where stage {placement.index(expected)} is, on "
-                            f"rank {', '.join(map(str, expected))}, but it is placed on rank "
-                            f"{', '.join(map(str, held_by))}", hint="place the stages as "
-                            f"{[list(names[recipe.layout.rank_of(s, ranks)]) for s in range(len(placement))]}")
-    size = Size(ranks, microbatches, chunks, _update_every(recipe, ranks, microbatches, update_every))
-    if (problem := recipe.requires(size)) is not None:
-        raise UserError.all_of([problem])
-    return size
+    endless = seat.translated(_generated(recipe, seat.endless()))
+    return as_stream(with_recompute(endless, recompute), seat, rounds, stages)
 
 
-def _update_every(recipe: Recipe, ranks: int, microbatches: int, update_every: int | None) -> int:
-    """Microbatches per update; the fewest that the recipe can have, when not told."""
-    if recipe.flush:
-        if update_every not in (None, 1, microbatches):
-            raise UserError(f"update_every is {update_every}, but '{recipe.name}' updates once per batch of "
-                            f"{counted(microbatches, 'microbatch')}",
-                            hint="leave update_every out, or choose a schedule without a flush, such as pipedream")
-        return microbatches
-    least = recipe.update_every(ranks)
-    fitting = [n for n in range(1, microbatches + 1) if microbatches % n == 0 and n >= least]
-    if not fitting:
-        raise UserError(f"'{recipe.name}' on {counted(ranks, 'rank')} updates every {least} microbatches or more, "
-                        f"but there are only {microbatches}", hint=f"use {least} microbatches or more, or fewer ranks")
-    every = fitting[0] if update_every is None else update_every
-    if every not in fitting:
-        why = (f"is less than the {least} that '{recipe.name}' needs on {counted(ranks, 'rank')}" if 0 < every < least
-               else f"does not divide {counted(microbatches, 'microbatch')}")
-        raise UserError(f"update_every is {every}, which {why}", hint=f"choose one of {fitting}")
-    return every
-
-
-def compute_program(recipe: Recipe, placement: Placement, rank: int, size: Size,
-                    recompute: Collection[int] = ()) -> Iterator[Action]:
-    """The compute actions and steps of one rank, lazily; the stages in ``recompute`` do so early."""
-    position = next(stage for stage, ranks in enumerate(placement) if rank in ranks)
-    return with_recompute(_generated(recipe, position, size), recompute)
-
-
-def _generated(recipe: Recipe, rank: int, size: Size) -> Iterator[Action]:
-    """What the generator of ``recipe`` yields, as long as these are actions.
+def _generated(recipe: Recipe, seat: Seat) -> Iterator[Action]:
+    """What the generator of ``recipe`` yields in a seat, as long as these are actions.
 
     Raises:
         UserError: it takes other arguments, fails, or yields something else.
     """
+    rank, size = seat.rank, seat.size
     arguments = {"rank": rank, "ranks": size.ranks, "microbatches": size.microbatches}
     options = ({"chunks": size.chunks} if recipe.any_chunks else {}) | (
         {} if recipe.flush else {"update_every": size.update_every})
@@ -180,7 +154,7 @@ def build(name: str, placement: Placement, microbatches: int, update_every: int 
 
     Args:
         microbatches: per optimizer step with a flush; of the whole stream without.
-        update_every: microbatches per optimizer step without a flush; as few as can be when not given.
+        update_every: microbatches per optimizer step, and replica, without a flush; as few as can be when not given.
         ties: see :class:`Schedule`.
         recompute: stages that recompute activations.
         costs: what a searched schedule is made for; equal ones when not given.
@@ -190,19 +164,42 @@ def build(name: str, placement: Placement, microbatches: int, update_every: int 
         UserError: the numbers do not fit the schedule.
     """
     recipe = recipe_named(name)
-    size = size_of(recipe, placement, microbatches, update_every)
+    found = seats(recipe, placement, microbatches, update_every)
+    every = microbatches if recipe.flush else found[0].size.update_every
     if recipe.search is not None:
-        found = recipe.search(placement, microbatches, costs, limits)
-        early = found.with_programs([list(with_recompute(iter(program), recompute)) for program in found.programs])
-        return replace(early, name=name, ties=dict(ties or {}))
+        return replace(_searched(recipe, placement, found, microbatches, recompute, costs, limits), name=name,
+                       ties=dict(ties or {}))
     if limits is not None:
         raise UserError(f"'{name}' has one order, whatever the memory limit of {limits}",
                         hint="leave the limit out, or choose a schedule that keeps one, such as auto")
-    position = {rank: stage for stage, ranks in reversed(list(enumerate(placement))) for rank in ranks}
+    rounds = Rounds(placement, every, recipe.flush, lambda microbatch: microbatch < microbatches)
+    programs = []
+    for rank, seat in enumerate(found):
+        if recipe.flush:
+            programs.append(tuple(with_recompute(seat.translated(_generated(recipe, seat)), recompute)))
+        else:
+            stages = stages_of_rank(placement, rank)
+            programs.append(tuple(stream_program(recipe, seat, rounds, stages, recompute)))
     return Schedule(
-        name, placement,
-        tuple(tuple(compute_program(recipe, placement, rank, size, recompute)) for rank in range(size.ranks)),
-        microbatches, size.update_every, recipe.flush,
-        tuple(recipe.peak_activations(position[rank], size) for rank in range(size.ranks)),
-        tuple(recipe.versions(position[ranks[0]], size) for ranks in placement), dict(ties or {}),
-        None if recipe.flush else recipe)
+        name, placement, tuple(programs), microbatches, every, recipe.flush,
+        tuple(recipe.peak_activations(seat.rank, seat.size) for seat in found),
+        tuple(max(recipe.versions(found[rank].rank, found[rank].size) for rank in ranks) for ranks in placement),
+        dict(ties or {}), None if recipe.flush else recipe)
+
+
+def _searched(recipe: Recipe, placement: Placement, found: Sequence[Seat], microbatches: int,
+              recompute: Collection[int], costs: Costs | None, limits: Limits) -> Schedule:
+    """The orders that a search finds for one replica of every stage, on all of them."""
+    assert recipe.search is not None
+    crews = sorted(set(placement))  # so that a rank alone keeps its number, by which costs and limits know it
+    alone = tuple((crews.index(ranks),) for ranks in placement)
+    orders = {own: recipe.search(alone, own, costs, limits) for own in {seat.size.microbatches for seat in found}}
+    position = {rank: index for index, crew in enumerate(crews) for rank in crew}
+    programs, peaks = [], []
+    for rank, seat in enumerate(found):
+        order = orders[seat.size.microbatches]
+        programs.append(tuple(with_recompute(seat.translated(order.programs[position[rank]]), recompute)))
+        peaks.append(order.peak_activations[position[rank]])
+    first = orders[found[placement[0][0]].size.microbatches]
+    return replace(first, placement=placement, programs=tuple(programs), microbatches=microbatches,
+                   update_every=microbatches, peak_activations=tuple(peaks))

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from vpipe.schedules.action import RECEIVES, RETURNS, SENDS, Action, Op
+from vpipe.schedules.action import COMPLETES, RECEIVES, RETURNS, SENDS, Action, Op
 from vpipe.schedules.grid import Spot
-from vpipe.schedules.order import Schedule
+from vpipe.schedules.order import Schedule, borrowing_ranks
 
 OnRank = tuple[Action, int]
 """An action and the rank that executes it."""
@@ -20,20 +20,22 @@ class Reading:
 
     Attributes:
         schedule: what was read.
-        homes: the rank of every stage.
         where: the spots of every action.
+        last: by stage, update and rank, the rank's last action (B or W) that makes weight gradients for it.
         version: the weight version that the forward of (stage, microbatch) uses: what the last USE before it says,
             else the number of steps before it.
         borrowing: by owning stage, the ranks with a stage that borrows its tied weights.
-        lowered: whether there are transfers; without any the actions wait for each other directly.
+        lending: by owning stage and rank, those of them that get the weights from that rank.
+        lowered: whether there are transfers or sums; without any the actions wait for each other directly.
         normed: whether gradient norms are exchanged before the steps.
     """
 
     schedule: Schedule
-    homes: Mapping[int, int]
     where: Mapping[Action, Sequence[Spot]]
+    last: Mapping[tuple[int, int, int], Action]
     version: Mapping[tuple[int, int], int]
     borrowing: Mapping[int, Sequence[int]]
+    lending: Mapping[tuple[int, int], Sequence[int]]
     lowered: bool
     normed: bool
 
@@ -42,6 +44,8 @@ class Reading:
         where: dict[Action, list[Spot]] = defaultdict(list)
         version: dict[tuple[int, int], int] = {}
         operations: set[Op] = set()
+        last: dict[tuple[int, int, int], Action] = {}
+        spans = [schedule.rounds.span(stage) for stage in range(schedule.stages)]
         for rank, program in enumerate(schedule.programs):
             steps: dict[int, int] = defaultdict(int)
             chosen: dict[int, int] = {}
@@ -54,16 +58,17 @@ class Reading:
                     chosen[action.stage] = action.microbatch
                 elif action.op is Op.FORWARD:
                     version[action.stage, action.microbatch] = chosen.get(action.stage, steps[action.stage])
+                elif action.op in COMPLETES and action.stage < len(spans) and spans[action.stage]:
+                    last[action.stage, action.microbatch // spans[action.stage], rank] = action
         borrowing = {owner: sorted({rank for stage in borrowers if 0 <= stage < schedule.stages
                                     for rank in schedule.placement[stage]})
                      for owner, borrowers in schedule.ties.items()}
-        homes = {stage: held_by[0] for stage, held_by in enumerate(schedule.placement) if held_by}
-        return cls(schedule, homes, dict(where), version, borrowing, bool(operations & (SENDS | RECEIVES)),
-                   Op.NORM in operations)
-
-    @property
-    def updates(self) -> int:
-        return self.schedule.microbatches // self.schedule.update_every
+        lending = {(owner, rank): list(borrowing_ranks(schedule.placement, owner, borrowers, rank))
+                   for owner, borrowers in schedule.ties.items()
+                   if 0 <= owner < schedule.stages and all(0 <= stage < schedule.stages for stage in borrowers)
+                   for rank in schedule.placement[owner]}
+        return cls(schedule, dict(where), last, version, borrowing, lending,
+                   bool(operations & (SENDS | RECEIVES | {Op.REDUCE})), Op.NORM in operations)
 
     def actions(self) -> Iterator[tuple[Action, Spot]]:
         """Every action with its spot, rank after rank."""
@@ -71,16 +76,21 @@ class Reading:
             for position, action in enumerate(program):
                 yield action, (rank, position)
 
-    def of_stage(self, stage: int) -> Iterator[tuple[Action, Spot]]:
-        """The actions of a stage (on its rank) in order, with their spots."""
-        rank = self.rank_of(stage)
+    def of_stage(self, stage: int, rank: int) -> Iterator[tuple[Action, Spot]]:
+        """The actions of a stage on a rank in order, with their spots."""
         for position, action in enumerate(self.schedule.programs[rank]):
             if action.stage == stage:
                 yield action, (rank, position)
 
-    def rank_of(self, stage: int) -> int:
-        """The rank of a stage; -1 outside the pipeline."""
-        return self.homes.get(stage, -1)
+    def replicas(self) -> Iterator[tuple[int, int]]:
+        """Every stage with every rank that it lives on."""
+        for stage, ranks in enumerate(self.schedule.placement):
+            for rank in ranks:
+                yield stage, rank
+
+    def rank_of(self, stage: int, microbatch: int) -> int:
+        """The rank that takes a microbatch through a stage; -1 outside the pipeline."""
+        return self.schedule.rounds.rank_of(stage, microbatch) if 0 <= stage < self.schedule.stages else -1
 
     def end(self, rank: int) -> Spot:
         return rank, len(self.schedule.programs[rank])
@@ -106,13 +116,13 @@ class Reading:
         """The receives that bring what ``action`` uses from other stages' ranks."""
         op, stage, index = action.op, action.stage, action.microbatch
         if op is Op.FORWARD:
-            if self.homes.get(stage - 1, rank) != rank:
+            if self.rank_of(stage - 1, index) not in (-1, rank):
                 yield Action(Op.RECV_F, stage, index)
             for owner, borrowers in self.schedule.ties.items():
                 if stage in borrowers and (version := self.version.get((owner, index), 0)) > 0:
                     yield Action(Op.RECV_W, owner, version)
         elif op in RETURNS:
-            if self.homes.get(stage + 1, rank) != rank:
+            if self.rank_of(stage + 1, index) not in (-1, rank):
                 yield Action(Op.RECV_B, stage, index)
         elif op in (Op.NORM, Op.STEP) and self.borrowing.get(stage):
             yield Action(Op.RECV_G, stage, index)
@@ -121,13 +131,13 @@ class Reading:
         """The actions of the same rank whose results ``action`` uses, sends or gets ready for."""
         op, stage, index = action.op, action.stage, action.microbatch
         if op is Op.FORWARD:
-            if self.homes.get(stage - 1) == rank:
+            if self.rank_of(stage - 1, index) == rank:
                 yield Action(Op.FORWARD, stage - 1, index)
         elif op in RETURNS:
             yield Action(Op.FORWARD, stage, index)
             if (recompute := Action(Op.RECOMPUTE, stage, index)) in self.where:
                 yield recompute
-            if self.homes.get(stage + 1) == rank:
+            if self.rank_of(stage + 1, index) == rank:
                 yield self.returning(stage + 1, index)
         elif op is Op.WEIGHT:
             yield Action(Op.INPUT, stage, index)
@@ -135,14 +145,22 @@ class Reading:
             yield Action(Op.FORWARD, stage, index)
         elif op is Op.SEND_B:
             yield self.returning(stage, index)
+        elif op is Op.REDUCE:
+            yield from self._gradients(stage, index, stage, rank)
+        elif op in (Op.NORM, Op.STEP):
+            if self.lowered and self.schedule.rounds.width(stage) > 1:
+                yield Action(Op.REDUCE, stage, index)
         elif op is Op.SEND_W:
             yield Action(Op.STEP, stage, index - 1)
         elif op is Op.SEND_G:
-            every = self.schedule.update_every
             for borrower in self.schedule.ties.get(stage, ()):
-                if self.rank_of(borrower) == rank:
-                    for microbatch in range(index * every, (index + 1) * every):
-                        yield self.completing(borrower, microbatch)
+                if rank in self.schedule.placement[borrower]:
+                    yield from self._gradients(stage, index, borrower, rank)
+
+    def _gradients(self, owner: int, update: int, stage: int, rank: int) -> Iterator[Action]:
+        """What makes a rank's gradients, at ``stage``, of an update of ``owner``."""
+        for microbatch in self.schedule.rounds.share(owner, update, stage, rank):
+            yield self.completing(stage, microbatch)
 
     def handed_over(self, action: Action, rank: int) -> Iterator[Action]:
         """The sends of the same rank whose tied weights or gradients ``action`` uses."""
@@ -158,11 +176,21 @@ class Reading:
         op, stage, index = transfer.op, transfer.stage, transfer.microbatch
         if op in _NEIGHBOUR:
             other, offset = _NEIGHBOUR[op]
-            peer = self.rank_of(stage + offset)
+            peer = self.rank_of(stage + offset, index)
             return [(Action(other, stage + offset, index), peer)] if peer not in (-1, rank) else []
-        other, lends = _TIED[op]
-        peers = self.borrowing.get(stage, ()) if lends else [self.rank_of(stage)]
-        return [(Action(other, stage, index), peer) for peer in peers]
+        return [(Action(_TIED[op], stage, index), peer) for peer in self._tied_peers(op, stage, index, rank)]
+
+    def _tied_peers(self, op: Op, stage: int, index: int, rank: int) -> Sequence[int]:
+        owners = self.schedule.placement[stage]
+        if op is Op.SEND_W:
+            return self.lending.get((stage, rank), ())
+        if op is Op.RECV_W:
+            return [owner for owner in owners if rank in self.lending.get((stage, owner), ())]
+        if op is Op.SEND_G:
+            return owners
+        return [peer for peer in self.borrowing.get(stage, ())
+                if any(self.schedule.rounds.share(stage, index, borrower, peer)
+                       for borrower in self.schedule.ties.get(stage, ()) if peer in self.schedule.placement[borrower])]
 
     def waits(self, action: Action, rank: int, rendezvous: bool) -> list[OnRank]:
         """The actions that must have been executed before ``action`` can be, besides those before it on its rank.
@@ -170,20 +198,31 @@ class Reading:
         A receive only posts; what uses the tensor waits for the send. A compute-only schedule has no
         sends: there it waits for what makes the tensor.
         """
-        if action.op in RECEIVES:
+        op, stage, index = action.op, action.stage, action.microbatch
+        if op in RECEIVES:
             return []
-        if action.op in SENDS:
+        if op in SENDS:
             return [other for other in self.partners(action, rank) if other[1] != rank] if rendezvous else []
         sends = [send for receive in self.receives(action, rank) for send in self.partners(receive, rank)]
         if not self.lowered:
-            return [(maker, peer) for send, peer in sends for maker in self.makers(send, peer)]
-        if action.op is Op.STEP and self.normed:
-            sends += [(Action(Op.NORM, stage, action.microbatch), self.rank_of(stage))
-                      for stage in range(self.schedule.stages)]
+            made = [(maker, peer) for send, peer in sends for maker in self.makers(send, peer)]
+            return made + (self._others(stage, index, rank) if op is Op.STEP else [])
+        if op is Op.REDUCE:
+            return self._others(stage, index, rank)
+        if op in (Op.NORM, Op.STEP) and self.schedule.rounds.width(stage) > 1:
+            sends += [(Action(Op.REDUCE, stage, index), other) for other in self.schedule.placement[stage]
+                      if other != rank]
+        if op is Op.STEP and self.normed:
+            sends += [(Action(Op.NORM, one, index), ranks[0]) for one, ranks in enumerate(self.schedule.placement)
+                      if rank not in ranks]
         return sends
+
+    def _others(self, stage: int, update: int, rank: int) -> list[OnRank]:
+        """The last of what makes the other replicas' gradients of an update."""
+        return [(self.last[stage, update, other], other) for other in self.schedule.placement[stage]
+                if other != rank and (stage, update, other) in self.last]
 
 
 _NEIGHBOUR = {Op.SEND_F: (Op.RECV_F, 1), Op.RECV_F: (Op.SEND_F, -1),
               Op.SEND_B: (Op.RECV_B, -1), Op.RECV_B: (Op.SEND_B, 1)}  # the other end, and its stage seen from here
-_TIED = {Op.SEND_W: (Op.RECV_W, True), Op.RECV_W: (Op.SEND_W, False),
-         Op.SEND_G: (Op.RECV_G, False), Op.RECV_G: (Op.SEND_G, True)}  # the other end, and whether the owner is here
+_TIED = {Op.SEND_W: Op.RECV_W, Op.RECV_W: Op.SEND_W, Op.SEND_G: Op.RECV_G, Op.RECV_G: Op.SEND_G}

@@ -18,12 +18,17 @@ class Size:
         microbatches: m, per optimizer step with a flush, of the whole stream without.
         chunks: v, stages per rank.
         update_every: microbatches per optimizer step.
+        even: whether all stages have equally many replicas.
+
+    Of a replicated stage these are the numbers of the pipeline in which one replica sits; see
+    :class:`vpipe.schedules.seat.Seat`.
     """
 
     ranks: int
     microbatches: int
     chunks: int
     update_every: int
+    even: bool = True
 
     @property
     def stages(self) -> int:
@@ -48,6 +53,15 @@ class Layout(StrEnum):
     def placement(self, ranks: int, chunks: int = 1) -> Placement:
         """The rank of every stage."""
         return tuple((self.rank_of(stage, ranks),) for stage in range(ranks * chunks))
+
+
+def widened(placement: Placement, replicas: int) -> Placement:
+    """Every rank as so many next to each other: of two, rank r becomes ranks 2r and 2r + 1.
+
+    Neighbours are likely on one host, where the sums of gradients over replicas cost least.
+    """
+    return tuple(tuple(rank * replicas + replica for rank in ranks for replica in range(replicas))
+                 for ranks in placement)
 
 
 def default_placement(stages: int) -> Placement:

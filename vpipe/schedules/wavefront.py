@@ -27,5 +27,6 @@ def _forwards(placement: Placement, rank: int, microbatches: int) -> Iterator[Ac
     stages = stages_of_rank(placement, rank)
     for tick in range(microbatches + stages[-1]):
         for stage in reversed(stages):
-            if 0 <= tick - stage < microbatches:
+            held_by = placement[stage]
+            if 0 <= tick - stage < microbatches and held_by[(tick - stage) % len(held_by)] == rank:
                 yield forward(stage, tick - stage)

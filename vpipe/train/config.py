@@ -8,13 +8,16 @@ from pathlib import Path
 from pydantic import Field
 
 from vpipe.errors import UserError
+from vpipe.launch.hosts import machine_mistakes
 from vpipe.train.flat_config import FLAT_KEYS, is_flat, to_native
 from vpipe.train.sections import (
     CheckpointSection,
     DatasetSection,
     FilePath,
+    LaunchSection,
     ModelSection,
     ParallelSection,
+    Texts,
     Trace,
     TrainingSection,
     neighbours,
@@ -31,6 +34,12 @@ class Config(Section):
     training: TrainingSection = Field(description="how long, and with which updates")
     parallel: ParallelSection = Field(description="how the model is cut into stages, and their schedule")
     checkpoint: CheckpointSection | None = Field(None, description="when the state of the run is written")
+    launch: LaunchSection = Field(default_factory=lambda: LaunchSection.model_validate({}),
+                                  description="how the ranks of other hosts are started")
+    machines: Texts | None = Field(None, description="host:gpu of each rank, such as [hostA:0, hostA:1, hostB:0]; the "
+                                                     "first is this host, the others are reached over ssh; null runs "
+                                                     "all ranks here")
+    container: str | None = Field(None, description="image that the ranks run in, with apptainer or singularity")
     log_directory: FilePath = Field(Path("output"), description="folder in which each run makes a folder of its own")
     trace: Trace = Field(False, description="whether the run writes its timeline")
 
@@ -39,13 +48,8 @@ class Config(Section):
         """Samples per microbatch."""
         return self.dataset.batch_size // self.training.num_microbatches
 
-    @property
-    def updates_per_batch(self) -> int:
-        """Optimizer updates per batch: one with a flush, one per ``update_every`` microbatches without (once a job has
-        put in the fewest that the schedule can have, if it was null)."""
-        return self.training.num_microbatches // (self.parallel.update_every or 1) if self.parallel.asynchronous else 1
-
     def mistakes(self) -> Iterator[Mistake]:
+        yield from machine_mistakes(self.machines)
         samples, microbatches = self.dataset.batch_size, self.training.num_microbatches
         if samples % microbatches:
             low, high = neighbours(samples, microbatches)

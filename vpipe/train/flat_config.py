@@ -20,6 +20,7 @@ from typing import Literal, TypeVar
 from pydantic import Field
 
 from vpipe.errors import Problem, UserError
+from vpipe.launch.hosts import machine_mistakes
 from vpipe.schedules.registry import recipe_named, schedule_names
 from vpipe.train.sections import FilePath, Ints, Layers, Ratios, Texts
 from vpipe.train.validation import Mistake, Section, checked, unavailable
@@ -30,10 +31,10 @@ WARMUP_SHARE = 0.2
 """VPipe warmed up over the first fifth of a polynomial run."""
 
 J = TypeVar("J", bound=Section)
-LOCAL = ("localhost", "127.0.0.1")
 SAME_MEANING = {
     "learning_rate": "training.learning_rate", "weight_decay": "training.weight_decay", "epochs": "training.epochs",
-    "print_frequency": "training.print_frequency", "distributed_backend": "parallel.backend", "trace": "trace"}
+    "print_frequency": "training.print_frequency", "distributed_backend": "parallel.backend", "machines": "machines",
+    "trace": "trace"}
 
 
 class FlatConfig(Section):
@@ -54,8 +55,7 @@ class FlatConfig(Section):
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay; never of biases and norms")
     module: str | None = Field(None, description="VPipe's folder of generated stages, such as vgpus=4; model_type "
                                                  "and partition say all of it here")
-    machines: Texts | None = Field(None, description="host:gpu of each rank, such as localhost:0; "
-                                                                      "the ranks of a host take its devices in order")
+    machines: Texts | None = Field(None, description="host:gpu of each rank, such as localhost:0")
     distributed_backend: Literal["gloo", "nccl"] = Field("gloo", description="what carries tensors between ranks")
     data_dir: FilePath | None = Field(None, description="folder of HDF5 shards; needed without synthetic_data")
     synthetic_data: bool = Field(False, description="whether batches are random instead of read from data_dir")
@@ -65,30 +65,25 @@ class FlatConfig(Section):
     macrobatch: bool = Field(False, description="whether an update takes as many minibatches as there are stages")
     print_frequency: int = Field(10, ge=1, description="updates between two lines of progress")
     verbose_frequency: int = Field(0, ge=0, description="updates between two verbose lines; 0 for none")
-    container: str | None = Field(None, description="image to run in")
-    compress_activations: bool = Field(False, description="whether activations are compressed between stages")
-    compress_in_gpu: bool = Field(False, description="whether they are compressed on the GPU")
+    container: str | None = Field(None, description="image that the ranks run in, with apptainer or singularity")
+    compress_activations: bool = Field(False, description="whether activations and their gradients travel as bf16 "
+                                                          "between stages")
+    compress_in_gpu: bool = Field(False, description="whether they are compressed on the GPU; they are wherever they "
+                                                     "are computed there")
     trace: bool = Field(False, description="whether the run writes its timeline")
 
     def mistakes(self) -> Iterator[Mistake]:
         if self.model_type == "translation":
             yield unavailable("model_type", "the translation model", "use bert")
-        if self.container:
-            yield unavailable("container", f"the image '{self.container}'",
-                              "remove the key, and start vpipe inside the image if it is needed")
-        for key in ("compress_activations", "compress_in_gpu"):
-            if getattr(self, key):
-                yield unavailable(key, "compressed activations", "set it to false")
+        if self.compress_in_gpu and not self.compress_activations:
+            yield Mistake(("compress_in_gpu",), "is true, but compress_activations is false", "set both, or neither")
+        elif self.compress_in_gpu and self.distributed_backend == "gloo":
+            yield Mistake(("compress_in_gpu",), "is true, but with distributed_backend gloo all is computed on the "
+                          "processor", "set it to false: tensors are compressed where they are computed")
         if self.verbose_frequency:
             yield unavailable("verbose_frequency", f"verbose lines every {self.verbose_frequency} updates",
                               "set it to 0")
-        for i, machine in enumerate(self.machines or ()):
-            host, _, device = machine.rpartition(":")
-            if not host or not device.isdigit():
-                yield Mistake(("machines", i), f"is '{machine}'", "write host:gpu, such as localhost:0")
-            elif host not in LOCAL:
-                yield Mistake(("machines", i), f"is on the host '{host}'; other hosts than localhost are not available "
-                                               "in this version", f"write localhost:{device}")
+        yield from machine_mistakes(self.machines)
         if self.schedule in schedule_names() and recipe_named(self.schedule).flush != (self.sync_mode == "bsp"):
             other, kind = ("bsp", "with") if self.sync_mode == "asp" else ("asp", "without")
             yield Mistake(("schedule",), f"is {self.schedule}, which updates {kind} a flush, but sync_mode is "
@@ -115,7 +110,7 @@ class RankFile(Section):
     stage_to_depth_map: dict[str, int] | None = Field(None, description='warm-up depth of each stage: {"0": 1, "1": 0}')
 
 
-FLAT_KEYS = frozenset(FlatConfig.model_fields) - {"log_directory", "trace"}
+FLAT_KEYS = frozenset(FlatConfig.model_fields) - {"container", "log_directory", "machines", "trace"}
 """The keys that only the flat form has."""
 
 
@@ -151,9 +146,13 @@ def to_native(tree: Tree, folder: Path) -> Tree:
         if key in tree.value:
             put(target, tree.at((key,)))
     derived("log_directory", "log_directory", str(base / flat.log_directory))
+    if flat.container:
+        derived("container", "container", flat.container if "://" in flat.container else str(base / flat.container))
     _put_model_and_data(flat, base, derived)
     _put_updates(flat, len(layers.partition), derived)
     put("parallel.partition", partition.at(("partition",)))
+    if flat.compress_activations:
+        derived("parallel.compress", "compress_activations", "bf16")
     if flat.recompute:
         derived("parallel.recompute", "recompute", 1.0)
     elif "recompute_ratio" in partition.value:

@@ -74,7 +74,8 @@ class Job:
         parallel, training = config.parallel, config.training
         schedule = Wanted(
             parallel.schedule, len(partition), training.num_microbatches, parallel.update_every,
-            parallel.placement, parallel.chunks, None, ties,
+            parallel.placement, parallel.chunks, None,
+            1 if parallel.placement else parallel.data_parallel_size, ties,
             [stage for stage, (ratio, layers) in enumerate(zip(parallel.recompute_ratios, partition, strict=True))
              if int(ratio * layers)], training.grad_clip is not None).arranged()
         config = config.model_copy(update={
@@ -89,7 +90,7 @@ class Job:
 
     @property
     def placement(self) -> Placement:
-        """Ranks per stage."""
+        """Ranks per stage, one for each replica."""
         return self.schedule.placement
 
     def describe(self, rank: int) -> str:
@@ -98,7 +99,8 @@ class Job:
 
     @property
     def samples_per_update(self) -> int:
-        return self.config.dataset.batch_size // self.config.updates_per_batch
+        """Of a step of training."""
+        return self.config.microbatch_size * self.schedule.rounds.per_step
 
     @property
     def tokens_per_update(self) -> int:
@@ -130,14 +132,14 @@ class Job:
 
 def _updates(config: Config, dataset: Dataset, schedule: Schedule) -> int | None:
     """The first of the limits that count updates."""
-    training = config.training
+    training, per_step = config.training, schedule.rounds.per_step
     limits = []
     if training.max_steps is not None:
-        whole = config.updates_per_batch if schedule.recipe is None else 1  # a file ends with its batch
+        whole = schedule.microbatches // per_step if schedule.recipe is None else 1  # a file ends with its batch
         limits.append(-(-training.max_steps // whole) * whole)
     if training.epochs is not None:
         batches = dataset.samples("train") // config.dataset.batch_size
-        limits.append(training.epochs * batches * config.updates_per_batch)
+        limits.append(-(-training.epochs * batches * training.num_microbatches // per_step))
     return min(limits, default=None)
 
 

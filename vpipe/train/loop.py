@@ -70,7 +70,8 @@ def train(job: Job, folder: Path) -> None:
         record(*pipe.engine.drain())
         if not metrics.evaluations or metrics.evaluations[-1][0] != len(metrics.losses) - 1:
             evaluate()
-    usages = pipe.engine.usage()
+    pipe.engine.whole.check_replicas()
+    usages = pipe.engine.whole.usage()
     if show:
         text = summary(job, metrics, usages)
         log.info("summary\n%s", text)
@@ -91,7 +92,9 @@ def build(job: Job) -> Pipeline:
                     seed=config.training.seed, placement=job.placement,
                     update_every=config.parallel.update_every,
                     learning_rate_factor=job.policy(), grad_clip=config.training.grad_clip, device=device,
-                    timeout_s=config.parallel.timeout_s)
+                    timeout_s=config.parallel.timeout_s, compress=config.parallel.compress,
+                    compress_rounding=config.parallel.compress_rounding,
+                    compress_feedback=config.parallel.compress_feedback)
 
 
 def _reading(batches: Iterable[Batch], what: str, pipe: Pipeline) -> Iterator[Batch]:

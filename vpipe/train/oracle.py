@@ -5,49 +5,68 @@ work, no transfers. With a flush it is plain PyTorch with gradient accumulation.
 that each stage gives a microbatch follow from its number alone: see :data:`VERSIONS`; gradients go to the latest
 version.
 
-In fp32 on one CPU thread the pipeline's losses and weights equal the oracle's bit for bit. A weight tied
-across two stages needs a word: the pipeline sums the gradients of each side over the m microbatches of an
-update and then the two sums; plain PyTorch adds the two sides microbatch by microbatch. The order of a sum
-of 2m numbers is all that differs, at most 2m rounding errors of the gradient (none for m = 1). The
-asynchronous oracle sums in the pipeline's order; the flush oracle does when given ``sides_apart``, and is
-plain PyTorch to the letter otherwise.
+In fp32 on one CPU thread the pipeline's losses and weights equal the oracle's bit for bit. Two things need a word,
+because a pipeline adds up the gradients of an update in another order than plain PyTorch, which takes one
+microbatch after the other. A stage of several replicas sums those of each replica, then the sums. A weight tied across
+two stages sums those of each side, then the sums. The order of a sum of m numbers (2m with a tie, for m microbatches)
+is all that differs, at most as many rounding errors of the gradient, none for m = 1. The asynchronous oracle sums
+in the pipeline's order; the flush oracle does when given ``sides_apart``, and is plain PyTorch to the letter otherwise.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from vpipe.model.layer import LOSS, Model, seed_of, set_parameter, split_target
-from vpipe.model.split import resolve_tie, split
+from vpipe.model.layer import LOSS, Model, seed_of
+from vpipe.train.sums import GradientSums
 from vpipe.train.trail import Trail
+from vpipe.train.whole import Whole
 
 Batch = Mapping[str, Tensor]
 MakeOptimizer = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer | None]
 
+Cross = Callable[[int, int, int, dict[str, Tensor]], None]
+"""(microbatch of the run, microbatch since the pipeline was empty, layer, tensors so far): what compression makes of
+the tensors before that layer, put in their place."""
 
-VersionRule = Callable[[int, int, int, int], int]
-"""(microbatch, stage, stages, microbatches per update) -> version: how many updates made the weights it uses."""
+
+def uncompressed(number: int, microbatch: int, layer: int, tensors: dict[str, Tensor]) -> None:
+    """All tensors arrive as they are."""
+
+
+VersionRule = Callable[[int, int, Sequence[int], int], int]
+"""(microbatch, stage, widths, microbatches per update and replica) -> version: how many updates of the stage made the
+weights it uses."""
+
+
+def _pipedream(i: int, s: int, w: Sequence[int], k: int) -> int:
+    warm_up = (sum(w[s:]) - 1) // w[s]  # forwards of a replica before its first backward
+    return max(0, (i // w[s] - warm_up) // k)
+
 
 VERSIONS: Mapping[str, VersionRule] = {
-    "pipedream": lambda i, s, p, k: max(0, (i - (p - 1 - s)) // k),
-    "pipedream_vertical_sync": lambda i, s, p, k: max(0, (i - (p - 1)) // k),
-    "2bw": lambda i, s, p, k: max(0, i // k - 1),
+    "pipedream": _pipedream,
+    "pipedream_vertical_sync": lambda i, s, w, k: max(0, (i // w[s] - (len(w) - 1)) // k),
+    "2bw": lambda i, s, w, k: max(0, i // w[s] // k - 1),
 }
-"""What each asynchronous schedule gives microbatch i (from 0) at stage s of p when every k-th microbatch updates.
+"""What each asynchronous schedule gives microbatch i (from 0) at stage s, which has ``w[s]`` replicas, when a replica
+takes k microbatches per update. Vertical sync is defined for equal widths.
 
-Sources: PipeDream (SOSP 2019), section 3.3, weight stashing and vertical sync; PipeDream-2BW (arXiv:2006.09503),
-section 3.1.
+Sources: PipeDream (SOSP 2019), section 3.3, weight stashing and vertical sync, and for replicas 1F1B-RR in section
+3.2; PipeDream-2BW (arXiv:2006.09503), section 3.1.
 """
 
 
 @dataclass
 class Run:
-    """What an oracle computed: the loss of every update, the gradient norms where clipped, the weights at the end."""
+    """What an oracle computed: the loss of every step, the gradient norms where clipped, the weights at the end."""
 
     losses: list[float] = field(default_factory=list)
     gradient_norms: list[float] = field(default_factory=list)
@@ -64,36 +83,36 @@ class Training:
     factor: Callable[[int], float] = lambda update: 1.0
     clip: float | None = None
     trail: Trail | None = None  # where to note every update
+    cross: Cross = uncompressed
 
 
-def flush_oracle(model: Model, batches: Iterable[Batch], recipe: Training,
-                 sides_apart: Sequence[int] | None = None) -> Run:
+def flush_oracle(model: Model, batches: Iterable[Batch], recipe: Training, sides_apart: Sequence[int] | None = None,
+                 widths: Sequence[int] | None = None) -> Run:
     """Plain PyTorch on one device: the microbatches' gradients accumulate, then one step.
 
     Args:
         sides_apart: a partition. Tied weights that it puts on two stages get a gradient per side, summed
             before the step; see above.
+        widths: replicas of each of its stages; one of each when not given. A gradient per replica, summed in the
+            order of the replicas before the step; see above.
     """
-    whole = model.materialize(recipe.seed)
-    apart = _split_sides(model, whole, sides_apart) if sides_apart is not None else {}
-    borrowed = {id(p) for p in apart}
-    parameters = {name: p for name, p in _named(model, whole) if id(p) not in borrowed}
+    partition = [len(model)] if sides_apart is None else sides_apart
+    whole = Whole(model, recipe.seed, partition, widths or [1] * len(partition))
+    sides, parameters = whole.split_sides(), whole.parameters
+    sums = GradientSums(whole.stage_of, whole.owners, whole.widths)
     optimizer = recipe.optimizer(parameters)
     run = Run()
     for update, batch in enumerate(batches):
         losses = []
         for m, fields in enumerate(_microbatches(batch, recipe.microbatches)):
-            loss = _forward(model, fields, lambda i, arguments: whole[model.layers[i].name](*arguments),
-                            (recipe.seed, update, m))
-            torch.autograd.backward(loss / recipe.microbatches)
+            with whole.replica(m):
+                loss = _forward(model, fields, lambda i, arguments: whole.layers[i](*arguments),
+                                (recipe.seed, update, m), partial(recipe.cross, update * recipe.microbatches + m, m))
+                torch.autograd.backward(loss / recipe.microbatches)
             losses.append(loss.detach())
-        parts: dict[nn.Parameter, Tensor] = {}
-        for side, owner in reversed(apart.items()):  # the last stage's part first, as autograd sums
-            if side.grad is not None:
-                parts[owner] = parts[owner] + side.grad if owner in parts else side.grad
-                side.grad = None
-        for owner, part in parts.items():
-            owner.grad = part if owner.grad is None else owner.grad + part
+            sums.add(m, _taken(parameters | sides))
+        for name, gradient in sums.take(parameters).items():
+            parameters[name].grad = gradient
         if recipe.trail is not None:
             recipe.trail.gradients(update, {name: p.grad for name, p in parameters.items()})
         if recipe.clip is not None:
@@ -102,85 +121,127 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: Training,
         _step(optimizer, recipe.factor(update))
         if recipe.trail is not None:
             recipe.trail.weights(update, parameters)
-            recipe.trail.losses.append(_mean(losses))
+            recipe.trail.ends_step(_mean(losses))
         with torch.no_grad():
-            for side, owner in apart.items():
-                side.copy_(owner)
+            for side, value in sides.items():
+                value.copy_(parameters[whole.owners[side]])
         run.losses.append(_mean(losses))
-    run.state = _state(model, whole)
+    run.state = whole.state()
     return run
 
 
 def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training, partition: Sequence[int],
                         update_every: int = 1, drained_at: Sequence[int] = (),
-                        version_of: VersionRule = VERSIONS["pipedream"]) -> Run:
-    """An asynchronous run in one sequential program; a tied weight follows the versions of the stage that owns it.
+                        version_of: VersionRule = VERSIONS["pipedream"], widths: Sequence[int] | None = None) -> Run:
+    """An asynchronous run in one sequential program.
+
+    An update of a stage takes ``update_every`` microbatches on each of its replicas and the mean of their gradients. A
+    step, which has one loss, ends when that comes out even for all stages. A tied weight follows the stage
+    that owns it: its versions, and which microbatches make an update.
 
     Args:
+        update_every: k, microbatches per update and replica.
+        drained_at: microbatches before which the pipeline was empty (evaluation, a new call of ``train``): updates and
+            the step that were incomplete are made from what there is, the microbatches from there on see the
+            latest version at every stage, and the pipeline fills anew.
         version_of: one of :data:`VERSIONS`.
-        drained_at: microbatches before which the pipeline was empty (evaluation, a new call of ``train``):
-            they see the latest version at every stage, and the pipeline fills anew.
+        widths: replicas per stage; one of each when not given.
     """
-    whole = model.materialize(recipe.seed)
-    specs = split(model, partition)
-    stage_of = {i: spec.index for spec in specs for i in spec.layers}
-    owned = [{name: p for name, p in _named(model, whole) if stage_of[_layer(model, name)] == spec.index}
-             for spec in specs]
-    optimizers = [recipe.optimizer(parameters) for parameters in owned]
-    history = [[_snapshot(parameters)] for parameters in owned]  # versions per stage
-    # The far side of a tie goes by "<owner's name>@<stage>": all its uses there are one value.
-    sides = {own: f"{target}@{spec.index}" for spec in specs for own, (_, target) in spec.borrowed.items()}
-    owners = {side: side.rpartition("@")[0] for side in sides.values()}
-    names = _names_used(model, whole, sides)
-    sums: dict[str, Tensor] = {}  # gradients since the last step, one per side of a tied weight
-    run, losses, start, work = Run(), [], 0, _Work([whole[layer.name] for layer in model.layers])
+    whole = Whole(model, recipe.seed, partition, widths or [1] * len(partition))
+    sums, work = GradientSums(whole.stage_of, whole.owners, whole.widths), _Work(whole.layers)
+    stages = [_Stage(whole.of_stage(s), recipe, update_every, width, width / whole.widths[0])
+              for s, width in enumerate(whole.widths)]
+    round_of_all = update_every * math.lcm(*whole.widths)
+    run, start = Run(), 0
+    losses: list[Tensor] = []  # of the step that is not complete yet
+
+    def complete(ending: bool = False) -> None:
+        """Make the updates and the step for which the microbatches are there; at the end from those there are."""
+        for stage in stages:
+            if stage.seen == stage.span or (ending and stage.seen):
+                stage.update(sums.take(stage.parameters), step=len(run.losses))
+        if len(losses) == round_of_all or (ending and losses):
+            run.losses.append(_mean(losses))
+            losses.clear()
+            if recipe.trail is not None:
+                recipe.trail.ends_step(run.losses[-1])
+
     stream = (fields for batch in batches for fields in _microbatches(batch, recipe.microbatches))
     for i, fields in enumerate(stream):
         if i in drained_at:
+            complete(ending=True)
             start = i
+            for stage in stages:
+                stage.first = stage.latest
         leaves: dict[str, Tensor] = {}
-        for spec, versions in zip(specs, history, strict=True):
-            version = start // update_every + version_of(i - start, spec.index, len(specs), update_every)
-            leaves.update({name: value.clone().requires_grad_() for name, value in versions[version].items()})
-        leaves.update({side: leaves[owner].detach().clone().requires_grad_() for side, owner in owners.items()})
-
-        weights = {f"layers.{layer}.{own}": leaves[name] for layer, used in enumerate(names)
+        for s, stage in enumerate(stages):
+            leaves |= stage.leaves(version_of(i - start, s, whole.widths, update_every))
+        leaves |= {side: leaves[owner].detach().clone().requires_grad_() for side, owner in whole.owners.items()}
+        weights = {f"layers.{layer}.{own}": leaves[name] for layer, used in enumerate(whole.names)
                    for own, name in used.items()}
         key = (recipe.seed, i // update_every, i % update_every)
 
-        def microbatch(fields: Batch = fields, key: tuple[int, int, int] = key) -> Tensor:
-            loss = _forward(model, fields, lambda number, arguments: work.layers[number](*arguments), key)
+        def microbatch(fields: Batch = fields, key: tuple[int, int, int] = key, number: int = i,
+                       since: int = i - start) -> Tensor:
+            loss = _forward(model, fields, lambda at, arguments: work.layers[at](*arguments), key,
+                            partial(recipe.cross, number, since))
             torch.autograd.backward(loss / update_every)
             return loss.detach()
 
-        losses.append(functional_call(work, weights, (microbatch,), tie_weights=False))
-        for name, leaf in leaves.items():
-            if leaf.grad is not None:
-                sums[name] = sums[name] + leaf.grad if name in sums else leaf.grad
-        if (i + 1) % update_every == 0:
-            parts: dict[str, Tensor] = {}
-            for side, owner in reversed(owners.items()):  # the last stage's part first, as autograd sums
-                if side in sums:
-                    parts[owner] = parts[owner] + sums.pop(side) if owner in parts else sums.pop(side)
-            for owner, part in parts.items():
-                sums[owner] = sums[owner] + part if owner in sums else part
-            for stage, parameters in enumerate(owned):
-                for name, parameter in parameters.items():
-                    parameter.grad = sums.pop(name, None)
-                if recipe.trail is not None:
-                    recipe.trail.gradients(i // update_every, {name: p.grad for name, p in parameters.items()})
-                if recipe.clip is not None:
-                    nn.utils.clip_grad_norm_(parameters.values(), recipe.clip)
-                _step(optimizers[stage], recipe.factor(i // update_every))
-                history[stage].append(_snapshot(parameters))
-                if recipe.trail is not None:
-                    recipe.trail.weights(i // update_every, parameters)
-            if recipe.trail is not None:
-                recipe.trail.losses.append(_mean(losses))
-            run.losses.append(_mean(losses))
-            losses = []
-    run.state = _state(model, whole)
+        with whole.replica(i - start):
+            losses.append(functional_call(work, weights, (microbatch,), tie_weights=False))
+        sums.add(i - start, {name: leaf.grad for name, leaf in leaves.items()})
+        for stage in stages:
+            stage.seen += 1
+        complete()
+    complete(ending=True)
+    run.state = whole.state()
     return run
+
+
+class _Stage:
+    """A stage without a flush: its versions, and what makes the next one.
+
+    Attributes:
+        span: microbatches of an update, over all replicas.
+        seen: microbatches since the last update.
+        first: the version that was the latest when the pipeline began to fill.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], recipe: Training, every: int, width: int,
+                 rate: float) -> None:
+        self.parameters, self.span, self.seen, self.first = parameters, every * width, 0, 0
+        self._recipe, self._every, self._rate = recipe, every, rate
+        self._optimizer = recipe.optimizer(parameters)
+        self._versions = [self._now()]
+
+    @property
+    def latest(self) -> int:
+        return len(self._versions) - 1
+
+    def leaves(self, version: int) -> dict[str, Tensor]:
+        """The parameters for one microbatch, in the version that was made so many updates after the first one."""
+        return {name: value.clone().requires_grad_() for name, value in self._versions[self.first + version].items()}
+
+    def update(self, gradients: Mapping[str, Tensor | None], step: int) -> None:
+        """Apply the mean over the microbatches seen of gradients that are sums divided by ``every``."""
+        for name, gradient in gradients.items():
+            if gradient is not None and self.seen != self._every:
+                gradient = gradient * (self._every / self.seen)
+            self.parameters[name].grad = gradient
+        trail = self._recipe.trail
+        if trail is not None:
+            trail.gradients(self.latest, {name: p.grad for name, p in self.parameters.items()})
+        if self._recipe.clip is not None:
+            nn.utils.clip_grad_norm_(self.parameters.values(), self._recipe.clip)
+        _step(self._optimizer, self._recipe.factor(step) * self._rate)
+        if trail is not None:
+            trail.weights(self.latest, self.parameters)
+        self._versions.append(self._now())
+        self.seen = 0
+
+    def _now(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.parameters.items()}
 
 
 def evaluate_oracle(model: Model, state: Mapping[str, Tensor], batches: Iterable[Batch], microbatches: int) -> float:
@@ -216,10 +277,11 @@ class _Work(nn.Module):
 
 
 def _forward(model: Model, fields: Batch, call: Callable[[int, list[Tensor]], object],
-             key: tuple[int, int, int]) -> Tensor:
+             key: tuple[int, int, int], cross: Callable[[int, dict[str, Tensor]], None] = lambda *_: None) -> Tensor:
     """All layers in order, each under its own seed."""
     tensors = dict(fields)
     for i, layer in enumerate(model.layers):
+        cross(i, tensors)
         torch.manual_seed(seed_of(*key, i))
         result = call(i, [tensors[name] for name in layer.inputs])
         tensors.update(zip(layer.outputs, result if isinstance(result, tuple) else (result,), strict=True))
@@ -232,51 +294,12 @@ def _microbatches(batch: Batch, microbatches: int) -> Iterator[dict[str, Tensor]
         yield {name: part[m] for name, part in parts.items()}
 
 
-def _named(model: Model, whole: nn.ModuleDict) -> list[tuple[str, nn.Parameter]]:
-    """Trainable parameters by ``"<layer>.<parameter>"``, tied ones once, under the first name."""
-    seen: set[int] = set()
-    named = []
-    for layer in model.layers:
-        for name, parameter in whole[layer.name].named_parameters():
-            if parameter.requires_grad and id(parameter) not in seen:
-                seen.add(id(parameter))
-                named.append((f"{layer.name}.{name}", parameter))
-    return named
-
-
-def _layer(model: Model, name: str) -> int:
-    return model.index(split_target(name, model.layers)[0])
-
-
-def _names_used(model: Model, whole: nn.ModuleDict, sides: Mapping[str, str]) -> list[dict[str, str]]:
-    """Per layer, its own names of trainable parameters -> the name each value goes by: a side's, or the owner's."""
-    canonical = {id(p): name for name, p in _named(model, whole)}
-    used = []
-    for layer in model.layers:
-        named = whole[layer.name].named_parameters(remove_duplicate=False)
-        full = {name: f"{layer.name}.{name}" for name, p in named if id(p) in canonical}
-        used.append({name: sides[own] if own in sides else canonical[id(whole[layer.name].get_parameter(name))]
-                     for name, own in full.items()})
-    return used
-
-
-def _split_sides(model: Model, whole: nn.ModuleDict, partition: Sequence[int]) -> dict[nn.Parameter, nn.Parameter]:
-    """Give every stage that borrows a weight a parameter of its own for all its uses there: it -> the owner's."""
-    apart = {}
-    for spec in split(model, partition):
-        sides: dict[str, nn.Parameter] = {}
-        for own, (_, target) in spec.borrowed.items():
-            layer, name = split_target(own, model.layers)
-            owner_layer, owner_name = split_target(resolve_tie(model, target), model.layers)
-            owner = whole[owner_layer].get_parameter(owner_name)
-            side = sides.setdefault(target, nn.Parameter(owner.detach().clone()))
-            set_parameter(whole[layer], name, side)
-            apart[side] = owner
-    return apart
-
-
-def _snapshot(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in parameters.items()}
+def _taken(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
+    """The gradients, which start from nothing again."""
+    gradients = {name: p.grad for name, p in parameters.items()}
+    for parameter in parameters.values():
+        parameter.grad = None
+    return gradients
 
 
 def _step(optimizer: torch.optim.Optimizer | None, factor: float) -> None:
@@ -289,9 +312,3 @@ def _step(optimizer: torch.optim.Optimizer | None, factor: float) -> None:
 
 def _mean(losses: Sequence[Tensor]) -> float:
     return float(torch.stack(list(losses)).double().mean())
-
-
-def _state(model: Model, whole: nn.ModuleDict) -> dict[str, Tensor]:
-    """Parameters and buffers as ``Pipeline.state_dict`` names them."""
-    return {f"{layer.name}.{name}": value.detach().clone() for layer in model.layers
-            for name, value in whole[layer.name].state_dict().items() if name not in layer.ties}

@@ -13,6 +13,14 @@ _COLUMNS = ("stage", "layers", "forward", "backward", "step", "comm", "idle", "s
             "in flight", "memory")
 
 
+def headline(job: Job) -> str:
+    """What a run begins with."""
+    ranks = job.schedule.ranks
+    return (f"{job.config.model.name}: {len(job.model)} layers in {len(job.placement)} stages "
+            f"{list(job.config.parallel.partition)}, schedule {job.config.parallel.schedule}, "
+            + ("one process per stage" if ranks == len(job.placement) else f"{ranks} processes"))
+
+
 def summary(job: Job, metrics: Metrics, usages: Sequence[StageUsage]) -> str:
     """Throughput, losses, and a row per stage. Times of a stage are milliseconds per update; ``in flight`` counts
     microbatches whose activations a stage held at once."""
@@ -34,10 +42,12 @@ def _table(job: Job, updates: int, usages: Sequence[StageUsage]) -> list[str]:
     assert not isinstance(partition, str), "a job's partition is a list"
     rows = [list(_COLUMNS)]
     ends = list(accumulate(partition))
-    for stage, (usage, end) in enumerate(zip(usages, ends, strict=True)):
+    homes = [(stage, rank) for stage, ranks in enumerate(job.placement) for rank in ranks]
+    for (stage, rank), usage in zip(homes, usages, strict=True):
+        name = str(stage) if len(job.placement[stage]) == 1 else f"{stage} on {rank}"
         times = (usage.forward_s, usage.backward_s, usage.step_s, usage.communication_s, usage.idle_s)
-        first = end - partition[stage]
-        rows.append([str(stage), f"{first}-{end - 1}", *(f"{1e3 * t / updates:.1f} ms" for t in times),
+        first, end = ends[stage] - partition[stage], ends[stage]
+        rows.append([name, f"{first}-{end - 1}", *(f"{1e3 * t / updates:.1f} ms" for t in times),
                      _bytes(usage.bytes_sent / updates), str(usage.versions), str(usage.staleness),
                      str(usage.peak_activations), _bytes(usage.peak_memory_bytes)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

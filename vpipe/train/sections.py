@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -51,6 +51,16 @@ def _ratios(value: Any) -> Any:
     return tuple(map(float, ratios)) if several else float(value)
 
 
+def _codecs(value: Any) -> Any:
+    several = isinstance(value, (list, tuple))
+    wrong = [Mistake((i,) if several else (), f"must be none, bf16 or int8, got {describe(name)}",
+                     "compress: how tensors travel between stages: one word, or a list with one per cut")
+             for i, name in enumerate(value if several else [value]) if name not in get_args(Codec)]
+    if wrong:
+        raise MistakesError(wrong)
+    return _as_tuple(value)
+
+
 def _no_trace(value: bool) -> bool:
     if value:
         raise MistakesError([Mistake((), "asks for the timeline of the run, which is not available in this version",
@@ -61,6 +71,8 @@ def _no_trace(value: bool) -> bool:
 Ints = Annotated[tuple[int, ...], BeforeValidator(_as_tuple)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 Layers = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_as_tuple), Field(min_length=1)]
+Codec = Literal["none", "bf16", "int8"]
+Codecs = Annotated[Codec | tuple[Codec, ...], BeforeValidator(_codecs)]
 Ratios = Annotated[float | tuple[float, ...], BeforeValidator(_ratios)]
 FilePath = Annotated[Path, Field(strict=False)]
 Trace = Annotated[bool, AfterValidator(_no_trace)]
@@ -187,7 +199,8 @@ class ParallelSection(Section):
 
     model_parallel_size: int = Field(ge=1, description="number of stages; may be left out when partition or "
                                                        "stage_to_rank_map tells it")
-    data_parallel_size: int = Field(1, ge=1, description="replicas of the whole pipeline")
+    data_parallel_size: int = Field(1, ge=1, description="replicas of the whole pipeline, where "
+                                                      "stage_to_rank_map does not give the ranks of each stage")
     schedule: str = Field("1f1b", min_length=1, description="order of forwards, backwards and updates, such as "
                                                             "gpipe, 1f1b or pipedream; or a CSV file of actions, from "
                                                             "the current folder")
@@ -205,14 +218,27 @@ class ParallelSection(Section):
                                                "recomputed in backward; one number, or a list per stage")
     update_every: int | None = Field(None, ge=1, description="microbatches per update of an asynchronous schedule; "
                                                              "null takes the fewest that it can have")
-    stage_to_rank_map: dict[str, Ints] | None = Field(None, description='rank of each stage, such as {"0": [1], "1": '
-                                                                        '[0]}; null places them as the schedule does')
+    stage_to_rank_map: dict[str, Ints] | None = Field(None, description='ranks of each stage, such as {"0": [0, 1], '
+                                                                        '"1": [2]}: with several, microbatch i goes to '
+                                                                        'replica i mod their number; null places them '
+                                                                        'as the schedule does')
     backend: Literal["gloo", "nccl"] = Field("gloo", description="what carries tensors between ranks")
     master_port: int | None = Field(None, ge=1, le=65535, description="TCP port where ranks meet; null takes a free "
                                                                       "one")
+    master_address: str | None = Field(None, min_length=1, description="name or address of the first rank's host, as "
+                                                                       "the others reach it; null finds it")
+    interface: str | None = Field(None, min_length=1, description="network interface between ranks, such as eth0; null "
+                                                                  "takes the one on the route to the first rank's host")
+    compress: Codecs = Field("none", description="how activations and gradients travel between stages on different "
+                                                 "ranks: none as they are, bf16 in half the bytes of fp32, int8 in a "
+                                                 "quarter; one word, or a list with one per cut")
+    compress_rounding: Literal["nearest", "stochastic"] = Field("nearest", description="rounding of int8")
+    compress_feedback: bool = Field(True, description="whether what compressing a gradient lost is added to the next "
+                                                      "microbatch's")
     timeout_s: float = Field(60.0, gt=0, description="seconds a rank waits for another before the run fails")
-    warmup_depth: Ints | None = Field(None, description="forwards of each stage before its first backward; null takes "
-                                                        "the number of later stages")
+    warmup_depth: Ints | None = Field(None, description="forwards of a rank of each stage before its first backward; "
+                                                        "null takes (ranks of this and later stages - 1) // ranks of "
+                                                        "this stage")
 
     @property
     def recompute_ratios(self) -> tuple[float, ...]:
@@ -249,13 +275,30 @@ class ParallelSection(Section):
                              ("warmup_depth", self.warmup_depth)):
             if isinstance(entries, tuple) and len(entries) != stages:
                 yield Mistake((key,), f"has {_count(entries)} for {stages} stages", "give one entry per stage")
+        yield from self._compression()
         if self.stage_to_rank_map is not None:
             yield from self._placement(self.stage_to_rank_map)
+            if self.data_parallel_size not in (1, *map(len, self.stage_to_rank_map.values())):
+                yield Mistake(("data_parallel_size",), f"is {self.data_parallel_size}, but stage_to_rank_map gives the "
+                              f"stages {', '.join(str(len(own)) for own in self.stage_to_rank_map.values())} ranks",
+                              "leave it out: the map says it")
         yield from self._schedule()
-        depths = tuple(range(stages - 1, -1, -1))
+        named = self.stage_to_rank_map or {}
+        widths = [len(named.get(str(stage), ())) or self.data_parallel_size for stage in range(stages)]
+        depths = tuple((sum(widths[stage:]) - 1) // width for stage, width in enumerate(widths))
         if self.warmup_depth and len(self.warmup_depth) == stages and self.warmup_depth != depths:
             yield unavailable("warmup_depth", f"the depths {list(self.warmup_depth)} where these stages have "
                               f"{list(depths)} by themselves", "leave it out")
+
+    def _compression(self) -> Iterator[Mistake]:
+        cuts = self.model_parallel_size - 1
+        if isinstance(self.compress, tuple) and len(self.compress) != cuts:
+            yield Mistake(("compress",), f"has {_count(self.compress)} for the {cuts} cuts between "
+                          f"{self.model_parallel_size} stages", "give one word, or one entry per cut")
+        used = self.compress if isinstance(self.compress, tuple) else (self.compress,)
+        if self.compress_rounding != "nearest" and "int8" not in used:
+            yield Mistake(("compress_rounding",), f"is {self.compress_rounding}, but nothing is sent as int8",
+                          "leave it out, or set compress: int8")
 
     def _schedule(self) -> Iterator[Mistake]:
         if not is_file(self.schedule) and self.schedule not in schedule_names():
@@ -274,8 +317,6 @@ class ParallelSection(Section):
                           "per batch", "leave it out; training.num_microbatches says how many microbatches a batch has")
 
     def _unavailable(self) -> Iterator[Mistake]:
-        if self.data_parallel_size > 1:
-            yield unavailable("data_parallel_size", f"{self.data_parallel_size} replicas", "set it to 1")
         if self.use_orion_scheduler:
             yield unavailable("use_orion_scheduler", "the Orion scheduler", "set it to false")
         if self.scheduler:
@@ -297,24 +338,29 @@ class ParallelSection(Section):
             yield Mistake((key,), f"names the stages {', '.join(sorted(ranks)) or 'none'}; there are {stages}: "
                                   f"{', '.join(expected)}", "name each stage once, as \"0\", \"1\", ...")
             return
-        stage_on: dict[int, str] = {}
+        places = [(stage, i, rank) for stage in expected for i, rank in enumerate(ranks[stage])]
+        highest = max((rank for _, _, rank in places), default=0)
+        hint = f"give each stage ranks of its own: {len(places)} of them are numbered 0 to {len(places) - 1}"
+        held: dict[int, str] = {}
         for stage in expected:
-            own = ranks[stage]
-            if len(own) > 1:
-                yield Mistake((key, stage), f"puts stage {stage} on {len(own)} ranks {list(own)}; replicated stages "
-                                            "are not available in this version", "give the stage one rank")
-            elif not own:
-                yield Mistake((key, stage), f"puts stage {stage} on no rank", "give the stage one rank")
-            elif not 0 <= own[0] < stages:
-                yield Mistake((key, stage), f"puts stage {stage} on rank {own[0]}; there are {stages} ranks, from 0",
-                              f"give each stage a rank of its own, 0 to {stages - 1}")
-            elif own[0] in stage_on and self._one_stage_per_rank():
-                yield Mistake((key, stage), f"puts stage {stage} on rank {own[0]}, where stage {stage_on[own[0]]} is "
-                                            f"already; {self.schedule} holds one stage on each rank",
-                              f"give each stage a rank of its own, 0 to {stages - 1}, or choose a schedule with "
-                              "several stages per rank, such as interleaved")
-            else:
-                stage_on[own[0]] = stage
+            if not ranks[stage]:
+                yield Mistake((key, stage), f"puts stage {stage} on no rank", "give the stage a rank, or several")
+        for stage, _, rank in places:
+            other = held.setdefault(rank, stage)
+            if rank < 0:
+                yield Mistake((key, stage), f"puts stage {stage} on rank {rank}", hint)
+            elif ranks[stage].count(rank) > 1:
+                yield Mistake((key, stage), f"names rank {rank} twice for stage {stage}", hint)
+                return
+            elif other != stage and (self._one_stage_per_rank() or set(ranks[other]) != set(ranks[stage])):
+                yield Mistake((key, stage), f"puts stage {stage} on rank {rank}, where stage {other} is already; "
+                              + (f"{self.schedule} holds one stage on each rank" if self._one_stage_per_rank() else
+                                 f"stage {other} has ranks {list(ranks[other])}, stage {stage} {list(ranks[stage])}"),
+                              f"{hint}, or choose a schedule with several stages per rank, such as interleaved"
+                              if self._one_stage_per_rank() else "let the two share all of their ranks, or none")
+        if missing := sorted(set(range(highest + 1)) - {rank for _, _, rank in places}):
+            yield Mistake((key,), f"names ranks up to {highest}, but never rank {missing[0]}",
+                          "number the ranks from 0 without a gap")
 
 
 def neighbours(size: int, divisor: int) -> tuple[int, int]:
@@ -325,6 +371,17 @@ def neighbours(size: int, divisor: int) -> tuple[int, int]:
 
 def _count(entries: tuple[object, ...]) -> str:
     return "1 entry" if len(entries) == 1 else f"{len(entries)} entries"
+
+
+class LaunchSection(Section):
+    """How the ranks of other hosts are started."""
+
+    ssh_options: Texts = Field((), description="options for ssh, such as [-p, '2222', -i, /home/me/.ssh/cluster]; ssh "
+                                               "is never let ask for a password")
+    python: str | None = Field(None, min_length=1, description="Python on the other hosts; null takes the path of this "
+                                                               "one")
+    directory: str | None = Field(None, min_length=1, description="folder on the other hosts from which paths are "
+                                                                  "taken; null takes the path of this one")
 
 
 class CheckpointSection(Section):

@@ -3,9 +3,13 @@
 With a flush the oracle is plain PyTorch on one device, without one the sequential program of
 :mod:`vpipe.train.oracle`. In fp32 on one CPU thread both give the same bits. The one exception is a sum whose terms
 come in another order. A weight tied across two stages has such a sum: the pipeline adds up each side's gradients
-of an update before the two sides meet. The oracle does the same and must be met to the bit; plain PyTorch, which
-adds the sides microbatch by microbatch, is compared within :attr:`Reference.bound`. A schedule from a file may
-complete its microbatches out of order; then that bound is all that holds, for losses and norms.
+of an update before the two sides meet; so does a stage with several replicas, which adds up those of each. The oracle
+does the same and must be met to the bit; plain PyTorch, which goes microbatch by microbatch, is compared
+within :attr:`Reference.bound`. A schedule from a file may complete its microbatches out of order; then that bound is
+all that holds, for losses and norms. The replicas of a stage must equal each other in any case.
+
+With compression the oracle codes and decodes at the cuts what the pipeline sends. Then it is all or nothing: where a
+sum differs in its last bit, a number between two codes becomes another one.
 """
 
 from __future__ import annotations
@@ -19,18 +23,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vpipe.errors import RunError
+from vpipe.errors import RunError, UserError
 from vpipe.launch.world import join_world
 from vpipe.model.split import split, ties_between
 from vpipe.pipeline import Pipeline
+from vpipe.runtime.compress import Compression
 from vpipe.schedules.action import COMPLETES
 from vpipe.schedules.arrange import is_file
 from vpipe.schedules.order import Schedule, build
 from vpipe.schedules.reading import Reading
+from vpipe.train.crossing import Crossing
 from vpipe.train.job import Job
 from vpipe.train.loop import build as build_pipeline
-from vpipe.train.oracle import VERSIONS, Training, VersionRule, asynchronous_oracle, flush_oracle
+from vpipe.train.oracle import VERSIONS, Training, VersionRule, asynchronous_oracle, flush_oracle, uncompressed
 from vpipe.train.trail import Trail
+
+_DEFECT = "this is a defect of vpipe: please report it"
 
 
 @dataclass(frozen=True)
@@ -52,17 +60,19 @@ class Reference:
 
 @dataclass(frozen=True)
 class Difference:
-    """One update of a run beside the reference's.
+    """One step of a run beside the reference's.
+
+    Without a flush, stages of different widths make several updates in a step; then all of them count.
 
     Attributes:
-        update: its number.
-        loss, gradient_norm: of the run; the norm before clipping.
+        step: its number.
+        loss, gradient_norm: of the run; the norm before clipping, of all the step's updates.
         loss_difference, norm_difference: from the reference, relative to it.
-        weight_difference: the largest of any weight after the update, absolutely; infinite where one is no number.
+        weight_difference: the largest of any weight after any update, absolutely; infinite where one is no number.
         weight: where that is; None when there is no difference.
     """
 
-    update: int
+    step: int
     loss: float
     gradient_norm: float
     loss_difference: float
@@ -76,99 +86,121 @@ class Difference:
         return near and (math.isfinite(self.weight_difference) if bound else self.weight_difference == 0)
 
 
-def updates_of(job: Job, steps: int) -> int:
-    """As many updates as asked, rounded up to whole batches; without a flush enough to see every weight version."""
-    config = job.config
-    per_batch = config.updates_per_batch
-    least = 2 * len(job.placement) if config.parallel.asynchronous else 1
-    return -(-max(steps, least) // per_batch) * per_batch
+def batches_of(job: Job, steps: int) -> int:
+    """Batches for as many steps as asked or a few more; without a flush enough to see every weight version."""
+    least = 1 if job.schedule.flush else 2 * len(job.placement)
+    return -(-max(steps, least) * _microbatches_of_step(job) // job.config.training.num_microbatches)
 
 
-def references(job: Job, updates: int) -> Iterator[Reference]:
+def steps_of(job: Job, batches: int) -> int:
+    """How many steps so many batches make; without a flush the last may have fewer microbatches than the others."""
+    return -(-batches * job.config.training.num_microbatches // _microbatches_of_step(job))
+
+
+def references(job: Job, batches: int) -> Iterator[Reference]:
     """The oracles of a job, the exact one first."""
-    config, model = job.config, job.model
+    config, model, schedule = job.config, job.model, job.schedule
     parallel, training = config.parallel, config.training
     assert not isinstance(parallel.partition, str), "a job's partition is a list"
-    batches = _batches(job, updates)
-    schedule = job.schedule
-    rounding = 2 * training.num_microbatches * updates * torch.finfo(torch.float32).eps
+    widths = [len(ranks) for ranks in job.placement]
+    data, microbatches = _batches(job, batches), batches * training.num_microbatches
+    rounding = 2 * training.num_microbatches * steps_of(job, batches) * torch.finfo(torch.float32).eps
     bound = 0.0 if _in_order(schedule) else rounding
+    compression = Compression.of(parallel.compress, parallel.compress_rounding, parallel.compress_feedback,
+                                 len(parallel.partition), training.seed)
+    if compression is not None and bound:
+        raise UserError(f"'{parallel.schedule}' completes microbatches out of order, and with parallel.compress there "
+                        "is no bound to compare within", hint="verify it with parallel.compress=none")
+    cross = uncompressed if compression is None else Crossing(model, parallel.partition, job.placement, compression)
 
     def recipe(trail: Trail) -> Training:
         return Training(job.optimizer().from_named, training.num_microbatches, training.seed, job.policy(),
-                      training.grad_clip, trail)
+                        training.grad_clip, trail, cross)
 
     trail = Trail()
     if schedule.flush:
-        tied = bool(ties_between(split(model, parallel.partition)))
-        flush_oracle(model, batches, recipe(trail), parallel.partition if tied else None)
-        yield Reference("plain PyTorch on one device" + (", tied gradients summed by stage" if tied else ""), trail,
-                        bound)
-        if tied:
+        regrouped = [what for what, there in (("tied gradients summed by stage", ties_between(split(
+            model, parallel.partition))), ("gradients summed by replica", max(widths) > 1),
+            ("tensors coded at the cuts", compression is not None)) if there]
+        flush_oracle(model, data, recipe(trail), parallel.partition if regrouped else None,
+                     widths if regrouped else None)
+        yield Reference(", ".join(["plain PyTorch on one device", *regrouped]), trail, bound)
+        if regrouped and compression is None:
             trail = Trail()
-            flush_oracle(model, batches, recipe(trail))
+            flush_oracle(model, data, recipe(trail))
             yield Reference("plain PyTorch on one device", trail, rounding)
         return
-    drained = range(0, updates * schedule.update_every, schedule.microbatches) if is_file(parallel.schedule) else ()
-    asynchronous_oracle(model, batches, recipe(trail), parallel.partition, schedule.update_every, drained,
-                        _version_rule(parallel.schedule, schedule, updates))
+    drained = range(0, microbatches, schedule.microbatches) if is_file(parallel.schedule) else ()
+    asynchronous_oracle(model, data, recipe(trail), parallel.partition, schedule.update_every, drained,
+                        _version_rule(parallel.schedule, schedule, microbatches), widths)
     yield Reference("the sequential oracle", trail, bound)
 
 
 def compare(trail: Trail, reference: Trail) -> Iterator[Difference]:
-    """Every update of a run beside the reference's.
+    """Every step of a run beside the reference's.
 
     Raises:
-        RunError: it made fewer or more.
+        RunError: it made fewer or more, or a stage made fewer or more updates.
     """
     if len(trail.losses) != len(reference.losses):
-        raise RunError(f"the run made {len(trail.losses)} updates, its oracle {len(reference.losses)}",
-                       hint="this is a defect of vpipe: please report it")
-    for update, (loss, expected) in enumerate(zip(trail.losses, reference.losses, strict=True)):
+        raise RunError(f"the run made {len(trail.losses)} steps, its oracle {len(reference.losses)}", hint=_DEFECT)
+    if other := sorted(trail.updates() ^ reference.updates()):
+        update, name = other[0]
+        who = "run, but not its oracle," if other[0] in trail.updates() else "oracle, but not the run,"
+        raise RunError(f"the {who} made update {update} of {name}", hint=_DEFECT)
+    for step, made in enumerate(reference.made):
         weight, largest = None, 0.0
-        values = reference.values[update]
-        assert values.keys() == trail.values[update].keys(), "both train the same parameters"
-        for name, value in trail.values[update].items():
-            difference = _largest(value, values[name])
+        for update, name in made:
+            difference = _largest(trail.values[update][name], reference.values[update][name])
             if difference > largest:
                 weight, largest = name, difference
-        norm, expected_norm = trail.norm(update), reference.norm(update)
-        yield Difference(update, loss, norm, _relative(loss, expected), _relative(norm, expected_norm), largest, weight)
+        loss, norm = trail.losses[step], trail.norm(made)
+        yield Difference(step, loss, norm, _relative(loss, reference.losses[step]),
+                         _relative(norm, reference.norm(made)), largest, weight)
 
 
-def in_process(job: Job, updates: int) -> Trail:
+def in_process(job: Job, batches: int) -> Trail:
     """What all ranks do, taking turns in this process."""
-    return _observed(build_pipeline(job), job, updates)
+    return Trail.joined(_observed(build_pipeline(job), job, batches))
 
 
-def leave_trail(job: Job, folder: Path, updates: int) -> None:
+def leave_trail(job: Job, folder: Path, batches: int) -> None:
     """What one rank of several does; it writes what it saw into the folder."""
     torch.set_num_threads(1)
     join_world(job.config.parallel.backend, job.config.parallel.timeout_s)
-    pipe = build_pipeline(job)
-    _observed(pipe, job, updates).save(folder, pipe.rank)
+    for rank, trail in _observed(build_pipeline(job), job, batches).items():
+        trail.save(folder, rank)
 
 
-def _observed(pipe: Pipeline, job: Job, updates: int) -> Trail:
-    trail = Trail()
-    for worker in pipe.engine.workers.values():
-        worker.observer = trail
-    trail.losses += [step.loss for step in pipe.train(_batches(job, updates))]
-    return trail
+def _observed(pipe: Pipeline, job: Job, batches: int) -> dict[int, Trail]:
+    """What each rank of this process sees of its training."""
+    trails = {rank: Trail() for rank in pipe.engine.workers}
+    for rank, worker in pipe.engine.workers.items():
+        worker.observer = trails[rank]
+    losses = [step.loss for step in pipe.train(_batches(job, batches))]
+    for trail in trails.values():
+        trail.losses = losses
+    return trails
 
 
-def _batches(job: Job, updates: int) -> list[Mapping[str, Tensor]]:
-    return list(islice(job.training_batches(job.model.batch), updates // job.config.updates_per_batch))
+def _batches(job: Job, batches: int) -> list[Mapping[str, Tensor]]:
+    return list(islice(job.training_batches(job.model.batch), batches))
 
 
-def _version_rule(name: str, schedule: Schedule, updates: int) -> VersionRule:
+def _microbatches_of_step(job: Job) -> int:
+    """With a flush a batch; without one the fewest that make whole updates on all replicas of every stage."""
+    schedule = job.schedule
+    return schedule.update_every * (1 if schedule.flush else math.lcm(*(len(ranks) for ranks in job.placement)))
+
+
+def _version_rule(name: str, schedule: Schedule, microbatches: int) -> VersionRule:
     """What is known of the schedule; else, for one that a user registered or wrote into a file, what it says itself."""
     if name in VERSIONS:
         return VERSIONS[name]
     if schedule.recipe is not None:
-        schedule = build(name, schedule.placement, updates * schedule.update_every, schedule.update_every)
+        schedule = build(name, schedule.placement, microbatches, schedule.update_every)
     used = Reading.of(schedule).version
-    return lambda microbatch, stage, stages, every: used[stage, microbatch]
+    return lambda microbatch, stage, widths, every: used[stage, microbatch]
 
 
 def _in_order(schedule: Schedule) -> bool:

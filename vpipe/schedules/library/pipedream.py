@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from vpipe.errors import Problem
 from vpipe.schedules.action import Action, Op, step, use
 from vpipe.schedules.library.one_f_one_b import one_f_one_b
 from vpipe.schedules.registry import register_schedule
+from vpipe.schedules.size import Size
 
 
 @register_schedule("pipedream", flush=False,
@@ -38,9 +40,15 @@ def pipedream(rank: int, ranks: int, microbatches: int, update_every: int = 1) -
             yield step(rank, action.microbatch // update_every)
 
 
+def _even(size: Size) -> Problem | None:
+    return None if size.even else Problem(
+        "'pipedream_vertical_sync' gives a microbatch the same version on every stage, but stages with more replicas "
+        "make fewer updates", "give all stages equally many replicas, or use pipedream")
+
+
 @register_schedule("pipedream_vertical_sync", flush=False,
                    peak_activations=lambda rank, size: min(size.ranks - rank, size.microbatches),
-                   versions=lambda rank, size: 1 - (1 - size.ranks) // size.update_every)
+                   versions=lambda rank, size: 1 - (1 - size.ranks) // size.update_every, requires=_even)
 def pipedream_vertical_sync(rank: int, ranks: int, microbatches: int, update_every: int = 1) -> Iterator[Action]:
     """As :func:`pipedream`, but a microbatch uses the same version on every stage; a bar stands where forwards change
     over to the next one.

@@ -11,8 +11,8 @@ from vpipe.schedules.reading import Reading
 def weight_versions(reading: Reading) -> None:
     """A stage holds at most its stated number of versions, and no backward is staler than these allow."""
     schedule = reading.schedule
-    for stage, bound in enumerate(schedule.versions):
-        rank = reading.rank_of(stage)
+    for stage, rank in reading.replicas():
+        bound = schedule.versions[stage]
         for load in stage_loads(schedule.programs[rank], stage):
             if load.versions > bound or load.staleness > bound - 1:
                 raise fault(schedule, f"stage {stage} holds {counted(load.versions, 'weight version')} with staleness "

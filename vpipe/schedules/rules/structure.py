@@ -11,21 +11,27 @@ from vpipe.schedules.reading import Reading
 
 
 def placement(reading: Reading) -> None:
-    """Every stage has one rank and every rank a program; every action stands on the rank of its stage.
+    """Every stage has ranks and every rank a program; every action stands on a rank of its stage.
 
-    Tied exchanges carry the stage that owns the weight: they stand on its rank or on that of a stage that borrows it.
+    What is done with a microbatch stands on the replica that takes it. Stages share all of their ranks or none. Tied
+    exchanges carry the stage that owns the weight: they stand on its ranks or on those of a stage that borrows it.
     A weight belongs to the first stage that uses it, so only later ones can borrow it.
     """
     schedule = reading.schedule
     ranks = len(schedule.programs)
     for stage, held_by in enumerate(schedule.placement):
-        if len(held_by) != 1:
+        if not held_by or len(set(held_by)) < len(held_by):
             raise fault(schedule, f"stage {stage} lives on {counted(len(held_by), 'rank')} {held_by}",
-                        "give every stage one rank")
-        if not 0 <= held_by[0] < ranks:
-            raise fault(schedule, f"stage {stage} lives on rank {held_by[0]}, but there are programs for "
-                        f"{counted(ranks, 'rank')}",
-                        "add the program of that rank, or place the stage on another", (max(held_by[0], 0), 0))
+                        "give every stage at least one rank, and none twice")
+        for rank in held_by:
+            if not 0 <= rank < ranks:
+                raise fault(schedule, f"stage {stage} lives on rank {rank}, but there are programs for "
+                            f"{counted(ranks, 'rank')}",
+                            "add the program of that rank, or place the stage on another", (max(rank, 0), 0))
+        for other, theirs in enumerate(schedule.placement[:stage]):
+            if set(theirs) & set(held_by) and theirs != held_by:
+                raise fault(schedule, f"stage {stage} lives on ranks {held_by}, stage {other} on {theirs}",
+                            "let stages share all of their ranks, in the same order, or none")
     for rank in set(range(ranks)) - {rank for held_by in schedule.placement for rank in held_by}:
         raise fault(schedule, f"rank {rank} has a program but no stage", "start fewer ranks, or place a stage on it",
                     (rank, 0))
@@ -45,6 +51,10 @@ def placement(reading: Reading) -> None:
             raise fault(schedule, f"{action} stands on rank {rank}, but stage {action.stage} "
                         f"{'is borrowed by' if borrowed else 'lives on'} {_ranks(homes)}",
                         "move the action to that rank, or change the placement", (rank, position))
+        if action.op in PER_MICROBATCH and rank != (home := reading.rank_of(action.stage, action.microbatch)):
+            raise fault(schedule, f"{action} stands on rank {rank}, but of the {len(homes)} replicas of stage "
+                        f"{action.stage} number {action.microbatch % len(homes)}, rank {home}, takes that microbatch",
+                        "microbatch i goes to replica i mod their number, forward and backward", (rank, position))
 
 
 def _range(word: str, first: int, beyond: int) -> str:
@@ -63,14 +73,16 @@ def indices(reading: Reading) -> None:
     """Microbatches, updates and versions are in range; version 0 is everywhere from the start and never sent."""
     schedule = reading.schedule
     for action, spot in reading.actions():
-        first, beyond, word = 0, reading.updates, "update"
+        updates = schedule.updates(action.stage)
+        first, beyond, word = 0, updates, "update"
         if action.op in PER_MICROBATCH:
             beyond, word = schedule.microbatches, "microbatch"
         elif action.op in (Op.SEND_W, Op.RECV_W, Op.USE):
-            first, beyond, word = int(action.op is not Op.USE), reading.updates + 1, "version"
+            first, beyond, word = int(action.op is not Op.USE), updates + 1, "version"
         if not first <= action.microbatch < beyond:
             raise fault(schedule, f"{action}: there is no {word} {action.microbatch} with "
-                        f"{counted(schedule.microbatches, 'microbatch')} and an update every {schedule.update_every}",
+                        f"{counted(schedule.microbatches, 'microbatch')} and an update every "
+                        f"{schedule.rounds.span(action.stage)}",
                         f"use {_range(word, first, beyond)}, or leave the action out", spot)
 
 
@@ -93,7 +105,8 @@ def completeness(reading: Reading) -> None:
                 spots = reading.where.get(action, ())
                 if len(spots) != 1:
                     there = [reading.where[other][0] for other in backward if other in reading.where]
-                    mark = spots[-1] if spots else there[0] if there else reading.end(reading.rank_of(stage))
+                    mark = spots[-1] if spots else there[0] if there else reading.end(
+                        reading.rank_of(stage, microbatch))
                     what = f"stands {len(spots)} times in the programs" if spots else \
                         f"is missing: stage {stage} has no {_NAMES[action.op]} of microbatch {microbatch}"
                     raise fault(schedule, f"{action} {what}", "every microbatch goes forward and backward exactly "

@@ -35,8 +35,8 @@ def precedence(reading: Reading) -> None:
     That is: a backward follows the forward and the early recompute, its weight half the input half; a send
     follows what it sends, the receive of a gradient the forward that tells its shapes; forward follows
     the previous stage or its activations, and the tied version (the one that the owner's forward of that microbatch
-    used); backward follows the next stage or its gradients; an owner's norm and step follow the tied
-    gradients of that update.
+    used); backward follows the next stage or its gradients; a sum over replicas follows the rank's own gradients; an
+    owner's norm and step follow that sum and the tied gradients of that update.
     """
     for action, (rank, position) in reading.actions():
         needed = list(reading.makers(action, rank))
@@ -53,14 +53,15 @@ def precedence(reading: Reading) -> None:
 
 def last_versions(reading: Reading) -> None:
     """Every borrower of tied weights ends with the version that their owner ends with."""
-    if not reading.lowered or not reading.updates:
+    if not reading.lowered:
         return
     for owner, borrowing in reading.borrowing.items():
-        last = Action(Op.RECV_W, owner, reading.updates)
-        for rank in borrowing:
+        updates = reading.schedule.updates(owner)
+        last = Action(Op.RECV_W, owner, updates)
+        for rank in borrowing if updates else ():
             if reading.position(last, rank) is None:
                 raise fault(reading.schedule, f"rank {rank} borrows the tied weights of stage {owner} and never "
-                            f"receives their last version {reading.updates}", f"add {last}", reading.end(rank))
+                            f"receives their last version {updates}", f"add {last}", reading.end(rank))
 
 
 def borrowed_versions(reading: Reading) -> None:

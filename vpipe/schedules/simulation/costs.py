@@ -35,6 +35,8 @@ class StageCosts:
         output_bytes: what F sends to the next stage.
         gradient_bytes: what B or I sends to the previous stage.
         tied_bytes: the tied weights that this stage owns; their gradients are as large.
+        reduce_bytes: the gradients of its weights, which its replicas sum. At every update each of w sends every other
+            its w-th part of these, and then the sum of its own part. Even nothing takes the latency of the link, twice.
     """
 
     forward_s: Number
@@ -49,6 +51,7 @@ class StageCosts:
     output_bytes: Number = 0
     gradient_bytes: Number = 0
     tied_bytes: Number = 0
+    reduce_bytes: Number = 0
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 A rank does its actions in order, one at a time, each as soon as its inputs have arrived. Only compute actions and
 steps take a rank's time. A transfer starts when its send and its receive have been reached and its link is free. A
 compute-only schedule has the same transfers, with receives that wait from the beginning. What is handed over on one
-rank takes no time. Where norms are exchanged, a step waits for those of all stages.
+rank takes no time. Where norms are exchanged, a step waits for those of all stages. Replicas of a stage send each other
+the gradients of an update as soon as each has them all, and the sums as soon as these are made; a step waits for them.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class _Run:
 
     def to_end(self) -> None:
         """Every rank as far as it comes."""
-        ending, awake, actions = self._ending, self._awake, len(self._tables.ticks)
+        ending, awake, actions, opened = self._ending, self._awake, len(self._tables.ticks), self._tables.opened
         while True:
             while awake or self._ready:
                 while awake:
@@ -102,6 +103,8 @@ class _Run:
                 if number < actions:
                     rank = self._tables.rank_of[number]
                     self._busy[rank] = False
+                    if number in opened:
+                        self._pass(number, rank)
                     awake.append(rank)
                 else:
                     self._close(number - actions)
@@ -116,10 +119,8 @@ class _Run:
             if tables.ticks[cursor] is not None:
                 self._ready.add(rank)
                 break
-            for number in tables.opened.get(cursor, ()):
-                if not self._overlap and tables.ways[number].ticks and tables.ways[number].source == rank:
-                    sending[rank] += 1
-                self._open(number)
+            if cursor in tables.opened:
+                self._pass(cursor, rank)
             cursor += 1
         self.cursors[rank] = cursor
 
@@ -137,8 +138,18 @@ class _Run:
                 self._busy[rank] = True
                 heappush(self._ending, (self._now + ticks, cursor))
             else:
+                if cursor in self._tables.opened:
+                    self._pass(cursor, rank)
                 self._awake.append(rank)
         self._ready.clear()
+
+    def _pass(self, action: int, rank: int) -> None:
+        """Open the ways that begin behind an action."""
+        for number in self._tables.opened[action]:
+            way = self._tables.ways[number]
+            if not self._overlap and way.ticks and way.source == rank:
+                self._sending[rank] += 1
+            self._open(number)
 
     def _open(self, number: int) -> None:
         """Note that one end of a way has been reached; with the last of them it may start."""

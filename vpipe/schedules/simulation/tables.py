@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
-from itertools import chain
 from math import lcm
 
-from vpipe.schedules.action import RETURNS, SENDS, Action, Op
+from vpipe.schedules.action import COMPLETES, PER_MICROBATCH, RETURNS, SENDS, Action, Op
 from vpipe.schedules.lower import Lowering, VersionsUsed
-from vpipe.schedules.order import Schedule
+from vpipe.schedules.order import Schedule, borrowing_ranks
 from vpipe.schedules.simulation.costs import Costs, Number, ratio
 from vpipe.schedules.simulation.timeline import recomputations
 
@@ -22,7 +21,8 @@ class Way:
     """Something on its way from one action to others.
 
     Attributes:
-        action: the send; or a norm, which is with every step at once.
+        action: the send; or a norm, which is with every step at once; or a sum over replicas, both for the gradients
+            that go into it and for what comes of it.
         source: its rank.
         target: the rank of its receive; ``source`` when no link is used.
         ticks: that it takes.
@@ -51,7 +51,8 @@ class Tables:
         rank_of: per action, its rank.
         ticks: per action, what it takes; None when it is passed at once.
         ways: all that is sent or published.
-        opened: by action, the ways that it opens as their send, norm or receive.
+        opened: by action, the ways that it opens as their send, norm or receive, as the last of a replica's gradients,
+            or as its sum.
     """
 
     schedule: Schedule
@@ -66,10 +67,10 @@ class Tables:
     @classmethod
     def of(cls, schedule: Schedule, costs: Costs) -> Tables:
         """The tables of ``schedule``, compute-only (then its receives wait from the beginning) or lowered."""
-        posted = not any(action.op in SENDS for program in schedule.programs for action in program)
+        posted = not any(action.op in _LOWERED for program in schedule.programs for action in program)
         if posted:
             schedule = _with_sends(schedule)
-        unit = _ticks_per_second(costs)
+        unit = _ticks_per_second(costs, [schedule.rounds.width(stage) for stage in range(schedule.stages)])
         sizes = [len(program) for program in schedule.programs]
         ends = [sum(sizes[:rank + 1]) for rank in range(len(sizes))]
         tables = cls(schedule, unit, [end - size for end, size in zip(ends, sizes, strict=True)], ends,
@@ -81,24 +82,34 @@ class Tables:
     def _fill(self, costs: Costs, posted: bool) -> None:
         """Add the ways."""
         schedule, numbers = self.schedule, _Numbers(self.schedule, self.firsts)
+        widths = [schedule.rounds.width(stage) for stage in range(schedule.stages)]
 
         @cache
         def ticks(op: Op, stage: int, source: int, target: int) -> Number:
             cost = costs.stages[stage]
-            size = {Op.SEND_F: cost.output_bytes, Op.SEND_B: cost.gradient_bytes}.get(op, cost.tied_bytes)
+            size = (ratio(cost.reduce_bytes, widths[stage]) if op is Op.REDUCE else
+                    {Op.SEND_F: cost.output_bytes, Op.SEND_B: cost.gradient_bytes}.get(op, cost.tied_bytes))
             return 0 if source == target else _whole(costs.link(source, target).transfer_s(size) * self.unit)
 
         for rank, (first, program) in enumerate(zip(self.firsts, schedule.programs, strict=True)):
             for number, action in enumerate(program, start=first):
-                if action.op is Op.NORM:
-                    steps = [numbers.of(stage, action.microbatch, (Op.STEP,)) for stage in range(schedule.stages)]
-                    self._add(Way(action, rank, rank, 0, tuple(chain(*steps)), 1), number)
-                elif action.op in SENDS:
-                    for receive, users in numbers.receives(action):
+                if action.op in SENDS:
+                    for receive, users in numbers.receives(action, rank):
                         target = self.rank_of[receive]
                         taken = ticks(action.op, action.stage, rank, target)
                         self._add(Way(action, rank, target, taken, users, 1 if posted else 2),
                                   number, *(() if posted else (receive,)))
+                elif action.op not in _OF_UPDATES:
+                    continue
+                elif action.op is Op.REDUCE:
+                    for other, made, summed in numbers.replicas(action, rank):
+                        if made is not None:
+                            self._add(Way(action, other, rank, ticks(action.op, action.stage, other, rank),
+                                          (number,), 1), made)
+                        self._add(Way(action, rank, other, ticks(action.op, action.stage, rank, other), summed, 1),
+                                  number)
+                elif rank == schedule.placement[action.stage][0]:  # a norm; the stage's other ranks have the same
+                    self._add(Way(action, rank, rank, 0, tuple(numbers.steps(action)), 1), number)
 
     def _add(self, way: Way, *openers: int) -> None:
         for opener in openers:
@@ -109,51 +120,81 @@ class Tables:
 class _Numbers:
     """Finds the numbers of actions.
 
-    A key is (stage, index); of the receives of a tied version, which stand on several ranks, (owner, version, rank).
+    A key is (stage, index); of what may stand on several ranks, because the stage is replicated or its weights are
+    borrowed, (stage, index, rank).
     """
 
     def __init__(self, schedule: Schedule, firsts: Sequence[int]) -> None:
+        self._schedule = schedule
         self._where: dict[Op, dict[tuple[int, ...], int]] = {op: {} for op in Op}
+        several = {op: op not in PER_MICROBATCH for op in Op}
+        self._last: dict[tuple[int, int, int], int] = {}  # of a replica's gradients of an update: (stage, update, rank)
+        spans = {stage: schedule.rounds.span(stage) for stage in range(schedule.stages)
+                 if schedule.rounds.width(stage) > 1}
         for rank, (first, program) in enumerate(zip(firsts, schedule.programs, strict=True)):
             for number, action in enumerate(program, start=first):
                 key = action.stage, action.microbatch
-                self._where[action.op][(*key, rank) if action.op is Op.RECV_W else key] = number
-        self._borrowers = {owner: {schedule.placement[stage][0] for stage in borrowers}
-                           for owner, borrowers in schedule.ties.items()}
-        self._users: dict[tuple[int, int, int], list[int]] = defaultdict(list)  # of tied versions
+                self._where[action.op][(*key, rank) if several[action.op] else key] = number
+                if spans and action.op in COMPLETES and action.stage in spans:
+                    self._last[action.stage, action.microbatch // spans[action.stage], rank] = number
+        self._users: dict[tuple[int, int, int], list[int]] = defaultdict(list)  # of tied versions, by borrowing rank
         for owner, borrowers in schedule.ties.items():
-            used = VersionsUsed(owner, iter(schedule.programs[schedule.placement[owner][0]]))
+            used = {rank: VersionsUsed(owner, iter(schedule.programs[rank])) for rank in schedule.placement[owner]}
             for microbatch in range(schedule.microbatches):
-                version = used.of(microbatch)
+                version = used[schedule.rounds.rank_of(owner, microbatch)].of(microbatch)
                 for stage in borrowers:
                     user = self._where[Op.FORWARD][stage, microbatch]
-                    self._users[owner, version, schedule.placement[stage][0]].append(user)
+                    self._users[owner, version, schedule.rounds.rank_of(stage, microbatch)].append(user)
 
-    def of(self, stage: int, index: int, operations: tuple[Op, ...]) -> tuple[int, ...]:
+    def _of(self, operations: Iterable[Op], *key: int) -> tuple[int, ...]:
         """Those of the ``operations`` that there are."""
-        key = stage, index
         return tuple([self._where[op][key] for op in operations if key in self._where[op]])
 
-    def receives(self, send: Action) -> Iterator[tuple[int, tuple[int, ...]]]:
+    def steps(self, norm: Action) -> Iterator[int]:
+        """The steps that wait for a norm: those on other ranks than its stage's, which have it themselves."""
+        own = self._schedule.placement[norm.stage]
+        for stage, ranks in enumerate(self._schedule.placement):
+            for rank in ranks:
+                if rank not in own:
+                    yield from self._of((Op.STEP,), stage, norm.microbatch, rank)
+
+    def replicas(self, reduce: Action, rank: int) -> Iterator[tuple[int, int | None, tuple[int, ...]]]:
+        """Of every other replica: its rank, the last of its gradients, if it has any, and what waits for the sum."""
+        stage, update = reduce.stage, reduce.microbatch
+        for other in self._schedule.placement[stage]:
+            if other != rank:
+                yield (other, self._last.get((stage, update, other)),
+                       self._of((Op.NORM, Op.STEP), stage, update, other))
+
+    def receives(self, send: Action, rank: int) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Of everyone who receives ``send``: the receive, and what waits for it."""
-        stage, index = send.stage, send.microbatch
-        if send.op is Op.SEND_W:
-            for rank in self._borrowers.get(stage, ()):
-                if (version := self._where[Op.RECV_W].get((stage, index, rank))) is not None:
-                    yield version, tuple(self._users.get((stage, index, rank), ()))
-            return
-        receive, offset, users = _OTHER_END[send.op]
-        there = self._where[receive].get((stage + offset, index))
-        if there is not None:
-            yield there, self.of(stage + offset, index, users)
+        stage, index, schedule = send.stage, send.microbatch, self._schedule
+        if (neighbour := _OTHER_END.get(send.op)) is not None:
+            receiving, offset, users = neighbour
+            there = self._where[receiving].get((stage + offset, index))
+            if there is not None:
+                yield there, self._of(users, stage + offset, index)
+        elif send.op is Op.SEND_W:
+            for target in borrowing_ranks(schedule.placement, stage, schedule.ties.get(stage, ()), rank):
+                for receive in self._of((Op.RECV_W,), stage, index, target):
+                    yield receive, tuple(self._users.get((stage, index, target), ()))
+        else:
+            for target in schedule.placement[stage]:
+                for receive in self._of((Op.RECV_G,), stage, index, target):
+                    yield receive, self._of((Op.NORM, Op.STEP), stage, index, target)
 
 
 _OTHER_END: dict[Op, tuple[Op, int, tuple[Op, ...]]] = {
     Op.SEND_F: (Op.RECV_F, 1, (Op.FORWARD,)),
     Op.SEND_B: (Op.RECV_B, -1, (Op.BACKWARD, Op.INPUT)),
-    Op.SEND_G: (Op.RECV_G, 0, (Op.NORM, Op.STEP)),
 }
 """The receive of a send, its stage seen from the send's, and the operations that wait for it."""
+
+_LOWERED = SENDS | {Op.REDUCE}
+"""What no compute-only schedule has."""
+
+_OF_UPDATES = frozenset({Op.NORM, Op.REDUCE})
+"""What is published or summed."""
 
 
 def _with_sends(schedule: Schedule) -> Schedule:
@@ -162,7 +203,7 @@ def _with_sends(schedule: Schedule) -> Schedule:
         return iter(schedule.programs[rank])
 
     return schedule.with_programs([
-        tuple(Lowering(schedule.placement, rank, compute, schedule.update_every, schedule.ties).program())
+        tuple(Lowering(schedule.rounds, rank, compute, schedule.ties).program())
         for rank in range(schedule.ranks)])
 
 
@@ -186,13 +227,14 @@ def _ticks(schedule: Schedule, costs: Costs, unit: int) -> Iterator[Number | Non
                 yield times.get(key)
 
 
-def _ticks_per_second(costs: Costs) -> int:
+def _ticks_per_second(costs: Costs, widths: Sequence[int]) -> int:
     """The fewest that make every time a whole number of ticks; 1 with a ``float`` among them."""
     times: set[Number] = set()
-    for cost in set(costs.stages):
+    for cost, width in set(zip(costs.stages, widths, strict=True)):
         times |= {cost.forward_s, cost.input_s, cost.weight_s, cost.recompute_s, cost.step_s}
         times |= {link.transfer_s(size) for link in {costs.default_link, *costs.links.values()}
-                  for size in (cost.output_bytes, cost.gradient_bytes, cost.tied_bytes)}
+                  for size in (cost.output_bytes, cost.gradient_bytes, cost.tied_bytes,
+                               ratio(cost.reduce_bytes, width))}
     exact = not any(isinstance(time, float) for time in times)
     return lcm(*(Fraction(time).denominator for time in times)) if exact else 1
 

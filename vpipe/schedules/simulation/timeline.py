@@ -30,7 +30,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A send on its way from rank ``source`` to rank ``target``; ``start_s`` is when its link takes it."""
+    """A send, or a replica's part in a sum, on its way from rank to rank; ``start_s`` is when its link takes it."""
 
     action: Action
     source: int

@@ -1,0 +1,52 @@
+"""How fast a processor codes and decodes: GB of fp32 per second of one core's time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from time import thread_time
+
+import torch
+
+from vpipe.runtime.compress import Coder, Compression
+from vpipe.runtime.transport import Key, Spec
+
+SHAPES = ((4, 128, 256), (16, 128, 1024))
+CODECS = (("bf16", "nearest"), ("int8", "nearest"), ("int8", "stochastic"))
+ROUNDS = 60
+
+
+def rate(bytes_: int, *calls: Callable[[], object]) -> list[float]:
+    """GB/s of every call; they take turns."""
+    seconds: list[list[float]] = [[] for _ in calls]
+    for _ in range(ROUNDS):
+        for call, times in zip(calls, seconds, strict=True):
+            started = thread_time()
+            call()
+            times.append(thread_time() - started)
+    return [bytes_ / median(times) / 1e9 for times in seconds]
+
+
+def measure() -> str:
+    """A Markdown table. A link pays off below the rate at which coding, sending and decoding take as long as sending.
+
+    That is the worst case: nothing overlaps.
+    """
+    lines = ["| tensor | codec | bytes | encode GB/s | with feedback | decode | pays below, GB/s | with feedback |",
+             "|---|---|---:|---:|---:|---:|---:|---:|"]
+    for shape in SHAPES:
+        tensor = torch.randn(shape)
+        spec = Spec.of(tensor)
+        for name, rounding in CODECS:
+            compression = Compression((name,), rounding, 0, feedback=True)
+            used, coder, back = compression.codec(Key("F", 1, 0)), Coder(compression), Key("B", 0, 0)
+            assert used is not None
+            wire = used.encode(tensor, 0)
+            encode, feedback, decode = rate(tensor.nbytes, partial(used.encode, tensor, 0),
+                                            partial(coder.encode, back, [tensor]), partial(used.decode, wire, spec))
+            share = wire.nbytes / tensor.nbytes
+            pays = [(1 - share) / (1 / encoding + 1 / decode) for encoding in (encode, feedback)]
+            lines.append(f"| {'x'.join(map(str, shape))} | {name} {rounding} | {share:.3f} | {encode:.1f} | "
+                         f"{feedback:.1f} | {decode:.1f} | {pays[0]:.1f} | {pays[1]:.1f} |")
+    return "\n".join(lines)

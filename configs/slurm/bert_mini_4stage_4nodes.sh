@@ -1,0 +1,16 @@
+#!/bin/bash
+# Written by: vpipe slurm configs/bert_mini_4stage.yaml --nodes 4 --time 0:30:00
+# Submit it with sbatch, from the folder where its paths start, with vpipe on PATH (its environment activated).
+
+#SBATCH --job-name=bert_mini_4stage
+#SBATCH --output=%x-%j.out           # <job name>-<job id>.out: what rank 0 shows; all logs are in the run's folder
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1          # a task is a rank: 4 in all
+#SBATCH --cpus-per-task=1            # training.threads
+#SBATCH --time=0:30:00               # then SLURM ends the job
+
+set -euo pipefail
+
+# One srun starts the ranks on all nodes and tells each its number; they meet on the first node. When one fails, the
+# others are ended. The processors per task are said again: since SLURM 22.05, srun does not take them from above.
+srun --cpus-per-task=1 --kill-on-bad-exit=1 vpipe train configs/bert_mini_4stage.yaml

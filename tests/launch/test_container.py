@@ -1,0 +1,133 @@
+"""The command line of a container. A stand-in is run: it records its arguments and executes the rest."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from small_run import write_config
+
+import vpipe
+from vpipe.errors import UserError
+from vpipe.launch import container as module
+from vpipe.launch.container import Container, enter, inside_container
+from vpipe.launch.ranks import HostRanks
+from vpipe.train.config import Config, load_config
+
+PACKAGE = Path(vpipe.__file__).parents[1]
+STAND_IN = """\
+#!/bin/sh
+for word; do printf '%s\\n' "$word"; done > "$RECORD"
+while [ "${1%.sif}" = "$1" ]; do shift; done
+shift
+exec "$@"
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current folder with an image; programs are found in ``bin``."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    monkeypatch.setenv("RECORD", str(tmp_path / "record"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    for name in module.INSIDE:
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "image.sif").write_text("")
+    (tmp_path / "bin").mkdir()
+    return tmp_path
+
+
+def program(here: Path, name: str) -> Path:
+    path = here / "bin" / name
+    path.write_text(STAND_IN)
+    path.chmod(0o755)
+    return path
+
+
+def load(folder: Path, **changes: object) -> Config:
+    return load_config(write_config(folder, **changes), ["container=image.sif"])
+
+
+def binds(command: list[str]) -> list[str]:
+    return [word for before, word in pairwise(command) if before == "--bind"]
+
+
+@pytest.mark.parametrize("name", ["apptainer", "singularity"])
+def test_what_a_rank_runs(here: Path, name: str) -> None:
+    found = program(here, name)
+    config = load(here, dataset__path="/data/text", dataset__cache_directory=str(here / "cache"))
+    ranks = HostRanks.alone(2, 1234, threads=1, container=Container.of(config))
+    command = ranks.command("/scratch/run")
+    assert command[:3] == [str(found), "exec", "--bind"]
+    assert binds(command) == sorted(map(str, [here, "/data/text", "/scratch/run", PACKAGE]))  # the cache is in here
+    assert command[-8:] == ["--pwd", str(here), str(here / "image.sif"), "python3", "-m", "vpipe.launch.worker",
+                            "/scratch/run", "train"]
+    assert "--nv" not in command
+    environment = ranks.environment(1)
+    assert (environment["RANK"], environment["PYTHONPATH"]) == ("1", f"{PACKAGE}:/mine")
+
+
+def test_gpus_are_let_in_for_nccl(here: Path) -> None:
+    program(here, "apptainer")
+    container = Container.of(load(here, parallel__backend="nccl"))
+    assert container is not None
+    assert container.wrapped(["python3"])[1:3] == ["exec", "--nv"]
+
+
+def test_apptainer_goes_before_its_old_name(here: Path) -> None:
+    program(here, "singularity")
+    newer = program(here, "apptainer")
+    container = Container.of(load(here))
+    assert container is not None
+    assert container.program == str(newer)
+
+
+def test_the_stand_in_executes_what_is_wrapped(here: Path) -> None:
+    program(here, "apptainer")
+    container = Container.of(load(here))
+    assert container is not None
+    folder = here / "a b; $c"
+    done = subprocess.run(container.wrapped(["pwd"], [folder]), capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == str(here)
+    assert (here / "record").read_text().splitlines() == container.wrapped(["pwd"], [folder])[1:]
+
+
+def test_what_is_missing(here: Path) -> None:
+    with pytest.raises(UserError, match=r"container is 'image\.sif', but neither apptainer nor singularity is on the "
+                                        r"path\nhint: install one of them"):
+        Container.of(load(here))
+    program(here, "apptainer")
+    (here / "image.sif").unlink()
+    with pytest.raises(UserError, match=re.escape("container names the image 'image.sif', but there is no such file\n"
+                                                  f"hint: copy it to {here / 'image.sif'}")):
+        Container.of(load(here))
+    (here / "image.sif").write_text("")
+    with pytest.raises(UserError, match="'/a:b' cannot be bound into a container: it holds a comma or a colon"):
+        HostRanks.alone(1, 1, 1, container=Container.of(load(here, dataset__path="/a:b"))).command("/run")
+
+
+def test_no_container_is_asked_for(here: Path) -> None:
+    config = load_config(write_config(here))
+    assert Container.of(config) is None
+    enter(config)
+    assert not inside_container()
+
+
+def test_a_process_of_torchrun_starts_anew_inside(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(here, "apptainer")
+    started = []
+    monkeypatch.setattr(os, "execvpe", lambda *call: started.append(call))
+    monkeypatch.setattr("sys.argv", ["/bin/vpipe", "train", "c.yaml"])
+    enter(load(here))
+    [(name, command, environment)] = started
+    assert name == str(here / "bin" / "apptainer")
+    assert command[-6:] == [str(here / "image.sif"), "python3", "-m", "vpipe", "train", "c.yaml"]
+    monkeypatch.setenv(module.INSIDE[-1], environment[module.INSIDE[-1]])
+    enter(load(here))  # and not once more
+    assert len(started) == 1

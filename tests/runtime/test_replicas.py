@@ -1,0 +1,255 @@
+"""Replicated stages compute what their oracles say, bit for bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import (
+    checkpointed_model,
+    frozen_front,
+    norm_model,
+    recurrent_model,
+    rich_batches,
+    rich_model,
+    thrice_tied_model,
+)
+from test_exact import AdamW, Momentum, assert_same_state, decay
+
+from vpipe import Model, Pipeline
+from vpipe.errors import RunError, UserError
+from vpipe.runtime.engine import Step
+from vpipe.schedules.action import Op
+from vpipe.schedules.order import build
+from vpipe.schedules.registry import recipe_named, schedule_names
+from vpipe.schedules.size import Placement
+from vpipe.train.oracle import VERSIONS, Run, Training, asynchronous_oracle, evaluate_oracle, flush_oracle
+
+WIDTHS = [(2, 1), (1, 2), (1, 3, 2), (2, 2, 2), (2, 1, 2)]
+FOLDED = [name for name in schedule_names()
+          if recipe_named(name).flush and recipe_named(name).chunks > 1]  # several stages per rank
+EPS = torch.finfo(torch.float32).eps
+
+
+def placed(widths: Sequence[int]) -> Placement:
+    """Rank after rank."""
+    ends = list(accumulate(widths))
+    return tuple(tuple(range(end - width, end)) for end, width in zip(ends, widths, strict=True))
+
+
+def cut(layers: int, stages: int) -> list[int]:
+    """The last stages take what is left."""
+    return [layers // stages + (stage >= stages - layers % stages) for stage in range(stages)]
+
+
+def pipeline(model: Model, widths: Sequence[int], schedule: str, microbatches: int, **arguments: Any) -> Pipeline:
+    return Pipeline(model, **{"schedule": schedule, "microbatches": microbatches, "placement": placed(widths),
+                              "partition": cut(len(model), len(widths)), "optimizer": AdamW(), "seed": 7,
+                              "learning_rate_factor": decay, **arguments})
+
+
+def recipe(microbatches: int, clip: float | None = None, optimizer: Any = AdamW) -> Training:
+    return Training(optimizer().from_named, microbatches, 7, decay, clip)
+
+
+def assert_same(pipe: Pipeline, steps: Sequence[Step], expected: Run) -> None:
+    assert [step.loss for step in steps] == expected.losses
+    assert [step.index for step in steps] == list(range(len(steps)))
+    if expected.gradient_norms:
+        assert [step.gradient_norm for step in steps] == expected.gradient_norms
+    assert_same_state(pipe.state_dict(), expected.state)
+
+
+# -- with a flush
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+def test_with_a_flush(schedule: str, widths: tuple[int, ...]) -> None:
+    """Seven microbatches, which no width divides; a tie across all stages, dropout, skips, recompute, clipping."""
+    model, batches = rich_model(), rich_batches(2, 7)
+    pipe = pipeline(model, widths, schedule, 7, recompute=0.5, grad_clip=0.5)
+    steps = list(pipe.train(batches))
+    assert_same(pipe, steps, flush_oracle(model, batches, recipe(7, 0.5), pipe.partition, widths))
+    # The unreplicated run: the order of sums of 7, and 14 for the tied weight, is all that differs.
+    plain = flush_oracle(model, batches, recipe(7, 0.5))
+    assert [step.loss for step in steps] == pytest.approx(plain.losses, rel=14 * 2 * EPS)
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_several_stages_on_each_rank(name: str) -> None:
+    """Two pipelines side by side: each takes every second microbatch."""
+    folded = recipe_named(name)
+    stages = 2 * folded.chunks
+    model, batches = rich_model(), rich_batches(2, 8)
+    pipe = Pipeline(model, schedule=name, microbatches=8, partition=cut(8, stages), recompute=0.5, seed=7,
+                    placement=[(2 * rank, 2 * rank + 1) for rank, in folded.layout.placement(2, folded.chunks)],
+                    optimizer=AdamW(), learning_rate_factor=decay, grad_clip=0.5)
+    steps = list(pipe.train(batches))
+    assert_same(pipe, steps, flush_oracle(model, batches, recipe(8, 0.5), pipe.partition, [2] * stages))
+    state = pipe.state_dict()
+    state["head.decoder.weight"] = state["embed.word.weight"]
+    assert pipe.evaluate(batches) == pytest.approx(evaluate_oracle(model, state, batches, 8), rel=1e-15)
+
+
+def test_ranks_may_stand_in_any_order() -> None:
+    model, batches = rich_model(), rich_batches(2, 6)
+    runs = []
+    for placement in ([[0, 1], [2], [3, 4, 5]], [[5, 2], [0], [1, 4, 3]]):
+        pipe = Pipeline(model, schedule="1f1b", microbatches=6, partition=[3, 3, 2], placement=placement, seed=7,
+                        optimizer=AdamW())
+        runs.append([step.loss for step in pipe.train(batches)])
+    assert runs[0] == runs[1]
+
+
+def test_every_replica_needs_a_microbatch() -> None:
+    with pytest.raises(UserError, match="3 replicas"):
+        pipeline(rich_model(), [1, 3], "1f1b", 2)
+
+
+# -- without a flush
+
+
+@pytest.mark.parametrize(("widths", "every", "microbatches"), [
+    (widths, every, microbatches) for widths in WIDTHS for every, microbatches in ((1, 5), (2, 6))])
+def test_pipedream(widths: tuple[int, ...], every: int, microbatches: int) -> None:
+    """Two streams, each of which ends with incomplete rounds, and an evaluation between them."""
+    steps = streams(widths, "pipedream", every, microbatches, first=3)
+    assert [step.learning_rate for step in steps] == [3e-3 * decay(step.index) for step in steps], "of stage 0"
+
+
+@pytest.mark.parametrize(("schedule", "widths", "every"), [
+    ("2bw", (2, 1), 2), ("2bw", (1, 2), 3), ("2bw", (2, 1, 2), 3), ("2bw", (2, 2), 2),
+    ("pipedream_vertical_sync", (2, 2), 1), ("pipedream_vertical_sync", (3, 3), 2)])
+def test_other_schedules_without_a_flush(schedule: str, widths: tuple[int, ...], every: int) -> None:
+    streams(widths, schedule, every, 2 * every, first=3)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+@pytest.mark.parametrize("build", [thrice_tied_model, norm_model, checkpointed_model, recurrent_model, frozen_front])
+def test_all_sorts_of_layers(build: Any, schedule: str) -> None:
+    """Ties into several stages, buffers, layers that recompute by themselves or keep lists, nothing to train."""
+    widths, model = (2, 1, 3), build()
+    if schedule == "pipedream":
+        streams(widths, schedule, 1, 4, first=2, model=model, recompute=1.0, samples=8)
+    else:
+        batches = rich_batches(2, 8)
+        pipe = pipeline(model, widths, schedule, 4, recompute=1.0, optimizer=Momentum())
+        steps = list(pipe.train(batches))
+        assert_same(pipe, steps, flush_oracle(model, batches, recipe(4, optimizer=Momentum), pipe.partition, widths))
+
+
+def streams(widths: Sequence[int], schedule: str, every: int, microbatches: int, first: int, *,
+            model: Model | None = None, samples: int = 0, clip: float | None = 0.5, **arguments: Any) -> list[Step]:
+    """Train on ``first`` batches, evaluate, train on two more; compare with the oracle."""
+    model = model or rich_model()
+    batches = rich_batches(first + 2, samples or microbatches)
+    pipe = pipeline(model, widths, schedule, microbatches, update_every=every, grad_clip=clip, **arguments)
+    steps = list(pipe.train(batches[:first]))
+    pipe.evaluate(batches[:1])
+    steps += pipe.train(batches[first:])
+    expected = asynchronous_oracle(model, batches, recipe(microbatches, clip), pipe.partition, every,
+                                   [first * microbatches], VERSIONS[schedule], widths)
+    assert_same(pipe, steps, expected)
+    return steps
+
+
+@pytest.mark.parametrize(("widths", "every"), [((2, 1), 1), ((1, 2), 2), ((3, 1, 2), 1), ((2,), 1)])
+def test_an_evaluation_in_the_middle_drains_up_to_a_whole_step(widths: tuple[int, ...], every: int) -> None:
+    model, batches, per_step = rich_model(), rich_batches(14, 4), every * math.lcm(*widths)
+    pipe = pipeline(model, widths, "pipedream", 4, update_every=every)
+    steps, drained_at = [], []
+    for step in pipe.train(batches):
+        steps.append(step)
+        if step.index in (2, 7):
+            drained_at.append(min(56, per_step * (step.index + 1 + len(pipe.engine.drain()))))
+            pipe.evaluate(batches[:1])
+    assert 3 * per_step < drained_at[0] <= 8 * per_step < drained_at[1]
+    expected = asynchronous_oracle(model, batches, recipe(4), pipe.partition, every, drained_at, widths=widths)
+    assert_same(pipe, steps, expected)
+
+
+def test_a_stream_ends_after_the_steps_asked_for() -> None:
+    model, batches = rich_model(), rich_batches(9, 4)
+    pipe = pipeline(model, [2, 1], "pipedream", 4)
+    steps = list(pipe.engine.train(batches, updates=5))
+    ten = {name: torch.cat([batch[name] for batch in batches])[:10] for name in batches[0]}
+    assert_same(pipe, steps, asynchronous_oracle(model, [ten], recipe(10), pipe.partition, widths=[2, 1]))
+
+
+def test_each_replica_holds_as_few_versions_as_its_depth_asks_for() -> None:
+    """Of 1-3-2: five forwards before the first backward of stage 0, one at stage 1, none at stage 2."""
+    pipe = pipeline(rich_model(), [1, 3, 2], "pipedream", 6)
+    list(pipe.train(rich_batches(5, 6)))
+    held = [[(worker.stages[s].weights.most_held, worker.peak_activations[s]) for rank, worker in
+             sorted(pipe.engine.workers.items()) if s in worker.stages] for s in range(3)]
+    assert held == [[(6, 6)], [(2, 2)] * 3, [(1, 1)] * 2]
+
+
+def test_replicas_that_drift_apart_are_found() -> None:
+    pipe = pipeline(rich_model(), [2, 1], "1f1b", 4)
+    list(pipe.train(rich_batches(1, 4)))
+    pipe.engine.workers[1].stages[0].weights.leaves()[1].data[0] += 1e-7
+    with pytest.raises(RunError, match=r"stage 0: 'raw0\.w' on rank 1 is not what it is on rank 0"):
+        pipe.state_dict()
+
+
+def timetable(schedule: str, microbatches: int, columns: int) -> list[str]:
+    """2-1, each action as soon as it can be; stage 0 takes two columns for a forward, stage 1 one."""
+    built = build(schedule, placed([2, 1]), microbatches)
+    rows: list[list[str]] = [[], [], []]
+    free = [0, 0, 0]
+    ends: dict[tuple[Op, int, int], int] = {}
+    todo = [list(program) for program in built.programs]
+    while any(todo):
+        for rank, action in [(rank, program[0]) for rank, program in enumerate(todo) if program]:
+            op, stage, index = action.op, action.stage, action.microbatch
+            needs = {Op.FORWARD: [(op, stage - 1, index)] * stage,
+                     Op.BACKWARD: [(Op.FORWARD, 1, index), (op, 1, index)][:2 - stage],
+                     Op.STEP: [(Op.BACKWARD, stage, i) for i in built.rounds.of_update(stage, index)]}[op]
+            if not all(need in ends for need in needs):
+                continue
+            start = max([free[rank], *(ends[need] for need in needs)])
+            rows[rank] += ["."] * (start - len(rows[rank]))
+            if op is Op.STEP:
+                rows[rank][-1] = "-S" if rows[rank][-1] == "--" else ".S"
+            else:
+                rows[rank] += [f"{op}{index}"] + ["--"] * ((2 - stage) * (1 if op is Op.FORWARD else 2) - 1)
+            free[rank] = ends[op, stage, index] = len(rows[rank])
+            todo[rank].pop(0)
+    return [f"stage {rank // 2}, rank {rank}  " + " ".join(f"{cell:2}" for cell in (row + ["."] * columns)[:columns])
+            for rank, row in enumerate(rows)]
+
+
+def test_the_timetables_of_the_page_are_what_replicas_do() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "replicas.md").read_text()
+    for title, schedule, microbatches in (("1f1b, m = 6", "1f1b", 6), ("pipedream, k = 1", "pipedream", 12)):
+        shown = page.split(f"{title}\n")[1].split("\n")[:3]
+        columns = (len(shown[0].removesuffix(" ...")) - len("stage 0, rank 0 ")) // 3
+        assert [row.removesuffix(" ...") for row in shown] == [
+            row.rstrip() for row in timetable(schedule, microbatches, columns)]
+
+
+@settings(deadline=None, max_examples=12)
+@given(data=st.data())
+def test_any_widths(data: st.DataObject) -> None:
+    widths = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4).filter(lambda widths: sum(widths) < 9))
+    schedule = data.draw(st.sampled_from(["1f1b", "zb_h1", "pipedream"]))
+    recompute = data.draw(st.sampled_from([0.0, 1.0]))
+    if schedule == "pipedream":
+        every, rounds = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+        streams(widths, schedule, every, max(every * rounds, every * -(-max(widths) // every)),
+                first=data.draw(st.integers(1, 3)), recompute=recompute, optimizer=AdamW())
+    else:
+        microbatches = data.draw(st.integers(max(widths), 9))
+        model, batches = rich_model(), rich_batches(2, microbatches)
+        pipe = pipeline(model, widths, schedule, microbatches, recompute=recompute, grad_clip=0.5)
+        steps = list(pipe.train(batches))
+        assert_same(pipe, steps, flush_oracle(model, batches, recipe(microbatches, 0.5), pipe.partition, widths))

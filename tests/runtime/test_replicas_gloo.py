@@ -1,0 +1,97 @@
+"""Four ranks over gloo, some of them replicas of a stage, compute what one process does, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jobs
+import pytest
+from world import World
+
+from vpipe.errors import RunError
+
+TWO_ONE_ONE, ONE_THREE, TWO_TWO, FOUR = [[0, 1], [2], [3]], [[2], [0, 3, 1]], [[0, 1], [2, 3]], [[3, 2, 1, 0]]
+
+
+def same_everywhere(world: World, *, placement: list[list[int]], **arguments: Any) -> dict[str, Any]:
+    """Run the job here and on every rank; all tell the same but for the learning rate, which is a stage's own."""
+    arguments |= {"placement": placement, "stages": len(placement)}
+    expected = jobs.train(**arguments)
+    results = world.run(jobs.train, **arguments)
+    for rank, result in enumerate(results):
+        assert without_rates(result) == without_rates(expected), f"rank {rank}"
+    if arguments["schedule"] == "pipedream":
+        for rank, result in enumerate(results):
+            [width] = [len(ranks) for ranks in placement if rank in ranks]
+            rates = [3e-3 * (jobs.decay(step) * (width / len(placement[0]))) for step, *_ in result["steps"]]
+            assert [step[2] for step in result["steps"]] in (rates, [None] * len(rates))
+    return expected
+
+
+def without_rates(run: dict[str, Any]) -> dict[str, Any]:
+    return run | {"steps": [[index, loss, norm, stop] for index, loss, _, norm, stop in run["steps"]]}
+
+
+@pytest.mark.parametrize("model", ["rich", "norm"])
+@pytest.mark.parametrize(("schedule", "placement"), [
+    ("1f1b", TWO_ONE_ONE), ("zb_h1", ONE_THREE), ("gpipe", FOUR), ("zb_v", [*TWO_TWO, *reversed(TWO_TWO)])])
+def test_with_a_flush(world: World, schedule: str, placement: list[list[int]], model: str) -> None:
+    """Seven microbatches, shapes that change, an evaluation between two batches."""
+    run = same_everywhere(world, model=model, schedule=schedule, placement=placement, microbatches=7, samples=14,
+                          batches=2, recompute=0.5, grad_clip=0.5, evaluate_after=[0], lengths=(6, 9))
+    assert len(run["steps"]) == 2
+
+
+@pytest.mark.parametrize(("schedule", "placement", "every", "microbatches"), [
+    ("pipedream", TWO_ONE_ONE, 1, 5), ("pipedream", ONE_THREE, 2, 4), ("pipedream", FOUR, 1, 3),
+    ("2bw", TWO_TWO, 2, 4), ("pipedream_vertical_sync", TWO_TWO, 1, 3)])
+def test_without_a_flush(world: World, schedule: str, placement: list[list[int]], every: int,
+                         microbatches: int) -> None:
+    """Streams that end with incomplete rounds, an evaluation that drains in the middle, a second call of train."""
+    run = same_everywhere(world, model="rich", schedule=schedule, placement=placement, update_every=every,
+                          microbatches=microbatches, samples=microbatches, batches=9, more=2, recompute=0.5,
+                          grad_clip=0.5, evaluate_after=[1])
+    assert run["middle"] != run["state"]
+
+
+def test_leaving_the_loop_early_then_training_on(world: World) -> None:
+    """Steps 0 and 1 were seen; the pipeline had taken in microbatches of others, which were made, too."""
+    run = same_everywhere(world, model="rich", schedule="pipedream", placement=[[0], [1, 2], [3]], microbatches=4,
+                          samples=4, batches=14, leave_after=1, more=2)
+    assert run["steps"][2][0] > 2
+
+
+def test_a_replica_without_a_microbatch_takes_part(world: World) -> None:
+    """Three replicas, streams of one microbatch; the only stage before them has nothing to train."""
+    run = same_everywhere(world, model="frozen", schedule="pipedream", placement=[[0], [1, 2, 3]], microbatches=1,
+                          samples=1, batches=1, more=1, partition=[1, 3])
+    assert [step[0] for step in run["steps"]] == [0, 1]
+
+
+def test_replicas_that_drift_apart_are_found_on_every_rank(world: World) -> None:
+    for text in world.run(drifted):
+        assert "stage 1: 'head.decoder.bias' on rank 3 is not what it is on rank 1" in text
+
+
+def drifted() -> str:
+    """The words of the error that every rank sees when one replica's weight was touched."""
+    pipe = jobs.pipeline(jobs.rich_model(), schedule="1f1b", placement=[[0], [1, 2, 3]], stages=2, microbatches=3)
+    list(pipe.train(jobs.rich_batches(1, 3)))
+    if pipe.rank == 3:
+        pipe.engine.workers[3].stages[1].weights.leaves()[-1].data[0] += 1e-7
+    try:
+        pipe.state_dict()
+    except RunError as error:
+        return str(error)
+    return "no error"
+
+
+def test_usage_of_every_replica_is_known_on_every_rank(world: World) -> None:
+    assert world.run(used) == [[[4, 4], [1, 1], [1, 1], [1, 1]]] * 4 == [used()] * 4
+
+
+def used() -> list[list[int]]:
+    """Versions and activations of every replica, stage after stage."""
+    pipe = jobs.pipeline(jobs.rich_model(), schedule="pipedream", placement=[[0], [1, 2, 3]], stages=2, microbatches=6)
+    list(pipe.train(jobs.rich_batches(3, 6)))
+    return [[u.versions, u.peak_activations] for u in pipe.engine.whole.usage()]

@@ -1,0 +1,142 @@
+"""``machines``: one command on the first of three hosts runs a rank or two on each, over ssh."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import VPIPE
+from hosts import Host, Hosts, until
+from small_run import check_updates, job_of, losses, only_run, oracle, write_config
+
+MACHINES = ["host0:0", "host0:1", "host1:0", "host2:0"]
+SIZES = {"parallel__model_parallel_size": 4, "training__max_steps": 3}
+
+
+def config(folder: Path, hosts: Hosts, machines: list[str] = MACHINES, **changes: object) -> Path:
+    """A small config; its runs go to a folder of which each host has one of its own."""
+    path = write_config(folder, **SIZES | changes)
+    path.write_text(f"machines: {machines}\n" + path.read_text().replace(f"{folder}/runs", f"{folder}/own"))
+    return path
+
+
+def left(hosts: Hosts) -> list[str]:
+    """Processes and temporary files of ours on any host."""
+    return [f"{host.name}: {thing}" for host in hosts
+            for thing in (*host.processes().values(), *(host.home / "tmp").glob("vpipe*"))]
+
+
+def own(host: Host, folder: Path) -> Path:
+    return host.path(folder / "own")
+
+
+class Launched:
+    """A long run, started on host0."""
+
+    def __init__(self, folder: Path, hosts: Hosts) -> None:
+        self.hosts, self.folder = hosts, folder
+        path = config(folder, hosts, training__max_steps=None, training__max_minutes=2.0)
+        with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
+            self.process = hosts[0].popen([VPIPE, "train", path], cwd=folder, stdout=out, stderr=err)
+        until(lambda: len(list(own(hosts[0], folder).glob("*/metrics.jsonl"))) == 1, 90, "training")
+        self.run = only_run(own(hosts[0], folder))
+        until(lambda: (self.run / "metrics.jsonl").read_text().count("\n") > 3, 60, "a few updates")
+
+    @property
+    def launcher(self) -> int:
+        """Its process id, outside."""
+        words = f"{VPIPE} train"
+        return min(pid for pid, line in self.hosts[0].processes().items() if words in line)
+
+    @property
+    def err(self) -> str:
+        return (self.folder / "err").read_text()
+
+    def ends(self, seconds: float) -> int:
+        """The exit status, once nothing is left on any host."""
+        status = self.process.wait(seconds)
+        until(lambda: not left(self.hosts), seconds, f"nothing is left, such as {left(self.hosts)}")
+        assert "Traceback" not in self.err
+        return status
+
+
+@pytest.fixture
+def launched(hosts: Hosts, tmp_path: Path) -> Iterator[Launched]:
+    return Launched(tmp_path, hosts)
+
+
+def test_a_run(hosts: Hosts, tmp_path: Path) -> None:
+    """With the losses of one device; what ranks wrote on other hosts is in the folder of the first."""
+    path = config(tmp_path, hosts)
+    done = hosts[0].run([VPIPE, "train", path], cwd=tmp_path, timeout=100)
+    assert done.returncode == 0, done.stderr
+    run = only_run(own(hosts[0], tmp_path))
+    check_updates(run, 3)
+    assert losses(run) == oracle(job_of(tmp_path, **SIZES), 3).losses
+    for rank in range(4):
+        log = (run / f"rank{rank}.log").read_text()
+        assert f"stages [{rank}]" in log
+        assert f"rank {rank} has ended" in log
+    assert done.stdout.splitlines()[0] == done.stdout.splitlines()[-1] == f"run folder: {tmp_path}/own/{run.name}"
+    assert left(hosts) == []
+    assert not [path for host in hosts[1:] for path in own(host, tmp_path).iterdir()]
+
+
+def refused(hosts: Hosts, tmp_path: Path) -> str:
+    done = hosts[0].run([VPIPE, "train", config(tmp_path, hosts)], cwd=tmp_path, timeout=100)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert left(hosts) == []
+    assert not list(own(hosts[0], tmp_path).iterdir())
+    return done.stderr
+
+
+def test_ssh_is_refused_and_a_host_has_no_vpipe(hosts: Hosts, tmp_path: Path) -> None:
+    hosts[1].close_ssh()
+    hosts[2].hide(Path(sys.executable).parents[1])
+    said = refused(hosts, tmp_path)
+    assert "error: host host1 cannot be reached: ssh: connect to host host1 port 22: Connection refused" in said
+    assert "error: host host2 has no Python at " in said
+    assert said.count("hint: ") == 2
+
+
+def test_a_host_is_out_of_reach_and_another_lets_no_key_in(hosts: Hosts, tmp_path: Path) -> None:
+    hosts.cut(hosts[1])
+    hosts[2].bar()
+    said = refused(hosts, tmp_path)
+    assert "error: host host1 cannot be reached: ssh: connect to host host1 port 22: " in said
+    assert "error: host host2 does not let ssh in: " in said
+    assert "ssh-copy-id" in said
+
+
+def test_a_killed_rank_ends_all_hosts_and_is_named(launched: Launched) -> None:
+    [rank] = launched.hosts[2].find(RANK="3")
+    os.kill(rank, signal.SIGKILL)
+    assert launched.ends(10) == 1
+    assert "error: rank 3 (stage 3, host host2) was killed by signal 9 (SIGKILL)" in launched.err
+    assert "error: " not in launched.err.replace("error: rank 3", "", 1)
+    assert "stages [3]" in (launched.run / "rank3.log").read_text()
+
+
+def test_ctrl_c_ends_all_hosts(launched: Launched) -> None:
+    os.kill(launched.launcher, signal.SIGINT)
+    assert launched.ends(15) == 130
+    assert launched.err.splitlines()[-1] == "interrupted (SIGINT): all ranks have ended"
+
+
+def test_all_hosts_end_when_the_launcher_is_killed(launched: Launched) -> None:
+    os.kill(launched.launcher, signal.SIGKILL)
+    launched.ends(15)
+
+
+def test_a_machine_that_no_one_knows(hosts: Hosts, tmp_path: Path) -> None:
+    path = config(tmp_path, hosts, ["host0:0", "host0:1", "host1:0", "elsewhere:0"])
+    done: subprocess.CompletedProcess[str] = hosts[0].run([VPIPE, "train", path], cwd=tmp_path, timeout=100)
+    assert done.returncode == 2
+    assert "error: host elsewhere cannot be reached: ssh: Could not resolve hostname elsewhere" in done.stderr
+    assert left(hosts) == []

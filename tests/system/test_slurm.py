@@ -1,0 +1,121 @@
+"""The scripts of ``vpipe slurm`` under a real SLURM, with a node per host."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+from conftest import VPIPE
+from hosts import until
+from small_run import check_updates, job_of, losses, only_run, oracle, write_config
+
+ROOT = Path(__file__).parents[2]
+CONFIG = Path("configs/bert_mini_4stage.yaml")
+SIZES = {"parallel__model_parallel_size": 4, "training__max_steps": 3}
+
+
+@pytest.fixture
+def work(tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with the ready scripts, where their config is a small one; nothing runs on any node afterwards."""
+    monkeypatch.setenv("PATH", f"{VPIPE.parent}{os.pathsep}{os.environ['PATH']}")
+    shutil.copytree(ROOT / "configs" / "slurm", tmp_path / "configs" / "slurm")
+    write_config(tmp_path, **SIZES).rename(tmp_path / CONFIG)
+    idle = [set(host.processes().values()) for host in cluster.hosts]
+    yield tmp_path
+    for job in cluster.command("squeue", "--noheader", "--format", "%i").stdout.split():
+        cluster.command("scancel", "--signal=KILL", job)
+    until(lambda: [set(host.processes().values()) for host in cluster.hosts] == idle, 20, "the nodes are idle")
+
+
+def submit(cluster: Cluster, work: Path, script: str | Path) -> int:
+    done = cluster.command("sbatch", "--parsable", script, cwd=work)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+def said(work: Path, job: int) -> str:
+    """What the job printed."""
+    return (work / f"bert_mini_4stage-{job}.out").read_text()
+
+
+def long_run(work: Path) -> None:
+    write_config(work, **SIZES | {"training__max_steps": None, "training__max_minutes": 2.0}).rename(work / CONFIG)
+
+
+def trains(work: Path) -> bool:
+    """Whether a few updates are done."""
+    return any(path.read_text().count("\n") > 3 for path in work.glob("runs/*/metrics.jsonl"))
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+def test_a_ready_script(nodes: int, cluster: Cluster, work: Path, tmp_path: Path) -> None:
+    """It is run as it stands in the repository. The losses are those of one device."""
+    [script] = (ROOT / "configs" / "slurm").glob(f"*_{nodes}node*.sh")
+    job = submit(cluster, work, script.relative_to(ROOT))
+    state = cluster.wait(job, 90)
+    assert state == "COMPLETED", said(work, job)
+    assert cluster.shown(job)["NumNodes"] == str(nodes)
+    run = only_run(work / "runs")
+    check_updates(run, 3)
+    assert losses(run) == oracle(job_of(tmp_path, **SIZES), 3).losses
+    assert said(work, job).count("run folder: ") == 2, said(work, job)
+    assert {path.name for path in run.glob("*.log")} == {f"rank{rank}.log" for rank in range(4)}
+
+
+def test_a_killed_rank_ends_the_job_and_is_named(cluster: Cluster, work: Path) -> None:
+    long_run(work)
+    job = submit(cluster, work, "configs/slurm/bert_mini_4stage_2nodes.sh")
+    until(lambda: trains(work), 60, "a few updates")
+    [rank] = cluster.hosts[1].find(SLURM_PROCID="3")
+    os.kill(rank, signal.SIGKILL)
+    assert cluster.wait(job, 20) == "FAILED"
+    text = said(work, job)
+    assert "srun: error: n2: task 3: Killed" in text
+    assert "error: rank 3 (stage 3) on n2 ended without a word" in text
+    assert "Traceback" not in text
+
+
+def test_a_cancelled_job(cluster: Cluster, work: Path) -> None:
+    """Submitted by the command; ``work`` sees that nothing is left."""
+    long_run(work)
+    done = cluster.command(VPIPE, "slurm", CONFIG, "--nodes", "2", "--partition", "main", "--submit", cwd=work)
+    assert done.stdout.startswith("submitted job "), done.stderr
+    job = int(done.stdout.split()[2].rstrip(":"))
+    until(lambda: trains(work), 60, "a few updates")
+    cluster.command("scancel", str(job))
+    assert cluster.wait(job, 20) == "CANCELLED"
+    assert "Traceback" not in said(work, job)
+
+
+def test_sbatch_refuses(cluster: Cluster, work: Path) -> None:
+    done = cluster.command(VPIPE, "slurm", CONFIG, "--nodes", "2", "--partition", "gpu", "--submit", cwd=work)
+    assert done.returncode == 1
+    assert "error: sbatch did not take the job" in done.stderr
+    assert "invalid partition specified: gpu" in done.stderr
+
+
+def test_another_number_of_tasks(cluster: Cluster, work: Path) -> None:
+    done = cluster.command("srun", "--ntasks=3", "--kill-on-bad-exit=1", VPIPE, "train", CONFIG, cwd=work)
+    assert done.returncode == 2
+    assert "error: srun started 3 processes, but the schedule has 4 ranks\nhint: " in done.stderr
+    assert done.stderr.count("hint: ") == 1
+    assert "Traceback" not in done.stderr
+    assert not (work / "runs").exists()
+
+
+def test_a_node_without_vpipe(cluster: Cluster, work: Path) -> None:
+    environment = Path(sys.executable).parents[1]
+    cluster.hosts[3].hide(environment)
+    try:
+        job = submit(cluster, work, "configs/slurm/bert_mini_4stage_4nodes.sh")
+        assert cluster.wait(job, 60) == "FAILED"
+    finally:
+        cluster.hosts[3].show(environment)
+    assert "vpipe: No such file or directory" in said(work, job)
+    assert "n4: task 3: Exited with exit code 2" in said(work, job)

@@ -1,0 +1,259 @@
+"""Who is said to have failed: ranks as threads of this process, over real connections, on a fast clock."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from queue import Queue
+
+import pytest
+
+from vpipe.errors import RunError
+from vpipe.watch.fault import Fault
+from vpipe.watch.hub import Hub
+from vpipe.watch.line import Line, connect
+from vpipe.watch.pace import Pace
+from vpipe.watch.sockets import break_off, connections
+from vpipe.watch.watch import Watch
+
+WITHIN_S = 20.0
+"""What takes milliseconds here; a loaded machine takes longer."""
+
+PACE = Pace(beat_s=0.05, silent_s=2.0, grace_s=0.3)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    peer: int | None
+
+    def __str__(self) -> str:
+        return f"waiting for rank {self.peer}"
+
+
+class Ranks:
+    """Some ranks of a job on hosts a, b, c ..., two on each, with what they were ended with."""
+
+    def __init__(self) -> None:
+        self.hub: Hub | None = None
+        self.watches: dict[int, Watch] = {}
+        self.lines: dict[int, Line] = {}
+        self.ended: dict[int, Queue[RunError]] = {}
+        self.broken_off: list[int] = []
+
+    def start(self, ranks: int, without: tuple[int, ...] = ()) -> Hub:
+        self.hub = Hub(ranks, PACE)
+        for rank in range(ranks):
+            if rank not in without:
+                self.join(rank, ranks, connect("127.0.0.1", self.hub.port, WITHIN_S), self.hub.token)
+        return self.hub
+
+    def join(self, rank: int, ranks: int, line: Line, token: str) -> Watch:
+        hosts = ["abc"[other // 2] for other in range(ranks)]
+        self.lines[rank], self.ended[rank] = line, Queue()
+        self.watches[rank] = Watch(rank, hosts, line, token, PACE, self.ended[rank].put)
+        self.watches[rank].describe = lambda rank: f"rank {rank} (stage {rank})"
+        self.watches[rank].break_off = lambda: self.broken_off.append(rank)
+        return self.watches[rank]
+
+    def end_of(self, rank: int) -> str:
+        return str(self.ended[rank].get(timeout=WITHIN_S))
+
+    def stop(self) -> None:
+        for watch in self.watches.values():
+            watch.leave()
+        if self.hub is not None:
+            self.hub.stop()
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    some = Ranks()
+    yield some
+    some.stop()
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WITHIN_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def hello(hub: Hub, rank: int) -> Line:
+    """A rank that says no more than its name."""
+    line = connect("127.0.0.1", hub.port, WITHIN_S)
+    line.say({"rank": rank, "token": hub.token})
+    return line
+
+
+def test_a_lost_connection_is_an_end_and_all_hear_of_it_at_once(ranks: Ranks) -> None:
+    hub = ranks.start(4, without=(2,))
+    hello(hub, 2).close()
+    for rank in (0, 1, 3):
+        assert ranks.end_of(rank) == (
+            f"error: rank 2 (stage 2) on b ended without a word; rank {rank} (stage {rank}) on {'ab'[rank // 2]} was "
+            f"at work (rank {rank}, peer rank 2)\nhint: look at its log; a process that was killed says nothing "
+            "(Linux kills one when memory runs out)")
+    assert sorted(ranks.broken_off) == [0, 1, 3]  # so that the main thread raises, if it can
+
+
+def test_a_rank_whose_main_thread_raises_is_not_ended(ranks: Ranks) -> None:
+    hub = ranks.start(3, without=(2,))
+    hello(hub, 2).close()
+    assert ranks.watches[0].explain(1, None) == Fault.ended(2)  # not the neighbour that it lost
+    ranks.end_of(1)
+    assert ranks.ended[0].empty()
+
+
+def test_silence_is_a_failure_and_a_whole_host_fails_at_once(ranks: Ranks) -> None:
+    hub = ranks.start(4, without=(2, 3))
+    lines = [hello(hub, rank) for rank in (2, 3)]
+    ranks.watches[0].doing = Waiting(1)
+    assert ranks.end_of(0).startswith("error: rank 2 (stage 2) on b, rank 3 (stage 3) on b gave no sign of life for 2")
+    assert "; rank 1 (stage 1) on a was at work" in ranks.end_of(1)
+    for line in lines:
+        line.close()
+
+
+def test_a_rank_that_never_came_is_silent(ranks: Ranks) -> None:
+    ranks.start(2, without=(1,))
+    assert "error: rank 1 (stage 1) gave no sign of life for" in ranks.end_of(0)  # one host: not worth a word
+
+
+def test_one_that_ended_in_good_order_is_not_blamed(ranks: Ranks) -> None:
+    hub = ranks.start(4, without=(3,))
+    line = hello(hub, 3)
+    ranks.watches.pop(1).leave()
+    until(lambda: ranks.watches[2]._states[1][1])
+    line.close()
+    assert ranks.end_of(2).startswith("error: rank 3 (stage 3) on b ended without a word")
+    assert ranks.ended[1].empty()
+
+
+def test_when_rank_0_ends_in_good_order_the_others_go_on_without_a_watch(ranks: Ranks) -> None:
+    hub = ranks.start(3)
+    ranks.watches.pop(0).leave()
+    hub.stop()
+    for rank in (1, 2):
+        ranks.watches[rank]._thread.join(WITHIN_S)
+        assert ranks.ended[rank].empty()
+        assert ranks.watches[rank].explain(0, None) == Fault.left(0)
+
+
+def test_a_rank_waiting_for_one_that_has_ended_is_told_so(ranks: Ranks) -> None:
+    ranks.start(3)
+    ranks.watches.pop(1).leave()
+    until(lambda: ranks.watches[2]._states[1][1])
+    fault = ranks.watches[2].explain(1, None)
+    assert str(ranks.watches[2].error(fault, "...")) == (
+        "error: rank 1 (stage 1) on a has ended its program; ... (rank 2, peer rank 1)\n"
+        "hint: every rank must go through the same batches and calls")
+
+
+def test_without_rank_0_the_others_know_that_it_is_gone(ranks: Ranks) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        watch = ranks.join(2, 3, connect("127.0.0.1", server.getsockname()[1], WITHIN_S), "token")
+        server.accept()[0].close()
+        assert watch.explain(1, None) == Fault.ended(0)
+
+
+def test_rank_0_may_be_silent_too(ranks: Ranks) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ranks.join(2, 3, connect("127.0.0.1", server.getsockname()[1], WITHIN_S), "token")
+        connection, _ = server.accept()
+        with connection:
+            assert "error: rank 0 (stage 0) on a gave no sign of life for 2" in ranks.end_of(2)
+            assert b'"ranks": [0]' in connection.recv(1 << 16)  # said all the same: it may only sleep
+
+
+def test_what_a_rank_says_of_itself_is_what_all_say(ranks: Ranks) -> None:
+    ranks.start(3)
+    ranks.watches[1].failed(RunError("IndexError: 7", hint="see there", rank=1, stage=1, action="1F0"))
+    ranks.watches.pop(1).leave()
+    for rank in (0, 2):
+        fault = ranks.watches[rank].explain(1, None)
+        assert (fault.ranks, fault.what, fault.hint) == ((1,), "failed: IndexError: 7 (action 1F0)", "see there")
+    assert ranks.ended[1].empty()
+
+
+def test_the_first_failure_counts(ranks: Ranks) -> None:
+    hub = ranks.start(3, without=(1,))
+    hello(hub, 1).close()
+    until(ranks.watches[2]._known.is_set)
+    ranks.watches[2].failed(ValueError("what follows from it"))
+    assert ranks.watches[2].explain(1, None) == Fault.ended(1)
+    assert ranks.watches[0].explain(2, None) == Fault.ended(1)
+
+
+@pytest.mark.parametrize(("waits", "blamed"), [({0: 1}, 1), ({0: 1, 1: 2}, 2), ({0: 1, 1: 2, 2: 3}, 3),
+                                               ({0: 1, 1: 2, 2: 1}, 2), ({0: 1, 1: None}, 1)])
+def test_of_those_that_wait_for_one_another_the_last_is_to_blame(ranks: Ranks, waits: dict[int, int | None],
+                                                                 blamed: int) -> None:
+    ranks.start(4)
+    for rank, peer in waits.items():
+        ranks.watches[rank].doing = Waiting(peer)
+    until(lambda: all((ranks.watches[0]._states[rank][2] or [0, 0])[1] > 0.3 for rank in waits))
+    assert ranks.watches[0].explain(1, 0.5) == Fault.busy(blamed)
+
+
+def test_one_that_is_silent_while_others_wait_is_to_blame(ranks: Ranks) -> None:
+    hub = ranks.start(3, without=(2,))
+    line = hello(hub, 2)
+    ranks.watches[1].doing = Waiting(2)
+    until(lambda: (ranks.watches[0]._states[1][2] or [0, 0])[1] > 0.6)
+    fault = ranks.watches[0].explain(1, 1.0)
+    assert fault.ranks == (2,)
+    assert fault.what.startswith("gave no sign of life for ")
+    line.close()
+
+
+def test_a_stranger_is_shown_out(ranks: Ranks) -> None:
+    hub = ranks.start(2)
+    for said in (b'{"rank": 0, "token": "guessed"}\n', b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"\xff\n",
+                 b"x" * (2 << 20)):
+        with socket.create_connection(("127.0.0.1", hub.port), WITHIN_S) as stranger:
+            try:
+                stranger.sendall(said)
+                assert stranger.recv(1) == b""
+            except ConnectionError:
+                pass
+    until(lambda: ranks.watches[1]._states[1][0] < 0.5)
+    assert ranks.ended[0].empty()
+    assert ranks.ended[1].empty()
+
+
+def test_a_pause_of_the_own_process_is_nobodys_silence(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks.start(2)
+    clock, offset = time.monotonic, [0.0]
+    monkeypatch.setattr("vpipe.watch.hub.monotonic", lambda: clock() + offset[0])
+    monkeypatch.setattr("vpipe.watch.watch.monotonic", lambda: clock() + offset[0])
+    time.sleep(0.2)
+    offset[0] = 100.0  # as after SIGCONT
+    time.sleep(0.5)
+    assert ranks.ended[0].empty()
+    assert ranks.ended[1].empty()
+    assert not ranks.watches[0]._known.is_set()
+
+
+@pytest.mark.parametrize("timeout_s", [2.0, 4.0, 60.0, 600.0])
+def test_all_is_over_within_the_timeout(timeout_s: float) -> None:
+    pace = Pace.of(timeout_s)
+    assert pace.silent_s + 2 * pace.beat_s + pace.grace_s < timeout_s
+    assert pace.silent_s >= 5 or timeout_s < 10
+    assert pace.beat_s + pace.grace_s < 10
+
+
+def test_the_connections_of_this_process_are_found_and_broken_off() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        before = connections()
+        with socket.create_connection(server.getsockname(), WITHIN_S) as mine, server.accept()[0] as theirs:
+            both = connections().items() - before.items()
+            assert {number for number, _ in both} == {mine.fileno(), theirs.fileno()}
+            assert connections(but=[server.getsockname()[1]]).items() - before.items() == set()
+            break_off({mine.fileno(): "socket:[0]"})  # another one by now
+            mine.sendall(b"x")
+            break_off({mine.fileno(): dict(both)[mine.fileno()]})
+            assert mine.recv(1) == b""
+            assert theirs.recv(2) + theirs.recv(2) == b"x"

@@ -1,0 +1,54 @@
+"""``vpipe launch --print``: what ``vpipe train`` would start, on which host, as commands that can be copied."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Iterator
+from dataclasses import replace
+
+from vpipe.launch.hosts import host_of
+from vpipe.launch.machine import hosts_of, ranks_of
+from vpipe.launch.network import free_port
+from vpipe.launch.ranks import HostRanks, ranks_here
+from vpipe.launch.ssh import ssh_command
+from vpipe.train.config import load_config
+
+FOLDER = "$FOLDER"
+
+
+def run_launch(options: argparse.Namespace) -> None:
+    """Print the commands; opens no data and starts nothing."""
+    config = load_config(options.config, options.settings, options.scheduler)
+    hosts = hosts_of(config)
+    here = ranks_here(config, hosts, ranks_of(config), free_port(config.parallel.master_port))
+    print(f"# {_named(here)} here" + (f", on {here.host}" if here.host else "") + "; a new folder of this run, with "
+          "the config below as config.yaml")
+    print(f"FOLDER={shlex.quote(os.path.abspath(config.log_directory))}/$(date +%Y-%m-%d_%H-%M-%S)")
+    print('mkdir -p "$FOLDER"')
+    print("\n".join(_commands(here)))
+    for login in [] if hosts is None else hosts.others:
+        assert hosts is not None
+        there = replace(here, devices=hosts.on(login), host=host_of(login), interface=config.parallel.interface,
+                        python=config.launch.python or here.python)
+        print(f"\n# {_named(there)} on {there.host}, by the launcher that this starts there, which is told the config")
+        print(shlex.join(ssh_command(login, config.launch)))
+        print("# and which runs there"
+              + ("" if there.interface else ", with GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME naming the interface "
+                 f"that leads to {there.address}"))
+        print("FOLDER=$(mktemp -d)")
+        print("\n".join(_commands(there)))
+    print(f"\n# config.yaml\ncat > \"{FOLDER}/config.yaml\" <<'END'\n{config.resolved_yaml().rstrip()}\nEND")
+
+
+def _named(ranks: HostRanks) -> str:
+    numbers = list(ranks.devices)
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+
+
+def _commands(ranks: HostRanks) -> Iterator[str]:
+    for rank in ranks.devices:
+        variables = [f"{name}={shlex.quote(value)}" for name, value in ranks.environment(rank).items()]
+        words = [f'"{FOLDER}"' if word == FOLDER else shlex.quote(word) for word in ranks.command(FOLDER)]
+        yield " ".join([*variables, *words])

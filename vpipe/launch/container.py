@@ -1,0 +1,123 @@
+"""Running in an image: the command of a rank inside ``apptainer exec``.
+
+The image has a ``python3`` with what vpipe needs. vpipe itself comes from the image when this host has it as an
+installed package; from a checkout, the checkout is bound and goes before what the image has.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import vpipe
+from vpipe.errors import UserError
+from vpipe.train.config import Config
+
+PROGRAMS = ("apptainer", "singularity")
+"""In the order in which they are looked for; the second is the first's old name."""
+
+INSIDE = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER", "VPIPE_IN_CONTAINER")
+"""Environment variables that say this process runs in an image already; the programs set the first two."""
+
+
+@dataclass(frozen=True)
+class Container:
+    """An image on this host, and how it is run.
+
+    Attributes:
+        program: the path of apptainer or singularity.
+        image: its file, or an address such as ``docker://...``.
+        gpus: whether the GPUs of the host are let in.
+        bound: files and folders of the host to be seen inside, at the same paths.
+    """
+
+    program: str
+    image: str
+    gpus: bool
+    bound: tuple[Path, ...]
+
+    @classmethod
+    def of(cls, config: Config) -> Container | None:
+        """What ``container`` asks for, found on this host; None when it asks for nothing.
+
+        Raises:
+            UserError: no program is on the path that runs images, or there is no image.
+        """
+        image = config.container
+        if not image:
+            return None
+        program = next(filter(None, map(shutil.which, PROGRAMS)), None)
+        if program is None:
+            raise UserError(f"container is '{image}', but neither apptainer nor singularity is on the path",
+                            hint="install one of them, or leave container out")
+        if "://" not in image:
+            if not Path(image).exists():
+                raise UserError(f"container names the image '{image}', but there is no such file",
+                                hint=f"copy it to {os.path.abspath(image)}, or write the path that it has")
+            image = os.path.abspath(image)
+        return cls(program, image, config.parallel.backend == "nccl", tuple(_bound(config)))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What is set for the program, which hands it on to what runs inside."""
+        package = _checkout()
+        paths = [str(package or ""), os.environ.get("PYTHONPATH", "")]
+        return {INSIDE[-1]: "1"} | ({} if package is None else {"PYTHONPATH": os.pathsep.join(filter(None, paths))})
+
+    def wrapped(self, command: Sequence[str], bound: Sequence[Path] = ()) -> list[str]:
+        """``command``, run in the image, which also sees ``bound``."""
+        binds = [part for path in _outermost([*self.bound, *bound]) for part in ("--bind", str(path))]
+        return [self.program, "exec", *(["--nv"] if self.gpus else []), *binds, "--pwd", os.getcwd(), self.image,
+                *command]
+
+
+def inside_container() -> bool:
+    """Whether this process runs in an image."""
+    return any(os.environ.get(name) for name in INSIDE)
+
+
+def _bound(config: Config) -> list[Path]:
+    """The working folder, what the config names, and vpipe itself where it is no installed package."""
+    cache = config.dataset.cache_directory or Path.home() / ".cache" / "vpipe"
+    cache.mkdir(parents=True, exist_ok=True)
+    schedule = Path(config.parallel.schedule)
+    paths = [Path(), config.dataset.path, config.model.config_file, cache, schedule if schedule.is_file() else None,
+             _checkout()]
+    return [path for path in paths if path is not None]
+
+
+def _checkout() -> Path | None:
+    """The folder that holds this package, where it is a checkout."""
+    folder = Path(vpipe.__file__).parents[1]
+    return None if {"site-packages", "dist-packages"} & set(folder.parts) else folder
+
+
+def _outermost(paths: Sequence[Path]) -> list[Path]:
+    """Absolute, each once, none inside another."""
+    whole = sorted({Path(os.path.abspath(path)) for path in paths})
+    for path in whole:
+        if set(",:") & set(str(path)):
+            raise UserError(f"'{path}' cannot be bound into a container: it holds a comma or a colon",
+                            hint="rename it, or leave container out")
+    return [path for path in whole if not any(other != path and path.is_relative_to(other) for other in whole)]
+
+
+def enter(config: Config) -> None:
+    """Start this very command anew in the image that the config names; returns when there is nothing to do.
+
+    For processes that torchrun or srun started, which a launcher of ours cannot wrap.
+
+    Raises:
+        UserError: see :meth:`Container.of`.
+    """
+    if not config.container or inside_container():
+        return
+    container = Container.of(config)
+    assert container is not None
+    config.log_directory.mkdir(parents=True, exist_ok=True)
+    command = container.wrapped(["python3", "-m", "vpipe", *sys.argv[1:]], bound=[config.log_directory])
+    os.execvpe(command[0], command, {**os.environ, **container.environment})

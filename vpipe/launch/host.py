@@ -1,0 +1,222 @@
+"""The launcher of another host: ``python -m vpipe.launch.host``, started over ssh by the first host's.
+
+It is told over standard input what to run, looks whether this host can, starts the ranks when told, and sends back
+all they write. They and it end when the first host says so, when it falls silent, and when the connection is lost.
+The ranks' files are in a temporary folder, so that nothing is left here and no file system need be shared.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import signal
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any
+
+from vpipe.errors import Problem, UserError
+from vpipe.launch.container import Container
+from vpipe.launch.failure import as_error, read_report, signal_name
+from vpipe.launch.folder import CONFIG, failure_path, log_path
+from vpipe.launch.local import GRACE_S, POLL_S, Interrupted, Processes, interrupting
+from vpipe.launch.messages import decoded, encoded, identity
+from vpipe.launch.network import interface_towards, reach
+from vpipe.launch.ranks import HostRanks
+from vpipe.train.config import load_config
+
+SILENCE_S = 60.0
+"""Until the first host says how long it may be silent."""
+
+REACH_S = 5.0
+CHUNK_BYTES = 1 << 20
+
+
+class Gone(Exception):  # noqa: N818 - it is no error of this host
+    """The first host wants no more, or cannot be heard."""
+
+
+class Inbox:
+    """What the first host says. When it is gone for good, so is this process, even if it hangs in a write."""
+
+    def __init__(self) -> None:
+        self.silence_s = SILENCE_S
+        self._messages: SimpleQueue[dict[str, Any]] = SimpleQueue()
+        self._heard = time.monotonic()
+        self._ended = False
+        Thread(target=self._read, daemon=True).start()
+        Thread(target=self._end_late, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in sys.stdin.buffer:
+            self._heard = time.monotonic()
+            if message := decoded(line):
+                self._messages.put(message)
+                self._ended = self._ended or "end" in message
+        self._ended = True
+
+    def _end_late(self) -> None:
+        while not self.gone:
+            time.sleep(POLL_S)
+        time.sleep(3 * GRACE_S)
+        os._exit(1)  # the ranks see it, and end as well
+
+    @property
+    def silent(self) -> bool:
+        """Whether the first host says nothing, not even that it ends."""
+        return not self._ended and time.monotonic() - self._heard > self.silence_s
+
+    @property
+    def gone(self) -> bool:
+        """Whether the ranks must end."""
+        return self._ended or self.silent
+
+    def take(self, key: str) -> Any:
+        """Wait for the message ``key``.
+
+        Raises:
+            Gone: it never comes.
+        """
+        while not self.gone:
+            with suppress(Empty):
+                message = self._messages.get(timeout=POLL_S)
+                if key in message:
+                    return message[key]
+        raise Gone
+
+
+class Outbox:
+    """What is said to the first host: messages, and the ranks' files as they grow."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._sent: dict[Path, int] = {}
+
+    def say(self, **message: Any) -> None:
+        """Say it at once.
+
+        Raises:
+            OSError: nobody listens.
+        """
+        sys.stdout.buffer.write(encoded(**message))
+        sys.stdout.buffer.flush()
+
+    def copy(self, run_folder: str, pattern: str) -> None:
+        """Send what is new in the files that match; a report's paths become those of the run's folder."""
+        for path in sorted(self._folder.rglob(pattern)):
+            if path.is_file() and path.name != CONFIG:
+                with path.open("rb") as file:
+                    file.seek(self._sent.get(path, 0))
+                    while data := file.read(CHUNK_BYTES):
+                        if path.name.endswith(".failure.json"):
+                            data = data.replace(str(self._folder).encode(), run_folder.encode())
+                        self.say(file=str(path.relative_to(self._folder)), data=base64.b64encode(data).decode())
+                    self._sent[path] = file.tell()
+
+
+def main() -> int:
+    """Serve one run; returns the exit status."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the end of the input says it
+    with tempfile.TemporaryDirectory(prefix="vpipe-") as name, suppress(OSError, Gone, Interrupted), \
+            interrupting() as ignore_signals:
+        folder = Path(name)
+        outbox, inbox = Outbox(folder), Inbox()
+        outbox.say(hello=identity())
+        try:
+            ranks = _prepared(inbox.take("run"), folder, inbox)
+        except UserError as error:
+            outbox.say(refused=[[problem.what, problem.hint, _place(problem, name)] for problem in error.problems])
+            return 2
+        outbox.say(ready=True)
+        run_folder = str(inbox.take("start"))
+        processes = Processes(ranks, folder)
+        try:
+            processes.start()
+            _serve(processes, inbox, outbox, run_folder)
+        finally:
+            ignore_signals()
+            processes.close()
+        outbox.copy(run_folder, "*")
+        if inbox.silent:
+            outbox.say(silent_s=inbox.silence_s)
+        return 0
+    return 1
+
+
+def _place(problem: Problem, folder: str) -> str | None:
+    """Where a problem is, unless it is in the config, which is the first host's."""
+    return None if problem.where is None or problem.where.startswith(folder) else problem.where
+
+
+def _prepared(told: dict[str, Any], folder: Path, inbox: Inbox) -> HostRanks:
+    """What to start, once it is sure that this host can.
+
+    Raises:
+        UserError: it cannot, and why.
+    """
+    inbox.silence_s = float(told["silence_s"])
+    (folder / CONFIG).write_text(told["config"])
+    config = load_config(folder / CONFIG)
+    address, port = str(told["address"]), int(told["port"])
+    interface = config.parallel.interface or interface_towards(address)
+    reach(address, port, REACH_S)
+    devices = {int(rank): int(device) for rank, device in told["devices"].items()}
+    container = Container.of(config)
+
+    def ranks(*task: str) -> HostRanks:
+        return HostRanks(devices, int(told["world"]), address, port, interface, config.training.threads, task,
+                         str(told["host"]), container)
+
+    first = min(devices)
+    trial = Processes(ranks("prepare", *map(str, devices.values())), folder)
+    try:
+        trial.start([first])
+        while (status := trial.statuses[first]) is None:
+            if inbox.gone:
+                raise Gone
+            time.sleep(POLL_S)
+    finally:
+        trial.close()
+    if status:
+        raise _unprepared(status, folder, first)
+    log_path(folder, first).unlink(missing_ok=True)
+    return ranks("train")
+
+
+def _unprepared(status: int, folder: Path, rank: int) -> UserError:
+    report = read_report(folder, rank)
+    if report is not None:
+        what, hint, where = report["problems"][0]
+        if report["user"]:
+            return UserError(what, hint=hint, where=where)
+        return UserError(as_error(report, str).what, hint="look there")
+    said = log_path(folder, rank).read_text(errors="replace").strip().splitlines()
+    how = f"was killed by {signal_name(-status)}" if status < 0 else f"ended with exit status {status}"
+    return UserError(f"a rank's process {how} before it could look at the config: {said[-1] if said else 'in silence'}",
+                     hint="the Python of the ranks must have vpipe and what it needs, in the container where there is "
+                          "one")
+
+
+def _serve(processes: Processes, inbox: Inbox, outbox: Outbox, run_folder: str) -> None:
+    """Send what the ranks write, until all have ended or must."""
+    told: set[int] = set()
+    while not inbox.gone:
+        ended = {rank: status for rank, status in processes.statuses.items() if status is not None}
+        outbox.copy(run_folder, "rank*.log")
+        for rank, status in ended.items():
+            if rank not in told:
+                if failure_path(Path(processes.folder), rank).exists():
+                    outbox.copy(run_folder, failure_path(Path(), rank).name)
+                outbox.say(ended=rank, status=status)
+                told.add(rank)
+        if len(told) == len(processes.statuses):
+            return
+        time.sleep(POLL_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""Whether another program started this process as one rank of several, and which: torchrun, or srun."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vpipe.errors import UserError
+from vpipe.train.sections import ParallelSection
+
+FIRST_PORT, PORTS = 10_000, 20_000
+"""A job's port is one of these: below those that Linux gives to connections."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank of a run that another program started.
+
+    Attributes:
+        starter: that program.
+        rank, ranks: which, of how many.
+        device: its number on its host.
+        host: the name of its host.
+        address, port: where rank 0 waits for the others, or torchrun does.
+    """
+
+    starter: str
+    rank: int
+    ranks: int
+    device: int
+    host: str
+    address: str
+    port: int
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str], parallel: ParallelSection | None) -> Member | None:
+        """What the environment says; None for a process that was started alone.
+
+        ``RANK`` and ``WORLD_SIZE`` are torchrun's. Under SLURM only the processes of ``srun`` are ranks: in a batch
+        script itself there is no step, and an interactive step has one task.
+
+        Raises:
+            UserError: the environment is incomplete, or SLURM does not tell an address.
+        """
+        host = environment.get("SLURMD_NODENAME") or socket.gethostname()
+        if "RANK" in environment and "WORLD_SIZE" in environment:
+            starter = "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "its starter"
+            rank = _number(environment, "RANK", starter)
+            device = _number(environment, "LOCAL_RANK", starter) if "LOCAL_RANK" in environment else rank
+            return cls(starter, rank, _number(environment, "WORLD_SIZE", starter), device, host,
+                       _text(environment, "MASTER_ADDR", starter), _number(environment, "MASTER_PORT", starter))
+        if "SLURM_STEP_ID" not in environment or "SLURM_PROCID" not in environment:
+            return None
+        tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
+        ranks = _number(environment, tasks, "srun")
+        if ranks == 1:
+            return None
+        address = parallel.master_address if parallel else None
+        port = parallel.master_port if parallel else None
+        if port is None:
+            port = (_number(environment, "MASTER_PORT", "srun") if "MASTER_PORT" in environment else
+                    slurm_port(_number(environment, "SLURM_JOB_ID", "srun"),
+                               _number(environment, "SLURM_STEP_ID", "srun")))
+        return cls("srun", _number(environment, "SLURM_PROCID", "srun"), ranks,
+                   _number(environment, "SLURM_LOCALID", "srun"), host,
+                   address or environment.get("MASTER_ADDR") or slurm_address(environment), port)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What the environment of this process should say, as torchrun says it."""
+        return {"RANK": str(self.rank), "WORLD_SIZE": str(self.ranks), "LOCAL_RANK": str(self.device),
+                "MASTER_ADDR": self.address, "MASTER_PORT": str(self.port)}
+
+    def check(self, ranks: int) -> None:
+        """Refuse another number of processes than the schedule has ranks.
+
+        Raises:
+            UserError: it is another.
+        """
+        if self.ranks == ranks:
+            return
+        remedy = {"torchrun": f"make --nnodes times --nproc-per-node {ranks}", "srun": f"use srun --ntasks {ranks}"}
+        raise UserError(f"{self.starter} started {self.ranks} process{'es' * (self.ranks > 1)}, but the schedule has "
+                        f"{ranks} rank{'s' * (ranks > 1)}",
+                        hint=remedy.get(self.starter, f"start {ranks}") + ", or change parallel.model_parallel_size")
+
+
+def slurm_port(job: int, step: int) -> int:
+    """The port of a step of a job, the same on all its nodes; jobs and steps that run together have different ones."""
+    return FIRST_PORT + (10 * job + step) % PORTS
+
+
+def slurm_address(environment: Mapping[str, str]) -> str:
+    """The address of the node of a step's first rank, as SLURM knows it.
+
+    Raises:
+        UserError: SLURM does not say.
+    """
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        raise UserError("srun does not tell the nodes of the step: SLURM_STEP_NODELIST is not set", hint=_REMEDY)
+    names = _scontrol("hostnames", nodes).split()
+    if not names:
+        raise UserError(f"scontrol finds no nodes in '{nodes}'", hint=_REMEDY)
+    for word in _scontrol("node", names[0]).split():
+        key, _, value = word.partition("=")
+        if key == "NodeAddr" and value:
+            return value
+    raise UserError(f"scontrol tells no NodeAddr of node {names[0]}", hint=_REMEDY)
+
+
+_REMEDY = "set parallel.master_address, or export MASTER_ADDR, to the name of the first rank's node"
+
+
+def _scontrol(*question: str) -> str:
+    try:
+        return subprocess.run(["scontrol", "show", *question], capture_output=True, text=True, check=True,
+                              timeout=60).stdout
+    except FileNotFoundError:
+        raise UserError("there is no scontrol on the path, which tells the address of the first rank's node",
+                        hint=_REMEDY) from None
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        said = getattr(error, "stderr", None) or ""
+        raise UserError(f"scontrol show {' '.join(question)} failed: {str(said).strip() or error}", hint=_REMEDY) \
+            from None
+
+
+def _text(environment: Mapping[str, str], name: str, starter: str) -> str:
+    if not environment.get(name):
+        raise UserError(f"{starter} did not set {name} for this process",
+                        hint="start with vpipe train, torchrun or srun; unset RANK and WORLD_SIZE where none of them "
+                        "set them")
+    return environment[name]
+
+
+def _number(environment: Mapping[str, str], name: str, starter: str) -> int:
+    text = _text(environment, name, starter)
+    if not text.isdecimal():
+        raise UserError(f"{starter} set {name} to '{text}'", hint="it must be a whole number")
+    return int(text)

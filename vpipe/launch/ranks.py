@@ -1,0 +1,95 @@
+"""The ranks of one host: the command and the environment that each is started with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vpipe.launch.container import Container
+from vpipe.launch.hosts import Hosts, host_of
+from vpipe.launch.network import interface_towards, meeting_address
+from vpipe.train.config import Config
+
+PARENT_PIPE = "VPIPE_PARENT_PIPE"
+"""Environment variable with a file descriptor: it ends when the launcher does, and then so must the rank."""
+
+HOST = "VPIPE_HOST"
+"""Environment variable with the host's name for messages, where a run has several."""
+
+
+@dataclass(frozen=True)
+class HostRanks:
+    """What one host's launcher must know to start its ranks.
+
+    Attributes:
+        devices: rank -> the number of its GPU on this host, if it uses one.
+        world: ranks on all hosts together.
+        address, port: where the first rank waits for the others.
+        interface: the network interface between ranks; None leaves it to gloo and nccl.
+        threads: of the CPU, per rank.
+        task: what the ranks do; see :mod:`vpipe.launch.worker`.
+        host: its name for messages; None when it is the only one.
+        container: the image that ranks run in.
+        python: that runs them without one.
+    """
+
+    devices: Mapping[int, int]
+    world: int
+    address: str
+    port: int
+    interface: str | None
+    threads: int
+    task: Sequence[str] = ("train",)
+    host: str | None = None
+    container: Container | None = None
+    python: str = sys.executable
+
+    @classmethod
+    def alone(cls, ranks: int, port: int, threads: int, task: Sequence[str] = ("train",), *,
+              devices: Mapping[int, int] | None = None, container: Container | None = None) -> HostRanks:
+        """All ranks on this host."""
+        interface = "lo" if sys.platform == "linux" else None  # whatever the name of this host resolves to
+        return cls(devices or {rank: rank for rank in range(ranks)}, ranks, "127.0.0.1", port, interface, threads,
+                   task, container=container)
+
+    def command(self, folder: Path | str) -> list[str]:
+        """What every rank runs; ``folder`` tells it the rest."""
+        worker = ["-m", "vpipe.launch.worker", str(folder), *self.task]
+        if self.container is None:
+            return [self.python, *worker]
+        return self.container.wrapped(["python3", *worker], bound=[Path(folder)])
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """What is set for a rank, beside what this process has; torchrun's names, with ours."""
+        variables = {
+            "RANK": str(rank), "LOCAL_RANK": str(self.devices[rank]), "WORLD_SIZE": str(self.world),
+            "MASTER_ADDR": self.address, "MASTER_PORT": str(self.port), "OMP_NUM_THREADS": str(self.threads)}
+        if self.interface is not None:
+            variables |= interface_variables(self.interface)
+        if self.host is not None:
+            variables[HOST] = self.host
+        if self.container is not None:
+            variables |= self.container.environment
+        return variables
+
+
+def ranks_here(config: Config, hosts: Hosts | None, ranks: int, port: int) -> HostRanks:
+    """The ranks of this host, which is the first.
+
+    Raises:
+        UserError: there is no container, or no way by which other hosts would reach this one.
+    """
+    container, threads, parallel = Container.of(config), config.training.threads, config.parallel
+    if hosts is None or not hosts.others:
+        devices = None if hosts is None else hosts.on(None)
+        return HostRanks.alone(ranks, port, threads, devices=devices, container=container)
+    address = parallel.master_address or meeting_address(hosts.first, [host_of(login) for login in hosts.others])
+    return HostRanks(hosts.on(None), ranks, address, port, parallel.interface or interface_towards(address), threads,
+                     host=hosts.first, container=container)
+
+
+def interface_variables(interface: str) -> dict[str, str]:
+    """What tells gloo and nccl the network interface."""
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}

@@ -1,0 +1,109 @@
+"""The batch script that runs a config under SLURM: text that a person would write by hand."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vpipe.errors import UserError, counted
+
+WRITTEN_BY = "# Written by: "
+"""Before the command, in the script that it wrote."""
+
+_TIME = re.compile(r"\d+(:[0-5]?\d){0,2}|\d+-\d+(:[0-5]?\d){0,2}")
+"""``--time`` of sbatch: MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, or DAYS-HOURS[:MINUTES[:SECONDS]]."""
+
+_PARTITION = re.compile(r"[\w.+-]+(,[\w.+-]+)*")
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """What a job asks SLURM for.
+
+    Attributes:
+        nodes: how many.
+        ranks_per_node: tasks on each; their product is the ranks of the schedule.
+        threads: processors per rank.
+        gpus: whether each rank has a GPU.
+        partition: SLURM's default one when None.
+        time: as sbatch writes it; the partition's default when None.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    threads: int = 1
+    gpus: bool = False
+    partition: str | None = None
+    time: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.time is not None and _TIME.fullmatch(self.time) is None:
+            raise UserError(f"--time is '{self.time}'", hint="write 30 (minutes), 2:00:00 or 1-12 (days-hours), as "
+                            "for sbatch")
+        if self.partition is not None and _PARTITION.fullmatch(self.partition) is None:
+            raise UserError(f"--partition is '{self.partition}'", hint="name one that sinfo shows")
+
+
+def ranks_per_node(ranks: int, nodes: int, wanted: int | None) -> int:
+    """How many ranks go on each node; all nodes have equally many.
+
+    Raises:
+        UserError: nodes x ranks on each are not the ranks there are.
+    """
+    for option, value in (("--nodes", nodes), ("--ranks-per-node", wanted)):
+        if value is not None and value < 1:
+            raise UserError(f"{option} is {value}", hint="give a whole number, 1 or more")
+    fitting = " or ".join(str(count) for count in range(1, ranks + 1) if ranks % count == 0)
+    if wanted is not None and nodes * wanted != ranks:
+        raise UserError(f"{counted(nodes, 'node')} with {counted(wanted, 'rank')} on each would be {nodes * wanted}, "
+                        f"but the schedule has {counted(ranks, 'rank')}",
+                        hint=f"leave --ranks-per-node out, with --nodes {fitting}")
+    if ranks % nodes:
+        raise UserError(f"{counted(ranks, 'rank')} cannot be put on {counted(nodes, 'node')} with equally many on each",
+                        hint=f"use --nodes {fitting}")
+    return ranks // nodes
+
+
+def slurm_script(name: str, train: Sequence[str], wanted: Nodes, written_by: Sequence[str]) -> str:
+    """The script, for ``sbatch``.
+
+    Args:
+        name: of the job.
+        train: the command that every rank runs, such as ``["vpipe", "train", "c.yaml"]``.
+        written_by: the command that writes this.
+    """
+    ranks, job = wanted.nodes * wanted.ranks_per_node, re.sub(r"[^\w.-]", "_", name)
+    directives = [
+        (f"--job-name={job}", ""),
+        ("--output=%x-%j.out", "<job name>-<job id>.out: what rank 0 shows; all logs are in the run's folder"),
+        (f"--nodes={wanted.nodes}", ""),
+        (f"--ntasks-per-node={wanted.ranks_per_node}", f"a task is a rank: {ranks} in all"),
+        (f"--cpus-per-task={wanted.threads}", "training.threads")]
+    if wanted.gpus:
+        directives.append((f"--gpus-per-node={wanted.ranks_per_node}", "one per rank"))
+    if wanted.partition is not None:
+        directives.append((f"--partition={wanted.partition}", ""))
+    if wanted.time is not None:
+        directives.append((f"--time={wanted.time}", "then SLURM ends the job"))
+    width = max(len(option) for option, _ in directives) + 2
+    lines = [f"#SBATCH {option:{width}}# {why}" if why else f"#SBATCH {option}" for option, why in directives]
+    return _SCRIPT.format(
+        written_by=f"{WRITTEN_BY}{shlex.join(written_by)}", directives="\n".join(lines), threads=wanted.threads,
+        train=shlex.join(train))
+
+
+_SCRIPT = """\
+#!/bin/bash
+{written_by}
+# Submit it with sbatch, from the folder where its paths start, with vpipe on PATH (its environment activated).
+
+{directives}
+
+set -euo pipefail
+
+# One srun starts the ranks on all nodes and tells each its number; they meet on the first node. When one fails, the
+# others are ended. The processors per task are said again: since SLURM 22.05, srun does not take them from above.
+srun --cpus-per-task={threads} --kill-on-bad-exit=1 {train}
+"""

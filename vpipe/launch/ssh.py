@@ -1,0 +1,287 @@
+"""Another host, reached over ssh: its launcher is started there, told what to run, and heard until it ends."""
+
+from __future__ import annotations
+
+import base64
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from pathlib import Path, PurePosixPath
+from queue import Empty, SimpleQueue
+from threading import Event, Lock, Thread
+from typing import Any
+
+from vpipe.errors import Problem, RunError, UserError, VpipeError
+from vpipe.launch.hosts import Hosts, host_of
+from vpipe.launch.local import GRACE_S
+from vpipe.launch.messages import BEAT_S, decoded, encoded, identity
+from vpipe.launch.network import listening
+from vpipe.launch.ranks import HostRanks
+from vpipe.train.sections import LaunchSection
+
+CONNECT_S = 10
+HELLO_S = 30.0
+"""For a host to say what it is, with the connection; Python starts slowly from a cold network folder."""
+
+ALIVE_S = 15
+NO_DIRECTORY = 96
+"""Exit status of the remote shell."""
+
+
+def ssh_command(login: str, settings: LaunchSection) -> list[str]:
+    """The command that starts the launcher of another host.
+
+    It may not ask for anything: ssh in batch mode, with no terminal and no input but the launcher's.
+    """
+    script = (f"cd {shlex.quote(settings.directory or os.getcwd())} || exit {NO_DIRECTORY}; "
+              f"exec {shlex.quote(settings.python or sys.executable)} -m vpipe.launch.host")
+    # The first value that ssh is given holds: the user's options go before ours, but for the batch mode.
+    return ["ssh", "-T", "-o", "BatchMode=yes", *settings.ssh_options, "-o", f"ConnectTimeout={CONNECT_S}",
+            "-o", "ControlMaster=no", "-o", f"ServerAliveInterval={ALIVE_S}", "-o", "ServerAliveCountMax=4", login,
+            f"exec sh -c {shlex.quote(script)}"]
+
+
+class Remote:
+    """The launcher of another host, from the moment that ssh is started.
+
+    Args:
+        login: as ssh takes it.
+        devices: rank -> device, of its ranks.
+    """
+
+    def __init__(self, login: str, devices: Mapping[int, int], settings: LaunchSection) -> None:
+        self.login, self.host = login, host_of(login)
+        self._settings = settings
+        self._devices = dict(devices)
+        self._statuses: dict[int, int | None] = dict.fromkeys(devices)
+        self._answers: SimpleQueue[dict[str, Any]] = SimpleQueue()
+        self._errors: deque[str] = deque(maxlen=20)
+        self._folder: Path | None = None
+        self._closed, self._saying = Event(), Lock()
+        self.lost: VpipeError | None = None
+        self.answer: dict[str, Any] = {}
+        try:
+            # A session of its own: no Ctrl-C, and no terminal to ask for a password.
+            self._ssh = subprocess.Popen(ssh_command(login, settings), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                         stderr=subprocess.PIPE, start_new_session=True)
+        except FileNotFoundError:
+            raise UserError(f"there is no ssh on the path, by which '{self.host}' would be reached",
+                            hint="install the OpenSSH client, or start the ranks by torchrun") from None
+        assert self._ssh.stdin is not None
+        os.set_blocking(self._ssh.stdin.fileno(), False)
+        self._threads = [Thread(target=work, daemon=True) for work in (self._read, self._read_errors, self._beat)]
+        for thread in self._threads:
+            thread.start()
+
+    # -- before the run --------------------------------------------------------------------------------
+
+    def problems(self, key: str, deadline: float | None = None) -> list[Problem]:
+        """Wait for the answer ``key``; what is wrong with this host, if it does not come."""
+        while True:
+            with suppress(Empty):
+                self.answer = self._answers.get(timeout=0.05)
+                if key in self.answer:
+                    return []
+                if "refused" in self.answer:
+                    return [Problem(f"host {self.host}: {what}", str(hint), where)
+                            for what, hint, where in self.answer["refused"]]
+                continue
+            if self._closed.is_set() and self._answers.empty():
+                return [self._refusal()]
+            if deadline is not None and time.monotonic() > deadline:
+                return [Problem(f"host {self.host} said nothing within {HELLO_S:g} s",
+                                f"try what vpipe does: {self._trial('true')}")]
+
+    def differs(self, container: bool) -> list[Problem]:
+        """What this host has in another version than the first, after its hello."""
+        ours, theirs = identity(), self.answer["hello"]
+        return [Problem(f"host {self.host} has {name} {theirs.get(name)}, but this host {ours[name]}",
+                        f"install the same there, for {self._python}" +
+                        (", or set launch.python to a Python that has it" if self._settings.python is None else ""))
+                for name in ours if theirs.get(name) != ours[name] and not (container and name == "torch")]
+
+    def _refusal(self) -> Problem:
+        """Why ssh, or what it started, ended at once."""
+        status = self._ssh.wait()
+        said = [line for line in self._errors if line]
+        last = said[-1] if said else "it said nothing"
+        text = " ".join(said)
+        if status == NO_DIRECTORY:
+            folder = self._settings.directory or os.getcwd()
+            return Problem(f"host {self.host} has no folder '{folder}'",
+                           "make it, or set launch.directory to the folder there from which paths are taken")
+        if status != 255:
+            if status in (126, 127):
+                return Problem(f"host {self.host} has no Python at '{self._python}': {last}",
+                               "set launch.python to the Python there that has vpipe")
+            if "No module named" in text:
+                return Problem(f"host {self.host} has no vpipe for '{self._python}': {last}",
+                               "install vpipe there, or set launch.python to a Python that has it")
+            return Problem(f"host {self.host}: the launcher there ended with exit status {status}: {last}",
+                           f"try what vpipe does: {self._trial(f'{self._python} -m vpipe --version')}")
+        if "ermission denied" in text or "authentication" in text:
+            return Problem(f"host {self.host} does not let ssh in: {last}",
+                           "vpipe never asks for a password: let a key in (ssh-copy-id), or name one in "
+                           f"launch.ssh_options; try {self._trial('true')}")
+        if "ost key verification failed" in text:
+            return Problem(f"host {self.host} is not known to ssh: {last}",
+                           f"look at its key and accept it once: ssh {self.login}")
+        return Problem(f"host {self.host} cannot be reached: {last}",
+                       f"look whether it is up and the name is right; try {self._trial('true')}")
+
+    @property
+    def _python(self) -> str:
+        return self._settings.python or sys.executable
+
+    def _trial(self, command: str) -> str:
+        return shlex.join(["ssh", "-o", "BatchMode=yes", *self._settings.ssh_options, self.login, command])
+
+    def tell(self, config: str, world: int, address: str, port: int, silence_s: float) -> None:
+        """What is to be run; it answers ``ready`` or ``refused``."""
+        self._say(run={"config": config, "world": world, "address": address, "port": port, "silence_s": silence_s,
+                       "host": self.host, "devices": self._devices})
+
+    # -- the run ---------------------------------------------------------------------------------------
+
+    def start(self, folder: Path) -> None:
+        """Start the ranks; what they write comes into ``folder``."""
+        self._folder = folder
+        self._say(start=str(folder))
+
+    @property
+    def statuses(self) -> Mapping[int, int | None]:
+        """Per rank its exit status, negative for the signal that killed it; None while it runs."""
+        return dict(self._statuses)
+
+    def end(self) -> None:
+        """Ask for the end of its ranks; does not wait for it."""
+        self._say(end=True)
+
+    def close(self) -> None:
+        """Wait until its ranks have ended and all that they wrote is here, or it is lost; ssh ends."""
+        self._say(end=True)
+        if not self._closed.wait(4 * GRACE_S) and self._ssh.poll() is None:
+            os.killpg(self._ssh.pid, signal.SIGKILL)  # there, the end of the input ends all
+        self._ssh.wait()
+        for thread in self._threads:
+            thread.join(GRACE_S)
+        for pipe in (self._ssh.stdin, self._ssh.stdout, self._ssh.stderr):
+            assert pipe is not None
+            if not any(thread.is_alive() for thread in self._threads):  # a shared connection may outlive ssh
+                pipe.close()
+
+    # -- saying and hearing ----------------------------------------------------------------------------
+
+    def _say(self, **message: Any) -> None:
+        """Say it, unless nobody listens: that is found by the reader."""
+        assert self._ssh.stdin is not None
+        data = encoded(**message)
+        deadline = time.monotonic() + CONNECT_S
+        with self._saying:
+            while data and time.monotonic() < deadline and not self._closed.is_set():
+                try:
+                    data = data[os.write(self._ssh.stdin.fileno(), data):]
+                except BlockingIOError:
+                    time.sleep(0.01)
+                except OSError:
+                    return
+
+    def _beat(self) -> None:
+        while not self._closed.wait(BEAT_S):
+            self._say()
+
+    def _read(self) -> None:
+        assert self._ssh.stdout is not None
+        for line in self._ssh.stdout:
+            message = decoded(line)
+            if message is None:
+                continue  # what a login shell prints
+            try:
+                self._hear(message)
+            except (OSError, ValueError) as error:
+                self.lost = self.lost or RunError(
+                    f"what host {self.host} sends cannot be written into '{self._folder}': {error}",
+                    hint="look whether there is room")
+        status = self._ssh.wait()
+        if None in self._statuses.values() and self._folder is not None and self.lost is None:
+            time.sleep(0.1)  # for its last words on the other pipe
+            said = next((f": {line}" for line in reversed(self._errors) if line), "")
+            self.lost = RunError(f"host {self.host} was lost: ssh ended with exit status {status}{said}",
+                                 hint="look whether it is up; its ranks end by themselves")
+        self._closed.set()
+
+    def _hear(self, message: Mapping[str, Any]) -> None:
+        match message:
+            case {"file": str(name), "data": str(data)}:
+                self._append(name, base64.b64decode(data))
+            case {"ended": int(rank), "status": int(status)} if rank in self._statuses:
+                self._statuses[rank] = status
+            case {"silent_s": float(seconds)}:
+                self.lost = RunError(f"host {self.host} heard nothing of this one for {seconds:g} s and ended its "
+                                     "ranks", hint="the network between them was cut, or this process was stopped; a "
+                                     "longer pause needs a larger parallel.timeout_s")
+            case _:
+                self._answers.put(dict(message))
+
+    def _read_errors(self) -> None:
+        assert self._ssh.stderr is not None
+        for line in self._ssh.stderr:
+            self._errors.append(line.decode(errors="replace").strip())
+
+    def _append(self, name: str, data: bytes) -> None:
+        path = PurePosixPath(name)
+        if self._folder is None or path.is_absolute() or ".." in path.parts:
+            return
+        target = self._folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("ab") as file:
+            file.write(data)
+
+
+def connect(hosts: Hosts, settings: LaunchSection, *, container: bool) -> list[Remote]:
+    """The launchers of other hosts, all reached at the same time.
+
+    Raises:
+        UserError: all that keeps any of them from it.
+    """
+    remotes: list[Remote] = []
+    try:
+        for login in hosts.others:
+            remotes.append(Remote(login, hosts.on(login), settings))
+        deadline = time.monotonic() + HELLO_S
+        problems = [problem for remote in remotes
+                    for problem in remote.problems("hello", deadline) or remote.differs(container)]
+        if problems:
+            raise UserError.all_of(problems)
+    except BaseException:
+        close_all(remotes)
+        raise
+    return remotes
+
+
+def close_all(remotes: Sequence[Remote]) -> None:
+    """End all of them."""
+    for remote in remotes:
+        remote.end()
+    for remote in remotes:
+        remote.close()
+
+
+def prepare(remotes: Sequence[Remote], config: str, here: HostRanks, silence_s: float) -> None:
+    """Tell other hosts what is to be run, and wait until all can.
+
+    Raises:
+        UserError: all that keeps any of them from it.
+    """
+    with listening(here.port) if remotes else nullcontext():
+        for remote in remotes:
+            remote.tell(config, here.world, here.address, here.port, silence_s)
+        problems = [problem for remote in remotes for problem in remote.problems("ready")]
+    if problems:
+        raise UserError.all_of(problems)

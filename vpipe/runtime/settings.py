@@ -1,0 +1,39 @@
+"""What the engine is told beside the model and the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from vpipe.runtime.compress import Compression
+
+MakeOptimizer = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer | None]
+"""Named parameters of a stage -> its optimizer."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the engine needs to know beside the model.
+
+    Attributes:
+        microbatches: per batch.
+        recompute: ratio per stage.
+        factor: learning rate of an update relative to the optimizer's own.
+        clip: greatest gradient norm; of all stages with a flush, of each stage without.
+        seed: of initialisation and dropout.
+        device: where this process computes.
+        timeout_s: how long a transfer may take.
+        compression: how tensors travel between stages; None: as they are.
+    """
+
+    microbatches: int
+    recompute: Sequence[float]
+    factor: Callable[[int], float]
+    clip: float | None
+    seed: int
+    device: torch.device
+    timeout_s: float
+    compression: Compression | None

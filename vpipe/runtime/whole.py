@@ -1,0 +1,122 @@
+"""What the ranks know together: the whole model, where the time went, whether replicas agree."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from vpipe.errors import RunError
+from vpipe.model.split import StageSpec
+from vpipe.runtime.distributed import share_tensors
+from vpipe.runtime.stage import Stage
+from vpipe.runtime.usage import StageUsage
+from vpipe.runtime.worker import Worker
+from vpipe.schedules.size import Placement
+
+
+class Whole:
+    """The ranks of this process, and with torch.distributed all others; then every rank must call the same.
+
+    Args:
+        specs: of all stages.
+        device: of this process.
+    """
+
+    def __init__(self, workers: Mapping[int, Worker], specs: Sequence[StageSpec], placement: Placement,
+                 device: torch.device, distributed: bool) -> None:
+        self._workers, self._specs, self._placement = workers, specs, placement
+        self._device, self._distributed = device, distributed
+
+    def state(self) -> dict[str, Tensor]:
+        """Parameters and buffers of the whole model, in the order of the layers; of the first replica."""
+        whole: dict[str, Tensor] = {}
+        for stage, ranks in enumerate(self._placement):
+            here = self._stage(stage, ranks[0])
+            shared = self._from(ranks[0], here.state() if here else {})
+            whole.update(shared if self._distributed else {name: t.clone() for name, t in shared.items()})
+        return whole
+
+    def usage(self) -> list[StageUsage]:
+        """Where the time of training went so far: of every stage, and of each of its replicas."""
+        return [self._usage(stage, rank) for stage, ranks in enumerate(self._placement) for rank in ranks]
+
+    def _usage(self, stage: int, rank: int) -> StageUsage:
+        worker = self._workers.get(rank)
+        mine = StageUsage.empty() if worker is None else worker.usage(stage)
+        return StageUsage.of(self._from(rank, {"usage": mine.as_tensor()})["usage"])
+
+    def agree_on_norms(self) -> None:
+        """Let every rank know how many gradient norms each stage publishes, and who to whom."""
+        counts = []
+        for stage, ranks in enumerate(self._placement):
+            here = self._stage(stage, ranks[0])
+            count = torch.tensor([len(here.weights.names) if here else 0])
+            counts.append(int(self._from(ranks[0], {"count": count})["count"]))
+        everyone = {rank for ranks in self._placement for rank in ranks}
+        for rank, worker in self._workers.items():
+            worker.update.clip_globally(
+                {stage: (ranks[0], counts[stage]) for stage, ranks in enumerate(self._placement)
+                 if stage not in worker.stages},
+                {stage: sorted(everyone - set(ranks)) if rank == (ranks := self._placement[stage])[0] else []
+                 for stage in worker.stages})
+
+    def check_replicas(self) -> None:
+        """Compare the weights of the replicas of every stage by their checksums.
+
+        Raises:
+            RunError: they differ.
+        """
+        for stage, ranks in enumerate(self._placement):
+            sums = [self._checksums(stage, rank) for rank in ranks if len(ranks) > 1]
+            for rank, theirs in zip(ranks[1:], sums[1:], strict=True):
+                for name, checksum in sums[0].items():
+                    if not torch.equal(checksum, theirs[name]):
+                        raise RunError(f"stage {stage}: '{name}' on rank {rank} is not what it is on rank {ranks[0]}",
+                                       hint="replicas that start alike and get the same gradients stay alike: look for "
+                                            "a layer or an optimizer that draws random numbers outside torch, or for "
+                                            "ranks with different libraries", rank=rank, stage=stage)
+
+    def _checksums(self, stage: int, rank: int) -> dict[str, Tensor]:
+        here, sums = self._stage(stage, rank), {}
+        if here is not None:
+            for name, value in zip(here.weights.names, here.weights.values(here.weights.names), strict=True):
+                data = value.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+                sums[name] = torch.frombuffer(bytearray(hashlib.sha256(data.tobytes()).digest()), dtype=torch.uint8)
+        return self._from(rank, sums)
+
+    @contextmanager
+    def first_buffers(self) -> Iterator[None]:
+        """Every replica with the buffers (running statistics) of the first, then with its own again."""
+        kept: list[tuple[Tensor, Tensor]] = []
+        for stage, ranks in enumerate(self._placement):
+            if len(ranks) == 1:
+                continue
+            first = self._stage(stage, ranks[0])
+            shared = self._from(ranks[0], dict(_buffers(first)) if first else {})
+            for rank in ranks[1:]:
+                if (here := self._stage(stage, rank)) is not None:
+                    for name, buffer in _buffers(here):
+                        kept.append((buffer, buffer.clone()))
+                        buffer.copy_(shared[name])
+        try:
+            yield
+        finally:
+            for buffer, value in kept:
+                buffer.copy_(value)
+
+    def _stage(self, stage: int, rank: int) -> Stage | None:
+        worker = self._workers.get(rank)
+        return None if worker is None else worker.stages[stage]
+
+    def _from(self, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of a rank, on every rank."""
+        return share_tensors(tensors, rank, self._device) if self._distributed else dict(tensors)
+
+
+def _buffers(stage: Stage) -> Iterator[tuple[str, Tensor]]:
+    for layer, module in stage.modules.items():
+        yield from ((f"{stage.layer_names[layer]}.{name}", buffer) for name, buffer in module.named_buffers())

@@ -1,0 +1,64 @@
+"""Who failed, and how: what all ranks of a job agree on when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The first failure of a job.
+
+    Attributes:
+        ranks: those that failed, all at once when their host did.
+        what: the predicate of a sentence about them.
+        hint: the remedy.
+    """
+
+    ranks: tuple[int, ...]
+    what: str
+    hint: str
+
+    @classmethod
+    def ended(cls, *ranks: int) -> Fault:
+        """Processes that are gone and did not say why."""
+        return cls(ranks, "ended without a word",
+                   "look at its log; a process that was killed says nothing (Linux kills one when memory runs out)")
+
+    @classmethod
+    def silent(cls, seconds: float, *ranks: int) -> Fault:
+        """Processes of which nothing is heard: stopped, cut off, or their host is."""
+        return cls(ranks, f"gave no sign of life for {seconds:.3g} s",
+                   "its process is stopped, or its host is down or cut off; a longer pause needs a larger "
+                   "parallel.timeout_s")
+
+    @classmethod
+    def busy(cls, rank: int) -> Fault:
+        """A process that is alive, waits for nobody and still does not do what another waits for."""
+        return cls((rank,), "is running but did not answer in time",
+                   "a rank is stuck or much slower than the others: look at its log; a slow start needs a larger "
+                   "parallel.timeout_s")
+
+    @classmethod
+    def hung_up(cls, rank: int, by: int) -> Fault:
+        """A connection between two processes broke although both are alive."""
+        return cls((rank,), f"lost its connection with rank {by}", "look at its log and at the network between the two")
+
+    @classmethod
+    def left(cls, rank: int) -> Fault:
+        """A process that came to its end too early."""
+        return cls((rank,), "has ended its program", "every rank must go through the same batches and calls")
+
+    @classmethod
+    def failed(cls, rank: int, how: str, hint: str) -> Fault:
+        """An error that the rank told of itself."""
+        return cls((rank,), f"failed: {how}", hint)
+
+    def as_message(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of_message(cls, message: Mapping[str, Any]) -> Fault:
+        return cls(tuple(map(int, message["ranks"])), str(message["what"]), str(message["hint"]))

@@ -1,0 +1,161 @@
+"""Where all ranks say that they are alive, and where it is judged who failed first."""
+
+from __future__ import annotations
+
+import secrets
+import selectors
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import Thread
+from time import monotonic
+from typing import Any
+
+from vpipe.watch.fault import Fault
+from vpipe.watch.line import Line, listen
+from vpipe.watch.pace import Pace
+
+LINGER_S = 2.0
+"""When rank 0 ends: for the other ranks to hear it and hang up. What a closed connection still had to send is lost."""
+
+
+@dataclass
+class _Member:
+    """A rank, seen from the hub: when it was heard last, whether it ended in good order, whom it waits for."""
+
+    heard_at: float
+    line: Line | None = None
+    left: bool = False
+    waits: Any = None
+
+
+class Hub:
+    """A thread in the process of rank 0, to which every rank keeps a connection.
+
+    The kernel closes the connections of a process that ends, however it ends, so a killed rank is known at once; one
+    that is stopped or cut off, when it was not heard for ``pace.silent_s``. The first failure is told to all
+    ranks: what a rank says of itself comes before its end on the same connection.
+
+    Attributes:
+        port, token: what a rank needs to be let in.
+    """
+
+    def __init__(self, ranks: int, pace: Pace) -> None:
+        self.token = secrets.token_hex(16)
+        self._pace = pace
+        self._server = listen()
+        self._server.setblocking(False)
+        self.port = int(self._server.getsockname()[1])
+        self._members = [_Member(monotonic()) for _ in range(ranks)]
+        self._fault: Fault | None = None
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = socket.socketpair()
+        self._stopping = False
+        self._selector.register(self._woken, selectors.EVENT_READ, lambda: None)
+        self._selector.register(self._server, selectors.EVENT_READ, self._accept)
+        self._thread = Thread(target=self._run, name="vpipe-hub", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Tell all ranks the latest and end, when they have heard it."""
+        self._stopping = True
+        with suppress(OSError):
+            self._wake.send(b".")
+        self._thread.join()
+
+    def _run(self) -> None:
+        last = beat_at = monotonic()
+        end_at: float | None = None
+        while end_at is None or (last < end_at and self._heard_lately(last)):
+            for key, _ in self._selector.select(max(0.0, beat_at - monotonic())):
+                answer: Callable[[], None] = key.data
+                answer()
+            now = monotonic()
+            if now - last > 2 * self._pace.beat_s:  # it was this process that paused: nobody's silence
+                for member in self._members:
+                    member.heard_at += now - last
+            last = now
+            if end_at is None:
+                self._judge(now)
+                if self._stopping:
+                    self._selector.unregister(self._woken)
+                    beat_at, end_at = now, now + min(LINGER_S, self._pace.grace_s)
+            if now >= beat_at:
+                beat_at = now + self._pace.beat_s
+                self._tell_state(now)
+        for member in self._members:
+            if member.line is not None:
+                member.line.close()
+        for end in (self._server, self._wake, self._woken):
+            end.close()
+        self._selector.close()
+
+    def _heard_lately(self, now: float) -> bool:
+        """Whether a rank is there that could still hear something."""
+        return any(member.line is not None and not member.line.closed
+                   and now - member.heard_at < 3 * self._pace.beat_s for member in self._members)
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            connection, _ = self._server.accept()
+            line = Line(connection)
+            self._selector.register(line, selectors.EVENT_READ, lambda: self._admit(line))
+
+    def _admit(self, line: Line) -> None:
+        """The first thing said must be the token: who does not know it is no rank of this job."""
+        messages = line.hear()
+        if not messages and not line.closed:
+            return
+        member = self._members[messages[0]["rank"]] if messages and messages[0].get("token") == self.token else None
+        if member is not None and member.line is None:
+            member.line, member.heard_at = line, monotonic()
+            self._selector.modify(line, selectors.EVENT_READ, lambda: self._hear(member))
+            if self._fault is not None:
+                line.say({"fault": self._fault.as_message()})
+            for message in messages[1:]:
+                self._take(member, message)
+        else:
+            self._selector.unregister(line)
+            line.close()
+
+    def _hear(self, member: _Member) -> None:
+        assert member.line is not None
+        for message in member.line.hear():
+            self._take(member, message)
+        if member.line.closed:
+            self._selector.unregister(member.line)
+
+    def _take(self, member: _Member, message: dict[str, Any]) -> None:
+        member.heard_at = monotonic()
+        member.waits = message.get("waits")
+        member.left = member.left or bool(message.get("left"))
+        if "fault" in message:
+            self._declare(Fault.of_message(message["fault"]))
+
+    def _judge(self, now: float) -> None:
+        """Declare those that are gone or silent, all of them in one fault."""
+        if self._fault is not None:
+            return
+        there = {rank: member for rank, member in enumerate(self._members) if not member.left}
+        gone = [rank for rank, member in there.items() if member.line is not None and member.line.closed]
+        silence = {rank: now - member.heard_at for rank, member in there.items()}
+        longest = max(silence.values(), default=0.0)
+        if gone:
+            self._declare(Fault.ended(*gone))
+        elif longest > self._pace.silent_s:
+            together = longest - 3 * self._pace.beat_s
+            self._declare(Fault.silent(longest, *(rank for rank, seconds in silence.items() if seconds > together)))
+
+    def _declare(self, fault: Fault) -> None:
+        if self._fault is None:
+            self._fault = fault
+            self._say({"fault": fault.as_message()})
+
+    def _tell_state(self, now: float) -> None:
+        self._say({"ranks": [[now - member.heard_at, member.left, member.waits] for member in self._members]})
+
+    def _say(self, message: dict[str, Any]) -> None:
+        for member in self._members:
+            if member.line is not None and not member.line.closed:
+                member.line.say(message)

@@ -1,0 +1,195 @@
+"""A rank's knowledge of the others: who is alive, who waits for whom, who failed first."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from threading import Event, Thread
+from time import monotonic
+from typing import Any, Protocol
+
+from vpipe.errors import RunError
+from vpipe.watch.fault import Fault
+from vpipe.watch.line import Line
+from vpipe.watch.pace import Pace
+
+PATIENCE_S = 2.0
+"""How long a rank that lost another asks who failed first, before it blames the one that it lost."""
+
+
+class Doing(Protocol):
+    """What the main thread is at: its text, and the rank that it waits for."""
+
+    @property
+    def peer(self) -> int | None: ...
+
+
+class Watch:
+    """One rank's end of the hub, in a thread of its own.
+
+    The main thread may be anywhere: in a transfer that nothing interrupts, in a debugger, in a pause of the
+    user's. As long as this thread beats, the rank is alive. When a failure becomes known, the transfers of this
+    process are broken off, so that the main thread raises; one that does not within ``pace.grace_s`` is ended.
+
+    Args:
+        hosts: by rank.
+        end: ends the process; it is given the error that the main thread should have raised.
+
+    Attributes:
+        describe: ``rank -> "rank 2 (stage 2)"``.
+        doing: the transfer that the main thread is in.
+        break_off: makes the main thread's transfers fail.
+    """
+
+    def __init__(self, rank: int, hosts: Sequence[str], line: Line, token: str, pace: Pace,
+                 end: Callable[[RunError], None]) -> None:
+        self.rank, self.hosts = rank, hosts
+        self.describe: Callable[[int], str] = lambda rank: f"rank {rank}"
+        self.doing: Doing | None = None
+        self.break_off: Callable[[], None] = lambda: None
+        self._line, self.pace, self._end = line, pace, end
+        self._fault: Fault | None = None
+        self._known, self._told = Event(), Event()  # by this thread; by the main thread
+        self._states: list[Any] = [[0.0, False, None] for _ in hosts]
+        self._wake, self._woken = socket.socketpair()
+        self._leaving = False
+        line.say({"rank": rank, "token": token})
+        self._thread = Thread(target=self._run, name="vpipe-watch", daemon=True)
+        self._thread.start()
+
+    # -- what the main thread calls --------------------------------------------------------------------
+
+    def place(self, rank: int) -> str:
+        """A rank with its stages, and its host if there are several: ``rank 2 (stage 2) on hostB``."""
+        return self.describe(rank) + (f" on {self.hosts[rank]}" if len(set(self.hosts)) > 1 else "")
+
+    def error(self, fault: Fault, meanwhile: str) -> RunError:
+        """A failure as this rank raises it.
+
+        Args:
+            meanwhile: what this rank was at.
+        """
+        who = ", ".join(self.place(rank) for rank in fault.ranks)
+        return RunError(f"{who} {fault.what}; {meanwhile}", hint=fault.hint, rank=self.rank,
+                        peer=None if self.rank in fault.ranks else fault.ranks[0])
+
+    def explain(self, peer: int | None, waited_s: float | None) -> Fault:
+        """Why a transfer failed: what the job agrees was first, which takes up to twice :data:`PATIENCE_S`.
+
+        Args:
+            peer: of the transfer; None when all ranks take part.
+            waited_s: the timeout that has passed; None when the connection broke.
+        """
+        self._told.set()
+        if waited_s is not None:
+            self._tell(self._last_to_blame(peer, waited_s))
+        elif self._has_left(peer) or not self._known.wait(PATIENCE_S):
+            self._tell(self._lost(peer))
+        assert self._fault is not None
+        return self._fault
+
+    def failed(self, error: BaseException) -> None:
+        """Let all ranks know of an error of this one."""
+        self._told.set()
+        if self._known.is_set() or self._leaving:
+            return
+        if isinstance(error, RunError):
+            how, hint = (f"{error.what} (action {error.action})" if error.action else error.what), error.hint
+        else:
+            lines = str(error).splitlines()
+            how, hint = f"{type(error).__name__}: {lines[0] if lines else ''}", "the log of the rank has the traceback"
+        self._tell(Fault.failed(self.rank, how, hint))
+
+    def leave(self) -> None:
+        """This process ends in good order: nobody is to take it for dead."""
+        self._leaving = True
+        if not self._known.is_set():
+            self._line.say({"left": True})
+        with suppress(OSError):
+            self._wake.send(b".")
+        self._thread.join(self.pace.grace_s)
+
+    def _tell(self, fault: Fault) -> None:
+        """Tell the hub of a failure and hear which one came first; this one, when the hub does not answer."""
+        self._line.say({"fault": fault.as_message()})
+        if not self._thread.is_alive() or not self._known.wait(PATIENCE_S):
+            self._learn(fault)
+
+    def _has_left(self, peer: int | None) -> bool:
+        return peer is not None and bool(self._states[peer][1])
+
+    def _lost(self, peer: int | None) -> Fault:
+        """What is to be said of a peer whose connection broke, when the hub knows of no failure."""
+        rank = self.rank if peer is None else peer
+        return Fault.left(rank) if self._has_left(peer) else Fault.hung_up(rank, self.rank)
+
+    def _last_to_blame(self, peer: int | None, waited_s: float) -> Fault:
+        """Among those who wait for one another: the one of which nothing is heard, else who does not wait."""
+        chain = [self.rank if peer is None else peer]
+        while (waits := self._states[chain[-1]][2]) is not None and waits[0] not in (None, self.rank, *chain) \
+                and waits[1] > waited_s / 2:
+            chain.append(int(waits[0]))
+        silent_s, silent = max((self._states[rank][0], rank) for rank in chain)
+        if self._states[chain[-1]][1]:
+            return Fault.left(chain[-1])
+        return Fault.silent(silent_s, silent) if silent_s > 2 * self.pace.beat_s else Fault.busy(chain[-1])
+
+    # -- the thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        last = beat_at = heard_at = monotonic()
+        doing, since = self.doing, last
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._woken, selectors.EVENT_READ)
+            selector.register(self._line, selectors.EVENT_READ)
+            while not self._leaving and not self._known.is_set():
+                for key, _ in selector.select(max(0.0, beat_at - monotonic())):
+                    if key.fileobj is self._line and self._hear():
+                        heard_at = monotonic()
+                now = monotonic()
+                if now - last > 2 * self.pace.beat_s:  # it was this process that paused: not the hub's silence
+                    heard_at += now - last
+                last = now
+                if self._states[0][1]:
+                    break  # rank 0 ended in good order, and the hub with it
+                if self._line.closed:
+                    self._learn(Fault.ended(0))
+                elif now - heard_at > self.pace.silent_s:
+                    fault = Fault.silent(now - heard_at, 0)
+                    self._line.say({"fault": fault.as_message()})  # it may only sleep
+                    self._learn(fault)
+                elif now >= beat_at:
+                    beat_at = now + self.pace.beat_s
+                    if self.doing is not doing:
+                        doing, since = self.doing, now
+                    waits = None if doing is None else [doing.peer, now - since]
+                    self._line.say({"waits": waits})
+        for end in (self._line, self._wake, self._woken):
+            end.close()
+        if self._known.is_set() and not self._leaving:
+            self._end_main()
+
+    def _hear(self) -> bool:
+        messages = self._line.hear()
+        for message in messages:
+            if "ranks" in message:
+                self._states = message["ranks"]
+            if "fault" in message:
+                self._learn(Fault.of_message(message["fault"]))
+        return bool(messages)
+
+    def _learn(self, fault: Fault) -> None:
+        if self._fault is None:
+            self._fault = fault
+        self._known.set()
+
+    def _end_main(self) -> None:
+        """The main thread is to raise; if it does not, the process ends without it."""
+        assert self._fault is not None
+        self.break_off()
+        if not self._told.wait(self.pace.grace_s) and not self._leaving:
+            doing = self.doing
+            meanwhile = "at work" if doing is None else str(doing)
+            self._end(self.error(self._fault, f"{self.place(self.rank)} was {meanwhile}"))
