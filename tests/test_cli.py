@@ -140,8 +140,8 @@ def settings(*texts: str) -> list[str]:
      "available in this version", "leave it out"),
     (["training.exit_after_profile=true"], "training.exit_after_profile asks for an end after the profile, which is "
      "not available in this version", "set it to false"),
-    (["parallel.stage_to_rank_map={0: [1], 1: [1]}"], "parallel.stage_to_rank_map.1 puts stage 1 on rank 1, where "
-     "stage 0 is already", "give each stage a rank of its own, 0 to 1"),
+    (["parallel.stage_to_rank_map={0: [0], 1: [0]}"], "parallel.stage_to_rank_map.1 puts stage 1 on rank 0, where "
+     "stage 0 is already", "give each stage ranks of its own: 2 of them are numbered 0 to 1"),
     (["x"], "'x' does not set a key (--set x)", "write --set training.learning_rate=3e-4"),
 ])
 def test_a_wrong_setting(refused: Refused, texts: list[str], what: str, hint: str) -> None:
@@ -221,8 +221,8 @@ def test_the_models_own_config(refused: Refused, file: str | None, text: str, wh
      "module_to_stage_map names 3 stages, but the partition has 2: [3, 2]"),
     ("ranks.json", '{"module_to_stage_map": [1, 0, 1], "stage_to_rank_map": {"0": [0], "1": [1]}}',
      "module_to_stage_map is [1, 0, 1], which goes back to an earlier stage"),
-    ("ranks.json", '{"module_to_stage_map": [0, 1, 1], "stage_to_rank_map": {"0": [0, 1], "1": [2]}}',
-     "stage_to_rank_map.0 puts stage 0 on 2 ranks [0, 1]; replicated stages are not available in this version"),
+    ("ranks.json", '{"module_to_stage_map": [0, 1, 1], "stage_to_rank_map": {"0": [0, 1], "1": [1]}}',
+     "stage_to_rank_map.1 puts stage 1 on rank 1, where stage 0 is already"),
     ("partition.json", '{"partition": [3, 2], "partition": [2, 3]}', "the key 'partition' is given twice, first at "),
     ("partition.json", '{"partition": [3, 3]}', "partition [3, 3] adds up to 6 layers, but the model has 5"),
     ("partition.json", '{"partition": [3, 2], "recompute_ratio": [0, 2]}',

@@ -118,8 +118,8 @@ def test_what_needs_no_torch_does_not_load_it(use: str) -> None:
     ({"stages": 2, "placement": [[0, 1], []], "microbatches": 4},
      "error: the placement [[0, 1], []] gives stage 1 no rank\nhint: list the ranks of every stage, at least one"),
     ({"stages": 4, "placement": [[0, 1], [2], [0, 1], [2]], "microbatches": 4, "schedule": "interleaved"},
-     "error: 'interleaved' has equally many replicas of every stage, not 2, 1, 2, 1\nhint: give all stages equally many, or take a "
-     "schedule with one stage per rank, such as 1f1b or pipedream"),
+     "error: 'interleaved' has equally many replicas of every stage, not 2, 1, 2, 1\n"
+     "hint: give all stages equally many, or take a schedule with one stage per rank, such as 1f1b or pipedream"),
     ({"stages": 2, "placement": [[0]]},
      "error: the placement [[0]] is one of 1 stage, but there are 2\nhint: list the ranks of every stage"),
     ({"stages": 3, "schedule": "zb_v", "microbatches": 4},

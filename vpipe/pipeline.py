@@ -108,8 +108,8 @@ class Pipeline:
 
         With a flush a batch is an update. Without one every ``update_every`` microbatches are (on every replica; with
         several a step takes the fewest microbatches that are whole updates of every stage), and the pipeline stays full
-        from batch to batch; it drains when the batches end, and before :meth:`evaluate` and :meth:`state_dict`. Under torchrun every process passes the same batches; a
-        field that its layers do not read may be on the meta device.
+        from batch to batch; it drains when the batches end, and before :meth:`evaluate` and :meth:`state_dict`. Under
+        torchrun every process passes the same batches; a field that its layers do not read may be on the meta device.
         """
         return self.engine.train(batches)
 

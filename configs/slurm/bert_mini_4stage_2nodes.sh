@@ -11,6 +11,7 @@
 
 set -euo pipefail
 
-# One srun starts the ranks on all nodes and tells each its number; they meet on the first node. When one fails, the
-# others are ended. The processors per task are said again: since SLURM 22.05, srun does not take them from above.
+# One srun starts the ranks on all nodes and tells each its number; they meet on the first node. When one fails, srun
+# ends the others; they have a few seconds to say what they saw. Since SLURM 22.05 the processors per task must be said
+# again: srun does not take them from above.
 srun --cpus-per-task=1 --kill-on-bad-exit=1 vpipe train configs/bert_mini_4stage.yaml

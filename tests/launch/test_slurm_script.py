@@ -29,8 +29,9 @@ TWO_NODES = """\
 
 set -euo pipefail
 
-# One srun starts the ranks on all nodes and tells each its number; they meet on the first node. When one fails, the
-# others are ended. The processors per task are said again: since SLURM 22.05, srun does not take them from above.
+# One srun starts the ranks on all nodes and tells each its number; they meet on the first node. When one fails, srun
+# ends the others; they have a few seconds to say what they saw. Since SLURM 22.05 the processors per task must be said
+# again: srun does not take them from above.
 srun --cpus-per-task=1 --kill-on-bad-exit=1 vpipe train configs/bert_mini_4stage.yaml
 """
 
@@ -100,6 +101,12 @@ def test_what_is_asked_for_is_in_the_script(tmp_path: Path, capsys: pytest.Captu
     assert written(capsys, *shlex.split(by)[2:]) == script
     assert written(capsys, *arguments, "-o", str(tmp_path / "job.sh")) == ""
     assert (tmp_path / "job.sh").read_text() == script
+
+
+def test_a_list_of_machines_is_said_to_have_no_part(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "# SLURM chooses the hosts: the config's list of machines is not used.\n"
+    assert line in written(capsys, "configs/bert_4vpipe_tiny.yml", "--nodes", "2")
+    assert line not in written(capsys, CONFIG, "--nodes", "2")
 
 
 @pytest.mark.parametrize(("arguments", "words"), [

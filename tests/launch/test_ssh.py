@@ -44,8 +44,9 @@ esac
 echo $$ > "$RECORD/$login.pid"
 exec bash -c "${@: -1}"
 """
-RANK_WRITES = "print(f'this is {rank}'); open(f'{folder}/trace{rank}.json', 'w').write('[]')"
+RANK_WRITES = "print(f'this is {rank}'); open(f'{folder}/trace{rank}.json', 'w').write('[]' * 1_500_000)"
 RANK_FAILS = """\
+time.sleep(0.5)
 text = {"rank": rank, "time": time.time(), "user": False, "blames_peer": False,
         "problems": [[f"broke on {os.environ['VPIPE_HOST']}", f"the log is in {folder}/rank{rank}.log", None]]}
 open(f"{folder}/rank{rank}.failure.json", "w").write(json.dumps(text))
@@ -215,11 +216,14 @@ def test_all_that_ranks_write_comes_to_the_first_host(here: Path, monkeypatch: p
     assert sorted(path.name for path in run.folder.iterdir()) == sorted(
         [*(f"rank{rank}.log" for rank in (1, 2, 3)), *(f"trace{rank}.json" for rank in (1, 2, 3))])
     assert (run.folder / "rank3.log").read_text() == "this is 3\n"
+    assert (run.folder / "trace3.json").read_text() == "[]" * 1_500_000  # in several messages
     assert not remaining()
 
 
-def test_a_failure_elsewhere_ends_all_and_names_its_host(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(here, monkeypatch, RANK_FAILS)
+@pytest.mark.parametrize("mine", [RANK_STAYS, "pass"], ids=["while-others-run", "when-others-have-ended"])
+def test_a_failure_elsewhere_ends_all_and_names_its_host(here: Path, monkeypatch: pytest.MonkeyPatch,
+                                                         mine: str) -> None:
+    run = Run(here, monkeypatch, RANK_FAILS, mine)
     assert str(run.fails()) == f"error: broke on hostB\nhint: the log is in {run.folder}/rank1.log"
     assert not remaining()
 

@@ -16,7 +16,7 @@ from world import World
 
 from vpipe import Pipeline
 from vpipe.errors import UserError
-from vpipe.runtime.compress import LEAST_SCALE, Bf16, Codec, Coder, Compression, Int8
+from vpipe.runtime.compress import LEAST_SCALE, Bf16, Codec, Coder, Compression, Int8, _parts
 from vpipe.runtime.compressed import Compressed
 from vpipe.runtime.transport import InProcess, Key, Spec
 from vpipe.train.crossing import Crossing
@@ -90,6 +90,8 @@ def test_what_is_not_finite_stays_visible_and_harms_no_other_row(name: str, wron
         assert torch.equal(decoded, tensor.bfloat16().float()) or decoded[1, 0, 200].isnan()
     else:
         assert decoded[1, 0].isnan().all()
+        scales, _ = _parts(CODECS[name].encode(tensor, 0))
+        assert scales[2].isnan(), "whatever the processor makes of a NaN as a code"
     decoded[1, 0] = 0.0
     assert decoded.isfinite().all()
 
@@ -99,6 +101,7 @@ def test_rows_of_zeros_and_of_denormals(codec: Codec) -> None:
     tensor = torch.zeros(4, 16)
     tensor[1], tensor[2, 3], tensor[3] = 1e-40, 1e-44, 1e-30
     decoded = carried(codec, tensor)
+    assert _parts(codec.encode(tensor, 0))[0].ge(LEAST_SCALE).all(), "each has an inverse"
     assert decoded.isfinite().all()
     assert torch.equal(decoded[0], tensor[0])
     assert (decoded - tensor)[1:3].abs().le(LEAST_SCALE).all()
@@ -143,6 +146,16 @@ def test_stochastic_rounding_is_right_on_average_and_follows_its_seed() -> None:
     assert torch.equal(NEAREST.encode(tensor, 5), NEAREST.encode(tensor, 6))
 
 
+def test_every_tensor_is_rounded_by_a_chance_of_its_own() -> None:
+    def coded(key: Key, number: int, seed: int = 2) -> bytes:
+        coder = Coder(Compression(("int8",) * 3, "stochastic", seed, feedback=False))
+        return coder.encode(key, [randn(2, 64)] * 2)[number].numpy().tobytes()
+
+    cases = [(Key("F", 2, 5), 0), (Key("F", 2, 6), 0), (Key("F", 1, 5), 0), (Key("B", 1, 5), 0), (Key("F", 2, 5), 1)]
+    assert len({coded(*case) for case in cases} | {coded(*cases[0], seed=3)}) == 6
+    assert coded(*cases[0]) == coded(*cases[0])
+
+
 # -- what a rank keeps ---------------------------------------------------------------------------------
 
 
@@ -172,7 +185,8 @@ def test_what_is_kept_and_when_it_starts_anew() -> None:
     coder.encode(Key("B", 2, 0), [randn(3, 16)])
     assert sorted(coder.state()) == ["0.0", "0.2", "2.0"]
     fresh = Coder(compression())
-    assert torch.equal(coder.encode(Key("B", 0, 1), [randn(4, 16)])[0], fresh.encode(Key("B", 0, 1), [randn(4, 16)])[0])
+    other = Key("B", 0, 1), [randn(6, 8)]
+    assert torch.equal(coder.encode(*other)[0], fresh.encode(*other)[0])
     without = Coder(compression(feedback=False))
     without.encode(Key("B", 0, 0), [randn(3, 16)])
     assert not without.state()

@@ -237,7 +237,7 @@ def test_the_timetables_of_the_page_are_what_replicas_do() -> None:
             row.rstrip() for row in timetable(schedule, microbatches, columns)]
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=8)
 @given(data=st.data())
 def test_any_widths(data: st.DataObject) -> None:
     widths = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4).filter(lambda widths: sum(widths) < 9))

@@ -209,6 +209,14 @@ def test_a_row_for_every_replica(tmp_path: Path) -> None:
     check(lower(read))
 
 
+def test_a_stage_with_fewer_replicas_steps_more_often(tmp_path: Path) -> None:
+    """Two microbatches are one update of a stage with two replicas and two of the other."""
+    schedule = build("pipedream", ((0, 1), (2,)), 2, 1)
+    read = read_text(write_csv(schedule), tmp_path)
+    assert (read.programs, read.flush, read.update_every) == (schedule.programs, False, 1)
+    check(read)
+
+
 def test_what_a_model_brings_is_left_out(tmp_path: Path) -> None:
     schedule = prove("1f1b", default_placement(3), 4, None, {0: (2,)}, norm=True)
     assert {action.op for program in schedule.programs for action in program} >= {Op.SEND_W, Op.RECV_G, Op.NORM}

@@ -302,6 +302,10 @@ def test_norms_are_sent_once_per_stage_and_follow_the_sums() -> None:
     normed = simulate(lower(build("gpipe", replicas(2, 1), 2), norm=True), costs)
     assert [events[-1].start_s for events in alone.events] == [9, 9, 7]
     assert [events[-1].start_s for events in normed.events] == [9, 9, 9]
+    slow_back = Costs((StageCosts(1, 1, 1),), links={(1, 0): Link(3)})  # the gradients of rank 1, and its sum
+    for norm in (False, True):
+        one = simulate(lower(build("gpipe", replicas(2), 2), norm=norm), slow_back)
+        assert [events[-1].start_s for events in one.events] == [9, 6]
 
 
 def test_every_replica_holds_versions_and_activations_of_its_own() -> None:

@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +21,9 @@ from pathlib import Path
 from typing import Any
 
 PROGRAMS = ("ip", "tc", "unshare", "nsenter", "setpriv", "mount", "ssh", "ssh-keygen", "/usr/sbin/sshd")
+
+VPIPE = Path(sys.executable).with_name("vpipe")
+"""The command, which all hosts have because they share the file system."""
 
 SETTLE_S = 10.0
 """For what the kernel and sshd do in a few milliseconds."""

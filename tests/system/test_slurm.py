@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster
-from conftest import VPIPE
-from hosts import until
+from hosts import VPIPE, until
 from small_run import check_updates, job_of, losses, only_run, oracle, write_config
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +73,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(cluster: Cluster, work: Path) -
     until(lambda: trains(work), 60, "a few updates")
     [rank] = cluster.hosts[1].find(SLURM_PROCID="3")
     os.kill(rank, signal.SIGKILL)
-    assert cluster.wait(job, 20) == "FAILED"
+    assert cluster.wait(job, 60) == "FAILED"
     text = said(work, job)
     assert "srun: error: n2: task 3: Killed" in text
     assert "error: rank 3 (stage 3) on n2 ended without a word" in text
@@ -89,7 +88,7 @@ def test_a_cancelled_job(cluster: Cluster, work: Path) -> None:
     job = int(done.stdout.split()[2].rstrip(":"))
     until(lambda: trains(work), 60, "a few updates")
     cluster.command("scancel", str(job))
-    assert cluster.wait(job, 20) == "CANCELLED"
+    assert cluster.wait(job, 60) == "CANCELLED"
     assert "Traceback" not in said(work, job)
 
 

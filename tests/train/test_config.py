@@ -216,8 +216,8 @@ def test_one_wrong_value(at: Path, line: str, what: str) -> None:
      'name each stage once, as "0", "1", ...'),
     (['parallel.stage_to_rank_map={0: [0, 1], 1: [2], 2: [2], 3: [3]}'],
      "parallel.stage_to_rank_map.2 puts stage 2 on rank 2, where stage 1 is already; 1f1b holds one stage on each "
-     "rank", "give each stage ranks of its own: 5 of them are numbered 0 to 4, or choose a schedule with several stages "
-     "per rank, such as interleaved"),
+     "rank", "give each stage ranks of its own: 5 of them are numbered 0 to 4, or choose a schedule with several "
+     "stages per rank, such as interleaved"),
     (['parallel.schedule=interleaved', 'parallel.stage_to_rank_map={0: [0, 1], 1: [2], 2: [0], 3: [2]}'],
      "parallel.stage_to_rank_map.2 puts stage 2 on rank 0, where stage 0 is already; stage 0 has ranks [0, 1], stage 2 "
      "[0]", "let the two share all of their ranks, or none"),
@@ -233,8 +233,8 @@ def test_one_wrong_value(at: Path, line: str, what: str) -> None:
      "parallel.stage_to_rank_map names ranks up to 4, but never rank 3", "number the ranks from 0 without a gap"),
     (['parallel.stage_to_rank_map={0: [0], 1: [1], 2: [2], 3: [0]}'],
      "parallel.stage_to_rank_map.3 puts stage 3 on rank 0, where stage 0 is already; 1f1b holds one stage on each "
-     "rank", "give each stage ranks of its own: 4 of them are numbered 0 to 3, or choose a schedule with several stages "
-     "per rank, such as interleaved"),
+     "rank", "give each stage ranks of its own: 4 of them are numbered 0 to 3, or choose a schedule with several "
+     "stages per rank, such as interleaved"),
 ])
 def test_rules_across_keys(at: Path, overrides: list[str], what: str, hint: str) -> None:
     found = errors(at, GOOD, *overrides)

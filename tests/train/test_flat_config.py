@@ -294,7 +294,7 @@ def test_replicated_stages(flat: Path) -> None:
                                    "stage_to_depth_map": {"0": 2, "1": 2, "2": 1, "3": 0}})
     parallel = load(flat, {"machines": str([f"localhost:{gpu}" for gpu in range(5)])}).parallel
     assert parallel.placement == ((0, 1), (2,), (3,), (4,))
-    [(what, where, _)] = errors(flat)
+    [(what, _, _)] = errors(flat)
     assert what == "machines lists 4, but stage_to_rank_map has 5 ranks"
 
 

@@ -13,7 +13,8 @@ from vpipe.launch.member import Member
 from vpipe.launch.network import free_port
 from vpipe.launch.ranks import ranks_here
 from vpipe.launch.ssh import close_all, connect, prepare
-from vpipe.train.config import Config, load_config
+from vpipe.train import config as configs
+from vpipe.train.config import Config
 
 
 def run_train(options: argparse.Namespace) -> None:
@@ -24,7 +25,7 @@ def run_train(options: argparse.Namespace) -> None:
     """
     config: Config | VpipeError
     try:
-        config = load_config(options.config, options.settings, options.scheduler)
+        config = configs.load_config(options.config, options.settings, options.scheduler)
     except VpipeError as error:
         config = error
     member = Member.of(os.environ, None if isinstance(config, VpipeError) else config.parallel)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import vpipe
 from vpipe.errors import UserError
 from vpipe.train.config import Config
 
@@ -92,7 +91,7 @@ def _bound(config: Config) -> list[Path]:
 
 def _checkout() -> Path | None:
     """The folder that holds this package, where it is a checkout."""
-    folder = Path(vpipe.__file__).parents[1]
+    folder = Path(__file__).parents[2]
     return None if {"site-packages", "dist-packages"} & set(folder.parts) else folder
 
 

@@ -61,12 +61,12 @@ def first_failure(statuses: Mapping[int, int | None], lost: list[VpipeError], fo
         lost: hosts that were lost.
         describe: ``rank -> "rank 2 (stage 2)"``.
     """
-    said = sorted((report for rank in statuses if (report := read_report(folder, rank)) is not None),
-                  key=lambda report: (report["blames_peer"], report["time"]))
+    reports = {rank: report for rank in statuses if (report := read_report(folder, rank)) is not None}
+    said = sorted(reports.values(), key=lambda report: (report["blames_peer"], report["time"]))
     if said and not said[0]["blames_peer"]:
         return as_error(said[0], describe)
     for rank, status in statuses.items():
-        if status and not failure_path(folder, rank).exists():
+        if status and rank not in reports:
             return _silent(rank, status, log_path(folder, rank), describe)
     return lost[0] if lost else as_error(said[0], describe)
 

@@ -40,11 +40,43 @@ class Gone(Exception):  # noqa: N818 - it is no error of this host
     """The first host wants no more, or cannot be heard."""
 
 
-class Inbox:
-    """What the first host says. When it is gone for good, so is this process, even if it hangs in a write."""
+class Outbox:
+    """What is said to the first host: messages, and the ranks' files as they grow."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._sent: dict[Path, int] = {}
+        self.said_at = time.monotonic()
+
+    def say(self, **message: Any) -> None:
+        """Say it at once.
+
+        Raises:
+            OSError: nobody listens.
+        """
+        sys.stdout.buffer.write(encoded(**message))
+        sys.stdout.buffer.flush()
+        self.said_at = time.monotonic()
+
+    def copy(self, run_folder: str, pattern: str) -> None:
+        """Send what is new in the files that match; a report's paths become those of the run's folder."""
+        for path in sorted(self._folder.rglob(pattern)):
+            if path.is_file() and path.name != CONFIG:
+                with path.open("rb") as file:
+                    file.seek(self._sent.get(path, 0))
+                    while data := file.read(CHUNK_BYTES):
+                        if path.name.endswith(".failure.json"):
+                            data = data.replace(str(self._folder).encode(), run_folder.encode())
+                        self.say(file=str(path.relative_to(self._folder)), data=base64.b64encode(data).decode())
+                    self._sent[path] = file.tell()
+
+
+class Inbox:
+    """What the first host says. When it is gone, so is this process soon, even if it hangs in a write."""
+
+    def __init__(self, outbox: Outbox) -> None:
         self.silence_s = SILENCE_S
+        self._outbox = outbox
         self._messages: SimpleQueue[dict[str, Any]] = SimpleQueue()
         self._heard = time.monotonic()
         self._ended = False
@@ -62,7 +94,9 @@ class Inbox:
     def _end_late(self) -> None:
         while not self.gone:
             time.sleep(POLL_S)
-        time.sleep(3 * GRACE_S)
+        gone = time.monotonic()
+        while time.monotonic() - max(gone, self._outbox.said_at) < 3 * GRACE_S:
+            time.sleep(POLL_S)
         os._exit(1)  # the ranks see it, and end as well
 
     @property
@@ -89,42 +123,14 @@ class Inbox:
         raise Gone
 
 
-class Outbox:
-    """What is said to the first host: messages, and the ranks' files as they grow."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._sent: dict[Path, int] = {}
-
-    def say(self, **message: Any) -> None:
-        """Say it at once.
-
-        Raises:
-            OSError: nobody listens.
-        """
-        sys.stdout.buffer.write(encoded(**message))
-        sys.stdout.buffer.flush()
-
-    def copy(self, run_folder: str, pattern: str) -> None:
-        """Send what is new in the files that match; a report's paths become those of the run's folder."""
-        for path in sorted(self._folder.rglob(pattern)):
-            if path.is_file() and path.name != CONFIG:
-                with path.open("rb") as file:
-                    file.seek(self._sent.get(path, 0))
-                    while data := file.read(CHUNK_BYTES):
-                        if path.name.endswith(".failure.json"):
-                            data = data.replace(str(self._folder).encode(), run_folder.encode())
-                        self.say(file=str(path.relative_to(self._folder)), data=base64.b64encode(data).decode())
-                    self._sent[path] = file.tell()
-
-
 def main() -> int:
     """Serve one run; returns the exit status."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the end of the input says it
     with tempfile.TemporaryDirectory(prefix="vpipe-") as name, suppress(OSError, Gone, Interrupted), \
             interrupting() as ignore_signals:
         folder = Path(name)
-        outbox, inbox = Outbox(folder), Inbox()
+        outbox = Outbox(folder)
+        inbox = Inbox(outbox)
         outbox.say(hello=identity())
         try:
             ranks = _prepared(inbox.take("run"), folder, inbox)

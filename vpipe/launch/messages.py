@@ -13,8 +13,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import vpipe
-
 _MARK = b"vpipe: "
 """Before each message: what a login shell prints by itself must not be taken for one."""
 
@@ -41,7 +39,7 @@ def decoded(line: bytes) -> dict[str, Any] | None:
 def identity() -> dict[str, str]:
     """What must be the same on all hosts: vpipe, down to its files, and torch."""
     content = hashlib.sha256()
-    package = Path(vpipe.__file__).parent
+    package = Path(__file__).parents[1]
     for file in sorted(package.rglob("*.py")):
         content.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes())
     return {"vpipe": f"{_version('vpipe')} (files {content.hexdigest()[:8]})",

@@ -29,6 +29,7 @@ class Nodes:
         gpus: whether each rank has a GPU.
         partition: SLURM's default one when None.
         time: as sbatch writes it; the partition's default when None.
+        machines: whether the config names hosts, which says nothing here.
     """
 
     nodes: int
@@ -37,6 +38,7 @@ class Nodes:
     gpus: bool = False
     partition: str | None = None
     time: str | None = None
+    machines: bool = False
 
     def __post_init__(self) -> None:
         if self.time is not None and _TIME.fullmatch(self.time) is None:
@@ -89,21 +91,23 @@ def slurm_script(name: str, train: Sequence[str], wanted: Nodes, written_by: Seq
         directives.append((f"--time={wanted.time}", "then SLURM ends the job"))
     width = max(len(option) for option, _ in directives) + 2
     lines = [f"#SBATCH {option:{width}}# {why}" if why else f"#SBATCH {option}" for option, why in directives]
+    hosts = "# SLURM chooses the hosts: the config's list of machines is not used.\n" if wanted.machines else ""
     return _SCRIPT.format(
-        written_by=f"{WRITTEN_BY}{shlex.join(written_by)}", directives="\n".join(lines), threads=wanted.threads,
-        train=shlex.join(train))
+        written_by=f"{WRITTEN_BY}{shlex.join(written_by)}", hosts=hosts, directives="\n".join(lines),
+        threads=wanted.threads, train=shlex.join(train))
 
 
 _SCRIPT = """\
 #!/bin/bash
 {written_by}
 # Submit it with sbatch, from the folder where its paths start, with vpipe on PATH (its environment activated).
-
+{hosts}
 {directives}
 
 set -euo pipefail
 
-# One srun starts the ranks on all nodes and tells each its number; they meet on the first node. When one fails, the
-# others are ended. The processors per task are said again: since SLURM 22.05, srun does not take them from above.
+# One srun starts the ranks on all nodes and tells each its number; they meet on the first node. When one fails, srun
+# ends the others; they have a few seconds to say what they saw. Since SLURM 22.05 the processors per task must be said
+# again: srun does not take them from above.
 srun --cpus-per-task={threads} --kill-on-bad-exit=1 {train}
 """

@@ -63,6 +63,7 @@ class Remote:
         self._answers: SimpleQueue[dict[str, Any]] = SimpleQueue()
         self._errors: deque[str] = deque(maxlen=20)
         self._folder: Path | None = None
+        self._heard_at = time.monotonic()
         self._closed, self._saying = Event(), Lock()
         self.lost: VpipeError | None = None
         self.answer: dict[str, Any] = {}
@@ -166,8 +167,11 @@ class Remote:
     def close(self) -> None:
         """Wait until its ranks have ended and all that they wrote is here, or it is lost; ssh ends."""
         self._say(end=True)
-        if not self._closed.wait(4 * GRACE_S) and self._ssh.poll() is None:
-            os.killpg(self._ssh.pid, signal.SIGKILL)  # there, the end of the input ends all
+        asked = time.monotonic()
+        while not self._closed.wait(0.05):  # as long as more comes
+            if time.monotonic() - max(asked, self._heard_at) > 4 * GRACE_S and self._ssh.poll() is None:
+                os.killpg(self._ssh.pid, signal.SIGKILL)  # there, the end of the input ends all
+                break
         self._ssh.wait()
         for thread in self._threads:
             thread.join(GRACE_S)
@@ -199,6 +203,7 @@ class Remote:
     def _read(self) -> None:
         assert self._ssh.stdout is not None
         for line in self._ssh.stdout:
+            self._heard_at = time.monotonic()
             message = decoded(line)
             if message is None:
                 continue  # what a login shell prints

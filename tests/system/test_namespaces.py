@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from hosts import Host, Hosts, until
 
 START = """\
@@ -64,6 +65,7 @@ def test_a_slow_cable(hosts: Hosts) -> None:
     hosts.free(hosts[1])
 
 
+@pytest.mark.usefixtures("possible")
 def test_processes_of_a_host_are_found_and_end_with_it(tmp_path: Path) -> None:
     with Hosts(2, tmp_path / "hosts") as hosts:
         hosts[1].popen(["env", "RANK=3", "sleep", "60"])
@@ -77,8 +79,8 @@ def test_processes_of_a_host_are_found_and_end_with_it(tmp_path: Path) -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_hosts_end_when_their_test_is_killed(hosts: Hosts, tmp_path: Path) -> None:
-    """``hosts`` skips where there can be none."""
+@pytest.mark.usefixtures("possible")
+def test_hosts_end_when_their_test_is_killed(tmp_path: Path) -> None:
     owner = subprocess.Popen([sys.executable, "-c", START, Path(__file__).parent, tmp_path / "more"],
                              stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
