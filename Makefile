@@ -17,7 +17,7 @@ test: $(INSTALLED)
 	@echo "== mypy --strict"
 	@$(BIN)/mypy
 	@echo "== pytest"
-	@$(BIN)/pytest --numprocesses 2 --dist loadfile
+	@$(BIN)/pytest --numprocesses 2 --dist loadgroup
 
 test-system: $(INSTALLED)
 	@echo "== installing ssh and SLURM"

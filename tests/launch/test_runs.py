@@ -42,12 +42,11 @@ def fragile(settings):
 
 
 @pytest.mark.parametrize("changes", [
-    {"parallel__schedule": "gpipe", "training__evaluate_every": 2},
     {"parallel__schedule": "1f1b", "parallel__model_parallel_size": 3, "training__grad_clip": 0.5,
-     "parallel__stage_to_rank_map": {"0": [2], "1": [0], "2": [1]}},
+     "training__evaluate_every": 2, "parallel__stage_to_rank_map": {"0": [2], "1": [0], "2": [1]}},
     {"parallel__schedule": "pipedream", "parallel__model_parallel_size": 3, "parallel__update_every": 2,
      "training__max_steps": 11, "training__evaluate_every": 6, "parallel__recompute": [1.0, 0.5, 0.0]},
-], ids=["gpipe", "1f1b-permuted", "pipedream"])
+], ids=["1f1b-permuted", "pipedream"])
 def test_a_run(tmp_path: Path, changes: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path, **changes)
     assert main(["train", str(config)]) == 0
