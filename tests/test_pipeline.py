@@ -111,10 +111,14 @@ def test_what_needs_no_torch_does_not_load_it(use: str) -> None:
      "hint: number the ranks from 0 without a gap"),
     ({"stages": 2, "placement": [[0, 1], [1]], "microbatches": 4},
      "error: rank 1 is among the ranks [0, 1] of one stage and [1] of another\n"
-     "hint: stages either have all their ranks in common, or none"),
+     "hint: stages either have all their ranks in common, in the same order, or none"),
+    ({"stages": 2, "placement": [[0, 1], [2, 3]], "replicas": 2, "microbatches": 4},
+     "error: 2 replicas beside the placement [[0, 1], [2, 3]]\n"
+     "hint: leave the replicas out: the placement says them"),
+    ({"stages": 2, "replicas": 0}, "error: 0 replicas\nhint: give a whole number, 1 or more"),
     ({"stages": 2, "placement": [[0, 0], [1]], "microbatches": 4},
      "error: rank 0 stands twice among the ranks [0, 0] of a stage\n"
-     "hint: stages either have all their ranks in common, or none"),
+     "hint: name each rank once"),
     ({"stages": 2, "placement": [[0, 1], []], "microbatches": 4},
      "error: the placement [[0, 1], []] gives stage 1 no rank\nhint: list the ranks of every stage, at least one"),
     ({"stages": 4, "placement": [[0, 1], [2], [0, 1], [2]], "microbatches": 4, "schedule": "interleaved"},

@@ -79,7 +79,7 @@ def test_without_a_flush_equals_its_oracle(name: str, stages: int, every: int, r
     assert len(losses) == 5 * MICROBATCHES // every
     assert_same_state(pipe.state_dict(), expected.state)
     size = Size(stages, 5 * MICROBATCHES, 1, every)
-    for stage, usage in enumerate(pipe.engine.whole.usage()):
+    for stage, usage in enumerate(pipe.engine.all_ranks.usage()):
         assert usage.versions <= recipe.versions(stage, size)
         assert usage.peak_activations <= recipe.peak_activations(stage, size)
 

@@ -214,3 +214,18 @@ def test_a_tie_to_a_parameter_that_does_not_exist_is_refused() -> None:
     layers[-1] = replace(layers[-1], ties={"decoder.weight": "embed.word.wieght"})
     with pytest.raises(UserError, match=r"'embed.word.wieght' is tied .* but is no trainable parameter"):
         Pipeline(Model(layers, batch=("ids", "labels")), stages=2, schedule="1f1b", optimizer=AdamW())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_a_loss_of_one_element_is_a_number(schedule: str) -> None:
+    """Its shape does not matter: it is told to all ranks beside other numbers."""
+
+    class Mean(nn.Module):
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            return (output - target).pow(2).mean().reshape(1)
+
+    model, batches = Model.sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), loss=Mean()), [
+        {"input": torch.ones(4, 4), "target": torch.zeros(4, 4)}]
+    pipe = Pipeline(model, stages=2, schedule=schedule, microbatches=2, optimizer=AdamW())
+    assert all(step.loss > 0 for step in pipe.train(batches))
+    assert pipe.evaluate(batches) > 0

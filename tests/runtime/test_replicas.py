@@ -22,8 +22,10 @@ from models import (
     thrice_tied_model,
 )
 from test_exact import AdamW, Momentum, assert_same_state, decay
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from vpipe import Model, Pipeline
+from vpipe import Layer, Model, Pipeline
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.engine import Step
 from vpipe.schedules.action import Op
@@ -235,6 +237,93 @@ def test_the_timetables_of_the_page_are_what_replicas_do() -> None:
         columns = (len(shown[0].removesuffix(" ...")) - len("stage 0, rank 0 ")) // 3
         assert [row.removesuffix(" ...") for row in shown] == [
             row.rstrip() for row in timetable(schedule, microbatches, columns)]
+
+
+# -- what a sum over replicas meets
+
+
+@pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 5), ("zb_h1", 6), ("pipedream", 5)])
+def test_gradients_in_many_buckets(schedule: str, microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket per parameter: most of them leave in the middle of the last backward."""
+    monkeypatch.setattr("vpipe.runtime.reduce.BUCKET_BYTES", 1)
+    widths, model, batches = (2, 3), rich_model(), rich_batches(3, microbatches)
+    pipe = pipeline(model, widths, schedule, microbatches, recompute=0.5)
+    steps = list(pipe.train(batches))
+    partition = cut(len(model), 2)
+    expected = (asynchronous_oracle(model, batches, recipe(microbatches), partition, widths=widths)
+                if schedule == "pipedream" else
+                flush_oracle(model, batches, recipe(microbatches), partition, widths))
+    assert_same(pipe, steps, expected)
+
+
+class Scaled(nn.Module):
+    """Has a weight that its own stage gives no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.w = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.w.detach()
+
+
+class Squared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.w = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return (self.inner(h) * self.w).pow(2).mean()
+
+
+def noise(batches: int, samples: int) -> list[dict[str, Tensor]]:
+    torch.manual_seed(0)
+    return [{"x": torch.randn(samples, 4)} for _ in range(batches)]
+
+
+def test_a_gradient_that_borrowers_alone_make() -> None:
+    """It is scaled on every replica of the owner: they must not share it."""
+    model = Model([Layer("a", Scaled, inputs=("x",), outputs=("h",)),
+                   Layer("b", Squared, inputs=("h",), outputs=("loss",), ties={"w": "a.w"})], batch=("x",))
+    batches = noise(4, 4)
+    pipe = pipeline(model, (2, 1), "pipedream", 4)
+    steps = list(pipe.train(batches))
+    assert_same(pipe, steps, asynchronous_oracle(model, batches, recipe(4), [1, 1], widths=(2, 1)))
+
+
+class Twice(nn.Module):
+    """Uses a layer twice, each time with a backward of its own, when the first number is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.again = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        for _ in range(2 if float(x[0, 0]) > 0 else 0):
+            hidden = checkpoint(self.again, hidden, use_reentrant=True)
+        return hidden
+
+
+def test_a_weight_that_gets_several_gradients_in_one_backward() -> None:
+    model = Model([Layer("a", Twice, inputs=("x",), outputs=("h",)),
+                   Layer("b", Squared, inputs=("h",), outputs=("loss",))], batch=("x",))
+    batches = [{"x": -torch.ones(4, 4)}, {"x": torch.ones(4, 4)}, {"x": torch.ones(4, 4)}]
+    pipe = pipeline(model, (2, 1), "1f1b", 4)
+    steps = list(pipe.train(batches))
+    assert_same(pipe, steps, flush_oracle(model, batches, recipe(4), [1, 1], (2, 1)))
+
+
+def test_sparse_gradients_are_refused() -> None:
+    layers = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 3))
+    model = Model.sequential(layers, loss=nn.CrossEntropyLoss())
+    pipe = pipeline(model, (2, 1), "1f1b", 2, optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1))
+    batch = {"input": torch.tensor([1, 2]), "target": torch.tensor([0, 1])}
+    with pytest.raises(UserError, match=r"'0\.weight' has a gradient in the layout torch.sparse_coo"):
+        list(pipe.train([batch]))
+
+
+# -- any
 
 
 @settings(deadline=None, max_examples=8)

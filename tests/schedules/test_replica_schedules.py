@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from vpipe.errors import UserError
 from vpipe.schedules.action import COMPLETES, PER_MICROBATCH, Action, Op
+from vpipe.schedules.arrange import Wanted
 from vpipe.schedules.check import check, prove
 from vpipe.schedules.csv_file import compute_only, read_csv, write_csv
 from vpipe.schedules.facts import rank_facts
@@ -203,3 +204,12 @@ def test_rounds() -> None:
     assert rounds.contributors(0, 1, 0) == [0, 1]
     assert rounds.contributors(1, 3, 0) == [0]
     assert [rounds.rank_of(0, microbatch) for microbatch in range(4)] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("widths", [[2, 3, 1], [3, 4], [5, 6], [1, 4, 1], [4, 3, 1], [1, 3, 1], [1, 1, 3, 1],
+                                    [2, 3, 1, 3]])
+def test_streams_with_ties_as_long_as_a_run_proves_them(widths: list[int], every: int) -> None:
+    """Here replicas get far ahead of one another, and tied gradients of their owner."""
+    placement = tuple(tuple(range(sum(widths[:stage]), sum(widths[:stage + 1]))) for stage in range(len(widths)))
+    Wanted("pipedream", len(widths), every, every, placement, ties={0: (len(widths) - 1,)}).arranged()

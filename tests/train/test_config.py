@@ -152,8 +152,7 @@ def test_one_wrong_value(at: Path, line: str, what: str) -> None:
     (["parallel.update_every=2"], "parallel.update_every is 2, but the schedule 1f1b updates once per batch",
      "leave it out; training.num_microbatches says how many microbatches a batch has"),
     (["parallel.schedule=pipedream", "parallel.update_every=3"],
-     "parallel.update_every is 3, which does not divide the 4 microbatches of a batch (one update never takes "
-     "microbatches of two batches)", "use one of 1, 2, 4, or make training.num_microbatches a multiple of 3"),
+     "parallel.update_every is 3, which does not divide the 4 microbatches of a batch", "use one of 1, 2, 4, or make training.num_microbatches a multiple of 3"),
     (["parallel.schedule=gpip"], "parallel.schedule is 'gpip', which is no schedule of this version",
      "did you mean 'gpipe'?"),
     (["parallel.partition=[3, 2]"], "parallel.partition has 2 entries for 4 stages", "give one entry per stage"),
@@ -220,7 +219,7 @@ def test_one_wrong_value(at: Path, line: str, what: str) -> None:
      "stages per rank, such as interleaved"),
     (['parallel.schedule=interleaved', 'parallel.stage_to_rank_map={0: [0, 1], 1: [2], 2: [0], 3: [2]}'],
      "parallel.stage_to_rank_map.2 puts stage 2 on rank 0, where stage 0 is already; stage 0 has ranks [0, 1], stage 2 "
-     "[0]", "let the two share all of their ranks, or none"),
+     "[0]", "let the two share all of their ranks, in the same order, or none"),
     (['parallel.stage_to_rank_map={0: [0, 0], 1: [1], 2: [2], 3: [3]}'],
      "parallel.stage_to_rank_map.0 names rank 0 twice for stage 0",
      "give each stage ranks of its own: 5 of them are numbered 0 to 4"),

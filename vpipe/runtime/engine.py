@@ -16,18 +16,18 @@ from torch import Tensor
 from vpipe.errors import RunError, UserError
 from vpipe.model.layer import Model
 from vpipe.model.split import StageSpec, ties_between
+from vpipe.runtime.all_ranks import AllRanks
 from vpipe.runtime.compressed import Compressed
 from vpipe.runtime.distributed import Distributed
 from vpipe.runtime.feed import Batch, Feed
 from vpipe.runtime.outcome import Outcomes
 from vpipe.runtime.programs import Program, Programs
-from vpipe.runtime.reduce import most_buckets
+from vpipe.runtime.reduce import count_buckets
 from vpipe.runtime.segment import Segment
 from vpipe.runtime.settings import MakeOptimizer, Settings
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport import InProcess, Mailroom, Transport
 from vpipe.runtime.update import Update
-from vpipe.runtime.whole import Whole
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import Action, Op
 from vpipe.schedules.order import Schedule, describe_rank
@@ -92,16 +92,16 @@ class Engine:
             optimizers = {s: make_optimizer(stage.weights.masters) for s, stage in stages.items()}
             transport: Transport = (Distributed(settings.device, settings.timeout_s,
                                                 max(schedule.peak_activations),
-                                                1 if schedule.ranks == schedule.stages else schedule.stages,
-                                                self.describe, most_buckets(stages.values()))
+                                                1 if len(set(self._placement)) == schedule.stages else schedule.stages,
+                                                self.describe, count_buckets(stages.values()))
                                     if distributed else InProcess(rank, room))
             if settings.compression is not None:
                 transport = Compressed(transport, settings.compression)
             self.workers[rank] = Worker(rank, self._placement, stages, Update(optimizers, settings.clip), self._ties,
                                         transport, settings.factor)
-        self.whole = Whole(self.workers, specs, self._placement, settings.device, distributed)
+        self.all_ranks = AllRanks(self.workers, specs, self._placement, settings.device, distributed)
         if settings.clip is not None and schedule.flush:
-            self.whole.agree_on_norms()
+            self.all_ranks.agree_on_norms()
         for worker in self.workers.values():
             worker.tied.lend_first()
         for worker in self.workers.values():
@@ -150,8 +150,7 @@ class Engine:
             self._microbatches_done += microbatches
             self._steps_done += len(self._made)
             first += microbatches
-            for worker in self.workers.values():
-                worker.transport.finish()  # the losses have arrived everywhere: this process may end now
+            self._finish()
             while self._made:
                 yield self._made.popleft()
 
@@ -202,6 +201,7 @@ class Engine:
         self._microbatches_done += stream.segment.feed.total - stream.segment.first
         self._steps_done += stream.done
         self._stream = None
+        self._finish()
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean loss over the samples of all batches, forward only, with the latest weights."""
@@ -215,7 +215,7 @@ class Engine:
         with ExitStack() as undisturbed:
             for worker in self.workers.values():
                 undisturbed.enter_context(worker.evaluating())
-            undisturbed.enter_context(self.whole.first_buffers())
+            undisturbed.enter_context(self.all_ranks.first_buffers())
             while (head := next(source, None)) is not None:
                 feed = self._feed(chain([head], islice(source, group - 1)), None, None)
                 # All are read, so that a bad batch is refused before anything runs.
@@ -232,7 +232,13 @@ class Engine:
         if not samples:
             raise UserError("there is nothing to evaluate on", hint="give evaluate at least one batch")
         total = sum(loss * size for loss, size in zip(self._outcomes.share(losses, samples), samples, strict=True))
+        self._finish()
         return total / sum(samples)
+
+    def _finish(self) -> None:
+        """Wait until the losses have arrived everywhere: then this process may end."""
+        for worker in self.workers.values():
+            worker.transport.finish()
 
     def _step(self, segment: Segment, step: int) -> Step:
         number = segment.steps_before + step
@@ -339,8 +345,8 @@ class Engine:
             raise RunError("this pipeline failed in the middle of an update: its stages are at different versions",
                            hint="keep a state_dict() from between steps, and build a new pipeline")
         self.drain()
-        self.whole.check_replicas()
-        return self.whole.state()
+        self.all_ranks.check_replicas()
+        return self.all_ranks.state()
 
     def describe(self, rank: int) -> str:
         """A rank with its stages, for messages."""

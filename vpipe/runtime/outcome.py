@@ -41,7 +41,7 @@ class Outcomes:
         if rank not in self._sources:
             return
         known = self._workers[rank].losses
-        losses = [known[segment.base + i].double() for i in self._share(segment.rounds.of_step(step), rank)]
+        losses = [known[segment.base + i].double().reshape(()) for i in self._share(segment.rounds.of_step(step), rank)]
         ends = torch.tensor(float(rank == self._sources[0] and stop()), dtype=torch.float64)
         # Not read here: a GPU would be waited for.
         self._told[step, rank] = torch.stack([ends.to(losses[0].device) if losses else ends, *losses])

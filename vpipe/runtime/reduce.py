@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
-from vpipe.errors import RunError
+from vpipe.errors import RunError, UserError
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport import Key, Spec, Transport
 from vpipe.runtime.weights import Weights
@@ -49,11 +49,14 @@ class _Bucket:
         """Where this replica's sums of an update are."""
         return self._sums[update % 2]
 
-    def fill(self, gradients: Sequence[Tensor | None]) -> None:
+    def fill(self, gradients: Sequence[Tensor | None], names: Sequence[str]) -> None:
         flat = self.rows.view(-1)
         ends = sum(self._sizes)
         for part, i in zip(torch.split(flat[:ends], self._sizes), self.members, strict=True):
             gradient = gradients[i]
+            if gradient is not None and gradient.layout != torch.strided:
+                raise UserError(f"'{names[i]}' has a gradient in the layout {gradient.layout}: replicas cannot sum it",
+                                hint="make it dense (nn.Embedding(sparse=False)), or give its stage one rank")
             if gradient is None:
                 part.zero_()
             else:
@@ -107,11 +110,11 @@ class Reduction:
             times[i] += 1
             if i in self._late or not self._seen:
                 return
-            if times[i] > 1:
+            if times[i] > 1 and self._bucket_of[i] < self._sent:
                 raise RunError(f"'{self._weights.names[i]}' got a second gradient in one backward of stage "
-                               f"{self._stage}, which it did not at first",
+                               f"{self._stage}, which it never did before, when the first had been sent",
                                hint="use it in one part of the model that is recomputed, or in none")
-            self._missing[self._bucket_of[i]] -= 1
+            self._missing[self._bucket_of[i]] -= 1 if times[i] == 1 else -1  # now it waits for the end
             while self._sent < len(self._buckets) and not self._missing[self._sent]:
                 self._send_next(update, contributors)
 
@@ -122,6 +125,12 @@ class Reduction:
             yield
         self._late |= {i for i, count in times.items() if count > 1}
         self._seen = True
+        self.send(update, contributors)
+
+    @contextmanager
+    def after_backward(self, update: int, contributors: Sequence[int]) -> Iterator[None]:
+        """Send all at the end of what is inside."""
+        yield
         self.send(update, contributors)
 
     def send(self, update: int, contributors: Sequence[int]) -> None:
@@ -135,7 +144,7 @@ class Reduction:
         bucket, key = self._buckets[number], self._key("D", update, number)
         contributes = self._transport.rank in contributors
         if contributes:
-            bucket.fill(self._weights.gradients)
+            bucket.fill(self._weights.gradients, self._weights.names)
         self._exchange(key, {rank: bucket.rows[i] for i, rank in enumerate(self._ranks) if contributes},
                        contributors, bucket.spec)
 
@@ -194,9 +203,9 @@ class Reduction:
         return Key(kind, self._stage, update * len(self._buckets) + bucket)
 
 
-def most_buckets(stages: Iterable[Stage]) -> int:
-    """The buckets of the stage with the most."""
-    return max((len(list(_grouped(stage.weights.leaves()))) for stage in stages), default=0)
+def count_buckets(stages: Iterable[Stage]) -> int:
+    """How many the stages of a rank have together."""
+    return sum(len(list(_grouped(stage.weights.leaves()))) for stage in stages)
 
 
 def _grouped(leaves: Sequence[Tensor]) -> Iterator[list[int]]:

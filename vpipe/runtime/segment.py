@@ -30,7 +30,7 @@ class Segment:
 
     @property
     def every(self) -> int:
-        """Microbatches per update, and replica."""
+        """Microbatches per update; without a flush, and replica."""
         return self.rounds.update_every
 
     def number(self, microbatch: int) -> int:

@@ -16,7 +16,7 @@ class StageUsage:
 
     Attributes:
         forward_s, backward_s, step_s: seconds in forwards, in backwards (recompute included), in optimizer steps.
-        communication_s: seconds in starting transfers.
+        communication_s: seconds in starting transfers and in summing gradients over replicas.
         idle_s: seconds waiting for tensors of other ranks: bubble, imbalance and transfer time alike.
         bytes_sent: by the stage's rank.
         versions: most weight versions held at once.

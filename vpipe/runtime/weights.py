@@ -136,7 +136,8 @@ class Weights:
     def add_gradient(self, name: str, gradient: Tensor) -> None:
         """Add what another stage contributed to a tied weight's gradient."""
         leaf = self._graded[self.names.index(name)]
-        leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
+        # A copy: in one process the replicas of a stage are given the same tensor, and each scales its own.
+        leaf.grad = gradient.clone() if leaf.grad is None else leaf.grad.add_(gradient)
 
     @contextmanager
     def added_at_once(self, names: Sequence[str]) -> Iterator[None]:

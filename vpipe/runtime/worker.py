@@ -200,7 +200,7 @@ class Worker:
     def _backward(self, stage_index: int, microbatch: int) -> None:
         stage, record = self.stages[stage_index], self._records.pop((stage_index, microbatch))
         gradients = self._begin_return(stage_index, microbatch, record)
-        with self._completing(stage_index, microbatch):
+        with self._completing(stage_index, microbatch, whole=not record.split):
             returned = stage.backward(record, gradients)
         stage.unpin(record.pins)
         self._end_return(stage_index, microbatch, returned)
@@ -213,12 +213,15 @@ class Worker:
     def _weight_half(self, stage_index: int, microbatch: int) -> None:
         stage, record = self.stages[stage_index], self._records.pop((stage_index, microbatch))
         stage.prepare_backward(record.pins)
-        with self._completing(stage_index, microbatch):
+        with self._completing(stage_index, microbatch, whole=False):
             stage.backward_weight(record)
         stage.unpin(record.pins)
 
-    def _completing(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """While weight gradients are made; those of a replica that are its last of an update go out meanwhile."""
+    def _completing(self, stage: int, microbatch: int, whole: bool) -> AbstractContextManager[None]:
+        """While weight gradients are made; those of a replica that are its last of an update go out.
+
+        Of a whole backward, as they are made; halves put them aside first.
+        """
         reduction = self.reductions.get(stage)
         if reduction is None:
             return nullcontext()
@@ -227,7 +230,9 @@ class Worker:
         if self._completed[stage] < len(self._rounds.share(stage, update, stage, self.rank)):
             return nullcontext()
         del self._completed[stage]
-        return reduction.during_backward(self._update_number(stage, update), self._contributors(stage, update))
+        number, contributors = self._update_number(stage, update), self._contributors(stage, update)
+        sending = reduction.during_backward if whole else reduction.after_backward
+        return sending(number, contributors)
 
     def _recompute(self, stage_index: int, microbatch: int) -> None:
         self.stages[stage_index].recompute(self._records[stage_index, microbatch])

@@ -89,6 +89,11 @@ class Wanted:
     def _by_name(self) -> Schedule:
         recipe = recipe_named(self.schedule)
         check_chunks(recipe, self.chunks)
+        if self.replicas < 1:
+            raise UserError(f"{self.replicas} replicas", hint="give a whole number, 1 or more")
+        if self.replicas > 1 and self.placement:
+            raise UserError(f"{self.replicas} replicas beside the placement {[list(r) for r in self.placement]}",
+                            hint="leave the replicas out: the placement says them")
         placement = self.placement or self._placement()
         self._check_ranks(placement)
         seat = seats(recipe, placement, self.microbatches, self.update_every)[placement[0][0]]
@@ -172,6 +177,10 @@ class Wanted:
             raise UserError(f"'{self.schedule}' places the stages as {[list(r) for r in schedule.placement]}, not as "
                             f"{[list(r) for r in self.placement or ()]}", hint="leave the placement out")
         self._check_ranks(schedule.placement)
+        if schedule.microbatches % schedule.rounds.per_step:
+            raise UserError(f"'{self.schedule}' has {schedule.microbatches} microbatches, but its stages make whole "
+                            f"updates together only every {schedule.rounds.per_step}",
+                            hint=f"use a multiple of {schedule.rounds.per_step} microbatches")
         compute = compute_only(replace(schedule, ties=dict(self.ties or {})))
         early = compute.with_programs([list(with_recompute(iter(program), self.recompute))
                                        for program in compute.programs])

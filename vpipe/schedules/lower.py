@@ -12,7 +12,7 @@ A tied weight belongs to the first stage that uses it; other stages borrow it:
   uses the version that the owner's did. With replicas, every rank that borrows gets it from one of the owner's;
 * a rank sends the gradients of an update when its borrowing stages have all of them, to all of the owner's replicas;
   these add them to their own before the step;
-* without a flush the owner gets ready for them as soon as it has made the update before;
+* without a flush the owner gets ready for them as soon as it has made the update before, or one before that;
 * a rank posts the receive of a version right behind the gradients that go into it. Later
   would deadlock without a flush when sends wait for their receives: the borrower comes to its next
   gradient before it needs the version, the owner sends the version before it takes that gradient.
@@ -66,7 +66,8 @@ class VersionsUsed:
             return
         if action.op is Op.FORWARD:
             self._used[action.microbatch] = self._steps if self._chosen is None else self._chosen
-            self._used.pop(action.microbatch - _REMEMBERED, None)
+            if len(self._used) > _REMEMBERED:
+                del self._used[next(iter(self._used))]
         elif action.op is Op.STEP:
             self._steps += 1
         elif action.op is Op.USE:
@@ -112,7 +113,8 @@ class Lowering:
         for owner in self._borrowers:
             yield from self._close(owner)
         for owner in self._ties:
-            yield from self._await_gradients(owner, 0)
+            for update in range(self._early(owner)):
+                yield from self._await_gradients(owner, update)
         for action in self._compute(self._rank):
             if action.op in RETURNS:
                 # The shapes of a gradient are known once its forward has run, not earlier.
@@ -182,11 +184,20 @@ class Lowering:
                 yield Action(Op.SEND_G, owner, update)
             yield Action(Op.RECV_W, owner, update + 1)
 
-    def _await_gradients(self, owner: int, update: int) -> Iterator[Action]:
-        """Without a flush: get ready for what borrowers send for an update, as early as can be.
+    def _early(self, owner: int) -> int:
+        """For how many updates the owner awaits gradients at once.
 
-        These may be rounds ahead of a replica, and would wait for it while it waits for them.
+        Where a replica waits for others, those that send to it may be as many updates ahead as it has microbatches
+        under way; they would wait for it while it waits for them.
         """
+        placement = self._rounds.placement
+        if all(len(ranks) == 1 for ranks in placement):
+            return 1
+        depth = (sum(map(len, dict.fromkeys(placement[owner:]))) - 1) // self._rounds.width(owner)
+        return depth // self._rounds.update_every + 1
+
+    def _await_gradients(self, owner: int, update: int) -> Iterator[Action]:
+        """Without a flush: get ready for what borrowers send for an update, before they can send it."""
         if not self._rounds.flush and self._rounds.begins(owner, update):
             yield Action(Op.RECV_G, owner, update)
 
@@ -216,7 +227,7 @@ class Lowering:
             self._steps.remove(step)
             yield step
             if step.stage in self._ties:
-                yield from self._await_gradients(step.stage, step.microbatch + 1)
+                yield from self._await_gradients(step.stage, step.microbatch + self._early(step.stage))
             if step.stage in self._lent:
                 # Also those of the cooldown that no forward uses: to know them would need a look ahead.
                 yield Action(Op.SEND_W, step.stage, step.microbatch + 1)

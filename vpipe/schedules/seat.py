@@ -92,7 +92,8 @@ def _chunks(recipe: Recipe, placement: Placement, crews: list[tuple[int, ...]]) 
         crew, other = ([crew for crew in crews if twice[0] in crew] * 2)[:2]
         raise UserError(f"rank {twice[0]} is among the ranks {list(crew)} of one stage and {list(other)} of another"
                         if crew != other else f"rank {twice[0]} stands twice among the ranks {list(crew)} of a stage",
-                        hint="stages either have all their ranks in common, or none")
+                        hint="stages either have all their ranks in common, in the same order, or none"
+                        if crew != other else "name each rank once")
     ranks = len(crews)
     chunks, left = divmod(len(placement), ranks)
     word = "rank" if len(held) == ranks else "group of replicas"

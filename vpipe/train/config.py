@@ -61,8 +61,7 @@ class Config(Section):
         if self.parallel.asynchronous and microbatches % every:
             divisors = ", ".join(str(k) for k in range(1, microbatches + 1) if microbatches % k == 0)
             yield Mistake(("parallel", "update_every"),
-                          f"is {every}, which does not divide the {microbatches} microbatches of a batch (one update "
-                          "never takes microbatches of two batches)",
+                          f"is {every}, which does not divide the {microbatches} microbatches of a batch",
                           f"use one of {divisors}, or make training.num_microbatches a multiple of {every}")
 
     def resolved_yaml(self) -> str:

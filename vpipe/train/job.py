@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
@@ -123,6 +124,18 @@ class Job:
         for epoch in count() if epochs is None else range(epochs):
             yield from self.dataset.batches("train", self.config.dataset.batch_size, fields=fields,
                                             seed=seed_of(_data_seed(self.config), epoch))
+
+    def fingerprint(self) -> str:
+        """A short hash of the data: vocabulary, sizes and the first batch for training.
+
+        Ranks read the data each for themselves, so on several hosts it must be the same for all.
+        """
+        content = hashlib.sha256(repr((self.config.model.vocab_size, self.dataset.samples("train"),
+                                       self.dataset.samples("test"))).encode())
+        for name, values in sorted(next(self.training_batches(tuple(self.model.batch))).items()):
+            if name in self.model.batch:
+                content.update(f"\0{name} {values.dtype} {tuple(values.shape)}\0".encode() + values.numpy().tobytes())
+        return content.hexdigest()[:12]
 
     def evaluation_batches(self, fields: tuple[str, ...]) -> Iterator[Mapping[str, Tensor]]:
         """The first held-out batches, the same at every evaluation."""

@@ -44,9 +44,9 @@ def train(job: Job, folder: Path) -> None:
             Progress(job.updates, config.training.print_frequency, show) as progress:
 
         def record(*steps: Step) -> None:
-            # A rank whose stage has nothing to train has no learning rate of its own.
+            # The config's, which is the first stage's: this rank may have none, or with replicas another.
             steps = tuple(replace(step, learning_rate=config.training.learning_rate * policy(step.index))
-                          if step.learning_rate is None else step for step in steps)
+                          for step in steps)
             metrics.update(*steps)
             for step in steps:
                 progress.update(step, metrics)
@@ -70,8 +70,8 @@ def train(job: Job, folder: Path) -> None:
         record(*pipe.engine.drain())
         if not metrics.evaluations or metrics.evaluations[-1][0] != len(metrics.losses) - 1:
             evaluate()
-    pipe.engine.whole.check_replicas()
-    usages = pipe.engine.whole.usage()
+    pipe.engine.all_ranks.check_replicas()
+    usages = pipe.engine.all_ranks.usage()
     if show:
         text = summary(job, metrics, usages)
         log.info("summary\n%s", text)

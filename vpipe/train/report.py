@@ -18,7 +18,8 @@ def headline(job: Job) -> str:
     ranks = job.schedule.ranks
     return (f"{job.config.model.name}: {len(job.model)} layers in {len(job.placement)} stages "
             f"{list(job.config.parallel.partition)}, schedule {job.config.parallel.schedule}, "
-            + ("one process per stage" if ranks == len(job.placement) else f"{ranks} processes"))
+            + ("one process per stage" if ranks == len(job.placement) == len(set(job.placement)) else
+               f"{ranks} processes"))
 
 
 def summary(job: Job, metrics: Metrics, usages: Sequence[StageUsage]) -> str:

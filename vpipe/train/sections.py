@@ -139,7 +139,7 @@ class TrainingSection(Section):
     learning_rate: float = Field(gt=0, description="learning rate after the warm-up, such as 1e-3")
     epochs: int | None = Field(None, ge=1, description="stop after so many passes over the data; 1 when neither "
                                                        "max_steps nor max_minutes is given")
-    max_steps: int | None = Field(None, ge=1, description="stop after so many updates")
+    max_steps: int | None = Field(None, ge=1, description="stop after so many steps")
     max_minutes: float | None = Field(None, gt=0, description="stop after so many minutes of training")
     num_microbatches: int = Field(1, ge=1, description="microbatches per batch; must divide dataset.batch_size")
     optimizer: Literal["sgd", "adam", "adamw", "lamb"] = Field("adamw", description="rule of an update")
@@ -147,13 +147,13 @@ class TrainingSection(Section):
     lr_policy: Literal["constant", "step", "polynomial", "cosine"] = Field(
         "constant", description="learning rate after the warm-up: constant; step: divided by 10 after each third of "
                                 "the updates; polynomial (a straight line) or cosine: falling to 0 at the last update")
-    warmup_steps: float = Field(0, ge=0, description="updates over which the learning rate rises from 0; a value below "
-                                                     "1 is the share of all updates of the run")
+    warmup_steps: float = Field(0, ge=0, description="steps over which the learning rate rises from 0; a value below "
+                                                     "1 is the share of all steps of the run")
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay (adamw, lamb), or L2 term in the "
                                                            "gradient (sgd, adam); never of biases and norms")
     grad_clip: float | None = Field(None, gt=0, description="largest norm of the gradient over all stages")
     seed: Seed = Field(0, description="seed of initial weights and dropout")
-    evaluate_every: int | None = Field(None, ge=1, description="updates between evaluations; there is always one at "
+    evaluate_every: int | None = Field(None, ge=1, description="steps between evaluations; there is always one at "
                                                                "the end")
     evaluation_batches: int = Field(8, ge=1, description="batches per evaluation")
     profile_iteration: int | None = Field(None, ge=1, description="update that the profiler records")
@@ -216,8 +216,9 @@ class ParallelSection(Section):
         "auto", description="layers per stage; auto balances the stages by their parameters")
     recompute: Ratios = Field(0.0, description="share of a stage's layers, counted from its end, whose activations are "
                                                "recomputed in backward; one number, or a list per stage")
-    update_every: int | None = Field(None, ge=1, description="microbatches per update of an asynchronous schedule; "
-                                                             "null takes the fewest that it can have")
+    update_every: int | None = Field(None, ge=1, description="microbatches per update of an asynchronous schedule, "
+                                                             "and per rank of a stage; null takes the fewest that it "
+                                                             "can have")
     stage_to_rank_map: dict[str, Ints] | None = Field(None, description='ranks of each stage, such as {"0": [0, 1], '
                                                                         '"1": [2]}: with several, microbatch i goes to '
                                                                         'replica i mod their number; null places them '
@@ -278,7 +279,8 @@ class ParallelSection(Section):
         yield from self._compression()
         if self.stage_to_rank_map is not None:
             yield from self._placement(self.stage_to_rank_map)
-            if self.data_parallel_size not in (1, *map(len, self.stage_to_rank_map.values())):
+            if self.data_parallel_size > 1 and any(len(own) != self.data_parallel_size
+                                                   for own in self.stage_to_rank_map.values()):
                 yield Mistake(("data_parallel_size",), f"is {self.data_parallel_size}, but stage_to_rank_map gives the "
                               f"stages {', '.join(str(len(own)) for own in self.stage_to_rank_map.values())} ranks",
                               "leave it out: the map says it")
@@ -352,12 +354,13 @@ class ParallelSection(Section):
             elif ranks[stage].count(rank) > 1:
                 yield Mistake((key, stage), f"names rank {rank} twice for stage {stage}", hint)
                 return
-            elif other != stage and (self._one_stage_per_rank() or set(ranks[other]) != set(ranks[stage])):
+            elif other != stage and (self._one_stage_per_rank() or ranks[other] != ranks[stage]):
                 yield Mistake((key, stage), f"puts stage {stage} on rank {rank}, where stage {other} is already; "
                               + (f"{self.schedule} holds one stage on each rank" if self._one_stage_per_rank() else
                                  f"stage {other} has ranks {list(ranks[other])}, stage {stage} {list(ranks[stage])}"),
                               f"{hint}, or choose a schedule with several stages per rank, such as interleaved"
-                              if self._one_stage_per_rank() else "let the two share all of their ranks, or none")
+                              if self._one_stage_per_rank() else
+                              "let the two share all of their ranks, in the same order, or none")
         if missing := sorted(set(range(highest + 1)) - {rank for _, _, rank in places}):
             yield Mistake((key,), f"names ranks up to {highest}, but never rank {missing[0]}",
                           "number the ranks from 0 without a gap")

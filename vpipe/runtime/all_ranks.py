@@ -18,7 +18,7 @@ from vpipe.runtime.worker import Worker
 from vpipe.schedules.size import Placement
 
 
-class Whole:
+class AllRanks:
     """The ranks of this process, and with torch.distributed all others; then every rank must call the same.
 
     Args:
