@@ -19,6 +19,7 @@ from vpipe.runtime.engine import Engine, Step
 from vpipe.runtime.feed import Batch
 from vpipe.runtime.settings import Settings
 from vpipe.schedules.arrange import Wanted
+from vpipe.schedules.size import Placement
 
 
 @runtime_checkable
@@ -86,6 +87,9 @@ class Pipeline:
             placement = placement or plan.stage_to_rank_map or None
         self.schedule = schedule or "1f1b"
         self.microbatches = microbatches
+        places = _places(placement)
+        if stages is None and partition is None and places is not None:
+            stages = len(places)
         self.partition = _partition(model, stages, partition)
         self.recompute = _ratios(recompute, len(self.partition))
         specs = split(model, self.partition)
@@ -93,7 +97,7 @@ class Pipeline:
         layers = [int(ratio * size) for ratio, size in zip(self.recompute, self.partition, strict=True)]
         lowered = Wanted(
             self.schedule, len(self.partition), microbatches, update_every,
-            tuple(map(tuple, placement)) if placement else None, chunks, world if world > 1 else None, replicas,
+            places, chunks, world if world > 1 else None, replicas,
             {owner: tuple(borrowers) for owner, borrowers in ties_between(specs).items()},
             [stage for stage, dropped in enumerate(layers) if dropped], grad_clip is not None).arranged()
         self.placement, self.update_every = lowered.placement, lowered.update_every
@@ -128,6 +132,16 @@ class Pipeline:
         Every rank must call it, after the same step; an asynchronous pipeline drains first.
         """
         return self.engine.state()
+
+
+def _places(placement: Sequence[Sequence[int]] | None) -> Placement | None:
+    if not placement:
+        return None
+    if isinstance(placement, Mapping) or not all(
+            isinstance(ranks, (list, tuple)) and all(type(rank) is int for rank in ranks) for ranks in placement):
+        raise UserError(f"the placement {placement!r} does not list the ranks of every stage",
+                        hint="write a list of lists of whole numbers, such as [[0, 1], [2]]")
+    return tuple(map(tuple, placement))
 
 
 def _partition(model: Model, stages: int | None, partition: Sequence[int] | None) -> tuple[int, ...]:

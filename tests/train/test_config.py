@@ -152,7 +152,8 @@ def test_one_wrong_value(at: Path, line: str, what: str) -> None:
     (["parallel.update_every=2"], "parallel.update_every is 2, but the schedule 1f1b updates once per batch",
      "leave it out; training.num_microbatches says how many microbatches a batch has"),
     (["parallel.schedule=pipedream", "parallel.update_every=3"],
-     "parallel.update_every is 3, which does not divide the 4 microbatches of a batch", "use one of 1, 2, 4, or make training.num_microbatches a multiple of 3"),
+     "parallel.update_every is 3, which does not divide the 4 microbatches of a batch",
+     "use one of 1, 2, 4, or make training.num_microbatches a multiple of 3"),
     (["parallel.schedule=gpip"], "parallel.schedule is 'gpip', which is no schedule of this version",
      "did you mean 'gpipe'?"),
     (["parallel.partition=[3, 2]"], "parallel.partition has 2 entries for 4 stages", "give one entry per stage"),
@@ -212,7 +213,7 @@ def test_one_wrong_value(at: Path, line: str, what: str) -> None:
      "give max_steps or epochs as well; the run still ends at the first limit it reaches"),
     (['parallel.stage_to_rank_map={"0": [0], "2": [1]}'],
      'parallel.stage_to_rank_map names the stages 0, 2; there are 4: 0, 1, 2, 3',
-     'name each stage once, as "0", "1", ...'),
+     'name each stage once, as "0", "1", ..., or correct model_parallel_size'),
     (['parallel.stage_to_rank_map={0: [0, 1], 1: [2], 2: [2], 3: [3]}'],
      "parallel.stage_to_rank_map.2 puts stage 2 on rank 2, where stage 1 is already; 1f1b holds one stage on each "
      "rank", "give each stage ranks of its own: 5 of them are numbered 0 to 4, or choose a schedule with several "

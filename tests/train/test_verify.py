@@ -43,7 +43,8 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(config), "--steps", "2"]) == 0
     lines = capfd.readouterr().out.splitlines()
     assert lines[0] == "bert: 5 layers in 4 stages on 2 ranks, schedule zb_v, 2 steps"
-    assert lines[-1] == "equal: 2 steps give the same losses, gradient norms and weights to the last bit"
+    assert lines[-1] == ("equal: 2 steps give to the last bit the losses, gradient norms and weights of plain "
+                         "PyTorch on one device, tied gradients summed by stage")
     rows = [line.split() for line in lines if line.split()[:1] in (["0"], ["1"])]
     assert len({(step, loss) for step, loss, *_ in rows}) == 2
     assert [row[-1] for row in rows if len(row) == 4] == ["0"] * 4

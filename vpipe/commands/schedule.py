@@ -151,8 +151,8 @@ def _sizes(options: argparse.Namespace) -> tuple[tuple[int, ...], int]:
 
 
 def _widths(text: str | None) -> tuple[int, ...]:
-    """``--widths 2,1``; none when left out."""
-    parts = [] if text is None else text.split(",")
+    """``--widths 2,1``, or 2-1 as the pages write it; none when left out."""
+    parts = [] if text is None else re.split(r",|(?<=\d)-", text)
     for part in parts:
         if re.fullmatch(r"\s*0*[1-9]\d{0,5}\s*", part, re.ASCII) is None:
             raise UserError(f"--widths has '{part}', which is no number of replicas", hint="write --widths 2,1 or "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 from pathlib import Path
 
@@ -25,6 +26,9 @@ def run_verify(options: argparse.Namespace) -> None:
     Raises:
         RunError: they differ by more than they may.
     """
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError(f"vpipe verify is one of {os.environ['WORLD_SIZE']} processes, but it starts its ranks itself",
+                        hint="run it alone, without torchrun or srun")
     if options.steps < 1:
         raise UserError(f"--steps is {options.steps}", hint="compare 1 update or more")
     torch.set_num_threads(1)
@@ -34,7 +38,8 @@ def run_verify(options: argparse.Namespace) -> None:
     batches, ranks = batches_of(job, options.steps), job.schedule.ranks
     steps = steps_of(job, batches)
     print(f"{job.config.model.name}: {len(job.model)} layers in {len(job.placement)} stages on {ranks} ranks, schedule "
-          f"{job.config.parallel.schedule}, {steps} steps", flush=True)
+          f"{job.config.parallel.schedule}, {steps} steps" +
+          (", on this host without its container" if job.config.container else ""), flush=True)
     oracles = list(references(job, batches))
     _say_reference(oracles[0])
     wrong = _compared("in one process", in_process(job, batches), oracles, job)
@@ -43,7 +48,7 @@ def run_verify(options: argparse.Namespace) -> None:
     if wrong:
         raise RunError("; ".join(wrong), hint="a layer that draws random numbers outside torch, changes a buffer that "
                        "it reads, or hands on memory that is not contiguous at a cut may differ from one device")
-    print(f"equal: {steps} steps give the same losses, gradient norms and weights to the last bit"
+    print(f"equal: {steps} steps give to the last bit the losses, gradient norms and weights of {oracles[0].name}"
           if not oracles[0].bound else
           f"near: {steps} steps give the same losses and gradient norms within {oracles[0].bound:.1e}, because the "
           "file adds up gradients in another order; of the weights that says nothing")
@@ -68,7 +73,7 @@ def _compared(run: str, trail: Trail, oracles: list[Reference], job: Job) -> lis
     wrong = [f"{run}, {job.describe(torn.rank)} differs from its replica, {job.describe(torn.other)}, after update "
              f"{torn.update} of {torn.parameter}" for torn in trail.torn[:1]]
     for oracle in oracles:
-        bound = f"may differ by {oracle.bound:.1e}" if oracle.bound else "must be equal"
+        bound = f"losses and norms may differ by {oracle.bound:.1e}" if oracle.bound else "must be equal"
         print(f"\n{run}, beside {oracle.name} ({bound})\n"
               "    step  loss                 gradient norm        largest difference of loss, norm, weights")
         far = []

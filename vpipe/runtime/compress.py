@@ -152,6 +152,10 @@ class Compression:
         Raises:
             UserError: a name that is none, or not one per cut.
         """
+        if not isinstance(codecs, (str, list, tuple)):
+            raise UserError(f"compress is {codecs!r}", hint=f"write one of {', '.join(CODECS)}, or a list of them")
+        if not isinstance(feedback, bool):
+            raise UserError(f"compress_feedback is {feedback!r}", hint="write True or False")
         named = (codecs,) * (stages - 1) if isinstance(codecs, str) else tuple(codecs)
         problems = [Problem(f"compress is '{name}'", nearest(name, CODECS))
                     for name in dict.fromkeys((codecs,) if isinstance(codecs, str) else named) if name not in CODECS]

@@ -89,8 +89,8 @@ class Wanted:
     def _by_name(self) -> Schedule:
         recipe = recipe_named(self.schedule)
         check_chunks(recipe, self.chunks)
-        if self.replicas < 1:
-            raise UserError(f"{self.replicas} replicas", hint="give a whole number, 1 or more")
+        if type(self.replicas) is not int or self.replicas < 1:
+            raise UserError(f"replicas is {self.replicas!r}", hint="give a whole number, 1 or more")
         if self.replicas > 1 and self.placement:
             raise UserError(f"{self.replicas} replicas beside the placement {[list(r) for r in self.placement]}",
                             hint="leave the replicas out: the placement says them")

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from vpipe.errors import UserError, counted
+from vpipe.errors import Problem, UserError, counted
 from vpipe.schedules.action import COMPLETES, PER_MICROBATCH, Action, Op
 from vpipe.schedules.registry import Recipe
 from vpipe.schedules.rounds import Rounds
@@ -80,7 +80,9 @@ def seats(recipe: Recipe, placement: Placement, microbatches: int, update_every:
             own = len(range(replica, microbatches, len(crew)))
             size = Size(depth, own, chunks, own if recipe.flush else every, len(set(widths)) == 1)
             if (problem := recipe.requires(size)) is not None:
-                raise UserError.all_of([problem])
+                raise UserError.all_of([problem if len(crew) == 1 or not size.even else Problem(
+                    f"a replica of the pipeline takes {own} of {counted(microbatches, 'microbatch')}: {problem.what}",
+                    f"for each of the {len(crew)} replicas, {problem.hint}")])
             found[held_by] = Seat(rank, size, stages, replica, len(crew))
     return tuple(found[rank] for rank in sorted(found))
 

@@ -110,7 +110,7 @@ class RankFile(Section):
     stage_to_depth_map: dict[str, int] | None = Field(None, description='warm-up depth of each stage: {"0": 1, "1": 0}')
 
 
-FLAT_KEYS = frozenset(FlatConfig.model_fields) - {"container", "log_directory", "machines", "trace"}
+FLAT_KEYS = frozenset(FlatConfig.model_fields) - {"container", "log_directory", "trace"}
 """The keys that only the flat form has."""
 
 

@@ -99,6 +99,12 @@ class Job:
         return describe_rank(self.placement, rank)
 
     @property
+    def step_name(self) -> str:
+        """What a step of training is called: an update, unless stages make different numbers of them in it."""
+        rounds = self.schedule.rounds
+        return "update" if all(rounds.span(s) == rounds.per_step for s in range(len(self.placement))) else "step"
+
+    @property
     def samples_per_update(self) -> int:
         """Of a step of training."""
         return self.config.microbatch_size * self.schedule.rounds.per_step

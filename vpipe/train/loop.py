@@ -12,7 +12,7 @@ from time import perf_counter
 
 import torch
 
-from vpipe.errors import RunError, UserError
+from vpipe.errors import RunError, UserError, counted
 from vpipe.launch.world import join_world
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.engine import Step
@@ -41,7 +41,7 @@ def train(job: Job, folder: Path) -> None:
     deadline = perf_counter() + 60 * (config.training.max_minutes or float("inf"))
     every, policy = config.training.evaluate_every, job.policy()
     with Metrics(folder / "metrics.jsonl" if show else None, job.tokens_per_update) as metrics, \
-            Progress(job.updates, config.training.print_frequency, show) as progress:
+            Progress(job.updates, config.training.print_frequency, show, job.step_name) as progress:
 
         def record(*steps: Step) -> None:
             # The config's, which is the first stage's: this rank may have none, or with replicas another.
@@ -56,7 +56,7 @@ def train(job: Job, folder: Path) -> None:
             loss = pipe.evaluate(_reading(job.evaluation_batches(fields), "evaluation batch", pipe))
             after = len(metrics.losses) - 1
             metrics.evaluation(after, loss)
-            progress.note(f"evaluation loss after {after + 1} updates: {loss:.4f}")
+            progress.note(f"evaluation loss after {counted(after + 1, job.step_name)}: {loss:.4f}")
 
         batches = _reading(job.training_batches(fields), "batch", pipe)
         for step in pipe.engine.train(batches, job.updates, lambda: perf_counter() > deadline):

@@ -14,15 +14,19 @@ log = logging.getLogger("vpipe")
 
 
 class Progress:
-    """Updates, loss, tokens per second, time left: a bar on a terminal, elsewhere a line every ``every`` updates.
+    """Steps, loss, tokens per second, time left: a bar on a terminal, elsewhere a line every ``every`` steps.
 
     The lines also go to the log of each rank.
+
+    Args:
+        steps: of the run; None when nobody knows.
+        name: what a step is called.
     """
 
-    def __init__(self, updates: int | None, every: int, show: bool) -> None:
-        self._updates, self._every, self._show = updates, every, show
+    def __init__(self, steps: int | None, every: int, show: bool, name: str) -> None:
+        self._steps, self._every, self._show, self._name = steps, every, show, name
         self._terminal = sys.stderr.isatty()
-        self._bar = tqdm(total=updates, disable=not show or not self._terminal, unit="update", file=sys.stderr,
+        self._bar = tqdm(total=steps, disable=not show or not self._terminal, unit=name, file=sys.stderr,
                          dynamic_ncols=True, mininterval=0.2, smoothing=0.05,
                          bar_format="{n_fmt}/{total_fmt} |{bar}| {desc} {elapsed}<{remaining}")
 
@@ -30,11 +34,12 @@ class Progress:
         text = f"loss {step.loss:.3f}  {metrics.recent_tokens_per_s:,.0f} tokens/s"
         self._bar.set_description_str(text, refresh=False)
         self._bar.update()
-        done, total = step.index + 1, self._updates
+        done, total = step.index + 1, self._steps
         if done % self._every == 0 or done == total:
             of = f"/{total}" if total else ""
             left = f", {tqdm.format_interval(metrics.time_s / done * (total - done))} left" if total else ""
-            self.note(f"update {done}{of}: {text}  {tqdm.format_interval(metrics.time_s)}{left}", on_terminal=False)
+            self.note(f"{self._name} {done}{of}: {text}  {tqdm.format_interval(metrics.time_s)}{left}",
+                      on_terminal=False)
 
     def note(self, text: str, on_terminal: bool = True) -> None:
         """A line in the log; also on the screen, above the bar where there is one."""

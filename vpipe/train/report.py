@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+from vpipe.errors import counted
 from vpipe.runtime.usage import StageUsage
 from vpipe.train.job import Job
 from vpipe.train.metrics import Metrics, mean
@@ -29,12 +30,13 @@ def summary(job: Job, metrics: Metrics, usages: Sequence[StageUsage]) -> str:
     rate = updates / metrics.time_s
     few = max(1, min(10, updates // 4))
     lines = [
-        f"{updates} update{'s' * (updates > 1)} in {metrics.time_s:.1f} s: "
+        f"{counted(updates, job.step_name)} in {metrics.time_s:.1f} s: "
         f"{rate * job.samples_per_update:.1f} samples/s, {rate * job.tokens_per_update:,.0f} tokens/s, "
-        f"{1e3 * metrics.median_update_s():.0f} ms per update (median)",
+        f"{1e3 * metrics.median_update_s():.0f} ms per {job.step_name} (median)",
         f"training loss {mean(metrics.losses[:few]):.3f} -> {mean(metrics.losses[-few:]):.3f} "
         f"(mean of the first {few}, mean of the last {few})"]
-    lines += [f"evaluation loss after {step + 1} updates: {loss:.4f}" for step, loss in metrics.evaluations]
+    lines += [f"evaluation loss after {counted(step + 1, job.step_name)}: {loss:.4f}"
+              for step, loss in metrics.evaluations]
     return "\n".join([*lines, "", *_table(job, updates, usages)])
 
 
@@ -45,7 +47,7 @@ def _table(job: Job, updates: int, usages: Sequence[StageUsage]) -> list[str]:
     ends = list(accumulate(partition))
     homes = [(stage, rank) for stage, ranks in enumerate(job.placement) for rank in ranks]
     for (stage, rank), usage in zip(homes, usages, strict=True):
-        name = str(stage) if len(job.placement[stage]) == 1 else f"{stage} on {rank}"
+        name = str(stage) if len(job.placement[stage]) == 1 else f"{stage} (rank {rank})"
         times = (usage.forward_s, usage.backward_s, usage.step_s, usage.communication_s, usage.idle_s)
         first, end = ends[stage] - partition[stage], ends[stage]
         rows.append([name, f"{first}-{end - 1}", *(f"{1e3 * t / updates:.1f} ms" for t in times),
@@ -53,7 +55,7 @@ def _table(job: Job, updates: int, usages: Sequence[StageUsage]) -> list[str]:
                      str(usage.peak_activations), _bytes(usage.peak_memory_bytes)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return [*lines, "(per update; idle is waiting for other stages; memory is the peak of the process)"]
+    return [*lines, f"(per {job.step_name}; idle is waiting for other stages; memory is the peak of the process)"]
 
 
 def _bytes(count: float) -> str:

@@ -338,7 +338,8 @@ class ParallelSection(Section):
         expected = [str(stage) for stage in range(stages)]
         if set(ranks) != set(expected):
             yield Mistake((key,), f"names the stages {', '.join(sorted(ranks)) or 'none'}; there are {stages}: "
-                                  f"{', '.join(expected)}", "name each stage once, as \"0\", \"1\", ...")
+                                  f"{', '.join(expected)}",
+                                  "name each stage once, as \"0\", \"1\", ..., or correct model_parallel_size")
             return
         places = [(stage, i, rank) for stage in expected for i, rank in enumerate(ranks[stage])]
         highest = max((rank for _, _, rank in places), default=0)
