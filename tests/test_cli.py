@@ -305,7 +305,7 @@ def test_a_port_in_use(refused: Refused) -> None:
 def test_nccl_without_gpus(refused: Refused, flat: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert refused("train", "c.yaml", "--set", "distributed_backend=nccl") == [
-        ("backend nccl needs a GPU per rank: 2 ranks, 1 GPUs",
+        ("backend nccl needs a GPU per rank: 2 ranks, 1 GPU",
          "set parallel.backend to gloo (in VPipe's form, 'distributed_backend': 'gloo')")]
 
 

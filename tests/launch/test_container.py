@@ -123,11 +123,16 @@ def test_a_process_of_torchrun_starts_anew_inside(here: Path, monkeypatch: pytes
     program(here, "apptainer")
     started = []
     monkeypatch.setattr(os, "execvpe", lambda *call: started.append(call))
-    monkeypatch.setattr("sys.argv", ["/bin/vpipe", "train", "c.yaml"])
+    elsewhere = here.parent / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "c.yaml").write_text("")
+    monkeypatch.setattr("sys.argv", ["/bin/vpipe", "train", "../elsewhere/c.yaml"])
     enter(load(here))
     [(name, command, environment)] = started
     assert name == str(here / "bin" / "apptainer")
-    assert command[-6:] == [str(here / "image.sif"), "python3", "-m", "vpipe", "train", "c.yaml"]
+    assert command[-6:] == [str(here / "image.sif"), "python3", "-m", "vpipe", "train", "../elsewhere/c.yaml"]
+    assert str(elsewhere) in binds(command)  # where the config is read once more, with what it names
     monkeypatch.setenv(module.INSIDE[-1], environment[module.INSIDE[-1]])
     enter(load(here))  # and not once more
     assert len(started) == 1
+    assert Container.of(load(here)) is None  # nor are the ranks of a launcher inside

@@ -70,6 +70,9 @@ def test_lists_that_do_not_fit(tmp_path: Path) -> None:
         hosts_of(load(tmp_path, "hostB:0", "hostA:0"))
     with pytest.raises(UserError, match=r"machines\[1\] is 'hostB' \(--set machines\)\nhint: write host:gpu"):
         load(tmp_path, "hostA:0", "hostB")
+    with pytest.raises(UserError, match=r"machines\[2\] is 'me@hostB:1', but another rank of that host is reached as "
+                                        r"'hostB' \(--set machines\)\nhint: write one login"):
+        load(tmp_path, "hostA:0", "hostB:0", "me@hostB:1")
 
 
 def test_ranks_are_counted_without_the_data(tmp_path: Path) -> None:

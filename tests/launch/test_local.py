@@ -9,14 +9,16 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+from test_ends import alive, until
 
 from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.launch import local
 from vpipe.launch.failure import read_report
 from vpipe.launch.folder import failure_path, log_path
-from vpipe.launch.local import Interrupted, run_ranks
+from vpipe.launch.local import Interrupted, close_all, run_ranks
 from vpipe.launch.network import free_port
 from vpipe.launch.ranks import HostRanks
 
@@ -99,6 +101,33 @@ def test_a_rank_that_will_not_end_is_killed(monkeypatch: pytest.MonkeyPatch, tmp
     assert str(failed(monkeypatch, tmp_path, STUCK, wait + "report(1, 'broke')")).startswith("error: broke\n")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
+def test_what_a_killed_rank_had_started_ends_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    starts = "import subprocess; child = subprocess.Popen(['sleep', '60']); " \
+             "open(f'{folder}/child', 'w').write(str(child.pid)); os.kill(os.getpid(), 9)"
+    assert "rank 1 (stage 8) was killed" in str(failed(monkeypatch, tmp_path, "time.sleep(60)", starts))
+    until(lambda: not alive(int((tmp_path / "child").read_text())), 10, "the child has ended")
+
+
+class LostHost:
+    """Ranks of a host that takes some time to be given up."""
+
+    statuses: ClassVar[dict[int, int | None]] = {7: 1}
+    lost = None
+
+    def start(self, folder: Path) -> None:
+        pass
+
+    def close(self) -> None:
+        self.together.wait(20)
+
+    together = threading.Barrier(3)
+
+
+def test_hosts_are_closed_at_the_same_time() -> None:
+    close_all([LostHost(), LostHost(), LostHost()])  # else the barrier breaks
+
+
 def test_a_signal_ends_all_and_the_handlers_come_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
@@ -117,3 +146,15 @@ def test_half_a_report_is_none(tmp_path: Path) -> None:
     assert read_report(tmp_path, 0) is None
     failure_path(tmp_path, 0).write_text(json.dumps({"rank": 0}))
     assert read_report(tmp_path, 0) == {"rank": 0}
+
+
+def test_what_tells_gloo_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was chosen goes before the environment, and that before what was found; each variable by itself."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    found = HostRanks({0: 0}, 1, "127.0.0.1", 1, "eth0", 1, interface_found=True).environment(0)
+    assert found["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert "NCCL_SOCKET_IFNAME" not in found  # as it is
+    chosen = HostRanks.alone(1, 1, 1, address="10.0.0.1", interface="eth1").environment(0)
+    assert (chosen["GLOO_SOCKET_IFNAME"], chosen["NCCL_SOCKET_IFNAME"]) == ("eth1", "eth1")
+    assert chosen["MASTER_ADDR"] == "10.0.0.1"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,17 +58,18 @@ def test_alone(environment: dict[str, str]) -> None:
 
 
 def test_torchrun() -> None:
-    assert Member.of(TORCHRUN, parallel()) == Member("torchrun", 3, 4, 1, socket.gethostname(), "hostA", 29500)
-    assert Member.of({**SRUN, **TORCHRUN}, None) == Member("torchrun", 3, 4, 1, "n2", "hostA", 29500)
+    assert Member.of(TORCHRUN, parallel()) == Member("torchrun", 3, 4, 1, socket.gethostname(), "hostA", 29500,
+                                                       "none")
+    assert Member.of({**SRUN, **TORCHRUN}, None) == Member("torchrun", 3, 4, 1, "n2", "hostA", 29500, "none")
 
 
 def test_srun(scontrol: Scontrol) -> None:
     scontrol(GOOD)
-    assert Member.of(SRUN, parallel()) == Member("srun", 3, 4, 1, "n2", "10.0.0.1", slurm_port(4711, 2))
+    assert Member.of(SRUN, parallel()) == Member("srun", 3, 4, 1, "n2", "10.0.0.1", slurm_port(4711, 2), "4711.2")
     named = parallel(master_address="head", master_port=1234)
-    assert Member.of(SRUN, named) == Member("srun", 3, 4, 1, "n2", "head", 1234)
+    assert Member.of(SRUN, named) == Member("srun", 3, 4, 1, "n2", "head", 1234, "4711.2")
     exported = {**SRUN, "MASTER_ADDR": "other", "MASTER_PORT": "99"}
-    assert Member.of(exported, parallel()) == Member("srun", 3, 4, 1, "n2", "other", 99)
+    assert Member.of(exported, parallel()) == Member("srun", 3, 4, 1, "n2", "other", 99, "4711.2")
 
 
 def test_ports_of_jobs_that_run_together_differ() -> None:
@@ -115,9 +115,9 @@ def test_another_number_of_processes(scontrol: Scontrol) -> None:
 
 
 def test_what_the_environment_says_from_then_on() -> None:
-    """As torchrun would: a container in which the command starts anew has no scontrol."""
-    member = Member("srun", 3, 4, 1, "n2", "127.0.0.1", 12_345)
-    assert Member.of({"SLURMD_NODENAME": "n2", **member.variables}, None) == replace(member, starter="its starter")
+    """As torchrun would, and who started it: a container in which the command starts anew has no scontrol."""
+    member = Member("srun", 3, 4, 1, "n2", "127.0.0.1", 12_345, "4711.2")
+    assert Member.of({"SLURMD_NODENAME": "n2", **member.variables}, None) == member
 
 
 def test_the_interface_is_the_one_that_leads_to_others() -> None:

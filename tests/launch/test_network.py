@@ -12,6 +12,7 @@ from vpipe.errors import UserError
 from vpipe.launch import network
 from vpipe.launch.network import (
     address_of,
+    check_interfaces,
     free_port,
     held,
     interface_towards,
@@ -59,6 +60,19 @@ def test_the_interface_of_a_route() -> None:
     with pytest.raises(UserError, match=r"no route to no-such-host\.invalid, where the ranks meet\nhint: set "
                                         r"parallel\.interface"):
         interface_towards("no-such-host.invalid")
+
+
+def test_interfaces_that_are_not_there() -> None:
+    names = [name for _, name in socket.if_nameindex()]
+    check_interfaces(",".join(names))
+    with pytest.raises(UserError, match=re.escape(f"no network interface 'eth77' on this host, only {names[0]}")
+                       + r".*\nhint: set parallel\.interface"):
+        check_interfaces(f"{names[0]},eth77")
+
+
+def test_a_system_that_does_not_tell_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert interface_towards("127.0.0.1") is None
 
 
 def test_an_address_that_no_interface_shows(monkeypatch: pytest.MonkeyPatch) -> None:

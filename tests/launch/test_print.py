@@ -28,14 +28,15 @@ def on_host_a(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def printed(folder: Path, capsys: pytest.CaptureFixture[str], *settings: str) -> tuple[list[str], str]:
-    """The commands, and the config below them."""
+    """The commands, and the config that they write before they start a rank."""
     config = write_config(folder)
     assert main(["launch", "--print", str(config), *(part for text in settings for part in ("--set", text))]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     assert not (folder / "runs").exists()
-    commands, _, text = out.partition("cat > \"$FOLDER/config.yaml\" <<'END'\n")
-    return commands.splitlines(), text.removesuffix("END\n")
+    before, _, rest = out.partition("cat > \"$FOLDER/config.yaml\" <<'END'\n")
+    text, _, after = rest.partition("END\n")
+    return [*before.splitlines(), *after.splitlines()], text
 
 
 def test_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,7 +46,8 @@ def test_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert shlex.split(commands[4]) == [
         "RANK=1", "LOCAL_RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", "MASTER_PORT=23456", "OMP_NUM_THREADS=1",
         "GLOO_SOCKET_IFNAME=lo", "NCCL_SOCKET_IFNAME=lo", sys.executable, "-m", "vpipe.launch.worker", "$FOLDER",
-        "train"]
+        "train", "&"]
+    assert commands[5:] == ["wait"]
     assert yaml.safe_load(config)["parallel"]["master_port"] == 23456
 
 
@@ -60,8 +62,8 @@ def test_on_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [ssh] = [line for line in commands if line.startswith("ssh ")]
     assert shlex.split(ssh) == ssh_command("me@hostB", config.launch)
     [rank] = [line for line in commands if line.startswith("RANK=1")]
-    assert shlex.split(rank)[-6:] == ["VPIPE_HOST=hostB", "/opt/py thon", "-m", "vpipe.launch.worker", "$FOLDER",
-                                      "train"]
+    assert shlex.split(rank)[-7:] == ["VPIPE_HOST=hostB", "/opt/py thon", "-m", "vpipe.launch.worker", "$FOLDER",
+                                      "train", "&"]
 
 
 def test_only_printing_is_offered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,6 +118,7 @@ def test_a_list_of_machines_is_said_to_have_no_part(capsys: pytest.CaptureFixtur
     (["--nodes", "2", "--ranks-per-node", "-2"], ["--ranks-per-node is -2"]),
     (["--nodes", "2", "--time", "1h"], ["--time is '1h'", "2:00:00"]),
     (["--nodes", "2", "--partition", "a\n#SBATCH --nodes=9"], ["--partition is", "sinfo"]),
+    (["--nodes", "2", "--set", "dataset.path=a\nrm -r b"], ["dataset.path=a\\nrm -r b", "line breaks"]),
     (["--nodes", "2", "-o", "no/such/folder/job.sh"], ["cannot write 'no/such/folder/job.sh'", "-o"]),
     (["--nodes", "2", "--set", "parallel.schedule=1g1b"], ["1g1b", "1f1b"])])
 def test_refused(arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

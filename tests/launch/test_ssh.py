@@ -23,12 +23,13 @@ from vpipe.cli import main
 from vpipe.errors import RunError, UserError
 from vpipe.launch import hosts as hosts_module
 from vpipe.launch import local
+from vpipe.launch import ssh as ssh_module
 from vpipe.launch.hosts import Hosts
-from vpipe.launch.local import Interrupted, run_ranks
+from vpipe.launch.local import Interrupted, close_all, run_ranks
 from vpipe.launch.messages import decoded, encoded
 from vpipe.launch.network import free_port
 from vpipe.launch.ranks import HostRanks, ranks_here
-from vpipe.launch.ssh import Remote, close_all, connect, prepare, ssh_command
+from vpipe.launch.ssh import Remote, connect, hello_s, prepare, ssh_command
 from vpipe.train.config import Config, load_config
 
 SSH = """\
@@ -67,6 +68,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("RECORD", str(record))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(hosts_module, "is_this_host", lambda name: name == "hostA")
     monkeypatch.setattr(local, "GRACE_S", 1.0)
     monkeypatch.chdir(tmp_path)
@@ -94,13 +97,14 @@ class Run:
         monkeypatch.setattr(HostRanks, "command", stand_in_command)
         self._mine, self._silence_s = mine, silence_s
         self.remotes: list[Remote] = []
+        self.fingerprint = "the same"
 
     def go(self) -> None:
         hosts = Hosts.of(self._config.machines or ())
         mine = ranks_here(self._config, hosts, len(hosts.logins), free_port(None))
         self.remotes = connect(hosts, self._config.launch, container=False)
         try:
-            prepare(self.remotes, self._config.resolved_yaml(), mine, self._silence_s)
+            prepare(self.remotes, self._config.resolved_yaml(), mine, self._silence_s, self.fingerprint)
             self._patch.setenv("STAND_IN_RANK", self._mine)  # of this host, from now on
             run_ranks(mine, self.folder, lambda rank: hosts.described(rank, f"rank {rank} (stage {rank})"),
                       self.remotes)
@@ -197,10 +201,68 @@ def test_a_host_that_does_not_reach_the_first(here: Path) -> None:
     remotes = connect(hosts, config.launch, container=False)
     wrong = HostRanks(hosts.on(None), 2, "127.0.0.1", free_port(None), "lo", 1)
     remotes[0].tell(config.resolved_yaml(), 2, wrong.address, wrong.port, 30.0)  # where nobody listens
-    [problem] = remotes[0].problems("ready")
+    [problem] = remotes[0].problems("ready", 60.0)
     close_all(remotes)
     assert problem.what.startswith(f"host hostB: cannot reach 127.0.0.1 port {wrong.port}, where the ranks meet: ")
     assert problem.hint.startswith("let the firewalls pass it")
+
+
+def test_a_host_with_other_data(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(here, monkeypatch, RANK_STAYS)
+    run.fingerprint = "another"
+    with pytest.raises(UserError, match=r"host hostB has other data than this one: .* \(fingerprint the same, here "
+                                        r"another\)\nhint: copy"):
+        run.go()
+    assert not list(run.folder.iterdir())
+    assert not remaining()
+
+
+@pytest.mark.parametrize("options", [["-oConnectTimeout=50"], ["-o", "ConnectTimeout=50"], ["-o", "connecttimeout 50"]])
+def test_a_longer_time_to_connect_is_waited_for(here: Path, options: list[str]) -> None:
+    launch = load(here, "hostA:0", "hostB:0").launch
+    assert hello_s(launch) == 30
+    assert hello_s(launch.model_copy(update={"ssh_options": tuple(options)})) == 70
+
+
+def test_a_host_that_falls_silent_before_the_run(here: Path, monkeypatch: pytest.MonkeyPatch,
+                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    """Its ssh has ended, too, but something holds its output open, as a shared connection may."""
+    monkeypatch.setattr(ssh_module, "SLOW_S", 0.1)
+    monkeypatch.setattr(ssh_module, "SILENT_S", 1.0)
+    monkeypatch.setattr(ssh_module, "GRACE_S", 0.3)
+    monkeypatch.setattr(Remote, "differs", lambda remote, container: [])
+    quiet = here / "bin" / "quiet"
+    quiet.write_text("#!/bin/sh\necho 'vpipe: {\"hello\": {}}'; sleep 60 & echo $! > \"$RECORD/holder\"\n")
+    quiet.chmod(0o755)
+    config = load(here, "hostA:0", "hostB:0", python=str(quiet))
+    hosts = Hosts.of(config.machines or ())
+    remotes = connect(hosts, config.launch, container=False)
+    mine = ranks_here(config, hosts, 2, free_port(None))
+    try:
+        with pytest.raises(UserError, match="host hostB said nothing for 1 s\nhint: look whether it is up"):
+            prepare(remotes, config.resolved_yaml(), mine, 30.0, "")
+        close_all(remotes)
+    finally:
+        os.kill(int((here / "record" / "holder").read_text()), signal.SIGKILL)
+        close_all(remotes)  # which closes its pipes, too, now that no thread is in them
+    assert capsys.readouterr().err == "waiting for host hostB, which looks at the config and may prepare its data\n"
+
+
+def test_a_host_without_room(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What keeps its launcher from starting even a rank that looks is said, and it ends in good order."""
+    config = load(here, "hostA:0", "hostB:0", python=str(here / "bin" / "full"))
+    full = here / "bin" / "full"
+    full.write_text(f"#!/bin/sh\nulimit -f 1\nexec {sys.executable} {Path(__file__).with_name('stand_in_host.py')}\n")
+    full.chmod(0o755)
+    hosts = Hosts.of(config.machines or ())
+    remotes = connect(hosts, config.launch, container=False)
+    mine = ranks_here(config, hosts, 2, free_port(None))
+    try:
+        with pytest.raises(UserError, match=r"host hostB: cannot start a rank there: .*File too large"):
+            prepare(remotes, config.resolved_yaml(), mine, 30.0, "")
+    finally:
+        close_all(remotes)
+    assert remotes[0]._ssh.returncode == 2  # not SIGABRT
 
 
 def test_no_ssh_on_the_path(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,6 +279,7 @@ def test_all_that_ranks_write_comes_to_the_first_host(here: Path, monkeypatch: p
         [*(f"rank{rank}.log" for rank in (1, 2, 3)), *(f"trace{rank}.json" for rank in (1, 2, 3))])
     assert (run.folder / "rank3.log").read_text() == "this is 3\n"
     assert (run.folder / "trace3.json").read_text() == "[]" * 1_500_000  # in several messages
+    assert not list((here / "temporary").iterdir())  # nothing is left there
     assert not remaining()
 
 

@@ -37,6 +37,16 @@ def srun(folder: Path, arguments: list[str], tasks: int, **environment: str) -> 
     return [(process.returncode, out, err) for process, (out, err) in zip(processes, said, strict=True)]
 
 
+def put_model(folder: Path, text: str) -> str:
+    """A package with the model ``fragile``; the path on which Python finds it."""
+    package = folder / "site"
+    (package / "fragile-1.0.dist-info").mkdir(parents=True)
+    (package / "fragile.py").write_text(text)
+    (package / "fragile-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: fragile\nVersion: 1.0\n")
+    (package / "fragile-1.0.dist-info" / "entry_points.txt").write_text("[vpipe.models]\nfragile = fragile\n")
+    return os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH")]))
+
+
 def test_torchrun(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     done = subprocess.run([BIN / "torchrun", "--nproc-per-node", "2", "--master-port", str(free_port(None)), "-m",
@@ -62,12 +72,7 @@ def test_a_mistake_is_said_once_and_ends_all_with_status_2(tmp_path: Path) -> No
 
 
 def test_a_failure_is_said_once_and_ends_all_with_status_1(tmp_path: Path) -> None:
-    package = tmp_path / "site"
-    (package / "fragile-1.0.dist-info").mkdir(parents=True)
-    (package / "fragile.py").write_text(FRAGILE)
-    (package / "fragile-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: fragile\nVersion: 1.0\n")
-    (package / "fragile-1.0.dist-info" / "entry_points.txt").write_text("[vpipe.models]\nfragile = fragile\n")
-    path = os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH")]))
+    path = put_model(tmp_path, FRAGILE)
     config = write_config(tmp_path, model__name="fragile", parallel__partition=[3, 3])
     ends = srun(tmp_path, ["train", str(config)], 2, PORT=str(free_port(None)), PYTHONPATH=path)
     run = only_run(tmp_path / "runs")
@@ -76,6 +81,18 @@ def test_a_failure_is_said_once_and_ends_all_with_status_1(tmp_path: Path) -> No
     assert errors == ["error: ArithmeticError: too hot to handle (rank 1, stage 1, host n2, action 1F1)"]
     assert "Traceback" not in "".join(out + err for _, out, err in ends)
     assert "raise ArithmeticError" in (run / "rank1.log").read_text()
+
+
+def test_torchrun_ends_the_others_and_one_says_of_a_killed_rank_who_it_was(tmp_path: Path) -> None:
+    path = put_model(tmp_path, FRAGILE.replace('raise ArithmeticError("too hot to handle")',
+                                               "__import__('os').kill(__import__('os').getpid(), 9)"))
+    config = write_config(tmp_path, model__name="fragile", parallel__partition=[3, 3])
+    done = subprocess.run([BIN / "torchrun", "--nproc-per-node", "2", "--master-port", str(free_port(None)), "-m",
+                           "vpipe", "train", config], capture_output=True, text=True, timeout=100,
+                          env={**os.environ, "PYTHONPATH": path})
+    assert done.returncode == 1
+    [error] = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert error.startswith("error: rank 1 (stage 1) ended without a word; rank 0 (stage 0) was waiting for ")
 
 
 @pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT"])

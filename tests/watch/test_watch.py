@@ -5,15 +5,17 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from queue import Queue
+from threading import Event, Thread
 
 import pytest
 
 from vpipe.errors import RunError
 from vpipe.watch.fault import Fault
 from vpipe.watch.hub import Hub
-from vpipe.watch.line import Line, connect
+from vpipe.watch.line import Line, connect, listen
 from vpipe.watch.pace import Pace
 from vpipe.watch.sockets import break_off, connections
 from vpipe.watch.watch import Watch
@@ -43,7 +45,7 @@ class Ranks:
         self.broken_off: list[int] = []
 
     def start(self, ranks: int, without: tuple[int, ...] = ()) -> Hub:
-        self.hub = Hub(ranks, PACE)
+        self.hub = Hub(ranks, PACE, "127.0.0.1")
         for rank in range(ranks):
             if rank not in without:
                 self.join(rank, ranks, connect("127.0.0.1", self.hub.port, WITHIN_S), self.hub.token)
@@ -212,7 +214,7 @@ def test_one_that_is_silent_while_others_wait_is_to_blame(ranks: Ranks) -> None:
 def test_a_stranger_is_shown_out(ranks: Ranks) -> None:
     hub = ranks.start(3, without=(2,))
     for said in (b'{"rank": 2, "token": "guessed"}\n', b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"\xff\n",
-                 b"x" * (2 << 20)):
+                 b"x" * (2 << 20), b"[" * 4000 + b"\n", b"x" * 5000, b""):
         with socket.create_connection(("127.0.0.1", hub.port), WITHIN_S) as stranger:
             try:
                 stranger.sendall(said)
@@ -220,6 +222,69 @@ def test_a_stranger_is_shown_out(ranks: Ranks) -> None:
             except ConnectionError:
                 pass
     assert hub._members[2].line is None
+    assert ranks.watches[0]._line.closed is False  # and the hub is there for the others
+
+
+def test_many_strangers_do_not_use_up_the_files_of_the_hub(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vpipe.watch.hub.STRANGERS", 2)
+    hub = ranks.start(2, without=(1,))
+    with ExitStack() as open_ones:
+        strangers = [open_ones.enter_context(socket.create_connection(("127.0.0.1", hub.port), WITHIN_S))
+                     for _ in range(6)]
+        for stranger in strangers[:2]:
+            assert stranger.recv(1) == b""  # before it was silent for long
+        assert len(hub._strangers) == 4
+        line = hello(hub, 1)
+        until(lambda: hub._members[1].line is not None)
+        line.close()
+
+
+def test_one_that_sends_without_end_does_not_silence_the_hub(ranks: Ranks) -> None:
+    """A rank that has gone mad: the others hear on, and it is lost when what it says is too long."""
+    hub = ranks.start(3, without=(2,))
+    line, stop = hello(hub, 2), Event()
+
+    def send() -> None:
+        line._socket.setblocking(True)
+        while not stop.is_set():
+            try:
+                line._socket.sendall(b"{}\n" * 10_000)
+            except OSError:
+                return
+
+    thread = Thread(target=send)
+    thread.start()
+    try:
+        until(lambda: hub._members[2].line is not None)
+        time.sleep(PACE.silent_s + 0.5)
+        assert ranks.ended[0].empty()
+        assert ranks.ended[1].empty()
+        assert ranks.watches[1]._states[2][2] is None
+    finally:
+        stop.set()
+        ranks.stop()
+        ranks.watches.clear()
+        thread.join(WITHIN_S)
+        line.close()
+
+
+def test_a_hub_that_ends_by_an_error_says_so(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = ranks.start(3)
+    until(lambda: all(member.line is not None for member in hub._members))
+
+    def broken(now: float) -> None:
+        raise KeyError("judge")
+
+    monkeypatch.setattr(hub, "_judge", broken)
+    for rank in range(3):
+        assert "rank 0 (stage 0) on a failed: its hub ended by KeyError: 'judge'; " in ranks.end_of(rank)
+
+
+@pytest.mark.parametrize(("address", "bound"), [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"),
+                                                ("203.0.113.9", "::"), ("a-name", "::")])
+def test_the_hub_listens_where_the_ranks_meet(address: str, bound: str) -> None:
+    with listen(address) as server:
+        assert server.getsockname()[0] in (bound, {"::": "0.0.0.0"}.get(bound))
 
 
 def test_a_pause_of_the_own_process_is_nobodys_silence(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

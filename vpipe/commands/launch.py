@@ -24,9 +24,10 @@ def run_launch(options: argparse.Namespace) -> None:
     hosts = hosts_of(config)
     here = ranks_here(config, hosts, ranks_of(config), free_port(config.parallel.master_port))
     print(f"# {_named(here)} here" + (f", on {here.host}" if here.host else "") + "; a new folder of this run, with "
-          "the config below as config.yaml")
+          "its config")
     print(f"FOLDER={shlex.quote(os.path.abspath(config.log_directory))}/$(date +%Y-%m-%d_%H-%M-%S)")
     print('mkdir -p "$FOLDER"')
+    print(f"cat > \"{FOLDER}/config.yaml\" <<'END'\n{config.resolved_yaml().rstrip()}\nEND")
     print("\n".join(_commands(here)))
     for login in [] if hosts is None else hosts.others:
         assert hosts is not None
@@ -37,9 +38,8 @@ def run_launch(options: argparse.Namespace) -> None:
         print("# and which runs there"
               + ("" if there.interface else ", with GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME naming the interface "
                  f"that leads to {there.address}"))
-        print("FOLDER=$(mktemp -d)")
+        print("FOLDER=$(mktemp -d)  # with the same config.yaml")
         print("\n".join(_commands(there)))
-    print(f"\n# config.yaml\ncat > \"{FOLDER}/config.yaml\" <<'END'\n{config.resolved_yaml().rstrip()}\nEND")
 
 
 def _named(ranks: HostRanks) -> str:
@@ -48,7 +48,9 @@ def _named(ranks: HostRanks) -> str:
 
 
 def _commands(ranks: HostRanks) -> Iterator[str]:
+    """All at the same time, in one shell."""
     for rank in ranks.devices:
         variables = [f"{name}={shlex.quote(value)}" for name, value in ranks.environment(rank).items()]
         words = [f'"{FOLDER}"' if word == FOLDER else shlex.quote(word) for word in ranks.command(FOLDER)]
-        yield " ".join([*variables, *words])
+        yield " ".join([*variables, *words, "&"])
+    yield "wait"

@@ -12,7 +12,7 @@ from vpipe.launch.machine import check_gpus, hosts_of, ranks_of
 from vpipe.launch.member import Member
 from vpipe.launch.network import free_port
 from vpipe.launch.ranks import ranks_here
-from vpipe.launch.ssh import close_all, connect, prepare
+from vpipe.launch.ssh import connect, prepare
 from vpipe.train import config as configs
 from vpipe.train.config import Config
 
@@ -28,7 +28,10 @@ def run_train(options: argparse.Namespace) -> None:
         config = configs.load_config(options.config, options.settings, options.scheduler)
     except VpipeError as error:
         config = error
-    member = Member.of(os.environ, None if isinstance(config, VpipeError) else config.parallel)
+    try:
+        member = Member.of(os.environ, None if isinstance(config, VpipeError) else config.parallel)
+    except VpipeError as wrong:
+        raise config if isinstance(config, VpipeError) else wrong from None
     if member is not None:
         from vpipe.launch.together import train_together
 
@@ -43,7 +46,7 @@ def _train(config: Config) -> None:
     """Start the ranks, here and on the other hosts."""
     hosts = hosts_of(config)
     free_port(config.parallel.master_port)  # refuses early; preparing data may take minutes
-    if config.parallel.backend == "nccl":
+    if config.parallel.backend == "nccl":  # else torch is not needed yet
         check_gpus(config, range(ranks_of(config)) if hosts is None else hosts.on(None).values())
     remotes = [] if hosts is None else connect(hosts, config.launch, container=bool(config.container))
     try:
@@ -54,7 +57,8 @@ def _train(config: Config) -> None:
         job = Job.of(config)
         config = job.config
         here = ranks_here(config, hosts, job.schedule.ranks, free_port(config.parallel.master_port))
-        prepare(remotes, config.resolved_yaml(), here, config.parallel.timeout_s)
+        if remotes:
+            prepare(remotes, config.resolved_yaml(), here, config.parallel.timeout_s, job.fingerprint())
         folder = make_run_folder(config.log_directory, config.resolved_yaml())
         print(f"run folder: {folder}\n{headline(job)}" + (f" on {1 + len(remotes)} hosts" if remotes else ""),
               flush=True)
@@ -64,4 +68,4 @@ def _train(config: Config) -> None:
         finally:
             print(f"run folder: {folder}", flush=True)
     finally:
-        close_all(remotes)
+        local.close_all(remotes)

@@ -41,13 +41,13 @@ class Container:
 
     @classmethod
     def of(cls, config: Config) -> Container | None:
-        """What ``container`` asks for, found on this host; None when it asks for nothing.
+        """What ``container`` asks for, found on this host; None when it asks for nothing, or this process is in it.
 
         Raises:
             UserError: no program is on the path that runs images, or there is no image.
         """
         image = config.container
-        if not image:
+        if not image or inside_container():
             return None
         program = next(filter(None, map(shutil.which, PROGRAMS)), None)
         if program is None:
@@ -105,6 +105,11 @@ def _outermost(paths: Sequence[Path]) -> list[Path]:
     return [path for path in whole if not any(other != path and path.is_relative_to(other) for other in whole)]
 
 
+def _folders_of(words: Sequence[str]) -> list[Path]:
+    """The folders of the files that a command names: of the config, with those that a flat one names beside it."""
+    return [Path(word).parent for word in words if os.path.isfile(word)]
+
+
 def enter(config: Config) -> None:
     """Start this very command anew in the image that the config names; returns when there is nothing to do.
 
@@ -113,10 +118,10 @@ def enter(config: Config) -> None:
     Raises:
         UserError: see :meth:`Container.of`.
     """
-    if not config.container or inside_container():
-        return
     container = Container.of(config)
-    assert container is not None
+    if container is None:
+        return
     config.log_directory.mkdir(parents=True, exist_ok=True)
-    command = container.wrapped(["python3", "-m", "vpipe", *sys.argv[1:]], bound=[config.log_directory])
+    command = container.wrapped(["python3", "-m", "vpipe", *sys.argv[1:]],
+                                bound=[config.log_directory, *_folders_of(sys.argv[1:])])
     os.execvpe(command[0], command, {**os.environ, **container.environment})

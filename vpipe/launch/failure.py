@@ -12,7 +12,7 @@ from typing import Any
 
 from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.launch.folder import failure_path, log_path
-from vpipe.launch.ranks import HOST
+from vpipe.launch.variables import HOST
 
 
 def write_report(folder: Path, rank: int, error: VpipeError) -> dict[str, Any]:

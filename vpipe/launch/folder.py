@@ -10,6 +10,9 @@ from vpipe.errors import UserError
 
 CONFIG = "config.yaml"
 
+FINGERPRINT = "fingerprint"
+"""Where a rank that looked at its host's data says which they are."""
+
 
 def make_run_folder(log_directory: Path, resolved_config: str) -> Path:
     """``<log_directory>/<timestamp>/`` with the resolved config in it.

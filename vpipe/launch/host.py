@@ -2,17 +2,19 @@
 
 It is told over standard input what to run, looks whether this host can, starts the ranks when told, and sends back
 all they write. They and it end when the first host says so, when it falls silent, and when the connection is lost.
-The ranks' files are in a temporary folder, so that nothing is left here and no file system need be shared.
+The ranks' files are in a temporary folder, so that no file system need be shared; it is removed at the end.
 """
 
 from __future__ import annotations
 
 import base64
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -22,9 +24,9 @@ from typing import Any
 from vpipe.errors import Problem, UserError
 from vpipe.launch.container import Container
 from vpipe.launch.failure import as_error, read_report, signal_name
-from vpipe.launch.folder import CONFIG, failure_path, log_path
+from vpipe.launch.folder import CONFIG, FINGERPRINT, failure_path, log_path
 from vpipe.launch.local import GRACE_S, POLL_S, Interrupted, Processes, interrupting
-from vpipe.launch.messages import decoded, encoded, identity
+from vpipe.launch.messages import BEAT_S, decoded, encoded, identity
 from vpipe.launch.network import interface_towards, reach
 from vpipe.launch.ranks import HostRanks
 from vpipe.train.config import load_config
@@ -52,11 +54,19 @@ class Outbox:
         """Say it at once.
 
         Raises:
-            OSError: nobody listens.
+            Gone: nobody listens.
         """
-        sys.stdout.buffer.write(encoded(**message))
-        sys.stdout.buffer.flush()
+        try:
+            sys.stdout.buffer.write(encoded(**message))
+            sys.stdout.buffer.flush()
+        except OSError:
+            raise Gone from None
         self.said_at = time.monotonic()
+
+    def beat(self) -> None:
+        """Say that this launcher is there, from time to time."""
+        if time.monotonic() - self.said_at > BEAT_S:
+            self.say()
 
     def copy(self, run_folder: str, pattern: str) -> None:
         """Send what is new in the files that match; a report's paths become those of the run's folder."""
@@ -74,9 +84,9 @@ class Outbox:
 class Inbox:
     """What the first host says. When it is gone, so is this process soon, even if it hangs in a write."""
 
-    def __init__(self, outbox: Outbox) -> None:
+    def __init__(self, outbox: Outbox, folder: Path) -> None:
         self.silence_s = SILENCE_S
-        self._outbox = outbox
+        self._outbox, self._folder = outbox, folder
         self._messages: SimpleQueue[dict[str, Any]] = SimpleQueue()
         self._heard = time.monotonic()
         self._ended = False
@@ -84,12 +94,18 @@ class Inbox:
         Thread(target=self._end_late, daemon=True).start()
 
     def _read(self) -> None:
-        for line in sys.stdin.buffer:
-            self._heard = time.monotonic()
-            if message := decoded(line):
-                self._messages.put(message)
-                self._ended = self._ended or "end" in message
-        self._ended = True
+        unended = b""
+        try:
+            # Not through sys.stdin: its lock, held by a thread that waits, aborts a Python that ends.
+            while more := os.read(0, CHUNK_BYTES):
+                self._heard = time.monotonic()
+                *lines, unended = (unended + more).split(b"\n")
+                for line in lines:
+                    if message := decoded(line):
+                        self._messages.put(message)
+                        self._ended = self._ended or "end" in message
+        finally:
+            self._ended = True
 
     def _end_late(self) -> None:
         while not self.gone:
@@ -97,6 +113,7 @@ class Inbox:
         gone = time.monotonic()
         while time.monotonic() - max(gone, self._outbox.said_at) < 3 * GRACE_S:
             time.sleep(POLL_S)
+        shutil.rmtree(self._folder, ignore_errors=True)
         os._exit(1)  # the ranks see it, and end as well
 
     @property
@@ -126,31 +143,43 @@ class Inbox:
 def main() -> int:
     """Serve one run; returns the exit status."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the end of the input says it
-    with tempfile.TemporaryDirectory(prefix="vpipe-") as name, suppress(OSError, Gone, Interrupted), \
-            interrupting() as ignore_signals:
-        folder = Path(name)
-        outbox = Outbox(folder)
-        inbox = Inbox(outbox)
-        outbox.say(hello=identity())
-        try:
-            ranks = _prepared(inbox.take("run"), folder, inbox)
-        except UserError as error:
-            outbox.say(refused=[[problem.what, problem.hint, _place(problem, name)] for problem in error.problems])
-            return 2
-        outbox.say(ready=True)
-        run_folder = str(inbox.take("start"))
-        processes = Processes(ranks, folder)
-        try:
-            processes.start()
-            _serve(processes, inbox, outbox, run_folder)
-        finally:
-            ignore_signals()
-            processes.close()
-        outbox.copy(run_folder, "*")
-        if inbox.silent:
-            outbox.say(silent_s=inbox.silence_s)
-        return 0
+    try:
+        with tempfile.TemporaryDirectory(prefix="vpipe-", ignore_cleanup_errors=True) as name, \
+                interrupting() as ignore_signals:
+            return _run(Path(name), ignore_signals)
+    except OSError as error:
+        print(error, file=sys.stderr)  # whose last line the first host shows
+    except (Gone, Interrupted):
+        pass
     return 1
+
+
+def _run(folder: Path, ignore_signals: Callable[[], None]) -> int:
+    outbox = Outbox(folder)
+    inbox = Inbox(outbox, folder)
+    outbox.say(hello=identity())
+    try:
+        ranks, fingerprint = _prepared(inbox.take("run"), folder, inbox, outbox)
+    except UserError as error:
+        outbox.say(refused=[[problem.what, problem.hint, _place(problem, str(folder))] for problem in error.problems])
+        return 2
+    except OSError as error:
+        outbox.say(refused=[[f"cannot start a rank there: {error}",
+                             "look whether there is room in its temporary folder (TMPDIR)", None]])
+        return 2
+    outbox.say(ready=fingerprint)
+    run_folder = str(inbox.take("start"))
+    processes = Processes(ranks, folder)
+    try:
+        processes.start()
+        _serve(processes, inbox, outbox, run_folder)
+    finally:
+        ignore_signals()
+        processes.close()
+    outbox.copy(run_folder, "*")
+    if inbox.silent:
+        outbox.say(silent_s=inbox.silence_s)
+    return 0
 
 
 def _place(problem: Problem, folder: str) -> str | None:
@@ -158,24 +187,26 @@ def _place(problem: Problem, folder: str) -> str | None:
     return None if problem.where is None or problem.where.startswith(folder) else problem.where
 
 
-def _prepared(told: dict[str, Any], folder: Path, inbox: Inbox) -> HostRanks:
-    """What to start, once it is sure that this host can.
+def _prepared(told: dict[str, Any], folder: Path, inbox: Inbox, outbox: Outbox) -> tuple[HostRanks, str]:
+    """What to start, once it is sure that this host can; and the fingerprint of its data.
 
     Raises:
         UserError: it cannot, and why.
+        OSError: not even a rank that would look can be started.
     """
     inbox.silence_s = float(told["silence_s"])
     (folder / CONFIG).write_text(told["config"])
     config = load_config(folder / CONFIG)
     address, port = str(told["address"]), int(told["port"])
-    interface = config.parallel.interface or interface_towards(address)
+    chosen = config.parallel.interface
+    interface = chosen or interface_towards(address)
     reach(address, port, REACH_S)
     devices = {int(rank): int(device) for rank, device in told["devices"].items()}
     container = Container.of(config)
 
     def ranks(*task: str) -> HostRanks:
         return HostRanks(devices, int(told["world"]), address, port, interface, config.training.threads, task,
-                         str(told["host"]), container)
+                         str(told["host"]), container, interface_found=chosen is None, run=str(told["run"]))
 
     first = min(devices)
     trial = Processes(ranks("prepare", *map(str, devices.values())), folder)
@@ -184,21 +215,23 @@ def _prepared(told: dict[str, Any], folder: Path, inbox: Inbox) -> HostRanks:
         while (status := trial.statuses[first]) is None:
             if inbox.gone:
                 raise Gone
+            outbox.beat()
             time.sleep(POLL_S)
     finally:
         trial.close()
     if status:
         raise _unprepared(status, folder, first)
     log_path(folder, first).unlink(missing_ok=True)
-    return ranks("train")
+    fingerprint = (folder / FINGERPRINT).read_text()
+    (folder / FINGERPRINT).unlink()
+    return ranks("train"), fingerprint
 
 
 def _unprepared(status: int, folder: Path, rank: int) -> UserError:
     report = read_report(folder, rank)
     if report is not None:
-        what, hint, where = report["problems"][0]
         if report["user"]:
-            return UserError(what, hint=hint, where=where)
+            return UserError.all_of([Problem(*problem) for problem in report["problems"]])
         return UserError(as_error(report, str).what, hint="look there")
     said = log_path(folder, rank).read_text(errors="replace").strip().splitlines()
     how = f"was killed by {signal_name(-status)}" if status < 0 else f"ended with exit status {status}"

@@ -43,9 +43,14 @@ def machine_mistakes(machines: Sequence[str] | None) -> Iterator[Mistake]:
     """What is wrong with the form of the list."""
     if machines is not None and not machines:
         yield Mistake(("machines",), "is empty", "give one host:gpu per rank, or leave it out")
-    for i, machine in enumerate(machines or ()):
-        if Machine.of(machine) is None:
-            yield Mistake(("machines", i), f"is '{machine}'", "write host:gpu, such as localhost:0")
+    logins: dict[str, str] = {}
+    for i, text in enumerate(machines or ()):
+        machine = Machine.of(text)
+        if machine is None:
+            yield Mistake(("machines", i), f"is '{text}'", "write host:gpu, such as localhost:0")
+        elif logins.setdefault(machine.host, machine.login) != machine.login:
+            yield Mistake(("machines", i), f"is '{text}', but another rank of that host is reached as "
+                          f"'{logins[machine.host]}'", "write one login for a host")
 
 
 @dataclass(frozen=True)

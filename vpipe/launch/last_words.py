@@ -14,9 +14,10 @@ LAST_WORDS_S = 5.0
 def take_time_to_speak() -> None:
     """Let SIGTERM end this process after a few seconds, whatever it is waiting for, instead of at once.
 
-    srun may end all ranks as soon as one ends with an error or is killed, before the one that knows why has said it.
-    Of a rank that is killed it names the task and the node; its stage, and who was waiting for it, the others say when
-    they find that it is gone. Then they end by themselves. To be called by the main thread.
+    torchrun ends all ranks as soon as one ends with an error or is killed, and srun may, before the one that knows why
+    has said it. Of a rank that is killed the starter names its number and perhaps the node; its stage, and who was
+    waiting for it, the others say when they find that it is gone. Then they end by themselves. To be called by the
+    main thread.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -16,7 +17,8 @@ from vpipe.errors import VpipeError
 from vpipe.launch.failure import first_failure
 from vpipe.launch.folder import log_path
 from vpipe.launch.network import held
-from vpipe.launch.ranks import PARENT_PIPE, HostRanks
+from vpipe.launch.ranks import HostRanks
+from vpipe.launch.variables import PARENT_PIPE
 
 GRACE_S = 2.0
 """After a failure: for the other ranks to say what they saw, then again for them to end."""
@@ -46,11 +48,8 @@ class Elsewhere(Protocol):
     def lost(self) -> VpipeError | None:
         """Why the host is out of reach, when it is."""
 
-    def end(self) -> None:
-        """Ask for their end; does not wait for it."""
-
     def close(self) -> None:
-        """Wait until they have ended and all that they wrote is here, or the host is lost."""
+        """End them; wait until they have ended and all that they wrote is here, or the host is lost."""
 
 
 class Processes:
@@ -86,15 +85,14 @@ class Processes:
     @property
     def statuses(self) -> Mapping[int, int | None]:
         """Per rank its exit status, negative for the signal that killed it; None while it runs."""
-        return {rank: process.poll() for rank, process in self._processes.items()}
+        return {rank: _status(process) for rank, process in self._processes.items()}
 
     def close(self) -> None:
         """End what still runs, with all it started."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             for process in self._processes.values():
-                if process.poll() is None:
-                    with suppress(ProcessLookupError):
-                        os.killpg(process.pid, number)
+                if _status(process) is None:
+                    _signal_group(process, number)
             deadline = time.monotonic() + GRACE_S
             while time.monotonic() < deadline and None in self.statuses.values():
                 time.sleep(0.02)
@@ -102,6 +100,25 @@ class Processes:
             process.wait()
         for end in (self._reader, self._writer):
             os.close(end)
+
+
+def _status(process: subprocess.Popen[bytes]) -> int | None:
+    """The exit status of a rank, None while it runs; what it started and left behind is killed."""
+    ended_before = process.returncode is not None
+    if process.poll() is not None and not ended_before:
+        _signal_group(process, signal.SIGKILL)  # the number of a group is not given anew while it has members
+    return process.returncode
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):  # there is none, or on some systems only the dead
+        os.killpg(process.pid, number)
+
+
+def close_all(groups: Sequence[Processes | Elsewhere]) -> None:
+    """End all of them, at the same time: a host that is lost is given up after seconds only."""
+    with ThreadPoolExecutor(max(1, len(groups))) as pool:
+        list(pool.map(lambda group: group.close(), groups))
 
 
 def run_ranks(here: HostRanks, folder: Path, describe: Callable[[int], str],
@@ -134,11 +151,7 @@ def run_ranks(here: HostRanks, folder: Path, describe: Callable[[int], str],
                 time.sleep(POLL_S)
         finally:
             ignore_signals()  # a second Ctrl-C must not leave ranks behind
-            for other in elsewhere:
-                other.end()
-            mine.close()
-            for other in elsewhere:
-                other.close()
+            close_all(groups)
 
 
 @contextmanager

@@ -42,6 +42,15 @@ def hosts_of(config: Config) -> Hosts | None:
     return hosts
 
 
+def own_device(config: Config, device: int) -> int:
+    """The number of a rank's GPU, whose starter may show each rank one GPU only and yet count the ranks of a host."""
+    if config.parallel.backend != "nccl":
+        return device
+    import torch
+
+    return 0 if torch.cuda.device_count() == 1 else device
+
+
 def check_gpus(config: Config, devices: Iterable[int]) -> None:
     """Refuse backend nccl where a rank has no GPU of its own.
 
@@ -58,8 +67,9 @@ def check_gpus(config: Config, devices: Iterable[int]) -> None:
     wanted, gpus = list(devices), torch.cuda.device_count()
     hint = "set parallel.backend to gloo (in VPipe's form, 'distributed_backend': 'gloo')"
     if len(set(wanted)) < len(wanted):
-        raise UserError(f"backend nccl needs a GPU per rank, but machines gives two ranks of a host the same: {wanted}",
+        raise UserError(f"backend nccl needs a GPU per rank, but two ranks of a host are given the same: {wanted}",
                         hint=f"number them from 0 to {len(wanted) - 1}, or {hint}")
     if gpus <= max(wanted):
-        raise UserError(f"backend nccl needs a GPU per rank: {counted(len(wanted), 'rank')}, {gpus} GPUs" +
-                        (f", but machines names GPU {max(wanted)}" if max(wanted) >= len(wanted) else ""), hint=hint)
+        raise UserError(f"backend nccl needs a GPU per rank: {counted(len(wanted), 'rank')}, {counted(gpus, 'GPU')}" +
+                        (f", counted from 0, but GPU {max(wanted)} is wanted" if max(wanted) >= len(wanted) else ""),
+                        hint=hint)

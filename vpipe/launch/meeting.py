@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
-
-from vpipe.errors import Problem, RunError, UserError, VpipeError
+from vpipe.errors import Problem, RunError, UserError, VpipeError, counted
+from vpipe.launch.local import GRACE_S, POLL_S
 from vpipe.launch.member import Member
 from vpipe.launch.network import free_port, source_towards_name
-
-MEET_S = 120.0
-"""For all processes to be started."""
-
-SETTLE_S = 3600.0
-"""For all to look at the config; a large text takes a rank minutes to prepare, and the others wait for it."""
+from vpipe.launch.pulse import MEET_S, QUIET_S, Asked, Pulse, Silence
+from vpipe.launch.store import agent_has_store, open_store
 
 HEARD_S = 5.0
 
@@ -54,61 +47,69 @@ class Agreement:
 class Meeting:
     """Notes that the ranks leave for one another, with rank 0 or with torchrun.
 
+    While a rank looks at the config, a thread of it says once a second that the process lives.
+
     Raises:
         UserError: the port is in use.
-        RunError: rank 0 is not there.
+        RunError: rank 0 is not there, or that of another run.
     """
 
     def __init__(self, member: Member) -> None:
         self._member = member
-        # torchrun's own store outlives a restart of the ranks: each attempt has its own notes.
-        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        hosted = member.rank == 0 and not agent
-        if hosted:
+        if member.rank == 0 and not agent_has_store():
             free_port(member.port)
         try:
-            # Several in one process share the port: the ranks join by it later.
-            store = TCPStore(member.address, member.port, member.ranks, is_master=hosted,
-                                  timeout=timedelta(seconds=MEET_S), wait_for_workers=False, multi_tenant=True)
+            self._store, self._pulse_store = (
+                open_store("meeting", member.address, member.port, member.rank, member.ranks, MEET_S)
+                for _ in range(2))  # a store answers one thread at a time
         except RuntimeError as error:
             raise RunError(f"rank {member.rank} on {member.host} could not reach rank 0 at "
                            f"{member.address}:{member.port} within {MEET_S:g} s: {str(error).splitlines()[0]}",
                            hint="rank 0 ended: see what it said; or a firewall is in the way, or the address is wrong: "
                            "set parallel.master_address") from None
-        self._store = PrefixStore(f"meeting_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        self._pulse = Pulse(self._pulse_store, member.rank, range(1, member.ranks) if member.rank == 0 else [0])
 
-    def settle(self, error: VpipeError | None, conclude: Callable[[], str]) -> Agreement:
+    def settle(self, error: VpipeError | None, data: str, conclude: Callable[[], str]) -> Agreement:
         """Wait until all ranks have looked at the config.
 
         Args:
             error: why this rank cannot train.
+            data: the fingerprint of this rank's.
             conclude: what rank 0 does when all can.
 
         Raises:
-            VpipeError: on rank 0, all that is wrong anywhere, each thing once.
-            SystemExit: on the others, then; with the same status.
+            VpipeError: on rank 0, all that is wrong anywhere, each thing once; on another, that rank 0 is gone.
+            SystemExit: on the others, when rank 0 says it; with the same status.
         """
         try:
             self._store.set(f"state {self._member.rank}", json.dumps(
-                {"host": self._member.host, "source": source_towards_name(self._member.address),
+                {"host": self._member.host, "source": source_towards_name(self._member.address), "data": data,
                  "status": error.exit_status if error else 0, "problems": _problems(error)}))
             if self._member.rank == 0:
                 return self._conclude(conclude)
-            verdict = json.loads(self._wait("verdict"))
-            self._store.add("heard", 1)
-        except RuntimeError:
+            verdict = self._verdict()
+        except RuntimeError as lost:
             if error is not None:
                 raise error from None
-            raise SystemExit(1) from None  # rank 0 has ended, and said why
+            raise self._without_rank_0(f"ended: {str(lost).splitlines()[0]}") from None
+        finally:
+            self._pulse.stop()
+        if verdict is None:
+            raise error or self._without_rank_0(f"gave no sign of life for {QUIET_S:g} s")
         if verdict["status"]:
             raise SystemExit(verdict["status"])
         return Agreement(verdict["conclusion"], verdict["hosts"], verdict["sources"])
 
+    def _without_rank_0(self, how: str) -> RunError:
+        return RunError(f"rank {self._member.rank} on {self._member.host} lost rank 0 before the training: it {how}",
+                        hint=f"see what rank 0 and {self._member.starter} said; Linux kills a process when memory runs "
+                        "out, which then says nothing")
+
     def _conclude(self, conclude: Callable[[], str]) -> Agreement:
-        states = [json.loads(self._wait(f"state {rank}")) for rank in range(self._member.ranks)]
-        hosts = [str(state["host"]) for state in states]
-        sources = [state["source"] for state in states]
-        conclusion, error = "", _together(states)
+        states = self._states()
+        conclusion, error = "", together(states, self._pulse.silences())
+        hosts = [str(state["host"]) if state else "" for state in states]
+        sources = [state["source"] if state else None for state in states]
         if error is None:
             try:
                 conclusion = conclude()
@@ -119,25 +120,61 @@ class Meeting:
         if error is None:
             return Agreement(conclusion, hosts, sources)
         deadline = time.monotonic() + HEARD_S
-        while self._store.add("heard", 0) < self._member.ranks - 1 and time.monotonic() < deadline:
-            time.sleep(0.02)  # the notes may end with this process
+        while self._store.add("heard", 0) < len(list(filter(None, states))) - 1 and time.monotonic() < deadline:
+            time.sleep(POLL_S)  # the notes may end with this process
         raise error
 
-    def _wait(self, name: str) -> bytes:
-        self._store.wait([name], timedelta(seconds=SETTLE_S))
-        return bytes(self._store.get(name))
+    def _states(self) -> list[dict[str, Any] | None]:
+        """What each rank found; None of one that never came or fell silent."""
+        states: dict[int, dict[str, Any]] = {}
+        while True:
+            for rank in set(range(self._member.ranks)) - set(states):
+                if self._store.check([f"state {rank}"]):
+                    states[rank] = json.loads(self._store.get(f"state {rank}"))
+            silences = self._pulse.silences()
+            if all(rank in states or silences[rank].too_long for rank in range(self._member.ranks)):
+                return [states.get(rank) for rank in range(self._member.ranks)]
+            time.sleep(POLL_S)
+
+    def _verdict(self) -> dict[str, Any] | None:
+        """What rank 0 has concluded; None when it fell silent."""
+        def ask() -> Any:
+            while not self._store.check(["verdict"]):
+                time.sleep(POLL_S)
+            verdict = json.loads(self._store.get("verdict"))
+            self._store.add("heard", 1)
+            return verdict
+
+        asked: Asked[Any] = Asked(ask)
+        while not asked.answered(1.0):
+            if self._pulse.silences()[0].too_long:
+                return None
+        found: dict[str, Any] = asked.answer
+        return found
 
     def found_cause(self) -> None:
         """Let the others know that this rank says why the run failed."""
-        with suppress(RuntimeError):
-            self._store.set("cause", "said")
+        Asked(lambda: self._store.set("cause", "said")).answered(GRACE_S)
 
-    def cause_is_said(self) -> bool:
-        """Whether another rank says why the run failed."""
-        try:
-            return bool(self._store.check(["cause"]))
-        except RuntimeError:
-            return False
+    def cause_is_said(self, wait_s: float) -> bool:
+        """Whether another rank says why the run failed, or does so within ``wait_s``.
+
+        Rank 0 may be stopped or out of reach, and a store that does not answer keeps who asks it for ever.
+        """
+        deadline = time.monotonic() + wait_s
+
+        def ask() -> bool:
+            while not self._store.check(["cause"]):
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(POLL_S)
+            return True
+
+        asked = Asked(ask)
+        with suppress(RuntimeError):
+            return asked.answered(wait_s + GRACE_S) and asked.answer
+        time.sleep(max(0.0, deadline - time.monotonic()))
+        return False
 
 
 def _problems(error: VpipeError | None) -> list[list[str | None]]:
@@ -149,21 +186,53 @@ def _problems(error: VpipeError | None) -> list[list[str | None]]:
     return [[error.located, error.hint, None]]
 
 
-def _together(states: list[dict[str, Any]]) -> VpipeError | None:
-    """What all ranks found wrong, as one error: each thing once, with the ranks that met it where not all did."""
+def together(states: Sequence[Mapping[str, Any] | None], silences: Mapping[int, Silence]) -> VpipeError | None:
+    """What all ranks found wrong, as one error: each thing once, with the ranks that met it where not all did.
+
+    Args:
+        states: by rank; None of one that never came or fell silent.
+        silences: of those.
+    """
+    there = {rank: state for rank, state in enumerate(states) if state is not None}
     met: dict[tuple[str, str, str | None], list[int]] = {}
-    for rank, state in enumerate(states):
+    for rank, state in there.items():
         for what, hint, where in state["problems"]:
             met.setdefault((what, hint, where), []).append(rank)
     problems = []
     for (what, hint, where), ranks in met.items():
         if len(ranks) < len(states):
-            on = sorted({str(states[rank]["host"]) for rank in ranks})
-            what = f"{what} (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} on {', '.join(on)})"
+            what = f"{what} ({_named(ranks, there)})"
         problems.append(Problem(what, hint, where))
+    failed = any(state["status"] not in (0, UserError.exit_status) for state in there.values())
+    for how in dict.fromkeys(silences[rank].how for rank, state in enumerate(states) if state is None):
+        ranks = [rank for rank, state in enumerate(states) if state is None and silences[rank].how == how]
+        problems.append(Problem(f"{counted(len(ranks), 'rank')} of {len(states)} {how}: {', '.join(map(str, ranks))}",
+                                "look at what was said on the host; a process that was killed says nothing (Linux "
+                                "kills one when memory runs out), and one that cannot read the config may look for "
+                                "the others elsewhere"))
+        failed = True
     if not problems:
-        return None
-    if all(state["status"] in (0, UserError.exit_status) for state in states):
+        return _other_data(there)
+    if not failed:
         return UserError.all_of(problems)
-    first = problems[0]
-    return RunError(first.what, hint=first.hint)
+    first, *more = problems
+    return RunError(first.what + (f" ({first.where})" if first.where else ""),
+                    hint="\n".join([first.hint, *map(str, more)]))
+
+
+def _other_data(states: Mapping[int, Mapping[str, Any]]) -> UserError | None:
+    """Refuse ranks that read other data than others: they would train, and learn nothing."""
+    seen: dict[str, list[int]] = {}
+    for rank, state in states.items():
+        seen.setdefault(state["data"], []).append(rank)
+    if len(seen) < 2:
+        return None
+    what = "; ".join(f"{_named(ranks, states)} read {data}" for data, ranks in seen.items())
+    return UserError(f"the ranks do not read the same data: {what} (a hash of the vocabulary's size, the numbers of "
+                     "samples and the first batch)", hint="copy the same files, or the prepared data "
+                     "(dataset.cache_directory), to all hosts")
+
+
+def _named(ranks: Sequence[int], states: Mapping[int, Mapping[str, Any]]) -> str:
+    on = sorted({str(states[rank]["host"]) for rank in ranks})
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} on {', '.join(on)}"

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vpipe.errors import UserError
+from vpipe.launch.variables import RUN, STARTER
 from vpipe.train.sections import ParallelSection
 
 FIRST_PORT, PORTS = 10_000, 20_000
@@ -24,6 +25,7 @@ class Member:
         device: its number on its host.
         host: the name of its host.
         address, port: where rank 0 waits for the others, or torchrun does.
+        run: what tells the run from others that might use the port; empty where its starter does not say.
     """
 
     starter: str
@@ -33,6 +35,7 @@ class Member:
     host: str
     address: str
     port: int
+    run: str = ""
 
     @classmethod
     def of(cls, environment: Mapping[str, str], parallel: ParallelSection | None) -> Member | None:
@@ -46,11 +49,13 @@ class Member:
         """
         host = environment.get("SLURMD_NODENAME") or socket.gethostname()
         if "RANK" in environment and "WORLD_SIZE" in environment:
-            starter = "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "its starter"
+            starter = environment.get(STARTER) or ("torchrun" if "TORCHELASTIC_RUN_ID" in environment else
+                                                   "its starter")
             rank = _number(environment, "RANK", starter)
             device = _number(environment, "LOCAL_RANK", starter) if "LOCAL_RANK" in environment else rank
             return cls(starter, rank, _number(environment, "WORLD_SIZE", starter), device, host,
-                       _text(environment, "MASTER_ADDR", starter), _number(environment, "MASTER_PORT", starter))
+                       _text(environment, "MASTER_ADDR", starter), _number(environment, "MASTER_PORT", starter),
+                       environment.get(RUN) or environment.get("TORCHELASTIC_RUN_ID", ""))
         if "SLURM_STEP_ID" not in environment or "SLURM_PROCID" not in environment:
             return None
         tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
@@ -59,19 +64,21 @@ class Member:
             return None
         address = parallel.master_address if parallel else None
         port = parallel.master_port if parallel else None
+        job, step = _number(environment, "SLURM_JOB_ID", "srun"), _number(environment, "SLURM_STEP_ID", "srun")
         if port is None:
-            port = (_number(environment, "MASTER_PORT", "srun") if "MASTER_PORT" in environment else
-                    slurm_port(_number(environment, "SLURM_JOB_ID", "srun"),
-                               _number(environment, "SLURM_STEP_ID", "srun")))
+            port = _number(environment, "MASTER_PORT", "srun") if "MASTER_PORT" in environment else \
+                slurm_port(job, step)
         return cls("srun", _number(environment, "SLURM_PROCID", "srun"), ranks,
                    _number(environment, "SLURM_LOCALID", "srun"), host,
-                   address or environment.get("MASTER_ADDR") or slurm_address(environment), port)
+                   address or environment.get("MASTER_ADDR") or slurm_address(environment), port,
+                   f"{job}.{step}")
 
     @property
     def variables(self) -> dict[str, str]:
-        """What the environment of this process should say, as torchrun says it."""
+        """What the environment of this process should say, as torchrun says it, and what it cannot."""
         return {"RANK": str(self.rank), "WORLD_SIZE": str(self.ranks), "LOCAL_RANK": str(self.device),
-                "MASTER_ADDR": self.address, "MASTER_PORT": str(self.port)}
+                "MASTER_ADDR": self.address, "MASTER_PORT": str(self.port),
+                RUN: self.run, STARTER: self.starter}
 
     def check(self, ranks: int) -> None:
         """Refuse another number of processes than the schedule has ranks.
@@ -88,7 +95,11 @@ class Member:
 
 
 def slurm_port(job: int, step: int) -> int:
-    """The port of a step of a job, the same on all its nodes; jobs and steps that run together have different ones."""
+    """The port of a step of a job, the same on all its nodes.
+
+    Of 2000 jobs in a row, each with up to ten steps, no two have the same. Others may, as jobs that export MASTER_PORT
+    may: a rank that finds another run at its port says so.
+    """
     return FIRST_PORT + (10 * job + step) % PORTS
 
 

@@ -128,14 +128,32 @@ def meeting_address(first: str, others: list[str]) -> str:
     return source
 
 
-def interface_towards(address: str) -> str:
+def check_interfaces(names: str) -> None:
+    """Refuse interfaces, separated by commas as gloo has them, that this host does not have.
+
+    Raises:
+        UserError: one is unknown; it names those there are.
+    """
+    there = [name for _, name in socket.if_nameindex()]
+    for name in names.split(","):
+        if name not in there:
+            raise UserError(f"there is no network interface '{name}' on this host, only {', '.join(there)}",
+                            hint="set parallel.interface, or GLOO_SOCKET_IFNAME where that is set, to the one between "
+                            "the hosts, or leave it out to have it found")
+
+
+def interface_towards(address: str) -> str | None:
     """The name of the interface on the route to an address, such as ``eth0``; of this host's own, where it is.
+
+    None where the system does not tell (other than Linux): then gloo and nccl choose.
 
     Raises:
         UserError: there is no route, or no interface has that route's source address first.
     """
     hint = "set parallel.interface to the network interface between the hosts, such as eth0"
     source = source_towards_name(address)
+    if sys.platform != "linux":
+        return None
     if source is None:
         raise UserError(f"there is no route to {address}, where the ranks meet", hint=hint)
     for _, name in socket.if_nameindex():
@@ -147,8 +165,6 @@ def interface_towards(address: str) -> str:
 
 
 def _first_address(interface: str) -> str | None:
-    if sys.platform != "linux":
-        return None
     import fcntl
 
     asks_for_address = 0x8915  # SIOCGIFADDR, netdevice(7)

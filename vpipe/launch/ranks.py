@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from secrets import token_hex
 
 from vpipe.launch.container import Container
 from vpipe.launch.hosts import Hosts, host_of
 from vpipe.launch.network import interface_towards, meeting_address
+from vpipe.launch.variables import HOST, RUN
 from vpipe.train.config import Config
-
-PARENT_PIPE = "VPIPE_PARENT_PIPE"
-"""Environment variable with a file descriptor: it ends when the launcher does, and then so must the rank."""
-
-HOST = "VPIPE_HOST"
-"""Environment variable with the host's name for messages, where a run has several."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +30,8 @@ class HostRanks:
         host: its name for messages; None when it is the only one.
         container: the image that ranks run in.
         python: that runs them without one.
+        interface_found: whether nobody chose the interface; then this process's environment may.
+        run: what tells it from another run at the same port.
     """
 
     devices: Mapping[int, int]
@@ -45,14 +44,17 @@ class HostRanks:
     host: str | None = None
     container: Container | None = None
     python: str = sys.executable
+    interface_found: bool = False
+    run: str = field(default_factory=lambda: token_hex(4))
 
     @classmethod
     def alone(cls, ranks: int, port: int, threads: int, task: Sequence[str] = ("train",), *,
-              devices: Mapping[int, int] | None = None, container: Container | None = None) -> HostRanks:
-        """All ranks on this host."""
-        interface = "lo" if sys.platform == "linux" else None  # whatever the name of this host resolves to
-        return cls(devices or {rank: rank for rank in range(ranks)}, ranks, "127.0.0.1", port, interface, threads,
-                   task, container=container)
+              devices: Mapping[int, int] | None = None, container: Container | None = None,
+              address: str | None = None, interface: str | None = None) -> HostRanks:
+        """All ranks on this host; when no address and interface are chosen, by its loopback."""
+        found = "lo" if sys.platform == "linux" else None  # whatever the name of this host resolves to
+        return cls(devices or {rank: rank for rank in range(ranks)}, ranks, address or "127.0.0.1", port,
+                   interface or found, threads, task, container=container, interface_found=interface is None)
 
     def command(self, folder: Path | str) -> list[str]:
         """What every rank runs; ``folder`` tells it the rest."""
@@ -65,9 +67,11 @@ class HostRanks:
         """What is set for a rank, beside what this process has; torchrun's names, with ours."""
         variables = {
             "RANK": str(rank), "LOCAL_RANK": str(self.devices[rank]), "WORLD_SIZE": str(self.world),
-            "MASTER_ADDR": self.address, "MASTER_PORT": str(self.port), "OMP_NUM_THREADS": str(self.threads)}
+            "MASTER_ADDR": self.address, "MASTER_PORT": str(self.port), "OMP_NUM_THREADS": str(self.threads),
+            RUN: self.run}
         if self.interface is not None:
-            variables |= interface_variables(self.interface)
+            variables |= {name: value for name, value in interface_variables(self.interface).items()
+                          if not (self.interface_found and name in os.environ)}
         if self.host is not None:
             variables[HOST] = self.host
         if self.container is not None:
@@ -84,10 +88,11 @@ def ranks_here(config: Config, hosts: Hosts | None, ranks: int, port: int) -> Ho
     container, threads, parallel = Container.of(config), config.training.threads, config.parallel
     if hosts is None or not hosts.others:
         devices = None if hosts is None else hosts.on(None)
-        return HostRanks.alone(ranks, port, threads, devices=devices, container=container)
+        return HostRanks.alone(ranks, port, threads, devices=devices, container=container,
+                               address=parallel.master_address, interface=parallel.interface)
     address = parallel.master_address or meeting_address(hosts.first, [host_of(login) for login in hosts.others])
     return HostRanks(hosts.on(None), ranks, address, port, parallel.interface or interface_towards(address), threads,
-                     host=hosts.first, container=container)
+                     host=hosts.first, container=container, interface_found=parallel.interface is None)
 
 
 def interface_variables(interface: str) -> dict[str, str]:

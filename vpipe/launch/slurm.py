@@ -75,7 +75,14 @@ def slurm_script(name: str, train: Sequence[str], wanted: Nodes, written_by: Seq
         name: of the job.
         train: the command that every rank runs, such as ``["vpipe", "train", "c.yaml"]``.
         written_by: the command that writes this.
+
+    Raises:
+        UserError: a word holds a line break or the like, which would be a line of the script.
     """
+    for word in (*train, *written_by):
+        if not word.isprintable():
+            raise UserError(f"{word!r} cannot be written into a script: it holds a character that is not printed",
+                            hint="leave out line breaks and tabs; a value of several lines belongs into the config")
     ranks, job = wanted.nodes * wanted.ranks_per_node, re.sub(r"[^\w.-]", "_", name)
     directives = [
         (f"--job-name={job}", ""),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import math
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -11,7 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
@@ -19,15 +21,19 @@ from typing import Any
 
 from vpipe.errors import Problem, RunError, UserError, VpipeError
 from vpipe.launch.hosts import Hosts, host_of
-from vpipe.launch.local import GRACE_S
+from vpipe.launch.local import GRACE_S, close_all
 from vpipe.launch.messages import BEAT_S, decoded, encoded, identity
 from vpipe.launch.network import listening
 from vpipe.launch.ranks import HostRanks
 from vpipe.train.sections import LaunchSection
 
 CONNECT_S = 10
-HELLO_S = 30.0
-"""For a host to say what it is, with the connection; Python starts slowly from a cold network folder."""
+HELLO_S = 20.0
+"""For a host to say what it is, after the connection; Python starts slowly from a cold network folder."""
+
+PREPARE_S, SLOW_S, SILENT_S = 3600.0, 20.0, 30.0
+"""For a host to look at the config, where it may prepare a large text; until this is said to the user; and without a
+sign of life from its launcher meanwhile."""
 
 ALIVE_S = 15
 NO_DIRECTORY = 96
@@ -47,6 +53,12 @@ def ssh_command(login: str, settings: LaunchSection) -> list[str]:
             f"exec sh -c {shlex.quote(script)}"]
 
 
+def hello_s(settings: LaunchSection) -> float:
+    """Seconds for a host to say what it is, with the connection, for which the user may allow more."""
+    chosen = re.search(r"ConnectTimeout[ =]+(\d+)", " ".join(settings.ssh_options), re.IGNORECASE)
+    return HELLO_S + (CONNECT_S if chosen is None else int(chosen[1]))
+
+
 class Remote:
     """The launcher of another host, from the moment that ssh is started.
 
@@ -63,7 +75,7 @@ class Remote:
         self._answers: SimpleQueue[dict[str, Any]] = SimpleQueue()
         self._errors: deque[str] = deque(maxlen=20)
         self._folder: Path | None = None
-        self._heard_at = time.monotonic()
+        self._heard_at = self._asked_at = time.monotonic()
         self._closed, self._saying = Event(), Lock()
         self.lost: VpipeError | None = None
         self.answer: dict[str, Any] = {}
@@ -82,8 +94,14 @@ class Remote:
 
     # -- before the run --------------------------------------------------------------------------------
 
-    def problems(self, key: str, deadline: float | None = None) -> list[Problem]:
-        """Wait for the answer ``key``; what is wrong with this host, if it does not come."""
+    def problems(self, key: str, within_s: float, silent_s: float = math.inf) -> list[Problem]:
+        """Wait for the answer ``key``; what is wrong with this host, if it does not come.
+
+        Args:
+            within_s: since it was asked.
+            silent_s: without anything from its launcher, after which it counts as lost.
+        """
+        slow_at = self._asked_at + SLOW_S
         while True:
             with suppress(Empty):
                 self.answer = self._answers.get(timeout=0.05)
@@ -95,9 +113,16 @@ class Remote:
                 continue
             if self._closed.is_set() and self._answers.empty():
                 return [self._refusal()]
-            if deadline is not None and time.monotonic() > deadline:
-                return [Problem(f"host {self.host} said nothing within {HELLO_S:g} s",
-                                f"try what vpipe does: {self._trial('true')}")]
+            now = time.monotonic()
+            if now - self._asked_at > within_s or now - self._heard_at > silent_s:
+                return [Problem(f"host {self.host} did not say '{key}' within {within_s:g} s"
+                                if now - self._asked_at > within_s else
+                                f"host {self.host} said nothing for {silent_s:g} s",
+                                f"look whether it is up and its disks answer; try {self._trial('true')}")]
+            if key == "ready" and now > slow_at:
+                slow_at = math.inf
+                print(f"waiting for host {self.host}, which looks at the config and may prepare its data",
+                      file=sys.stderr, flush=True)
 
     def differs(self, container: bool) -> list[Problem]:
         """What this host has in another version than the first, after its hello."""
@@ -106,6 +131,14 @@ class Remote:
                         f"install the same there, for {self._python}" +
                         (", or set launch.python to a Python that has it" if self._settings.python is None else ""))
                 for name in ours if theirs.get(name) != ours[name] and not (container and name == "torch")]
+
+    def other_data(self, fingerprint: str) -> list[Problem]:
+        """Whether this host's data are others than the first's, after it was ready."""
+        theirs = self.answer["ready"]
+        return [] if theirs == fingerprint else [Problem(
+            f"host {self.host} has other data than this one: the vocabulary, the number of samples or the first batch "
+            f"differs (fingerprint {theirs}, here {fingerprint})",
+            "copy this host's data there; every rank reads its own host's")]
 
     def _refusal(self) -> Problem:
         """Why ssh, or what it started, ended at once."""
@@ -143,10 +176,11 @@ class Remote:
     def _trial(self, command: str) -> str:
         return shlex.join(["ssh", "-o", "BatchMode=yes", *self._settings.ssh_options, self.login, command])
 
-    def tell(self, config: str, world: int, address: str, port: int, silence_s: float) -> None:
+    def tell(self, config: str, here: HostRanks, silence_s: float) -> None:
         """What is to be run; it answers ``ready`` or ``refused``."""
-        self._say(run={"config": config, "world": world, "address": address, "port": port, "silence_s": silence_s,
-                       "host": self.host, "devices": self._devices})
+        self._heard_at = self._asked_at = time.monotonic()
+        self._say(run={"config": config, "world": here.world, "address": here.address, "port": here.port,
+                       "run": here.run, "silence_s": silence_s, "host": self.host, "devices": self._devices})
 
     # -- the run ---------------------------------------------------------------------------------------
 
@@ -160,18 +194,16 @@ class Remote:
         """Per rank its exit status, negative for the signal that killed it; None while it runs."""
         return dict(self._statuses)
 
-    def end(self) -> None:
-        """Ask for the end of its ranks; does not wait for it."""
-        self._say(end=True)
-
     def close(self) -> None:
-        """Wait until its ranks have ended and all that they wrote is here, or it is lost; ssh ends."""
+        """End its ranks; wait until all that they wrote is here, or it is lost; ssh ends."""
         self._say(end=True)
         asked = time.monotonic()
         while not self._closed.wait(0.05):  # as long as more comes
-            if time.monotonic() - max(asked, self._heard_at) > 4 * GRACE_S and self._ssh.poll() is None:
-                os.killpg(self._ssh.pid, signal.SIGKILL)  # there, the end of the input ends all
+            if time.monotonic() - max(asked, self._heard_at) > 4 * GRACE_S:
+                if self._ssh.poll() is None:
+                    os.killpg(self._ssh.pid, signal.SIGKILL)  # there, the end of the input ends all
                 break
+        self._closed.set()
         self._ssh.wait()
         for thread in self._threads:
             thread.join(GRACE_S)
@@ -205,8 +237,8 @@ class Remote:
         for line in self._ssh.stdout:
             self._heard_at = time.monotonic()
             message = decoded(line)
-            if message is None:
-                continue  # what a login shell prints
+            if not message:
+                continue  # a beat, or what a login shell prints
             try:
                 self._hear(message)
             except (OSError, ValueError) as error:
@@ -259,9 +291,8 @@ def connect(hosts: Hosts, settings: LaunchSection, *, container: bool) -> list[R
     try:
         for login in hosts.others:
             remotes.append(Remote(login, hosts.on(login), settings))
-        deadline = time.monotonic() + HELLO_S
         problems = [problem for remote in remotes
-                    for problem in remote.problems("hello", deadline) or remote.differs(container)]
+                    for problem in remote.problems("hello", hello_s(settings)) or remote.differs(container)]
         if problems:
             raise UserError.all_of(problems)
     except BaseException:
@@ -270,23 +301,19 @@ def connect(hosts: Hosts, settings: LaunchSection, *, container: bool) -> list[R
     return remotes
 
 
-def close_all(remotes: Sequence[Remote]) -> None:
-    """End all of them."""
-    for remote in remotes:
-        remote.end()
-    for remote in remotes:
-        remote.close()
-
-
-def prepare(remotes: Sequence[Remote], config: str, here: HostRanks, silence_s: float) -> None:
+def prepare(remotes: Sequence[Remote], config: str, here: HostRanks, silence_s: float, fingerprint: str) -> None:
     """Tell other hosts what is to be run, and wait until all can.
 
+    Args:
+        fingerprint: of this host's data.
+
     Raises:
-        UserError: all that keeps any of them from it.
+        UserError: all that keeps any of them from it, other data among it.
     """
-    with listening(here.port) if remotes else nullcontext():
+    with listening(here.port):
         for remote in remotes:
-            remote.tell(config, here.world, here.address, here.port, silence_s)
-        problems = [problem for remote in remotes for problem in remote.problems("ready")]
+            remote.tell(config, here, silence_s)
+        problems = [problem for remote in remotes for problem in
+                    remote.problems("ready", PREPARE_S, SILENT_S) or remote.other_data(fingerprint)]
     if problems:
         raise UserError.all_of(problems)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from vpipe.errors import RunError, UserError, VpipeError
@@ -13,13 +13,14 @@ from vpipe.launch.container import enter
 from vpipe.launch.failure import as_error, read_report, write_report
 from vpipe.launch.folder import CONFIG, make_run_folder
 from vpipe.launch.last_words import take_time_to_speak
-from vpipe.launch.local import GRACE_S, POLL_S
-from vpipe.launch.machine import check_gpus, ranks_of
+from vpipe.launch.local import GRACE_S
+from vpipe.launch.machine import check_gpus, own_device, ranks_of
 from vpipe.launch.meeting import Meeting
 from vpipe.launch.member import Member
-from vpipe.launch.network import interface_towards
-from vpipe.launch.ranks import HOST, interface_variables
-from vpipe.launch.worker import do
+from vpipe.launch.network import check_interfaces, interface_towards
+from vpipe.launch.ranks import interface_variables
+from vpipe.launch.variables import HOST
+from vpipe.launch.worker import do, speaks
 from vpipe.train.config import Config
 from vpipe.train.job import Job
 from vpipe.train.loop import train
@@ -37,20 +38,27 @@ def train_together(member: Member, config: Config | VpipeError) -> None:
         SystemExit: another rank says it.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the starter ends all ranks, and says so
-    if member.starter == "srun":
-        take_time_to_speak()
-    job, error = None, None
+    take_time_to_speak()
+    os.environ.update(member.variables)
+    job, data, error = None, "", None
     if isinstance(config, VpipeError):
-        meeting = Meeting(member)
         error = config
     else:
-        os.environ.update(member.variables)
-        enter(config)
+        try:
+            enter(config)
+        except VpipeError as wrong:
+            error = wrong
+    try:
         meeting = Meeting(member)
+    except VpipeError as apart:
+        raise error or apart from None  # a config that cannot be read may be why they look elsewhere
+    if error is None:
+        assert isinstance(config, Config), "else there is an error"
         try:
             member.check(ranks_of(config))
-            check_gpus(config, [member.device])
+            member = _checked(member, config)
             job = Job.of(config)
+            data = job.fingerprint()
         except VpipeError as wrong:
             error = wrong
         except Exception as defect:
@@ -61,13 +69,17 @@ def train_together(member: Member, config: Config | VpipeError) -> None:
         assert job is not None, "all ranks have one"
         return os.path.abspath(make_run_folder(job.config.log_directory, job.config.resolved_yaml()))
 
-    agreement = meeting.settle(error, conclude)
+    agreement = meeting.settle(error, data, conclude)
     assert job is not None, "else it did not settle"
     folder, hosts = _folder(Path(agreement.conclusion), job), len(set(agreement.hosts))
     os.environ.update({HOST: member.host} if hosts > 1 else {})
     interface = job.config.parallel.interface
-    if interface is not None or "GLOO_SOCKET_IFNAME" not in os.environ:  # the starter's script may know better
-        os.environ.update(interface_variables(interface or interface_towards(agreement.towards(member))))
+    if interface is not None:
+        os.environ.update(interface_variables(interface))
+    elif not interface_variables("").keys() <= os.environ.keys():  # the starter's script may know better
+        found = interface_towards(agreement.towards(member))
+        for name, value in interface_variables(found).items() if found is not None else ():
+            os.environ.setdefault(name, value)
     if member.rank == 0:
         print(f"run folder: {folder}\n{headline(job)}, started by {member.starter}"
               + (f" on {hosts} hosts" if hosts > 1 else ""), flush=True)
@@ -77,6 +89,16 @@ def train_together(member: Member, config: Config | VpipeError) -> None:
         raise _spoken(failure, folder, member, meeting, job.describe)
     if member.rank == 0:
         print(f"run folder: {folder}", flush=True)
+
+
+def _checked(member: Member, config: Config) -> Member:
+    """The member with its GPU, if it and the network are here."""
+    member = replace(member, device=own_device(config, member.device))
+    os.environ.update(member.variables)
+    check_gpus(config, [member.device])
+    if (interfaces := config.parallel.interface or os.environ.get("GLOO_SOCKET_IFNAME")) is not None:
+        check_interfaces(interfaces)
+    return member
 
 
 def _folder(folder: Path, job: Job) -> Path:
@@ -100,19 +122,11 @@ def _spoken(failure: VpipeError, folder: Path, member: Member, meeting: Meeting,
     """
     mine = read_report(folder, member.rank)
     assert mine is not None, "just written"
-    if mine["blames_peer"]:
-        deadline = time.monotonic() + GRACE_S
-        while time.monotonic() < deadline:
-            if meeting.cause_is_said():
-                return SystemExit(failure.exit_status)
-            time.sleep(POLL_S)
-    elif meeting.cause_is_said():
+    if meeting.cause_is_said(GRACE_S if mine["blames_peer"] else 0.0):
         return SystemExit(failure.exit_status)
-    else:
+    if not mine["blames_peer"]:
         meeting.found_cause()
-    reports = [report for rank in range(member.ranks) if (report := read_report(folder, rank)) is not None]
-    first = min(reports, key=lambda report: (report["blames_peer"], report["time"]))
-    if first["rank"] != member.rank:
+    if not speaks(folder, member.rank, member.ranks):
         return SystemExit(failure.exit_status)
     return as_error(mine, describe) if isinstance(failure, UserError) else RunError(
         mine["problems"][0][0], hint=mine["problems"][0][1])

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vpipe.errors import RunError, VpipeError
-from vpipe.launch.failure import write_report
-from vpipe.launch.folder import CONFIG, log_path
-from vpipe.launch.ranks import PARENT_PIPE
+from vpipe.launch.failure import read_report, write_report
+from vpipe.launch.folder import CONFIG, FINGERPRINT, log_path
+from vpipe.launch.variables import PARENT_PIPE
 from vpipe.watch.current import announce, report_to
 
 
@@ -39,6 +39,7 @@ def main(folder: Path, task: str, *arguments: str) -> int:
             from vpipe.launch.machine import check_gpus
 
             check_gpus(job.config, map(int, arguments))
+            (folder / FINGERPRINT).write_text(job.fingerprint())
 
     failure = do(folder, int(os.environ["RANK"]), work)
     if failure is not None:
@@ -55,7 +56,7 @@ def do(folder: Path, rank: int, work: Callable[[], None]) -> VpipeError | None:
     def ended(error: RunError) -> None:
         log.error("rank %d is ended in the middle of its work: %s", rank, error)
         write_report(folder, rank, error)
-        if PARENT_PIPE not in os.environ:  # no launcher reads it
+        if PARENT_PIPE not in os.environ and speaks(folder, rank, int(os.environ["WORLD_SIZE"])):
             print(error, file=sys.stderr, flush=True)
 
     report_to(ended)
@@ -72,6 +73,16 @@ def do(folder: Path, rank: int, work: Callable[[], None]) -> VpipeError | None:
                         hint=f"the traceback is in {log_path(folder, rank)}")
     log.info("rank %d has ended", rank)
     return None
+
+
+def speaks(folder: Path, rank: int, ranks: int) -> bool:
+    """Whether of the reports in this folder a rank's own is the one to tell: no launcher reads them.
+
+    One that blames itself comes first, then the earliest.
+    """
+    reports = [report for other in range(ranks) if (report := read_report(folder, other)) is not None]
+    first = min(reports, key=lambda report: (report["blames_peer"], report["time"]))
+    return bool(first["rank"] == rank)
 
 
 def _follow_parent() -> None:

@@ -6,17 +6,20 @@ import atexit
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
 from vpipe.errors import RunError, UserError, counted
-from vpipe.launch.ranks import HOST
-from vpipe.watch.current import end_process, install, watch_of_process
+from vpipe.launch.network import check_interfaces
+from vpipe.launch.pulse import Asked
+from vpipe.launch.store import agent_has_store, open_store
+from vpipe.launch.variables import HOST
+from vpipe.watch.current import end_process, install
 from vpipe.watch.hub import Hub
 from vpipe.watch.line import connect
 from vpipe.watch.pace import Pace
@@ -45,6 +48,8 @@ def join_world(backend: str = "gloo", timeout_s: float = 60.0) -> int:
     if ranks == 1:
         return 1
     address, port = _variable("MASTER_ADDR"), _number("MASTER_PORT")
+    if backend == "gloo" and os.environ.get("GLOO_SOCKET_IFNAME"):
+        check_interfaces(os.environ["GLOO_SOCKET_IFNAME"])
     store = _store(address, port, rank, ranks, timeout_s)
     hosts = _meet(store, rank, ranks, timeout_s)
     watch, hub_port = _watch(store, address, rank, hosts, timeout_s)
@@ -60,12 +65,6 @@ def join_world(backend: str = "gloo", timeout_s: float = 60.0) -> int:
         made = connections(but=(hub_port, port)).items() - before.items()
         watch.break_off = partial(break_off, dict(made))
     return ranks
-
-
-def rank_hosts() -> Mapping[int, str]:
-    """The host of every rank of the job that this process has joined, by its own name; empty when alone."""
-    watch = watch_of_process()
-    return {} if watch is None else dict(enumerate(watch.hosts))
 
 
 def _host() -> str:
@@ -88,23 +87,16 @@ def _number(name: str) -> int:
 
 
 def _store(address: str, port: int, rank: int, ranks: int, timeout_s: float) -> Store:
-    """Where ranks leave notes for one another; in rank 0, or in torchrun's agent.
-
-    That of an agent outlives a restart of the ranks, and still has the addresses of the dead: each attempt
-    has names of its own.
-    """
-    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    """Where the ranks of a world leave notes for one another."""
     try:
-        store = dist.TCPStore(address, port, ranks, is_master=rank == 0 and not hosted,  # type: ignore[attr-defined]
-                              timeout=timedelta(seconds=timeout_s), wait_for_workers=False, multi_tenant=True)
+        return open_store("world", address, port, rank, ranks, timeout_s)
     except RuntimeError as error:
-        if rank == 0 and not hosted:
+        if rank == 0 and not agent_has_store():
             raise RunError(f"rank 0 cannot listen on port {port}: {str(error).splitlines()[0]}", rank=0,
                            hint="set parallel.master_port to a free port") from error
         raise RunError(f"rank {rank} on {_host()} could not reach rank 0 at {address}:{port} within "
                        f"{timeout_s:g} s", hint="rank 0 ended or is slow to start: see its log; or another address, "
                        "an interface or a firewall is in the way", rank=rank, peer=0) from error
-    return PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _meet(store: Store, rank: int, ranks: int, timeout_s: float) -> list[str]:
@@ -115,10 +107,10 @@ def _meet(store: Store, rank: int, ranks: int, timeout_s: float) -> list[str]:
         store.wait(names, timedelta(seconds=timeout_s))
         return [store.get(name).decode() for name in names]
     except RuntimeError as error:
-        try:
-            missing = [other for other, name in enumerate(names) if not store.check([name])]
-        except RuntimeError:
-            missing = [0]
+        missing = [0]
+        asked = Asked(lambda: [other for other, name in enumerate(names) if not store.check([name])])
+        with suppress(RuntimeError):
+            missing = asked.answer if asked.answered(Pace.of(timeout_s).grace_s) else missing
         raise RunError(f"{counted(len(missing), 'rank')} of {ranks} did not join within {timeout_s:g} s: "
                        f"{', '.join(map(str, missing))}", hint="a rank ended or is slow to start: see its log, or "
                        "raise parallel.timeout_s", rank=rank, peer=missing[0] if missing else None) from error
@@ -127,7 +119,7 @@ def _meet(store: Store, rank: int, ranks: int, timeout_s: float) -> list[str]:
 def _watch(store: Store, address: str, rank: int, hosts: list[str], timeout_s: float) -> tuple[Watch, int]:
     """Have the ranks watch one another; the port of the hub."""
     pace = Pace.of(timeout_s)
-    hub = Hub(len(hosts), pace) if rank == 0 else None
+    hub = Hub(len(hosts), pace, address) if rank == 0 else None
     if hub is not None:
         store.set("hub", f"{hub.port} {hub.token}")
     try:

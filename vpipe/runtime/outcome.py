@@ -81,6 +81,8 @@ class Outcomes:
         return microbatches[self._sources.index(rank)::len(self._sources)]
 
     def _in_order(self, parts: Sequence[Tensor], microbatches: range) -> Tensor:
+        if len(parts) == 1:
+            return parts[0].cpu()
         losses = torch.empty(len(microbatches), dtype=torch.float64)
         for replica, part in enumerate(parts):
             losses[replica::len(self._sources)] = part.cpu()

@@ -123,7 +123,8 @@ class Lowering:
             yield from self._before(action)
             # What follows a step is received behind the compute before it, which is longer; R goes with its backward.
             if action.op not in (Op.STEP, Op.USE, Op.RECOMPUTE):
-                while held and (held[0].op not in _LONG or sum(one.op in _LONG for one in held) >= self._ahead):
+                while held and (self._ahead == 1 or held[0].op not in _LONG
+                                or sum(one.op in _LONG for one in held) >= self._ahead):
                     yield from self._with_sends(held.popleft())
             held.append(action)
         while held:

@@ -13,11 +13,17 @@ from time import monotonic
 from typing import Any
 
 from vpipe.watch.fault import Fault
-from vpipe.watch.line import Line, listen
+from vpipe.watch.line import MOST_BYTES, STRANGERS_BYTES, Line, listen
 from vpipe.watch.pace import Pace
 
 LINGER_S = 2.0
 """When rank 0 ends: for the other ranks to hear it and hang up. What a closed connection still had to send is lost."""
+
+TOKEN_S = 10.0
+"""For who connects to say the token, which ranks do at once."""
+
+STRANGERS = 64
+"""Connections without the token, above which the oldest is dropped: they must not use up the process's files."""
 
 
 @dataclass
@@ -37,17 +43,21 @@ class Hub:
     that is stopped or cut off, when it was not heard for ``pace.silent_s``. The first failure is told to all
     ranks: what a rank says of itself comes before its end on the same connection.
 
+    Args:
+        address: where the ranks reach this process.
+
     Attributes:
         port, token: what a rank needs to be let in.
     """
 
-    def __init__(self, ranks: int, pace: Pace) -> None:
+    def __init__(self, ranks: int, pace: Pace, address: str) -> None:
         self.token = secrets.token_hex(16)
         self._pace = pace
-        self._server = listen()
+        self._server = listen(address)
         self._server.setblocking(False)
         self.port = int(self._server.getsockname()[1])
         self._members = [_Member(monotonic()) for _ in range(ranks)]
+        self._strangers: dict[Line, float] = {}  # the oldest first, with the time until which it may stay
         self._fault: Fault | None = None
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
@@ -65,6 +75,20 @@ class Hub:
         self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:
+            with suppress(Exception):
+                self._declare(Fault.failed(0, f"its hub ended by {type(error).__name__}: {error}",
+                                           "this is a defect of vpipe, or its memory or open files ran out"))
+        finally:
+            for line in [*self._strangers, *(member.line for member in self._members if member.line is not None)]:
+                line.close()
+            for end in (self._server, self._wake, self._woken):
+                end.close()
+            self._selector.close()
+
+    def _serve(self) -> None:
         last = beat_at = monotonic()
         end_at: float | None = None
         while end_at is None or (last < end_at and self._heard_lately(last)):
@@ -84,12 +108,8 @@ class Hub:
             if now >= beat_at:
                 beat_at = now + self._pace.beat_s
                 self._tell_state(now)
-        for member in self._members:
-            if member.line is not None:
-                member.line.close()
-        for end in (self._server, self._wake, self._woken):
-            end.close()
-        self._selector.close()
+                for stranger in [line for line, until in self._strangers.items() if until < now]:
+                    self._show_out(stranger)
 
     def _heard_lately(self, now: float) -> bool:
         """Whether a rank is there that could still hear something."""
@@ -99,16 +119,28 @@ class Hub:
     def _accept(self) -> None:
         with suppress(OSError):
             connection, _ = self._server.accept()
-            line = Line(connection)
+            line = Line(connection, STRANGERS_BYTES)
             self._selector.register(line, selectors.EVENT_READ, lambda: self._admit(line))
+            self._strangers[line] = monotonic() + min(TOKEN_S, self._pace.silent_s)
+            if len(self._strangers) > STRANGERS + len(self._members):
+                self._show_out(next(iter(self._strangers)))
+
+    def _show_out(self, stranger: Line) -> None:
+        del self._strangers[stranger]
+        self._selector.unregister(stranger)
+        stranger.close()
 
     def _admit(self, line: Line) -> None:
         """The first thing said must be the token: who does not know it is no rank of this job."""
+        if line not in self._strangers:
+            return  # dropped since it was found to have said something
         messages = line.hear()
         if not messages and not line.closed:
             return
         member = self._members[messages[0]["rank"]] if messages and messages[0].get("token") == self.token else None
         if member is not None and member.line is None:
+            del self._strangers[line]
+            line.most_bytes = MOST_BYTES
             member.line, member.heard_at = line, monotonic()
             self._selector.modify(line, selectors.EVENT_READ, lambda: self._hear(member))
             if self._fault is not None:
@@ -116,8 +148,7 @@ class Hub:
             for message in messages[1:]:
                 self._take(member, message)
         else:
-            self._selector.unregister(line)
-            line.close()
+            self._show_out(line)
 
     def _hear(self, member: _Member) -> None:
         assert member.line is not None

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import ipaddress
 import json
 import os
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from threading import Lock
 from typing import Any
+from weakref import WeakSet
 
 MOST_BYTES = 1 << 20
 """Unsent, above which what is said is dropped (a beat more or less), and unended, above which a peer is no rank."""
+
+STRANGERS_BYTES = 4096
+"""The same of a peer that has not said yet who it is."""
+
+RECEIVES = 4
+"""From one peer at a time: who sends without end must not keep the others waiting."""
+
+_lines: WeakSet[Line] = WeakSet()
 
 
 class Line:
@@ -18,16 +30,16 @@ class Line:
 
     Attributes:
         closed: whether the other end is gone; what it said before was heard first.
+        most_bytes: that the other end may say without an end of the line; who says more is no rank, and gone.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, most_bytes: int = MOST_BYTES) -> None:
         self._socket, self._lock = connection, Lock()
         self._unsent, self._unended = b"", b""
-        self.closed = False
+        self.closed, self.most_bytes = False, most_bytes
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A child that was forked must not keep the connection up when this process is gone.
-        os.register_at_fork(after_in_child=connection.close)
+        _lines.add(self)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -49,21 +61,25 @@ class Line:
                 pass  # full: next time; gone: whoever hears will know
 
     def hear(self) -> list[dict[str, Any]]:
-        """What has arrived."""
+        """What has arrived, or a part of it: more is heard the next time."""
+        lines: list[bytes] = []
         try:
-            while more := self._socket.recv(65536):
-                self._unended += more
-            self.closed = True
+            for _ in range(RECEIVES):
+                more = self._socket.recv(min(65536, self.most_bytes))
+                *whole, self._unended = (self._unended + more).split(b"\n")
+                lines += whole
+                if not more or len(self._unended) > self.most_bytes:
+                    self.closed = True
+                    break
         except BlockingIOError:
             pass
         except OSError:
             self.closed = True
-        *lines, self._unended = self._unended.split(b"\n")
         try:
             said = [json.loads(line) for line in lines]
-        except ValueError:
+        except (ValueError, RecursionError):
             said = [None]
-        if len(self._unended) > MOST_BYTES or not all(isinstance(message, dict) for message in said):
+        if not all(isinstance(message, dict) for message in said):
             self.closed = True  # a stranger
             return []
         return said
@@ -82,8 +98,29 @@ def connect(host: str, port: int, timeout_s: float) -> Line:
     return Line(socket.create_connection((host, port), timeout=timeout_s))
 
 
-def listen() -> socket.socket:
-    """A socket that listens at a free port on all interfaces."""
+def listen(address: str) -> socket.socket:
+    """A socket that listens at a free port of the address; on all interfaces, when only others know the address.
+
+    So it is with an address that is translated on the way, and with a name, which to its own host often means a
+    loopback address and to other hosts does not.
+    """
+    with suppress(ValueError):
+        literal = ipaddress.ip_address("127.0.0.1" if address == "localhost" else address)
+        family = socket.AF_INET if literal.version == 4 else socket.AF_INET6
+        try:
+            return socket.create_server((str(literal), 0), family=family, backlog=128)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128)
     return socket.create_server(("", 0), backlog=128)
+
+
+def _close_in_child() -> None:
+    """A child that was forked must not keep a connection up when this process is gone."""
+    for line in list(_lines):
+        line._socket.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,0 +1,47 @@
+"""Where ranks leave notes for one another: in rank 0, or in torchrun's agent."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from vpipe.errors import RunError
+from vpipe.launch.variables import RUN
+
+
+def agent_has_store() -> bool:
+    """Whether torchrun keeps the store, and not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def run_of_process() -> str:
+    """What tells this run from others; empty where nobody says."""
+    return os.environ.get(RUN) or os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
+def open_store(kind: str, address: str, port: int, rank: int, ranks: int, timeout_s: float) -> PrefixStore:
+    """The notes of one ``kind``, of this run and this attempt of it.
+
+    That of an agent outlives a restart of the ranks, and still has the addresses of the dead. Several stores of one
+    process share the port.
+
+    Raises:
+        RuntimeError: nobody answers there, or rank 0 cannot listen.
+        RunError: another run has the port.
+    """
+    hosted = rank == 0 and not agent_has_store()
+    store = TCPStore(address, port, ranks, is_master=hosted, timeout=timedelta(seconds=timeout_s),
+                     wait_for_workers=False, multi_tenant=True)
+    run = run_of_process()
+    if hosted:
+        store.set("run", run)
+    elif not agent_has_store():  # an agent has refused a port in use
+        theirs = bytes(store.get("run")).decode()
+        if theirs != run:
+            raise RunError(f"{address} port {port} belongs to another run ({theirs or 'unnamed'}), not to this one "
+                           f"({run or 'unnamed'})", rank=rank,
+                           hint="give each run a port of its own: parallel.master_port, or MASTER_PORT; under srun it "
+                           "may be left out")
+    return PrefixStore(f"{kind} {run} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
