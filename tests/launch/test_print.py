@@ -43,9 +43,11 @@ def test_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     commands, config = printed(tmp_path, capsys, "parallel.master_port=23456")
     assert commands[0].startswith("# ranks 0, 1 here; ")
     assert commands[1] == f"FOLDER={tmp_path}/runs/$(date +%Y-%m-%d_%H-%M-%S)"
+    runs = {word for line in commands for word in shlex.split(line) if word.startswith("VPIPE_RUN=")}
+    assert len(runs) == 1, "by which the ranks know each other"
     assert shlex.split(commands[4]) == [
         "RANK=1", "LOCAL_RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", "MASTER_PORT=23456", "OMP_NUM_THREADS=1",
-        "GLOO_SOCKET_IFNAME=lo", "NCCL_SOCKET_IFNAME=lo", sys.executable, "-m", "vpipe.launch.worker", "$FOLDER",
+        *runs, "GLOO_SOCKET_IFNAME=lo", "NCCL_SOCKET_IFNAME=lo", sys.executable, "-m", "vpipe.launch.worker", "$FOLDER",
         "train", "&"]
     assert commands[5:] == ["wait"]
     assert yaml.safe_load(config)["parallel"]["master_port"] == 23456

@@ -200,7 +200,7 @@ def test_a_host_that_does_not_reach_the_first(here: Path) -> None:
     hosts = Hosts.of(config.machines or ())
     remotes = connect(hosts, config.launch, container=False)
     wrong = HostRanks(hosts.on(None), 2, "127.0.0.1", free_port(None), "lo", 1)
-    remotes[0].tell(config.resolved_yaml(), 2, wrong.address, wrong.port, 30.0)  # where nobody listens
+    remotes[0].tell(config.resolved_yaml(), wrong, 30.0)  # where nobody listens
     [problem] = remotes[0].problems("ready", 60.0)
     close_all(remotes)
     assert problem.what.startswith(f"host hostB: cannot reach 127.0.0.1 port {wrong.port}, where the ranks meet: ")
