@@ -44,3 +44,23 @@ def test_it_speaks_and_ends_by_itself(waiting: subprocess.Popen[str]) -> None:
 def test_it_ends_though_it_waits_for_ever(waiting: subprocess.Popen[str]) -> None:
     waiting.send_signal(signal.SIGTERM)
     assert waiting.wait(30) == 128 + signal.SIGTERM
+
+
+ENDING = """\
+import atexit, sys
+from vpipe.launch import last_words
+last_words.take_time_to_speak()
+last_words.end_as_decided()
+atexit.register(lambda: (print("ending", flush=True), sys.stdin.readline()))
+sys.exit(3)
+"""
+
+
+def test_nothing_changes_its_status_once_it_has_spoken() -> None:
+    with subprocess.Popen([sys.executable, "-c", ENDING], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ending\n"
+        process.send_signal(signal.SIGTERM)
+        process.communicate("\n", timeout=30)
+    assert process.returncode == 3

@@ -31,3 +31,8 @@ def take_time_to_speak() -> None:
         os._exit(128 + signal.SIGTERM)
 
     Thread(target=wait, daemon=True).start()
+
+
+def end_as_decided() -> None:
+    """Let no SIGTERM change the exit status any more: as it ends, Python gives up its own handlers of signals."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

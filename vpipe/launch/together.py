@@ -12,7 +12,7 @@ from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.launch.container import enter
 from vpipe.launch.failure import as_error, read_report, write_report
 from vpipe.launch.folder import CONFIG, make_run_folder
-from vpipe.launch.last_words import take_time_to_speak
+from vpipe.launch.last_words import end_as_decided, take_time_to_speak
 from vpipe.launch.local import GRACE_S
 from vpipe.launch.machine import check_gpus, own_device, ranks_of
 from vpipe.launch.meeting import Meeting
@@ -39,6 +39,13 @@ def train_together(member: Member, config: Config | VpipeError) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the starter ends all ranks, and says so
     take_time_to_speak()
+    try:
+        _train(member, config)
+    finally:
+        end_as_decided()
+
+
+def _train(member: Member, config: Config | VpipeError) -> None:
     os.environ.update(member.variables)
     job, data, error = None, "", None
     if isinstance(config, VpipeError):
