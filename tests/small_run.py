@@ -23,12 +23,19 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
 
 
 def write_config(folder: Path, **changes: Any) -> Path:
-    """``c.yaml`` in ``folder``, whose runs go to ``runs`` there; ``training__epochs=2`` changes a key."""
+    """``c.yaml`` in ``folder``, whose runs go to ``runs`` there; ``training__epochs=2`` changes a key.
+
+    The stages have about as many layers each: a partition that is left to the run has it measure first.
+    """
     config: dict[str, Any] = {section: dict(keys) for section, keys in SMALL.items()}
     config["log_directory"] = str(folder / "runs")
     for key, value in changes.items():
         section, _, leaf = key.partition("__")
         config[section][leaf] = value
+    layers, stages = 2 * config["model"].get("num_layers", 2) + 1, config["parallel"]["model_parallel_size"]
+    if stages <= layers:
+        even = [layers // stages + (stage < layers % stages) for stage in range(stages)]
+        config["parallel"].setdefault("partition", even)
     path = folder / "c.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
@@ -76,8 +83,7 @@ def oracle(job: Job, updates: int, drained_at: tuple[int, ...] = ()) -> Run:
     batches = list(islice(job.training_batches(fields), count))
     recipe = Training(job.optimizer().from_named, config.training.num_microbatches, seed=config.training.seed,
                     factor=job.policy(), clip=config.training.grad_clip)
-    partition = config.parallel.partition
-    assert not isinstance(partition, str)
+    partition = job.partition
     if not config.parallel.asynchronous:
         return flush_oracle(job.model, batches, recipe, sides_apart=partition)
     return asynchronous_oracle(job.model, batches, recipe, partition, config.parallel.update_every, drained_at)

@@ -108,7 +108,8 @@ def settings(*texts: str) -> list[str]:
      "change it by -2 so that it adds up to 5"),
     (["parallel.partition=[1, 1, 1, 1, 1, 1]", "parallel.model_parallel_size=6"],
      "6 stages, but the model has only 5 layers", "use at most 5 stages"),
-    (["parallel.model_parallel_size=9"], "9 stages, but the model has only 5 layers", "use between 1 and 5 stages"),
+    (["parallel.model_parallel_size=9", "parallel.partition=auto"], "9 stages, but the model has only 5 layers",
+     "use between 1 and 5 stages"),
     (["parallel.recompute=1.5"], "parallel.recompute must be a number from 0 to 1, got 1.5 (--set parallel.recompute)",
      "recompute: the share of a stage's layers"),
     (["parallel.recompute=[0, -0.1]"], "parallel.recompute[1] must be a number from 0 to 1, got -0.1",
@@ -132,8 +133,6 @@ def settings(*texts: str) -> list[str]:
      "set log_directory to a folder that can be written"),
     (["log_directory=c.yaml/deeper"], "cannot make the run's folder in 'c.yaml/deeper': Not a directory",
      "set log_directory to a folder that can be written"),
-    (["trace=true"], "trace asks for the timeline of the run, which is not available in this version (--set trace)",
-     "set it to false"),
     (["dataset.num_workers=2"], "dataset.num_workers asks for 2 threads that prepare batches ahead, which is not "
      "available in this version", "set it to 0"),
     (["training.profile_iteration=3"], "training.profile_iteration asks for a profile of update 3, which is not "

@@ -45,10 +45,11 @@ def test_a_job_can_be_made(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", TINY)
 def test_a_small_one_trains(name: str, tmp_path: Path) -> None:
-    """In one process; the one below is the command with a process per stage."""
+    """In one process, on short samples; the one below is the command with a process per stage."""
     updates = 2 if "gpipe" in name else 6
     job = Job.of(load_config(CONFIGS / name, [f"training.max_steps={updates}", f"log_directory={tmp_path}",
-                                              "training.warmup_steps=0", "training.evaluation_batches=1"]))
+                                              "model.sequence_length=32", "training.warmup_steps=0",
+                                              "training.evaluation_batches=1"]))
     train(job, tmp_path)
     check_updates(tmp_path, updates)
     assert all(8 < loss < 12 for loss in losses(tmp_path))  # ln 8192 + ln 2 = 9.7
@@ -69,10 +70,11 @@ def test_text_to_shards_to_a_run(tmp_path: Path, capfd: pytest.CaptureFixture[st
                  "--vocab-size", "400"]) == 0
     assert "500 documents" in capfd.readouterr().out
     assert main(["train", str(CONFIGS / "bert_4vpipe_tiny_hdf5.yml"), "--set", f"data_dir={tmp_path / 'data'}",
-                 "--set", f"log_directory={tmp_path / 'runs'}", "--set", "training.max_steps=12"]) == 0
+                 "--set", f"log_directory={tmp_path / 'runs'}", "--set", "training.max_steps=6",
+                 "--set", "training.evaluation_batches=1"]) == 0
     run = only_run(tmp_path / "runs")
     out, _ = capfd.readouterr()
     assert f"run folder: {run}\nbert: 9 layers in 4 stages [2, 3, 2, 2], schedule pipedream" in out
-    check_updates(run, 12)
+    check_updates(run, 6)
     assert metrics(run)[1][0]["evaluation_loss"] > 0
     assert load_config(run / "config.yaml").parallel.recompute == (0.5, 0.0, 0.0, 0.0)

@@ -88,6 +88,14 @@ def test_what_needs_no_torch_does_not_load_it(use: str) -> None:
     ({"stages": 2, "recompute": [0.5, float("nan")]},
      "error: recompute ratio nan of stage 1 is outside 0..1\n"
      "hint: it is the share of the stage's layers to recompute, counted from its end"),
+    ({"partition": [2, 4], "recompute": [[1, 2], [9, 4]]},
+     "error: layer 2 is to be recomputed in stage 0, which has the layers 0 to 1\n"
+     "hint: a list names layers of the model, counted from 0; a number is a share of the stage's layers\n"
+     "error: layer 9 is to be recomputed in stage 1, which has the layers 2 to 5\n"
+     "hint: a list names layers of the model, counted from 0; a number is a share of the stage's layers"),
+    ({"stages": 2, "recompute": [0, [True]]},
+     "error: [True] of stage 1 is neither a share nor a list of layers\n"
+     "hint: give a number from 0 to 1, or a list such as [3, 4]: layers of the model, counted from 0"),
     ({"stages": 2, "schedule": "1f2b"}, "error: no schedule is called '1f2b'\nhint: did you mean '1f1b'?"),
     ({"stages": 2, "schedule": "zigzag"},
      f"error: no schedule is called 'zigzag'\nhint: known names: {', '.join(schedule_names())}"),
@@ -202,21 +210,26 @@ def test_a_plan_says_what_the_arguments_would() -> None:
     by_hand = pipeline(partition=[1, 4, 1], recompute=[0.0, 0.5, 1.0], placement=[[2], [0], [1]], schedule="gpipe",
                        microbatches=2)
     for pipe in (by_plan, by_hand):
-        assert (pipe.partition, pipe.recompute, pipe.placement, pipe.schedule) == (
-            (1, 4, 1), (0.0, 0.5, 1.0), ((2,), (0,), (1,)), "gpipe")
+        assert (pipe.partition, pipe.recomputed, pipe.placement, pipe.schedule) == (
+            (1, 4, 1), (frozenset(), {3, 4}, {5}), ((2,), (0,), (1,)), "gpipe")
     assert run(by_plan, batches(2))[0] == run(by_hand, batches(2))[0]
+
+
+def test_layers_to_recompute_may_be_named() -> None:
+    pipe = pipeline(partition=[2, 4], recompute=[0.5, [2, 4]])
+    assert pipe.recomputed == ({1}, {2, 4})
 
 
 def test_arguments_fill_what_a_plan_leaves_open() -> None:
     pipe = pipeline(plan=Plan((3, 3)), recompute=0.5, schedule="pipedream")
-    assert (pipe.partition, pipe.recompute, pipe.placement, pipe.schedule) == (
-        (3, 3), (0.5, 0.5), ((0,), (1,)), "pipedream")
+    assert (pipe.partition, pipe.recomputed, pipe.placement, pipe.schedule) == (
+        (3, 3), ({2}, {5}), ((0,), (1,)), "pipedream")
     assert pipeline(plan=Plan((3, 3), schedule="gpipe"), schedule="1f1b").schedule == "1f1b", "an argument goes first"
 
 
 def test_what_is_not_said_is_one_forward_one_backward_balanced_by_parameters() -> None:
     pipe = pipeline(stages=2)
-    assert (pipe.schedule, pipe.microbatches, pipe.recompute, pipe.rank) == ("1f1b", 1, (0.0, 0.0), 0)
+    assert (pipe.schedule, pipe.microbatches, pipe.recomputed, pipe.rank) == ("1f1b", 1, (frozenset(),) * 2, 0)
     assert pipe.partition == (1, 5)  # 32 | 0 0 72 0 18 parameters: the heavier part has 90
 
 

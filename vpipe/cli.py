@@ -90,6 +90,36 @@ def _parser() -> argparse.ArgumentParser:
                         "where a schedule without a flush needs them to show every weight version")
     verify.set_defaults(run=_verify)
 
+    compare = commands.add_parser("compare", help="systems or schedules beside each other, in the same processes")
+    _add_config(compare)
+    compare.add_argument("--systems", metavar="NAME,...", help="gpipe, pipedream, vpipe: each as its users ran it, "
+                         "planned within the memory")
+    compare.add_argument("--schedules", metavar="NAME,...", help="schedules, with the config's partition and recompute")
+    compare.add_argument("--memory", metavar="SIZE", help="what a rank of a system may hold, such as 8GiB; the "
+                         "config's parallel.memory, else its device's when left out")
+    compare.set_defaults(run=_compare)
+
+    profile = commands.add_parser("profile", help="measure what every layer takes and keeps, on the ranks of a config")
+    _add_config(profile)
+    profile.add_argument("--again", action="store_true", help="measure even if it was measured before")
+    profile.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the profile there, too, such as "
+                         "profile.json")
+    profile.set_defaults(run=_profile)
+
+    plan = commands.add_parser("plan", help="the fastest cut, recomputation and schedule within your memory, explained")
+    _add_config(plan)
+    plan.add_argument("--memory", metavar="SIZE", help="what a rank may hold, such as 8GiB or 500MB; the config's "
+                      "parallel.memory, else its device's when left out")
+    plan.add_argument("--ranks", type=int, metavar="N", help="plan for as many; the config's when left out")
+    plan.add_argument("--solver", choices=("exact", "vpipe"), default="exact", help="vpipe: the heuristic of the "
+                      "VPipe paper, to compare with; exact when left out")
+    plan.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan there, such as plan.json")
+    plan.set_defaults(run=_plan)
+
+    trace = commands.add_parser("trace", help="the timeline and the report of a run, as planned and as run")
+    trace.add_argument("folder", type=Path, metavar="RUN", help="the run's folder, trained with 'trace: true'")
+    trace.set_defaults(run=_trace)
+
     schedule = commands.add_parser("schedule", help="draw a schedule, or compare all of them")
     schedule.add_argument("name", nargs="?", metavar="NAME|FILE.csv", help="a schedule by its name, or in a file")
     schedule.add_argument("--all", action="store_true", help="one table of all schedules")
@@ -204,6 +234,30 @@ def _slurm(options: argparse.Namespace) -> None:
     from vpipe.commands.slurm import run_slurm
 
     run_slurm(options)
+
+
+def _compare(options: argparse.Namespace) -> None:
+    from vpipe.commands.compare import run_compare
+
+    run_compare(options)
+
+
+def _profile(options: argparse.Namespace) -> None:
+    from vpipe.commands.profile import run_profile
+
+    run_profile(options)
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from vpipe.commands.plan import run_plan
+
+    run_plan(options)
+
+
+def _trace(options: argparse.Namespace) -> None:
+    from vpipe.commands.trace import run_trace
+
+    run_trace(options)
 
 
 def _schedule(options: argparse.Namespace) -> None:

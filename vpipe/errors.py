@@ -52,6 +52,10 @@ class UserError(VpipeError, ValueError):
         return error
 
 
+class PlanningError(UserError):
+    """The ranks of a run planned before they trained, and found no plan: all say the same, and none is to blame."""
+
+
 class CheckError(UserError):
     """A schedule breaks a rule; the text holds the grid with the action at fault marked."""
 

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vpipe.errors import Problem, UserError
+from vpipe.errors import UserError
 from vpipe.launch.world import join_world
 from vpipe.model.layer import Model
 from vpipe.model.split import balanced, parameter_counts, split, ties_between
 from vpipe.plan.plan import Plan
+from vpipe.plan.recompute import Recompute, recomputed_layers
 from vpipe.runtime.compress import Compression
 from vpipe.runtime.engine import Engine, Step
 from vpipe.runtime.feed import Batch
@@ -45,13 +46,15 @@ class Pipeline:
             when they are given.
         schedule: a name that ``vpipe schedule`` knows, such as ``gpipe``, ``1f1b``, ``pipedream``, or the path of
             a schedule as a CSV file.
-        microbatches: equal parts into which every batch is cut along dimension 0.
+        microbatches: equal parts into which every batch is cut along dimension 0; 1 when not given.
         partition: layers per stage; balanced by parameters when not given.
-        recompute: share of each stage's layers, from its end, that are recomputed: one number or one per stage.
+        recompute: which layers are recomputed: a share of each stage's, from its end, as one number or one per stage;
+            for a stage also a list of layers by their numbers in the model.
         optimizer: makes a stage's optimizer from its parameters. Its learning rate is the base that
             ``learning_rate_factor`` multiplies.
         seed: of initialisation and dropout; both are independent of the partition.
-        plan: partition, recompute, placement and schedule from a file, instead of the arguments.
+        plan: partition and recompute from a file, instead of the arguments; schedule, microbatches, placement and
+            update_every, where the arguments do not say them.
         placement: ranks per stage; as the schedule holds them when not given. Several ranks are replicas: microbatch i
             goes to number i mod as many.
         chunks: stages per rank, for schedules that may have any number of them; when not given, the number that
@@ -72,8 +75,9 @@ class Pipeline:
         UserError: the numbers do not fit the model, the schedule or the processes.
     """
 
-    def __init__(self, model: Model, stages: int | None = None, schedule: str | None = None, microbatches: int = 1, *,
-                 partition: Sequence[int] | None = None, recompute: float | Sequence[float] = 0.0,
+    def __init__(self, model: Model, stages: int | None = None, schedule: str | None = None,
+                 microbatches: int | None = None, *,
+                 partition: Sequence[int] | None = None, recompute: Recompute = 0.0,
                  optimizer: OptimizerFactory, seed: int = 0, plan: Plan | None = None,
                  placement: Sequence[Sequence[int]] | None = None, chunks: int | None = None,
                  replicas: int = 1, update_every: int | None = None,
@@ -81,28 +85,30 @@ class Pipeline:
                  device: torch.device | str = "cpu", timeout_s: float = 60.0, compress: str | Sequence[str] = "none",
                  compress_rounding: str = "nearest", compress_feedback: bool = True) -> None:
         if plan is not None:
+            plan.check_fits(len(model))
             partition = plan.partition
-            recompute = plan.recompute_ratio or recompute
+            recompute = plan.recompute_layers or plan.recompute_ratio or recompute
             schedule = schedule or plan.schedule
             placement = placement or plan.stage_to_rank_map or None
+            microbatches = plan.microbatches if microbatches is None else microbatches
+            update_every = plan.update_every if update_every is None else update_every
         self.schedule = schedule or "1f1b"
-        self.microbatches = microbatches
+        self.microbatches = microbatches = 1 if microbatches is None else microbatches
         places = _places(placement)
         if stages is None and partition is None and places is not None:
             stages = len(places)
         self.partition = _partition(model, stages, partition)
-        self.recompute = _ratios(recompute, len(self.partition))
         specs = split(model, self.partition)
+        self.recomputed = recomputed_layers(recompute, self.partition)
         world = join_world(timeout_s=timeout_s)
-        layers = [int(ratio * size) for ratio, size in zip(self.recompute, self.partition, strict=True)]
         lowered = Wanted(
             self.schedule, len(self.partition), microbatches, update_every,
             places, chunks, world if world > 1 else None, replicas,
             {owner: tuple(borrowers) for owner, borrowers in ties_between(specs).items()},
-            [stage for stage, dropped in enumerate(layers) if dropped], grad_clip is not None).arranged()
+            [stage for stage, layers in enumerate(self.recomputed) if layers], grad_clip is not None).arranged()
         self.placement, self.update_every = lowered.placement, lowered.update_every
         compression = Compression.of(compress, compress_rounding, compress_feedback, len(self.partition), seed)
-        settings = Settings(microbatches, self.recompute, learning_rate_factor, grad_clip, seed,
+        settings = Settings(microbatches, self.recomputed, learning_rate_factor, grad_clip, seed,
                             torch.device(device), timeout_s, compression)
         self.engine = Engine(model, specs, lowered, _from_named(optimizer), settings, distributed=world > 1)
         self.rank = dist.get_rank() if world > 1 else 0
@@ -155,18 +161,6 @@ def _partition(model: Model, stages: int | None, partition: Sequence[int] | None
         raise UserError(f"{stages} stages, but the partition {list(partition)} has {len(partition)}",
                         hint="leave out stages, or give it as many entries")
     return tuple(partition)
-
-
-def _ratios(recompute: float | Sequence[float], stages: int) -> tuple[float, ...]:
-    ratios = (float(recompute),) * stages if isinstance(recompute, (int, float)) else tuple(map(float, recompute))
-    if len(ratios) != stages:
-        raise UserError(f"{len(ratios)} recompute ratios for {stages} stages", hint="give one number, or one per stage")
-    problems = [Problem(f"recompute ratio {ratio} of stage {stage} is outside 0..1",
-                        "it is the share of the stage's layers to recompute, counted from its end")
-                for stage, ratio in enumerate(ratios) if not 0 <= ratio <= 1]
-    if problems:
-        raise UserError.all_of(problems)
-    return ratios
 
 
 def _from_named(factory: OptimizerFactory) -> Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer | None]:

@@ -49,7 +49,8 @@ def blocks() -> Stage:
     halves = [Layer(f"block{i}.{half.__name__.lower()}", half) for i in range(BLOCKS) for half in (Attention, MLP)]
     ends = (Layer("first", nn.Identity, ("x",)), Layer("last", Mean, outputs=("loss",)))
     model = Model([ends[0], *halves, ends[1]], batch=("x",))
-    return Stage(model, split(model, [1, len(halves), 1])[1], seed=0, device=torch.device("cpu"), recompute=0.0)
+    spec = split(model, [1, len(halves), 1])[1]
+    return Stage(model, spec, seed=0, device=torch.device("cpu"), recomputed=frozenset())
 
 
 class Mean(nn.Module):

@@ -46,7 +46,7 @@ def test_a_run_on_two_hosts_in_containers(here: Path, capfd: pytest.CaptureFixtu
     assert main(["train", str(config), *(part for text in settings for part in ("--set", text))]) == 0
     out, err = capfd.readouterr()
     run = only_run(here / "runs")
-    assert out.splitlines()[:2] == [f"run folder: {run}", "bert: 5 layers in 2 stages [1, 4], schedule 1f1b, one "
+    assert out.splitlines()[:2] == [f"run folder: {run}", "bert: 5 layers in 2 stages [3, 2], schedule 1f1b, one "
                                     "process per stage on 2 hosts"]
     assert "error" not in out + err
     job = Job.of(load_config(config))

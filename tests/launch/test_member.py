@@ -13,7 +13,7 @@ import pytest
 from vpipe.errors import UserError
 from vpipe.launch.meeting import Agreement
 from vpipe.launch.member import Member, slurm_address, slurm_port
-from vpipe.train.sections import ParallelSection
+from vpipe.train.parallel import ParallelSection
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "hostA", "MASTER_PORT": "29500",
             "TORCHELASTIC_RUN_ID": "none"}

@@ -63,7 +63,8 @@ def test_torchrun(tmp_path: Path) -> None:
 
 def test_a_mistake_is_said_once_and_ends_all_with_status_2(tmp_path: Path) -> None:
     config = write_config(tmp_path)
-    (first, second) = srun(tmp_path, ["train", str(config), "--set", "parallel.model_parallel_size=3"], 2,
+    (first, second) = srun(tmp_path, ["train", str(config), "--set", "parallel.model_parallel_size=3", "--set",
+                                      "parallel.partition=auto"], 2,
                            PORT=str(free_port(None)))
     assert first == (2, "", "error: srun started 2 processes, but the schedule has 3 ranks\n"
                             "hint: use srun --ntasks 3, or change parallel.model_parallel_size\n")

@@ -9,8 +9,16 @@ import pytest
 
 from vpipe import Plan
 from vpipe.errors import UserError
+from vpipe.plan.memory import StageMemory
+from vpipe.plan.plan import ratio_of
+from vpipe.plan.prediction import Prediction, StagePrediction
 
 FULL = Plan((3, 2, 2), (0.5, 0.0, 1.0), ((2,), (0,), (1,)), "1f1b")
+MEMORY = StageMemory(1, 2, 3, 4, 5, 6)
+PREDICTION = Prediction(0.5, 32, 0.25, tuple(
+    StagePrediction(first, layers, (rank,), 0.1, 0.2, 0.0, 0.01, 0.001, 0.2, MEMORY)
+    for first, layers, rank in ((0, 3, 2), (3, 2, 0), (5, 2, 1))))
+WHOLE = Plan((3, 2, 2), (), ((2,), (0,), (1,)), "pipedream", ((0, 2), (), (5, 6)), 8, 2, PREDICTION, "0123456789ab")
 
 
 def written(tmp_path: Path, content: object) -> Path:
@@ -25,7 +33,8 @@ def problems(path: Path) -> list[str]:
     return [str(problem) for problem in error.value.problems]
 
 
-@pytest.mark.parametrize("plan", [FULL, Plan((4,)), Plan((1, 1), schedule="pipedream"), Plan((1, 1), (0.0, 0.3))])
+@pytest.mark.parametrize("plan", [FULL, WHOLE, Plan((4,)), Plan((1, 1), schedule="pipedream"),
+                                  Plan((1, 1), (0.0, 0.3))])
 def test_what_is_saved_is_loaded(tmp_path: Path, plan: Plan) -> None:
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
@@ -37,6 +46,37 @@ def test_the_file_is_json_that_people_can_read(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "plan.json").read_text()) == {
         "partition": [3, 2, 2], "recompute_ratio": [0.5, 0.0, 1.0],
         "stage_to_rank_map": {"0": [2], "1": [0], "2": [1]}, "schedule": "1f1b"}
+
+
+def test_layers_that_are_recomputed_come_with_their_share_for_readers_that_know_no_other() -> None:
+    content = WHOLE.as_json()
+    assert content["recompute_layers"] == [[0, 2], [], [5, 6]]
+    assert [int(ratio * size) for ratio, size in zip(content["recompute_ratio"], content["partition"], strict=True)] \
+        == [2, 0, 2]
+    assert WHOLE.recomputed == ({0, 2}, frozenset(), {5, 6})
+    assert FULL.recomputed == ({2}, frozenset(), {5, 6})
+    assert Plan((2, 2)).recomputed == (frozenset(), frozenset())
+
+
+def test_a_share_means_as_many_layers_as_it_was_made_for() -> None:
+    for layers in (*range(1, 60), 97, 1000):
+        for recomputed in range(layers + 1):
+            share = ratio_of(recomputed, layers)
+            assert 0 <= share <= 1
+            assert int(share * layers) == recomputed
+    assert (ratio_of(1, 4), ratio_of(1, 3), ratio_of(29, 100)) == (0.25, 0.34, 0.291)
+
+
+def test_a_plan_for_another_model_or_other_ranks_is_refused_with_both_numbers() -> None:
+    WHOLE.check_fits(7, 3)
+    with pytest.raises(UserError) as error:
+        WHOLE.check_fits(13, 4, "plan.json")
+    assert str(error.value) == (
+        "error: the plan is for a model of 7 layers, but this one has 13 (plan.json)\n"
+        "hint: vpipe plan CONFIG makes a plan for the model of a config\n"
+        "error: the plan is for 3 ranks, but there are 4 (plan.json)\n"
+        "hint: vpipe plan CONFIG --ranks 4 makes a plan for as many")
+    assert (Plan((1, 1), stage_to_rank_map=((0, 1), (2, 3))).ranks, Plan((1, 1)).ranks) == (4, 2)
 
 
 def test_saving_replaces_the_file_at_once_or_not_at_all(tmp_path: Path) -> None:
@@ -88,6 +128,30 @@ def test_ranks_come_in_the_order_of_stages(tmp_path: Path) -> None:
     ({"partition": [3, 3], "stage_to_rank_map": 5},
      "error: stage_to_rank_map is 5 ({path})\n"
      'hint: give the ranks of every stage: {{"0": [0], ..., "1": [1]}}'),
+    ({"partition": [3, 3], "recompute_layers": [0, 1]},
+     "error: recompute_layers is [0, 1] ({path})\n"
+     "hint: write a list per stage of layers of the model, such as [[0, 2], []]"),
+    ({"partition": [3, 3], "recompute_layers": [[0, 2]]},
+     "error: recompute_layers has 1 entries for 2 stages ({path})\n"
+     "hint: give one list per stage, [] where nothing is recomputed"),
+    ({"partition": [3, 3], "recompute_layers": [[0, 2], [2]]},
+     "error: layer 2 is to be recomputed in stage 1, which has the layers 3 to 5 ({path})\n"
+     "hint: a list names layers of the model, counted from 0; a number is a share of the stage's layers"),
+    ({"partition": [3, 3], "recompute_layers": [[0, 2], []], "recompute_ratio": [0.5, 0]},
+     "error: recompute_ratio 0.5 of stage 0 means 1 of its 3 layers, but recompute_layers names 2 ({path})\n"
+     "hint: leave recompute_ratio out: recompute_layers says it"),
+    ({"partition": [3], "microbatches": 0},
+     "error: microbatches is 0 ({path})\nhint: give a whole number, 1 or more"),
+    ({"partition": [3], "update_every": True},
+     "error: update_every is True ({path})\nhint: give a whole number, 1 or more"),
+    ({"partition": [3], "profile": 5},
+     "error: profile is 5 ({path})\nhint: leave it out: it is the profile's that vpipe plan took"),
+    ({"partition": [3], "predictions": {"step_s": 1}},
+     "error: predictions is damaged: KeyError: 'stages' ({path})\n"
+     "hint: leave predictions out, or let vpipe plan write the file anew"),
+    ({"partition": [3], "predictions": PREDICTION.as_json()},
+     "error: predictions has 3 stages, but the partition has 1 ({path})\n"
+     "hint: leave predictions out, or let vpipe plan write the file anew"),
     ({"partition": [3], "schedule": ["1f1b"]},
      "error: schedule is ['1f1b'] ({path})\nhint: give its name, such as 1f1b")])
 def test_a_mistake_is_named_with_its_place_and_remedy(tmp_path: Path, content: object, text: str) -> None:
@@ -106,6 +170,11 @@ def test_what_is_no_json_is_shown_where(tmp_path: Path) -> None:
     assert problems(path) == [
         f"error: the plan is not JSON: Expecting ',' delimiter ({path}:2:3)\n"
         'hint: a plan looks like {"partition": [3, 3, 3], "recompute_ratio": [0, 0, 0]}']
+
+
+def test_json_without_end_is_refused(tmp_path: Path) -> None:
+    for content in ("[" * 100_000, '{"partition": [' + "9" * 10_000 + "]}"):
+        assert problems(written(tmp_path, content))[0].startswith("error: the plan cannot be read: ")
 
 
 def test_a_file_that_is_no_text_is_no_plan(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from models import plain_sequential, rich_batches, rich_model, sequential_batches
 from torch import Tensor, nn
 
@@ -49,6 +51,28 @@ def test_flush_equals_plain_pytorch(schedule: str, partition: list[int], recompu
     assert [step.loss for step in steps] == plain.losses
     assert [step.gradient_norm for step in steps] == plain.gradient_norms
     assert_same_state(pipe.state_dict(), plain.state)
+
+
+@settings(deadline=None, max_examples=12)
+@given(data=st.data())
+def test_any_layers_may_be_recomputed(data: st.DataObject) -> None:
+    """Kept and recomputed layers in any order, each run of them a span of its own, whole backwards and halves."""
+    cuts = sorted(data.draw(st.sets(st.integers(1, 7), min_size=1, max_size=3)))
+    partition = [end - start for start, end in zip([0, *cuts], [*cuts, 8], strict=True)]
+    dropped = data.draw(st.sets(st.integers(0, 7), min_size=1))
+    recompute = [[i for i in dropped if start <= i < end] for start, end in zip([0, *cuts], [*cuts, 8], strict=True)]
+    schedule = data.draw(st.sampled_from(["1f1b", "zb_h1", "pipedream"]))
+    model, batches = rich_model(tied=schedule == "pipedream"), rich_batches(2, 8)
+    pipe = Pipeline(model, schedule=schedule, microbatches=4, partition=partition, recompute=recompute,
+                    optimizer=AdamW(), seed=7, learning_rate_factor=decay, grad_clip=0.5)
+    losses = [step.loss for step in pipe.train(batches)]
+    recipe = Training(AdamW().from_named, 4, 7, decay, 0.5)
+    plain = (asynchronous_oracle(model, batches, recipe, partition) if schedule == "pipedream" else
+             flush_oracle(model, batches, recipe))
+    assert losses == plain.losses
+    assert_same_state(pipe.state_dict(), plain.state)
+    assert [set().union(*({i for i, _, _ in span.layers} for span in stage._spans if span.recomputed))
+            for stage in pipe.engine.local_stages] == list(map(set, recompute))
 
 
 @pytest.mark.parametrize("partition", [[3, 3, 2], [8], [2, 2, 2, 2]])

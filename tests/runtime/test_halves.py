@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vpipe import Layer, Model
 from vpipe.model.split import split
+from vpipe.plan.recompute import recomputed_layers
 from vpipe.runtime.intercept import Interception
 from vpipe.runtime.record import Record
 from vpipe.runtime.stage import Stage
@@ -140,7 +141,9 @@ def between(*layers: Layer) -> Model:
 
 
 def stage_of(model: Model, partition: Sequence[int], index: int, recompute: float = 0.0) -> Stage:
-    return Stage(model, split(model, partition)[index], seed=1, device=torch.device("cpu"), recompute=recompute)
+    recomputed = recomputed_layers([recompute if stage == index else 0 for stage in range(len(partition))], partition)
+    return Stage(model, split(model, partition)[index], seed=1, device=torch.device("cpu"),
+                 recomputed=recomputed[index])
 
 
 def run(stage: Stage, inputs: Sequence[tuple[list[Tensor], Mapping[str, Tensor]]], halves: bool | None,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from vpipe import Layer, Model, Pipeline
 from vpipe.errors import UserError
 from vpipe.model.split import split
+from vpipe.plan.recompute import recomputed_layers
 from vpipe.runtime.stage import Stage
 from vpipe.train.oracle import Training, flush_oracle
 
@@ -23,7 +24,9 @@ IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
 
 
 def stage_of(model: Model, partition: Sequence[int], index: int = 0, recompute: float = 0.0) -> Stage:
-    return Stage(model, split(model, partition)[index], seed=1, device=torch.device("cpu"), recompute=recompute)
+    recomputed = recomputed_layers([recompute if stage == index else 0 for stage in range(len(partition))], partition)
+    return Stage(model, split(model, partition)[index], seed=1, device=torch.device("cpu"),
+                 recomputed=recomputed[index])
 
 
 def trained(stage: Stage, received: Sequence[Tensor], fields: Mapping[str, Tensor],
@@ -101,6 +104,24 @@ def test_the_last_layers_are_recomputed_as_many_as_the_ratio_says(layers: int, r
     stage = stage_of(model, [1, layers, 1], 1, ratio)
     trained(stage, [hidden()], {})
     assert [runs[i] for i in range(layers)] == [1] * (layers - recomputed) + [2] * recomputed
+
+
+@pytest.mark.parametrize("recomputed", [{1}, {2}, {1, 3}, {1, 2, 4}])
+def test_the_layers_that_are_named_are_recomputed(recomputed: set[int]) -> None:
+    runs: Counter[int] = Counter()
+
+    def counting(i: int) -> Callable[[], nn.Module]:
+        def build() -> nn.Module:
+            module = RawMatmul()
+            module.register_forward_hook(lambda *_: runs.update([i]))
+            return module
+
+        return build
+
+    model = between(*(Layer(f"raw{i}", counting(i)) for i in range(1, 5)))
+    stage = Stage(model, split(model, [1, 4, 1])[1], seed=1, device=torch.device("cpu"), recomputed=recomputed)
+    trained(stage, [hidden()], {})
+    assert [runs[i] for i in range(1, 5)] == [1 + (i in recomputed) for i in range(1, 5)]
 
 
 # -- what is refused -----------------------------------------------------------------------------------

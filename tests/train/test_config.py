@@ -48,7 +48,7 @@ def test_defaults(at: Path) -> None:
     assert (config.parallel.schedule, config.parallel.executor) == ("1f1b", "overlapped")
     assert config.parallel.backend == "gloo"
     assert config.parallel.partition == "auto"
-    assert config.parallel.recompute_ratios == (0.0,) * 4
+    assert config.parallel.recompute == 0.0
     assert config.microbatch_size == 4
     assert config.log_directory == Path("output")
     assert config.checkpoint is None
@@ -132,6 +132,11 @@ trace: 1
     ("parallel: {model_parallel_size: 4, recompute: 1.5}", "parallel.recompute must be a number from 0 to 1, got 1.5"),
     ("parallel: {partition: [1, 1], recompute: [0.3, yes]}",
      "parallel.recompute[1] must be a number from 0 to 1, got true"),
+    ("parallel: {partition: [1, 1], recompute: [0.3, [1, a]]}",
+     "parallel.recompute[1][1] must be the number of a layer, got 'a'"),
+    ("parallel: {partition: [1, 1], recompute: [2]}", "parallel.recompute[0] must be a number from 0 to 1, got 2"),
+    ("parallel: {model_parallel_size: 2, memory: much}",
+     "parallel.memory is 'much', which is no amount of memory"),
     ("model: [a]", "model must be keys with values, got ['a']"),
     ("log_directory:", "log_directory must be text, got nothing"),
     ("unheard_of: 1", "unknown key 'unheard_of'"),
@@ -178,9 +183,22 @@ def test_one_wrong_value(at: Path, line: str, what: str) -> None:
     (["parallel.scheduler=async_threaded"],
      "parallel.scheduler asks for the executor async_threaded, which is not available in this version",
      "leave it out and write schedule: gpipe, which runs with the executor overlapped and gives the same losses"),
-    (["parallel.recompute=auto"],
-     "parallel.recompute asks for ratios from the planner, which is not available in this version",
-     "give a number from 0 to 1, or a list with one per stage"),
+    (["parallel.partition=[1, 1, 2, 2]", "parallel.recompute=[0.5, [1], [2, 4], [4, 6]]"],
+     "parallel.recompute[2] names layer 4, but stage 2 has the layers 2 to 3",
+     "layers are those of the model, counted from 0"),
+    (["parallel.recompute=[0, [1], 0, 0]"],
+     "parallel.recompute names layers, but the partition, which decides whose they are, is auto",
+     "write the partition, or recompute: auto"),
+    (["parallel.schedule=auto", "parallel.chunks=2"], "parallel.chunks is 2, but the schedule is auto",
+     "leave it out, or name a schedule"),
+    (["parallel.schedule=auto", "parallel.stage_to_rank_map={0: [0], 1: [1], 2: [0], 3: [1]}"],
+     "parallel.stage_to_rank_map.2 puts stage 2 on rank 0, where stage 0 is already; auto holds one stage on each rank",
+     "give each stage ranks of its own: 4 of them are numbered 0 to 3, or choose a schedule with several stages per "
+     "rank, such as interleaved"),
+    (["parallel.memory=8G"], "parallel.memory is '8G', which may be GB (of 1000s) or GiB (of 1024s)",
+     "write 8GiB or 8GB"),
+    (["parallel.memory=0"], "parallel.memory is 0", "give more than nothing; write bytes with a unit, such as 8GiB, "
+     "500 MB or 1.5GB"),
     (["checkpoint.every_steps=10"],
      "checkpoint.every_steps asks for a checkpoint every 10 updates, which is not available in this version",
      "leave it out"),
@@ -202,8 +220,6 @@ def test_one_wrong_value(at: Path, line: str, what: str) -> None:
     (["dataset.num_workers=2"],
      "dataset.num_workers asks for 2 threads that prepare batches ahead, which is not available in this version",
      "set it to 0"),
-    (["trace=true"], "trace asks for the timeline of the run, which is not available in this version",
-     "set it to false"),
     (["training.warmup_steps=2.5"], "training.warmup_steps is 2.5", "give whole updates, or a share below 1"),
     (["training.warmup_steps=0.1", "training.max_minutes=1"],
      "training.warmup_steps is 0.1, a share of all updates, but max_minutes alone does not tell their number",
@@ -471,12 +487,13 @@ def configs(draw: st.DrawFn) -> Config:
                      "warmup_steps": draw(COUNTS | st.floats(0, 1)), "grad_clip": draw(optional(POSITIVE))},
         "parallel": {"model_parallel_size": stages, "schedule": schedule,
                      "partition": draw(st.just("auto") | st.lists(COUNTS, min_size=stages, max_size=stages)),
-                     "recompute": draw(st.integers(0, 1) | st.floats(0, 1) | per_stage),
+                     "recompute": draw(st.integers(0, 1) | st.floats(0, 1) | per_stage | st.just("auto")),
+                     "memory": draw(st.sampled_from([None, "8GiB", 500])),
                      "update_every": draw(st.sampled_from(divisors)) if schedule == "pipedream" else 1,
                      "stage_to_rank_map": draw(optional(st.permutations(range(stages)).map(
                          lambda ranks: {str(s): [rank] for s, rank in enumerate(ranks)}))),
                      "warmup_depth": draw(optional(st.just([*range(stages)][::-1])))},
-        "checkpoint": draw(st.none() | st.just({})), "log_directory": draw(WORDS), "trace": False})
+        "checkpoint": draw(st.none() | st.just({})), "log_directory": draw(WORDS), "trace": draw(st.booleans())})
 
 
 @given(config=configs())

@@ -16,7 +16,7 @@ from vpipe.runtime.compress import CODECS, ROUNDINGS, Compression, Int8
 from vpipe.runtime.transport import Spec
 from vpipe.train.config import load_config
 from vpipe.train.crossing import Crossing
-from vpipe.train.sections import Codec, ParallelSection
+from vpipe.train.parallel import Codec, ParallelSection
 from vpipe.train.verify import compare, in_process, references
 
 

@@ -104,10 +104,10 @@ def test_macrobatch_is_an_update_every_so_many_minibatches_as_stages(flat: Path)
 
 
 def test_recompute(flat: Path) -> None:
-    assert load(flat, {}, "recompute: true\n").parallel.recompute_ratios == (1.0,) * 4
-    assert load(flat, {}, "recompute: false\n").parallel.recompute_ratios == (0.3, 0, 0, 0)
+    assert load(flat, {}, "recompute: true\n").parallel.recompute == 1.0
+    assert load(flat, {}, "recompute: false\n").parallel.recompute == (0.3, 0, 0, 0)
     write("vpipe.json", {"partition": [12, 13, 13, 11]})
-    assert load(flat).parallel.recompute_ratios == (0.0,) * 4
+    assert load(flat).parallel.recompute == 0.0
 
 
 def test_data_and_sizes(flat: Path, tmp_path: Path) -> None:

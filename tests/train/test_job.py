@@ -104,7 +104,8 @@ def test_a_models_file_gives_sizes(tmp_path: Path) -> None:
     path = tmp_path / "bert_config.json"
     path.write_text(json.dumps({"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2,
                                 "layer_norm_eps": 1e-12, "hidden_act": "gelu"}))
-    job = job_of(tmp_path, model__preset=None, model__config_file=str(path), model__vocab_size=-1)
+    job = job_of(tmp_path, model__preset=None, model__config_file=str(path), model__vocab_size=-1,
+                 parallel__partition=[4, 3])
     assert len(job.model) == 7
     assert job.config.model.vocab_size == job.dataset.vocab_size == 40
 

@@ -53,6 +53,7 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_a_run_that_differs_ends_with_one_and_the_place(tmp_path: Path, capfd: pytest.CaptureFixture[str],
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other processes would not have the mistake: what they leave is made here, with it."""
     step = Weights.step
 
     def wrong(self: Weights, optimizer: torch.optim.Optimizer | None) -> None:
@@ -62,9 +63,11 @@ def test_a_run_that_differs_ends_with_one_and_the_place(tmp_path: Path, capfd: p
                 value.data[0, 0] += 1e-3
 
     monkeypatch.setattr(Weights, "step", wrong)
+    monkeypatch.setattr("vpipe.commands.verify._over_gloo", lambda job, batches, folder: in_process(job, batches))
     assert main(["verify", str(write_config(tmp_path))]) == 1
     err = capfd.readouterr().err
     assert err.startswith("error: in one process, step 0 is not what plain PyTorch on one device")
+    assert "; over gloo, step 0 is not what plain PyTorch on one device" in err
     assert "weights by 1.0e-03 (block0.mlp.expand.weight); allowed are 0.0e+00" in err
     assert "hint: " in err
 
@@ -101,7 +104,7 @@ def test_a_replica_that_differs_is_named(tmp_path: Path, monkeypatch: pytest.Mon
                 self.masters[name].data[0, 0] += 1e-7
 
     monkeypatch.setattr(Weights, "step", wrong)
-    job = job_of(tmp_path, parallel__stage_to_rank_map={"0": [0], "1": [1, 2]})
+    job = job_of(tmp_path, parallel__stage_to_rank_map={"0": [0], "1": [1, 2]}, parallel__partition=[1, 4])
     assert _compared("in one process", in_process(job, 3), [], job) == [
         "in one process, rank 2 (stage 1) differs from its replica, rank 1 (stage 1), after update 1 of "
         "block0.mlp.expand.weight"]

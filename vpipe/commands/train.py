@@ -60,6 +60,7 @@ def _train(config: Config) -> None:
         if remotes:
             prepare(remotes, config.resolved_yaml(), here, config.parallel.timeout_s, job.fingerprint())
         folder = make_run_folder(config.log_directory, config.resolved_yaml())
+        job.keep_plan(folder)
         print(f"run folder: {folder}\n{headline(job)}" + (f" on {1 + len(remotes)} hosts" if remotes else ""),
               flush=True)
         try:

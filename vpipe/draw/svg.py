@@ -14,7 +14,7 @@ from vpipe.schedules.order import stages_of_rank
 from vpipe.schedules.simulation.costs import Number
 from vpipe.schedules.simulation.timeline import Event
 
-_COLOURS: dict[Op, str] = {  # light enough for dark numbers, on either background
+COLOURS: dict[Op, str] = {  # light enough for dark numbers, on either background
     Op.FORWARD: "#6ea8fe",
     Op.BACKWARD: "#63c48d",
     Op.INPUT: "#4fc4c4",
@@ -22,7 +22,7 @@ _COLOURS: dict[Op, str] = {  # light enough for dark numbers, on either backgrou
     Op.RECOMPUTE: "#b79cf0",
     Op.STEP: "#d6336c",
 }
-_NAMES = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.INPUT: "input half of backward",
+NAMES = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.INPUT: "input half of backward",
           Op.WEIGHT: "weight half", Op.RECOMPUTE: "recompute", Op.STEP: "optimizer step"}
 _STYLE = """
 text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif;fill:#1f2328}
@@ -96,7 +96,7 @@ class _Drawing:
 
     def _colours(self) -> str:
         """One class per operation and stage of a rank; later stages are paler."""
-        fills = "".join(f".{op.value}{chunk}{{fill:{_mixed(_COLOURS[op], 0.65 * chunk / max(1, self._shades - 1))}}}"
+        fills = "".join(f".{op.value}{chunk}{{fill:{mixed(COLOURS[op], 0.65 * chunk / max(1, self._shades - 1))}}}"
                         for op in self._used() for chunk in range(self._shades_of(op)))
         return f"{fills}\n@media(prefers-color-scheme:dark){{{_DARK}}}\n"
 
@@ -105,7 +105,7 @@ class _Drawing:
 
     def _used(self) -> list[Op]:
         there = {event.action.op for events in self._timeline.events for event in events}
-        return [op for op in _COLOURS if op in there]
+        return [op for op in COLOURS if op in there]
 
     def _x(self, seconds: Number) -> float:
         return self._left + float(seconds) * self._scale
@@ -186,7 +186,7 @@ class _Drawing:
 
     def _axis(self) -> Iterator[str]:
         end = float(self._timeline.makespan_s)
-        tick = _tick(60 / self._scale)
+        tick = tick_of(60 / self._scale)
         y = self._bottom - _GAP + 5
         yield f'<line class="line" x1="{self._left}" x2="{_n(self._x(end))}" y1="{y}" y2="{y}"/>'
         count = math.floor(end / tick + 1e-9)
@@ -199,7 +199,7 @@ class _Drawing:
     def _entries(self) -> list[tuple[list[tuple[str, int]], str, float]]:
         """The legend: swatches (class and width), what they stand for, the width of it all."""
         entries = [([(f"{op.value}{chunk}", 4 if op is Op.STEP else 14) for chunk in range(self._shades_of(op))],
-                    _NAMES[op]) for op in self._used()]
+                    NAMES[op]) for op in self._used()]
         return [(swatches, name, sum(width for _, width in swatches) + 20 + 5.9 * len(name))
                 for swatches, name in (*entries, ([("idle", 14)], "idle"))]
 
@@ -230,13 +230,13 @@ def _every(ratio: float) -> int:
     return next((step for step in (2, 5, 10, 20, 50, 100) if step >= ratio), 1000)
 
 
-def _mixed(colour: str, share: float) -> str:
+def mixed(colour: str, share: float) -> str:
     """``colour`` with a share of white."""
     parts = [int(colour[at:at + 2], 16) for at in (1, 3, 5)]
     return "#" + "".join(f"{round(part * (1 - share) + 255 * share):02x}" for part in parts)
 
 
-def _tick(least: float) -> float:
+def tick_of(least: float) -> float:
     """The smallest 1, 2 or 5 times a power of ten that is at least ``least``."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(power * step for step in (1, 2, 5, 10) if power * step >= least * (1 - 1e-9))

@@ -84,8 +84,8 @@ def _bound(config: Config) -> list[Path]:
     cache = config.dataset.cache_directory or Path.home() / ".cache" / "vpipe"
     cache.mkdir(parents=True, exist_ok=True)
     schedule = Path(config.parallel.schedule)
-    paths = [Path(), config.dataset.path, config.model.config_file, cache, schedule if schedule.is_file() else None,
-             _checkout()]
+    paths = [Path(), config.dataset.path, config.model.config_file, config.parallel.plan, cache,
+             schedule if schedule.is_file() else None, _checkout()]
     return [path for path in paths if path is not None]
 
 

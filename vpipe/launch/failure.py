@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from vpipe.errors import RunError, UserError, VpipeError
+from vpipe.errors import PlanningError, Problem, RunError, UserError, VpipeError
 from vpipe.launch.folder import failure_path, log_path
 from vpipe.launch.variables import HOST
 
@@ -25,7 +25,7 @@ def write_report(folder: Path, rank: int, error: VpipeError) -> dict[str, Any]:
         problems = [[_with_host(error, rank), error.hint, None]]
         blames = error.peer is not None
     report = {"rank": rank, "time": time.time(), "user": isinstance(error, UserError), "blames_peer": blames,
-              "problems": problems}
+              "planning": isinstance(error, PlanningError), "problems": problems}
     partial = failure_path(folder, rank).with_suffix(".tmp")
     partial.write_text(json.dumps(report))
     partial.replace(failure_path(folder, rank))
@@ -64,11 +64,11 @@ def first_failure(statuses: Mapping[int, int | None], lost: list[VpipeError], fo
     reports = {rank: report for rank in statuses if (report := read_report(folder, rank)) is not None}
     said = sorted(reports.values(), key=lambda report: (report["blames_peer"], report["time"]))
     if said and not said[0]["blames_peer"]:
-        return as_error(said[0], describe)
+        return told(said[0], describe)
     for rank, status in statuses.items():
         if status and rank not in reports:
             return _silent(rank, status, log_path(folder, rank), describe)
-    return lost[0] if lost else as_error(said[0], describe)
+    return lost[0] if lost else told(said[0], describe)
 
 
 def _silent(rank: int, status: int, log: Path, describe: Callable[[int], str]) -> RunError:
@@ -85,6 +85,13 @@ def signal_name(number: int) -> str:
         return f"signal {number} ({signal.Signals(number).name})"
     except ValueError:  # a real-time signal
         return f"signal {number}"
+
+
+def told(report: Mapping[str, Any], describe: Callable[[int], str]) -> VpipeError:
+    """What is told of a report: the failure of the run, or the mistake where no plan was found for it."""
+    if report.get("planning"):
+        return UserError.all_of([Problem(*problem) for problem in report["problems"]])
+    return as_error(report, describe)
 
 
 def as_error(report: Mapping[str, Any], describe: Callable[[int], str]) -> RunError:

@@ -10,6 +10,12 @@ from vpipe.errors import UserError
 
 CONFIG = "config.yaml"
 
+PLAN = "plan.json"
+"""The plan that a run follows."""
+
+PROFILE = "profile.json"
+"""The profile that it was made from."""
+
 FINGERPRINT = "fingerprint"
 """Where a rank that looked at its host's data says which they are."""
 

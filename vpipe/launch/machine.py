@@ -17,7 +17,7 @@ def ranks_of(config: Config) -> int:
     Raises:
         UserError: there is no such schedule.
     """
-    parallel = config.parallel
+    parallel = config.parallel.standing_in
     return Wanted(parallel.schedule, parallel.model_parallel_size, config.training.num_microbatches,
                   parallel.update_every, parallel.placement, parallel.chunks,
                   replicas=1 if parallel.placement else parallel.data_parallel_size).arranged().ranks

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from vpipe.errors import UserError
 from vpipe.launch.variables import RUN, STARTER
-from vpipe.train.sections import ParallelSection
+from vpipe.train.parallel import ParallelSection
 
 FIRST_PORT, PORTS = 10_000, 20_000
 """A job's port is one of these: below those that Linux gives to connections."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.launch.container import enter
-from vpipe.launch.failure import as_error, read_report, write_report
+from vpipe.launch.failure import read_report, told, write_report
 from vpipe.launch.folder import CONFIG, make_run_folder
 from vpipe.launch.last_words import end_as_decided, take_time_to_speak
 from vpipe.launch.local import GRACE_S
@@ -74,7 +74,9 @@ def _train(member: Member, config: Config | VpipeError) -> None:
 
     def conclude() -> str:
         assert job is not None, "all ranks have one"
-        return os.path.abspath(make_run_folder(job.config.log_directory, job.config.resolved_yaml()))
+        made = make_run_folder(job.config.log_directory, job.config.resolved_yaml())
+        job.keep_plan(made)
+        return os.path.abspath(made)
 
     agreement = meeting.settle(error, data, conclude)
     assert job is not None, "else it did not settle"
@@ -135,5 +137,5 @@ def _spoken(failure: VpipeError, folder: Path, member: Member, meeting: Meeting,
         meeting.found_cause()
     if not speaks(folder, member.rank, member.ranks):
         return SystemExit(failure.exit_status)
-    return as_error(mine, describe) if isinstance(failure, UserError) else RunError(
+    return told(mine, describe) if isinstance(failure, UserError) else RunError(
         mine["problems"][0][0], hint=mine["problems"][0][1])

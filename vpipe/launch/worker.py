@@ -1,7 +1,8 @@
 """What a rank's process runs: ``python -m vpipe.launch.worker FOLDER TASK``, started by a launcher.
 
-The task is ``train``; ``verify N``: leave a trail of N updates; or ``prepare``: look whether this host has what the
-config asks for, once for all its ranks, before any starts.
+The task is ``train``; ``verify N``: leave a trail of N updates; ``compare``, with :mod:`vpipe.compare.ask`'s words;
+``profile``, with sizes of microbatches; or ``prepare``: look whether this host has what the config asks for, once for
+all its ranks, before any starts.
 """
 
 from __future__ import annotations
@@ -35,6 +36,14 @@ def main(folder: Path, task: str, *arguments: str) -> int:
             leave_trail(job, folder, int(arguments[0]))
         elif task == "train":
             train(job, folder)
+        elif task == "compare":
+            from vpipe.compare.enter import take_part
+
+            take_part(job, folder, arguments)
+        elif task == "profile":
+            from vpipe.train.profiled import leave_profiles
+
+            leave_profiles(job, folder, arguments)
         else:
             from vpipe.launch.machine import check_gpus
 

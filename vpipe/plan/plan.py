@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from vpipe.errors import Problem, UserError, nearest
+from vpipe.errors import Problem, UserError, counted, nearest
+from vpipe.plan.prediction import Prediction
+from vpipe.plan.recompute import ranges, recomputed_layers, strangers
 
 
 @dataclass(frozen=True)
@@ -17,15 +21,61 @@ class Plan:
 
     Attributes:
         partition: layers per stage.
-        recompute_ratio: per stage, share of its layers, counted from its end, that are recomputed.
+        recompute_ratio: per stage, share of its layers, counted from its end, that are recomputed. Beside
+            ``recompute_layers``, and filled in from it when empty, ``int(ratio * layers)`` is how many they are.
         stage_to_rank_map: ranks per stage; stage s on rank s when empty.
         schedule: name of the schedule; the caller's choice when None.
+        recompute_layers: per stage the numbers, in the model, of the layers that are recomputed; where empty, the
+            ratios say them.
+        microbatches: parts of a batch; the caller's choice when None.
+        update_every: of a schedule without a flush, microbatches per update and replica; the caller's choice when None.
+        predictions: what it is expected to take.
+        profile: the digest of the profile that it was made from (:class:`~vpipe.plan.profile.Identity`).
     """
 
     partition: tuple[int, ...]
     recompute_ratio: tuple[float, ...] = ()
     stage_to_rank_map: tuple[tuple[int, ...], ...] = ()
     schedule: str | None = None
+    recompute_layers: tuple[tuple[int, ...], ...] = ()
+    microbatches: int | None = None
+    update_every: int | None = None
+    predictions: Prediction | None = None
+    profile: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.recompute_layers and not self.recompute_ratio:
+            ratios = tuple(ratio_of(len(layers), size)
+                           for layers, size in zip(self.recompute_layers, self.partition, strict=True))
+            object.__setattr__(self, "recompute_ratio", ratios)
+
+    @property
+    def recomputed(self) -> tuple[frozenset[int], ...]:
+        """Per stage the layers that are recomputed, whichever way it is said."""
+        return recomputed_layers(self.recompute_layers or self.recompute_ratio or 0.0, self.partition)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks its stages live on."""
+        return len({rank for own in self.stage_to_rank_map for rank in own}) or len(self.partition)
+
+    def check_fits(self, layers: int, ranks: int | None = None, where: str | None = None) -> None:
+        """Refuse to be used for another model, or for other ranks.
+
+        Args:
+            layers: of the model.
+            ranks: that there are, where somebody else decides it.
+            where: the plan was read.
+        """
+        problems = []
+        if sum(self.partition) != layers:
+            problems.append(Problem(f"the plan is for a model of {counted(sum(self.partition), 'layer')}, but this one "
+                                    f"has {layers}", "vpipe plan CONFIG makes a plan for the model of a config", where))
+        if ranks is not None and self.ranks != ranks:
+            problems.append(Problem(f"the plan is for {counted(self.ranks, 'rank')}, but there are {ranks}",
+                                    f"vpipe plan CONFIG --ranks {ranks} makes a plan for as many", where))
+        if problems:
+            raise UserError.all_of(problems)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -44,30 +94,70 @@ class Plan:
         except json.JSONDecodeError as error:
             raise UserError(f"the plan is not JSON: {error.msg}", where=f"{path}:{error.lineno}:{error.colno}",
                             hint=_LOOKS) from None
-        problems = list(_problems(content, str(path)))
+        except (ValueError, RecursionError):
+            raise UserError("the plan cannot be read: a number or a nesting in it has no end", where=str(path),
+                            hint=_LOOKS) from None
+        return cls.of_json(content, str(path))
+
+    @classmethod
+    def of_json(cls, content: Any, where: str | None = None) -> Plan:
+        """The plan in JSON that was read.
+
+        Args:
+            where: it came from, for messages.
+
+        Raises:
+            UserError: a value is of the wrong kind; all problems at once.
+        """
+        problems = list(_problems(content, where))
         if problems:
             raise UserError.all_of(problems)
         ranks = content.get("stage_to_rank_map", {})
+        predictions = content.get("predictions")
         return cls(tuple(content["partition"]), tuple(float(r) for r in content.get("recompute_ratio", ())),
-                   tuple(tuple(ranks[str(s)]) for s in range(len(ranks))), content.get("schedule"))
+                   tuple(tuple(ranks[str(s)]) for s in range(len(ranks))), content.get("schedule"),
+                   tuple(tuple(sorted(own)) for own in content.get("recompute_layers", ())),
+                   content.get("microbatches"), content.get("update_every"),
+                   None if predictions is None else Prediction.of_json(predictions), content.get("profile"))
+
+    def as_json(self) -> dict[str, Any]:
+        """As values that JSON has, under the names that VPipe gave them; what is not said is left out."""
+        content: dict[str, Any] = {"partition": list(self.partition), "recompute_ratio": list(self.recompute_ratio)}
+        if any(self.recompute_layers):
+            content["recompute_layers"] = [list(own) for own in self.recompute_layers]
+        if self.stage_to_rank_map:
+            content["stage_to_rank_map"] = {str(s): list(ranks) for s, ranks in enumerate(self.stage_to_rank_map)}
+        for key in ("schedule", "microbatches", "update_every", "profile"):
+            if getattr(self, key) is not None:
+                content[key] = getattr(self, key)
+        if self.predictions is not None:
+            content["predictions"] = self.predictions.as_json()
+        return content
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, at once or not at all."""
-        content: dict[str, Any] = {"partition": self.partition, "recompute_ratio": self.recompute_ratio}
-        if self.stage_to_rank_map:
-            content["stage_to_rank_map"] = {str(s): ranks for s, ranks in enumerate(self.stage_to_rank_map)}
-        if self.schedule is not None:
-            content["schedule"] = self.schedule
         partial = Path(f"{os.fspath(path)}.tmp")
-        partial.write_text(json.dumps(content, indent=2) + "\n")
+        partial.write_text(json.dumps(self.as_json(), indent=2) + "\n")
         partial.replace(path)
 
 
+def ratio_of(recomputed: int, layers: int) -> float:
+    """A share, of few digits, that means as many layers: ``int(share * layers) == recomputed``."""
+    for digits in count(2):
+        scale = int(10**digits)
+        up = -(-recomputed * scale // layers)
+        for share in (up / scale, (up + 1) / scale):  # 0.29 * 100 is below 29
+            if int(share * layers) == recomputed:
+                return share
+    raise AssertionError("count() does not end")
+
+
 _LOOKS = 'a plan looks like {"partition": [3, 3, 3], "recompute_ratio": [0, 0, 0]}'
-_KEYS = ("partition", "recompute_ratio", "stage_to_rank_map", "schedule")
+_KEYS = ("partition", "recompute_ratio", "recompute_layers", "stage_to_rank_map", "schedule", "microbatches",
+         "update_every", "predictions", "profile")
 
 
-def _problems(content: Any, where: str) -> list[Problem]:
+def _problems(content: Any, where: str | None) -> list[Problem]:
     if not isinstance(content, dict) or "partition" not in content:
         return [Problem("the plan has no partition", 'write {"partition": [3, 3, 3]}: layers per stage', where)]
     problems = [Problem(f"unknown key '{key}' in the plan", nearest(key, _KEYS), where)
@@ -78,12 +168,7 @@ def _problems(content: Any, where: str) -> list[Problem]:
                                 "write a list of positive integers: layers per stage", where))
         return problems
     stages = len(partition)
-    ratios = content.get("recompute_ratio", [])
-    if not isinstance(ratios, list) or not all(type(r) in (int, float) and 0 <= r <= 1 for r in ratios):
-        problems.append(Problem(f"recompute_ratio is {ratios!r}", "write a list of numbers from 0 to 1", where))
-    elif ratios and len(ratios) != stages:
-        problems.append(Problem(f"recompute_ratio has {len(ratios)} entries for {stages} stages",
-                                "give one ratio per stage", where))
+    problems += _recompute_problems(content, partition, where)
     ranks = content.get("stage_to_rank_map", {})
     every = f'give the ranks of every stage: {{"0": [0], ..., "{stages - 1}": [{stages - 1}]}}'
     if not isinstance(ranks, dict) or not all(isinstance(own, list) and all(type(r) is int for r in own)
@@ -91,7 +176,53 @@ def _problems(content: Any, where: str) -> list[Problem]:
         problems.append(Problem(f"stage_to_rank_map is {ranks!r}", every, where))
     elif ranks and sorted(ranks) != sorted(map(str, range(stages))):
         problems.append(Problem(f"stage_to_rank_map names {sorted(ranks)} for {stages} stages", every, where))
-    schedule = content.get("schedule")
-    if schedule is not None and not isinstance(schedule, str):
-        problems.append(Problem(f"schedule is {schedule!r}", "give its name, such as 1f1b", where))
+    for key, remedy in (("schedule", "give its name, such as 1f1b"),
+                        ("profile", "leave it out: it is the profile's that vpipe plan took")):
+        if content.get(key) is not None and not isinstance(content[key], str):
+            problems.append(Problem(f"{key} is {content[key]!r}", remedy, where))
+    for key in ("microbatches", "update_every"):
+        if content.get(key) is not None and (type(content[key]) is not int or content[key] < 1):
+            problems.append(Problem(f"{key} is {content[key]!r}", "give a whole number, 1 or more", where))
+    return problems + _prediction_problems(content.get("predictions"), stages, where)
+
+
+def _recompute_problems(content: Mapping[str, Any], partition: list[int], where: str | None) -> list[Problem]:
+    problems, stages = [], len(partition)
+    ratios, layers = content.get("recompute_ratio", []), content.get("recompute_layers", [])
+    well = isinstance(ratios, list) and all(type(r) in (int, float) and 0 <= r <= 1 for r in ratios)
+    if not well:
+        problems.append(Problem(f"recompute_ratio is {ratios!r}", "write a list of numbers from 0 to 1", where))
+    elif ratios and len(ratios) != stages:
+        problems.append(Problem(f"recompute_ratio has {len(ratios)} entries for {stages} stages",
+                                "give one ratio per stage", where))
+    if not isinstance(layers, list) or not all(isinstance(own, list) and all(type(i) is int for i in own)
+                                               for own in layers):
+        problems.append(Problem(f"recompute_layers is {layers!r}",
+                                "write a list per stage of layers of the model, such as [[0, 2], []]", where))
+    elif layers and len(layers) != stages:
+        problems.append(Problem(f"recompute_layers has {len(layers)} entries for {stages} stages",
+                                "give one list per stage, [] where nothing is recomputed", where))
+    elif layers:
+        for stage, (own, here) in enumerate(zip(layers, ranges(partition), strict=True)):
+            problems += strangers(own, stage, here, where)
+        if well and len(ratios) == stages:
+            problems += [Problem(f"recompute_ratio {ratio} of stage {stage} means {int(ratio * size)} of its {size} "
+                                 f"layers, but recompute_layers names {len(set(own))}",
+                                 "leave recompute_ratio out: recompute_layers says it", where)
+                         for stage, (ratio, own, size) in enumerate(zip(ratios, layers, partition, strict=True))
+                         if int(ratio * size) != len(set(own))]
     return problems
+
+
+def _prediction_problems(content: Any, stages: int, where: str | None) -> list[Problem]:
+    if content is None:
+        return []
+    remedy = "leave predictions out, or let vpipe plan write the file anew"
+    try:
+        prediction = Prediction.of_json(content)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        return [Problem(f"predictions is damaged: {type(error).__name__}: {error}", remedy, where)]
+    if len(prediction.stages) != stages:
+        return [Problem(f"predictions has {len(prediction.stages)} stages, but the partition has {stages}", remedy,
+                        where)]
+    return []

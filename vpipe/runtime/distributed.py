@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
@@ -251,34 +252,46 @@ def share_tensors(tensors: Mapping[str, Tensor], source: int, device: torch.devi
         RunError: a rank did not answer in the process group's time, or is gone.
     """
     carrier = torch.device("cpu") if dist.get_backend() == "gloo" else device
-    rank, peer, watch = dist.get_rank(), source, watch_of_process()
-    try:
-        if rank != source:
-            _now(watch, _Sharing(source))
+    if dist.get_rank() != source:
+        with talking_with(source, _SHARING):
             return _receive_shared(source, carrier)
-        content = [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()]
-        text = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8).to(carrier)
-        for peer in (other for other in range(dist.get_world_size()) if other != source):
-            _now(watch, _Sharing(peer))
+    content = [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()]
+    text = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8).to(carrier)
+    for peer in (other for other in range(dist.get_world_size()) if other != source):
+        with talking_with(peer, _SHARING):
             for tensor in (torch.tensor([text.numel()], device=carrier), text, *tensors.values()):
                 if tensor.numel():
                     dist.send(tensor.to(carrier).contiguous(), peer)
-        return {name: t.cpu().clone() for name, t in tensors.items()}
-    except RuntimeError as error:
-        raise _failure(error, rank, peer, _SHARING, lambda rank: f"rank {rank}", watch, None) from error
-    finally:
-        _now(watch, None)
+    return {name: t.cpu().clone() for name, t in tensors.items()}
 
 
 _SHARING = "sharing what each has"
 
 
+@contextmanager
+def talking_with(peer: int, doing: str) -> Iterator[None]:
+    """While this rank talks with another outside of any schedule; ``doing`` says what about, for messages.
+
+    Raises:
+        RunError: in place of what torch.distributed raises.
+    """
+    watch = watch_of_process()
+    _now(watch, _Talk(peer, doing))
+    try:
+        yield
+    except RuntimeError as error:
+        raise _failure(error, dist.get_rank(), peer, doing, lambda rank: f"rank {rank}", watch, None) from error
+    finally:
+        _now(watch, None)
+
+
 @dataclass(frozen=True)
-class _Sharing:
+class _Talk:
     peer: int
+    doing: str
 
     def __str__(self) -> str:
-        return f"{_SHARING} with rank {self.peer}"
+        return f"{self.doing} with rank {self.peer}"
 
 
 def _now(watch: Watch | None, doing: Doing | None) -> None:

@@ -26,6 +26,7 @@ from vpipe.runtime.reduce import count_buckets
 from vpipe.runtime.segment import Segment
 from vpipe.runtime.settings import MakeOptimizer, Settings
 from vpipe.runtime.stage import Stage
+from vpipe.runtime.trace import MOST_ACTIONS, Recorder
 from vpipe.runtime.transport import InProcess, Mailroom, Transport
 from vpipe.runtime.update import Update
 from vpipe.runtime.worker import Worker
@@ -78,8 +79,7 @@ class Engine:
         self._specs, self._schedule, self._settings = specs, schedule, settings
         self._placement: Placement = schedule.placement
         self._ties = ties_between(specs)
-        self._programs = Programs(schedule, [spec.index for spec in specs
-                                             if int(settings.recompute[spec.index] * len(spec.layers))])
+        self._programs = Programs(schedule, [stage for stage, layers in enumerate(settings.recompute) if layers])
         self._fields = model.batch
         self._distributed = distributed
         ranks = [dist.get_rank()] if distributed else list(range(len(schedule.programs)))
@@ -88,7 +88,7 @@ class Engine:
         for rank in ranks:
             own = [spec for spec in specs if rank in self._placement[spec.index]]
             stages = {spec.index: Stage(model, spec, seed=settings.seed, device=settings.device,
-                                        recompute=settings.recompute[spec.index]) for spec in own}
+                                        recomputed=settings.recompute[spec.index]) for spec in own}
             optimizers = {s: make_optimizer(stage.weights.masters) for s, stage in stages.items()}
             transport: Transport = (Distributed(settings.device, settings.timeout_s,
                                                 max(schedule.peak_activations),
@@ -113,6 +113,7 @@ class Engine:
         self._microbatches_done = self._steps_done = 0
         self._stream: _Stream | None = None
         self._broken = False
+        self._recorders: dict[int, Recorder] = {}
         self._stop: Callable[[], bool] = lambda: False
 
     # -- training --------------------------------------------------------------------------------------
@@ -203,6 +204,18 @@ class Engine:
         self._stream = None
         self._finish()
 
+    def record(self, limit: int = MOST_ACTIONS) -> Mapping[int, Recorder]:
+        """From now on note the actions of training; the recorders of this process's ranks.
+
+        To be called before training, or when all that was in flight is drained.
+
+        Args:
+            limit: how many actions of a rank are noted.
+        """
+        assert self._stream is None, "what is in flight was not recorded"
+        self._recorders = {rank: Recorder(worker, limit) for rank, worker in self.workers.items()}
+        return self._recorders
+
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean loss over the samples of all batches, forward only, with the latest weights."""
         self.drain()
@@ -215,6 +228,8 @@ class Engine:
         with ExitStack() as undisturbed:
             for worker in self.workers.values():
                 undisturbed.enter_context(worker.evaluating())
+            for recorder in self._recorders.values():
+                undisturbed.enter_context(recorder.evaluating())
             undisturbed.enter_context(self.all_ranks.first_buffers())
             while (head := next(source, None)) is not None:
                 feed = self._feed(chain([head], islice(source, group - 1)), None, None)
@@ -294,7 +309,8 @@ class Engine:
         made: Counter[int] = Counter()  # stages that have made all their updates of a step
         done = 0
         self._broken = True  # until the end is reached
-        for rank, action in self._interleaved(programs):
+        at_work: Mapping[int, Worker | Recorder] = {**self.workers, **(self._recorders if segment.training else {})}
+        for rank, action in self._interleaved(programs, at_work):
             if action.op is Op.STEP:
                 step, left = divmod((action.microbatch + 1) * rounds.span(action.stage), rounds.per_step)
                 made[step - 1] += not left
@@ -313,15 +329,16 @@ class Engine:
         if segment.training and rounds.of_step(done):
             yield done
 
-    def _interleaved(self, programs: Mapping[int, Iterator[Action]]) -> Iterator[tuple[int, Action]]:
+    def _interleaved(self, programs: Mapping[int, Iterator[Action]],
+                     at_work: Mapping[int, Worker | Recorder]) -> Iterator[tuple[int, Action]]:
         """Execute the ranks' actions, each as soon as it has what it needs; yields them when done."""
         heads = {rank: action for rank, program in programs.items() if (action := next(program, None)) is not None}
         while heads:
             moved = False
             for rank in list(heads):
-                worker = self.workers[rank]
+                worker, execute = self.workers[rank], at_work[rank].execute
                 while rank in heads and (self._distributed or worker.waits_for(heads[rank]) is None):
-                    worker.execute(heads[rank])
+                    execute(heads[rank])
                     moved = True
                     yield rank, heads[rank]
                     following = next(programs[rank], None)

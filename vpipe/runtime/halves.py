@@ -9,7 +9,7 @@ gradients here.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +56,13 @@ class WeightHalf:
     def __len__(self) -> int:
         """How many operations wait."""
         return len(self._later)
+
+    def waiting(self) -> Iterator[Tensor]:
+        """The tensors that are kept for it, as far as it knows them: an operation may keep a graph of its own."""
+        for deferred in self._later:
+            yield from deferred.operands
+        for _, gradient in self._now:
+            yield gradient
 
     def used_elsewhere(self, parameters: Iterable[nn.Parameter]) -> None:
         """These have contributions that cannot wait; then none waits: a sum depends on the order."""

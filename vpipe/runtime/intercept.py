@@ -29,11 +29,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import disable_saved_tensors_hooks, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from vpipe.runtime.halves import WeightHalf, is_trained
+from vpipe.runtime.kept import merely_counted
 
 Function = Callable[..., Any]
 
@@ -90,11 +91,7 @@ def _worth_it(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 def _hooked() -> bool:
     """Whether somebody handles what operations save: a checkpoint, which in backward expects the same to be saved."""
-    try:
-        with disable_saved_tensors_hooks("asked whether there are any"):
-            return False
-    except RuntimeError:
-        return True
+    return not merely_counted()
 
 
 def _put_off(half: WeightHalf, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
@@ -155,7 +152,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, half: WeightHalf, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.half, ctx.bias = half, bias
+        ctx.half, ctx.weight, ctx.bias = half, weight, bias
         ctx.save_for_backward(x, weight)
         ctx.set_materialize_grads(False)
         return F.linear(x, weight, bias).detach()  # no view of anything, so that it may be changed in place
@@ -165,17 +162,18 @@ class _Linear(torch.autograd.Function):
         gradient, = gradients
         if gradient is None:
             return None, None, None, None
-        (x, weight), bias, half = ctx.saved_tensors, ctx.bias, ctx.half
+        (x, weight), half = ctx.saved_tensors, ctx.half
         _, wants_x, wants_weight, wants_bias = ctx.needs_input_grad
         dx = gradient.matmul(weight) if wants_x else None
-        leaves = [t for t in (weight, bias) if t is not None and half.takes(t)]
+        leaf = ctx.weight  # itself: hooks for saved tensors hand back another object
+        leaves = [t for t in (leaf, ctx.bias) if t is not None and half.takes(t)]
         if leaves:
             kept = x.detach()  # not x itself, which would hold the graph behind it
-            half.put_off(leaves, lambda: [_dw(kept, gradient) if t is weight else _db(gradient) for t in leaves],
+            half.put_off(leaves, lambda: [_dw(kept, gradient) if t is leaf else _db(gradient) for t in leaves],
                          (kept, gradient))
         later = set(map(id, leaves))
-        return (None, dx, _dw(x, gradient) if wants_weight and id(weight) not in later else None,
-                _db(gradient) if wants_bias and id(bias) not in later else None)
+        return (None, dx, _dw(x, gradient) if wants_weight and id(leaf) not in later else None,
+                _db(gradient) if wants_bias and id(ctx.bias) not in later else None)
 
 
 def _dw(x: Tensor, gradient: Tensor) -> Tensor:
@@ -199,6 +197,7 @@ class _AnyOperation(torch.autograd.Function):
         with torch.enable_grad():
             output = call(cut)
         ctx.half, ctx.call, ctx.cut, ctx.edge = half, call, cut, get_gradient_edge(output)
+        ctx.leaves = [t if is_trained(t) else None for t in tensors]  # hooks for saved tensors hand back other objects
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         return output.detach()
@@ -211,7 +210,7 @@ class _AnyOperation(torch.autograd.Function):
         if gradient is None:
             return None, None, *result
         wanted = [i for i, wants in enumerate(ctx.needs_input_grad[2:]) if wants]
-        later = [i for i in wanted if ctx.half.takes(tensors[i])]
+        later = [i for i in wanted if ctx.half.takes(ctx.leaves[i])]
         now = [i for i in wanted if i not in later]
         if torch.is_grad_enabled():  # this gradient wants a gradient itself: the cut graph would hide it
             found = torch.autograd.grad(ctx.call(tensors), [tensors[i] for i in now], gradient, create_graph=True,
@@ -225,7 +224,7 @@ class _AnyOperation(torch.autograd.Function):
             result[i] = value
         if later:
             edge, cut = ctx.edge, [ctx.cut[i] for i in later]
-            ctx.half.put_off([tensors[i] for i in later], lambda: _unaliased(edge, cut, gradient), (gradient,))
+            ctx.half.put_off([ctx.leaves[i] for i in later], lambda: _unaliased(edge, cut, gradient), (gradient,))
         return None, None, *result
 
 

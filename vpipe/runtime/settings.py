@@ -20,7 +20,7 @@ class Settings:
 
     Attributes:
         microbatches: per batch.
-        recompute: ratio per stage.
+        recompute: per stage the numbers, in the model, of the layers that are recomputed.
         factor: learning rate of an update relative to the optimizer's own.
         clip: greatest gradient norm; of all stages with a flush, of each stage without.
         seed: of initialisation and dropout.
@@ -30,7 +30,7 @@ class Settings:
     """
 
     microbatches: int
-    recompute: Sequence[float]
+    recompute: Sequence[frozenset[int]]
     factor: Callable[[int], float]
     clip: float | None
     seed: int

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -27,32 +28,34 @@ class Stage:
         spec: which layers, which tensors come and go.
         seed: the run's seed.
         device: where to compute.
-        recompute: share of the layers, counted from the end, whose activations are dropped in forward
-            and recomputed in backward: the last ``int(recompute * layers)``.
+        recomputed: the numbers, in the model, of the layers whose activations are dropped in forward and recomputed
+            in backward.
     """
 
-    def __init__(self, model: Model, spec: StageSpec, *, seed: int, device: torch.device, recompute: float) -> None:
+    def __init__(self, model: Model, spec: StageSpec, *, seed: int, device: torch.device,
+                 recomputed: Collection[int]) -> None:
+        assert set(recomputed) <= set(spec.layers), "they are the stage's own"
         self.spec, self.seed, self.device = spec, seed, device
         self.modules = {i: model.layers[i].materialize(i, seed).to(device) for i in spec.layers}
         self.layer_names = {i: model.layers[i].name for i in spec.layers}
         self._ties = {i: model.layers[i].ties for i in spec.layers}
         share_ties(self.modules, self.layer_names, self._ties)
         self.weights, self.borrowed = collect(self.modules, self.layer_names, spec.borrowed)
-        dropped = int(recompute * len(spec.layers))
-        self._spans = list(self._cut(model, spec.layers.stop - dropped))
+        self._spans = list(self._cut(model, recomputed))
         self._trained = {i for i, module in self.modules.items() if any(p.requires_grad for p in module.parameters())}
-        self.recomputes = dropped > 0
+        self.recomputes = bool(recomputed)
         self._shared = [(weights, names) for weights in (self.weights, *self.borrowed.values())
                         if (names := self._in_several_spans(weights))]
 
-    def _cut(self, model: Model, kept_end: int) -> Iterator[Span]:
+    def _cut(self, model: Model, recomputed: Collection[int]) -> Iterator[Span]:
+        """The longest runs of layers that are all kept, or all recomputed."""
         start, stop = self.spec.layers.start, self.spec.layers.stop
-        for here, recomputed in ((range(start, kept_end), False), (range(kept_end, stop), True)):
-            if here:
-                yield Span(tuple((i, model.layers[i], self.modules[i]) for i in here),
-                           self.spec.inputs if here.start == start else alive(model, here.start),
-                           self.spec.outputs if here.stop == stop else alive(model, here.stop),
-                           recomputed)
+        for again, run in groupby(self.spec.layers, lambda layer: layer in recomputed):
+            here = list(run)
+            yield Span(tuple((i, model.layers[i], self.modules[i]) for i in here),
+                       self.spec.inputs if here[0] == start else alive(model, here[0]),
+                       self.spec.outputs if here[-1] == stop - 1 else alive(model, here[-1] + 1),
+                       again)
 
     def _in_several_spans(self, weights: Weights) -> list[str]:
         """Parameters tied across spans: one backward of a whole graph would sum their parts first."""

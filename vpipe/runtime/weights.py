@@ -107,6 +107,11 @@ class Weights:
         return self._pins.total()
 
     @property
+    def held(self) -> int:
+        """How many versions there are, the latest among them."""
+        return len(self._leaves)
+
+    @property
     def gradients(self) -> list[Tensor | None]:
         """The gradients accumulated since the last step, in the order of ``names``."""
         return [leaf.grad for leaf in self._graded]

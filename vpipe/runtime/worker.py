@@ -60,16 +60,16 @@ class Worker:
                            for s, stage in stages.items() if len(placement[s]) > 1}
         self._last = len(placement) - 1
         self._completed: Counter[int] = Counter()  # by replicated stage: gradients of the update at hand
-        self._records: dict[tuple[int, int], Record] = {}
+        self.records: dict[tuple[int, int], Record] = {}
         self.losses: dict[int, Tensor] = {}  # of the last stage, by microbatch
         self._activations = dict.fromkeys(stages, 0)
         self.observer: Observer | None = None
         self.seconds: dict[tuple[int, Op], float] = defaultdict(float)  # by stage
         self.peak_activations = dict.fromkeys(stages, 0)
         self._staleness = dict.fromkeys(stages, 0)
-        self._segment: Segment
+        self.segment: Segment
         self._version_of: VersionOf
-        self._is_split: IsSplit
+        self.is_split: IsSplit
         self._operations: dict[Op, Callable[[int, int], None]] = {
             Op.FORWARD: self._forward, Op.BACKWARD: self._backward, Op.STEP: self._step, Op.NORM: self._norm,
             Op.INPUT: self._input_half, Op.WEIGHT: self._weight_half, Op.RECOMPUTE: self._recompute, Op.USE: self._use,
@@ -83,7 +83,7 @@ class Worker:
 
     def begin(self, segment: Segment, version_of: VersionOf, is_split: IsSplit) -> None:
         """What the following actions are about: versions of borrowed weights, and which microbatches are split."""
-        self._segment, self._version_of, self._is_split = segment, version_of, is_split
+        self.segment, self._version_of, self.is_split = segment, version_of, is_split
         self._rounds = segment.rounds
         self._updates_before = {s: stage.weights.latest for s, stage in self.stages.items()}
         self.tied.begin(segment.rounds)
@@ -125,7 +125,7 @@ class Worker:
         for stage in self.stages.values():
             stage.weights.choose(None)
         self.transport.finish()
-        stores = {"records": self._records, **self._neighbours.stores()}
+        stores = {"records": self.records, **self._neighbours.stores()}
         left = [name for name, store in stores.items() if store]
         left += [f"pinned weights of stage {s}" for s, stage in self.stages.items()
                  for weights in (stage.weights, *stage.borrowed.values()) if weights.pinned]
@@ -164,7 +164,7 @@ class Worker:
     # -- forward and backward --------------------------------------------------------------------------
 
     def _forward(self, stage_index: int, microbatch: int) -> None:
-        segment, stage = self._segment, self.stages[stage_index]
+        segment, stage = self.segment, self.stages[stage_index]
         number, signature = segment.number(microbatch), segment.signature(microbatch)
         # What needs no activations comes before waiting for them.
         fields = {name: value.to(stage.device, non_blocking=True) for name, value in
@@ -177,8 +177,8 @@ class Worker:
             pins = stage.pin({owner: self.tied.version(owner, version) for owner, version in versions.items()})
             received = self._neighbours.take_activations(stage_index, microbatch)
             outputs, record = stage.forward(received, fields, key, pins,
-                                            split=self._is_split(stage_index, microbatch))
-            self._records[stage_index, microbatch] = record
+                                            split=self.is_split(stage_index, microbatch))
+            self.records[stage_index, microbatch] = record
             self._activations[stage_index] += 1
             self.peak_activations[stage_index] = max(self.peak_activations[stage_index],
                                                      self._activations[stage_index])
@@ -198,7 +198,7 @@ class Worker:
         self.losses[number] = loss.detach()
 
     def _backward(self, stage_index: int, microbatch: int) -> None:
-        stage, record = self.stages[stage_index], self._records.pop((stage_index, microbatch))
+        stage, record = self.stages[stage_index], self.records.pop((stage_index, microbatch))
         gradients = self._begin_return(stage_index, microbatch, record)
         with self._completing(stage_index, microbatch, whole=not record.split):
             returned = stage.backward(record, gradients)
@@ -206,12 +206,12 @@ class Worker:
         self._end_return(stage_index, microbatch, returned)
 
     def _input_half(self, stage_index: int, microbatch: int) -> None:
-        record = self._records[stage_index, microbatch]
+        record = self.records[stage_index, microbatch]
         gradients = self._begin_return(stage_index, microbatch, record)
         self._end_return(stage_index, microbatch, self.stages[stage_index].backward_input(record, gradients))
 
     def _weight_half(self, stage_index: int, microbatch: int) -> None:
-        stage, record = self.stages[stage_index], self._records.pop((stage_index, microbatch))
+        stage, record = self.stages[stage_index], self.records.pop((stage_index, microbatch))
         stage.prepare_backward(record.pins)
         with self._completing(stage_index, microbatch, whole=False):
             stage.backward_weight(record)
@@ -235,16 +235,16 @@ class Worker:
         return sending(number, contributors)
 
     def _recompute(self, stage_index: int, microbatch: int) -> None:
-        self.stages[stage_index].recompute(self._records[stage_index, microbatch])
+        self.stages[stage_index].recompute(self.records[stage_index, microbatch])
 
     def _begin_return(self, stage_index: int, microbatch: int, record: Record) -> dict[str, Tensor]:
         """Get a stage ready for a gradient to pass through it; the gradients of its outputs, by name."""
-        stage, number = self.stages[stage_index], self._segment.number(microbatch)
+        stage, number = self.stages[stage_index], self.segment.number(microbatch)
         staleness = stage.weights.latest - record.pins[stage_index]
         self._staleness[stage_index] = max(self._staleness[stage_index], staleness)
         stage.prepare_backward(record.pins)
         if stage_index == self._last:
-            return {"loss": torch.full_like(self.losses[number], 1 / self._segment.every)}
+            return {"loss": torch.full_like(self.losses[number], 1 / self.segment.every)}
         return self._neighbours.take_gradients(stage_index, microbatch)
 
     def _end_return(self, stage_index: int, microbatch: int, returned: list[Tensor]) -> None:
@@ -289,7 +289,7 @@ class Worker:
         Source: PipeDream's code, which multiplies by the replicas of the stage over those of the first.
         """
         share = 1 if self._rounds.flush else self._rounds.width(stage) / self._rounds.width(0)
-        return self._factor(self._segment.steps_before + step) * share
+        return self._factor(self.segment.steps_before + step) * share
 
     def learning_rate(self, stage: int, step: int) -> float | None:
         """Of a step of the segment, in the stage's first parameter group; None where nothing is trained."""
@@ -307,7 +307,7 @@ class Worker:
         if action.op is Op.FORWARD:
             if stage > 0:
                 yield self._neighbours.activations(stage, index)
-            if self._segment.training:
+            if self.segment.training:
                 for owner in self.stages[stage].borrowed:
                     yield from self.tied.versions_needed(owner, self._version_of(owner, index))
         elif action.op in RETURNS and stage < self._last:

@@ -10,15 +10,15 @@ from pydantic import Field
 from vpipe.errors import UserError
 from vpipe.launch.hosts import machine_mistakes
 from vpipe.train.flat_config import FLAT_KEYS, is_flat, to_native
+from vpipe.train.parallel import ParallelSection
+from vpipe.train.plan_file import put_plan
 from vpipe.train.sections import (
     CheckpointSection,
     DatasetSection,
     FilePath,
     LaunchSection,
     ModelSection,
-    ParallelSection,
     Texts,
-    Trace,
     TrainingSection,
     neighbours,
 )
@@ -41,7 +41,7 @@ class Config(Section):
                                                      "all ranks here")
     container: str | None = Field(None, description="image that the ranks run in, with apptainer or singularity")
     log_directory: FilePath = Field(Path("output"), description="folder in which each run makes a folder of its own")
-    trace: Trace = Field(False, description="whether the run writes its timeline")
+    trace: bool = Field(False, description="whether the run writes its timeline")
 
     @property
     def microbatch_size(self) -> int:
@@ -63,6 +63,10 @@ class Config(Section):
             yield Mistake(("parallel", "update_every"),
                           f"is {every}, which does not divide the {microbatches} microbatches of a batch",
                           f"use one of {divisors}, or make training.num_microbatches a multiple of {every}")
+
+    def with_parallel(self, **changes: object) -> Config:
+        """With other values of ``parallel``, which are right already."""
+        return self.model_copy(update={"parallel": self.parallel.model_copy(update=changes)})
 
     def resolved_yaml(self) -> str:
         """The native YAML of this config, all keys written out; loading it gives an equal config."""
@@ -89,6 +93,7 @@ def load_config(path: Path, overrides: Sequence[str] = (), scheduler: str | None
         settings.append(("parallel.scheduler", Tree.leaf(scheduler, place)))
     for key, part in settings:
         tree.put(tuple(key.split(".")), part)
+    put_plan(tree, [key for key, _ in settings])
     return validated(Config, tree)
 
 

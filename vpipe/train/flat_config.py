@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field
 
@@ -100,6 +100,16 @@ class PartitionFile(Section):
 
     partition: Layers = Field(description="layers per stage, such as [12, 13, 13, 11]")
     recompute_ratio: Ratios = Field(0.0, description="share of each stage's layers to recompute, from its end")
+    recompute_layers: tuple[Ints, ...] | None = Field(
+        None, strict=False, description="per stage the layers to recompute, by their numbers in the model, such as "
+                                        "[[0, 2], []]; recompute_ratio is then how many, for VPipe")
+    stage_to_rank_map: dict[str, Ints] | None = Field(None, description="ranks of each stage; as in config_file")
+    schedule: str | None = Field(None, description="name of the schedule")
+    microbatches: int | None = Field(None, ge=1, description="microbatches per batch")
+    update_every: int | None = Field(None, ge=1, description="microbatches per update of an asynchronous schedule, and "
+                                                             "per rank of a stage")
+    predictions: dict[str, Any] | None = Field(None, description="what vpipe plan expects of a step and of each stage")
+    profile: str | None = Field(None, description="digest of the profile that vpipe plan made it from")
 
 
 class RankFile(Section):
@@ -130,7 +140,7 @@ def to_native(tree: Tree, folder: Path) -> Tree:
     ranks, placement, others = _json(RankFile, tree, "config_file", base / flat.config_file)
     problems = [*more, *others]
     if layers and ranks:
-        problems += _contradictions(flat, layers, ranks, tree, placement)
+        problems += _contradictions(flat, layers, ranks, tree, partition, placement)
     if layers is None or ranks is None or problems:
         raise UserError.all_of(problems)
 
@@ -151,10 +161,20 @@ def to_native(tree: Tree, folder: Path) -> Tree:
     _put_model_and_data(flat, base, derived)
     _put_updates(flat, len(layers.partition), derived)
     put("parallel.partition", partition.at(("partition",)))
+    if partition.value.keys() - {"partition", "recompute_ratio"}:
+        if layers.schedule and not flat.schedule:
+            put("parallel.schedule", partition.at(("schedule",)))
+        if layers.microbatches:
+            put("training.num_microbatches", partition.at(("microbatches",)))
+        if layers.update_every:
+            put("parallel.update_every", partition.at(("update_every",)))
+        derived("parallel.plan", "partition", str(base / flat.partition))
     if flat.compress_activations:
         derived("parallel.compress", "compress_activations", "bf16")
     if flat.recompute:
         derived("parallel.recompute", "recompute", 1.0)
+    elif layers.recompute_layers is not None:
+        put("parallel.recompute", partition.at(("recompute_layers",)))
     elif "recompute_ratio" in partition.value:
         put("parallel.recompute", partition.at(("recompute_ratio",)))
     put("parallel.stage_to_rank_map", placement.at(("stage_to_rank_map",)))
@@ -218,7 +238,7 @@ def _json(kind: type[J], tree: Tree, key: str, path: Path) -> tuple[J | None, Tr
     return section, found, problems
 
 
-def _contradictions(flat: FlatConfig, layers: PartitionFile, ranks: RankFile, tree: Tree,
+def _contradictions(flat: FlatConfig, layers: PartitionFile, ranks: RankFile, tree: Tree, partition: Tree,
                     placement: Tree) -> Iterator[Problem]:
     """Where the flat file and its JSON files disagree."""
     stages, entries = len(layers.partition), ranks.module_to_stage_map
@@ -234,6 +254,11 @@ def _contradictions(flat: FlatConfig, layers: PartitionFile, ranks: RankFile, tr
         yield wrong(f"names {len(named)} stages, but the partition has {stages}: {list(layers.partition)}")
     elif named != list(range(stages)) or len(entries) != stages + 1 or entries[-1] != entries[-2]:
         yield wrong(f"is {list(entries)}; {stages} stages need {stages + 1} entries, one per stage and the loss")
+    if layers.schedule in schedule_names() and recipe_named(layers.schedule).flush != (flat.sync_mode == "bsp"):
+        other, kind = ("bsp", "with") if flat.sync_mode == "asp" else ("asp", "without")
+        yield Problem(f"schedule is {layers.schedule}, which updates {kind} a flush, but sync_mode is "
+                      f"{flat.sync_mode}", f"write sync_mode: {other}, or plan for {flat.sync_mode}",
+                      partition.where(("schedule",)))
     count = sum(map(len, ranks.stage_to_rank_map.values()))
     if flat.machines is not None and len(flat.machines) != count:
         yield Problem(f"machines lists {len(flat.machines)}, but stage_to_rank_map has {count} ranks",

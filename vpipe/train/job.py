@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -13,9 +14,12 @@ from torch import Tensor
 from vpipe.data.dataset import Dataset, DatasetSettings
 from vpipe.data.registry import dataset_named
 from vpipe.errors import UserError
+from vpipe.launch.folder import PLAN
 from vpipe.model.layer import Model, seed_of
 from vpipe.model.registry import ModelSettings, model_named
 from vpipe.model.split import balanced, parameter_counts, split, ties_between
+from vpipe.plan.plan import Plan
+from vpipe.plan.recompute import recomputed_layers
 from vpipe.schedules.arrange import Wanted
 from vpipe.schedules.order import Schedule, describe_rank
 from vpipe.schedules.size import Placement
@@ -29,19 +33,28 @@ from vpipe.train.yaml_file import read_json
 class Job:
     """A config with what it names.
 
+    While something is to be planned when the run starts, a stand-in takes its place: stages balanced by their
+    parameters, nothing recomputed, 1F1B. It has the ranks that the plan will have.
+
     Attributes:
-        config: with the vocabulary size and the partition filled in.
+        config: with what the data and the plan say filled in; what is to be planned is still ``auto``.
         dataset: opened.
         model: its layers, none of them built.
+        partition: layers per stage.
+        recomputed: per stage the layers that are recomputed.
         schedule: lowered and proved; of a stream, the part that was proved.
         updates: how many the run makes at most; None when only a time limit ends it.
+        plan: that it follows, from a file or made when the run started.
     """
 
     config: Config
     dataset: Dataset
     model: Model
+    partition: tuple[int, ...]
+    recomputed: tuple[frozenset[int], ...]
     schedule: Schedule
     updates: int | None
+    plan: Plan | None
 
     @classmethod
     def of(cls, config: Config) -> Job:
@@ -68,26 +81,67 @@ class Job:
             sequence_length=config.model.sequence_length, dropout=config.model.dropout,
             tie_weights=config.model.tie_weights, overrides=overrides))
         _check_fields(model, dataset, config)
-        partition = config.parallel.partition
-        if partition == "auto":
-            partition = tuple(balanced(parameter_counts(model), config.parallel.model_parallel_size))
-        ties = {owner: tuple(borrowers) for owner, borrowers in ties_between(split(model, partition)).items()}
-        parallel, training = config.parallel, config.training
-        schedule = Wanted(
-            parallel.schedule, len(partition), training.num_microbatches, parallel.update_every,
-            parallel.placement, parallel.chunks, None,
-            1 if parallel.placement else parallel.data_parallel_size, ties,
-            [stage for stage, (ratio, layers) in enumerate(zip(parallel.recompute_ratios, partition, strict=True))
-             if int(ratio * layers)], training.grad_clip is not None).arranged()
-        config = config.model_copy(update={
-            "model": config.model.model_copy(update={"vocab_size": vocab_size}),
-            "parallel": parallel.model_copy(update={
-                "partition": partition, "update_every": None if schedule.flush else schedule.update_every})})
-        job = cls(config, dataset, model, schedule, _updates(config, dataset, schedule))
+        config = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": vocab_size})})
+        plan = None
+        if config.parallel.plan is not None:
+            plan = Plan.load(config.parallel.plan)
+            plan.check_fits(len(model), where=str(config.parallel.plan))
+            config = config.with_parallel(plan=None)  # from here on the config says all of it
+        job = cls._arranged(config, dataset, model, plan)
         job.policy()
         job.evaluation_batches(())
         next(dataset.batches("train", config.dataset.batch_size, seed=0, fields=()))
         return job
+
+    @classmethod
+    def _arranged(cls, config: Config, dataset: Dataset, model: Model, plan: Plan | None) -> Job:
+        """Cut the model, prove the schedule."""
+        to_plan, parallel, training = config.parallel.to_plan, config.parallel.standing_in, config.training
+        partition = parallel.partition
+        if isinstance(partition, str):
+            partition = tuple(balanced(parameter_counts(model), parallel.model_parallel_size))
+        specs = split(model, partition)
+        assert not isinstance(parallel.recompute, str), "nothing stands in for it"
+        recomputed = recomputed_layers(parallel.recompute, partition)
+        schedule = Wanted(
+            parallel.schedule, len(partition), training.num_microbatches, parallel.update_every, parallel.placement,
+            parallel.chunks, None, 1 if parallel.placement else parallel.data_parallel_size,
+            {owner: tuple(borrowers) for owner, borrowers in ties_between(specs).items()},
+            [stage for stage, layers in enumerate(recomputed) if layers], training.grad_clip is not None).arranged()
+        config = config.with_parallel(update_every=None if schedule.flush else schedule.update_every)
+        if "partition" not in to_plan:
+            config = config.with_parallel(partition=partition)
+        return cls(config, dataset, model, partition, recomputed, schedule, _updates(config, dataset, schedule), plan)
+
+    def planned(self, plan: Plan) -> Job:
+        """This job as a plan says: the same model and data, another cut, order or number of microbatches.
+
+        Raises:
+            UserError: the plan is for another model, or its numbers do not fit the batch.
+        """
+        plan.check_fits(len(self.model))
+        parallel, training = self.config.parallel, self.config.training
+        placement = plan.stage_to_rank_map or tuple((rank,) for rank in range(len(plan.partition)))
+        changes: dict[str, Any] = {
+            "partition": plan.partition, "model_parallel_size": len(plan.partition), "plan": None,
+            "recompute": tuple(tuple(sorted(own)) for own in plan.recomputed) if any(plan.recomputed) else 0.0,
+            "schedule": plan.schedule or parallel.standing_in.schedule,
+            "update_every": plan.update_every}
+        if placement != self.placement:
+            changes |= {"stage_to_rank_map": {str(stage): ranks for stage, ranks in enumerate(placement)},
+                        "data_parallel_size": 1, "chunks": None}
+        microbatches = plan.microbatches or training.num_microbatches
+        if self.config.dataset.batch_size % microbatches:
+            raise UserError(f"the plan cuts a batch into {microbatches} microbatches, which do not divide its "
+                            f"{self.config.dataset.batch_size} samples", hint="change dataset.batch_size, or plan anew")
+        config = self.config.with_parallel(**changes).model_copy(update={
+            "training": training.model_copy(update={"num_microbatches": microbatches})})
+        return self._arranged(config, self.dataset, self.model, plan)
+
+    def keep_plan(self, folder: Path) -> None:
+        """Leave the plan that it follows, if there is one, in the run's folder."""
+        if self.plan is not None:
+            self.plan.save(folder / PLAN)
 
     @property
     def placement(self) -> Placement:

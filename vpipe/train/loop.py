@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import count
@@ -17,10 +16,13 @@ from vpipe.launch.world import join_world
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.engine import Step
 from vpipe.runtime.feed import Batch
+from vpipe.train.device import device_of
 from vpipe.train.job import Job
 from vpipe.train.metrics import Metrics
 from vpipe.train.progress import Progress
+from vpipe.train.replan import Replanning
 from vpipe.train.report import summary
+from vpipe.train.trace import Trace
 
 log = logging.getLogger("vpipe")
 
@@ -33,6 +35,11 @@ def train(job: Job, folder: Path) -> None:
     config = job.config
     torch.set_num_threads(config.training.threads)
     join_world(config.parallel.backend, config.parallel.timeout_s)
+    if config.parallel.to_plan:
+        from vpipe.train.planning import planned  # which only such a run needs
+
+        job = planned(job, folder)
+        config = job.config
     pipe = build(job)
     show = pipe.rank == 0
     fields = tuple(name for stage in pipe.engine.local_stages for name in stage.spec.fields)
@@ -41,7 +48,9 @@ def train(job: Job, folder: Path) -> None:
     deadline = perf_counter() + 60 * (config.training.max_minutes or float("inf"))
     every, policy = config.training.evaluate_every, job.policy()
     with Metrics(folder / "metrics.jsonl" if show else None, job.tokens_per_update) as metrics, \
-            Progress(job.updates, config.training.print_frequency, show, job.step_name) as progress:
+            Progress(job.updates, config.training.print_frequency, show, job.step_name) as progress, \
+            Trace(folder if config.trace else None, pipe, job.samples_per_update) as trace:
+        balance = Replanning(job, pipe, folder, progress.note)
 
         def record(*steps: Step) -> None:
             # The config's, which is the first stage's: this rank may have none, or with replicas another.
@@ -50,8 +59,11 @@ def train(job: Job, folder: Path) -> None:
             metrics.update(*steps)
             for step in steps:
                 progress.update(step, metrics)
+                balance.step()
+            trace.step()
 
         def evaluate() -> None:
+            balance.interrupted()
             record(*pipe.engine.drain())  # updates in flight come before the evaluation, and count as training
             loss = pipe.evaluate(_reading(job.evaluation_batches(fields), "evaluation batch", pipe))
             after = len(metrics.losses) - 1
@@ -67,9 +79,12 @@ def train(job: Job, folder: Path) -> None:
                 break
             if every and (step.index + 1) % every == 0 and step.index + 1 != job.updates:
                 evaluate()
+        balance.interrupted()
         record(*pipe.engine.drain())
         if not metrics.evaluations or metrics.evaluations[-1][0] != len(metrics.losses) - 1:
             evaluate()
+        balance.end()
+        trace.end()
     pipe.engine.all_ranks.check_replicas()
     usages = pipe.engine.all_ranks.usage()
     if show:
@@ -81,17 +96,13 @@ def train(job: Job, folder: Path) -> None:
 def build(job: Job) -> Pipeline:
     """The pipeline that a config describes, on this rank's device."""
     config = job.config
-    device = "cpu"
-    if config.parallel.backend == "nccl":
-        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-        torch.cuda.set_device(device)
-    partition = config.parallel.partition
-    assert not isinstance(partition, str), "a job's partition is a list"
-    return Pipeline(job.model, schedule=config.parallel.schedule, microbatches=config.training.num_microbatches,
-                    partition=partition, recompute=config.parallel.recompute_ratios, optimizer=job.optimizer(),
+    return Pipeline(job.model, schedule=config.parallel.standing_in.schedule,
+                    microbatches=config.training.num_microbatches, partition=job.partition,
+                    recompute=[sorted(layers) for layers in job.recomputed], optimizer=job.optimizer(),
                     seed=config.training.seed, placement=job.placement,
                     update_every=config.parallel.update_every,
-                    learning_rate_factor=job.policy(), grad_clip=config.training.grad_clip, device=device,
+                    learning_rate_factor=job.policy(), grad_clip=config.training.grad_clip,
+                    device=device_of(config),
                     timeout_s=config.parallel.timeout_s, compress=config.parallel.compress,
                     compress_rounding=config.parallel.compress_rounding,
                     compress_feedback=config.parallel.compress_feedback)

@@ -17,8 +17,11 @@ _COLUMNS = ("stage", "layers", "forward", "backward", "step", "comm", "idle", "s
 def headline(job: Job) -> str:
     """What a run begins with."""
     ranks = job.schedule.ranks
-    return (f"{job.config.model.name}: {len(job.model)} layers in {len(job.placement)} stages "
-            f"{list(job.config.parallel.partition)}, schedule {job.config.parallel.schedule}, "
+    to_plan, parallel = job.config.parallel.to_plan, job.config.parallel.standing_in
+    return (f"{job.config.model.name}: {len(job.model)} layers in {len(job.placement)} stages"
+            + ("" if "partition" in to_plan else f" {list(job.partition)}")
+            + ("" if "schedule" in to_plan else f", schedule {parallel.schedule}") + ", "
+            + (f"{', '.join(to_plan)} to be planned, " if to_plan else "")
             + ("one process per stage" if ranks == len(job.placement) == len(set(job.placement)) else
                f"{ranks} processes"))
 
@@ -41,8 +44,7 @@ def summary(job: Job, metrics: Metrics, usages: Sequence[StageUsage]) -> str:
 
 
 def _table(job: Job, updates: int, usages: Sequence[StageUsage]) -> list[str]:
-    partition = job.config.parallel.partition
-    assert not isinstance(partition, str), "a job's partition is a list"
+    partition = job.partition
     rows = [list(_COLUMNS)]
     ends = list(accumulate(partition))
     homes = [(stage, rank) for stage, ranks in enumerate(job.placement) for rank in ranks]

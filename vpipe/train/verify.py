@@ -100,18 +100,17 @@ def steps_of(job: Job, batches: int) -> int:
 def references(job: Job, batches: int) -> Iterator[Reference]:
     """The oracles of a job, the exact one first."""
     config, model, schedule = job.config, job.model, job.schedule
-    parallel, training = config.parallel, config.training
-    assert not isinstance(parallel.partition, str), "a job's partition is a list"
+    parallel, training, partition = config.parallel.standing_in, config.training, job.partition
     widths = [len(ranks) for ranks in job.placement]
     data, microbatches = _batches(job, batches), batches * training.num_microbatches
     rounding = 2 * training.num_microbatches * steps_of(job, batches) * torch.finfo(torch.float32).eps
     bound = 0.0 if _in_order(schedule) else rounding
     compression = Compression.of(parallel.compress, parallel.compress_rounding, parallel.compress_feedback,
-                                 len(parallel.partition), training.seed)
+                                 len(partition), training.seed)
     if compression is not None and bound:
         raise UserError(f"'{parallel.schedule}' completes microbatches out of order, and with parallel.compress there "
                         "is no bound to compare within", hint="verify it with parallel.compress=none")
-    cross = uncompressed if compression is None else Crossing(model, parallel.partition, job.placement, compression)
+    cross = uncompressed if compression is None else Crossing(model, partition, job.placement, compression)
 
     def recipe(trail: Trail) -> Training:
         return Training(job.optimizer().from_named, training.num_microbatches, training.seed, job.policy(),
@@ -120,9 +119,9 @@ def references(job: Job, batches: int) -> Iterator[Reference]:
     trail = Trail()
     if schedule.flush:
         regrouped = [what for what, there in (("tied gradients summed by stage", ties_between(split(
-            model, parallel.partition))), ("gradients summed by replica", max(widths) > 1),
+            model, partition))), ("gradients summed by replica", max(widths) > 1),
             ("tensors coded at the cuts", compression is not None)) if there]
-        flush_oracle(model, data, recipe(trail), parallel.partition if regrouped else None,
+        flush_oracle(model, data, recipe(trail), partition if regrouped else None,
                      widths if regrouped else None)
         yield Reference(", ".join(["plain PyTorch on one device", *regrouped]), trail, bound)
         if regrouped and compression is None:
@@ -131,7 +130,7 @@ def references(job: Job, batches: int) -> Iterator[Reference]:
             yield Reference("plain PyTorch on one device", trail, rounding)
         return
     drained = range(0, microbatches, schedule.microbatches) if is_file(parallel.schedule) else ()
-    asynchronous_oracle(model, data, recipe(trail), parallel.partition, schedule.update_every, drained,
+    asynchronous_oracle(model, data, recipe(trail), partition, schedule.update_every, drained,
                         _version_rule(parallel.schedule, schedule, microbatches), widths)
     yield Reference("the sequential oracle", trail, bound)
 

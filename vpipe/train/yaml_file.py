@@ -85,6 +85,22 @@ class Tree:
         self.places.update({(*keys, *below): place for below, place in part.places.items()})
         self.problems += part.problems
 
+    def get(self, keys: Keys) -> Any:
+        """The value under ``keys``; None where there is none."""
+        value = self.value
+        for key in keys:
+            if not isinstance(value, dict) or key not in value:
+                return None
+            value = value[key]
+        return value
+
+    def drop(self, keys: Keys) -> None:
+        """Take the value under ``keys`` out, if there is one."""
+        around = self.get(keys[:-1])
+        if isinstance(around, dict) and keys[-1] in around:
+            del around[keys[-1]]
+            self._forget(keys)
+
     def known(self, keys: Keys) -> Keys:
         """``keys`` itself, or the nearest mapping or list around it that was written somewhere."""
         while keys not in self.places:

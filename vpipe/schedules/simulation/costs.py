@@ -79,12 +79,17 @@ class Costs:
         overlap: whether ranks compute while they transfer. If not, both ranks are busy for the whole of a transfer:
             the sender starts nothing else until it is through, the receiver takes it between two actions. One that
             takes no time waits for nobody.
+        cores: of every host. When more of its ranks compute, step or copy what they transfer than it has cores, all of
+            these slow down alike; with None every rank has a device of its own.
+        hosts: per rank, a number that those on the same host have in common; one host for all when empty.
     """
 
     stages: tuple[StageCosts, ...]
     default_link: Link = Link()
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     overlap: bool = True
+    cores: int | None = None
+    hosts: tuple[int, ...] = ()
 
     def link(self, source: int, target: int) -> Link:
         """The link from rank ``source`` to rank ``target``."""

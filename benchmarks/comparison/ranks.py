@@ -1,0 +1,117 @@
+"""The ranks, one process each: all contenders live in the same processes and take turns, as under ``vpipe compare``."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import islice, repeat
+from multiprocessing.connection import Connection, wait
+from multiprocessing.synchronize import Barrier
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from sleepers import WIDTH, Optimizers, sleeping_model
+
+from vpipe import Pipeline
+from vpipe.compare.turns import Course, take_turns
+from vpipe.plan.profile import Profile
+
+TIMEOUT_S = 120
+FORK = multiprocessing.get_context("fork")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """What one of them runs.
+
+    Attributes:
+        name: for tables.
+        schedule: its order of actions.
+        profile: of a microbatch of its size.
+        partition: layers per stage.
+        recomputed: numbers of the layers recomputed, per stage.
+        microbatches: per batch.
+        update_every: microbatches per update; None with a flush.
+        batch_size: samples of a batch; in a turn every contender trains on equally many batches.
+    """
+
+    name: str
+    schedule: str
+    profile: Profile
+    partition: tuple[int, ...]
+    recomputed: tuple[tuple[int, ...], ...]
+    microbatches: int
+    update_every: int | None
+    batch_size: int
+
+    def batches(self, slower: float, batches: int) -> Iterator[float]:
+        """Train; yields a loss per batch."""
+        pipe = Pipeline(sleeping_model(self.profile, slower), schedule=self.schedule, microbatches=self.microbatches,
+                        partition=self.partition, recompute=[list(layers) for layers in self.recomputed],
+                        update_every=self.update_every, optimizer=Optimizers(self.profile, slower),
+                        timeout_s=TIMEOUT_S)
+        updates = self.microbatches // (self.update_every or self.microbatches)
+        steps = pipe.train(repeat({"input": torch.ones(self.batch_size, WIDTH)}))
+        for _ in range(batches):
+            yield from (step.loss for step in islice(steps, updates - 1, updates))
+
+
+def measure(field: Sequence[Contender], slower: float, batches: int) -> dict[str, list[float]]:
+    """Let the contenders take turns; by name, samples per second of the emulated devices, one figure per turn.
+
+    Raises:
+        SystemExit: a rank failed.
+    """
+    ranks = len(field[0].partition)
+    barrier = FORK.Barrier(ranks)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    reader, writer = FORK.Pipe(duplex=False)
+    processes = [FORK.Process(target=_work, args=(field, slower, batches, rank, ranks, port, barrier, writer))
+                 for rank in range(ranks)]
+    try:
+        for process in processes:
+            process.start()
+        writer.close()
+        return _collect(reader, processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _collect(reader: Connection, processes: list[multiprocessing.context.ForkProcess]) -> dict[str, list[float]]:
+    while True:
+        ready = wait([reader, *(process.sentinel for process in processes)])
+        if reader in ready:
+            found: dict[str, list[float]] = reader.recv()
+            return found
+        if any(process.exitcode for process in processes):
+            raise SystemExit("a rank failed: see above")
+
+
+def _work(field: Sequence[Contender], slower: float, batches: int, rank: int, ranks: int, port: int, barrier: Barrier,
+          out: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks,
+                            timeout=timedelta(seconds=TIMEOUT_S))
+    courses = [Course(contender.name, contender.batches(slower, batches)) for contender in field]
+    started = perf_counter()
+
+    def show(course: Course) -> None:
+        if rank == 0:
+            print(f"  {course.name}: {len(course.losses)} of {batches} batches, {perf_counter() - started:.0f} s",
+                  flush=True)
+
+    take_turns(courses, lambda: barrier.wait(TIMEOUT_S), perf_counter, show, updates=1)
+    if rank == 0:
+        out.send({course.name: [slower * contender.batch_size * turn.updates / turn.seconds for turn in course.counted]
+                  for course, contender in zip(courses, field, strict=True)})
+    barrier.wait(TIMEOUT_S)
+    os._exit(0)  # the streams would go on: leaving them is the one way to stop them that costs nothing

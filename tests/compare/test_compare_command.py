@@ -1,0 +1,36 @@
+"""The command: what it refuses before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from small_run import write_config
+
+from vpipe.cli import main
+
+
+@pytest.mark.parametrize(("words", "machines", "said"), [
+    (["--systems", "gpipe,pipdream"], None, "error: --systems names 'pipdream', which is no system\n"
+                                            "hint: did you mean 'pipedream'?"),
+    (["--systems", "gpipe", "--memory", "-1GiB"], None, "--memory is -1GiB"),
+    (["--schedules", "1f1b,zbv"], None, "hint: did you mean 'zb_v'?"),
+    ([], None, "takes --systems or --schedules, and there is neither"),
+    (["--system", "gpipe", "--set", "training.learning_rat=1"], None, "did you mean 'learning_rate'?"),
+    (["--systems", "gpipe"], ["localhost:0", "elsewhere:0"], "on this host alone, but machines names 1 more"),
+])
+def test_mistakes_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str],
+                              machines: list[str] | None, said: str) -> None:
+    path = write_config(tmp_path)
+    if machines:
+        path.write_text(path.read_text() + f"machines: {machines}\n")
+    assert main(["compare", str(path), *words]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_it_starts_its_ranks_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["compare", str(write_config(tmp_path)), "--systems", "gpipe"]) == 2
+    assert "vpipe compare is one of 2 processes" in capsys.readouterr().err

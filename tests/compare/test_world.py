@@ -1,0 +1,75 @@
+"""A comparison in one process: that contenders do not disturb each other, what is written, who is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_run import job_of, oracle
+
+from vpipe.compare.entry import Entry, Field
+from vpipe.compare.plain import of_schedules
+from vpipe.compare.world import compare
+from vpipe.errors import UserError
+from vpipe.plan.plan import Plan
+from vpipe.train.job import Job
+
+
+def compared(job: Job, folder: Path, field: Field) -> dict[str, Any]:
+    compare(job, folder, lambda world: field)
+    return json.loads((folder / "comparison.json").read_text())
+
+
+def test_every_contender_trains_as_if_it_were_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = job_of(tmp_path, training__max_steps=5, training__grad_clip=0.5)
+    found = compared(job, tmp_path, of_schedules(job, ("1f1b", "pipedream", "interleaved")))
+    losses = {outcome["name"]: outcome["losses"] for outcome in found["outcomes"]}
+    assert losses["1f1b"] == losses["interleaved"] == oracle(job, 5).losses[:5]
+    alone = job_of(tmp_path, training__max_steps=5, training__grad_clip=0.5, parallel__schedule="pipedream",
+                   parallel__update_every=4, parallel__partition=list(job.partition))
+    assert losses["pipedream"] == oracle(alone, 5).losses[:5]
+    shapes = {outcome["name"]: (outcome["microbatches"], outcome["microbatch_size"]) for outcome in found["outcomes"]}
+    assert shapes == dict.fromkeys(losses, (4, 2))
+    assert found["equal_updates"] == 5
+    said = capsys.readouterr()
+    assert "1f1b: 5/5 updates" in said.err
+    assert "2 stages on each rank, balanced by parameters" in said.out
+    assert (tmp_path / "comparison.svg").read_text().startswith("<svg")
+
+
+def test_memory_is_counted_for_each(tmp_path: Path) -> None:
+    job = job_of(tmp_path, training__max_steps=2, parallel__partition=[3, 2])
+    most = {outcome["name"]: outcome["memory_bytes"] for outcome in
+            compared(job, tmp_path, of_schedules(job, ("gpipe", "1f1b", "pipedream")))["outcomes"]}
+    parameters = sum(p.numel() for layer in job.model.layers[:3] for p in layer.build().parameters())
+    assert most["1f1b"][0] > 16 * parameters  # weights, gradients, two moments, and activations
+    assert most["gpipe"][0] > most["1f1b"][0]  # all four microbatches at once, not two
+    assert most["gpipe"][1] > most["1f1b"][1]
+    assert most["pipedream"][0] == most["1f1b"][0] + 4 * parameters  # one more version of the weights
+
+
+def test_minutes_end_every_contender(tmp_path: Path) -> None:
+    job = job_of(tmp_path, training__max_steps=10_000, training__max_minutes=1e-6)
+    found = compared(job, tmp_path, of_schedules(job, ("1f1b", "pipedream")))
+    made = {outcome["name"]: len(outcome["losses"]) for outcome in found["outcomes"]}
+    assert made["1f1b"] == 6  # a turn of five; the next one finds the time used up
+    assert 5 < made["pipedream"] < 12
+
+
+def test_one_that_does_not_fit_the_config_is_named_and_the_others_go_on(tmp_path: Path) -> None:
+    job = job_of(tmp_path, training__max_steps=1, parallel__model_parallel_size=4)
+    found = compared(job, tmp_path, of_schedules(job, ("1f1b", "interleaved")))
+    assert [outcome["name"] for outcome in found["outcomes"]] == ["1f1b"]
+    assert "8 stages" in found["refused"]["interleaved"]
+
+
+def test_nobody_can_take_part(tmp_path: Path) -> None:
+    job = job_of(tmp_path)
+    field = Field((Entry("vpipe", "planned", Plan((3, 3))),), {"gpipe": "stage 0 needs 9 GiB"}, 1000)
+    with pytest.raises(UserError) as refused:
+        compare(job, tmp_path, lambda world: field)
+    assert "gpipe: stage 0 needs 9 GiB" in str(refused.value)
+    assert "vpipe: " in str(refused.value)
+    assert Field.of_json(json.loads(json.dumps(field.as_json()))).entries[0].plan.partition == (3, 3)

@@ -1,0 +1,297 @@
+"""The solver against every plan there is, on models small enough for that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from profiles import KIB, any_profile, layer, profile, transformer
+
+from vpipe.errors import UserError
+from vpipe.plan.costs import costs_of, stage_costs
+from vpipe.plan.held import Held
+from vpipe.plan.memory import stage_memory
+from vpipe.plan.predict import predict
+from vpipe.plan.profile import Profile
+from vpipe.plan.solve import ASYNCHRONOUS, SYNCHRONOUS, Request, better_partition, solve
+from vpipe.plan.solve.cuts import TOLERANCE
+from vpipe.plan.solve.form import Form, even, placed
+from vpipe.plan.solve.scope import Choice, Scope
+from vpipe.plan.solve.spans import Hold, Spans
+from vpipe.plan.solve.trials import fullest_rank
+from vpipe.schedules.facts import rank_facts, stage_facts
+from vpipe.schedules.order import build
+from vpipe.schedules.simulation.costs import StageCosts
+
+
+def subsets(layers: range) -> Iterator[tuple[int, ...]]:
+    for count in range(len(layers) + 1):
+        yield from combinations(layers, count)
+
+
+def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    for cuts in combinations(range(1, total), parts - 1):
+        yield tuple(np.diff((0, *cuts, total)).tolist())
+
+
+@settings(deadline=None, max_examples=12)
+@given(st.integers(0, 10**6), st.integers(1, 3))
+def test_bytes_of_every_stage_and_set_are_those_of_the_memory_model(seed: int, in_flight: int) -> None:
+    made = any_profile(seed, 5)
+    hold = Hold(in_flight, 2, 1)
+    free = Spans(made, None)
+    for first, stop in combinations(range(6), 2):
+        sets = {dropped: stage_memory(made, range(first, stop), dropped, in_flight, 2, 1).peak
+                for dropped in subsets(range(first, stop))}
+        for dropped, peak in sets.items():
+            assert free.peak_bytes(first, stop, hold, frozenset(dropped)) == peak
+        assert free.least_bytes(np.array([first]), np.array([stop]), hold)[0] == min(sets.values())
+
+
+@settings(deadline=None, max_examples=12)
+@given(st.integers(0, 10**6), st.integers(1, 4), st.floats(0, 1))
+def test_what_is_recomputed_takes_the_least_time_of_all_sets_that_fit(seed: int, in_flight: int, room: float) -> None:
+    made = any_profile(seed, 6)
+    hold = Hold(in_flight, 1, 0)
+    peaks = {dropped: stage_memory(made, range(6), dropped, in_flight, 1).peak for dropped in subsets(range(6))}
+    limit = int(min(peaks.values()) + room * (peaks[()] - min(peaks.values())))
+    spans = Spans(made, limit)
+    best = min(sum(made.layers[number].recompute.median for number in dropped)
+               for dropped, peak in peaks.items() if peak <= limit)
+    chosen = spans.recomputed(0, 6, hold)
+    assert chosen is not None
+    assert peaks[tuple(sorted(chosen))] <= limit
+    assert sum(made.layers[number].recompute.median for number in chosen) == pytest.approx(best)
+    assert spans.recompute_s(np.array([0]), np.array([6]), hold)[0] == pytest.approx(best)
+    assert Spans(made, min(peaks.values()) - 1).recomputed(0, 6, hold) is None
+
+
+@cache
+def held(number: int) -> Held:
+    return Held(MADE[number])
+
+
+MADE: dict[int, Profile] = {}
+
+
+@cache
+def _fastest(number: int, layers: range, hold: Hold, split: bool, limit: int) -> StageCosts | None:
+    made, best = MADE[number], None
+    for dropped in subsets(layers):
+        peak = stage_memory(made, layers, dropped, hold.in_flight, hold.versions, hold.weight_halves,
+                            held(number)).peak
+        if peak <= limit:
+            cost = stage_costs(made, layers, dropped, split, held(number), hold.versions)
+            best = cost if best is None or cost.recompute_s < best.recompute_s else best
+    return best
+
+
+def fastest(made: Profile, layers: range, hold: Hold, split: bool, limit: int) -> StageCosts | None:
+    """A stage with the set of recomputed layers that takes the least time of those that fit."""
+    MADE[id(made)] = made
+    return _fastest(id(made), layers, hold, split, limit)
+
+
+def by_formula(made: Profile, form: Form, partition: tuple[int, ...], widths: tuple[int, ...],
+               limit: int) -> float:
+    """What the solver minimises, of one partition, from the figures that the simulator gets; infinite if none fits."""
+    behind, sums, costs, work = sum(widths), 0.0, [], 0.0
+    first = 0
+    for stage, (size, width) in enumerate(zip(partition, widths, strict=True)):
+        best = fastest(made, range(first, first + size), form.hold(behind, width), form.split, limit)
+        if best is None:
+            return float("inf")
+        link, last = made.default_link, stage == len(widths) - 1
+        behind_cost = 0.0 if last else (2 * link.latency_s + best.output_bytes / link.bytes_per_s
+                                        + stage_costs(made, range(first + size, len(made.layers))).gradient_bytes
+                                        / link.bytes_per_s)
+        time = best.forward_s + best.input_s + best.weight_s + best.recompute_s
+        held_up = time + behind_cost * form.tight
+        summed = 2 * link.latency_s + 2 * (width - 1) / width * best.reduce_bytes / link.bytes_per_s if width > 1 else 0
+        if form.flush:
+            alone = max(0.0, time - form.filled * (best.weight_s - made.dispatch_s * form.split))
+            sums += alone + behind_cost
+            costs.append(form.own(width) * held_up + best.step_s + summed - alone)
+            work += form.microbatches * time + width * best.step_s
+        else:
+            work += time + best.step_s / form.every
+            costs.append((held_up + (best.step_s + summed) / form.every) / width)
+        first, behind = first + size, behind - width
+    cores = made.cores or float("inf")
+    return max(sums + max(costs), work / cores)
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.integers(0, 10**6), st.sampled_from(["gpipe", "1f1b", "zb_h1", "zb_h2", "pipedream", "2bw"]),
+       st.sampled_from([None, 1, 2]), st.floats(0, 1))
+def test_the_best_partition_is_the_best_of_all(seed: int, schedule: str, cores: int | None, room: float) -> None:
+    made = replace(any_profile(seed, 6, latency_s=0.001, bytes_per_s=1e7, cores=cores), dispatch_s=0.0005,
+                   copy_bytes_per_s=1e7)
+    free = Scope(Request({6: made}, 3, None, (schedule,)))
+    choice = Choice(schedule, 6, even(schedule, 3, 1))
+    least = free.formula(choice, None).least_bytes()
+    assert least is not None
+    limit = int(least.greatest * (1 + room))
+    draft = Scope(Request({6: made}, 3, limit, (schedule,))).draft(choice)
+    form = Form(schedule, 6, None, 3, choice.placement)
+    tried = {partition: by_formula(made, form, partition, (1, 1, 1), limit) for partition in compositions(6, 3)}
+    assert draft is not None
+    cost = draft.seconds_per_sample * (4 * 6 if form.flush else 4)
+    assert cost == pytest.approx(tried[draft.partition], rel=1e-9)
+    assert cost <= min(tried.values()) * (1 + 2 * TOLERANCE)
+    assert draft.bound is not None
+    assert draft.bound <= draft.seconds_per_sample
+
+
+@settings(deadline=None, max_examples=8)
+@given(st.integers(0, 10**6), st.sampled_from(["gpipe", "1f1b", "pipedream", "2bw"]), st.floats(0, 1))
+def test_the_best_widths_are_the_best_of_all(seed: int, schedule: str, room: float) -> None:
+    made = any_profile(seed, 4, latency_s=0.001, bytes_per_s=1e7)
+    scope = Scope(Request({12: made}, 4, None, (schedule,)))
+    choice = Choice(schedule, 12, None)
+    least = scope.formula(choice, None).least_bytes()
+    assert least is not None
+    limit = int(least.greatest * (1 + room))
+    draft = Scope(Request({12: made}, 4, limit, (schedule,))).draft(choice)
+    form = Form(schedule, 12, None, 4, None)
+    best = min(by_formula(made, form, partition, widths, limit) for stages in range(1, 5)
+               for partition in compositions(4, stages) for widths in compositions(4, stages))
+    assert draft is not None
+    assert draft.seconds_per_sample * (4 * 12 if form.flush else 4) == pytest.approx(best, rel=2 * TOLERANCE)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zb_h2", "pipedream", "2bw"])
+@pytest.mark.parametrize("widths", [(1, 1, 1, 1), (2, 2), (1, 2, 1), (1, 3)])
+def test_what_stages_hold_is_what_the_programs_say(schedule: str, widths: tuple[int, ...]) -> None:
+    if len(set(widths)) > 1 and schedule.startswith("zb"):
+        pytest.skip("only equal widths are searched")
+    placement = placed(widths)
+    told, free = (Form(schedule, 12, None, 4, given) for given in (placement, None))
+    flush = told.flush
+    built = build(schedule, placement, 12 if flush else 12 * told.every, None if flush else told.every)
+    activations, versions = rank_facts(built), stage_facts(built)
+    behind = 4
+    for stage, crew in enumerate(placement):
+        hold = told.hold(behind, len(crew))
+        assert hold.in_flight == max(activations[rank].peak_activations for rank in crew)
+        assert hold.weight_halves == (max(activations[rank].peak_weight_halves for rank in crew) if told.split else 0)
+        assert hold.versions >= versions[stage].versions
+        if not schedule.startswith("zb"):
+            assert free.hold(behind, len(crew)).in_flight == hold.in_flight
+        behind -= len(crew)
+
+
+@pytest.mark.parametrize("schedules", [SYNCHRONOUS, ASYNCHRONOUS])
+def test_a_plan_keeps_its_limit_when_simulated(schedules: tuple[str, ...]) -> None:
+    made = transformer(4, latency_s=1e-4)
+    limit = 520 * KIB
+    solution = solve(Request({8: made, 4: made}, 4, limit, schedules))
+    predicted = predict(made, solution.plan).prediction
+    assert solution.plan.predictions == predicted
+    assert fullest_rank(predicted)[1] <= limit
+    assert {rank for crew in solution.plan.stage_to_rank_map for rank in crew} == {0, 1, 2, 3}
+    assert all(other.seconds_per_sample is None or not other.simulated
+               or other.seconds_per_sample >= predicted.seconds_per_sample * 0.999
+               for other in solution.alternatives)
+
+
+def test_more_memory_is_never_slower_and_removes_recomputing() -> None:
+    made = transformer(4)
+    request = Request({8: made}, 4, 400 * KIB, ("1f1b",), placement=even("1f1b", 4, 1))
+    tight = solve(request)
+    assert any(tight.plan.recompute_layers)
+    enough = tight.limit_without_recompute_bytes
+    assert enough is not None
+    wide = solve(replace(request, memory_bytes=enough))
+    assert not any(wide.plan.recompute_layers)
+    assert wide.limit_without_recompute_bytes is None
+    assert seconds(wide) <= seconds(tight)
+
+
+def seconds(solution: object) -> float:
+    return solution.plan.predictions.seconds_per_sample  # type: ignore[attr-defined, no-any-return]
+
+
+@settings(deadline=None, max_examples=6)
+@given(st.integers(0, 10**6), st.sampled_from(["1f1b", "pipedream"]))
+def test_the_heuristic_of_the_paper_is_never_better(seed: int, schedule: str) -> None:
+    made = any_profile(seed, 10)
+    choice = Choice(schedule, 6, even(schedule, 3, 1))
+    least = Scope(Request({6: made}, 3)).formula(choice, None).least_bytes()
+    assert least is not None
+    scope = Scope(Request({6: made}, 3, int(1.5 * least.greatest), (schedule,)))
+    exact, moved = scope.draft(choice), scope.draft_of_paper(choice)
+    assert exact is not None
+    if moved is not None:
+        costs = costs_of(made, moved.partition, moved.recomputed, moved.placement)
+        assert len(costs.stages) == 3
+        formula = scope.formula(choice, scope.request.memory_bytes)
+        assert moved.seconds_per_sample >= 0
+        fixed = Scope(replace(scope.request, partition=moved.partition)).draft(choice)
+        assert fixed is not None
+        assert exact.seconds_per_sample <= fixed.seconds_per_sample * (1 + 2 * TOLERANCE)
+        assert formula.form.schedule == schedule
+
+
+def test_what_is_told_stays() -> None:
+    made = transformer(3)
+    told = Request({4: made}, 2, None, ("1f1b",), placement=((0,), (1,)), partition=(2, 5), recompute=[[1], 0.4])
+    plan = solve(told).plan
+    assert (plan.partition, plan.recompute_layers, plan.stage_to_rank_map) == ((2, 5), ((1,), (5, 6)), ((0,), (1,)))
+    everything = solve(Request({4: made}, 2, None, ("gpipe",), recompute=1.0)).plan
+    assert sum(map(len, everything.recompute_layers)) == 7
+    shares = solve(Request({4: made}, 2, None, ("gpipe",), placement=((0,), (1,)), recompute=[1.0, 0.0])).plan
+    assert [len(layers) for layers in shares.recompute_layers] == [shares.partition[0], 0]
+
+
+def test_what_does_not_fit_is_said_with_what_would() -> None:
+    made = transformer(6)
+    with pytest.raises(UserError) as error:
+        solve(Request({8: made}, 4, 300 * KIB, ("1f1b",)))
+    problem = error.value.problems[0]
+    assert "no plan fits into 300 KiB per rank: with 1f1b and 8 microbatches, with everything recomputed, stage" in \
+        problem.what
+    assert "most of it" in problem.what
+    needed = problem.hint.split("allow ")[1].split(" KiB")[0]
+    solve(Request({8: made}, 4, int(float(needed) * KIB), ("1f1b",)))
+    with pytest.raises(UserError, match="no plan fits"):
+        solve(Request({8: made}, 4, int((float(needed) - 3) * KIB), ("1f1b",)))
+    ranks = int(problem.hint.split("use ")[1].split(" ranks")[0])
+    solve(Request({8: made}, ranks, 300 * KIB, ("1f1b",)))
+    with pytest.raises(UserError, match="the plan asked for does not fit into 300 KiB per rank: with 1f1b"):
+        solve(Request({8: made}, 2, 300 * KIB, ("1f1b",), partition=(6, 7), recompute=0.0))
+
+
+def test_impossible_requests_are_refused() -> None:
+    made = transformer(2)
+    with pytest.raises(UserError, match=r"the partition \[3\] is one of 3 layers, but the profiled model has 5"):
+        Request({4: made}, 1, partition=(3,))
+    with pytest.raises(UserError, match="the placement names 2 ranks, but there are 3"):
+        Request({4: made}, 3, placement=((0,), (1,)))
+    with pytest.raises(UserError, match="no schedule can be had"):
+        solve(Request({4: made}, 2, None, ("2bw",), {4: 3}, placement=((0,), (1,))))
+
+
+def test_ranks_that_share_cores_gain_nothing_from_being_many() -> None:
+    layers = [layer(f"l{number}", 0.01) for number in range(8)]
+    shared = profile(layers, cores=2, ranks_per_host=4)
+    plan = solve(Request({8: shared}, 4, None, ("1f1b",), placement=even("1f1b", 4, 1))).plan
+    assert plan.predictions is not None
+    assert plan.predictions.seconds_per_sample >= 8 * 0.03 / 2 / 4
+
+
+def test_a_run_that_is_out_of_balance_gets_a_better_partition() -> None:
+    made = profile([layer(f"l{number}", 0.01) for number in range(12)])
+    sets = (frozenset[int](),) * 3
+    placement = ((0,), (1,), (2,))
+    assert better_partition(made, (4, 4, 4), sets, placement, (0.12, 0.12, 0.12)) == ((4, 4, 4), 0.0)
+    partition, gain = better_partition(made, (4, 4, 4), sets, placement, (0.12, 0.12, 0.24))
+    assert partition == (4, 5, 3)
+    assert gain == pytest.approx(1 - 0.18 / 0.24)
+    assert better_partition(made, (4, 8), sets[:2], ((0,), (1, 2)), (0.12, 0.24)) == ((4, 8), 0.0)

@@ -1,0 +1,155 @@
+"""Profiles as files: what is written is read, and what is another's or damaged is not taken."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_profile import made_profile
+from small_run import job_of, write_config
+
+from vpipe.cli import main
+from vpipe.commands.profile import described
+from vpipe.errors import UserError
+from vpipe.plan.profile import LinkProfile, Profile, Seconds
+from vpipe.profiling.cache import by_digest, cached, path_of, store
+from vpipe.profiling.identity import require
+from vpipe.train import profiled
+from vpipe.train.profiled import identity_of, microbatch_of, profile_job
+
+MADE = replace(made_profile(3, cores=2), links={(0, 1): LinkProfile(1e-4, 2e9, 0.05), (1, 0): LinkProfile(2e-4, 1e9)},
+               layers=tuple(replace(layer, tied={0: 8} if number == 2 else {}, frozen_bytes=number)
+                            for number, layer in enumerate(made_profile(3).layers)))
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    MADE.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == MADE
+    assert [file.name for file in tmp_path.iterdir()] == ["profile.json"], "nothing else is left"
+
+
+def damaged(content: dict[str, Any], *keys: Any, value: Any) -> str:
+    place = content
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = value
+    return json.dumps(content)
+
+
+@pytest.mark.parametrize(("keys", "value", "says"), [
+    (("format",), 7, "format 7, this version reads 1"),
+    (("layers", 0, "forward", "median"), "fast", "'fast' is no measured number"),
+    (("layers", 0, "forward", "median"), -1.0, "-1.0 is no measured number"),
+    (("layers", 0, "forward", "median"), float("inf"), "inf is no measured number"),
+    (("layers", 1, "saved_bytes"), 1.5, "1.5 is no number of bytes"),
+    (("layers", 1, "tied"), {"2": 4}, "layer 1 is like layer 1 and borrows from [2]"),
+    (("layers", 1, "saves"), ["in:x"], "layer 1 keeps ['in:x'], which it neither reads nor writes"),
+    (("layers", 1, "colour"), "red", "colour"),
+    (("layers",), [], "it has 0 layers and says 3"),
+    (("default_link", "bytes_per_s"), 0, "a link carries 0.0 bytes per second"),
+    (("identity",), {"model": "x"}, "missing"),
+    (("cores",), "two", "'two' is no number of bytes")])
+def test_a_damaged_file_says_what_is_wrong(tmp_path: Path, keys: tuple[Any, ...], value: Any, says: str) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(damaged(MADE.as_json(), *keys, value=value))
+    with pytest.raises(UserError) as caught:
+        Profile.load(path)
+    assert says in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", "\0"])
+def test_what_is_no_profile(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(content)
+    with pytest.raises(UserError, match="vpipe profile CONFIG measures one"):
+        Profile.load(path)
+    with pytest.raises(UserError, match="cannot read the profile"):
+        Profile.load(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    ({"model_name": "gpt", "model": "f" * 16}, "the model is bert made there, and gpt here"),
+    ({"model": "f" * 16}, "the digest of the layers is 0123456789ab there, and ffffffffffffffff here"),
+    ({"layers": 9}, "the number of layers is 3 there, and 9 here"),
+    ({"microbatch_size": 8}, "the microbatch size is 4 there, and 8 here"),
+    ({"device": "H100"}, "the device is none there, and H100 here"),
+    ({"optimizer": "sgd"}, "the optimizer is adamw there, and sgd here")])
+def test_a_profile_of_something_else_is_refused_with_both(change: dict[str, Any], says: str) -> None:
+    require(MADE, MADE.identity)
+    require(MADE, replace(MADE.identity, ranks_per_host=8, torch="3"))
+    with pytest.raises(UserError) as caught:
+        require(MADE, replace(MADE.identity, **change), where="profile.json")
+    assert says in str(caught.value)
+    assert "(profile.json)" in str(caught.value)
+
+
+def test_the_cache_gives_back_what_it_was_given(tmp_path: Path) -> None:
+    said: list[str] = []
+    assert cached(MADE.identity, tmp_path, said.append) is None
+    path = store(MADE, tmp_path)
+    assert path == path_of(MADE.identity, tmp_path)
+    assert cached(MADE.identity, tmp_path, said.append) == MADE == by_digest(MADE.identity.digest, tmp_path)
+    assert cached(replace(MADE.identity, microbatch_size=8), tmp_path, said.append) is None
+    assert not said
+    path.write_text(path.read_text()[:100])
+    assert cached(MADE.identity, tmp_path, said.append) is None
+    assert by_digest(MADE.identity.digest, tmp_path) is None
+    replace(MADE, identity=replace(MADE.identity, device="H100")).save(path)
+    assert cached(MADE.identity, tmp_path, said.append) is None
+    assert [line.partition(" (")[0] for line in said] == [
+        "measured anew: the profile is not JSON", "measured anew: the file holds the profile of something else"]
+    assert by_digest("../../etc", tmp_path) is None
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "profiles").write_text("in the way")
+    with pytest.raises(UserError, match=r"dataset\.cache_directory"):
+        store(MADE, tmp_path)
+
+
+def test_a_job_is_measured_once_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                          capsys: pytest.CaptureFixture[str]) -> None:
+    changes = {"dataset__cache_directory": str(tmp_path / "cache"), "parallel__model_parallel_size": 1}
+    job, said = job_of(tmp_path, **changes), []
+    found = profile_job(job, [1, 2], say=said.append)
+    assert [profile.identity.microbatch_size for profile in found.values()] == [1, 2]
+    assert [profile.identity for profile in found.values()] == [identity_of(job, size, 1) for size in found]
+    assert said
+
+    def measured_again(*_: Any, **__: Any) -> None:
+        raise AssertionError("it is in the cache")
+
+    monkeypatch.setattr(profiled, "measure", measured_again)
+    assert profile_job(job, [1, 2]) == found
+    assert main(["profile", str(write_config(tmp_path, **changes)), "-o", str(tmp_path / "profile.json")]) == 0
+    assert Profile.load(tmp_path / "profile.json") == found[2]
+    out = capsys.readouterr().out
+    assert "bert tiny: 5 layers, 4 distinct; microbatches of 2 samples, adamw" in out
+    assert "block0.mlp x 2" in out
+    assert f"kept in {path_of(found[2].identity, tmp_path / 'cache')}" in out
+
+
+def test_more_samples_than_a_batch_repeat(tmp_path: Path) -> None:
+    job = job_of(tmp_path)
+    ids = microbatch_of(job, 20)["input_ids"]
+    assert ids.shape[0] == 20
+    assert ids[8:16].equal(ids[:8])
+
+
+def test_noise_is_marked() -> None:
+    noisy = replace(MADE, layers=(replace(MADE.layers[0], forward=Seconds(0.004, 0.25)), *MADE.layers[1:]))
+    assert "4.00 ± 25%*" in described(noisy)
+    assert "spreads above 10%" in described(noisy)
+    assert "*" not in described(MADE)
+    assert "between two ranks: 0.10 ms, then 1.00 GB/s" in described(MADE)
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", str(write_config(tmp_path)), "-o", str(tmp_path / "none" / "p.json")]) == 2
+    assert "is in no folder" in capsys.readouterr().err
+    assert main(["profile", str(write_config(tmp_path)), "-o", str(tmp_path)]) == 2

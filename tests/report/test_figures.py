@@ -1,0 +1,163 @@
+"""The figures of a run, the window they are of, and what stands beside them as planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from made_run import TIMES, make_run
+from profile_by_hand import made_profile
+
+from vpipe.plan.plan import Plan
+from vpipe.plan.predict import predict
+from vpipe.report.causes import Cause, Producers
+from vpipe.report.evidence import gather
+from vpipe.report.figures import Figures, utilization
+from vpipe.report.planned import as_recording, in_a_row, replayed
+from vpipe.report.recorded import Recording, read_recording
+from vpipe.report.steady import steady, step_ends, step_times, typical
+from vpipe.schedules.action import Action, Op
+
+
+def even(rank: int, action: Action) -> float:
+    return TIMES[action.op]
+
+
+def made(folder: Path, name: str = "1f1b", updates: int = 6, **options: object) -> Recording:
+    return read_recording(make_run(folder / "run", name, updates=updates, **options))  # type: ignore[arg-type]
+
+
+def test_steps_end_where_stage_0_steps(tmp_path: Path) -> None:
+    run = made(tmp_path, updates=3)
+    steps = [done.end_s for done in run.tracks[0].actions if done.op is Op.STEP]
+    assert list(step_ends(run).values()) == steps
+    assert list(step_ends(run)) == [0, 1, 2]
+
+
+def test_the_first_steps_and_of_a_stream_the_last_are_not_measured(tmp_path: Path) -> None:
+    run, stream = made(tmp_path / "a", updates=12), made(tmp_path / "b", "pipedream", updates=20)
+    assert (steady(run).first, steady(run).steps) == (4, 8)
+    assert (steady(stream).first, steady(stream).steps) == (5, 11)
+
+
+def test_a_window_of_usual_steps_is_drawn(tmp_path: Path) -> None:
+    odd = {40: 0.3, 41: 0.3, 90: 0.3, **dict.fromkeys(range(48, 64), 0.001)}  # the sixth update slow, the next two fast
+    run = made(tmp_path, updates=12, took=lambda rank, action: (
+        odd.get(action.microbatch, 0.01) if action.op is Op.FORWARD else TIMES[action.op]))
+    window = typical(run, 40)
+    assert window.steps == 2
+    assert window.span_s == pytest.approx(2 * steady_median(run), rel=0.01)
+
+
+def steady_median(run: Recording) -> float:
+    times = sorted(step_times(run))
+    return times[len(times) // 2]
+
+
+def test_a_step_of_very_many_actions_is_cut(tmp_path: Path) -> None:
+    window = typical(made(tmp_path), 5)
+    assert window.cut
+    assert window.steps == 1
+
+
+def test_steps_that_an_evaluation_interrupts_do_not_count(tmp_path: Path) -> None:
+    run = made(tmp_path, updates=9, evaluation=True, took=even)
+    assert max(step_times(run)) < 1
+    assert not typical(run, 60).span_s > 4
+
+
+def test_figures_of_even_stages(tmp_path: Path) -> None:
+    run = made(tmp_path, took=even)
+    figures = Figures.of(run, Producers.of(run))
+    stage = figures.stages[1]
+    assert (stage.forward_s, stage.backward_s, stage.weight_s, stage.update_s) == pytest.approx((0.01, 0.02, 0, 0.003))
+    assert stage.peak_bytes == 3_000_000 + 8_000_000  # 3 microbatches in flight; weights, and the rest
+    assert figures.samples_per_s == pytest.approx(32 / figures.step_s, rel=0.01)
+    assert figures.idle_share(Cause.BUBBLE) == pytest.approx(3 / 11, abs=0.03)  # (p - 1) / (m + p - 1)
+
+
+def test_staleness_is_counted(tmp_path: Path) -> None:
+    run = made(tmp_path, "pipedream", updates=12)
+    assert [stage.staleness for stage in Figures.of(run, Producers.of(run)).stages] == [3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "pipedream", "zb_h1"])
+def test_a_run_without_noise_is_replayed_as_it_was(tmp_path: Path, name: str) -> None:
+    run = made(tmp_path, name, updates=12, took=even)
+    timeline = replayed(run, Producers.of(run))
+    assert timeline is not None
+    again = as_recording(timeline, run)
+    figures, replay = (Figures.of(one, Producers.of(one)) for one in (run, again))
+    assert replay.step_s == pytest.approx(figures.step_s, rel=0.03)  # sending and gaps are not replayed
+    assert replay.idle_share(Cause.BUBBLE) == pytest.approx(figures.idle_share(Cause.BUBBLE), abs=0.02)
+
+
+@pytest.mark.parametrize(("name", "stages"), [("1f1b", 4), ("zb_v", 8), ("pipedream", 4)])
+def test_batches_in_a_row_take_what_was_predicted(tmp_path: Path, name: str, stages: int) -> None:
+    plan = Plan((3,) * stages, schedule=name, microbatches=8, update_every=None if name != "pipedream" else 1)
+    predicted = predict(made_profile(3 * stages), plan)
+    timeline = predicted.timeline if name == "pipedream" else in_a_row(predicted.timeline, 6)
+    run = as_recording(timeline, made(tmp_path, name))
+    assert Figures.of(run, Producers.of(run)).step_s == pytest.approx(predicted.prediction.step_s)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "pipedream"])
+def test_replicas_that_are_simulated_wait_for_known_causes(tmp_path: Path, name: str) -> None:
+    placement = ((0, 1), (2,))
+    plan = Plan((3, 3), stage_to_rank_map=placement, schedule=name, microbatches=6,
+                update_every=1 if name == "pipedream" else None)
+    timeline = predict(made_profile(6), plan).timeline
+    run = as_recording(timeline if name == "pipedream" else in_a_row(timeline, 6), made(tmp_path, name))
+    figures = Figures.of(run, Producers.of(run))
+    assert run.placement == placement
+    assert figures.idle_share(Cause.UNKNOWN) == 0 < figures.idle_share(Cause.BUBBLE, Cause.TRANSFER)
+
+
+def test_without_a_profile_the_runs_own_medians_stand_there_and_it_is_said(tmp_path: Path) -> None:
+    evidence = gather(make_run(tmp_path / "run", updates=4), {})
+    assert evidence.expected is not None
+    assert evidence.expected.prediction is None
+    assert "There is no profile.json" in evidence.expected.basis
+    assert evidence.utilization is None
+
+
+def test_a_profile_of_another_model_does_not_serve_and_it_is_said(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", updates=4)
+    made_profile(7).save(folder / "profile.json")
+    evidence = gather(folder, {})
+    assert evidence.expected is not None
+    assert evidence.expected.prediction is None
+    assert evidence.notes == ("The plan cannot be simulated: the plan is for 12 layers, but the profile is of a model "
+                              "of 7.",)
+
+
+def test_a_plan_for_other_ranks_is_left_aside_and_it_is_said(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", updates=4)
+    made_profile(12).save(folder / "profile.json")
+    Plan((6, 6), schedule="1f1b", microbatches=8).save(folder / "plan.json")
+    evidence = gather(folder, {})
+    assert evidence.expected is not None
+    assert evidence.expected.recording.placement == evidence.recording.placement
+    assert evidence.notes == ("plan.json is for 2 stages on 2 ranks, the run had 4 stages on 4 ranks: it is left "
+                              "aside.",)
+
+
+def test_a_profile_gives_the_plan_and_what_was_used_of_the_device(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", updates=4)
+    made_profile(12, peak_flops_per_s=1e9).save(folder / "profile.json")
+    evidence = gather(folder, {})
+    assert evidence.expected is not None
+    assert evidence.expected.prediction is not None
+    assert evidence.expected.figures.step_s == pytest.approx(evidence.expected.prediction.step_s)
+    assert evidence.utilization is not None
+    # 12 layers of a million operations, 8 microbatches, 4 ranks
+    assert evidence.utilization.model == pytest.approx(3 * 12e6 * 8 / (evidence.figures.step_s * 4 * 1e9))
+
+
+def test_recomputing_is_use_of_the_hardware_alone() -> None:
+    profile = made_profile(4, peak_flops_per_s=1e9)
+    used = utilization(profile, [[], [2, 3]], microbatches=2, step_s=0.1, ranks=2)
+    assert used is not None
+    assert used.model == pytest.approx(3 * 4e6 * 2 / (0.1 * 2 * 1e9))
+    assert used.hardware == pytest.approx((3 * 4e6 + 2e6) * 2 / (0.1 * 2 * 1e9))
+    assert utilization(made_profile(4), [[]], 2, 0.1, 2) is None

@@ -1,0 +1,38 @@
+"""Jobs for a test world: planning together, and comparing the ranks while they train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+from vpipe.errors import PlanningError
+from vpipe.plan.profile import Profile
+from vpipe.train.config import load_config
+from vpipe.train.job import Job
+from vpipe.train.loop import build
+from vpipe.train.planning import planned
+from vpipe.train.replan import Replanning
+
+
+def plan_and_compare(*, config: str, profile: str, steps: int) -> dict[str, Any]:
+    """The plan that each rank gets of a profile, which only the first may read, and the lines that each then says."""
+    folder = Path(config).parent
+
+    def profile_job(job: Job, sizes: list[int], **_: Any) -> dict[int, Profile | None]:
+        return {size: Profile.load(profile) if dist.get_rank() == 0 else None for size in sizes}
+
+    lines: list[str] = []
+    with patch("vpipe.train.planning.profile_job", profile_job), patch("vpipe.train.replan.ALLOWED", -1.0):
+        try:
+            job = planned(Job.of(load_config(Path(config))), folder)
+        except PlanningError as error:
+            return {"error": str(error), "status": error.exit_status}
+        pipe = build(job)
+        balance = Replanning(job, pipe, folder, lines.append, warm_up=1, measured=2)
+        for _ in pipe.engine.train(job.training_batches(tuple(job.model.batch)), steps):
+            balance.step()
+        balance.end()
+    return {"partition": job.partition, "lines": [line.split(" works ")[0][:19] for line in lines]}

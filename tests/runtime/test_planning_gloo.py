@@ -1,0 +1,50 @@
+"""Four processes plan together and compare themselves while they train: all get the same, the first one speaks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import planning_jobs
+import pytest
+from small_run import write_config
+from world import World
+
+from vpipe.plan.plan import Plan
+from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds, TensorBytes
+from vpipe.train.config import load_config
+
+
+def profile(tmp_path: Path) -> str:
+    """Nine layers; the third takes as long as four others."""
+    layers = []
+    for number in range(9):
+        time = Seconds(0.004 if number == 2 else 0.001)
+        layers.append(LayerProfile(
+            f"layer{number}", time, time, time, time, time, Seconds(1e-6), 1000, 2000, ("input_ids",) if number == 0
+            else ("h",), (TensorBytes("loss" if number == 8 else "h", 1000, True),), 10**6, (), 1000, 100, {}, 10**6,
+            number))
+    identity = Identity("m", "bert", 9, 2, "adamw", "a processor", 1, 4, "gloo", "2")
+    path = tmp_path / "of_nine.json"
+    Profile(identity, tuple(layers), {"input_ids": 1000}, LinkProfile(1e-5, 1e9), device_bytes=10**9).save(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_all_ranks_get_the_same_plan_and_the_first_compares_them(world: World, tmp_path: Path, schedule: str) -> None:
+    config = write_config(tmp_path, model__num_layers=4, parallel__model_parallel_size=4, parallel__schedule=schedule,
+                          parallel__partition="auto")
+    found = world.run(planning_jobs.plan_and_compare, config=str(config), profile=profile(tmp_path), steps=14)
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan.partition[0] <= 3
+    assert [rank["partition"] for rank in found] == [list(plan.partition)] * 4
+    assert [rank["lines"] for rank in found] == [["out of balance: ran"], [], [], []]
+    assert load_config(tmp_path / "config.yaml").parallel.partition == plan.partition
+
+
+def test_all_ranks_hear_that_nothing_fits(world: World, tmp_path: Path) -> None:
+    config = write_config(tmp_path, model__num_layers=4, parallel__model_parallel_size=4, parallel__partition="auto",
+                          parallel__memory="100kB")
+    found = world.run(planning_jobs.plan_and_compare, config=str(config), profile=profile(tmp_path), steps=1)
+    assert found[0]["status"] == 2
+    assert "no plan fits into 97.7 KiB per rank" in found[0]["error"]
+    assert found == [found[0]] * 4

@@ -1,0 +1,191 @@
+"""What is recorded of a run: every action once, with what was held; and recording changes no number."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from models import RawMatmul, rich_batches, rich_model
+from torch import Tensor, nn
+
+from vpipe import Layer, Model, Pipeline
+from vpipe.runtime import kept, trace
+from vpipe.runtime.trace import Evaluated, Recorded
+from vpipe.schedules.action import PER_MICROBATCH, Op
+
+SETTINGS: list[dict[str, Any]] = [
+    {"schedule": "1f1b", "stages": 3, "recompute": [0.5, 1.0, 0.0], "grad_clip": 0.5},
+    {"schedule": "pipedream", "stages": 3, "recompute": [0.0, 0.5, 0.5]},
+    {"schedule": "zb_h1", "stages": 3, "recompute": [0.0, [3, 4], 0.0]},
+    {"schedule": "interleaved", "stages": 4, "placement": [[0], [1], [0], [1]]},
+    {"schedule": "pipedream", "placement": [[0, 1], [2]], "update_every": 1},
+]
+
+
+def trained(record: bool, **arguments: Any) -> tuple[list[float], Pipeline, dict[int, list[Recorded | Evaluated]]]:
+    """Batches of two lengths, an evaluation, more batches."""
+    pipe = Pipeline(rich_model(), microbatches=4, optimizer=lambda own: torch.optim.AdamW(own, lr=1e-2), **arguments)
+    recorders = pipe.engine.record() if record else {}
+    data = rich_batches(2, 8, lengths=(6, 5))
+    losses = [step.loss for step in pipe.train(data)]
+    losses += [pipe.evaluate(data[:1]), *(step.loss for step in pipe.train(data))]
+    return losses, pipe, {rank: recorder.take() for rank, recorder in recorders.items()}
+
+
+def actions(notes: Sequence[Recorded | Evaluated]) -> list[Recorded]:
+    return [note for note in notes if isinstance(note, Recorded)]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting["schedule"])
+def test_recording_changes_no_number_and_misses_no_action(setting: dict[str, Any],
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, *_ = trained(record=False, **setting)
+    losses, pipe, notes = trained(record=True, **setting)
+    assert losses == plain
+    for rank, own in notes.items():
+        worker = pipe.engine.workers[rank]
+        assert [isinstance(note, Evaluated) for note in own].count(True) == 1
+        times = [time for note in own for time in (note.start_s, note.end_s)]
+        assert times == sorted(times)
+        stages = {stage: [note for note in actions(own) if note.stage == stage] for stage in worker.stages}
+        assert actions(own)[-1].held_bytes == 0
+        for stage, there in stages.items():
+            forwards = [note.number for note in there if note.op is Op.FORWARD]
+            assert forwards == [i for i in range(16) if i % len(pipe.placement[stage]) == worker.rank % 2
+                                or len(pipe.placement[stage]) == 1]
+            returns = [note.number for note in there if note.op in (Op.BACKWARD, Op.WEIGHT)]
+            assert sorted(returns) == forwards
+            updates = [note.number for note in there if note.op is Op.STEP]
+            assert updates == list(range(worker.stages[stage].weights.latest))
+            assert max(note.versions for note in there) == worker.stages[stage].weights.most_held
+            assert {note.op for note in there} >= ({Op.RECOMPUTE} if pipe.recomputed[stage] else {Op.FORWARD})
+    # Counting every microbatch finds what the first of each shape let expect.
+    monkeypatch.setattr(trace._Kind, "known", property(lambda kind: False, lambda kind, known: None), raising=False)
+    again, _, counted = trained(record=True, **setting)
+    assert again == plain
+    for rank, own in notes.items():
+        assert [note.held_bytes for note in actions(counted[rank])] == [note.held_bytes for note in actions(own)]
+
+
+def test_a_flush_schedule_is_recorded_action_by_action() -> None:
+    _, pipe, notes = trained(record=True, schedule="1f1b", stages=3, recompute=0.5, grad_clip=1.0)
+    for rank, program in enumerate(pipe.engine._schedule.programs):
+        expected = [(a.op, a.stage, a.microbatch + batch * (4 if a.op in PER_MICROBATCH else 1))
+                    for batch in range(4) for a in program if a.op is not Op.USE]
+        assert [(note.op, note.stage, note.number) for note in actions(notes[rank])] == expected
+
+
+WIDTH, SAMPLES = 16, 4
+TENSOR = SAMPLES * WIDTH * 4
+"""Bytes of what passes between the layers below."""
+
+
+class Dense(nn.Module):
+    """x [B,W] -> tanh(linear(x)) [B,W]: keeps its input and its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.full((WIDTH,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) * self.scale
+
+
+class Total(nn.Module):
+    """x [B,W] -> its sum: keeps nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum()
+
+
+def dense_notes(schedule: str, recompute: Any) -> dict[int, list[Recorded]]:
+    """Two stages of two dense layers; each keeps two inputs and two outputs of tanh."""
+    model = Model([Layer("first", Dense, ("x",), ("h",)), *(Layer(f"dense{i}", Dense) for i in range(3)),
+                   Layer("loss", Total, outputs=("loss",))], batch=("x",))
+    pipe = Pipeline(model, partition=[2, 3], schedule=schedule, microbatches=2, recompute=recompute,
+                    optimizer=lambda own: torch.optim.SGD(own, lr=0.1))
+    recorders = pipe.engine.record()
+    list(pipe.train([{"x": torch.randn(2 * SAMPLES, WIDTH)}]))
+    return {rank: actions(recorder.take()) for rank, recorder in recorders.items()}
+
+
+def held(notes: Sequence[Recorded], *texts: str) -> list[int]:
+    by_text = {f"{note.stage}{note.op.value}{note.number}": note.held_bytes for note in notes}
+    return [by_text[text] // TENSOR if by_text[text] % TENSOR == 0 else -1 for text in texts]
+
+
+def test_what_is_held_is_what_the_graphs_keep() -> None:
+    """By hand. The first layer's input is the batch's field, whose storage is the whole batch: it counts as its own
+    half of it."""
+    notes = dense_notes("gpipe", 0.0)
+    assert held(notes[0], "0F0", "0F1", "0B0", "0B1") == [4, 8, 4, 0]
+    assert held(notes[1], "1F0", "1F1", "1B0", "1B1") == [4, 8, 4, 0]
+
+
+def test_recomputed_layers_hold_their_input_until_they_are_recomputed() -> None:
+    notes = dense_notes("gpipe", [[0, 1], [3]])
+    assert held(notes[0], "0F0", "0F1", "0R0", "0B0", "0R1", "0B1") == [1, 2, 5, 1, 4, 0]
+    # The stage's input, tanh of layer 2, the input of 3, the input of the loss (which needs none of it).
+    assert held(notes[1], "1F0", "1F1", "1R0", "1B0", "1R1", "1B1") == [4, 8, 9, 4, 5, 0]
+
+
+def test_between_the_halves_the_inputs_and_the_gradients_of_the_linear_layers_wait() -> None:
+    notes = dense_notes("zb_h1", 0.0)
+    assert held(notes[1], "1F0", "1I0", "1W0")[:2] == [4, 4]
+    assert notes[1][-1].held_bytes == 0
+    assert held(notes[0], "0F0", "0F1", "0I0") == [4, 8, 8], "the batch's field still counts as half of its storage"
+
+
+def test_the_weights_do_not_count_in_activations_but_for_themselves() -> None:
+    pipe = Pipeline(rich_model(), schedule="pipedream", stages=2, microbatches=2,
+                    optimizer=lambda own: torch.optim.Adam(own, lr=1e-2))
+    recorders = pipe.engine.record()
+    assert recorders[0].static_bytes() == recorders[0].weight_bytes()  # gradients; no optimizer state yet
+    list(pipe.train(rich_batches(1, 4)))
+    for rank, recorder in recorders.items():
+        stage = pipe.engine.workers[rank].stages[rank]
+        own = sum(p.nbytes for p in stage.weights.masters.values())
+        borrowed = sum(p.nbytes for weights in stage.borrowed.values() for p in weights.leaves())
+        assert (borrowed > 0) == (rank == 1)
+        assert recorder.weight_bytes() == {rank: own + borrowed}
+        counters = 4 * len(stage.weights.names)  # of steps, which Adam keeps per parameter
+        assert recorder.static_bytes() == {rank: 3 * own + borrowed + counters}
+
+
+def test_only_the_first_actions_are_recorded() -> None:
+    setting: dict[str, Any] = {"schedule": "pipedream", "stages": 3}
+    pipe = Pipeline(rich_model(), microbatches=4, optimizer=lambda own: torch.optim.AdamW(own, lr=1e-2), **setting)
+    recorders = pipe.engine.record(limit=50)
+    losses = [step.loss for step in pipe.train(rich_batches(2, 8, lengths=(6, 5)))]
+    assert losses == trained(record=False, **setting)[0][:len(losses)]
+    for recorder in recorders.values():
+        assert recorder.full
+        assert (recorder.count, recorder.waiting, len(recorder.take()), recorder.waiting) == (50, 50, 50, 0)
+
+
+def test_what_a_layer_saves_under_hooks_of_its_own_is_theirs() -> None:
+    """A checkpoint inside a layer: what it would save is not kept, and is not counted."""
+    assert kept.merely_counted()
+    count = kept.Kept()
+    layer = RawMatmul()
+    x = torch.randn(3, 12, requires_grad=True)
+    with count.watching():
+        assert kept.merely_counted()
+        with torch.autograd.graph.save_on_cpu():
+            assert not kept.merely_counted()
+            layer(x)
+        assert not count.saved()
+        output = layer(x)
+    assert len(count.saved()) == 4  # x, the weight, what tanh made, the mask of the dropout
+    del output
+    assert len(count.saved()) == 2, "what nobody keeps any more does not count"
+
+
+def test_notes_are_lines_of_json() -> None:
+    note = Recorded(Op.FORWARD, 2, 17, 1.5, 1.75, 0.125, 4096, 3)
+    assert json.loads(str(note)) == ["2F17", 1.5, 1.75, 0.125, 4096, 3]
+    assert json.loads(str(Evaluated(1.5, 2.0))) == {"evaluation": [1.5, 2.0]}

@@ -1,0 +1,164 @@
+"""``vpipe plan`` as a user meets it: explained, written, run again; and what it refuses. Nothing is measured here."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from made_profile import MIB, made_profile
+from small_run import write_config
+
+from vpipe.cli import main
+from vpipe.commands.plan import microbatch_choices, updates_every
+from vpipe.plan.plan import Plan
+from vpipe.plan.profile import Profile
+from vpipe.train.config import load_config
+from vpipe.train.job import Job
+
+Said = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
+    """Ranks and microbatch sizes of which profiles were asked for; they are made up."""
+    asked: list[tuple[int, list[int]]] = []
+
+    def made(job: Job, sizes: Sequence[int], *, again: bool = False) -> dict[int, Profile]:
+        asked.append((job.schedule.ranks, list(sizes)))
+        times = [3.0, *[2.0] * (len(job.model) - 2), 3.0]
+        return {size: made_profile(len(job.model), size, job.schedule.ranks, forward_ms=times, saved=40 * MIB)
+                for size in sizes}
+
+    monkeypatch.setattr("vpipe.commands.profile.profiles_of", made)
+    return asked
+
+
+@pytest.fixture
+def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+         asked: list[tuple[int, list[int]]]) -> Said:
+    """Runs ``vpipe plan c.yaml ...``: status, output, errors."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    write_config(Path())
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        try:
+            status = main(["plan", "c.yaml", *arguments])
+        except SystemExit as exit_:  # argparse
+            status = exit_.code  # type: ignore[assignment]
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_a_plan_is_explained_written_and_taken_by_a_config(said: Said, asked: list[tuple[int, list[int]]]) -> None:
+    status, out, err = said("--memory", "1GiB", "-o", "plan.json")
+    assert (status, err) == (0, "")
+    assert asked == [(2, [4, 2, 1])], "batches of 8 samples in 4 microbatches, in half and in twice as many"
+    assert out.startswith("bert made: 5 layers on 2 ranks of 1 GiB (--memory)\nplan: ")
+    assert "\nthe config's own" in out
+    assert "\nrecompute: none, all activations fit\n" in out
+    assert out.endswith("plan: plan.json\nrun it: vpipe train c.yaml --set parallel.plan=plan.json\n")
+    plan = Plan.load("plan.json")
+    assert plan.predictions is not None
+    assert f"plan: {plan.schedule}, {len(plan.partition)} stages {list(plan.partition)}, " in out
+    job = Job.of(load_config(Path("c.yaml"), ["parallel.plan=plan.json"]))
+    assert (job.partition, job.recomputed) == (plan.partition, plan.recomputed)
+    assert job.config.training.num_microbatches == plan.microbatches
+
+
+def test_without_a_flush_it_plans_without_one_and_keeps_the_samples_of_an_update(said: Said) -> None:
+    status, out, _ = said("--set", "parallel.schedule=pipedream", "--set", "parallel.update_every=2", "-o", "plan.json")
+    assert status == 0
+    plan = Plan.load("plan.json")
+    assert plan.schedule in ("pipedream", "2bw")
+    assert plan.microbatches is not None
+    assert plan.update_every == plan.microbatches // 2
+    assert "its part of the host's memory" in out
+
+
+def test_a_limit_that_binds_recomputes_and_says_what_would_not(said: Said) -> None:
+    # The weights, gradients and optimizer of five layers take 80 MiB; what they keep of one sample 50 more.
+    _, out, _ = said("--memory", "1GiB")
+    assert "recompute: none" in out
+    status, out, _ = said("--memory", "90MiB", "-o", "plan.json")
+    assert status == 0
+    assert sum(map(len, Plan.load("plan.json").recomputed)) > 0
+    assert re.search(r"^recompute: \d of 5 layers, \d+ % of the computing", out, re.MULTILINE)
+    if found := re.search(r"none from ([\d.]+) MiB per rank on", out.replace("\n  ", " ")):
+        assert said("--memory", f"{found[1]}MiB", "-o", "plan.json")[0] == 0
+        assert not any(Plan.load("plan.json").recomputed)
+
+
+def test_what_nothing_fits_is_refused_and_what_is_said_to_fit_does(said: Said) -> None:
+    status, out, err = said("--memory", "20MiB", "-o", "plan.json")
+    assert (status, out) == (2, "")
+    assert err.startswith("error: no plan fits into 20 MiB per rank: ")
+    assert not Path("plan.json").exists()
+    found = re.search(r"hint: allow ([\d.]+ MiB) or more per rank", err)
+    assert found is not None
+    assert said("--memory", found[1])[0] == 0
+
+
+def test_for_other_ranks(said: Said, asked: list[tuple[int, list[int]]]) -> None:
+    status, out, _ = said("--ranks", "3", "-o", "plan.json")
+    assert status == 0
+    assert [ranks for ranks, _ in asked] == [3]
+    assert Plan.load("plan.json").ranks == 3
+    assert "the config's own" not in out
+
+
+def test_the_heuristic_of_the_paper(said: Said) -> None:
+    status, out, _ = said("--solver", "vpipe", "--memory", "1GiB")
+    assert status == 0
+    assert "solver: the VPipe paper's; " in out
+
+
+def test_a_choice_of_the_config_that_does_not_fit_is_said_to(said: Said) -> None:
+    _, out, _ = said("--memory", "90MiB", "--set", "training.num_microbatches=2", "--set", "parallel.schedule=gpipe")
+    assert re.search(r"^the config's own: [\d.,]+ samples/s, but a rank would hold [\d.]+ MiB$", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("arguments", "what", "hint"), [
+    (["--memory", "0"], "--memory is 0", "give more than nothing"),
+    (["--memory", "abc"], "--memory is 'abc', which is no amount of memory", "write bytes with a unit"),
+    (["--memory", "8G"], "--memory is '8G', which may be GB (of 1000s) or GiB (of 1024s)", "write 8GiB or 8GB"),
+    (["--ranks", "0"], "--ranks is 0", "plan for 1 rank or more"),
+    (["--ranks", "6"], "--ranks is 6, but the model has only 5 layers", "use 5 ranks at most"),
+    (["-o", "no/where.json"], "cannot write 'no/where.json': it is in no folder", "name a file in a folder that"),
+    (["-o", "."], "cannot write '.': it is a folder", "name a file in a folder that exists as -o"),
+    (["--solver", "vpip"], "vpipe plan has no --solver 'vpip'", "did you mean 'vpipe'?")])
+def test_what_is_refused_before_anything_is_measured(said: Said, asked: list[tuple[int, list[int]]],
+                                                     arguments: list[str], what: str, hint: str) -> None:
+    status, out, err = said(*arguments)
+    assert (status, out, asked) == (2, "", [])
+    assert f"error: {what}" in err
+    assert f"hint: {hint}" in err
+
+
+def test_it_starts_its_ranks_itself(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert said()[2].startswith("error: vpipe plan is one of 2 processes, but it starts its ranks itself\nhint: run it")
+
+
+@pytest.mark.parametrize(("schedule", "every", "count", "samples", "tried", "updates"), [
+    ("1f1b", None, 4, 8, [2, 4, 8], {}), ("1f1b", None, 1, 8, [1, 2, 4], {}), ("1f1b", None, 3, 6, [1, 3, 6], {}),
+    ("pipedream", 1, 1, 8, [1, 2, 4], {1: 1, 2: 2, 4: 4}), ("pipedream", 1, 4, 8, [4, 8], {4: 1, 8: 2}),
+    ("pipedream", 2, 4, 16, [2, 4, 8, 16], {2: 1, 4: 2, 8: 4, 16: 8})])
+def test_the_numbers_of_microbatches_that_are_tried(tmp_path: Path, schedule: str, every: int | None, count: int,
+                                                    samples: int, tried: list[int], updates: dict[int, int]) -> None:
+    config = load_config(write_config(tmp_path, parallel__schedule=schedule, parallel__update_every=every,
+                                      training__num_microbatches=count, dataset__batch_size=samples))
+    assert microbatch_choices(config) == tried
+    assert updates_every(config, tried) == updates
+
+
+def test_a_plan_is_valid_json_with_the_keys_of_vpipe(said: Said) -> None:
+    assert said("-o", "plan.json")[0] == 0
+    content = json.loads(Path("plan.json").read_text())
+    assert sum(content["partition"]) == 5
+    assert len(content["recompute_ratio"]) == len(content["partition"])
+    assert content["predictions"]["stages"][0]["memory"]["weights"] >= 4 * MIB

@@ -1,0 +1,131 @@
+"""Planning when a run starts: what is planned, what stays, what the run leaves behind, and when nothing fits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_run import check_updates, job_of, losses, oracle
+
+from vpipe.errors import PlanningError, RunError, UserError
+from vpipe.launch.failure import first_failure, write_report
+from vpipe.launch.machine import ranks_of
+from vpipe.plan.plan import Plan
+from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds, TensorBytes
+from vpipe.train.config import load_config
+from vpipe.train.job import Job
+from vpipe.train.loop import train
+from vpipe.train.planning import memory_limit, planned, request_of
+from vpipe.train.report import headline
+
+
+def profile_of(seconds: tuple[float, ...]) -> Profile:
+    """Of five layers that take so long forward, twice as long backward, and keep 1 MB each."""
+    def layer(number: int, s: float) -> LayerProfile:
+        time = Seconds(s)
+        return LayerProfile(
+            f"layer{number}", time, Seconds(2 * s), time, time, time, Seconds(1e-6), 1000, 2000,
+            ("input_ids",) if number == 0 else ("h",), (TensorBytes("loss" if number == 4 else "h", 1000, True),),
+            1_000_000, (), 1000, 100, {}, 10**6, number)
+
+    identity = Identity("m", "bert tiny", 5, 2, "adamw", "a processor", 1, 2, "gloo", "2")
+    return Profile(identity, tuple(layer(i, s) for i, s in enumerate(seconds)), {"input_ids": 1000},
+                   LinkProfile(1e-5, 1e9), device_bytes=80_000_000)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The sizes of microbatches that were asked for; the first layer takes as long as the other four."""
+    asked: list[list[int]] = []
+
+    def profile_job(job: Job, sizes: list[int], **_: Any) -> dict[int, Profile]:
+        asked.append(sizes)
+        return {size: profile_of((0.04, 0.01, 0.01, 0.01, 0.01)) for size in sizes}
+
+    monkeypatch.setattr("vpipe.train.planning.profile_job", profile_job)
+    return asked
+
+
+def auto(tmp_path: Path, **changes: Any) -> Job:
+    return job_of(tmp_path, **{"parallel__partition": "auto", **changes})
+
+
+def test_what_is_to_be_planned_has_a_stand_in_with_the_same_ranks(tmp_path: Path) -> None:
+    job = auto(tmp_path, parallel__schedule="auto", parallel__recompute="auto", parallel__data_parallel_size=2)
+    assert job.config.parallel.to_plan == ("partition", "recompute", "schedule")
+    assert (job.partition, job.recomputed, job.placement) == ((1, 4), (frozenset(), frozenset()), ((0, 1), (2, 3)))
+    assert job.config.parallel.partition == job.config.parallel.recompute == job.config.parallel.schedule == "auto"
+    assert ranks_of(job.config) == 4
+    assert headline(job) == "bert: 5 layers in 2 stages, partition, recompute, schedule to be planned, 4 processes"
+
+
+def test_one_stage_can_be_cut_in_one_way_only(tmp_path: Path) -> None:
+    job = auto(tmp_path, parallel__model_parallel_size=1)
+    assert (job.config.parallel.to_plan, job.config.parallel.partition) == ((), (5,))
+
+
+def test_the_partition_alone(tmp_path: Path, measured: list[list[int]]) -> None:
+    job = auto(tmp_path, parallel__stage_to_rank_map={"0": [1], "1": [0]}, parallel__recompute=0.5)
+    asked = request_of(job, {4: profile_of((0.01,) * 5)})
+    assert (asked.schedules, asked.placement, asked.recompute, asked.partition) == (("1f1b",), ((1,), (0,)), 0.5, None)
+    found = planned(job, tmp_path)
+    assert measured == [[2]]
+    assert (found.partition, found.config.parallel.schedule, found.placement) == ((1, 4), "1f1b", ((1,), (0,)))
+    assert found.recomputed == (frozenset(), {3, 4}), "half of the stage, whatever its layers are"
+    assert found.plan is not None
+    assert found.plan.predictions is not None
+
+
+def test_a_stream_is_planned_as_one(tmp_path: Path, measured: list[list[int]]) -> None:
+    found = planned(auto(tmp_path, parallel__schedule="pipedream", parallel__update_every=2), tmp_path)
+    assert (found.config.parallel.schedule, found.schedule.update_every, found.partition) == ("pipedream", 2, (1, 4))
+
+
+def test_recompute_is_what_the_memory_asks_for(tmp_path: Path, measured: list[list[int]]) -> None:
+    def recomputed(memory: str | None) -> int:
+        job = job_of(tmp_path, parallel__partition=[3, 2], parallel__recompute="auto", parallel__memory=memory)
+        return sum(map(len, planned(job, tmp_path).recomputed))
+
+    assert recomputed("100MB") == 0
+    assert recomputed("5MB") > 0
+
+
+def test_the_run_is_what_was_planned_and_says_so(tmp_path: Path, measured: list[list[int]],
+                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    job = auto(tmp_path, parallel__schedule="auto", parallel__recompute="auto")
+    train(job, tmp_path)
+    check_updates(tmp_path, 4)
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("planned in ")]
+    config, plan = load_config(tmp_path / "config.yaml"), Plan.load(tmp_path / "plan.json")
+    assert config.parallel.to_plan == ()
+    assert (config.parallel.partition, config.parallel.schedule) == (plan.partition, plan.schedule)
+    assert f"stages of {list(plan.partition)} layers" in line
+    assert f"schedule {plan.schedule}; expected are " in line
+    assert Profile.load(tmp_path / "profile.json").identity.digest == plan.profile
+    assert losses(tmp_path) == oracle(Job.of(config), 4).losses
+
+
+def test_what_is_said_in_full_is_not_measured(tmp_path: Path, measured: list[list[int]]) -> None:
+    train(job_of(tmp_path), tmp_path)
+    assert measured == []
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_the_memory_of_a_rank(tmp_path: Path) -> None:
+    profile = profile_of((0.01,) * 5)
+    assert memory_limit(job_of(tmp_path).config, profile) == 40_000_000, "two ranks of a host share what it has"
+    assert memory_limit(job_of(tmp_path, parallel__memory="1MiB").config, profile) == 2**20
+
+
+def test_when_nothing_fits_every_rank_says_the_same_and_the_user_hears_it_once(
+        tmp_path: Path, measured: list[list[int]]) -> None:
+    with pytest.raises(PlanningError, match=r"no plan fits into 97\.7 KiB per rank") as error:
+        planned(auto(tmp_path, parallel__recompute="auto", parallel__memory="100kB"), tmp_path)
+    for rank in (0, 1):
+        write_report(tmp_path, rank, error.value)
+    told = first_failure({0: 2, 1: 2}, [], tmp_path, lambda rank: f"rank {rank}")
+    assert isinstance(told, UserError)
+    assert str(told) == str(error.value)
+    write_report(tmp_path, 1, UserError("other", hint="no plan"))
+    assert isinstance(first_failure({1: 2}, [], tmp_path, lambda rank: f"rank {rank}"), RunError)

@@ -1,0 +1,47 @@
+"""``vpipe compare``: systems or schedules in the same processes, taking turns."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import replace
+
+from vpipe.compare.ask import Ask
+from vpipe.errors import UserError
+from vpipe.launch.folder import make_run_folder
+from vpipe.launch.local import run_ranks
+from vpipe.launch.machine import check_gpus, hosts_of, ranks_of
+from vpipe.launch.network import free_port
+from vpipe.launch.ranks import ranks_here
+from vpipe.train.config import load_config
+
+
+def run_compare(options: argparse.Namespace) -> None:
+    """Start the ranks of the config on this host; they measure, plan, and take turns.
+
+    Raises:
+        VpipeError: what was asked, the config or the run is at fault.
+    """
+    ask = Ask.of(options.systems, options.schedules, options.memory)
+    config = load_config(options.config, options.settings, options.scheduler)
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError(f"vpipe compare is one of {os.environ['WORLD_SIZE']} processes, but it starts its ranks itself",
+                        hint="run it alone, without torchrun or srun")
+    hosts = hosts_of(config)
+    if hosts is not None and hosts.others:
+        raise UserError(f"vpipe compare runs on this host alone, but machines names {len(hosts.others)} more",
+                        hint="leave machines out, or name this host only")
+    free_port(config.parallel.master_port)
+    if config.parallel.backend == "nccl":
+        check_gpus(config, range(ranks_of(config)) if hosts is None else hosts.on(None).values())
+    from vpipe.train.job import Job  # torch is slow to import: only when the config is worth it
+
+    job = Job.of(config)
+    here = replace(ranks_here(job.config, hosts, job.schedule.ranks, free_port(config.parallel.master_port)),
+                   task=("compare", *ask.words()))
+    folder = make_run_folder(job.config.log_directory, job.config.resolved_yaml())
+    print(f"run folder: {folder}", flush=True)
+    try:
+        run_ranks(here, folder, job.describe)
+    finally:
+        print(f"run folder: {folder}", flush=True)

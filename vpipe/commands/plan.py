@@ -1,0 +1,165 @@
+"""``vpipe plan``: the fastest way to run a config within the memory of its ranks, explained."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from vpipe.draw.explain import Explained
+from vpipe.draw.plan_table import peak_bytes, predicted
+from vpipe.errors import UserError, counted
+from vpipe.launch.machine import ranks_of
+from vpipe.plan.plan import Plan
+from vpipe.plan.predict import predict
+from vpipe.plan.profile import Profile
+from vpipe.plan.recompute import recomputed_layers
+from vpipe.plan.solve import ASYNCHRONOUS, SYNCHRONOUS, Alternative, Request, Solution, solve
+from vpipe.schedules.arrange import is_file
+from vpipe.sizes import parse_size, size_text
+from vpipe.train.config import Config, load_config
+from vpipe.train.parallel import AUTO
+
+PIPE_COLUMNS = 200
+"""Width of what goes to a file or a pipe."""
+
+MANY = 300
+"""Layers times ranks from which on the search takes seconds."""
+
+
+def run_plan(options: argparse.Namespace) -> None:
+    """Measure what is not measured yet, search, explain, and write the plan.
+
+    Raises:
+        UserError: nothing fits the memory, or an option is wrong.
+    """
+    memory_bytes = None if options.memory is None else parse_size(options.memory, "--memory")
+    _check(options.ranks, options.output)
+    config = load_config(options.config, options.settings, options.scheduler)
+    own_ranks = ranks_of(config)
+    ranks = own_ranks if options.ranks is None else options.ranks
+
+    # torch is slow to import: only when the config is worth it.
+    from vpipe.commands.profile import profiles_of
+    from vpipe.train.job import Job
+
+    job = Job.of(config)
+    if ranks != own_ranks:
+        if ranks > len(job.model):
+            raise UserError(f"--ranks is {ranks}, but the model has only {counted(len(job.model), 'layer')}",
+                            hint=f"use {len(job.model)} ranks at most")
+        job = Job.of(with_ranks(config, ranks))
+    profiles = profiles_of(job, [config.dataset.batch_size // count for count in microbatch_choices(job.config)])
+    by_count = {config.dataset.batch_size // size: profile for size, profile in profiles.items()}
+    limit_bytes, limit_from = limit_of(memory_bytes, config, next(iter(by_count.values())))
+    request = Request(by_count, ranks, limit_bytes,
+                      ASYNCHRONOUS if job.config.parallel.asynchronous else SYNCHRONOUS,
+                      updates_every(job.config, by_count), solver=options.solver)
+    if len(job.model) * ranks >= MANY:
+        print(f"searching: {len(job.model)} layers on {ranks} ranks", file=sys.stderr, flush=True)
+    solution = solve(request)
+    own = own_choice(job.config, job.partition, job.placement, by_count, limit_bytes) if ranks == own_ranks else None
+    print(explained(solution, request, limit_from, own).text(shutil.get_terminal_size((PIPE_COLUMNS, 24)).columns))
+    _keep(solution.plan, options)
+
+
+def _check(ranks: int | None, output: Path | None) -> None:
+    """What is found out before anything is measured."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError(f"vpipe plan is one of {os.environ['WORLD_SIZE']} processes, but it starts its ranks itself",
+                        hint="run it alone, without torchrun or srun")
+    if ranks is not None and ranks < 1:
+        raise UserError(f"--ranks is {ranks}", hint="plan for 1 rank or more")
+    if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
+        raise UserError(f"cannot write '{output}': it is {'a folder' if output.is_dir() else 'in no folder'}",
+                        hint="name a file in a folder that exists as -o")
+
+
+def with_ranks(config: Config, ranks: int) -> Config:
+    """A config of so many ranks, a stage on each, with a schedule of the same kind: to be measured, not to be run."""
+    kind = ASYNCHRONOUS if config.parallel.asynchronous else SYNCHRONOUS
+    return config.with_parallel(
+        model_parallel_size=ranks, schedule="pipedream" if kind is ASYNCHRONOUS else "1f1b", partition=AUTO,
+        recompute=0.0, stage_to_rank_map=None, data_parallel_size=1, chunks=None, compress="none", warmup_depth=None,
+        plan=None)
+
+
+def microbatch_choices(config: Config) -> list[int]:
+    """The numbers of microbatches that are tried: the config's, half, twice and four times as many.
+
+    Without a flush an update keeps its samples, so they must be whole microbatches.
+    """
+    own, samples = config.training.num_microbatches, config.dataset.batch_size
+    every = (config.parallel.update_every or 1) if config.parallel.asynchronous else own
+    return [count for count in (own // 2, own, 2 * own, 4 * own)
+            if count and samples % count == 0 and every * count % own == 0]
+
+
+def updates_every(config: Config, counts: Iterable[int]) -> dict[int, int | None]:
+    """Microbatches per update and replica by number of microbatches: always as many samples. None with a flush."""
+    if not config.parallel.asynchronous:
+        return {}
+    every, own = config.parallel.update_every or 1, config.training.num_microbatches
+    return {count: every * count // own for count in counts}
+
+
+def limit_of(memory_bytes: int | None, config: Config, profile: Profile) -> tuple[int | None, str]:
+    """What a rank may hold, None where nobody knows, and who says so: the command line, the config, or the device."""
+    from vpipe.train.planning import memory_limit
+
+    if memory_bytes is not None:
+        return memory_bytes, "--memory"
+    return memory_limit(config, profile), "parallel.memory" if config.parallel.memory is not None else (
+        "its device" if config.parallel.backend == "nccl" else "its part of the host's memory")
+
+
+def own_choice(config: Config, partition: tuple[int, ...], placement: tuple[tuple[int, ...], ...],
+               profiles: Mapping[int, Profile], limit_bytes: int | None) -> Alternative | None:
+    """What the config itself says, where it says all of it."""
+    parallel, name = config.parallel, "the config's own"
+    if parallel.to_plan or is_file(parallel.schedule) or isinstance(parallel.recompute, str):
+        return None
+    layers = tuple(tuple(sorted(own)) for own in recomputed_layers(parallel.recompute, partition))
+    count = config.training.num_microbatches
+    plan = Plan(partition, stage_to_rank_map=placement, schedule=parallel.schedule, recompute_layers=layers,
+                microbatches=count, update_every=parallel.update_every)
+    plan = replace(plan, predictions=predict(profiles[count], plan).prediction)
+    peak, seconds = peak_bytes(plan), predicted(plan).seconds_per_sample
+    if limit_bytes is not None and peak > limit_bytes:
+        return Alternative(name, None, None, True, f"{1 / seconds:.3g} samples/s, but a rank would hold "
+                           f"{size_text(peak, up=True)}")
+    return Alternative(name, plan, seconds, True)
+
+
+def explained(solution: Solution, request: Request, limit_from: str, own: Alternative | None) -> Explained:
+    """A solution with what is said of it."""
+    free = None
+    if (free_bytes := solution.limit_without_recompute_bytes) is not None:
+        plan = solve(replace(request, memory_bytes=free_bytes)).plan
+        free = None if any(plan.recomputed) else (free_bytes, plan)
+    kind = "exact" if solution.exact else "the VPipe paper's" if request.solver == "vpipe" else "not exact"
+    said = (f"{kind}; {counted(solution.considered, 'choice')} of schedule, microbatches and replicas in "
+            f"{solution.seconds:.1f} s")
+    count = solution.plan.microbatches
+    assert count is not None, "a solver chooses it"
+    return Explained(solution.plan, request.profiles[count], request.memory_bytes, limit_from,
+                     said + (f" ({solution.note})" if solution.note else ""),
+                     [*([own] if own is not None else []), *solution.alternatives], free)
+
+
+def _keep(plan: Plan, options: argparse.Namespace) -> None:
+    """Write the plan, and say how it is run."""
+    config, output = options.config, options.output
+    if output is None:
+        print(f"-o plan.json writes this plan; vpipe train {config} --set parallel.plan=plan.json runs it")
+        return
+    try:
+        plan.save(output)
+    except OSError as error:
+        raise UserError(f"cannot write '{output}': {error.strerror}",
+                        hint="name a file in a folder that can be written as -o") from None
+    print(f"plan: {output}\nrun it: vpipe train {config} --set parallel.plan={output}")

@@ -1,0 +1,169 @@
+"""``vpipe profile``: what every layer takes and keeps, measured by the ranks of a config."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vpipe.draw.table import table
+from vpipe.errors import UserError, VpipeError, counted
+from vpipe.launch import local
+from vpipe.launch.folder import CONFIG
+from vpipe.launch.machine import check_gpus, hosts_of
+from vpipe.launch.network import free_port
+from vpipe.launch.ranks import ranks_here
+from vpipe.plan.held import Held
+from vpipe.plan.profile import LinkProfile, Profile, Seconds
+from vpipe.sizes import size_text
+from vpipe.train.config import load_config
+
+if TYPE_CHECKING:
+    from vpipe.train.job import Job
+
+NOISY = 0.1
+"""A spread above this is marked."""
+
+_COLUMNS = (("forward", "forward"), ("backward", "backward"), ("input half", "input_half"),
+            ("weight half", "weight_half"), ("recompute", "recompute"), ("step", "step"))
+
+
+def run_profile(options: argparse.Namespace) -> None:
+    """Measure, or take what was measured before; print it.
+
+    Raises:
+        VpipeError: the config is at fault, or a rank failed.
+    """
+    if options.output is not None and (options.output.is_dir() or not options.output.absolute().parent.is_dir()):
+        raise UserError(f"cannot write '{options.output}': it is "
+                        f"{'a folder' if options.output.is_dir() else 'in no folder'}",
+                        hint="name a file in a folder that exists as -o")
+    config = load_config(options.config, options.settings, options.scheduler)
+    free_port(config.parallel.master_port)
+    # torch is slow to import: only when the config is worth it.
+    from vpipe.profiling.cache import path_of
+    from vpipe.train.job import Job
+
+    job = Job.of(config)
+    size = job.config.microbatch_size
+    profile = profiles_of(job, [size], again=options.again)[size]
+    print(described(profile))
+    kept = path_of(profile.identity, config.dataset.cache_directory)
+    if kept.exists():
+        print(f"kept in {kept}")
+    if options.output is not None:
+        profile.save(options.output)
+        print(f"written to {options.output}")
+
+
+def profiles_of(job: Job, sizes: Sequence[int], *, again: bool = False) -> dict[int, Profile]:
+    """Profiles of a job by samples per microbatch: from the cache, or measured by the job's ranks, started for that.
+
+    Args:
+        again: measure whatever the cache holds.
+
+    Raises:
+        VpipeError: the ranks would be on several hosts, or one failed.
+    """
+    from vpipe.profiling.cache import cached
+    from vpipe.train.profiled import file_of, identities_of
+
+    config = job.config
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError(f"this is one of {os.environ['WORLD_SIZE']} processes, but measuring starts its ranks itself",
+                        hint="run it alone, without torchrun or srun; or let the run measure, with partition: auto")
+    hosts = hosts_of(config)
+    if hosts is not None and hosts.others:
+        raise UserError(f"ranks are measured on this host alone, but machines names {len(hosts.others)} more",
+                        hint="let the run measure: set parallel.partition to auto and start it with vpipe train")
+    ranks = job.schedule.ranks
+    found: dict[int, Profile] = {}
+    if config.parallel.backend == "gloo" and not again:  # of a GPU only its ranks know the name
+        for size, identity in zip(sizes, identities_of(job, sizes, ranks), strict=True):
+            profile = cached(identity, config.dataset.cache_directory)
+            if profile is not None:
+                found[size] = profile
+    missing = [size for size in sizes if size not in found]
+    if not missing:
+        return found
+    if config.parallel.backend == "nccl":
+        check_gpus(config, range(ranks) if hosts is None else hosts.on(None).values())
+    print(f"measuring {config.model.name} on {counted(ranks, 'rank')}, microbatches of "
+          f"{', '.join(map(str, missing))} samples", file=sys.stderr, flush=True)
+    here = replace(ranks_here(config, hosts, ranks, free_port(config.parallel.master_port)),
+                   task=("profile", *map(str, missing), *(["again"] if again else [])))
+    folder = Path(tempfile.mkdtemp(prefix="vpipe-profile-"))
+    (folder / CONFIG).write_text(config.resolved_yaml())
+    failed = False
+    try:
+        local.run_ranks(here, folder, job.describe)
+        found |= {size: Profile.load(folder / file_of(size)) for size in missing}
+    except VpipeError:
+        failed = True
+        print(f"logs of the ranks: {folder}", file=sys.stderr, flush=True)
+        raise
+    finally:
+        if not failed:
+            shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def described(profile: Profile) -> str:
+    """A row per distinct layer, the links, the device."""
+    identity, held = profile.identity, Held(profile)
+    kinds: dict[int, list[int]] = {}
+    for number, layer in enumerate(profile.layers):
+        kinds.setdefault(layer.like, []).append(number)
+    rows = []
+    for first, numbers in kinds.items():
+        layer = profile.layers[first]
+        rows.append([layer.name + (f" x {len(numbers)}" if len(numbers) > 1 else ""),
+                     *(_time(getattr(layer, figure)) for _, figure in _COLUMNS),
+                     size_text(held.kept(range(first, first + 1))), size_text(layer.parameter_bytes),
+                     size_text(layer.optimizer_bytes)])
+    head = ["layer", *(title for title, _ in _COLUMNS), "kept", "weights", "optimizer"]
+    noisy = max(getattr(layer, figure).spread for layer in profile.layers for _, figure in _COLUMNS
+                if getattr(layer, figure).median > profile.dispatch_s)
+    lines = [f"{identity.model_name}: {counted(identity.layers, 'layer')}, {len(kinds)} distinct; microbatches of "
+             f"{counted(identity.microbatch_size, 'sample')}, {identity.optimizer}",
+             f"{identity.device}, {counted(identity.threads, 'thread')} per rank, "
+             f"{counted(identity.ranks_per_host, 'rank')} on a host busy at the same time, torch {identity.torch}", "",
+             *table(head, rows, left=1), "",
+             "times of one microbatch in ms, ± half the distance of the quartiles; kept: for backward, by a stage of "
+             "this layer alone"]
+    if noisy > NOISY:
+        lines.append(f"* spreads above {NOISY:.0%}: the machine did something else as well; --again measures anew")
+    lines += [f"equal layers differ by {profile.checked:.1%} at most", *_links(profile), _device(profile)]
+    return "\n".join(lines)
+
+
+def _time(seconds: Seconds) -> str:
+    digits = 1 if seconds.median >= 0.01 else 2 if seconds.median >= 0.001 else 3
+    return f"{1e3 * seconds.median:.{digits}f} ±{seconds.spread:4.0%}{'*' if seconds.spread > NOISY else ' '}"
+
+
+def _links(profile: Profile) -> Iterator[str]:
+    if profile.identity.ranks_per_host == 1 and not profile.links:
+        yield f"one rank alone: tensors change hands in memory, {profile.default_link.bytes_per_s / 1e9:.1f} GB/s"
+        return
+    yield f"between two ranks: {_link(profile.default_link)}"
+    shown = [(ends, link) for ends, link in sorted(profile.links.items()) if ends[0] < ends[1]]
+    if len(shown) > 1:
+        slowest, link = max(shown, key=lambda item: item[1].latency_s + 1e6 / item[1].bytes_per_s)
+        yield f"slowest, rank {slowest[0]} to {slowest[1]}: {_link(link)}"
+
+
+def _link(link: LinkProfile) -> str:
+    return f"{1e3 * link.latency_s:.2f} ms, then {link.bytes_per_s / 1e9:.2f} GB/s (± {link.spread:.0%})"
+
+
+def _device(profile: Profile) -> str:
+    shared = "" if profile.cores is None else f"; {counted(profile.cores, 'rank')} of a host can compute at once"
+    return (f"matrices at {profile.peak_flops_per_s / 1e9:,.0f} GFLOP/s, {size_text(profile.device_bytes)} of memory"
+            f"{shared}; {1e6 * profile.dispatch_s:.0f} µs per action; measured in {profile.took_s:.0f} s")

@@ -1,0 +1,77 @@
+"""Who takes part: from what was asked, and what was measured, to plans; and then the comparison."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from vpipe.compare.ask import Ask
+from vpipe.compare.entry import Entry, Field
+from vpipe.compare.fitting import Fitted, fit, microbatch_counts
+from vpipe.compare.plain import of_schedules
+from vpipe.compare.systems import systems_named
+from vpipe.compare.world import compare
+from vpipe.errors import UserError
+from vpipe.plan.profile import Profile
+from vpipe.profiling.world import World
+from vpipe.sizes import size_text
+from vpipe.train.job import Job
+from vpipe.train.planning import memory_limit
+from vpipe.train.profiled import profile_job
+
+Say = Callable[[str], None]
+
+
+def take_part(job: Job, folder: Path, words: Sequence[str]) -> None:
+    """A rank's task: what was asked comes as ``words``, see :class:`~vpipe.compare.ask.Ask`."""
+    ask = Ask.of_words(words)
+
+    def enter(world: World) -> Field:
+        def say(line: str) -> None:
+            if world.rank == 0:
+                print(line, file=sys.stderr, flush=True)
+
+        return field_of(job, ask, world, say)
+
+    compare(job, folder, enter)
+
+
+def field_of(job: Job, ask: Ask, world: World, say: Say) -> Field:
+    """The field. Every rank of the world calls this, since layers are measured together; rank 0's answer counts."""
+    if ask.schedules:
+        return of_schedules(job, ask.schedules)
+    batch = job.config.dataset.batch_size
+    sizes = {count: batch // count for count in microbatch_counts(batch)}
+    profiles = profile_job(job, list(sizes.values()), say=say)
+    if world.rank:
+        return Field((), {}, None)  # planning takes the cores that rank 0 plans on
+    by_count = {count: profiles[size] for count, size in sizes.items()}
+    memory = ask.memory_bytes
+    if memory is None:
+        memory = memory_limit(job.config, by_count[min(by_count)])
+    return of_systems(ask.systems, by_count, job.schedule.ranks, memory, say)
+
+
+def of_systems(names: Sequence[str], profiles: Mapping[int, Profile], ranks: int, memory_bytes: int | None,
+               say: Say) -> Field:
+    """Systems, each with the plan that is best for it within the memory."""
+    entries, refused = [], {}
+    for system in systems_named(",".join(names)):
+        try:
+            fitted = fit(system, profiles, ranks, memory_bytes)
+        except UserError as error:
+            refused[system.name] = error.problems[0].what
+            say(f"{system.name}: does not fit: {refused[system.name]}")
+            continue
+        say(f"{system.name}: {_says(fitted)}")
+        entries.append(Entry(system.name, system.words, fitted.plan))
+    return Field(tuple(entries), refused, memory_bytes)
+
+
+def _says(fitted: Fitted) -> str:
+    tried = ", ".join(f"{size} " + ("does not fit" if seconds is None else f"{1 / seconds:.1f}/s")
+                      for size, seconds in fitted.seconds_per_sample.items())
+    most = max(stage.memory.peak for stage in fitted.prediction.stages)
+    return (f"microbatches of {fitted.microbatch_size}, {size_text(most)} on the fullest rank (samples per second "
+            f"predicted by microbatch: {tried})")

@@ -1,0 +1,186 @@
+"""One rank's part in a comparison: agree on who takes part, take turns, tell what was measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from vpipe.compare.entry import Entry, Field
+from vpipe.compare.outcome import Comparison, Outcome
+from vpipe.compare.picture import draw
+from vpipe.compare.table import text
+from vpipe.compare.turns import Course, take_turns
+from vpipe.errors import PlanningError, UserError, counted
+from vpipe.launch.world import join_world
+from vpipe.pipeline import Pipeline
+from vpipe.profiling.world import World
+from vpipe.runtime.engine import Step
+from vpipe.runtime.trace import Recorded, Recorder
+from vpipe.train.device import device_of
+from vpipe.train.job import Job
+from vpipe.train.loop import build
+
+RECORDED = 20_000
+"""Actions per rank of which the memory is looked at: what a pipeline holds at most, it holds soon."""
+EVERY_S = 5.0
+"""Between two lines of progress where there is no terminal."""
+FILES = ("comparison.json", "comparison.svg")
+
+
+def compare(job: Job, folder: Path, field_of: Callable[[World], Field]) -> None:
+    """Compare; rank 0 shows progress and the table, and writes ``comparison.json`` and ``comparison.svg``.
+
+    All ranks call this.
+
+    Args:
+        job: the config's; what it says of schedule, partition, recompute and microbatches gives way.
+        field_of: who takes part; called on every rank once they have joined, but rank 0's answer counts.
+
+    Raises:
+        PlanningError: nobody can take part.
+    """
+    config = job.config
+    torch.set_num_threads(config.training.threads)
+    join_world(config.parallel.backend, config.parallel.timeout_s)
+    world = World(device_of(config))
+    field = Field.of_json(world.share(field_of(world).as_json())[0])
+    contenders = []
+    refused = dict(field.refused)
+    for entry in field.entries:
+        try:
+            contenders.append(Contender.of(job, entry))
+        except UserError as error:  # the same on every rank: nothing was sent yet
+            refused[entry.name] = error.problems[0].what
+    if not contenders:
+        raise PlanningError("nobody can take part: " + "; ".join(f"{name}: {why}" for name, why in refused.items()),
+                            hint="give more memory, cut a batch into smaller microbatches, or use more ranks")
+    with _Progress(contenders, world.rank == 0) as progress:
+        take_turns([contender.course for contender in contenders], lambda: None if world.ranks == 1 else dist.barrier(),
+                   perf_counter, progress.show)
+        progress.note("evaluating")
+        losses = [contender.evaluate() for contender in contenders]
+    measured = world.share([contender.measured() for contender in contenders])
+    if world.rank:
+        return
+    outcomes = [contender.outcome(list(chain.from_iterable(ranks)), loss)
+                for contender, ranks, loss in zip(contenders, zip(*measured, strict=True), losses, strict=True)]
+    comparison = Comparison(
+        f"{config.model.name}: {counted(len(job.model), 'layer')} on {counted(job.schedule.ranks, 'rank')}, "
+        f"{counted(config.dataset.batch_size, 'sample')} per update", field.memory_bytes, outcomes, refused)
+    content = (json.dumps(comparison.as_json(), indent=1) + "\n", draw(comparison))
+    for name, written in zip(FILES, content, strict=True):
+        (folder / name).write_text(written)
+    print(text(comparison) + f"picture: {folder / FILES[1]}", flush=True)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One of those that take turns, on this rank."""
+
+    entry: Entry
+    job: Job
+    pipe: Pipeline
+    course: Course
+    recorders: Sequence[Recorder]
+
+    @classmethod
+    def of(cls, job: Job, entry: Entry) -> Contender:
+        """Cut and built; nothing has run yet.
+
+        Raises:
+            UserError: the plan does not fit the job.
+        """
+        own = job.planned(entry.plan)
+        pipe = build(own)
+        course = Course(entry.name, iter(()), own.updates)
+        course.steps = _losses(own, pipe, course)
+        return cls(entry, own, pipe, course, tuple(pipe.engine.record(RECORDED).values()))
+
+    def evaluate(self) -> float:
+        """The loss on held-out batches, after all updates."""
+        return self.pipe.evaluate(self.job.evaluation_batches(_fields(self.pipe)))
+
+    def measured(self) -> list[tuple[int, float]]:
+        """For each rank of this process the bytes that it held at most, and the share of its time that it waited."""
+        return [(_peak_bytes(recorder), recorder.worker.transport.wait_s / self.course.seconds)
+                for recorder in self.recorders]
+
+    def outcome(self, ranks: Sequence[tuple[int, float]], evaluation_loss: float) -> Outcome:
+        """All that is known of it."""
+        plan, job = self.entry.plan, self.job
+        return Outcome(
+            self.entry.name, self.entry.words, self.pipe.schedule, job.partition, tuple(map(len, job.recomputed)),
+            job.config.microbatch_size, job.schedule.rounds.per_step, plan.predictions, tuple(self.course.losses),
+            self.course.counted, tuple(idle for _, idle in ranks), tuple(size for size, _ in ranks), evaluation_loss)
+
+
+def _losses(job: Job, pipe: Pipeline, course: Course) -> Iterator[float]:
+    minutes = job.config.training.max_minutes
+    limit_s = float("inf") if minutes is None else 60 * minutes
+    step: Step
+    for step in pipe.engine.train(job.training_batches(_fields(pipe)), job.updates, lambda: course.seconds > limit_s):
+        yield step.loss
+        if step.stop:
+            break
+    for step in pipe.engine.drain():
+        yield step.loss
+
+
+def _fields(pipe: Pipeline) -> tuple[str, ...]:
+    return tuple(name for stage in pipe.engine.local_stages for name in stage.spec.fields)
+
+
+def _peak_bytes(recorder: Recorder) -> int:
+    """Weights in all their versions, gradients, the optimizer's state, and what was kept for backwards."""
+    weights, held, most = recorder.weight_bytes(), dict.fromkeys(recorder.worker.stages, 1), 0
+    for note in recorder.take():
+        if isinstance(note, Recorded):
+            held[note.stage] = max(1, note.versions)
+            most = max(most, note.held_bytes + sum(held[stage] * size for stage, size in weights.items()))
+    return most + sum(recorder.static_bytes().values())
+
+
+class _Progress:
+    """A bar on a terminal; elsewhere a line every few seconds."""
+
+    def __init__(self, contenders: Sequence[Contender], show: bool) -> None:
+        self._show, self._terminal, self._said = show, sys.stderr.isatty(), perf_counter()
+        self._samples = {c.course.name: c.job.samples_per_update for c in contenders}
+        self._updates = {c.course.name: c.job.updates for c in contenders}
+        self._done = dict.fromkeys(self._samples, 0)
+        known = [updates for updates in self._updates.values() if updates is not None]
+        self._bar = tqdm(total=sum(known) if len(known) == len(contenders) else None, unit="update", file=sys.stderr,
+                         disable=not show or not self._terminal, dynamic_ncols=True,
+                         bar_format="{n_fmt}/{total_fmt} |{bar}| {desc} {elapsed}<{remaining}")
+
+    def show(self, course: Course) -> None:
+        """After a turn."""
+        made, total = len(course.losses), self._updates[course.name]
+        said = (f"{course.name}: {made}{f'/{total}' if total else ''} updates, loss {course.losses[-1]:.3f}, "
+                f"{made * self._samples[course.name] / course.seconds:.1f} samples/s")
+        self._bar.set_description_str(said, refresh=False)
+        self._bar.update(made - self._done[course.name])
+        self._done[course.name] = made
+        if not self._terminal and (course.ended or perf_counter() - self._said > EVERY_S):
+            self.note(said)
+
+    def note(self, line: str) -> None:
+        """A line where there is no bar."""
+        if self._show and not self._terminal:
+            self._said = perf_counter()
+            print(line, file=sys.stderr, flush=True)
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._bar.close()

@@ -1,0 +1,279 @@
+"""A profile: what the layers of a model cost on a device, at one size of microbatch, as they were measured.
+
+Seconds are medians, each with its spread. Bytes are exact: counted, not estimated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vpipe.errors import UserError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """A measured time.
+
+    Attributes:
+        median: in seconds.
+        spread: half the distance between the quartiles, relative to the median.
+    """
+
+    median: float
+    spread: float = 0.0
+
+
+@dataclass(frozen=True)
+class TensorBytes:
+    """A named tensor that a layer writes, or a field of the batch, for one microbatch.
+
+    Attributes:
+        name: as layers call it.
+        bytes: of its storage.
+        wants_gradient: whether a gradient of the same size comes back.
+    """
+
+    name: str
+    bytes: int
+    wants_gradient: bool
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """What one microbatch costs in one layer.
+
+    Attributes:
+        name: of the layer.
+        forward: one forward that keeps a graph.
+        backward: one whole backward.
+        input_half: the half of a split backward that makes the gradients of the inputs.
+        weight_half: the half that makes the gradients of the weights.
+        recompute: a dropped forward again.
+        step: one optimizer step of the layer's own parameters.
+        parameter_bytes: of its own parameters that are trained; a tied one counts where it is owned.
+        optimizer_bytes: of what the optimizer keeps for them.
+        reads: the names of the tensors and batch fields that it reads.
+        writes: the tensors that it writes.
+        saved_bytes: kept for backward by this layer's graph, each storage once, without weights and without what
+            it reads or writes.
+        saves: which of the tensors that it reads or writes its graph keeps: ``"in:h"``, ``"out:h"``.
+        weight_half_bytes: kept between the two halves of a backward, each storage once, without weights.
+        working_bytes: the most that a backward holds for a while on top of what was kept and of gradients of weights.
+        tied: borrowed parameters, in bytes by the number of the layer that owns them.
+        forward_flops: floating-point operations of a forward; a backward takes twice as many.
+        like: the number of the equal layer that was measured in its place; its own where it was measured.
+        frozen_bytes: of its parameters that are not trained, and of its buffers: held once, whatever the versions.
+    """
+
+    name: str
+    forward: Seconds
+    backward: Seconds
+    input_half: Seconds
+    weight_half: Seconds
+    recompute: Seconds
+    step: Seconds
+    parameter_bytes: int
+    optimizer_bytes: int
+    reads: tuple[str, ...]
+    writes: tuple[TensorBytes, ...]
+    saved_bytes: int
+    saves: tuple[str, ...]
+    weight_half_bytes: int
+    working_bytes: int
+    tied: Mapping[int, int]
+    forward_flops: int
+    like: int
+    frozen_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class LinkProfile:
+    """A measured way from rank to rank, one direction: seconds before the first byte arrives, then bytes per second."""
+
+    latency_s: float
+    bytes_per_s: float
+    spread: float = 0.0
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a profile is of; another of any of these needs another profile.
+
+    Attributes:
+        model: a digest of the layers: names, classes, shapes of parameters and tensors.
+        model_name: family and size, for people.
+        layers: how many.
+        microbatch_size: samples.
+        optimizer: its name.
+        device: name of the processor or GPU.
+        threads: of the processor, per rank.
+        ranks_per_host: how many ranks were busy on a host.
+        backend: gloo or nccl.
+        torch: its version.
+    """
+
+    model: str
+    model_name: str
+    layers: int
+    microbatch_size: int
+    optimizer: str
+    device: str
+    threads: int
+    ranks_per_host: int
+    backend: str
+    torch: str
+
+    @property
+    def digest(self) -> str:
+        """Twelve characters that stand for all of it."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """See the top of the page.
+
+    Attributes:
+        identity: what was measured, on what.
+        layers: in order.
+        fields: batch fields: bytes of one microbatch.
+        default_link: between two ranks of one host.
+        links: between certain ranks, where they were measured; by (source, target).
+        cores: how many ranks of a host can compute at once without slowing each other; None where each has a device of
+            its own.
+        dispatch_s: what carrying out one action takes beside what is computed.
+        copy_bytes_per_s: of weights, when an update needs a further version of them: bytes of the version per second.
+        accumulate_bytes_per_s: of gradients of weights that are added to what was accumulated before. ``backward`` and
+            ``weight_half`` hold it; the first microbatch after an update does not need it.
+        device_bytes: memory of a device; on a processor, that of the host.
+        peak_flops_per_s: the most that the device reached in a large product of matrices, one rank alone on its core
+            or device.
+        checked: the largest difference found between a layer and the equal one measured in its place, relative.
+        took_s: how long measuring took.
+    """
+
+    identity: Identity
+    layers: tuple[LayerProfile, ...]
+    fields: Mapping[str, int]
+    default_link: LinkProfile
+    links: Mapping[tuple[int, int], LinkProfile] = field(default_factory=dict)
+    cores: int | None = None
+    dispatch_s: float = 0.0
+    copy_bytes_per_s: float = 0.0
+    accumulate_bytes_per_s: float = 0.0
+    device_bytes: int = 0
+    peak_flops_per_s: float = 0.0
+    checked: float = 0.0
+    took_s: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """What :meth:`of_json` reads."""
+        content = asdict(self)
+        content["links"] = [[source, target, asdict(link)] for (source, target), link in self.links.items()]
+        for layer in content["layers"]:
+            layer["tied"] = {str(owner): size for owner, size in layer["tied"].items()}
+        return {"format": FORMAT, **content}
+
+    @classmethod
+    def of_json(cls, content: Any, where: str | None = None) -> Profile:
+        """The inverse of :meth:`as_json`.
+
+        Args:
+            where: the file that it comes from, for messages.
+
+        Raises:
+            UserError: it is no profile.
+        """
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            found = content.get("format") if isinstance(content, dict) else None
+            raise UserError(f"the profile has format {found!r}, this version reads {FORMAT}", where=where, hint=_MAKE)
+        try:
+            return _profile(content)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(f"the profile is damaged: {type(error).__name__}: {error}", where=where,
+                            hint=_MAKE) from None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON, at once or not at all."""
+        partial = Path(f"{os.fspath(path)}.{os.getpid()}.tmp")
+        partial.write_text(json.dumps(self.as_json(), indent=1) + "\n")
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Profile:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            UserError: the file is missing, or no profile.
+        """
+        try:
+            content = json.loads(Path(path).read_text())
+        except OSError as error:
+            raise UserError(f"cannot read the profile: {error.strerror}", where=str(path), hint=_MAKE) from None
+        except ValueError:
+            raise UserError("the profile is not JSON", where=str(path), hint=_MAKE) from None
+        return cls.of_json(content, str(path))
+
+
+_MAKE = "vpipe profile CONFIG measures one"
+_TIMES = ("forward", "backward", "input_half", "weight_half", "recompute", "step")
+_PER_LAYER_BYTES = ("parameter_bytes", "optimizer_bytes", "saved_bytes", "weight_half_bytes", "working_bytes",
+                    "forward_flops", "frozen_bytes")
+
+
+def _profile(content: Mapping[str, Any]) -> Profile:
+    layers = tuple(_layer(layer, number) for number, layer in enumerate(content["layers"]))
+    identity = Identity(**content["identity"])
+    if not layers or len(layers) != identity.layers:
+        raise ValueError(f"it has {len(layers)} layers and says {identity.layers}")
+    numbers = {key: _number(content[key]) for key in ("dispatch_s", "copy_bytes_per_s", "accumulate_bytes_per_s",
+                                                      "peak_flops_per_s", "checked", "took_s")}
+    cores = content["cores"]
+    return Profile(
+        identity, layers, {str(name): _count(size) for name, size in content["fields"].items()},
+        _link(content["default_link"]),
+        {(_count(source), _count(target)): _link(link) for source, target, link in content["links"]},
+        cores=None if cores is None else _count(cores), device_bytes=_count(content["device_bytes"]), **numbers)
+
+
+def _layer(content: Mapping[str, Any], number: int) -> LayerProfile:
+    layer = LayerProfile(**{
+        **content, **{key: Seconds(**{name: _number(value) for name, value in content[key].items()}) for key in _TIMES},
+        **{key: _count(content[key]) for key in _PER_LAYER_BYTES}, "reads": tuple(map(str, content["reads"])),
+        "writes": tuple(TensorBytes(str(tensor["name"]), _count(tensor["bytes"]), bool(tensor["wants_gradient"]))
+                        for tensor in content["writes"]),
+        "saves": tuple(map(str, content["saves"])),
+        "tied": {int(owner): _count(size) for owner, size in content["tied"].items()}})
+    if not all(0 <= owner < number for owner in layer.tied) or not 0 <= layer.like <= number:
+        raise ValueError(f"layer {number} is like layer {layer.like} and borrows from {list(layer.tied)}")
+    known = {f"in:{name}" for name in layer.reads} | {f"out:{tensor.name}" for tensor in layer.writes}
+    if not known.issuperset(layer.saves):
+        raise ValueError(f"layer {number} keeps {sorted(set(layer.saves) - known)}, which it neither reads nor writes")
+    return layer
+
+
+def _link(content: Mapping[str, Any]) -> LinkProfile:
+    link = LinkProfile(**{name: _number(value) for name, value in content.items()})
+    if not link.bytes_per_s > 0:
+        raise ValueError(f"a link carries {link.bytes_per_s} bytes per second")
+    return link
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value < float("inf"):
+        raise ValueError(f"{value!r} is no measured number")
+    return float(value)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no number of bytes")
+    return value

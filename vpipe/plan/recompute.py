@@ -1,0 +1,62 @@
+"""Which layers are recomputed, from the ways in which it is written: a share of a stage's layers, or their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+
+from vpipe.errors import Problem, UserError
+
+Recompute = float | Sequence[float | Sequence[int]]
+"""One share for all stages, or per stage a share or the numbers, in the model, of the layers to recompute.
+
+A share counts from the stage's end: it means the last ``int(share * layers)``.
+"""
+
+
+def recomputed_layers(recompute: Recompute, partition: Sequence[int]) -> tuple[frozenset[int], ...]:
+    """Per stage the numbers, in the model, of the layers that are recomputed.
+
+    Raises:
+        UserError: there are not as many entries as stages, a share is outside 0..1, a layer is not of its stage.
+    """
+    stages = len(partition)
+    if isinstance(recompute, (int, float)):
+        entries: Sequence[float | Sequence[int]] = [recompute] * stages
+    else:
+        entries = recompute
+    if len(entries) != stages:
+        raise UserError(f"{len(entries)} recompute ratios for {stages} stages",
+                        hint="give one number, or one per stage")
+    problems: list[Problem] = []
+    layers: list[frozenset[int]] = []
+    for stage, (entry, here) in enumerate(zip(entries, ranges(partition), strict=True)):
+        if not isinstance(entry, (int, float)) and (isinstance(entry, str) or not all(type(i) is int for i in entry)):
+            problems.append(Problem(f"{entry!r} of stage {stage} is neither a share nor a list of layers",
+                                    "give a number from 0 to 1, or a list such as [3, 4]: layers of the model, "
+                                    "counted from 0"))
+        elif not isinstance(entry, (int, float)):
+            problems += strangers(entry, stage, here)
+            layers.append(frozenset(entry))
+        elif 0 <= entry <= 1:
+            layers.append(frozenset(range(here.stop - int(entry * len(here)), here.stop)))
+        else:
+            problems.append(Problem(f"recompute ratio {float(entry)} of stage {stage} is outside 0..1",
+                                    "it is the share of the stage's layers to recompute, counted from its end"))
+    if problems:
+        raise UserError.all_of(problems)
+    return tuple(layers)
+
+
+def ranges(partition: Sequence[int]) -> list[range]:
+    """The layers of each stage."""
+    return [range(end - size, end) for end, size in zip(accumulate(partition), partition, strict=True)]
+
+
+def strangers(layers: Iterable[int], stage: int, here: range, where: str | None = None) -> Iterator[Problem]:
+    """Layers said to be recomputed in a stage that has others."""
+    for layer in sorted(set(layers)):
+        if layer not in here:
+            yield Problem(f"layer {layer} is to be recomputed in stage {stage}, which has the layers {here.start} to "
+                          f"{here.stop - 1}", "a list names layers of the model, counted from 0; a number is a share "
+                          "of the stage's layers", where)

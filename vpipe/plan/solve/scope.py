@@ -1,0 +1,230 @@
+"""The choices of a request: every schedule, number of microbatches and width that may be, each solved by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from vpipe.errors import UserError
+from vpipe.plan.recompute import recomputed_layers
+from vpipe.plan.solve.chunked import cut_in_chunks
+from vpipe.plan.solve.cuts import Cut, Part
+from vpipe.plan.solve.draft import Draft
+from vpipe.plan.solve.form import ALL_WIDTHS, Form, even, placed, refused
+from vpipe.plan.solve.formula import Formula
+from vpipe.plan.solve.paper import balanced
+from vpipe.plan.solve.request import Request
+from vpipe.plan.solve.spans import Spans
+from vpipe.schedules.registry import recipe_named
+from vpipe.schedules.size import Placement
+
+MOST_RANKS, MOST_LAYERS = 16, 200
+"""Unequal widths are searched up to so many of each; beyond, all stages have equally many replicas."""
+
+
+MOST_OTHERS = 2
+"""Further partitions of a choice that may be simulated."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is fixed while a partition is searched.
+
+    Attributes:
+        placement: ranks per stage; None where every stage may have any number of replicas.
+    """
+
+    schedule: str
+    microbatches: int
+    placement: Placement | None
+
+
+@dataclass
+class Scope:
+    """A request, and what was found for its choices.
+
+    Attributes:
+        request: it.
+        refusals: why choices cannot be had, whatever the memory.
+        considered: how many choices were solved.
+    """
+
+    request: Request
+    refusals: dict[str, None] = field(default_factory=dict)
+    considered: int = 0
+    _spans: dict[tuple[int, int | None, bool], Spans] = field(default_factory=dict)
+
+    def choices(self, schedules: Sequence[str] | None = None,
+                microbatches: Sequence[int] | None = None) -> Iterator[Choice]:
+        """All of them, or those with certain schedules and numbers of microbatches."""
+        for schedule in schedules or self.request.schedules:
+            for count in microbatches or sorted(self.request.profiles):
+                for choice in self._choices(schedule, count):
+                    if choice.placement is not None and (why := refused(
+                            schedule, choice.placement, count, self._every(schedule, count))) is not None:
+                        self.refusals[why] = None
+                    else:
+                        yield choice
+
+    def _choices(self, schedule: str, microbatches: int) -> Iterator[Choice]:
+        request, recipe = self.request, recipe_named(schedule)
+        if request.placement is not None:
+            yield Choice(schedule, microbatches, request.placement)
+            return
+        for width in range(1, request.ranks + 1):
+            stages = request.ranks // width * recipe.chunks
+            if recipe.chunks > 1 and width == request.ranks:
+                continue  # one position: what several stages on a rank are for, there is not
+            if request.ranks % width == 0 and stages <= request.layers and self._fits(stages):
+                yield Choice(schedule, microbatches, even(schedule, request.ranks, width))
+        if self.searches_widths and schedule in ALL_WIDTHS:
+            yield Choice(schedule, microbatches, None)
+
+    def _fits(self, stages: int) -> bool:
+        """Whether there may be so many stages."""
+        told = self.request.recompute
+        listed = None if told is None or isinstance(told, (int, float)) else len(told)
+        partition = self.request.partition
+        return (listed or stages) == stages and (len(partition) if partition else stages) == stages
+
+    @property
+    def searches_widths(self) -> bool:
+        """Whether stages may get unequal numbers of replicas."""
+        request = self.request
+        free = request.placement is None and (request.recompute is None or isinstance(request.recompute, (int, float)))
+        return free and 2 < request.ranks <= MOST_RANKS and request.layers <= MOST_LAYERS
+
+    def _every(self, schedule: str, microbatches: int) -> int | None:
+        return None if recipe_named(schedule).flush else self.request.update_every.get(microbatches)
+
+    def spans(self, microbatches: int, limit_bytes: int | None, free: bool = False) -> Spans:
+        """Of the profile for a number of microbatches.
+
+        Args:
+            free: from what the request says about recomputing.
+        """
+        key = microbatches, limit_bytes, free
+        if key not in self._spans:
+            told = None if free else self._told()
+            self._spans[key] = Spans(self.request.profiles[microbatches], limit_bytes, told)
+        return self._spans[key]
+
+    def _told(self) -> frozenset[int] | None:
+        """The layers that must be recomputed, where they do not depend on the partition."""
+        recompute, partition = self.request.recompute, self.request.partition
+        if recompute is None or isinstance(recompute, (int, float)):
+            return None
+        if partition is not None:
+            return frozenset[int]().union(*recomputed_layers(recompute, partition))
+        listed = [entry for entry in recompute if not isinstance(entry, (int, float))]
+        if listed and len(listed) < len(recompute):
+            raise UserError("recompute has shares and lists of layers, while the partition is free",
+                            hint="give the partition, or shares alone, or lists alone")
+        return frozenset(number for entry in listed for number in entry) if listed else None
+
+    def _shares(self) -> Sequence[float] | float | None:
+        recompute = self.request.recompute
+        if recompute is None or isinstance(recompute, (int, float)):
+            return recompute
+        shares = [entry for entry in recompute if isinstance(entry, (int, float))]
+        return None if self._told() is not None else shares
+
+    def formula(self, choice: Choice, limit_bytes: int | None, share: float | None = None) -> Formula:
+        """What a choice costs.
+
+        Args:
+            share: of the layers of each stage to recompute, instead of what the request says.
+        """
+        request, ranks = self.request, self.request.ranks
+        form = Form(choice.schedule, choice.microbatches, self._every(choice.schedule, choice.microbatches), ranks,
+                    choice.placement)
+        if choice.placement is not None:
+            order = [rank for crew in choice.placement for rank in crew]
+            widths: Mapping[int, Sequence[int]] = behind_of(choice.placement)
+        else:
+            order = list(range(ranks))
+            # A replica with one microbatch pipelines nothing; a whole model on every rank is a choice of its own.
+            most = choice.microbatches // 2 if form.flush else ranks
+            widths = {behind: range(1, min(behind, max(1, most)) + 1) for behind in range(1, ranks + 1)}
+        return Formula(self.spans(choice.microbatches, limit_bytes, share is not None), form, widths, order,
+                       self._shares() if share is None else share, request.partition)
+
+    def draft(self, choice: Choice, share: float | None = None, limited: bool = True) -> Draft | None:
+        """The best partition, with what it recomputes; None when nothing fits.
+
+        Args:
+            share: see :meth:`formula`.
+            limited: whether the memory is.
+        """
+        self.considered += 1
+        limit = self.request.memory_bytes if limited else None
+        if chunked(choice):
+            assert choice.placement is not None
+            told = self._shares() if share is None else share
+            return cut_in_chunks(self.spans(choice.microbatches, limit, share is not None), choice.schedule,
+                                 choice.microbatches, choice.placement, told, self.request.partition)
+        formula = self.formula(choice, limit, share)
+        best = formula.best()
+        if best is None:
+            return None
+        placement = choice.placement or placed(tuple(part.width for part in best.cut.parts))
+        every = self._every(choice.schedule, choice.microbatches)
+        if choice.placement is None and (why := refused(choice.schedule, placement, choice.microbatches, every)):
+            self.refusals[why] = None
+            return None
+        others = [cut for cut in best.others if choice.placement is not None
+                  or tuple(part.width for part in cut.parts) == tuple(map(len, placement))]
+        return Draft(choice.schedule, choice.microbatches, every, placement, *_stages(formula, best.cut),
+                     formula.seconds_per_sample(best.cost), formula.seconds_per_sample(best.bound),
+                     tuple(_stages(formula, cut) for cut in sorted(others, key=formula.cost)[:MOST_OTHERS]))
+
+    def draft_of_paper(self, choice: Choice) -> Draft | None:
+        """The same by the heuristic of the VPipe paper, which knows one stage per rank and one rank per stage."""
+        if choice.placement is None or chunked(choice) or any(len(crew) > 1 for crew in choice.placement):
+            return None
+        self.considered += 1
+        formula = self.formula(choice, self.request.memory_bytes)
+        found = balanced(formula, len(choice.placement))
+        if found is None:
+            return None
+        partition, sets, seconds = found
+        return Draft(choice.schedule, choice.microbatches, self._every(choice.schedule, choice.microbatches),
+                     choice.placement, partition, sets, formula.seconds_per_sample(seconds), None)
+
+    def at(self, choice: Choice, partition: Sequence[int]) -> tuple[tuple[int, ...], tuple[frozenset[int], ...]] | None:
+        """A partition, and what it recomputes under a choice; None where it does not fit."""
+        assert choice.placement is not None
+        formula = self.formula(choice, self.request.memory_bytes)
+        stops = [sum(partition[:stage + 1]) for stage in range(len(partition))]
+        parts = tuple(Part(stop - size, stop, len(crew))
+                      for stop, size, crew in zip(stops, partition, choice.placement, strict=True))
+        sets = _sets(formula, parts)
+        return None if sets is None else (tuple(partition), sets)
+
+
+def chunked(choice: Choice) -> bool:
+    """Whether ranks hold several stages."""
+    return choice.placement is not None and len(set(choice.placement)) < len(choice.placement)
+
+
+def behind_of(placement: Placement) -> dict[int, tuple[int]]:
+    """The width of every stage, by the ranks in and behind it."""
+    widths = [len(crew) for crew in placement]
+    return {sum(widths[stage:]): (width,) for stage, width in enumerate(widths)}
+
+
+def _stages(formula: Formula, cut: Cut) -> tuple[tuple[int, ...], tuple[frozenset[int], ...]]:
+    sets = _sets(formula, cut.parts)
+    assert sets is not None, "it was found to fit"
+    return tuple(part.stop - part.first for part in cut.parts), sets
+
+
+def _sets(formula: Formula, parts: Sequence[Part]) -> tuple[frozenset[int], ...] | None:
+    behind, sets = formula.form.ranks, []
+    for first, stop, width in parts:
+        layers = formula.spans.recomputed(first, stop, formula.hold(behind, width))
+        if layers is None:
+            return None
+        sets.append(layers)
+        behind -= width
+    return tuple(sets)

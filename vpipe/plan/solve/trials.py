@@ -1,0 +1,130 @@
+"""Drafts put to the test: simulated, and better neighbours looked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from vpipe.plan.plan import Plan
+from vpipe.plan.predict import predict
+from vpipe.plan.prediction import Prediction
+from vpipe.plan.solve.draft import Draft
+from vpipe.plan.solve.scope import Choice, Scope
+
+MOST_ACTIONS = 30_000
+"""Simulated for all trials together, about; less than a second."""
+
+OVERHEAD = 500
+"""What a simulation costs beside its actions, in actions; and :data:`PER_LAYER` for each of the model's."""
+
+PER_LAYER = 3
+
+ALIKE = 1e-4
+"""Plans whose seconds differ by less, relatively, are as fast."""
+
+Stages = tuple[tuple[int, ...], tuple[frozenset[int], ...]]
+"""A partition, and the recomputed layers of its stages."""
+
+
+@dataclass
+class Trials:
+    """Simulations of one request.
+
+    Attributes:
+        scope: the request's.
+        left: actions that may still be simulated.
+    """
+
+    scope: Scope
+    left: int = MOST_ACTIONS
+    _known: dict[tuple[object, ...], Plan] = field(default_factory=dict)
+
+    def simulated(self, draft: Draft, urgent: bool = False) -> Plan | None:
+        """The plan of a draft with its predictions; None when too much was simulated already.
+
+        Args:
+            urgent: whether to simulate it anyway.
+        """
+        key = (draft.schedule, draft.microbatches, draft.placement, draft.partition, draft.recomputed)
+        if key not in self._known:
+            profile = self.scope.request.profiles[draft.microbatches]
+            actions = draft.actions + OVERHEAD + PER_LAYER * len(profile.layers)
+            if self.left < actions and not urgent:
+                return None
+            self.left -= actions
+            plan = draft.plan(profile)
+            self._known[key] = replace(plan, predictions=predict(profile, plan).prediction)
+        return self._known[key]
+
+    def tried(self, draft: Draft, urgent: bool = False) -> Plan | None:
+        """The same; also None when the plan holds more than is allowed."""
+        plan = self.simulated(draft, urgent)
+        return plan if plan is not None and self.excess(plan) <= 0 else None
+
+    def excess(self, plan: Plan) -> float:
+        """The bytes that a simulated plan's fullest rank holds too many."""
+        limit = self.scope.request.memory_bytes
+        assert plan.predictions is not None
+        return fullest_rank(plan.predictions)[1] - (math.inf if limit is None else limit)
+
+    def best_of(self, drafts: Sequence[Draft]) -> tuple[Draft, Plan] | None:
+        """The fastest by simulation, of the drafts and of the other partitions found with them; of equally fast ones
+        that which holds least."""
+        best: tuple[Draft, Plan] | None = None
+        for draft in drafts:
+            for one in (draft, *(replace(draft, partition=partition, recomputed=recomputed)
+                                 for partition, recomputed in draft.others)):
+                plan = self.tried(one, urgent=best is None)
+                if plan is not None and (best is None or _preferred(plan, best[1])):
+                    best = one, plan
+        return best
+
+    def improved(self, draft: Draft, plan: Plan) -> Plan:
+        """The plan after as many moves of a layer to a neighbouring stage as make it faster by simulation."""
+        choice = Choice(draft.schedule, draft.microbatches, draft.placement)
+        found, reserve = True, self.left // 2
+        while found:
+            found = False
+            for partition in _neighbours(draft.partition):
+                if self.left < reserve or (stages := self.scope.at(choice, partition)) is None:
+                    continue
+                one = replace(draft, partition=stages[0], recomputed=stages[1])
+                if (other := self.tried(one)) is not None and seconds(other) < seconds(plan) * (1 - 1e-6):
+                    draft, plan, found = one, other, True
+                    break
+        return plan
+
+
+def seconds(plan: Plan) -> float:
+    """Per sample, predicted."""
+    assert plan.predictions is not None
+    return plan.predictions.seconds_per_sample
+
+
+def _preferred(plan: Plan, other: Plan) -> bool:
+    """Whether a plan is faster, or as fast and holds less."""
+    if abs(seconds(plan) / seconds(other) - 1) > ALIKE:
+        return seconds(plan) < seconds(other)
+    assert plan.predictions is not None
+    assert other.predictions is not None
+    return fullest_rank(plan.predictions)[1] < fullest_rank(other.predictions)[1]
+
+
+def fullest_rank(prediction: Prediction) -> tuple[int, int]:
+    """The rank that holds most, and the bytes."""
+    held: dict[int, int] = {}
+    for stage in prediction.stages:
+        for rank in stage.ranks:
+            held[rank] = held.get(rank, 0) + stage.memory.peak
+    return max(held.items(), key=lambda item: item[1])
+
+
+def _neighbours(partition: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    for stage in range(len(partition) - 1):
+        for there in (1, -1):
+            moved = list(partition)
+            moved[stage] += there
+            moved[stage + 1] -= there
+            if moved[stage] and moved[stage + 1]:
+                yield tuple(moved)

@@ -1,0 +1,71 @@
+"""Profiles that were measured before, by what they are of."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from vpipe.errors import UserError
+from vpipe.plan.profile import Identity, Profile
+
+Say = Callable[[str], None]
+
+
+def to_stderr(line: str) -> None:
+    """A line that is no result."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def path_of(identity: Identity, directory: Path | None = None) -> Path:
+    """Where a profile is kept; ``directory`` is the one for prepared data, ``.cache/vpipe`` in the user's home if none
+    is chosen."""
+    return _folder(directory) / f"{identity.digest}.json"
+
+
+def cached(identity: Identity, directory: Path | None = None, say: Say = to_stderr) -> Profile | None:
+    """The profile of this, if it was measured before. One that is damaged is said to be, and not taken."""
+    path = path_of(identity, directory)
+    if not path.exists():
+        return None
+    try:
+        profile = Profile.load(path)
+    except UserError as error:
+        say(f"measured anew: {error.problems[0].what} ({path})")
+        return None
+    if profile.identity != identity:
+        say(f"measured anew: the file holds the profile of something else ({path})")
+        return None
+    return profile
+
+
+def by_digest(digest: str, directory: Path | None = None) -> Profile | None:
+    """The profile that a plan names, if it is there and whole."""
+    if re.fullmatch("[0-9a-f]{12}", digest) is None:
+        return None
+    try:
+        profile = Profile.load(_folder(directory) / f"{digest}.json")
+    except UserError:
+        return None
+    return profile if profile.identity.digest == digest else None
+
+
+def store(profile: Profile, directory: Path | None = None) -> Path:
+    """Keep a profile for the next time.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    path = path_of(profile.identity, directory)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profile.save(path)
+    except OSError as error:
+        raise UserError(f"the profile cannot be kept in {path.parent}: {error.strerror}",
+                        hint="name a folder that can be written as dataset.cache_directory") from None
+    return path
+
+
+def _folder(directory: Path | None) -> Path:
+    return (Path.home() / ".cache" / "vpipe" if directory is None else directory) / "profiles"

@@ -1,0 +1,116 @@
+"""What a rank computes on: its name, its memory, its cores, its clock."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from time import perf_counter, thread_time
+
+import torch
+from torch import Tensor
+
+Clock = Callable[[], float]
+"""Seconds; the difference of two readings is what was spent in between."""
+
+
+def clock_of(device: torch.device) -> Clock:
+    """What to measure with.
+
+    On a processor with one thread the time of that thread: it counts the work, and not that other processes had the
+    core for a while; torch carries out a backward on the processor in the thread that asks for it. With several threads
+    the time that passes. On a GPU the time until all that was asked of it is done.
+    """
+    if device.type == "cuda":
+        def synchronised() -> float:
+            torch.cuda.synchronize(device)
+            return perf_counter()
+
+        return synchronised
+    return thread_time if torch.get_num_threads() == 1 else perf_counter
+
+
+def device_name(device: torch.device) -> str:
+    """Of the GPU or of the processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return (named or [platform.processor() or platform.machine()])[0]
+
+
+def cores(device: torch.device) -> int | None:
+    """How many ranks of this host can compute at once without slowing each other; None where each has a GPU."""
+    if device.type == "cuda":
+        return None
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, usable // torch.get_num_threads())
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Of the GPU; of a processor that of the host, or what this process's group (a container's) may use of it."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdecimal() else total
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that nobody uses."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return memory_bytes(device) // 2
+
+
+def matrix_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
+    """The most that a product of two square matrices reaches: operations per second of one rank."""
+    size = 4096 if device.type == "cuda" else 1024
+    a = torch.randn(size, size, device=device).to(dtype)
+    return 2.0 * size**3 / min(_seconds(lambda: a @ a, device))
+
+
+def copied_bytes_per_s(device: torch.device) -> float:
+    """How fast weights are copied into memory that is there already, as for a further version of them."""
+    source, target = _weights(device), _weights(device)
+    return _BYTES / median(_seconds(lambda: torch._foreach_copy_(target, source), device))
+
+
+def added_bytes_per_s(device: torch.device) -> float:
+    """How fast a gradient of weights is added to what was accumulated: bytes of the gradient."""
+    source, target = _weights(device), _weights(device)
+
+    def add() -> None:
+        for total, gradient in zip(target, source, strict=True):
+            total.add_(gradient)
+
+    return _BYTES / median(_seconds(add, device))
+
+
+_BYTES, _PARTS = 32 << 20, 8
+
+
+def _weights(device: torch.device) -> list[Tensor]:
+    return [torch.ones(_BYTES // _PARTS // 4, device=device) for _ in range(_PARTS)]
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> list[float]:
+    """Of a few times, after one that does not count."""
+    clock, seconds = clock_of(device), []
+    for _ in range(5):
+        started = clock()
+        work()
+        seconds.append(clock() - started)
+    return seconds[1:]

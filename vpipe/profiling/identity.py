@@ -1,0 +1,54 @@
+"""What a profile is of, and whether it is the one that is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from vpipe.errors import UserError
+from vpipe.model.layer import Model
+from vpipe.plan.profile import Identity, Profile
+from vpipe.profiling.device import device_name
+from vpipe.profiling.kinds import digest, structure
+
+_MUST_AGREE = {"model_name": "the model", "layers": "the number of layers", "model": "the digest of the layers",
+               "microbatch_size": "the microbatch size", "optimizer": "the optimizer", "device": "the device",
+               "threads": "the threads per rank"}
+
+
+def identify(model: Model, microbatch: Mapping[str, Tensor], *, model_name: str, optimizer: str,
+             device: torch.device | str, ranks_per_host: int, backend: str, threads: int | None = None) -> Identity:
+    """The identity of a profile that would be measured here and now.
+
+    Args:
+        microbatch: its fields; dimension 0 counts samples.
+        model_name: family and size, for people.
+        optimizer: its name.
+        threads: per rank; those of this process when left out.
+    """
+    return Identity(
+        model=digest(model, [structure(layer) for layer in model.layers], microbatch), model_name=model_name,
+        layers=len(model), microbatch_size=len(microbatch[model.batch[0]]) if model.batch else 0, optimizer=optimizer,
+        device=device_name(torch.device(device)), threads=threads or torch.get_num_threads(),
+        ranks_per_host=ranks_per_host, backend=backend, torch=str(torch.__version__))
+
+
+def require(profile: Profile, wanted: Identity, where: str | None = None) -> None:
+    """Refuse a profile of something else.
+
+    How many ranks shared the host, what carried the transfers, and torch's version may differ: the figures still say
+    most of what is wanted.
+
+    Args:
+        where: the file that it comes from, for messages.
+
+    Raises:
+        UserError: it is of another model, microbatch size, optimizer or device; the text has both.
+    """
+    for name, what in _MUST_AGREE.items():
+        found, needed = getattr(profile.identity, name), getattr(wanted, name)
+        if found != needed:
+            raise UserError(f"the profile is of another run: {what} is {found} there, and {needed} here", where=where,
+                            hint="measure this one: vpipe profile CONFIG -o profile.json")

@@ -1,0 +1,110 @@
+"""How fast tensors get from rank to rank, by the transport of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from vpipe.plan.profile import LinkProfile
+from vpipe.profiling.device import copied_bytes_per_s
+from vpipe.profiling.walk import summary
+from vpipe.profiling.world import World
+from vpipe.runtime.distributed import Distributed
+from vpipe.runtime.transport import Key, Spec
+
+SIZES = (1 << 10, 1 << 17, 1 << 20, 1 << 22)
+"""Bytes of what is exchanged."""
+
+TIMES = 7
+
+Links = dict[tuple[int, int], LinkProfile]
+
+
+def measure_links(world: World, device: torch.device, timeout_s: float) -> tuple[LinkProfile, Links]:
+    """The link between two ranks of one host, and those between certain ranks, by (source, target).
+
+    Neighbours send a tensor back and forth; half of that is a transfer. On a processor one pair of a host does so at a
+    time, because a transfer takes both ranks' cores: a simulation says what else needs them. On GPUs all pairs do that
+    can at the same time. Ranks of different hosts that are no neighbours get the median of those that are. Alone,
+    tensors change hands in memory.
+    """
+    if world.ranks == 1:
+        return LinkProfile(0.0, copied_bytes_per_s(device)), {}
+    transport = Distributed(device, timeout_s, 1, 1, lambda rank: f"rank {rank}", 1)
+    mine: dict[int, list[list[float]]] = {}
+    for pairs in _rounds(world.ranks, range(world.ranks) if device.type == "cuda" else world.hosts):
+        world.share(None)
+        for first, second in pairs:
+            if world.rank in (first, second):
+                peer = second if world.rank == first else first
+                numbers = count()
+                mine[peer] = [_back_and_forth(transport, peer, size, numbers, device) for size in SIZES]
+    world.share(None)
+    transport.finish()
+    # What the peer sent is what was waited for: the link is towards this rank.
+    found = {(peer, rank): _fitted(times)
+             for rank, theirs in enumerate(world.share([[peer, times] for peer, times in mine.items()]))
+             for peer, times in theirs}
+    near = [link for (a, b), link in found.items() if world.hosts[a] == world.hosts[b]]
+    far = [link for (a, b), link in found.items() if world.hosts[a] != world.hosts[b]]
+    if far:
+        others = {(a, b): _typical(far) for a in range(world.ranks) for b in range(world.ranks)
+                  if world.hosts[a] != world.hosts[b]}
+        found = others | found
+    return _typical(near or far), found
+
+
+def _rounds(ranks: int, shared: Sequence[object]) -> list[list[tuple[int, int]]]:
+    """Neighbours on a ring, in rounds in which nothing is needed twice.
+
+    Args:
+        shared: what each rank needs while it transfers, alone.
+    """
+    pairs = [(rank, rank + 1) for rank in range(ranks - 1)] + ([(0, ranks - 1)] if ranks > 2 else [])
+    rounds: list[list[tuple[int, int]]] = []
+    for pair in pairs:
+        for others in rounds:
+            if not {shared[rank] for other in others for rank in other} & {shared[rank] for rank in pair}:
+                others.append(pair)
+                break
+        else:
+            rounds.append([pair])
+    return rounds
+
+
+def _back_and_forth(transport: Distributed, peer: int, size: int, numbers: count[int],
+                    device: torch.device) -> list[float]:
+    """Seconds of a transfer of so many bytes: half of the way to the peer and back."""
+    tensor = torch.ones(size // 4, device=device)
+    specs, seconds = [Spec.of(tensor)], []
+    for again in range(TIMES + 2):
+        key = Key("F", max(peer, transport.rank), next(numbers))
+        transport.post(peer, key, specs)
+        started = perf_counter()
+        if transport.rank < peer:
+            transport.send(peer, key, [tensor])
+            transport.take(peer, key)
+        else:
+            transport.send(peer, key, transport.take(peer, key))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if again > 1:  # connections are made at first, and a pair that meets early waits once
+            seconds.append((perf_counter() - started) / 2)
+    return seconds
+
+
+def _fitted(times: Sequence[Sequence[float]]) -> LinkProfile:
+    """Latency and speed from the median times of the sizes: the smallest tells the one, the largest the other."""
+    latency = median(times[0])
+    largest = median(times[-1])
+    speed = (SIZES[-1] - SIZES[0]) / max(largest - latency, 1e-9)
+    return LinkProfile(latency, speed, summary(times[-1]).spread)
+
+
+def _typical(links: Sequence[LinkProfile]) -> LinkProfile:
+    return LinkProfile(median(link.latency_s for link in links), median(link.bytes_per_s for link in links),
+                       median(link.spread for link in links))

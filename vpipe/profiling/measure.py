@@ -1,0 +1,230 @@
+"""Measuring a model on the ranks that will train it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from vpipe.model.layer import Model
+from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds
+from vpipe.profiling.bench import Bench
+from vpipe.profiling.counts import Counts, by_place
+from vpipe.profiling.device import (
+    added_bytes_per_s,
+    clock_of,
+    copied_bytes_per_s,
+    cores,
+    free_bytes,
+    matrix_flops_per_s,
+    memory_bytes,
+)
+from vpipe.profiling.kinds import owners, structure
+from vpipe.profiling.links import Links, measure_links
+from vpipe.profiling.overhead import Overhead, measure_overhead
+from vpipe.profiling.survey import Survey, survey
+from vpipe.profiling.walk import Samples, Walk, summary, until_sure
+from vpipe.profiling.world import World
+from vpipe.runtime.settings import MakeOptimizer
+
+BUDGET_S = 8.0
+"""For the times of the layers at one size of microbatch; every figure is measured a few times even if that takes
+longer."""
+
+_TIMES = ("forward", "backward", "input_half", "weight_half", "recompute", "step")
+
+Tell = Callable[[str], None]
+
+
+def measure(model: Model, microbatches: Sequence[Mapping[str, Tensor]], make_optimizer: MakeOptimizer, *,
+            identities: Sequence[Identity], device: torch.device | str = "cpu", seed: int = 0, timeout_s: float = 60.0,
+            budget_s: float = BUDGET_S, tell: Tell = lambda line: None) -> list[Profile]:
+    """Profiles of a model, one for each of the microbatches, which differ in the number of samples.
+
+    Every rank of the process group calls this at the same time, or a process alone. What does not depend on the
+    microbatch is measured once.
+
+    Args:
+        make_optimizer: named parameters -> their optimizer, or None.
+        identities: what the profiles are of, in the order of the microbatches.
+        seed: of initialisation and dropout.
+        timeout_s: how long a transfer may take.
+        budget_s: for the times at one size.
+        tell: shows progress.
+
+    Returns:
+        The same on every rank.
+
+    Raises:
+        UserError, RunError: a layer cannot be run.
+    """
+    return list(_Measurement(model, make_optimizer, torch.device(device), seed, timeout_s, budget_s, tell)
+                .profiles(microbatches, identities))
+
+
+@dataclass(frozen=True)
+class _Rest:
+    """What does not depend on the microbatch."""
+
+    overhead: Overhead
+    link: LinkProfile
+    links: Links
+    copy_bytes_per_s: float
+    accumulate_bytes_per_s: float
+    peak_flops_per_s: float
+
+
+class _Measurement:
+
+    def __init__(self, model: Model, make_optimizer: MakeOptimizer, device: torch.device, seed: int, timeout_s: float,
+                 budget_s: float, tell: Tell) -> None:
+        self._model, self._make_optimizer, self._device, self._seed = model, make_optimizer, device, seed
+        self._timeout_s, self._budget_s, self._tell = timeout_s, budget_s, tell
+        self._world, self._clock = World(device), clock_of(device)
+        self._structures = [structure(layer) for layer in model.layers]
+        self._room_bytes = free_bytes(device) // (2 if device.type == "cuda" else 2 * self._world.ranks_per_host)
+        self._benches: dict[int, Bench] = {}
+        self._steps: list[dict[int, list[float]]] = []  # per rank, by kind: they do not depend on the microbatch
+
+    def profiles(self, microbatches: Sequence[Mapping[str, Tensor]],
+                 identities: Sequence[Identity]) -> Iterator[Profile]:
+        started = perf_counter()
+        rest = self._rest()
+        for microbatch, identity in zip(microbatches, identities, strict=True):
+            self._tell(f"counting what {len(self._model)} layers keep of {identity.microbatch_size} samples")
+            seen = survey(self._model, self._structures, microbatch, self._bench, self._device, self._make_optimizer)
+            samples = self._times(seen, identity.microbatch_size)
+            profile = self._profile(identity, seen, samples, rest, perf_counter() - started)
+            yield profile
+            started = perf_counter()
+
+    def _bench(self, number: int) -> Bench:
+        """A layer, built once, unless there is no room for all that are needed."""
+        if number in self._benches:
+            return self._benches[number]
+        bench = Bench(self._model, number, self._device, self._seed)
+        if sum(map(_weight_bytes, self._benches.values())) + _weight_bytes(bench) <= self._room_bytes // 2:
+            self._benches[number] = bench
+        return bench
+
+    def _rest(self) -> _Rest:
+        self._tell("measuring transfers between ranks" if self._world.ranks > 1 else "measuring the device")
+        link, links = measure_links(self._world, self._device, self._timeout_s)
+        overhead = measure_overhead(self._device, self._clock, self._make_optimizer)
+        shared = self._world.share([dict(overhead.calls), overhead.step, copied_bytes_per_s(self._device),
+                                    added_bytes_per_s(self._device), matrix_flops_per_s(self._device, torch.float32)])
+        calls = {figure: median(theirs[0][figure] for theirs in shared) for figure in overhead.calls}
+        step, copied, added = (median(theirs[place] for theirs in shared) for place in (1, 2, 3))
+        return _Rest(Overhead(calls, step), link, links, copied, added, max(theirs[4] for theirs in shared))
+
+    def _times(self, seen: Survey, size: int) -> list[dict[int, Samples]]:
+        """What every rank measured, by rank and sampled layer."""
+        mine: dict[int, Samples] = {}
+        windows = list(self._windows(seen))
+        for place, window in enumerate(windows, 1):
+            walk = Walk([self._bench(number) for number in window], [seen.given[number] for number in window],
+                        self._clock, shifted=self._world.rank % 2 == 1)
+            what = f"timing {len(window)} of {len(self._model)} layers at {size} samples" + (
+                f", part {place} of {len(windows)}" if len(windows) > 1 else "")
+            self._tell(what)
+            until_sure(walk, self._budget_s / len(windows), self._world, cores(self._device),
+                       lambda rounds, what=what: self._tell(f"{what}: round {rounds}"))  # type: ignore[misc]
+            if not self._steps:
+                walk.steps(self._make_optimizer)
+            mine |= dict(zip(window, walk.samples, strict=True))
+        shared = [{int(number): samples for number, samples in theirs.items()} for theirs in self._world.share(mine)]
+        if not self._steps:
+            self._steps = [_by_kind(seen, theirs, "step") for theirs in shared]
+        return shared
+
+    def _windows(self, seen: Survey) -> Iterator[list[int]]:
+        """The sampled layers, as many at a time as there is room for, with the microbatches that a walk holds."""
+        window: list[int] = []
+        used = 0
+        for number in seen.sampled:
+            counts, given = seen.counts[seen.like[number]], seen.given[number]
+            activations = counts.saved_bytes + counts.working_bytes + sum(t.nbytes for t in given.inputs.values())
+            needed = (2 * counts.parameter_bytes + counts.optimizer_bytes + counts.frozen_bytes
+                      + 4 * (activations + sum(tensor.bytes for tensor in counts.writes)))
+            if window and used + needed > self._room_bytes:
+                yield window
+                window, used = [], 0
+            window.append(number)
+            used += needed
+        yield window
+
+    def _profile(self, identity: Identity, seen: Survey, shared: Sequence[Mapping[int, Samples]], rest: _Rest,
+                 took_s: float) -> Profile:
+        pooled: dict[str, dict[int, list[float]]] = {figure: defaultdict(list) for figure in _TIMES}
+        for figure in _TIMES[:-1]:
+            for theirs in shared:
+                for kind, seconds in _by_kind(seen, theirs, figure).items():
+                    pooled[figure][kind] += seconds
+        for of_rank in self._steps:
+            for kind, seconds in of_rank.items():
+                pooled["step"][kind] += seconds
+        layers = []
+        for number, kind in enumerate(seen.like):
+            times = {figure: _net(pooled[figure][kind], rest.overhead.of(figure)) for figure in _TIMES}
+            layers.append(self._layer(number, kind, seen.counts[kind], times))
+        return Profile(
+            identity, tuple(layers), seen.fields, rest.link, rest.links, cores=cores(self._device),
+            dispatch_s=rest.overhead.dispatch_s, copy_bytes_per_s=rest.copy_bytes_per_s,
+            accumulate_bytes_per_s=rest.accumulate_bytes_per_s,
+            device_bytes=min(self._world.share(memory_bytes(self._device))), peak_flops_per_s=rest.peak_flops_per_s,
+            checked=_checked(seen, shared), took_s=max(self._world.share(took_s)))
+
+    def _layer(self, number: int, kind: int, counts: Counts, times: Mapping[str, Seconds]) -> LayerProfile:
+        layer = self._model.layers[number]
+        reads = tuple(dict.fromkeys(layer.inputs))
+        # The places of what is kept are those of a bench: tensors first, then batch fields.
+        places = sorted(reads, key=lambda name: name in self._model.batch)
+        names = dict(zip((tensor.name for tensor in counts.writes), dict.fromkeys(layer.outputs), strict=True))
+        writes = tuple(type(tensor)(names[tensor.name], tensor.bytes, tensor.wants_gradient)
+                       for tensor in counts.writes)
+        return LayerProfile(
+            name=layer.name, **times, parameter_bytes=counts.parameter_bytes, optimizer_bytes=counts.optimizer_bytes,
+            reads=reads, writes=writes, saved_bytes=counts.saved_bytes,
+            saves=by_place(counts.saves, places, list(names.values())), weight_half_bytes=counts.weight_half_bytes,
+            working_bytes=counts.working_bytes, tied=self._tied(number, counts), forward_flops=counts.forward_flops,
+            like=kind, frozen_bytes=counts.frozen_bytes)
+
+    def _tied(self, number: int, counts: Counts) -> dict[int, int]:
+        """Bytes of borrowed parameters by the layer that owns them; one that is tied twice counts once."""
+        sizes = {found: counts.tied_bytes[own] for own, found in owners(self._model, number).items()}
+        tied: dict[int, int] = defaultdict(int)
+        for (owner, _), size in sizes.items():
+            tied[owner] += size
+        return dict(tied)
+
+
+def _by_kind(seen: Survey, samples: Mapping[int, Samples], figure: str) -> dict[int, list[float]]:
+    found: dict[int, list[float]] = defaultdict(list)
+    for number, theirs in samples.items():
+        found[seen.like[number]] += theirs.get(figure, [])
+    return found
+
+
+def _net(seconds: Sequence[float], overhead: float) -> Seconds:
+    """Without what a stage spends once, however many layers it has."""
+    return summary([max(0.0, one - overhead) for one in seconds])
+
+
+def _checked(seen: Survey, shared: Sequence[Mapping[int, Samples]]) -> float:
+    """The largest difference between equal layers in what a microbatch takes, forward and backward."""
+    totals: dict[int, list[float]] = defaultdict(list)
+    for number in seen.sampled:
+        totals[seen.like[number]].append(sum(
+            median([second for theirs in shared for second in theirs[number][figure]])
+            for figure in ("forward", "backward")))
+    return max((max(times) / min(times) - 1 for times in totals.values() if min(times) > 0), default=0.0)
+
+
+def _weight_bytes(bench: Bench) -> int:
+    """With gradients and what an optimizer keeps."""
+    return 4 * sum(p.nbytes for module in bench.stage.modules.values() for p in module.parameters())

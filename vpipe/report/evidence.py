@@ -1,0 +1,147 @@
+"""All that a report is made from: the run, and beside it what was to be expected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vpipe.errors import CheckError, UserError, counted
+from vpipe.plan.plan import Plan
+from vpipe.plan.predict import predict
+from vpipe.plan.prediction import Prediction
+from vpipe.plan.profile import Profile
+from vpipe.report.causes import Producers
+from vpipe.report.figures import Figures, Utilization, utilization
+from vpipe.report.history import History, read_history
+from vpipe.report.planned import as_recording, in_a_row, planned_memory, replayed
+from vpipe.report.recorded import Recording, read_recording
+from vpipe.schedules.simulation.timeline import Timeline
+
+_IN_A_ROW, _FEWEST, _ACTIONS = 8, 4, 60_000  # simulated batches of a schedule with a flush; so many actions are quick
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What was to be expected of the run.
+
+    Attributes:
+        recording: a simulated run.
+        producers: in it.
+        figures: of it.
+        prediction: of the plan; None where the run's own durations are all there is.
+        memory: per rank the planned curve (second, bytes); empty without a prediction.
+        basis: what it is made from, as a sentence.
+    """
+
+    recording: Recording
+    producers: Producers
+    figures: Figures
+    prediction: Prediction | None
+    memory: Sequence[Sequence[tuple[float, float]]]
+    basis: str
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """See the top of the page.
+
+    Attributes:
+        name: of the run's folder.
+        config: as it was resolved, as far as it was read.
+        recording, producers, figures, history: of the run.
+        expected: None where nothing can be simulated.
+        utilization: None without a profile.
+        notes: what a reader has to know, as sentences.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    recording: Recording
+    producers: Producers
+    figures: Figures
+    history: History
+    expected: Expected | None
+    utilization: Utilization | None
+    notes: Sequence[str]
+
+
+def gather(folder: Path, config: Mapping[str, Any], say: Callable[[str], None] = lambda text: None) -> Evidence:
+    """Everything about the run in ``folder``.
+
+    Args:
+        config: of the run, as plain values; empty where it has none.
+        say: told what is being done.
+
+    Raises:
+        UserError: there is no such run, it was not recorded, or a file is damaged.
+    """
+    recording, history = read_recording(folder, say), read_history(folder)
+    say("working out why ranks were idle")
+    producers = Producers.of(recording)
+    figures = Figures.of(recording, producers)
+    profile = Profile.load(path) if (path := folder / "profile.json").is_file() else None
+    plan = Plan.load(path) if (path := folder / "plan.json").is_file() else None
+    say("simulating what was to be expected")
+    expected, notes = _expected(recording, producers, profile, plan)
+    used = None
+    if profile is not None and sum(recording.partition) == len(profile.layers):
+        used = utilization(profile, recording.recomputed, recording.rounds.per_step, figures.step_s,
+                           len(recording.tracks))
+    name = folder.resolve().name
+    return Evidence(name, config, recording, producers, figures, history, expected, used,
+                    (*recording.notes, *history.notes, *notes))
+
+
+def _expected(recording: Recording, producers: Producers, profile: Profile | None,
+              plan: Plan | None) -> tuple[Expected | None, list[str]]:
+    """What was to be expected, and what is to be said of it."""
+    notes: list[str] = []
+    stages, ranks = len(recording.placement), len(recording.tracks)
+    if plan is not None and (len(plan.partition) != stages or plan.ranks != ranks):
+        notes.append(f"plan.json is for {counted(len(plan.partition), 'stage')} on {counted(plan.ranks, 'rank')}, the "
+                     f"run had {counted(stages, 'stage')} on {counted(ranks, 'rank')}: it is left aside.")
+        plan = None
+    if profile is not None:
+        try:
+            return _of_profile(recording, profile, plan), notes
+        except UserError as error:
+            notes.append(f"The plan cannot be simulated: {error.problems[0].what}.")
+    try:
+        timeline = replayed(recording, producers)
+    except CheckError:
+        return None, [*notes, "The recorded order of actions cannot be simulated: actions are missing from it."]
+    if timeline is None:
+        return None, [*notes, "Nothing is planned beside the run: no whole step was recorded."]
+    why = "There is no profile.json" if profile is None else "The profile does not serve"
+    return _made(recording, timeline, None,
+                 f"{why}, so what stands here as planned is the run's own order of actions with every action at its "
+                 "median duration: it shows what waiting and stragglers cost, not how good a prediction was."), notes
+
+
+def _of_profile(recording: Recording, profile: Profile, plan: Plan | None) -> Expected:
+    basis = "As planned: plan.json, simulated at the costs in profile.json."
+    if plan is None:
+        basis = "As planned: the run's partition and schedule, simulated at the costs in profile.json."
+        plan = Plan(recording.partition, stage_to_rank_map=recording.placement, schedule=recording.schedule,
+                    recompute_layers=recording.recomputed)
+    predicted = predict(profile, plan, schedule=recording.schedule, microbatches=recording.microbatches,
+                        update_every=None if recording.flush else recording.update_every)
+    return _made(recording, predicted.timeline, predicted.prediction, basis)
+
+
+def _made(recording: Recording, timeline: Timeline, prediction: Prediction | None, basis: str) -> Expected:
+    schedule = timeline.schedule
+    if schedule.flush and schedule.microbatches == schedule.update_every:
+        timeline = in_a_row(timeline, max(_FEWEST, min(_IN_A_ROW, _ACTIONS // sum(map(len, schedule.programs)))))
+    simulated = as_recording(timeline, recording)
+    producers = Producers.of(simulated)
+    memory: list[list[tuple[float, float]]] = []
+    if prediction is not None:
+        static = [0.0] * schedule.ranks
+        for stage in prediction.stages:
+            for rank in stage.ranks:
+                static[rank] += stage.memory.gradients + stage.memory.optimizer
+        memory = planned_memory(timeline, static)
+    return Expected(simulated, producers, Figures.of(simulated, producers), prediction, memory, basis)

@@ -1,0 +1,193 @@
+"""The figures of a report: of the run, and of the plan made in the same way."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from vpipe.plan.profile import Profile
+from vpipe.report.causes import Cause, Producers, RankTime, medians, rank_times
+from vpipe.report.recorded import Recording
+from vpipe.report.steady import Window, steady, step_times
+from vpipe.schedules.action import COMPUTE, RETURNS, Op
+
+WORK = COMPUTE | {Op.STEP}
+Points = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class StageFigures:
+    """One stage, in seconds: of one microbatch, or of one step on each of its ranks.
+
+    Attributes:
+        forward_s, backward_s, weight_s, recompute_s: usual, of a microbatch; ``backward_s`` without a half that is in
+            ``weight_s``. 0 where there is none.
+        update_s: usual optimizer step.
+        transfers_s: per step, handing over and waiting for what is under way.
+        idle_s: per step, all other idle time.
+        peak_bytes: the most that one of its ranks held: activations, weight versions, gradients, optimizer; None
+            where nobody knows.
+        staleness: the most that a backward's weights were behind.
+    """
+
+    forward_s: float
+    backward_s: float
+    weight_s: float
+    recompute_s: float
+    update_s: float
+    transfers_s: float
+    idle_s: float
+    peak_bytes: float | None
+    staleness: int
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a recording comes to.
+
+    Attributes:
+        window: of which part.
+        step_s: usual time of a step.
+        samples_per_s: in that part.
+        ranks: where their time went.
+        stages: in order.
+        memory: by rank, see :func:`memory_curves`.
+    """
+
+    window: Window
+    step_s: float
+    samples_per_s: float
+    ranks: Sequence[RankTime]
+    stages: Sequence[StageFigures]
+    memory: Mapping[int, Points]
+
+    @classmethod
+    def of(cls, recording: Recording, producers: Producers) -> Figures:
+        window = steady(recording)
+        times = rank_times(recording, window, producers)
+        usual, steps = medians(recording), max(1, window.steps)
+        took = step_times(recording)
+        step_s = median(took) if took else window.step_s
+        counted_s = sum(time.span for time in times) / len(times)
+        stages = []
+        staleness, memory = _staleness(recording), memory_curves(recording)
+        for stage, ranks in enumerate(recording.placement):
+            mine = [times[rank] for rank in ranks]
+            handing = sum(seconds for time in mine for (op, own), seconds in time.work.items()
+                          if op not in WORK and own == stage)
+            waiting = sum(time.idle.get(Cause.TRANSFER, 0.0) for time in mine)
+            idle = sum(sum(time.idle.values()) for time in mine) - waiting
+            per = steps * len(ranks)
+
+            def of(op: Op, stage: int = stage) -> float:
+                return usual.get((stage, op), 0.0)
+
+            stages.append(StageFigures(
+                of(Op.FORWARD), of(Op.INPUT) or of(Op.BACKWARD), of(Op.WEIGHT), of(Op.RECOMPUTE), of(Op.STEP),
+                (handing + waiting) / per, idle / per,
+                max((held for rank in ranks for _, held in memory.get(rank, ())), default=None), staleness[stage]))
+        whole = window.steps * recording.samples_per_step
+        return cls(window, step_s, whole / counted_s if counted_s else 0.0, times, stages, memory)
+
+    @property
+    def peak_bytes(self) -> dict[int, float]:
+        """By rank, the most that it held."""
+        return {rank: max((held for _, held in curve), default=0.0) for rank, curve in self.memory.items()}
+
+    def idle_share(self, *causes: Cause) -> float:
+        """The share of the ranks' time that these causes, or all of them, took."""
+        span = sum(time.span for time in self.ranks)
+        return sum(time.idle.get(cause, 0.0) for time in self.ranks for cause in causes or Cause) / span if span else 0
+
+
+def _staleness(recording: Recording) -> list[int]:
+    """Per stage, how many versions a backward's weights were behind the latest, at most.
+
+    The first version is the one before any update: a forward uses the latest on its rank.
+    """
+    most = [0] * len(recording.placement)
+    for track in recording.tracks:
+        made: dict[int, int] = defaultdict(int)
+        chosen: dict[int, int] = {}
+        used: dict[tuple[int, int], int] = {}
+        for op, stage, index, *_ in track.actions:
+            if op is Op.STEP:
+                made[stage] += 1
+            elif op is Op.USE:
+                chosen[stage] = index
+            elif op is Op.FORWARD:
+                used[stage, index] = chosen.get(stage, made[stage])
+            elif op in RETURNS and (stage, index) in used:
+                most[stage] = max(most[stage], made[stage] - used.pop((stage, index)))
+    return most
+
+
+def memory_curves(recording: Recording) -> dict[int, Points]:
+    """By rank (second, bytes held from then on): activations, weight versions, gradients and optimizer state.
+
+    Ranks of which no bytes were recorded are left out.
+    """
+    curves: dict[int, Points] = {}
+    for track in recording.tracks:
+        if not track.weight_bytes and not any(done.held_bytes for done in track.actions):
+            continue
+        static, versions = sum(track.static_bytes.values()), dict.fromkeys(track.weight_bytes, 1)
+        curve: list[tuple[float, float]] = []
+        for done in track.actions:
+            if done.op not in WORK:
+                continue
+            if done.stage in versions:
+                versions[done.stage] = done.versions
+            held = done.held_bytes + static + sum(count * track.weight_bytes[stage]
+                                                  for stage, count in versions.items())
+            if not curve or curve[-1][1] != held:
+                curve.append((done.end_s, held))
+        curves[track.rank] = curve
+    return curves
+
+
+@dataclass(frozen=True)
+class Utilization:
+    """Shares of what the devices could have computed at their best.
+
+    Attributes:
+        model: MFU.
+        hardware: HFU.
+    """
+
+    model: float
+    hardware: float
+
+
+def utilization(profile: Profile, recomputed: Sequence[Sequence[int]], microbatches: int, step_s: float,
+                ranks: int) -> Utilization | None:
+    """How well a step used the devices; None where the profile knows no peak.
+
+    With f the floating-point operations of a forward of one microbatch through all layers, r those of the recomputed
+    ones, m the microbatches of a step, t its seconds, n the ranks and P the operations per second that one device
+    reached in a large product of matrices:
+
+        MFU = 3 f m / (t n P)        HFU = (3 f + r) m / (t n P)
+
+    A backward takes twice the operations of a forward. Where ranks share cores, n P is more than the machine has.
+
+    Source: Chowdhery et al., PaLM (2022), appendix B; Korthikanti et al., Reducing Activation Recomputation (2022).
+    """
+    forward = sum(layer.forward_flops for layer in profile.layers)
+    if not profile.peak_flops_per_s or not step_s or not forward:
+        return None
+    again = sum(profile.layers[number].forward_flops for numbers in recomputed for number in numbers)
+    able = step_s * ranks * profile.peak_flops_per_s
+    return Utilization(3 * forward * microbatches / able, (3 * forward + again) * microbatches / able)
+
+
+def in_window(curves: Mapping[int, Points], window: Window) -> dict[int, Points]:
+    """The curves within a window, from its beginning on."""
+    cut: dict[int, Points] = {}
+    for rank, curve in curves.items():
+        before = [held for second, held in curve if second <= window.start_s]
+        points = [(window.start_s, before[-1])] if before else []
+        cut[rank] = points + [(second, held) for second, held in curve if window.start_s < second <= window.end_s]
+    return cut

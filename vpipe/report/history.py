@@ -1,0 +1,75 @@
+"""``RUN/metrics.jsonl``: how the loss and the speed of a run went."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vpipe.errors import UserError
+
+_AGAIN = "a line is an object with step, loss, time_s and tokens_per_s; copy the file whole from the run's folder"
+
+
+@dataclass(frozen=True)
+class History:
+    """What ``metrics.jsonl`` says.
+
+    Attributes:
+        losses: (step, loss) in training.
+        evaluations: (step, loss).
+        seconds: (second of training, tokens per second) of each step.
+        notes: what a reader has to know.
+    """
+
+    losses: Sequence[tuple[float, float]] = ()
+    evaluations: Sequence[tuple[float, float]] = ()
+    seconds: Sequence[tuple[float, float]] = ()
+    notes: tuple[str, ...] = ()
+
+
+def read_history(folder: Path) -> History:
+    """The metrics of the run in ``folder``; none where there is no such file.
+
+    Raises:
+        UserError: a line is damaged.
+    """
+    path = folder / "metrics.jsonl"
+    losses, evaluations, seconds, notes = [], [], [], list[str]()
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return History(notes=("There is no metrics.jsonl, so no losses and no tokens per second.",))
+    except OSError as error:
+        raise UserError(f"cannot read the metrics: {error.strerror}", where=str(path), hint=_AGAIN) from None
+    lines = text.splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            if number == len(lines) and not line.endswith("\n"):
+                notes.append(f"metrics.jsonl breaks off in line {number}: the run was ended, or is still going.")
+                break
+            raise _damaged(path, number, line) from None
+        if not isinstance(entry, dict) or not _numbers(entry, "step", "time_s"):
+            raise _damaged(path, number, line)
+        if _numbers(entry, "evaluation_loss"):
+            evaluations.append((entry["step"], entry["evaluation_loss"]))
+        elif _numbers(entry, "loss", "tokens_per_s"):
+            losses.append((entry["step"], entry["loss"]))
+            seconds.append((entry["time_s"], entry["tokens_per_s"]))
+        else:
+            raise _damaged(path, number, line)
+    return History(losses, evaluations, seconds, tuple(notes))
+
+
+def _numbers(entry: dict[str, Any], *keys: str) -> bool:
+    return all(type(entry.get(key)) in (int, float) for key in keys)
+
+
+def _damaged(path: Path, number: int, line: str) -> UserError:
+    shown = line.strip()
+    return UserError(f"line {number} of the metrics is damaged: {shown[:60]}{'...' if len(shown) > 60 else ''}",
+                     where=f"{path}:{number}", hint=_AGAIN)

@@ -1,0 +1,268 @@
+"""``RUN/report.html``: what happened in a run, on one page that needs nothing beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from html import escape
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Any
+
+from vpipe.errors import counted
+from vpipe.report.bars import idle_bars, stage_table
+from vpipe.report.causes import Cause
+from vpipe.report.chart import Line, chart, smooth, thinned
+from vpipe.report.evidence import Evidence
+from vpipe.report.figures import Points, in_window
+from vpipe.report.lanes import Lane, chunks, lanes
+from vpipe.report.steady import Window, steady, typical
+from vpipe.report.style import PATTERNS, SCRIPT, css
+from vpipe.report.words import compact, milliseconds, share
+from vpipe.sizes import parse_size, size_text
+
+_DRAWN, _FEWEST, _MOST = 800, 32, 48  # actions of all ranks together and of a rank, in each timeline
+_MOST_CURVES = 16
+
+
+def page(evidence: Evidence) -> str:
+    """The whole file."""
+    return "\n".join(_Page(evidence).parts()) + "\n"
+
+
+class _Page:
+    def __init__(self, evidence: Evidence) -> None:
+        self._evidence, self._run = evidence, evidence.recording
+        rounds = self._run.rounds
+        whole = all(rounds.span(stage) == rounds.per_step for stage in range(len(self._run.placement)))
+        self._unit = "update" if whole else "step"
+        self._run_window, self._planned_window = self._windows()
+
+    def _windows(self) -> tuple[Window, Window | None]:
+        """Equally many steps of both."""
+        most = min(max(_FEWEST, _DRAWN // len(self._run.tracks)), _MOST)
+        ran = typical(self._run, most)
+        if self._evidence.expected is None:
+            return ran, None
+        planned = self._evidence.expected.recording
+        steps = min(ran.steps, max(1, steady(planned).steps))
+        if steps < ran.steps:
+            ran = typical(self._run, most, steps)
+        return ran, typical(planned, most, ran.steps)
+
+    def parts(self) -> Iterator[str]:
+        evidence = self._evidence
+        ops = {done.op for track in self._run.tracks for done in track.actions}
+        if evidence.expected is not None:
+            ops |= {done.op for track in evidence.expected.recording.tracks for done in track.actions}
+        title = escape(f"Run {evidence.name}")
+        yield (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+               '<meta name="viewport" content="width=device-width, initial-scale=1">'
+               f'<style>{css(ops, chunks(self._run))}</style></head><body>{PATTERNS}<main>')
+        yield f'<h1>{title}</h1><p class="soft lead">{escape(self._lead())}</p>'
+        yield from self._cards()
+        if evidence.notes:
+            yield '<ul class="notes">' + "".join(f"<li>{escape(note)}</li>" for note in evidence.notes) + "</ul>"
+        yield from self._timelines()
+        yield from self._idle()
+        yield f'<h2>Stages</h2><p class="soft lead">{escape(self._stages_said())}</p>'
+        yield stage_table(evidence, self._unit)
+        yield from self._progress()
+        yield from self._memory()
+        yield from self._facts()
+        yield f"</main><script>{SCRIPT}</script></body></html>"
+
+    def _lead(self) -> str:
+        run = self._run
+        model = _at(self._evidence.config, "model", "name")
+        preset = _at(self._evidence.config, "model", "preset")
+        name = " ".join(str(part) for part in (model, preset) if part)
+        flush = "flush" if run.flush else "no flush"
+        return (f"{name + ', ' if name else ''}schedule {run.schedule} ({flush}), "
+                f"{counted(len(run.placement), 'stage')} on {counted(len(run.tracks), 'rank')}, "
+                + (f"{counted(run.microbatches, 'microbatch')} per update" if run.flush else
+                   f"an update every {counted(run.rounds.span(0), 'microbatch')}") + ".")
+
+    # -- headline figures
+
+    def _cards(self) -> Iterator[str]:
+        yield '<dl class="cards">'
+        for name, big, sub in self._headlines():
+            yield (f'<div class="card"><dt>{escape(name)}</dt><dd class="big">{big}</dd>'
+                   f'<dd class="sub">{escape(sub)}</dd></div>')
+        yield "</dl>"
+
+    def _headlines(self) -> Iterator[tuple[str, str, str]]:
+        evidence, figures, expected = self._evidence, self._evidence.figures, self._evidence.expected
+        history, unit = evidence.history, self._unit
+        tokens = ""
+        if len(history.seconds) > 1:
+            # In a step, from how long it took and how fast it was.
+            each = median(speed * (now - before) for (before, _), (now, speed) in pairwise(history.seconds))
+            tokens = f"{compact(each / self._run.samples_per_step * figures.samples_per_s)} tokens/s"
+        yield "samples per second", compact(figures.samples_per_s), tokens
+        against = ""
+        if expected is not None:
+            planned_s = expected.figures.step_s if expected.prediction is None else expected.prediction.step_s
+            word = "at medians" if expected.prediction is None else "predicted"
+            apart = f" ({(figures.step_s / planned_s - 1) * 100:+.1f} %)" if planned_s else ""
+            against = f"{word} {milliseconds(planned_s)}{apart}"
+        yield f"time per {unit}", milliseconds(figures.step_s), against
+        word = "planned" if expected is not None and expected.prediction is not None else "at medians"
+        planned = "" if expected is None else f"{word} {share(expected.figures.idle_share(Cause.BUBBLE))}, "
+        yield "bubble", share(figures.idle_share(Cause.BUBBLE)), f"{planned}all idle time {share(figures.idle_share())}"
+        if evidence.utilization is None:
+            yield "MFU", "–", "needs a profile.json: vpipe profile measures one"
+        else:
+            used = evidence.utilization
+            yield "MFU", share(used.model), f"HFU {share(used.hardware)}, of the peak that was measured"
+        stale = [stage.staleness for stage in figures.stages]
+        low, high = min(stale), max(stale)
+        yield ("staleness", f"{low}–{high}" if low != high else str(high),
+               "weight versions, by stage" if high else "every backward uses the latest weights")
+        peaks = figures.peak_bytes
+        if peaks:
+            worst = max(peaks, key=lambda rank: peaks[rank])
+            limit = self._limit
+            yield ("peak memory", size_text(peaks[worst]),
+                   f"rank {worst}" + (f", of {size_text(limit)} allowed" if limit else ", counted: see Memory"))
+        if history.losses:
+            few = max(1, min(10, len(history.losses) // 4))
+            first = fmean(loss for _, loss in history.losses[:few])
+            last = fmean(loss for _, loss in history.losses[-few:])
+            after = f", evaluation {history.evaluations[-1][1]:.3f}" if history.evaluations else ""
+            yield "training loss", f"{last:.3f}", f"from {first:.3f}{after}"
+
+    @property
+    def _limit(self) -> int | None:
+        limit = _at(self._evidence.config, "parallel", "memory")
+        return None if limit is None else parse_size(limit, "parallel.memory")
+
+    # -- the timelines
+
+    def _timelines(self) -> Iterator[str]:
+        evidence, expected, window = self._evidence, self._evidence.expected, self._run_window
+        ran = Lane("As run", self._run, evidence.producers, window)
+        yield "<h2>Timeline</h2>"
+        shown = [ran]
+        said = "No whole step was recorded; these are the first actions."
+        if window.steps:
+            last = window.first + window.steps - 1
+            which = f"{self._unit} {window.first}" if window.steps == 1 else f"{self._unit}s {window.first} to {last}"
+            said = (f"{which[0].upper()}{which[1:]} of the run, which took about as long as most, in milliseconds; "
+                    "the numbers are microbatches.")
+            if window.cut:
+                said += f" Only the beginning of it: a whole {self._unit} has too many actions to draw."
+        if expected is not None and self._planned_window is not None:
+            word = "As planned" if expected.prediction is not None else "At medians"
+            shown.insert(0, Lane(word, expected.recording, expected.producers, self._planned_window))
+            said += f" {expected.basis}"
+        yield f'<p class="soft lead">{escape(said)}</p>'
+        yield lanes(shown, self._unit)
+
+    def _idle(self) -> Iterator[str]:
+        window = self._evidence.figures.window
+        yield ("<h2>Idle by cause</h2>"
+               f'<p class="soft lead">Time per {self._unit} of each rank, mean over '
+               f"{counted(max(1, window.steps), self._unit)}. <em>Bubble</em>: the rank's input was not made yet. "
+               "<em>Straggler</em>: it would have been, had its maker taken no longer than usual. <em>Waiting for a "
+               "transfer</em>: it was on its way. <em>Between actions</em>: it was made, but vpipe was at other "
+               "things, such as reading data.</p>")
+        yield idle_bars(self._evidence, self._unit)
+
+    def _stages_said(self) -> str:
+        expected = self._evidence.expected
+        said = "Usual times (medians) as run; transfers are handing over and waiting for what is under way. "
+        if expected is None:
+            return said
+        if expected.prediction is not None:
+            return said + "In small letters: as predicted, and how far the run is from it."
+        return said + "In small letters: at the run's own medians."
+
+    # -- curves
+
+    def _progress(self) -> Iterator[str]:
+        history, unit = self._evidence.history, self._unit
+        if not history.losses:
+            return
+        yield '<h2>Training</h2><div class="charts">'
+        few = len(history.losses) <= 100
+        lines = [Line("training loss" + " (smoothed)" * (not few),
+                      thinned(history.losses) if few else smooth(history.losses), "var(--train)")]
+        if not few:
+            lines.insert(0, Line(f"each {unit}", thinned(history.losses), "var(--train)", "thin"))
+        lines.append(Line("evaluation loss", history.evaluations, "var(--eval)", "dot"))
+        yield chart("Loss", lines, f"training loss from {history.losses[0][1]:.3f} to {history.losses[-1][1]:.3f}",
+                    unit, compact)
+        speeds: Points = history.seconds
+        lines = [Line("tokens/s" + " (smoothed)" * (not few), thinned(speeds) if few else smooth(speeds),
+                      "var(--speed)")]
+        if not few:
+            lines.insert(0, Line(f"each {unit}", thinned(speeds), "var(--speed)", "thin"))
+        yield chart("Throughput", lines, f"tokens per second over {speeds[-1][0]:.0f} seconds", "seconds",
+                    compact, bottom=0.0)
+        yield "</div>"
+
+    def _memory(self) -> Iterator[str]:
+        curves = self._evidence.figures.memory
+        if not curves:
+            return
+        window, expected = self._run_window, self._evidence.expected
+        parts = in_window(curves, window)
+        planned: dict[int, list[tuple[float, float]]] = {}
+        if expected is not None and expected.memory and self._planned_window is not None:
+            start_s = self._planned_window.start_s
+            planned = {rank: [(second - start_s, held) for second, held in curve] for rank, curve in
+                       in_window(dict(enumerate(expected.memory)), self._planned_window).items()}
+        peaks = self._evidence.figures.peak_bytes
+        ranks = sorted(sorted(parts, key=lambda rank: -peaks[rank])[:_MOST_CURVES])
+        limit = self._limit
+        top = max([peaks[rank] for rank in ranks] + [held for rank in ranks for _, held in planned.get(rank, ())])
+        close = limit is not None and limit < 2 * top  # a limit far above would flatten the curves
+        yield ("<h2>Memory</h2><p class='soft lead'>What each rank kept while the timeline above was recorded: "
+               "activations for backwards, weight versions, gradients and optimizer state, counted. What a layer needs "
+               "for a while is not in it."
+               + ("" if limit is None or close else f" The limit of {size_text(limit)} is above the charts.")
+               + (f" Of {len(parts)} ranks the {_MOST_CURVES} that hold most." if len(parts) > len(ranks) else "")
+               + '</p><div class="charts small">')
+        for rank in ranks:
+            curve = [(1e3 * (second - window.start_s), held) for second, held in parts[rank]]
+            end = 1e3 * window.span_s
+            lines = [Line("as run", [*curve, (end, curve[-1][1])] if curve else [], "var(--train)", "area", True)]
+            if own := planned.get(rank):
+                lines.append(Line("as planned", [(1e3 * second, held) for second, held in own], "var(--plan)", "dash",
+                                  True))
+            if close and limit is not None:
+                lines.append(Line("limit", [(0.0, limit), (end, limit)], "var(--late)", "dash"))
+            if curve:
+                yield chart(f"rank {rank}: {size_text(peaks[rank])} at most in the run", lines,
+                            f"up to {size_text(peaks[rank])}", "ms", size_text, height=110, bottom=0.0, top=top,
+                            x_end=end, unit=binary_unit(top))
+        yield "</div>"
+
+    def _facts(self) -> Iterator[str]:
+        run = self._run
+        hosts = sorted({track.host for track in run.tracks if track.host})
+        facts = [("partition", str(list(run.partition))),
+                 ("ranks of the stages", str([list(own) for own in run.placement])),
+                 ("recomputed layers", str([list(own) for own in run.recomputed]) if any(run.recomputed) else "none"),
+                 (f"samples per {self._unit}", f"{run.samples_per_step:,}"),
+                 ("hosts", ", ".join(hosts) or "–"),
+                 ("recorded", f"{sum(len(track.actions) for track in run.tracks):,} actions in {run.end_s:.1f} s"),
+                 ("measured over", f"{counted(self._evidence.figures.window.steps, self._unit)} from "
+                  f"{self._unit} {self._evidence.figures.window.first} on"),
+                 ("all of it", "trace.json beside this page opens in Perfetto")]
+        yield '<h2>The run</h2><dl class="facts">' + "".join(
+            f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts) + "</dl>"
+
+
+def binary_unit(size: float) -> float:
+    """The largest of 1, KiB, MiB, GiB and TiB of which ``size`` has two."""
+    return max(unit for unit in (1.0, 1024.0, 1024.0**2, 1024.0**3, 1024.0**4) if unit == 1 or size >= 2 * unit)
+
+
+def _at(config: Mapping[str, Any], *keys: str) -> Any:
+    """A value of the config; None where it has none."""
+    value: Any = config
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value

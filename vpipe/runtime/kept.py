@@ -1,0 +1,76 @@
+"""The bytes that a stage keeps of a microbatch between its forward and its backward, counted while they are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from vpipe.runtime.record import Record
+
+
+class Kept:
+    """What the graphs of one microbatch save, by storage.
+
+    It sees the tensors as autograd saves them and leaves them as they are, so that the numbers stay the same. It does
+    not hold them: a storage that has gone meanwhile no longer counts. Tensors without strides (sparse ones) are not
+    counted.
+    """
+
+    def __init__(self) -> None:
+        self._saved: dict[StorageWeakRef, int] = {}
+        self._fields: dict[StorageWeakRef, int] = {}  # of the batch, which the record lets go before the weight half
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Count what is saved meanwhile."""
+        with saved_tensors_hooks(self, _as_it_is):
+            yield
+
+    def __call__(self, saved: Tensor) -> Tensor:
+        _add(self._saved, saved)
+        return saved.detach()  # an operation's output would hold the graph that holds it
+
+    def saved(self) -> dict[StorageWeakRef, int]:
+        """What was saved and still is there, in bytes by storage."""
+        return {storage: size for storage, size in self._saved.items() if not storage.expired()}  # type: ignore[no-untyped-call]
+
+    def bytes(self, record: Record, modules: Iterable[nn.Module]) -> int:
+        """What there is now because of the record: every storage once, without the modules' weights and buffers.
+
+        A field of the batch counts by its own size: its storage is that of the whole batch.
+        """
+        there = self.saved()
+        for tensor in (*(t for held in record.held for t in held.inputs.values()),
+                       *(t for half in record.halves for t in half.waiting())):
+            _add(there, tensor)
+        self._fields |= {_storage(field): field.nbytes for field in record.fields.values()}
+        there |= {storage: size for storage, size in self._fields.items() if record.fields or storage in there}
+        for module in modules:
+            for shared in (*module.parameters(), *module.buffers()):
+                if shared.layout is torch.strided:
+                    there.pop(_storage(shared), None)
+        return sum(there.values())
+
+
+def merely_counted() -> bool:
+    """Whether the hooks for saved tensors in force, if any, are those of a :class:`Kept`, which change nothing."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is None or isinstance(hooks[0], Kept)
+
+
+def _add(storages: dict[StorageWeakRef, int], tensor: Tensor) -> None:
+    if tensor.layout is torch.strided:
+        storages.setdefault(_storage(tensor), tensor.untyped_storage().nbytes())
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _as_it_is(saved: Tensor) -> Tensor:
+    return saved

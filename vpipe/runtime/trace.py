@@ -1,0 +1,197 @@
+"""The record of a run: what each rank did when, and what it held in memory then."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vpipe.runtime.feed import Signature
+from vpipe.runtime.kept import Kept
+from vpipe.runtime.worker import Worker
+from vpipe.schedules.action import PER_MICROBATCH, Action, Op
+
+MOST_ACTIONS = 100_000
+"""Per rank: about 7 MB in its file."""
+
+_FORWARD, _BACKWARD, _INPUT, _WEIGHT = Op.FORWARD, Op.BACKWARD, Op.INPUT, Op.WEIGHT
+_RECOMPUTE, _USE = Op.RECOMPUTE, Op.USE
+"""To name a member of an enumeration takes longer than to note an action."""
+
+
+class Recorded(NamedTuple):
+    """One action as it was carried out.
+
+    Attributes:
+        op, stage: of the action.
+        number: the run's number of the microbatch, or the stage's number of the update or version.
+        start_s, end_s: by the ``perf_counter`` of the rank's process.
+        waited_s: the part of it spent waiting for another rank; in a forward or backward it comes first.
+        held_bytes: activations that the rank keeps for backwards after it, and what waits between their halves.
+        versions: of its weights that the stage holds after it; 0 where the stage is on another rank (tied weights).
+    """
+
+    op: Op
+    stage: int
+    number: int
+    start_s: float
+    end_s: float
+    waited_s: float
+    held_bytes: int
+    versions: int
+
+    def __str__(self) -> str:
+        """A JSON array; the action in its text form."""
+        op, stage, number, start_s, end_s, waited_s, held, versions = self
+        return f'["{stage}{op}{number}", {start_s:.7f}, {end_s:.7f}, {waited_s:.7f}, {held}, {versions}]'
+
+
+class Evaluated(NamedTuple):
+    """An evaluation, whose actions are not recorded."""
+
+    start_s: float
+    end_s: float
+
+    def __str__(self) -> str:
+        """A JSON object."""
+        return f'{{"evaluation": [{self.start_s:.7f}, {self.end_s:.7f}]}}'
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Microbatches of which a stage keeps equally much.
+
+    Attributes:
+        bytes: kept after the forward, after a recomputation, between the halves of the backward.
+        known: whether a microbatch has been through all of it; until then each is counted.
+    """
+
+    bytes: dict[Op, int] = field(default_factory=dict)
+    known: bool = False
+
+
+@dataclass(slots=True)
+class _InFlight:
+    kind: _Kind
+    kept: Kept | None
+    bytes: int = 0
+
+
+class Recorder:
+    """Carries out the actions of a worker and notes each, but for ``USE``, which takes no time.
+
+    The notes are tuples in a list; whoever wants them takes them away, off the hot path. What is kept for backwards is
+    counted for the first microbatches of every shape, then known.
+
+    Attributes:
+        count: actions noted so far. The first ``limit`` are, then the worker works as if there were no recorder.
+    """
+
+    def __init__(self, worker: Worker, limit: int) -> None:
+        self.worker, self.count = worker, 0
+        self._limit = limit
+        self._notes: list[tuple[Op, int, int, float, float, float, int, int] | Evaluated] = []
+        self._held = 0
+        self._in_flight: dict[tuple[int, int], _InFlight] = {}
+        self._kinds: dict[tuple[int, bool, Signature], _Kind] = defaultdict(_Kind)
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing more is noted."""
+        return self.count >= self._limit
+
+    @property
+    def waiting(self) -> int:
+        """How many notes there are to be taken."""
+        return len(self._notes)
+
+    def take(self) -> list[Recorded | Evaluated]:
+        """The notes since the last time, in order."""
+        notes, self._notes = self._notes, []
+        return [note if isinstance(note, Evaluated) else Recorded(*note) for note in notes]
+
+    def execute(self, action: Action) -> None:
+        """Carry out one action of training."""
+        worker, op, stage, index = self.worker, action.op, action.stage, action.microbatch
+        if op is _USE or self.count >= self._limit:
+            worker.execute(action)
+            return
+        kept = self._begin(op, stage, index) if op is _FORWARD or op is _RECOMPUTE else None
+        transport = worker.transport
+        waited, started = transport.wait_s, perf_counter()
+        if kept is None:
+            worker.execute(action)
+        else:
+            with kept.watching():
+                worker.execute(action)
+        ended = perf_counter()
+        self.count += 1
+        if op is _FORWARD or op is _RECOMPUTE or op is _INPUT:
+            self._keep(op, stage, index)
+        elif op is _BACKWARD or op is _WEIGHT:
+            self._let_go(stage, index)
+        number = worker.segment.base + index if op in PER_MICROBATCH else worker.tied.version(stage, index)
+        here = worker.stages.get(stage)
+        self._notes.append((op, stage, number, started, ended, transport.wait_s - waited, self._held,
+                            0 if here is None else here.weights.held))
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Note an evaluation."""
+        started = perf_counter()
+        yield
+        if not self.full:
+            self._notes.append(Evaluated(started, perf_counter()))
+
+    # -- what does not depend on microbatches
+
+    def weight_bytes(self) -> dict[int, int]:
+        """One version of the weights of each stage of the rank, with those that it borrows."""
+        return {index: sum(leaf.nbytes for weights in (stage.weights, *stage.borrowed.values())
+                           for leaf in weights.leaves()) for index, stage in self.worker.stages.items()}
+
+    def static_bytes(self) -> dict[int, int]:
+        """The gradients of those weights, the optimizer's state as it is now, parameters that are not trained."""
+        return {index: size + _state_bytes(self.worker.update.optimizers[index])
+                + sum(p.nbytes for module in self.worker.stages[index].modules.values()
+                      for p in module.parameters() if not p.requires_grad)
+                for index, size in self.weight_bytes().items()}
+
+    # -- what is kept
+
+    def _begin(self, op: Op, stage: int, microbatch: int) -> Kept | None:
+        """What is to watch an action, if its microbatch is one that is counted."""
+        if op is _FORWARD:
+            segment = self.worker.segment
+            kind = self._kinds[stage, self.worker.is_split(stage, microbatch), segment.signature(microbatch)]
+            self._in_flight[stage, microbatch] = _InFlight(kind, None if kind.known else Kept())
+        return self._in_flight[stage, microbatch].kept
+
+    def _keep(self, op: Op, stage: int, microbatch: int) -> None:
+        """Add what an action keeps."""
+        mine = self._in_flight[stage, microbatch]
+        sizes = mine.kind.bytes
+        if mine.kept is not None:
+            sizes[op] = mine.kept.bytes(self.worker.records[stage, microbatch],
+                                        self.worker.stages[stage].modules.values())
+        # What the first microbatch did not have is an R in a stage that recomputes nothing.
+        now = sizes.get(op, mine.bytes)
+        self._held += now - mine.bytes
+        mine.bytes = now
+
+    def _let_go(self, stage: int, microbatch: int) -> None:
+        """Take away what a microbatch kept."""
+        mine = self._in_flight.pop((stage, microbatch))
+        mine.kind.known = True
+        self._held -= mine.bytes
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
+    states = () if optimizer is None else optimizer.state.values()
+    return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
