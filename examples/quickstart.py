@@ -30,14 +30,14 @@ def spirals(samples):
     return {"input": torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1) + noise, "target": label}
 
 
-batches = [spirals(64) for _ in range(60)]
+batches = [spirals(64) for _ in range(36)]
 held_out = [spirals(64) for _ in range(4)]
 
 # %% The same model under three schedules. 1f1b and gpipe wait for the pipeline to empty before a step, so they
 # compute exactly what one device would; pipedream updates after every microbatch.
 for schedule in ("gpipe", "1f1b", "pipedream"):
     pipe = Pipeline(model, stages=4, schedule=schedule, microbatches=8,
-                    optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3), seed=0)
+                    optimizer=lambda params: torch.optim.AdamW(params, lr=8e-3), seed=0)
     losses = [step.loss for step in pipe.train(batches)]
     accuracy_loss = pipe.evaluate(held_out)
     if pipe.rank == 0:

@@ -101,7 +101,7 @@ def _work(field: Sequence[Contender], slower: float, batches: int, rank: int, ra
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks,
                             timeout=timedelta(seconds=TIMEOUT_S))
-    courses = [Course(contender.name, contender.batches(slower, batches)) for contender in field]
+    courses = [Course(contender.name, contender.batches(slower, batches), batches) for contender in field]
     started = perf_counter()
 
     def show(course: Course) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -19,10 +20,12 @@ from vpipe.plan.predict import predict
 from vpipe.plan.prediction import Prediction
 from vpipe.plan.profile import Profile, Seconds
 from vpipe.schedules.action import Op
+from vpipe.schedules.csv_file import write_csv
 from vpipe.schedules.facts import rank_facts, stage_facts
 from vpipe.schedules.order import build
 from vpipe.schedules.registry import recipe_named
 from vpipe.schedules.simulation.simulate import simulate
+from vpipe.schedules.size import default_placement
 
 
 def equal(layers: int = 4, *, step_s: float = 0.0, cores: int | None = None) -> Profile:
@@ -102,6 +105,7 @@ def test_a_step_of_a_stream_is_one_of_very_many(seed: int, name: str, stages: in
 def test_a_step_with_a_flush_lies_between_the_work_and_a_batch_by_itself(seed: int, name: str, stages: int,
                                                                          cores: int | None) -> None:
     made = any_profile(seed, 2 * stages, latency_s=1e-3, cores=cores)
+    made = replace(made, layers=tuple(replace(one, tied={}) for one in made.layers))  # a batch alone sends no version
     predicted = predict(made, Plan((2,) * stages, schedule=name, microbatches=2 * stages))
     timeline = predicted.timeline
     work = max(sum(float(event.end_s - event.start_s) for event in events)
@@ -173,3 +177,16 @@ def test_costs_are_of_halves_where_a_schedule_halves() -> None:
     split = costs_of(made, (1,) * 4, [()] * 4, placement, split=True)
     assert predicted.timeline.costs.stages[1].input_s == split.stages[1].input_s == pytest.approx(1.1)
     assert made.layers[0].saved_bytes == 8 * KIB
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1", "pipedream"])
+def test_a_schedule_from_a_file_takes_what_it_takes_by_name(name: str, tmp_path: Path) -> None:
+    made, plan = equal(), Plan((1,) * 4, (1.0, 0.0, 0.0, 0.0), schedule=name, microbatches=8)
+    path = tmp_path / f"{name}.csv"
+    path.write_text(write_csv(build(name, default_placement(4), 8)))
+    by_name, by_file = (predict(made, one).prediction for one in (plan, replace(plan, schedule=str(path))))
+    assert by_file.samples_per_step == by_name.samples_per_step
+    if name == "pipedream":  # a file ends with its batch: the pipeline is filled and emptied every time
+        assert by_name.step_s < by_file.step_s <= by_name.step_s + 3 * 3 / 8
+    else:
+        assert by_file == by_name

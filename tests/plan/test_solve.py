@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from profiles import KIB, any_profile, layer, profile, transformer
 
 from vpipe.errors import UserError
-from vpipe.plan.costs import costs_of, stage_costs
+from vpipe.plan.costs import stage_costs
 from vpipe.plan.held import Held
 from vpipe.plan.memory import stage_memory
 from vpipe.plan.predict import predict
@@ -127,10 +127,10 @@ def by_formula(made: Profile, form: Form, partition: tuple[int, ...], widths: tu
     return max(sums + max(costs), work / cores)
 
 
-@settings(deadline=None, max_examples=10)
-@given(st.integers(0, 10**6), st.sampled_from(["gpipe", "1f1b", "zb_h1", "zb_h2", "pipedream", "2bw"]),
-       st.sampled_from([None, 1, 2]), st.floats(0, 1))
-def test_the_best_partition_is_the_best_of_all(seed: int, schedule: str, cores: int | None, room: float) -> None:
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zb_h2", "pipedream", "2bw"])
+@settings(deadline=None, max_examples=4)
+@given(seed=st.integers(1, 10**6), cores=st.sampled_from([None, 2]), room=st.floats(0, 1))
+def test_the_best_partition_is_the_best_of_all(schedule: str, seed: int, cores: int | None, room: float) -> None:
     made = replace(any_profile(seed, 6, latency_s=0.001, bytes_per_s=1e7, cores=cores), dispatch_s=0.0005,
                    copy_bytes_per_s=1e7)
     free = Scope(Request({6: made}, 3, None, (schedule,)))
@@ -149,9 +149,10 @@ def test_the_best_partition_is_the_best_of_all(seed: int, schedule: str, cores: 
     assert draft.bound <= draft.seconds_per_sample
 
 
-@settings(deadline=None, max_examples=8)
-@given(st.integers(0, 10**6), st.sampled_from(["gpipe", "1f1b", "pipedream", "2bw"]), st.floats(0, 1))
-def test_the_best_widths_are_the_best_of_all(seed: int, schedule: str, room: float) -> None:
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "pipedream", "2bw"])
+@settings(deadline=None, max_examples=2)
+@given(seed=st.integers(1, 10**6), room=st.floats(0, 1))
+def test_the_best_widths_are_the_best_of_all(schedule: str, seed: int, room: float) -> None:
     made = any_profile(seed, 4, latency_s=0.001, bytes_per_s=1e7)
     scope = Scope(Request({12: made}, 4, None, (schedule,)))
     choice = Choice(schedule, 12, None)
@@ -167,14 +168,15 @@ def test_the_best_widths_are_the_best_of_all(seed: int, schedule: str, room: flo
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zb_h2", "pipedream", "2bw"])
-@pytest.mark.parametrize("widths", [(1, 1, 1, 1), (2, 2), (1, 2, 1), (1, 3)])
-def test_what_stages_hold_is_what_the_programs_say(schedule: str, widths: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("widths", [(1, 1, 1, 1), (2, 2), (1, 2, 1)])
+@pytest.mark.parametrize("microbatches", [4, 12])
+def test_what_stages_hold_is_what_the_programs_say(schedule: str, widths: tuple[int, ...], microbatches: int) -> None:
     if len(set(widths)) > 1 and schedule.startswith("zb"):
-        pytest.skip("only equal widths are searched")
+        return  # only equal widths are searched
     placement = placed(widths)
-    told, free = (Form(schedule, 12, None, 4, given) for given in (placement, None))
+    told, free = (Form(schedule, microbatches, None, 4, given) for given in (placement, None))
     flush = told.flush
-    built = build(schedule, placement, 12 if flush else 12 * told.every, None if flush else told.every)
+    built = build(schedule, placement, microbatches if flush else 12 * told.every, None if flush else told.every)
     activations, versions = rank_facts(built), stage_facts(built)
     behind = 4
     for stage, crew in enumerate(placement):
@@ -229,14 +231,13 @@ def test_the_heuristic_of_the_paper_is_never_better(seed: int, schedule: str) ->
     exact, moved = scope.draft(choice), scope.draft_of_paper(choice)
     assert exact is not None
     if moved is not None:
-        costs = costs_of(made, moved.partition, moved.recomputed, moved.placement)
-        assert len(costs.stages) == 3
-        formula = scope.formula(choice, scope.request.memory_bytes)
-        assert moved.seconds_per_sample >= 0
         fixed = Scope(replace(scope.request, partition=moved.partition)).draft(choice)
         assert fixed is not None
+        assert fixed.partition == moved.partition
+        again = [sum(made.layers[number].recompute.median for number in layers)
+                 for draft in (fixed, moved) for layers in draft.recomputed]
+        assert all(best <= greedy + 1e-12 for best, greedy in zip(again[:3], again[3:], strict=True))
         assert exact.seconds_per_sample <= fixed.seconds_per_sample * (1 + 2 * TOLERANCE)
-        assert formula.form.schedule == schedule
 
 
 def test_what_is_told_stays() -> None:

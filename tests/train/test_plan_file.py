@@ -111,6 +111,7 @@ def test_a_job_keeps_its_plan_and_a_config_that_needs_no_file(tmp_path: Path) ->
     run.mkdir()
     job.keep_plan(run)
     assert Plan.load(run / "plan.json") == PLAN
+    assert not (run / "profile.json").exists(), "nobody measured it"
     (run / "config.yaml").write_text(job.config.resolved_yaml())
     Path("plan.json").unlink()
     assert decided(load_config(run / "config.yaml")) == WHOLE

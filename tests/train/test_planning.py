@@ -13,6 +13,7 @@ from vpipe.launch.failure import first_failure, write_report
 from vpipe.launch.machine import ranks_of
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds, TensorBytes
+from vpipe.profiling.cache import store
 from vpipe.train.config import load_config
 from vpipe.train.job import Job
 from vpipe.train.loop import train
@@ -110,6 +111,14 @@ def test_what_is_said_in_full_is_not_measured(tmp_path: Path, measured: list[lis
     train(job_of(tmp_path), tmp_path)
     assert measured == []
     assert not (tmp_path / "plan.json").exists()
+
+
+def test_the_profile_of_a_plan_from_a_file_comes_with_it_from_the_cache(tmp_path: Path) -> None:
+    profile = profile_of((0.01,) * 5)
+    store(profile, tmp_path / "cache")
+    job = job_of(tmp_path, dataset__cache_directory=str(tmp_path / "cache"))
+    job.planned(Plan((2, 3), profile=profile.identity.digest)).keep_plan(tmp_path)
+    assert Profile.load(tmp_path / "profile.json") == profile
 
 
 def test_the_memory_of_a_rank(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
@@ -26,6 +27,11 @@ from vpipe.train.parallel import AUTO
 
 PIPE_COLUMNS = 200
 """Width of what goes to a file or a pipe."""
+
+PLANNED = frozenset({"training.num_microbatches"} | {f"parallel.{key}" for key in (
+    "partition", "recompute", "schedule", "update_every", "stage_to_rank_map", "model_parallel_size",
+    "data_parallel_size", "chunks", "memory", "plan")})
+"""Keys that a plan says, or that only planning reads: a command that runs the plan leaves them out."""
 
 MANY = 300
 """Layers times ranks from which on the search takes seconds."""
@@ -153,13 +159,17 @@ def explained(solution: Solution, request: Request, limit_from: str, own: Altern
 
 def _keep(plan: Plan, options: argparse.Namespace) -> None:
     """Write the plan, and say how it is run."""
-    config, output = options.config, options.output
+    output = options.output
+    words = ["vpipe", "train", str(options.config)]
+    words += [word for setting in options.settings if setting.partition("=")[0].strip() not in PLANNED
+              for word in ("--set", setting)]
+    run = shlex.join([*words, "--set", f"parallel.plan={output or 'plan.json'}"])
     if output is None:
-        print(f"-o plan.json writes this plan; vpipe train {config} --set parallel.plan=plan.json runs it")
+        print(f"keep it: add -o plan.json\nrun it: {run}")
         return
     try:
         plan.save(output)
     except OSError as error:
         raise UserError(f"cannot write '{output}': {error.strerror}",
                         hint="name a file in a folder that can be written as -o") from None
-    print(f"plan: {output}\nrun it: vpipe train {config} --set parallel.plan={output}")
+    print(f"plan: {output}\nrun it: {run}")

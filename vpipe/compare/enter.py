@@ -21,6 +21,8 @@ from vpipe.train.planning import memory_limit
 from vpipe.train.profiled import profile_job
 
 Say = Callable[[str], None]
+_PLANNING = "planning"
+"""What rank 0 says while it does."""
 
 
 def take_part(job: Job, folder: Path, words: Sequence[str]) -> None:
@@ -44,22 +46,32 @@ def field_of(job: Job, ask: Ask, world: World, say: Say) -> Field:
     batch = job.config.dataset.batch_size
     sizes = {count: batch // count for count in microbatch_counts(batch)}
     profiles = profile_job(job, list(sizes.values()), say=say)
-    if world.rank:
-        return Field((), {}, None)  # planning takes the cores that rank 0 plans on
+    if world.rank:  # not planning, too: that would take the cores of rank 0
+        while world.share(None)[0] == _PLANNING:
+            pass
+        return Field((), {}, None)
     by_count = {count: profiles[size] for count, size in sizes.items()}
     memory = ask.memory_bytes
     if memory is None:
         memory = memory_limit(job.config, by_count[min(by_count)])
-    return of_systems(ask.systems, by_count, job.schedule.ranks, memory, say)
+    field = of_systems(ask.systems, by_count, job.schedule.ranks, memory, say,
+                       lambda: _tell(world, _PLANNING))
+    _tell(world, "planned")
+    return field
+
+
+def _tell(world: World, what: str) -> None:
+    """Let the ranks that wait know, before they give this one up."""
+    world.share(what)
 
 
 def of_systems(names: Sequence[str], profiles: Mapping[int, Profile], ranks: int, memory_bytes: int | None,
-               say: Say) -> Field:
+               say: Say, solved: Callable[[], None] = lambda: None) -> Field:
     """Systems, each with the plan that is best for it within the memory."""
     entries, refused = [], {}
     for system in systems_named(",".join(names)):
         try:
-            fitted = fit(system, profiles, ranks, memory_bytes)
+            fitted = fit(system, profiles, ranks, memory_bytes, solved)
         except UserError as error:
             refused[system.name] = error.problems[0].what
             say(f"{system.name}: does not fit: {refused[system.name]}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from vpipe.compare.systems import System
@@ -50,7 +50,8 @@ def microbatch_counts(batch_size: int) -> list[int]:
     return [count for count in range(1, batch_size + 1) if batch_size % count == 0][-MOST_SIZES:]
 
 
-def fit(system: System, profiles: Mapping[int, Profile], ranks: int, memory_bytes: int | None) -> Fitted:
+def fit(system: System, profiles: Mapping[int, Profile], ranks: int, memory_bytes: int | None,
+        solved: Callable[[], None] = lambda: None) -> Fitted:
     """The plan of a system: its best partition, of the sizes of microbatches that fit the best.
 
     Of the microbatches that fit it takes the one with the least predicted time per sample, the larger of equals: with a
@@ -60,6 +61,7 @@ def fit(system: System, profiles: Mapping[int, Profile], ranks: int, memory_byte
         profiles: by microbatches per update, all of equally many samples per update.
         ranks: one stage on each.
         memory_bytes: that a rank may use; None: no limit.
+        solved: called whenever a size has been planned for.
 
     Raises:
         UserError: no size fits; says what the smallest lacks.
@@ -69,11 +71,13 @@ def fit(system: System, profiles: Mapping[int, Profile], ranks: int, memory_byte
     refusal: UserError | None = None
     for count in sorted(profiles):
         try:
-            plan = _solved(system, count, profiles[count], ranks, memory_bytes)
+            plan = _solve(system, count, profiles[count], ranks, memory_bytes)
         except UserError as error:
             refusal = error  # at last, that of the smallest microbatch
             seconds[count] = None
             continue
+        finally:
+            solved()
         assert plan.predictions is not None, "the solver predicts"
         plans[count], seconds[count] = plan, plan.predictions.seconds_per_sample
         best = min(plans, key=lambda tried: (seconds[tried], tried))
@@ -87,7 +91,7 @@ def fit(system: System, profiles: Mapping[int, Profile], ranks: int, memory_byte
                   {sizes[count]: seconds[count] for count in seconds})
 
 
-def _solved(system: System, count: int, profile: Profile, ranks: int, memory_bytes: int | None) -> Plan:
+def _solve(system: System, count: int, profile: Profile, ranks: int, memory_bytes: int | None) -> Plan:
     every = None if recipe_named(system.schedule).flush else count  # without a flush: as many samples per update
     return solve(Request({count: profile}, ranks, memory_bytes, (system.schedule,), {count: every},
                          placement=tuple((rank,) for rank in range(ranks)), recompute=system.recompute)).plan

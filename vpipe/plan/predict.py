@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from vpipe.errors import UserError, counted
@@ -15,6 +15,7 @@ from vpipe.plan.prediction import Prediction, StagePrediction
 from vpipe.plan.profile import Profile
 from vpipe.plan.recompute import ranges
 from vpipe.schedules.action import PER_MICROBATCH, Action, Op
+from vpipe.schedules.arrange import Wanted, is_file
 from vpipe.schedules.order import Schedule, build
 from vpipe.schedules.registry import recipe_named
 from vpipe.schedules.simulation.costs import Costs
@@ -29,8 +30,8 @@ class Predicted:
 
     Attributes:
         prediction: in numbers.
-        timeline: with a flush of one batch from an empty pipeline to an empty one; without, of so many microbatches
-            from the first on that a steady state is among them.
+        timeline: with a flush, or of a schedule from a file, of one batch from an empty pipeline to an empty one;
+            without, of so many microbatches from the first on that a steady state is among them.
     """
 
     prediction: Prediction
@@ -45,7 +46,7 @@ def predict(profile: Profile, plan: Plan, *, schedule: str | None = None, microb
     the steady state.
 
     Args:
-        schedule: its name, where the plan does not say.
+        schedule: its name, or the path of a CSV file, where the plan does not say.
         microbatches: of a batch, where the plan does not say.
         update_every: without a flush, microbatches per update and replica, where the plan does not say.
 
@@ -60,15 +61,19 @@ def predict(profile: Profile, plan: Plan, *, schedule: str | None = None, microb
     if sum(plan.partition) != layers:
         raise UserError(f"the plan is for {sum(plan.partition)} layers, but the profile is of a model of {layers}",
                         hint="make another plan, or profile the model that the plan is for")
-    placement = plan.stage_to_rank_map or _default(name, len(plan.partition))
     recomputed = plan.recomputed
-    costs = costs_of(profile, plan.partition, recomputed, placement)  # of a searched schedule
-    arranged = _built(name, placement, microbatches, plan.update_every or update_every,
-                      ties_of(profile, plan.partition),
-                      [stage for stage, dropped in enumerate(recomputed) if dropped], costs)
+    wanted = Wanted(name, len(plan.partition), microbatches, plan.update_every or update_every,
+                    plan.stage_to_rank_map or None, ties=ties_of(profile, plan.partition),
+                    recompute=[stage for stage, dropped in enumerate(recomputed) if dropped])
+    if is_file(name):
+        arranged = wanted.arranged()
+    else:
+        placement = wanted.placement or _default(name, wanted.stages)
+        arranged = _built(replace(wanted, placement=placement),
+                          costs_of(profile, plan.partition, recomputed, placement))
     split = any(action.op is Op.INPUT for program in arranged.programs for action in program)
     rounds = arranged.rounds
-    costs = costs_of(profile, plan.partition, recomputed, placement, split, arranged.versions,
+    costs = costs_of(profile, plan.partition, recomputed, arranged.placement, split, arranged.versions,
                      [-(-rounds.span(stage) // rounds.width(stage)) for stage in range(arranged.stages)])
     steps = _Steps.simulated(arranged, costs)
     return Predicted(_prediction(profile, plan.partition, recomputed, steps), steps.timeline)
@@ -93,19 +98,22 @@ def _default(name: str, stages: int) -> Placement:
     return recipe.layout.placement(stages // recipe.chunks, recipe.chunks)
 
 
-def _built(name: str, placement: Placement, microbatches: int, update_every: int | None,
-           ties: Mapping[int, tuple[int, ...]], recompute: Collection[int], costs: Costs) -> Schedule:
+def _built(wanted: Wanted, costs: Costs) -> Schedule:
     """The schedule; without a flush of so many microbatches that there is a steady state in its middle.
 
     Not proved: what is simulated is not run.
+
+    Args:
+        costs: of a searched one.
     """
-    recipe = recipe_named(name)
-    one = build(name, placement, microbatches, update_every, ties, recompute,
-                costs if recipe.search is not None else None)
+    assert wanted.placement is not None
+    recipe = recipe_named(wanted.schedule)
+    one = build(wanted.schedule, wanted.placement, wanted.microbatches, wanted.update_every, wanted.ties,
+                wanted.recompute, costs if recipe.search is not None else None)
     if one.flush:
         return one
-    steps = _Stream.of(one).steps
-    return build(name, placement, steps * one.rounds.per_step, one.update_every, ties, recompute)
+    return build(wanted.schedule, wanted.placement, _Stream.of(one).steps * one.rounds.per_step, one.update_every,
+                 wanted.ties, wanted.recompute)
 
 
 _SETTLING = 12
@@ -147,7 +155,7 @@ class _Steps:
 
     @classmethod
     def simulated(cls, schedule: Schedule, costs: Costs) -> _Steps:
-        return cls._of_batches(schedule, costs) if schedule.flush else cls._of_stream(schedule, costs)
+        return cls._of_batches(schedule, costs) if schedule.recipe is None else cls._of_stream(schedule, costs)
 
     @classmethod
     def _of_batches(cls, schedule: Schedule, costs: Costs) -> _Steps:
@@ -157,11 +165,12 @@ class _Steps:
         first = tuple(events[:length] for events, length in zip(timeline.events, lengths, strict=True))
         second = tuple(events[length:] for events, length in zip(timeline.events, lengths, strict=True))
         ends = [max(float(event.end_s) for events in part for event in events) for part in (first, second)]
-        alone = [tuple(action for action in program if not _later(action, schedule.microbatches))
+        alone = [tuple(action for action in program if not _later(action, schedule))
                  for program in timeline.schedule.programs]
-        ways = tuple(way for way in timeline.transfers if not _later(way.action, schedule.microbatches))
-        working = tuple(float(sum(event.end_s - event.start_s for event in events)) for events in second)
-        return cls(Timeline(schedule.with_programs(alone), costs, first, ways), ends[1] - ends[0], working)
+        ways = tuple(way for way in timeline.transfers if not _later(way.action, schedule))
+        steps = schedule.microbatches // schedule.rounds.per_step
+        working = tuple(float(sum(event.end_s - event.start_s for event in events)) / steps for events in second)
+        return cls(Timeline(schedule.with_programs(alone), costs, first, ways), (ends[1] - ends[0]) / steps, working)
 
     @classmethod
     def _of_stream(cls, schedule: Schedule, costs: Costs) -> _Steps:
@@ -183,16 +192,19 @@ class _Steps:
 
 def _again(schedule: Schedule) -> Schedule:
     """A batch, and the same once more."""
-    count = schedule.microbatches
-    programs = [(*program, *(Action(action.op, action.stage,
-                                    action.microbatch + (count if action.op in PER_MICROBATCH else 1))
+    programs = [(*program, *(Action(action.op, action.stage, action.microbatch + _per_batch(action, schedule))
                              for action in program)) for program in schedule.programs]
-    return replace(schedule.with_programs(programs), microbatches=2 * count)
+    return replace(schedule.with_programs(programs), microbatches=2 * schedule.microbatches)
 
 
-def _later(action: Action, microbatches: int) -> bool:
+def _later(action: Action, schedule: Schedule) -> bool:
     """Whether an action belongs to the second batch."""
-    return action.microbatch >= (microbatches if action.op in PER_MICROBATCH else 1)
+    return action.microbatch >= _per_batch(action, schedule)
+
+
+def _per_batch(action: Action, schedule: Schedule) -> int:
+    """By how much its number differs from that of the same action in the batch before."""
+    return schedule.microbatches if action.op in PER_MICROBATCH else schedule.updates(action.stage)
 
 
 def _prediction(profile: Profile, partition: Sequence[int], recomputed: Sequence[Collection[int]],

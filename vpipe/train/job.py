@@ -14,12 +14,13 @@ from torch import Tensor
 from vpipe.data.dataset import Dataset, DatasetSettings
 from vpipe.data.registry import dataset_named
 from vpipe.errors import UserError
-from vpipe.launch.folder import PLAN
+from vpipe.launch.folder import PLAN, PROFILE
 from vpipe.model.layer import Model, seed_of
 from vpipe.model.registry import ModelSettings, model_named
 from vpipe.model.split import balanced, parameter_counts, split, ties_between
 from vpipe.plan.plan import Plan
 from vpipe.plan.recompute import recomputed_layers
+from vpipe.profiling.cache import by_digest
 from vpipe.schedules.arrange import Wanted
 from vpipe.schedules.order import Schedule, describe_rank
 from vpipe.schedules.size import Placement
@@ -139,9 +140,14 @@ class Job:
         return self._arranged(config, self.dataset, self.model, plan)
 
     def keep_plan(self, folder: Path) -> None:
-        """Leave the plan that it follows, if there is one, in the run's folder."""
-        if self.plan is not None:
-            self.plan.save(folder / PLAN)
+        """Leave the plan that it follows, if there is one, in the run's folder, with its profile, if that is known."""
+        if self.plan is None:
+            return
+        self.plan.save(folder / PLAN)
+        if self.plan.profile is not None:
+            profile = by_digest(self.plan.profile, self.config.dataset.cache_directory)
+            if profile is not None:
+                profile.save(folder / PROFILE)
 
     @property
     def placement(self) -> Placement:

@@ -10,7 +10,7 @@ from vpipe.plan.memory import StageMemory, stage_memory
 from vpipe.plan.solve.cuts import Cut
 from vpipe.plan.solve.form import even, refused
 from vpipe.plan.solve.formula import Formula
-from vpipe.plan.solve.scope import Choice, Scope, chunked
+from vpipe.plan.solve.scope import MOST_LAYERS, MOST_RANKS, Choice, Scope, chunked
 from vpipe.sizes import size_text
 
 _KINDS = {"weights": "weights", "stashed": "older weight versions", "gradients": "gradients",
@@ -65,7 +65,8 @@ def _fullest(formula: Formula, cut: Cut) -> tuple[int, StageMemory, range]:
 def _remedies(scope: Scope, choice: Choice, formula: Formula, memory: StageMemory, limit: int) -> Iterator[str]:
     yield f"allow {size_text(memory.peak, up=True)} or more per rank"
     request = scope.request
-    if request.placement is None and request.partition is None and request.recompute is None:
+    small = request.ranks <= MOST_RANKS and request.layers <= MOST_LAYERS  # beyond, asking would take minutes
+    if small and request.placement is None and request.partition is None and request.recompute is None:
         ranks = _enough_ranks(formula, choice, limit)
         if ranks is not None:
             yield f"use {ranks} ranks"

@@ -134,7 +134,8 @@ class Spans:
         if self._told is None and hold.share in (None, 0.0):
             *rest, keeping, dropping = self._figures()[ids].T
             kept = keeping if hold.share == 0.0 else np.minimum(keeping, dropping)
-            return (self._fixed(rest, hold) + keeping + (hold.in_flight - 1) * kept).reshape(first.shape)
+            held: Floats = self._fixed(rest, hold) + keeping + (hold.in_flight - 1) * kept
+            return held.reshape(first.shape)
         wanted, places = np.unique(ids, return_inverse=True)
         return np.array([float(self._told_bytes(self._nodes[number], hold)) for number in wanted.tolist()])[
             places].reshape(first.shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations, product
 
 from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
@@ -22,9 +23,6 @@ PER_LAYER = 3
 
 ALIKE = 1e-4
 """Plans whose seconds differ by less, relatively, are as fast."""
-
-Stages = tuple[tuple[int, ...], tuple[frozenset[int], ...]]
-"""A partition, and the recomputed layers of its stages."""
 
 
 @dataclass
@@ -81,7 +79,7 @@ class Trials:
         return best
 
     def improved(self, draft: Draft, plan: Plan) -> Plan:
-        """The plan after as many moves of a layer to a neighbouring stage as make it faster by simulation."""
+        """The plan after as many moves of a layer to a neighbouring stage, or two, as make it faster by simulation."""
         choice = Choice(draft.schedule, draft.microbatches, draft.placement)
         found, reserve = True, self.left // 2
         while found:
@@ -121,10 +119,13 @@ def fullest_rank(prediction: Prediction) -> tuple[int, int]:
 
 
 def _neighbours(partition: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    for stage in range(len(partition) - 1):
-        for there in (1, -1):
-            moved = list(partition)
-            moved[stage] += there
-            moved[stage + 1] -= there
-            if moved[stage] and moved[stage + 1]:
-                yield tuple(moved)
+    """One boundary moved by a layer, then two."""
+    boundaries = range(len(partition) - 1)
+    for moved in (*combinations(boundaries, 1), *combinations(boundaries, 2)):
+        for ways in product((1, -1), repeat=len(moved)):
+            sizes = list(partition)
+            for stage, way in zip(moved, ways, strict=True):
+                sizes[stage] += way
+                sizes[stage + 1] -= way
+            if min(sizes) > 0:
+                yield tuple(sizes)

@@ -29,7 +29,7 @@ class Host:
     def begin(self, now: Number, number: int, ticks: Number) -> None:
         """Something begins that takes ``ticks`` of a core."""
         if (count := len(self._working)) > self._cores:
-            self._clock += now - self._set
+            self._clock += ratio((now - self._set) * self._cores, count)
         else:
             self._clock += now - self._set
         self._set = now
