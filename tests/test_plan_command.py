@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,13 @@ from made_profile import MIB, made_profile
 from small_run import write_config
 
 from vpipe.cli import main
-from vpipe.commands.plan import microbatch_choices, updates_every
+from vpipe.commands.plan import microbatch_choices, updates_every, with_ranks
+from vpipe.launch.machine import hosts_of, ranks_of
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
 from vpipe.train.config import load_config
 from vpipe.train.job import Job
+from vpipe.train.profiled import model_digest
 
 Said = Callable[..., tuple[int, str, str]]
 
@@ -29,8 +32,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
     def made(job: Job, sizes: Sequence[int], *, again: bool = False) -> dict[int, Profile]:
         asked.append((job.schedule.ranks, list(sizes)))
         times = [3.0, *[2.0] * (len(job.model) - 2), 3.0]
-        return {size: made_profile(len(job.model), size, job.schedule.ranks, forward_ms=times, saved=40 * MIB)
+        made = {size: made_profile(len(job.model), size, job.schedule.ranks, forward_ms=times, saved=40 * MIB)
                 for size in sizes}
+        return {size: replace(one, identity=replace(one.identity, model=model_digest(job)))
+                for size, one in made.items()}
 
     monkeypatch.setattr("vpipe.commands.profile.profiles_of", made)
     return asked
@@ -112,6 +117,14 @@ def test_for_other_ranks(said: Said, asked: list[tuple[int, list[int]]]) -> None
     assert [ranks for ranks, _ in asked] == [3]
     assert Plan.load("plan.json").ranks == 3
     assert "the config's own" not in out
+
+
+def test_for_other_ranks_of_a_config_that_names_its_machines(said: Said, asked: list[tuple[int, list[int]]]) -> None:
+    status, _, err = said("--ranks", "3", "--set", "machines=[localhost:0,localhost:1]")
+    assert (status, err) == (0, "")
+    assert [ranks for ranks, _ in asked] == [3]
+    config = with_ranks(load_config(Path("c.yaml"), ["machines=[localhost:0,localhost:1]"]), 3)
+    assert (ranks_of(config), hosts_of(config)) == (3, None)
 
 
 def test_the_heuristic_of_the_paper(said: Said) -> None:

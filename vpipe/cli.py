@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
                          "planned within the memory")
     compare.add_argument("--schedules", metavar="NAME,...", help="schedules, with the config's partition and recompute")
     compare.add_argument("--memory", metavar="SIZE", help="what a rank of a system may hold, such as 8GiB; the "
-                         "config's parallel.memory, else its device's when left out")
+                         "config's parallel.memory, else its part of the device's when left out")
     compare.set_defaults(run=_compare)
 
     profile = commands.add_parser("profile", help="measure what every layer takes and keeps, on the ranks of a config")

@@ -61,14 +61,14 @@ class Run:
         case: which.
         plan: of the best microbatch.
         microbatch_size: its samples.
-        largest_size: the largest microbatch that fits.
+        largest_size: the largest microbatch that fits; None where one size was prescribed and no other tried.
     """
 
     name: str
     case: Case
     plan: Plan
     microbatch_size: int
-    largest_size: int
+    largest_size: int | None
 
     @property
     def prediction(self) -> Prediction:
@@ -125,4 +125,4 @@ def _published(system: System, case: Case) -> Run:
     every = None if recipe_named(system.schedule).flush else 1
     plan = solve(Request({BATCH // size: case.profile(BATCH // size)}, RANKS, case.memory_bytes, (system.schedule,),
                          {BATCH // size: every}, placement=PLACEMENT, recompute=system.recompute)).plan
-    return Run(system.name, case, plan, size, size)
+    return Run(system.name, case, plan, size, None)

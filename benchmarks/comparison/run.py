@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--simulate", action="store_true", help="run nothing")
     parser.add_argument("--slower", type=float, default=1.5, help="seconds that a second of a GPU takes here")
     parser.add_argument("--batches", type=int, default=10, help="of 512 samples, per system, two in a turn; the first "
-                        "of a turn does not count, nor the first turn and the last")
+                        "of a turn does not count, nor the two before the turns and the last turn")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     options = parser.parse_args()
     simulated: dict[str, Runs] = {}

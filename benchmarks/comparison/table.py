@@ -19,7 +19,8 @@ def ratios(cases: Mapping[str, Runs]) -> str:
         cells = [name]
         for system in ("gpipe", "pipedream", "vpipe"):
             run = runs[system]
-            cells.append("does not fit" if isinstance(run, str) else f"{run.microbatch_size} (fits {run.largest_size})")
+            cells.append("does not fit" if isinstance(run, str) else str(run.microbatch_size) +
+                         ("" if run.largest_size is None else f" (fits {run.largest_size})"))
         vpipe = runs["vpipe"]
         cells.append("-" if isinstance(vpipe, str) else ", ".join(str(len(own)) for own in vpipe.plan.recomputed))
         lines.append(f"| {' | '.join([*cells, _ratio(runs, 'gpipe'), _ratio(runs, 'pipedream')])} |")

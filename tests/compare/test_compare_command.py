@@ -29,8 +29,17 @@ def test_mistakes_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert not (tmp_path / "runs").exists()
 
 
-def test_it_starts_its_ranks_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["compare", str(write_config(tmp_path)), "--systems", "gpipe"]) == 2
-    assert "vpipe compare is one of 2 processes" in capsys.readouterr().err
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2"}
+SRUN = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2"}
+
+
+@pytest.mark.parametrize("command", [["compare", "--systems", "gpipe"], ["verify"]])
+@pytest.mark.parametrize("environment", [TORCHRUN, SRUN])
+def test_it_starts_its_ranks_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str],
+                                    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main([*command, str(write_config(tmp_path))]) == 2
+    said = capsys.readouterr().err
+    assert f"vpipe {command[0]} is one of 2 processes of {'srun' if 'SLURM_JOB_ID' in environment else 'its'}" in said
+    assert "hint: run it alone, without torchrun or srun" in said

@@ -6,11 +6,12 @@ from functools import cache
 
 import pytest
 
-from vpipe.compare.enter import of_systems
+from vpipe.compare.enter import crowded, limit, of_systems
 from vpipe.compare.fitting import Fitted, fit, microbatch_counts
 from vpipe.compare.systems import systems_named
 from vpipe.errors import UserError
 from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds, TensorBytes
+from vpipe.sizes import size_text
 
 LAYERS, RANKS, BATCH, MB = 10, 2, 16, 1_000_000
 WEIGHTS, ADAM, ACTIVATIONS, HIDDEN = 10 * MB, 20 * MB, 8 * MB, 1 * MB
@@ -92,10 +93,32 @@ def test_what_fits_in_no_size_is_said_with_numbers_and_the_others_go_on() -> Non
     said: list[str] = []
     field = of_systems(("pipedream", "gpipe"), PROFILES, RANKS, 260 * MB, said.append)
     assert [entry.name for entry in field.entries] == ["gpipe"]
-    assert "no plan fits into 248 MiB per rank" in field.refused["pipedream"]
+    assert "no plan fits into 248 MiB per rank" in field.refused["pipedream"].what
     assert said[0].startswith("pipedream: does not fit: no plan fits")
     assert "microbatches of 1, " in said[1]
     assert "2 does not fit" in said[1]
     [system] = systems_named("pipedream")
     with pytest.raises(UserError):
         fit(system, PROFILES, RANKS, 260 * MB)
+
+
+def test_what_the_device_has_is_shared_by_the_contenders_but_not_what_was_given() -> None:
+    assert limit(None, 900 * MB, 3) == 300 * MB
+    assert limit(800 * MB, 900 * MB, 3) == 800 * MB
+    assert limit(None, None, 3) is None
+
+
+def test_contenders_that_need_more_together_than_there_is_are_warned_of() -> None:
+    field = of_systems(("pipedream", "gpipe"), PROFILES, RANKS, 600 * MB, lambda line: None)
+    plans = [entry.plan.predictions for entry in field.entries]
+    most = max(sum(plan.stages[rank].memory.peak for plan in plans if plan) for rank in range(RANKS))
+    assert crowded(field, most) is None
+    warning = crowded(field, most - 1)
+    assert warning is not None
+    assert "all 2 contenders" in warning
+    assert f"may need {size_text(most)}" in warning
+
+
+def test_the_largest_microbatch_that_fits_is_known_of_each() -> None:
+    [gpipe] = of_systems(("gpipe",), PROFILES, RANKS, None, lambda line: None).entries
+    assert gpipe.largest_size == 16

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
-from vpipe.compare.outcome import Comparison, Outcome, Turn, smoothed
+from vpipe.compare.outcome import Comparison, Outcome, smoothed
 from vpipe.compare.picture import draw
 from vpipe.compare.table import text
+from vpipe.compare.turns import Turn
 from vpipe.plan.memory import StageMemory
 from vpipe.plan.prediction import Prediction, StagePrediction
 
@@ -35,7 +37,7 @@ def test_throughput_is_the_median_and_spread_half_the_quartiles_distance() -> No
     assert FAST.update_s == 1.5
     assert FAST.samples_per_s == pytest.approx(8 / 1.5)
     assert FAST.spread == pytest.approx((1.75 - 1.25) / 2 / 1.5)
-    assert SLOW.spread == 0
+    assert SLOW.spread is None  # of one turn nobody knows
     assert FAST.idle_share == 0.375
     assert (FAST.peak_bytes, FAST.predicted_bytes, SLOW.predicted_bytes) == (2 * MIB, 3 * MIB, None)
 
@@ -61,6 +63,14 @@ def test_equal_samples_are_those_of_the_one_that_made_fewest() -> None:
     assert Comparison("both", None, [FAST, short], {}).equal_updates == 7
 
 
+def test_one_that_updates_twice_per_batch_is_asked_after_twice_the_updates() -> None:
+    often = replace(FAST, microbatches=2, losses=tuple(FALLING))
+    both = Comparison("both", None, [replace(SLOW, losses=tuple(FALLING[:10])), often], {})
+    assert both.equal_samples == 80
+    assert both.loss_after_equal_samples(often) == often.loss_after(20)
+    assert both.loss_after_equal_samples(both.outcomes[0]) == FALLING[9]
+
+
 def test_curves_have_few_points_and_the_same_mean() -> None:
     points = smoothed(FALLING, 10)
     assert [update for update, _ in points] == list(range(4, 41, 4))
@@ -79,7 +89,34 @@ def test_the_table_says_all_of_it() -> None:
     assert fast == ["fast", "5.3", "16.7", "%", "1.00x", "2", "MiB", "3", "MiB", "25.0", "%", "37.5", "%", "6.2500",
                     "6.2500", "3.5000"]
     [slow] = [line.split() for line in said.splitlines() if line.startswith("slow ")]
-    assert slow[4:9] == ["0.50x", "2", "MiB", "-", "-"]
+    assert slow[2:8] == ["-", "0.50x", "2", "MiB", "-", "-"]
+
+
+def test_a_run_too_short_to_be_measured_is_said_so() -> None:
+    none = outcome("none", FALLING[:2], ())
+    short = Comparison("both", None, [none, outcome("one", FALLING[:3], (1.0,))], {})
+    warning = "too short: 2 updates, 13 are needed for two counted turns"
+    assert warning in text(short)
+    assert warning in draw(short)
+    [row] = [line.split() for line in text(short).splitlines() if line.startswith("none ")][-1:]
+    assert row[1:4] == ["-", "-", "-"]
+    assert short.equal_time_s is None
+    json.dumps(short.as_json())
+    long = Comparison("fast", None, [FAST], {})
+    assert "too short" not in text(long) + draw(long)
+
+
+def test_the_largest_microbatch_that_fits_stands_beside_the_chosen_one() -> None:
+    assert "2 samples (the largest that fits: 8) per update" in text(
+        Comparison("one", None, [replace(FAST, largest_size=8)], {}))
+
+
+def test_losses_that_are_no_numbers_are_null() -> None:
+    diverged = replace(FAST, losses=(1.0, float("inf"), float("nan")), evaluation_loss=float("nan"))
+    content = json.loads(json.dumps(Comparison("one", None, [diverged], {}).as_json(), allow_nan=False))
+    [found] = content["outcomes"]
+    assert found["losses"] == [1.0, None, None]
+    assert found["evaluation_loss"] is found["loss_after_equal_samples"] is found["loss_after_equal_time"] is None
 
 
 def bars(picture: str) -> dict[str, float]:

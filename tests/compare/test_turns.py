@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vpipe.compare.outcome import Turn
-from vpipe.compare.turns import Course, take_turns
+import pytest
+
+from vpipe.compare.turns import NEEDED, Course, Turn, take_turns
 
 
 class World:
@@ -29,33 +30,53 @@ class World:
                    lambda course: self.events.append(f"show {course.name}"), updates)
 
 
-def test_contenders_take_turns_and_all_ranks_meet_before_each() -> None:
+def test_all_warm_up_before_anybodys_turn_and_all_ranks_meet_before_each() -> None:
     world = World()
-    world.run(world.contender("a", 1, 3), world.contender("b", 2, 3), updates=1)
+    world.run(world.contender("a", 1, 5), world.contender("b", 2, 5), updates=1)
     assert world.events == ["meet", "a0", "a1", "show a", "meet", "b0", "b1", "show b",
-                            "meet", "a2", "show a", "meet", "b2", "show b"]
+                            "meet", "a2", "a3", "show a", "meet", "b2", "b3", "show b",
+                            "meet", "a4", "show a", "meet", "b4", "show b"]
 
 
-def test_the_first_update_of_a_turn_does_not_count() -> None:
+def test_neither_the_warm_up_nor_the_first_update_of_a_turn_counts_nor_the_turn_that_ends() -> None:
     world = World()
     a, b = world.contender("a", 1.0, 12), world.contender("b", 2.5, 12)
     world.run(a, b, updates=2)
-    assert a.turns == [Turn(2, 2.0)] * 4
-    assert b.turns == [Turn(2, 5.0)] * 4
+    assert a.counted == (Turn(2, 2.0),) * 3
+    assert b.counted == (Turn(2, 5.0),) * 3
     assert a.losses == list(range(12))
     assert (a.seconds, b.seconds) == (12.0, 30.0)
+    assert (a.warmed, b.warmed) == (Turn(2, 2.0), Turn(2, 5.0))
 
 
-def test_neither_the_turn_that_warms_up_counts_nor_the_last() -> None:
-    course = Course("a", iter(()), 12, [1.0] * 12, [Turn(2, 9.0), Turn(2, 2.0), Turn(2, 2.2), Turn(2, 0.1)], 20.0)
-    assert course.counted == (Turn(2, 2.0), Turn(2, 2.2))
+def test_what_a_process_does_once_falls_on_nobody() -> None:
+    world, once = World(), [20.0]
+
+    def steps() -> Iterator[float]:
+        for _ in range(5):
+            world.now += 1.0 + (once.pop() if once else 0)
+            yield 1.0
+
+    a, b = Course("a", steps(), 5), Course("b", steps(), 5)
+    world.run(a, b, updates=4)
+    assert a.counted == b.counted == (Turn(3, 3.0),)
 
 
-def test_a_run_too_short_for_that_is_one_turn() -> None:
+def test_of_a_run_too_short_for_a_turn_all_after_the_warm_up_counts() -> None:
     world = World()
-    a = world.contender("a", 1.5, 3)
-    world.run(a, updates=4)
-    assert a.counted == (Turn(3, 4.5),)
+    three, two, none = world.contender("a", 1.5, 3), world.contender("b", 1.5, 2), world.contender("c", 1.5, 0)
+    world.run(three, two, none, updates=4)
+    assert three.counted == (Turn(1, 1.5),)
+    assert two.counted == none.counted == ()
+    assert [len(course.losses) for course in (three, two, none)] == [3, 2, 0]
+
+
+@pytest.mark.parametrize(("updates", "turns"), [(NEEDED - 1, 1), (NEEDED, 2)])
+def test_as_many_updates_as_are_said_to_be_needed_make_two_turns(updates: int, turns: int) -> None:
+    world = World()
+    course = world.contender("a", 1, updates)
+    take_turns([course], lambda: None, lambda: world.now, lambda course: None)
+    assert len(course.turns) == turns
 
 
 def test_one_that_has_ended_is_not_asked_again() -> None:
@@ -66,7 +87,7 @@ def test_one_that_has_ended_is_not_asked_again() -> None:
 
 def test_one_whose_number_of_updates_nobody_knows_ends_when_it_says_so() -> None:
     world = World()
-    course = Course("a", iter([1.0, 2.0]))
+    course = Course("a", iter([1.0, 2.0, 3.0]))
     world.run(course, updates=1)
     assert course.ended
     assert world.events == ["meet", "show a", "meet", "show a"]

@@ -190,3 +190,12 @@ def test_a_schedule_from_a_file_takes_what_it_takes_by_name(name: str, tmp_path:
         assert by_name.step_s < by_file.step_s <= by_name.step_s + 3 * 3 / 8
     else:
         assert by_file == by_name
+
+
+@pytest.mark.parametrize("microbatches", [3, 5])
+def test_replicas_with_tied_weights_and_a_microbatch_left_over(microbatches: int) -> None:
+    plan = Plan((10, 3), stage_to_rank_map=((0, 1), (2, 3)), schedule="1f1b", microbatches=microbatches)
+    found = predict(transformer(6), plan).prediction
+    even = predict(transformer(6), replace(plan, microbatches=microbatches + 1)).prediction
+    assert even.step_s <= found.step_s * 1.2
+    assert found.seconds_per_sample > even.seconds_per_sample

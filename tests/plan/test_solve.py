@@ -19,7 +19,7 @@ from vpipe.plan.held import Held
 from vpipe.plan.memory import stage_memory
 from vpipe.plan.predict import predict
 from vpipe.plan.profile import Profile
-from vpipe.plan.solve import ASYNCHRONOUS, SYNCHRONOUS, Request, better_partition, solve
+from vpipe.plan.solve import ASYNCHRONOUS, SYNCHRONOUS, Request, better_partition, solve, without_recompute
 from vpipe.plan.solve.cuts import TOLERANCE
 from vpipe.plan.solve.form import Form, even, placed
 from vpipe.plan.solve.scope import Choice, Scope
@@ -208,11 +208,11 @@ def test_more_memory_is_never_slower_and_removes_recomputing() -> None:
     request = Request({8: made}, 4, 400 * KIB, ("1f1b",), placement=even("1f1b", 4, 1))
     tight = solve(request)
     assert any(tight.plan.recompute_layers)
-    enough = tight.limit_without_recompute_bytes
-    assert enough is not None
-    wide = solve(replace(request, memory_bytes=enough))
+    found = without_recompute(request, tight)
+    assert found is not None
+    wide = solve(replace(request, memory_bytes=found[0]))
     assert not any(wide.plan.recompute_layers)
-    assert wide.limit_without_recompute_bytes is None
+    assert without_recompute(request, wide) is None
     assert seconds(wide) <= seconds(tight)
 
 
@@ -290,9 +290,11 @@ def test_ranks_that_share_cores_gain_nothing_from_being_many() -> None:
 def test_a_run_that_is_out_of_balance_gets_a_better_partition() -> None:
     made = profile([layer(f"l{number}", 0.01) for number in range(12)])
     sets = (frozenset[int](),) * 3
-    placement = ((0,), (1,), (2,))
-    assert better_partition(made, (4, 4, 4), sets, placement, (0.12, 0.12, 0.12)) == ((4, 4, 4), 0.0)
-    partition, gain = better_partition(made, (4, 4, 4), sets, placement, (0.12, 0.12, 0.24))
-    assert partition == (4, 5, 3)
-    assert gain == pytest.approx(1 - 0.18 / 0.24)
-    assert better_partition(made, (4, 8), sets[:2], ((0,), (1, 2)), (0.12, 0.24)) == ((4, 8), 0.0)
+    request = Request({8: made}, 3, schedules=("1f1b",), placement=((0,), (1,), (2,)), recompute=0.0)
+    assert better_partition(request, (4, 4, 4), sets, (0.12, 0.12, 0.12)) == (None, 0.0)
+    plan, gain = better_partition(request, (4, 4, 4), sets, (0.12, 0.12, 0.24))
+    assert plan is not None
+    assert plan.partition[2] < 4
+    assert 0.1 < gain < 0.5
+    shared = replace(request, profiles={8: replace(made, cores=1)})
+    assert better_partition(shared, (4, 4, 4), sets, (0.12, 0.12, 0.24))[1] < 0.05, "one core does the work of all"

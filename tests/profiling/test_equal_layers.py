@@ -17,6 +17,7 @@ from vpipe.plan.profile import Profile
 from vpipe.profiling.bench import Bench
 from vpipe.profiling.kinds import structure
 from vpipe.profiling.links import _rounds
+from vpipe.profiling.measure import _Measurement
 from vpipe.profiling.survey import Survey, survey
 from vpipe.profiling.walk import Walk, summary
 from vpipe.profiling.world import World
@@ -133,3 +134,28 @@ def test_ranks_take_turns_where_there_are_too_few_cores() -> None:
         turns.append(world.turn(2))
     assert turns == [(0, 3), (0, 3), (0, 3), (1, 3), (0, 3), (1, 3), (2, 3)]
     assert world.turn(None) == (0, 1)
+
+
+def world_of(monkeypatch: pytest.MonkeyPatch, hosts: list[str], *others: object) -> World:
+    """The first rank of several, of whom the others give ``others`` whenever something is shared."""
+    world = World(CPU)
+    world.ranks, world.hosts = len(hosts), hosts
+    monkeypatch.setattr(world, "share", lambda value: [value, *others])
+    return world
+
+
+def test_ranks_that_are_bound_to_cores_of_their_own_have_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vpipe.profiling.world.usable_cores", lambda: [0])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert world_of(monkeypatch, ["a", "a", "a"], [[1], 1], [[1, 5], 1]).cores() == 3
+    assert world_of(monkeypatch, ["a", "b", "b"], [[0, 1, 2], 2], [[0, 1, 2], 2]).cores() == 1, "two threads on three"
+
+
+def test_all_ranks_cut_their_windows_for_the_one_with_least_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    def world(device: torch.device) -> World:
+        return world_of(monkeypatch, ["a", "a"], 4 << 20)
+
+    monkeypatch.setattr("vpipe.profiling.measure.World", world)
+    monkeypatch.setattr(World, "cores", lambda self: 1)
+    monkeypatch.setattr("vpipe.profiling.measure.free_bytes", lambda device: 8 << 30)
+    assert _Measurement(frozen_front(), ADAMW, CPU, 0, 1.0, 0.0, print)._room_bytes == 1 << 20

@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 from made_profile import made_profile
 from small_run import job_of, write_config
+from torch import Tensor, nn
 
 from vpipe.cli import main
-from vpipe.commands.profile import described
+from vpipe.commands.profile import described, profiles_of
 from vpipe.errors import UserError
+from vpipe.model.layer import Layer, Model
 from vpipe.plan.profile import LinkProfile, Profile, Seconds
 from vpipe.profiling.cache import by_digest, cached, path_of, store
 from vpipe.profiling.identity import require
+from vpipe.profiling.kinds import code, structure
 from vpipe.train import profiled
 from vpipe.train.profiled import identity_of, microbatch_of, profile_job
 
@@ -155,3 +158,41 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     assert main(["profile", str(write_config(tmp_path)), "-o", str(tmp_path / "none" / "p.json")]) == 2
     assert "is in no folder" in capsys.readouterr().err
     assert main(["profile", str(write_config(tmp_path)), "-o", str(tmp_path)]) == 2
+    assert main(["profile", str(write_config(tmp_path)), "-o", "/proc/p.json"]) == 2
+    assert "error: cannot write '/proc/p.json': /proc: " in capsys.readouterr().err
+
+
+def test_more_ranks_than_a_host_can_bear_are_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    job = job_of(tmp_path, dataset__batch_size=40, dataset__samples=800, dataset__cache_directory=str(tmp_path),
+                 parallel__data_parallel_size=20, training__num_microbatches=20)
+    with pytest.raises(UserError, match="40 ranks would be started to be measured, on 2 cores"):
+        profiles_of(job, [2])
+
+
+class Loops(nn.Module):
+    """What it computes depends on an object that does not say what is in it."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        self.own = own
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h
+
+
+def test_a_model_whose_content_cannot_be_read_is_not_kept(tmp_path: Path) -> None:
+    def code_of(own: Any) -> str | None:
+        model = Model([Layer("a", lambda: Loops(own), ("h",), ("loss",))], batch=("h",))
+        return code(model, [structure(layer) for layer in model.layers])
+
+    assert code_of(3) == code_of(4)
+    assert code_of(3) is not None, "a number is in the structure"
+    assert code_of(write_config) not in (None, code_of(3))
+    assert code_of(object()) is code_of(lambda h: h) is None
+    unknown = replace(MADE, identity=replace(MADE.identity, code=None))
+    with pytest.raises(UserError, match="is not kept"):
+        store(unknown, tmp_path)
+    path_of(unknown.identity, tmp_path).parent.mkdir()
+    unknown.save(path_of(unknown.identity, tmp_path))
+    assert cached(unknown.identity, tmp_path) is None

@@ -42,8 +42,9 @@ def make_run(folder: Path, name: str = "1f1b", ranks: int = 4, microbatches: int
         own = {**header, "rank": rank, "clock_offset_s": offset, "weight_bytes": mine, "static_bytes": mine}
         moved = [[line[0], line[1] - offset, line[2] - offset, *line[3:]] if isinstance(line, list)
                  else {"evaluation": [second - offset for second in line["evaluation"]]} for line in lines]
+        start, end = {"clock": [-offset, offset]}, {"clock": [1e3 - offset, offset]}
         (folder / "trace" / f"rank{rank}.jsonl").write_text(
-            "".join(json.dumps(line) + "\n" for line in (own, *moved)))
+            "".join(json.dumps(line) + "\n" for line in (own, start, *moved, end)))
     write_metrics(folder, updates)
     return folder
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,12 @@ def test_time_between_actions_is_dispatch_and_after_the_last_one_bubble() -> Non
     assert idle(made, 0) == [(1, 3, Cause.DISPATCH), (4, 9, Cause.BUBBLE)]
 
 
+def test_before_an_evaluation_the_pipeline_empties() -> None:
+    made = recording([("0F0", 0, 1, 0), ("0F1", 7, 8, 0)], [("1F0", 0, 3, 1), ("1F1", 8, 9, 1)])
+    made = replace(made, tracks=(replace(made.tracks[0], evaluations=[(3, 6)]), made.tracks[1]))
+    assert idle(made, 0) == [(1, 3, Cause.BUBBLE), (6, 7, Cause.DISPATCH), (8, 9, Cause.BUBBLE)]
+
+
 def test_between_actions_a_rank_whose_input_is_not_made_yet_loses_nothing() -> None:
     """It may as well be held up there as in its next action."""
     made = recording([("0F0", 0, 10, 0)], [("1RECV_F0", 8, 8, 0), ("1F0", 12, 13, 0)])
@@ -85,6 +92,15 @@ def test_replicas_wait_for_the_last_of_them() -> None:
     # From 4 to 8 for the other's backward, which took 1 longer than the median of both.
     assert idle(made, 0)[:3] == [(4, 6, Cause.BUBBLE), (6, 7, Cause.STRAGGLER), (7, 8, Cause.TRANSFER)]
     assert idle(made, 1) == [(8, 9, Cause.BUBBLE), (9, 10, Cause.TRANSFER)]
+
+
+def test_nobody_is_late_in_a_simulation() -> None:
+    """Where ranks share cores, actions of one kind take different times there, too."""
+    made = recording([("0F0", 0, 1, 0), ("0F1", 1, 2, 0), ("0F2", 2, 9, 0)],
+                     [("1F0", 0, 2, 1), ("1F1", 2, 3, 0), ("1F2", 3, 10, 6)])
+    [late, planned] = (list(pieces(made, made.tracks[1], Producers.of(made, simulated))) for simulated in (False, True))
+    assert Cause.STRAGGLER in {piece.cause for piece in late}
+    assert Cause.STRAGGLER not in {piece.cause for piece in planned}
 
 
 def test_a_step_waits_for_the_last_norm() -> None:

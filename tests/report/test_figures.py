@@ -10,7 +10,7 @@ from profile_by_hand import made_profile
 
 from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
-from vpipe.report.causes import Cause, Producers
+from vpipe.report.causes import Cause, Producers, pieces
 from vpipe.report.evidence import gather
 from vpipe.report.figures import Figures, utilization
 from vpipe.report.planned import as_recording, in_a_row, replayed
@@ -64,6 +64,29 @@ def test_steps_that_an_evaluation_interrupts_do_not_count(tmp_path: Path) -> Non
     run = made(tmp_path, updates=9, evaluation=True, took=even)
     assert max(step_times(run)) < 1
     assert not typical(run, 60).span_s > 4
+
+
+@pytest.mark.parametrize("kept", [1.0, 0.5])
+def test_of_a_run_that_was_ended_only_what_all_ranks_recorded_is_measured(tmp_path: Path, kept: float) -> None:
+    """Every record without an end, and one of them, of a rank that wrote earlier, shorter."""
+    folder = make_run(tmp_path / "run", "pipedream", updates=60, took=even)
+    whole = Figures.of(read_recording(folder), Producers.of(read_recording(folder)))
+    for rank in range(4):
+        file = folder / "trace" / f"rank{rank}.jsonl"
+        lines = file.read_text().splitlines(keepends=True)[:-1]
+        file.write_text("".join(lines[:int(len(lines) * (kept if rank == 2 else 1))]))
+    run = read_recording(folder)
+    ends = [track.actions[-1].end_s for track in run.tracks]
+    figures = Figures.of(run, Producers.of(run))
+    assert figures.window.end_s <= run.covered_s == min(ends)
+    assert figures.idle_share(Cause.BUBBLE) == pytest.approx(whole.idle_share(Cause.BUBBLE), abs=0.02)
+    for track, end_s in zip(run.tracks, ends, strict=True):
+        assert list(pieces(run, track, Producers.of(run)))[-1].end_s == end_s
+    first, second, *_ = gather(folder, {}).notes
+    assert first.startswith("The run did not end well, or is still going: the records of 4 of 4")
+    last = 57 if kept == 1 else 27  # a step's end is on all ranks
+    assert second == (f"The record holds up to step {last}, metrics.jsonl goes on to step 59: what a rank did in its "
+                      "last seconds was not written down.")
 
 
 def test_figures_of_even_stages(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_use_ahead_of_its_send_has_no_arrow(tmp_path: Path) -> None:
     """As clocks of two hosts may have it."""
     made = read_recording(make_run(tmp_path / "run", ranks=2, microbatches=2, updates=2, offsets=(0.0, -5.0)))
     path = tmp_path / "run" / "trace" / "rank1.jsonl"
-    path.write_text(path.read_text().replace('"clock_offset_s": -5.0', '"clock_offset_s": -5.2'))
+    path.write_text(path.read_text().replace(", -5.0]", ", -5.2]"))
     apart = read_recording(tmp_path / "run")
     flows = [sum(event["ph"] == "s" for event in check(written(one, tmp_path)[0])) for one in (made, apart)]
     assert flows[0] == 8

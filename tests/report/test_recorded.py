@@ -55,7 +55,11 @@ def test_ranks_with_other_clocks_are_put_on_that_of_rank_0(tmp_path: Path) -> No
 
 def test_a_clock_that_drifts_is_followed_between_two_comparisons(run: Path) -> None:
     before = read_recording(run).tracks[1].actions
-    edit(run, lambda lines: lines.extend(['{"clock": [0.0, 1.0]}\n', '{"clock": [1.0, 1.5]}\n']))
+
+    def drift(lines: list[str]) -> None:
+        lines[1], lines[-1] = '{"clock": [0.0, 1.0]}\n', '{"clock": [1.0, 1.5]}\n'
+
+    edit(run, drift)
     after = read_recording(run).tracks[1].actions
     for early, late in zip(before, after, strict=True):
         assert late.start_s == pytest.approx(early.start_s * 1.5 + 1.0, abs=0.01)  # rank 0's first start is at 50 us
@@ -80,10 +84,18 @@ def test_a_truncated_record_is_said(run: Path) -> None:
 
 def test_a_record_that_breaks_off_is_read_up_to_there_and_said(run: Path) -> None:
     whole = len(read_recording(run).tracks[1].actions)
-    edit(run, lambda lines: lines.__setitem__(-1, lines[-1][:9]))
+    edit(run, lambda lines: lines.__setitem__(slice(-2, None), [lines[-2][:9]]))
     recording = read_recording(run)
     assert len(recording.tracks[1].actions) == whole - 1
     assert "rank1.jsonl breaks off in line" in recording.notes[0]
+    assert recording.notes[1] == ("The run did not end well, or is still going: the records of 1 of 2 ranks have no "
+                                  "end. Figures are of its first 0.2 s, as far as they all reach.")
+
+
+def test_an_empty_record_is_said_to_be_empty(run: Path) -> None:
+    edit(run, list[str].clear)
+    with pytest.raises(UserError, match=r"the record rank1.jsonl is empty: rank 1 did not come to the end of"):
+        read_recording(run)
 
 
 @pytest.mark.parametrize("line", [

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from made_run import make_run
+from made_run import make_run, write_metrics
 from profile_by_hand import made_profile
 
 from vpipe.cli import main
+from vpipe.report.chart import Line, chart, smooth, thinned
 from vpipe.report.evidence import gather
 from vpipe.report.page import binary_unit, page
 
@@ -124,6 +126,35 @@ def test_without_a_whole_step_the_first_actions_are_shown(tmp_path: Path) -> Non
     text = outline(page(gather(folder, {}))).text
     assert "Nothing is planned beside the run: no whole step was recorded." in text
     assert "No whole step was recorded; these are the first actions." in text
+
+
+@pytest.mark.parametrize(("updates", "first", "bad"), [
+    (6, 3, "NaN"), (6, 0, "NaN"), (6, 2, "Infinity"), (150, 6, "NaN"), (150, 90, "-Infinity")])
+def test_losses_that_are_no_numbers_are_left_out_and_counted(tmp_path: Path, updates: int, first: int,
+                                                             bad: str) -> None:
+    folder = make_run(tmp_path / "run", ranks=2, updates=6)
+    write_metrics(folder, updates)
+    metrics = folder / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join([*lines[:first], *(re.sub(r'loss": [^,]*', f'loss": {bad}', line)
+                                                  for line in lines[first:])]))
+    text = page(gather(folder, {}))
+    assert not re.search(r"[^A-Za-z](nan|inf)[^a-z]", text)
+    said = outline(text).text
+    assert (f"Of {updates + 1} losses {updates + 1 - first} are no numbers (infinite or NaN), the first in step "
+            f"{first}.") in said
+    assert "training lossno number" in said
+    assert ("There is no number to draw." in said) == (first == 0)
+
+
+def test_a_line_breaks_where_a_value_is_no_number() -> None:
+    points = [(0, 1.0), (1, 2.0), (2, math.nan), (3, 2.0), (4, math.inf), (5, 1.0), (6, 1.0)]
+    drawn = re.findall(r'<path d="([^"]*)"', chart("Loss", [Line("a", points, "red")], "", "step", str))
+    assert [path.count("M") + path.count("L") for path in drawn] == [2, 1, 2]
+    assert thinned(points, 1) == [(3, pytest.approx(7 / 5))]
+    smoothed = smooth(points * 8)
+    assert [math.isnan(y) for _, y in smoothed[:7]] == [False, False, True, False, True, False, False]
+    assert smoothed[1][1] == pytest.approx(1.5), "of its neighbours the one that is a number"
 
 
 def test_memory_is_counted_in_round_binary_numbers() -> None:

@@ -12,7 +12,8 @@ from models import RawMatmul, rich_batches, rich_model
 from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline
-from vpipe.runtime import kept, trace
+from vpipe.errors import RunError
+from vpipe.runtime import clock, kept, trace
 from vpipe.runtime.trace import Evaluated, Recorded
 from vpipe.schedules.action import PER_MICROBATCH, Op
 
@@ -74,7 +75,7 @@ def test_a_flush_schedule_is_recorded_action_by_action() -> None:
     _, pipe, notes = trained(record=True, schedule="1f1b", stages=3, recompute=0.5, grad_clip=1.0)
     for rank, program in enumerate(pipe.engine._schedule.programs):
         expected = [(a.op, a.stage, a.microbatch + batch * (4 if a.op in PER_MICROBATCH else 1))
-                    for batch in range(4) for a in program if a.op is not Op.USE]
+                    for batch in range(4) for a in program]
         assert [(note.op, note.stage, note.number) for note in actions(notes[rank])] == expected
 
 
@@ -185,7 +186,86 @@ def test_what_a_layer_saves_under_hooks_of_its_own_is_theirs() -> None:
     assert len(count.saved()) == 2, "what nobody keeps any more does not count"
 
 
+class Changing(nn.Module):
+    """Changes what sigmoid saved for its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.linear(x).sigmoid()
+        doubled: Tensor = made * 2
+        made.mul_(3)
+        return doubled + made
+
+
+class Transforming(nn.Module):
+    """Differentiates with torch.func, which refuses hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gradient: Tensor = torch.func.grad(lambda value: self.linear(value).square().sum())(x)
+        return x + gradient
+
+
+def of_layers(kind: type[nn.Module]) -> Pipeline:
+    layers = [Layer("first", kind, ("x",), ("h",)), Layer("second", kind), Layer("loss", Total, outputs=("loss",))]
+    model = Model(layers, batch=("x",))
+    return Pipeline(model, stages=2, schedule="gpipe", microbatches=2, optimizer=lambda own: torch.optim.SGD(own, 0.1))
+
+
+@pytest.mark.parametrize("record", [False, True])
+def test_what_was_saved_and_changed_in_place_is_refused_at_once(record: bool) -> None:
+    """As without a recorder, not only from the first microbatch on that is not counted."""
+    pipe = of_layers(Changing)
+    if record:
+        pipe.engine.record()
+    with pytest.raises(RunError, match=r"modified by an inplace operation: \[torch.FloatTensor \[2, 4\]\].*is at "
+                                       r"version 1; expected version 0 instead"):
+        next(iter(pipe.train([{"x": torch.ones(4, 4)}])))
+
+
+def test_a_layer_that_refuses_hooks_cannot_be_counted_and_it_is_said() -> None:
+    data = [{"x": torch.ones(4, 4)}]
+    assert len(list(of_layers(Transforming).train(data))) == 1
+    pipe = of_layers(Transforming)
+    pipe.engine.record()
+    with pytest.raises(RunError, match=r"saved tensor hooks.*\(rank 0, stage 0, action 0F0\)\nhint: .*: set trace to "
+                                       "false"):
+        next(iter(pipe.train(data)))
+
+
 def test_notes_are_lines_of_json() -> None:
     note = Recorded(Op.FORWARD, 2, 17, 1.5, 1.75, 0.125, 4096, 3)
     assert json.loads(str(note)) == ["2F17", 1.5, 1.75, 0.125, 4096, 3]
     assert json.loads(str(Evaluated(1.5, 2.0))) == {"evaluation": [1.5, 2.0]}
+
+
+def test_clocks_are_read_when_the_value_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under nccl receiving returns before anything has arrived."""
+    events: list[str] = []
+
+    class Value:
+        def item(self) -> float:
+            events.append("wait")
+            return 7.0
+
+        def fill_(self, value: float) -> Value:
+            return self
+
+    monkeypatch.setattr(clock, "ROUND_TRIPS", 1)
+    monkeypatch.setattr(clock, "perf_counter", lambda: events.append("clock") or 5.0)
+    monkeypatch.setattr(clock.torch, "zeros", lambda *arguments, **settings: Value())
+    for name, result in {"get_backend": "nccl", "get_world_size": 2, "send": None, "recv": None}.items():
+        monkeypatch.setattr(clock.dist, name, lambda *arguments, name=name, result=result: (
+            result if name.startswith("get") else events.append(name)))
+    for rank, expected, offset in ((0, ["recv", "wait", "clock", "send"], 0.0),
+                                   (1, ["clock", "send", "recv", "wait", "clock"], 2.0)):
+        monkeypatch.setattr(clock.dist, "get_rank", lambda rank=rank: rank)
+        events.clear()
+        assert clock.clock_offset(torch.device("cpu")) == offset
+        assert events == expected

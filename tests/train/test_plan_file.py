@@ -64,6 +64,16 @@ def test_a_plan_on_the_command_line_goes_before_what_the_file_says() -> None:
     assert decided(plain) == ((1, 4), 0.5, None, "1f1b", None, 4), "what it does not say stays"
 
 
+def test_a_plan_on_the_command_line_for_other_stages_drops_what_was_said_of_each() -> None:
+    config = load({"partition": [2, 3]}, "parallel.plan=plan.json", parallel__partition=[1, 2, 2],
+                  parallel__model_parallel_size=3, parallel__warmup_depth=[3, 2, 1],
+                  parallel__compress=["bf16", "none"])
+    assert (config.parallel.warmup_depth, config.parallel.compress) == (None, "none")
+    same = load({"partition": [2, 3]}, "parallel.plan=plan.json", parallel__partition=[1, 4],
+                parallel__compress=["bf16"])
+    assert same.parallel.compress == ("bf16",)
+
+
 def test_a_plan_of_vpipe_is_one() -> None:
     config = load({"partition": [2, 3], "recompute_ratio": [0.5, 0]}, "parallel.plan=plan.json")
     assert decided(config) == ((2, 3), (0.5, 0.0), None, "1f1b", None, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from vpipe.train.config import load_config
 from vpipe.train.job import Job
 from vpipe.train.loop import train
 from vpipe.train.planning import memory_limit, planned, request_of
+from vpipe.train.profiled import identity_of
 from vpipe.train.report import headline
 
 
@@ -114,11 +116,38 @@ def test_what_is_said_in_full_is_not_measured(tmp_path: Path, measured: list[lis
 
 
 def test_the_profile_of_a_plan_from_a_file_comes_with_it_from_the_cache(tmp_path: Path) -> None:
-    profile = profile_of((0.01,) * 5)
-    store(profile, tmp_path / "cache")
     job = job_of(tmp_path, dataset__cache_directory=str(tmp_path / "cache"))
-    job.planned(Plan((2, 3), profile=profile.identity.digest)).keep_plan(tmp_path)
-    assert Profile.load(tmp_path / "profile.json") == profile
+    of_another = profile_of((0.01,) * 5)
+    own = replace(of_another, identity=identity_of(job, 2, 2))
+    for profile in (of_another, own):
+        store(profile, tmp_path / "cache")
+        job.planned(Plan((2, 3), profile=profile.identity.digest)).keep_plan(tmp_path)
+        assert (tmp_path / "profile.json").exists() == (profile is own)
+    assert Profile.load(tmp_path / "profile.json") == own
+
+
+def test_a_plan_for_another_model_is_refused_and_one_for_another_microbatch_remarked(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job, path = job_of(tmp_path), tmp_path / "plan.json"
+    Plan((2, 3), profiled=asdict(identity_of(job, 2, 2))).save(path)
+    following: dict[str, Any] = {"parallel__partition": "auto", "parallel__plan": str(path)}
+    assert job_of(tmp_path, **following).plan == Plan.load(path)
+    assert capsys.readouterr().err == ""
+    job_of(tmp_path, **following, training__num_microbatches=2)
+    assert "the plan was made for microbatch size 2, not 4: its predictions do not hold" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"for another model: bert tiny \(digest \w+\) there, bert tiny \(digest "):
+        job_of(tmp_path, **following, model__hidden_size=32)
+    path.write_text('{"partition": [2, 3], "profile": "0123456789ab"}')
+    assert job_of(tmp_path, **following).partition == (2, 3)
+
+
+@pytest.mark.parametrize("changes", [
+    {"training__momentum": 0.0}, {"training__weight_decay": 0.1}, {"model__dropout": 0.0}])
+def test_what_changes_costs_changes_the_digest(tmp_path: Path, changes: dict[str, Any]) -> None:
+    plain, changed = job_of(tmp_path, training__optimizer="sgd"), job_of(tmp_path, training__optimizer="sgd", **changes)
+    assert identity_of(plain, 2, 2).digest != identity_of(changed, 2, 2).digest
+    assert identity_of(plain, 2, 2).digest == identity_of(job_of(tmp_path, training__optimizer="sgd"), 2, 2).digest
+    assert identity_of(plain, 2, 2, 4, 2).digest != identity_of(plain, 2, 2, 4, 1).digest
 
 
 def test_the_memory_of_a_rank(tmp_path: Path) -> None:
@@ -138,3 +167,16 @@ def test_when_nothing_fits_every_rank_says_the_same_and_the_user_hears_it_once(
     assert str(told) == str(error.value)
     write_report(tmp_path, 1, UserError("other", hint="no plan"))
     assert isinstance(first_failure({1: 2}, [], tmp_path, lambda rank: f"rank {rank}"), RunError)
+
+
+def test_under_a_schedule_from_a_file_stages_are_balanced_without_measuring(tmp_path: Path,
+                                                                            measured: list[list[int]]) -> None:
+    file = tmp_path / "s.csv"
+    file.write_text("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n")
+    job = auto(tmp_path, parallel__schedule=str(file), training__num_microbatches=2)
+    assert (job.config.parallel.to_plan, job.config.parallel.partition) == ((), (1, 4))
+    train(job, tmp_path)
+    assert measured == []
+    check_updates(tmp_path, 4)
+    with pytest.raises(UserError, match=r"is auto, but the schedule is a file"):
+        auto(tmp_path, parallel__schedule=str(file), parallel__recompute="auto", training__num_microbatches=2)

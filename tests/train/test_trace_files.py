@@ -14,7 +14,10 @@ from torch import nn
 
 from vpipe import Layer, Model, Pipeline
 from vpipe.errors import RunError, UserError
+from vpipe.report.causes import Producers
+from vpipe.report.figures import Figures
 from vpipe.report.recorded import read_recording
+from vpipe.report.steady import step_ends
 from vpipe.train.loop import train
 from vpipe.train.trace import Trace
 
@@ -135,3 +138,46 @@ def test_a_record_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         Trace(tmp_path, pipeline(), 4)
     assert str(caught.value) == (f"error: cannot write the timeline of the run in '{tmp_path / 'trace'}': File exists\n"
                                  "hint: make room there, or set trace to false")
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "2bw", "pipedream_vertical_sync"])
+def test_staleness_is_what_the_run_counted(tmp_path: Path, schedule: str) -> None:
+    """Also behind an evaluation, before which the pipeline empties."""
+    layers = [Layer(f"layer{i}", Failing, ("x",) if i == 0 else ("h",), ("h",)) for i in range(3)]
+    pipe = Pipeline(Model([*layers, Layer("last", Mean, outputs=("loss",))], batch=("x",)), stages=3,
+                    schedule=schedule, microbatches=4, optimizer=lambda own: torch.optim.SGD(own, 0.1))
+    data = [{"x": torch.ones(4, 2)}] * 6
+    with Trace(tmp_path, pipe, 4) as trace:
+        for part in range(2):
+            for _ in pipe.train(data):
+                trace.step()
+            if part == 0:
+                pipe.evaluate(data[:1])
+    recording = read_recording(tmp_path)
+    assert [stage.staleness for stage in Figures.of(recording, Producers.of(recording)).stages] == [
+        stage.staleness for stage in pipe.engine.all_ranks.usage()]
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_full_disk_ends_the_record_and_not_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int,
+                                                          caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("vpipe.train.trace.AT_ONCE", 1)
+    pipe, losses = pipeline(), list[float]()
+    with Path("/dev/full").open("w", encoding="utf-8") as full, Trace(tmp_path, pipe, 4) as trace:
+        for step in pipe.train([{"x": torch.ones(4, 2)}] * 4):
+            if step.index == at:
+                trace._files[0].close()
+                trace._files[0] = full
+            trace.step()
+            losses.append(step.loss)
+        trace.end()
+    assert len(losses) == 4
+    (said,) = [record.message for record in caplog.records if "timeline" in record.message]
+    assert said == ("the timeline of rank 0 breaks off, training goes on: cannot write /dev/full: No space left on "
+                    "device")
+    assert pipe.engine._recorders[0].waiting == 0
+    assert list(lines(tmp_path / "trace" / "rank1.jsonl")[-1]) == ["clock"]
+    if at == 1:
+        recording = read_recording(tmp_path)
+        assert [track.broken_off for track in recording.tracks] == [True, False]
+        assert step_ends(recording).keys() == {0}

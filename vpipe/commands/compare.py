@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from vpipe.compare.ask import Ask
 from vpipe.errors import UserError
+from vpipe.launch.alone import check_alone
 from vpipe.launch.folder import make_run_folder
 from vpipe.launch.local import run_ranks
 from vpipe.launch.machine import check_gpus, hosts_of, ranks_of
@@ -24,9 +25,7 @@ def run_compare(options: argparse.Namespace) -> None:
     """
     ask = Ask.of(options.systems, options.schedules, options.memory)
     config = load_config(options.config, options.settings, options.scheduler)
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UserError(f"vpipe compare is one of {os.environ['WORLD_SIZE']} processes, but it starts its ranks itself",
-                        hint="run it alone, without torchrun or srun")
+    check_alone("vpipe compare", os.environ)
     hosts = hosts_of(config)
     if hosts is not None and hosts.others:
         raise UserError(f"vpipe compare runs on this host alone, but machines names {len(hosts.others)} more",

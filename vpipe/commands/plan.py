@@ -19,7 +19,7 @@ from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
 from vpipe.plan.profile import Profile
 from vpipe.plan.recompute import recomputed_layers
-from vpipe.plan.solve import ASYNCHRONOUS, SYNCHRONOUS, Alternative, Request, Solution, solve
+from vpipe.plan.solve import ASYNCHRONOUS, SYNCHRONOUS, Alternative, Request, Solution, solve, without_recompute
 from vpipe.schedules.arrange import is_file
 from vpipe.sizes import parse_size, size_text
 from vpipe.train.config import Config, load_config
@@ -62,13 +62,14 @@ def run_plan(options: argparse.Namespace) -> None:
     profiles = profiles_of(job, [config.dataset.batch_size // count for count in microbatch_choices(job.config)])
     by_count = {config.dataset.batch_size // size: profile for size, profile in profiles.items()}
     limit_bytes, limit_from = limit_of(memory_bytes, config, next(iter(by_count.values())))
+    own = own_choice(job.config, job.partition, job.placement, by_count, limit_bytes) if ranks == own_ranks else None
+    known = (own.plan,) if own is not None and own.plan is not None and options.solver == "exact" else ()
     request = Request(by_count, ranks, limit_bytes,
                       ASYNCHRONOUS if job.config.parallel.asynchronous else SYNCHRONOUS,
-                      updates_every(job.config, by_count), solver=options.solver)
+                      updates_every(job.config, by_count), known=known, solver=options.solver)
     if len(job.model) * ranks >= MANY:
         print(f"searching: {len(job.model)} layers on {ranks} ranks", file=sys.stderr, flush=True)
     solution = solve(request)
-    own = own_choice(job.config, job.partition, job.placement, by_count, limit_bytes) if ranks == own_ranks else None
     print(explained(solution, request, limit_from, own).text(shutil.get_terminal_size((PIPE_COLUMNS, 24)).columns))
     _keep(solution.plan, options)
 
@@ -88,10 +89,10 @@ def _check(ranks: int | None, output: Path | None) -> None:
 def with_ranks(config: Config, ranks: int) -> Config:
     """A config of so many ranks, a stage on each, with a schedule of the same kind: to be measured, not to be run."""
     kind = ASYNCHRONOUS if config.parallel.asynchronous else SYNCHRONOUS
-    return config.with_parallel(
+    return config.model_copy(update={"machines": None}).with_parallel(
         model_parallel_size=ranks, schedule="pipedream" if kind is ASYNCHRONOUS else "1f1b", partition=AUTO,
-        recompute=0.0, stage_to_rank_map=None, data_parallel_size=1, chunks=None, compress="none", warmup_depth=None,
-        plan=None)
+        recompute=0.0, stage_to_rank_map=None, data_parallel_size=1, chunks=None, compress="none",
+        compress_rounding="nearest", warmup_depth=None, plan=None)
 
 
 def microbatch_choices(config: Config) -> list[int]:
@@ -143,18 +144,16 @@ def own_choice(config: Config, partition: tuple[int, ...], placement: tuple[tupl
 
 def explained(solution: Solution, request: Request, limit_from: str, own: Alternative | None) -> Explained:
     """A solution with what is said of it."""
-    free = None
-    if (free_bytes := solution.limit_without_recompute_bytes) is not None:
-        plan = solve(replace(request, memory_bytes=free_bytes)).plan
-        free = None if any(plan.recomputed) else (free_bytes, plan)
-    kind = "exact" if solution.exact else "the VPipe paper's" if request.solver == "vpipe" else "not exact"
+    kind = "exact for this schedule, m and replicas" if solution.exact else (
+        "the VPipe paper's" if request.solver == "vpipe" else "not exact")
     said = (f"{kind}; {counted(solution.considered, 'choice')} of schedule, microbatches and replicas in "
             f"{solution.seconds:.1f} s")
     count = solution.plan.microbatches
     assert count is not None, "a solver chooses it"
     return Explained(solution.plan, request.profiles[count], request.memory_bytes, limit_from,
                      said + (f" ({solution.note})" if solution.note else ""),
-                     [*([own] if own is not None else []), *solution.alternatives], free)
+                     [*([own] if own is not None else []), *solution.alternatives],
+                     without_recompute(request, solution))
 
 
 def _keep(plan: Plan, options: argparse.Namespace) -> None:

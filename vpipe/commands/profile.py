@@ -27,6 +27,10 @@ from vpipe.train.config import load_config
 if TYPE_CHECKING:
     from vpipe.train.job import Job
 
+MOST_RANKS, PER_CORE = 16, 4
+"""More ranks than this many, and than so many for each core, are not started on a processor to be measured: torch takes
+200 MB in each, and they would mostly wait for each other."""
+
 NOISY = 0.1
 """A spread above this is marked."""
 
@@ -40,10 +44,8 @@ def run_profile(options: argparse.Namespace) -> None:
     Raises:
         VpipeError: the config is at fault, or a rank failed.
     """
-    if options.output is not None and (options.output.is_dir() or not options.output.absolute().parent.is_dir()):
-        raise UserError(f"cannot write '{options.output}': it is "
-                        f"{'a folder' if options.output.is_dir() else 'in no folder'}",
-                        hint="name a file in a folder that exists as -o")
+    if options.output is not None:
+        check_can_be_written(options.output)
     config = load_config(options.config, options.settings, options.scheduler)
     free_port(config.parallel.master_port)
     # torch is slow to import: only when the config is worth it.
@@ -60,6 +62,27 @@ def run_profile(options: argparse.Namespace) -> None:
     if options.output is not None:
         profile.save(options.output)
         print(f"written to {options.output}")
+
+
+def check_can_be_written(path: Path) -> None:
+    """Before anything is measured: whether a file can be left there.
+
+    Raises:
+        UserError: it cannot.
+    """
+    folder, why = path.absolute().parent, None
+    if path.is_dir():
+        why = "it is a folder"
+    elif not folder.is_dir():
+        why = "it is in no folder"
+    else:
+        try:
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            why = f"{folder}: {error.strerror}"
+    if why is not None:
+        raise UserError(f"cannot write '{path}': {why}",
+                        hint="name a file in a folder that exists, and can be written, as -o")
 
 
 def profiles_of(job: Job, sizes: Sequence[int], *, again: bool = False) -> dict[int, Profile]:
@@ -92,6 +115,10 @@ def profiles_of(job: Job, sizes: Sequence[int], *, again: bool = False) -> dict[
     missing = [size for size in sizes if size not in found]
     if not missing:
         return found
+    cores = os.cpu_count() or 1
+    if config.parallel.backend == "gloo" and ranks > max(MOST_RANKS, PER_CORE * cores):
+        raise UserError(f"{ranks} ranks would be started to be measured, on {counted(cores, 'core')}",
+                        hint=f"measure {max(MOST_RANKS, PER_CORE * cores)} ranks at most, or on a larger host")
     if config.parallel.backend == "nccl":
         check_gpus(config, range(ranks) if hosts is None else hosts.on(None).values())
     print(f"measuring {config.model.name} on {counted(ranks, 'rank')}, microbatches of "

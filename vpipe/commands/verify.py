@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from vpipe.errors import RunError, UserError
+from vpipe.launch.alone import check_alone
 from vpipe.launch.folder import CONFIG
 from vpipe.launch.local import run_ranks
 from vpipe.launch.network import free_port
@@ -26,9 +27,7 @@ def run_verify(options: argparse.Namespace) -> None:
     Raises:
         RunError: they differ by more than they may.
     """
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UserError(f"vpipe verify is one of {os.environ['WORLD_SIZE']} processes, but it starts its ranks itself",
-                        hint="run it alone, without torchrun or srun")
+    check_alone("vpipe verify", os.environ)
     if options.steps < 1:
         raise UserError(f"--steps is {options.steps}", hint="compare 1 update or more")
     torch.set_num_threads(1)

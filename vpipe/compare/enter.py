@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -51,13 +52,38 @@ def field_of(job: Job, ask: Ask, world: World, say: Say) -> Field:
             pass
         return Field((), {}, None)
     by_count = {count: profiles[size] for count, size in sizes.items()}
-    memory = ask.memory_bytes
-    if memory is None:
-        memory = memory_limit(job.config, by_count[min(by_count)])
+    device = memory_limit(job.config.with_parallel(memory=None), by_count[min(by_count)])
+    memory = limit(ask.memory_bytes or job.config.parallel.memory, device, len(ask.systems))
     field = of_systems(ask.systems, by_count, job.schedule.ranks, memory, say,
                        lambda: _tell(world, _PLANNING))
+    if device is not None and (warning := crowded(field, device)):
+        say(warning)
     _tell(world, "planned")
     return field
+
+
+def limit(given: int | None, device_bytes: int | None, contenders: int) -> int | None:
+    """The bytes that a rank of one contender may use: what was given, else an equal part of what the device has for a
+    rank, since the weights and optimizers of all contenders stay there from turn to turn. None where nobody knows."""
+    return given or (None if device_bytes is None else device_bytes // contenders)
+
+
+def crowded(field: Field, device_bytes: int) -> str | None:
+    """A warning where all contenders together should need more than the device has for a rank, which a limit that was
+    given may allow."""
+    needs: Counter[int] = Counter()
+    for entry in field.entries:
+        assert entry.plan.predictions is not None, "the solver predicts"
+        for stage in entry.plan.predictions.stages:
+            needs.update(dict.fromkeys(stage.ranks, stage.memory.peak))
+    if not needs:
+        return None
+    rank, most = max(needs.items(), key=lambda need: need[1])
+    if most <= device_bytes:
+        return None
+    return (f"warning: all {len(field.entries)} contenders stay in memory from turn to turn: rank {rank} may need "
+            f"{size_text(most)}, the sum of their peaks, and has {size_text(device_bytes)}; compare fewer at once, or "
+            "give less --memory")
 
 
 def _tell(world: World, what: str) -> None:
@@ -73,11 +99,11 @@ def of_systems(names: Sequence[str], profiles: Mapping[int, Profile], ranks: int
         try:
             fitted = fit(system, profiles, ranks, memory_bytes, solved)
         except UserError as error:
-            refused[system.name] = error.problems[0].what
-            say(f"{system.name}: does not fit: {refused[system.name]}")
+            refused[system.name] = error.problems[0]
+            say(f"{system.name}: does not fit: {refused[system.name].what}")
             continue
         say(f"{system.name}: {_says(fitted)}")
-        entries.append(Entry(system.name, system.words, fitted.plan))
+        entries.append(Entry(system.name, system.words, fitted.plan, fitted.largest_size))
     return Field(tuple(entries), refused, memory_bytes)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -9,23 +10,12 @@ from itertools import accumulate
 from statistics import median, quantiles
 from typing import Any
 
+from vpipe.compare.turns import NEEDED, Turn
+from vpipe.errors import counted
 from vpipe.plan.prediction import Prediction
 
 RECENT = 0.1
 """Share of the updates whose mean loss counts as the loss at a place."""
-
-
-@dataclass(frozen=True)
-class Turn:
-    """Some updates one after the other.
-
-    Attributes:
-        updates: how many; not the one that the turn began with.
-        seconds: that they took.
-    """
-
-    updates: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -42,10 +32,11 @@ class Outcome:
         microbatches: per update.
         prediction: the planner's, if there is one.
         losses: of every update, in order.
-        turns: those that count.
-        idle: per rank, share of its training in which it waited for others.
+        turns: those that count; none if it made no update after its warm-up.
+        idle: per rank, share of its training after the warm-up in which it waited for others.
         memory_bytes: per rank, what was counted: weights, their versions, gradients, the optimizer's, activations.
         evaluation_loss: after all updates.
+        largest_size: the largest microbatch that fits, where several were tried.
     """
 
     name: str
@@ -61,28 +52,36 @@ class Outcome:
     idle: tuple[float, ...]
     memory_bytes: tuple[int, ...]
     evaluation_loss: float
+    largest_size: int | None = None
 
     @property
     def samples_per_update(self) -> int:
         return self.microbatch_size * self.microbatches
 
     @cached_property
-    def update_s(self) -> float:
-        """An update, the median over turns."""
-        return median(turn.seconds / turn.updates for turn in self.turns)
+    def update_s(self) -> float | None:
+        """An update, the median over turns; None without one."""
+        return median(turn.seconds / turn.updates for turn in self.turns) if self.turns else None
 
     @property
-    def samples_per_s(self) -> float:
-        return self.samples_per_update / self.update_s
+    def samples_per_s(self) -> float | None:
+        return None if self.update_s is None else self.samples_per_update / self.update_s
 
     @property
-    def spread(self) -> float:
-        """Half the distance between the quartiles of the turns' times, relative to their median."""
+    def spread(self) -> float | None:
+        """Half the distance between the quartiles of the turns' times, relative to their median; None of less than two.
+        """
         times = [turn.seconds / turn.updates for turn in self.turns]
-        if len(times) < 2:
-            return 0.0
+        if len(times) < 2 or self.update_s is None:
+            return None
         low, _, high = quantiles(times, n=4, method="inclusive")
         return (high - low) / 2 / self.update_s
+
+    def against(self, other: Outcome) -> float | None:
+        """Its throughput, the other's = 1."""
+        if self.samples_per_s is None or other.samples_per_s is None:
+            return None
+        return self.samples_per_s / other.samples_per_s
 
     @property
     def idle_share(self) -> float:
@@ -106,7 +105,8 @@ class Outcome:
 
     def as_json(self) -> dict[str, Any]:
         """As values that JSON has, with the figures that follow from them."""
-        own = {**asdict(self), "prediction": None if self.prediction is None else self.prediction.as_json()}
+        own = {**asdict(self), "prediction": None if self.prediction is None else self.prediction.as_json(),
+               "losses": list(map(number, self.losses)), "evaluation_loss": number(self.evaluation_loss)}
         return {**own, "samples_per_s": self.samples_per_s, "spread": self.spread, "idle_share": self.idle_share,
                 "peak_bytes": self.peak_bytes, "predicted_bytes": self.predicted_bytes}
 
@@ -133,25 +133,51 @@ class Comparison:
         return min(len(outcome.losses) for outcome in self.outcomes)
 
     @property
-    def equal_time_s(self) -> float:
-        """When the first has made all of its updates, each at its own median pace."""
-        return min(len(outcome.losses) * outcome.update_s for outcome in self.outcomes)
+    def equal_samples(self) -> int:
+        """As many as all have trained on."""
+        return min(len(outcome.losses) * outcome.samples_per_update for outcome in self.outcomes)
+
+    def loss_after_equal_samples(self, outcome: Outcome) -> float:
+        """Of one, after :attr:`equal_samples`, in whole updates, at least one."""
+        return outcome.loss_after(max(1, self.equal_samples // outcome.samples_per_update))
+
+    @property
+    def equal_time_s(self) -> float | None:
+        """When the first has made all of its updates, each at its own median pace; None if one has no pace."""
+        ends = [len(outcome.losses) * outcome.update_s for outcome in self.outcomes if outcome.update_s is not None]
+        return min(ends) if len(ends) == len(self.outcomes) else None
 
     def updates_by_then(self, outcome: Outcome) -> int:
-        """The whole updates that one had made at :attr:`equal_time_s`."""
+        """The whole updates that one had made at :attr:`equal_time_s`; 0 if there is no such time."""
+        if self.equal_time_s is None or outcome.update_s is None:
+            return 0
         return min(len(outcome.losses), int(self.equal_time_s / outcome.update_s * (1 + 1e-9)))
 
+    @property
+    def too_short(self) -> str | None:
+        """What is to be said of a run with less than two turns that count."""
+        if all(len(outcome.turns) > 1 for outcome in self.outcomes):
+            return None
+        return f"too short: {counted(self.equal_updates, 'update')}, {NEEDED} are needed for two counted turns"
+
     def as_json(self) -> dict[str, Any]:
-        """As values that JSON has."""
+        """As values that JSON has, a loss that is no number as None."""
         return {"title": self.title, "memory_bytes": self.memory_bytes, "equal_updates": self.equal_updates,
-                "equal_time_s": self.equal_time_s, "refused": dict(self.refused),
-                "outcomes": [{**outcome.as_json(), "loss_after_equal_samples": outcome.loss_after(self.equal_updates),
+                "equal_samples": self.equal_samples, "equal_time_s": self.equal_time_s,
+                "too_short": self.too_short, "refused": dict(self.refused),
+                "outcomes": [{**outcome.as_json(),
+                              "loss_after_equal_samples": number(self.loss_after_equal_samples(outcome)),
                               "loss_after_equal_time": _late(outcome, self.updates_by_then(outcome))}
                              for outcome in self.outcomes]}
 
 
 def _late(outcome: Outcome, updates: int) -> float | None:
-    return outcome.loss_after(updates) if updates else None
+    return number(outcome.loss_after(updates)) if updates else None
+
+
+def number(value: float) -> float | None:
+    """None for what JSON has no number for: a loss that grew without bounds."""
+    return value if math.isfinite(value) else None
 
 
 def smoothed(losses: Sequence[float], points: int = 80) -> list[tuple[int, float]]:

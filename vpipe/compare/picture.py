@@ -15,10 +15,11 @@ _DARK_COLOURS = ("#6ea8fe", "#f0a860", "#63c48d", "#c79be8", "#ef8a94", "#6fd0da
 _STYLE = """
 text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif;fill:#1f2328;font-size:12px}
 .bg{fill:#ffffff}.soft{fill:#59636e}.line{stroke:#d1d9e0}.limit{stroke:#c93c37;stroke-dasharray:5 3}
+.warn{fill:#c93c37}
 .head{font-size:13px;font-weight:600}.small{font-size:10px}.whisker{stroke:#1f2328;stroke-width:1.5}
 """
 _DARK = """text{fill:#e6edf3}.bg{fill:#0d1117}.soft{fill:#9198a1}.line{stroke:#3d444d}.limit{stroke:#ff7b72}
-.whisker{stroke:#e6edf3}"""
+.warn{fill:#ff7b72}.whisker{stroke:#e6edf3}"""
 
 _WIDTH, _MARGIN, _LEFT, _PLOT = 960, 20, 92, 200
 _BAR = 20
@@ -57,13 +58,16 @@ def _lines(comparison: Comparison) -> Iterator[str]:
     yield (f'<text class="soft" x="{_MARGIN}" y="44">'
            f'{"no limit on memory" if limit is None else f"each rank may use {size_text(limit)}"}; '
            f"{comparison.equal_updates} updates each</text>")
+    if comparison.too_short:
+        yield f'<text class="warn" x="{_MARGIN}" y="60">{comparison.too_short}</text>'
     yield from _throughput(outcomes, _Box(_MARGIN, top, half, bars))
     yield from _memory(comparison, _Box(right, top, half, bars))
     yield from _curve("training loss over samples", "samples", outcomes, _Box(_MARGIN, curves, half, _PLOT),
                       [[(update * o.samples_per_update, loss) for update, loss in smoothed(o.losses)]
                        for o in outcomes])
     yield from _curve("training loss over time", "s", outcomes, _Box(right, curves, half, _PLOT),
-                      [[(update * o.update_s, loss) for update, loss in smoothed(o.losses)] for o in outcomes])
+                      [[] if o.update_s is None else
+                       [(update * o.update_s, loss) for update, loss in smoothed(o.losses)] for o in outcomes])
     for line, (name, why) in enumerate(comparison.refused.items()):
         yield (f'<text class="soft" x="{_MARGIN}" y="{curves + _PLOT + 52 + 18 * line}">{escape(name)} does not take '
                f"part: {escape(why.splitlines()[0])}</text>")
@@ -81,20 +85,25 @@ def _colour(number: int) -> int:
 
 def _throughput(outcomes: Sequence[Outcome], box: _Box) -> Iterator[str]:
     yield f'<text class="head" x="{box.x}" y="{box.y - 10}">samples per second</text>'
-    most = max(outcome.samples_per_s * (1 + outcome.spread) for outcome in outcomes)
+    most = max([speed * (1 + (outcome.spread or 0)) for outcome in outcomes
+                if (speed := outcome.samples_per_s) is not None], default=1)
     scale = (box.width - _LEFT - 96) / most
     for i, outcome in enumerate(outcomes):
-        y = box.y + i * (2 * _BAR + 14)
-        x, width = box.x + _LEFT, outcome.samples_per_s * scale
-        spread = outcome.spread * width
-        ratio = "" if i == 0 else f", {outcome.samples_per_s / outcomes[0].samples_per_s:.2f}x"
-        yield f'<text x="{box.x + _LEFT - 8}" y="{y + _BAR + 4}" text-anchor="end">{escape(outcome.name)}</text>'
+        y, x, speed = box.y + i * (2 * _BAR + 14), box.x + _LEFT, outcome.samples_per_s
+        yield f'<text x="{x - 8}" y="{y + _BAR + 4}" text-anchor="end">{escape(outcome.name)}</text>'
+        if speed is None:
+            yield f'<text x="{x + 6}" y="{y + _BAR + 4}">-</text>'
+            continue
+        width, ratio = speed * scale, outcome.against(outcomes[0])
+        spread = (outcome.spread or 0) * width
+        said = "" if outcome.spread is None else f", spread {100 * outcome.spread:.1f} %"
         yield (f'<rect class="c{_colour(i)}" x="{x}" y="{y}" width="{width:.1f}" height="{2 * _BAR}" rx="3">'
-               f"<title>{escape(outcome.name)}: {outcome.samples_per_s:.2f} samples/s, spread "
-               f"{100 * outcome.spread:.1f} %</title></rect>")
-        yield (f'<line class="whisker" x1="{x + width - spread:.1f}" x2="{x + width + spread:.1f}" y1="{y + _BAR}" '
-               f'y2="{y + _BAR}"/>')
-        yield (f'<text x="{x + width + spread + 6:.1f}" y="{y + _BAR + 4}">{outcome.samples_per_s:.1f}{ratio}</text>')
+               f"<title>{escape(outcome.name)}: {speed:.2f} samples/s{said}</title></rect>")
+        if said:
+            yield (f'<line class="whisker" x1="{x + width - spread:.1f}" x2="{x + width + spread:.1f}" '
+                   f'y1="{y + _BAR}" y2="{y + _BAR}"/>')
+        yield (f'<text x="{x + width + spread + 6:.1f}" y="{y + _BAR + 4}">{speed:.1f}' +
+               ("" if i == 0 or ratio is None else f", {ratio:.2f}x") + "</text>")
 
 
 def _memory(comparison: Comparison, box: _Box) -> Iterator[str]:
@@ -129,7 +138,8 @@ def _curve(head: str, unit: str, outcomes: Sequence[Outcome], box: _Box,
     yield f'<text class="head" x="{box.x}" y="{box.y - 12}">{head}</text>'
     points = [point for line in lines for point in line if math.isfinite(point[1])]
     if not points:
-        yield f'<text class="soft" x="{box.x}" y="{box.y + 20}">no loss is a number</text>'
+        why = "no loss is a number" if any(lines) else "no update after the warm-up"
+        yield f'<text class="soft" x="{box.x}" y="{box.y + 20}">{why}</text>'
         return
     right, left = max(x for x, _ in points), box.x + 44
     low, high = min(y for _, y in points), max(y for _, y in points)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from time import perf_counter
@@ -19,7 +19,7 @@ from vpipe.compare.outcome import Comparison, Outcome
 from vpipe.compare.picture import draw
 from vpipe.compare.table import text
 from vpipe.compare.turns import Course, take_turns
-from vpipe.errors import PlanningError, UserError, counted
+from vpipe.errors import PlanningError, Problem, UserError, counted
 from vpipe.launch.world import join_world
 from vpipe.pipeline import Pipeline
 from vpipe.profiling.world import World
@@ -33,6 +33,7 @@ RECORDED = 20_000
 """Actions per rank of which the memory is looked at: what a pipeline holds at most, it holds soon."""
 EVERY_S = 5.0
 """Between two lines of progress where there is no terminal."""
+_NO_UPDATE = Problem("made no update", "give more samples, epochs or minutes")
 FILES = ("comparison.json", "comparison.svg")
 
 
@@ -52,20 +53,26 @@ def compare(job: Job, folder: Path, field_of: Callable[[World], Field]) -> None:
     torch.set_num_threads(config.training.threads)
     join_world(config.parallel.backend, config.parallel.timeout_s)
     world = World(device_of(config))
-    field = Field.of_json(world.share(field_of(world).as_json())[0])
+    entered = Field.of_json(world.share(field_of(world).as_json())[0])
     contenders = []
-    refused = dict(field.refused)
-    for entry in field.entries:
+    refused = dict(entered.refused)
+    for entry in entered.entries:
         try:
             contenders.append(Contender.of(job, entry))
         except UserError as error:  # the same on every rank: nothing was sent yet
-            refused[entry.name] = error.problems[0].what
+            refused[entry.name] = error.problems[0]
     if not contenders:
-        raise PlanningError("nobody can take part: " + "; ".join(f"{name}: {why}" for name, why in refused.items()),
-                            hint="give more memory, cut a batch into smaller microbatches, or use more ranks")
+        raise PlanningError.all_of([Problem(f"nobody can take part: {name}: {why.what}", why.hint)
+                                    for name, why in refused.items()])
     with _Progress(contenders, world.rank == 0) as progress:
         take_turns([contender.course for contender in contenders], lambda: None if world.ranks == 1 else dist.barrier(),
-                   perf_counter, progress.show)
+                   perf_counter, progress.show, warmed=lambda: _mark(contenders))
+        for contender in contenders:
+            if not contender.course.losses:  # on no rank
+                refused[contender.entry.name] = _NO_UPDATE
+        contenders = [contender for contender in contenders if contender.course.losses]
+        if not contenders:
+            raise PlanningError("nobody made an update", hint=_NO_UPDATE.hint)
         progress.note("evaluating")
         losses = [contender.evaluate() for contender in contenders]
     measured = world.share([contender.measured() for contender in contenders])
@@ -75,7 +82,8 @@ def compare(job: Job, folder: Path, field_of: Callable[[World], Field]) -> None:
                 for contender, ranks, loss in zip(contenders, zip(*measured, strict=True), losses, strict=True)]
     comparison = Comparison(
         f"{config.model.name}: {counted(len(job.model), 'layer')} on {counted(job.schedule.ranks, 'rank')}, "
-        f"{counted(config.dataset.batch_size, 'sample')} per update", field.memory_bytes, outcomes, refused)
+        f"{counted(config.dataset.batch_size, 'sample')} per update", entered.memory_bytes, outcomes,
+        {name: why.what for name, why in refused.items()})
     content = (json.dumps(comparison.as_json(), indent=1) + "\n", draw(comparison))
     for name, written in zip(FILES, content, strict=True):
         (folder / name).write_text(written)
@@ -84,13 +92,18 @@ def compare(job: Job, folder: Path, field_of: Callable[[World], Field]) -> None:
 
 @dataclass(frozen=True)
 class Contender:
-    """One of those that take turns, on this rank."""
+    """One of those that take turns, on this rank.
+
+    Attributes:
+        waited_s: per rank of this process, how long it had waited for others when it was warm.
+    """
 
     entry: Entry
     job: Job
     pipe: Pipeline
     course: Course
     recorders: Sequence[Recorder]
+    waited_s: list[float] = field(default_factory=list)
 
     @classmethod
     def of(cls, job: Job, entry: Entry) -> Contender:
@@ -110,9 +123,17 @@ class Contender:
         return self.pipe.evaluate(self.job.evaluation_batches(_fields(self.pipe)))
 
     def measured(self) -> list[tuple[int, float]]:
-        """For each rank of this process the bytes that it held at most, and the share of its time that it waited."""
-        return [(_peak_bytes(recorder), recorder.worker.transport.wait_s / self.course.seconds)
-                for recorder in self.recorders]
+        """For each rank of this process the bytes that it held at most, and the share of its time that it waited: of
+        that after the warm-up, if there was any."""
+        seconds, before = self.course.seconds - self.course.warmed.seconds, self.waited_s
+        if not self.course.counted:
+            seconds, before = self.course.seconds, [0.0] * len(self.waited_s)
+        return [(_peak_bytes(recorder), (waited - earlier) / seconds)
+                for recorder, waited, earlier in zip(self.recorders, self.waits(), before, strict=True)]
+
+    def waits(self) -> list[float]:
+        """For each rank of this process the seconds that it waited for others so far."""
+        return [recorder.worker.transport.wait_s for recorder in self.recorders]
 
     def outcome(self, ranks: Sequence[tuple[int, float]], evaluation_loss: float) -> Outcome:
         """All that is known of it."""
@@ -120,7 +141,13 @@ class Contender:
         return Outcome(
             self.entry.name, self.entry.words, self.pipe.schedule, job.partition, tuple(map(len, job.recomputed)),
             job.config.microbatch_size, job.schedule.rounds.per_step, plan.predictions, tuple(self.course.losses),
-            self.course.counted, tuple(idle for _, idle in ranks), tuple(size for size, _ in ranks), evaluation_loss)
+            self.course.counted, tuple(idle for _, idle in ranks), tuple(size for size, _ in ranks), evaluation_loss,
+            self.entry.largest_size)
+
+
+def _mark(contenders: Sequence[Contender]) -> None:
+    for contender in contenders:
+        contender.waited_s.extend(contender.waits())
 
 
 def _losses(job: Job, pipe: Pipeline, course: Course) -> Iterator[float]:
@@ -165,8 +192,12 @@ class _Progress:
     def show(self, course: Course) -> None:
         """After a turn."""
         made, total = len(course.losses), self._updates[course.name]
-        said = (f"{course.name}: {made}{f'/{total}' if total else ''} updates, loss {course.losses[-1]:.3f}, "
-                f"{made * self._samples[course.name] / course.seconds:.1f} samples/s")
+        if not made:
+            return
+        said = f"{course.name}: {made}{f'/{total}' if total else ''} updates, loss {course.losses[-1]:.3f}"
+        if after := made - course.warmed.updates:
+            pace = after * self._samples[course.name] / (course.seconds - course.warmed.seconds)
+            said += f", {pace:.1f} samples/s"
         self._bar.set_description_str(said, refresh=False)
         self._bar.update(made - self._done[course.name])
         self._done[course.name] = made

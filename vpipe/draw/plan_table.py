@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from vpipe.draw.table import table
 from vpipe.draw.words import listed
-from vpipe.plan.memory import StageMemory
+from vpipe.plan.memory import StageMemory, together
 from vpipe.plan.plan import Plan
 from vpipe.plan.prediction import Prediction, StagePrediction
 from vpipe.plan.solve.request import Alternative
@@ -102,10 +102,7 @@ def held_together(plan: Plan) -> list[list[int]]:
 
 def rank_memory(plan: Plan, stages: Sequence[int]) -> StageMemory:
     """What a rank holds of its stages when each holds most; it works on one at a time."""
-    memories = [predicted(plan).stages[stage].memory for stage in stages]
-    return StageMemory(sum(each.weights for each in memories), sum(each.stashed for each in memories),
-                       sum(each.gradients for each in memories), sum(each.optimizer for each in memories),
-                       sum(each.activations for each in memories), max(each.working for each in memories))
+    return together([predicted(plan).stages[stage].memory for stage in stages])
 
 
 def peak_bytes(plan: Plan) -> int:

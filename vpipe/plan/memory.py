@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from vpipe.plan.costs import borrowed_bytes
@@ -34,6 +34,13 @@ class StageMemory:
     def peak(self) -> int:
         """All of it."""
         return self.weights + self.stashed + self.gradients + self.optimizer + self.activations + self.working
+
+
+def together(stages: Sequence[StageMemory]) -> StageMemory:
+    """What a rank holds of its stages when each holds most; it works on one of them at a time."""
+    return StageMemory(sum(each.weights for each in stages), sum(each.stashed for each in stages),
+                       sum(each.gradients for each in stages), sum(each.optimizer for each in stages),
+                       sum(each.activations for each in stages), max(each.working for each in stages))
 
 
 def stage_memory(profile: Profile, layers: range, recomputed: Collection[int], in_flight: int, versions: int,

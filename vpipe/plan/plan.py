@@ -31,6 +31,7 @@ class Plan:
         update_every: of a schedule without a flush, microbatches per update and replica; the caller's choice when None.
         predictions: what it is expected to take.
         profile: the digest of the profile that it was made from (:class:`~vpipe.plan.profile.Identity`).
+        profiled: what that profile is of, by the names of an Identity.
     """
 
     partition: tuple[int, ...]
@@ -42,6 +43,7 @@ class Plan:
     update_every: int | None = None
     predictions: Prediction | None = None
     profile: str | None = None
+    profiled: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.recompute_layers and not self.recompute_ratio:
@@ -118,7 +120,8 @@ class Plan:
                    tuple(tuple(ranks[str(s)]) for s in range(len(ranks))), content.get("schedule"),
                    tuple(tuple(sorted(own)) for own in content.get("recompute_layers", ())),
                    content.get("microbatches"), content.get("update_every"),
-                   None if predictions is None else Prediction.of_json(predictions), content.get("profile"))
+                   None if predictions is None else Prediction.of_json(predictions), content.get("profile"),
+                   content.get("profiled"))
 
     def as_json(self) -> dict[str, Any]:
         """As values that JSON has, under the names that VPipe gave them; what is not said is left out."""
@@ -127,7 +130,7 @@ class Plan:
             content["recompute_layers"] = [list(own) for own in self.recompute_layers]
         if self.stage_to_rank_map:
             content["stage_to_rank_map"] = {str(s): list(ranks) for s, ranks in enumerate(self.stage_to_rank_map)}
-        for key in ("schedule", "microbatches", "update_every", "profile"):
+        for key in ("schedule", "microbatches", "update_every", "profile", "profiled"):
             if getattr(self, key) is not None:
                 content[key] = getattr(self, key)
         if self.predictions is not None:
@@ -154,7 +157,7 @@ def ratio_of(recomputed: int, layers: int) -> float:
 
 _LOOKS = 'a plan looks like {"partition": [3, 3, 3], "recompute_ratio": [0, 0, 0]}'
 _KEYS = ("partition", "recompute_ratio", "recompute_layers", "stage_to_rank_map", "schedule", "microbatches",
-         "update_every", "predictions", "profile")
+         "update_every", "predictions", "profile", "profiled")
 
 
 def _problems(content: Any, where: str | None) -> list[Problem]:
@@ -180,6 +183,9 @@ def _problems(content: Any, where: str | None) -> list[Problem]:
                         ("profile", "leave it out: it is the profile's that vpipe plan took")):
         if content.get(key) is not None and not isinstance(content[key], str):
             problems.append(Problem(f"{key} is {content[key]!r}", remedy, where))
+    if not isinstance(content.get("profiled"), (dict, type(None))):
+        problems.append(Problem(f"profiled is {content['profiled']!r}", "leave it out: it is what vpipe plan measured",
+                                where))
     for key in ("microbatches", "update_every"):
         if content.get(key) is not None and (type(content[key]) is not int or content[key] < 1):
             problems.append(Problem(f"{key} is {content[key]!r}", "give a whole number, 1 or more", where))

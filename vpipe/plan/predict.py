@@ -160,6 +160,8 @@ class _Steps:
     @classmethod
     def _of_batches(cls, schedule: Schedule, costs: Costs) -> _Steps:
         """From the end of one batch to the end of the next: that may begin on a rank while others finish the first."""
+        if schedule.ties and any(schedule.microbatches % len(crew) for crew in schedule.placement):
+            return cls._of_one(schedule, costs)
         timeline = simulate(_again(schedule), costs)
         lengths = [len(events) // 2 for events in timeline.events]
         first = tuple(events[:length] for events, length in zip(timeline.events, lengths, strict=True))
@@ -171,6 +173,14 @@ class _Steps:
         steps = schedule.microbatches // schedule.rounds.per_step
         working = tuple(float(sum(event.end_s - event.start_s for event in events)) / steps for events in second)
         return cls(Timeline(schedule.with_programs(alone), costs, first, ways), (ends[1] - ends[0]) / steps, working)
+
+    @classmethod
+    def _of_one(cls, schedule: Schedule, costs: Costs) -> _Steps:
+        """From an empty pipeline to an empty one: numbered on, microbatches of a second batch would be those of other
+        replicas than the first's, which tied weights do not go with."""
+        timeline = simulate(schedule, costs)
+        working = tuple(float(sum(event.end_s - event.start_s for event in events)) for events in timeline.events)
+        return cls(timeline, max(float(event.end_s) for events in timeline.events for event in events), working)
 
     @classmethod
     def _of_stream(cls, schedule: Schedule, costs: Costs) -> _Steps:

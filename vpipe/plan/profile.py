@@ -112,12 +112,19 @@ class Identity:
         model_name: family and size, for people.
         layers: how many.
         microbatch_size: samples.
-        optimizer: its name.
+        optimizer: its name, and the settings that change what it keeps and does.
         device: name of the processor or GPU.
         threads: of the processor, per rank.
         ranks_per_host: how many ranks were busy on a host.
         backend: gloo or nccl.
         torch: its version.
+        ranks: how many measured together.
+        hosts: on how many hosts they were.
+        cores: how many ranks of a host can compute at once; None where each has a device of its own.
+        device_bytes: memory of a device.
+        vpipe: its version.
+        code: a digest of the source of the layers' classes; None where it cannot be read, or where a layer has an
+            object among its settings that does not say what is in it. Such a profile is not kept for other processes.
     """
 
     model: str
@@ -130,6 +137,12 @@ class Identity:
     ranks_per_host: int
     backend: str
     torch: str
+    ranks: int = 0
+    hosts: int = 1
+    cores: int | None = None
+    device_bytes: int = 0
+    vpipe: str = ""
+    code: str | None = ""
 
     @property
     def digest(self) -> str:

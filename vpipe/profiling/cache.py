@@ -26,6 +26,8 @@ def path_of(identity: Identity, directory: Path | None = None) -> Path:
 
 def cached(identity: Identity, directory: Path | None = None, say: Say = to_stderr) -> Profile | None:
     """The profile of this, if it was measured before. One that is damaged is said to be, and not taken."""
+    if identity.code is None:
+        return None
     path = path_of(identity, directory)
     if not path.exists():
         return None
@@ -55,8 +57,11 @@ def store(profile: Profile, directory: Path | None = None) -> Path:
     """Keep a profile for the next time.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: it cannot be written, or nobody could tell that the layers are still the same.
     """
+    if profile.identity.code is None:
+        raise UserError(f"the profile of {profile.identity.model_name} is not kept: its layers hold objects or "
+                        "functions whose content cannot be read", hint="each run measures anew")
     path = path_of(profile.identity, directory)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -44,12 +44,11 @@ def device_name(device: torch.device) -> str:
     return (named or [platform.processor() or platform.machine()])[0]
 
 
-def cores(device: torch.device) -> int | None:
-    """How many ranks of this host can compute at once without slowing each other; None where each has a GPU."""
-    if device.type == "cuda":
-        return None
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, usable // torch.get_num_threads())
+def usable_cores() -> list[int]:
+    """The numbers of the host's cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import version
 
 import torch
 from torch import Tensor
@@ -10,8 +11,8 @@ from torch import Tensor
 from vpipe.errors import UserError
 from vpipe.model.layer import Model
 from vpipe.plan.profile import Identity, Profile
-from vpipe.profiling.device import device_name
-from vpipe.profiling.kinds import digest, structure
+from vpipe.profiling.device import device_name, memory_bytes, usable_cores
+from vpipe.profiling.kinds import code, digest, structure
 
 _MUST_AGREE = {"model_name": "the model", "layers": "the number of layers", "model": "the digest of the layers",
                "microbatch_size": "the microbatch size", "optimizer": "the optimizer", "device": "the device",
@@ -19,20 +20,28 @@ _MUST_AGREE = {"model_name": "the model", "layers": "the number of layers", "mod
 
 
 def identify(model: Model, microbatch: Mapping[str, Tensor], *, model_name: str, optimizer: str,
-             device: torch.device | str, ranks_per_host: int, backend: str, threads: int | None = None) -> Identity:
+             device: torch.device | str, ranks_per_host: int, backend: str, threads: int | None = None,
+             ranks: int | None = None, hosts: int = 1, cores: int | None = None) -> Identity:
     """The identity of a profile that would be measured here and now.
 
     Args:
         microbatch: its fields; dimension 0 counts samples.
         model_name: family and size, for people.
-        optimizer: its name.
+        optimizer: its name, and what else of it costs.
         threads: per rank; those of this process when left out.
+        ranks: of all hosts; those of one when left out.
+        cores: how many ranks of a host can compute at once; on a processor what this process may use when left out.
     """
+    device, structures = torch.device(device), [structure(layer) for layer in model.layers]
+    threads = threads or torch.get_num_threads()
+    if cores is None and device.type != "cuda":
+        cores = max(1, len(usable_cores()) // threads)
     return Identity(
-        model=digest(model, [structure(layer) for layer in model.layers], microbatch), model_name=model_name,
+        model=digest(model, structures, microbatch), model_name=model_name,
         layers=len(model), microbatch_size=len(microbatch[model.batch[0]]) if model.batch else 0, optimizer=optimizer,
-        device=device_name(torch.device(device)), threads=threads or torch.get_num_threads(),
-        ranks_per_host=ranks_per_host, backend=backend, torch=str(torch.__version__))
+        device=device_name(device), threads=threads, ranks_per_host=ranks_per_host, backend=backend,
+        torch=str(torch.__version__), ranks=ranks or ranks_per_host, hosts=hosts, cores=cores,
+        device_bytes=memory_bytes(device), vpipe=version("vpipe"), code=code(model, structures))
 
 
 def require(profile: Profile, wanted: Identity, where: str | None = None) -> None:

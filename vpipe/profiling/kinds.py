@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import re
 import weakref
 from collections.abc import Mapping
+from types import FunctionType
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +53,40 @@ def digest(model: Model, structures: list[str], batch: Mapping[str, Tensor]) -> 
             for layer, what in zip(model.layers, structures, strict=True)]
     text += [f"{name}: {batch[name].dtype} {tuple(batch[name].shape[1:])}" for name in model.batch]
     return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
+
+
+def code(model: Model, structures: list[str]) -> str | None:
+    """A digest of the source of what the layers are made of, beside torch, which has its version.
+
+    Args:
+        structures: of its layers.
+
+    Returns:
+        None where two processes cannot tell whether it is the same: a class without source, a function made within
+        another, an object among the settings that does not say what is in it.
+    """
+    sources: dict[str, str] = {}
+    for layer in dict(zip(structures, model.layers, strict=True)).values():
+        with torch.device("meta"):
+            module = layer.build()
+        for part in module.modules():
+            made_of: list[object] = [kind for kind in type(part).__mro__ if kind not in nn.Module.__mro__]
+            for key, value in vars(part).items():
+                if key in _OWN or _points(value):
+                    continue
+                if isinstance(value, FunctionType) and "<" not in value.__qualname__:
+                    made_of.append(value)
+                elif _ADDRESS.search(repr(value)):
+                    return None
+            for source in made_of:
+                assert isinstance(source, (type, FunctionType)), "of a module, or among its settings"
+                if source.__module__.partition(".")[0] == "torch":
+                    continue
+                try:
+                    sources[f"{source.__module__}.{source.__qualname__}"] = inspect.getsource(source)
+                except (OSError, TypeError):
+                    return None
+    return hashlib.sha256("\n".join(text for _, text in sorted(sources.items())).encode()).hexdigest()[:16]
 
 
 def owners(model: Model, number: int) -> dict[str, tuple[int, str]]:

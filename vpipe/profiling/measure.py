@@ -19,7 +19,6 @@ from vpipe.profiling.device import (
     added_bytes_per_s,
     clock_of,
     copied_bytes_per_s,
-    cores,
     free_bytes,
     matrix_flops_per_s,
     memory_bytes,
@@ -87,7 +86,9 @@ class _Measurement:
         self._timeout_s, self._budget_s, self._tell = timeout_s, budget_s, tell
         self._world, self._clock = World(device), clock_of(device)
         self._structures = [structure(layer) for layer in model.layers]
-        self._room_bytes = free_bytes(device) // (2 if device.type == "cuda" else 2 * self._world.ranks_per_host)
+        self._room_bytes = (min(self._world.share(free_bytes(device)))  # all must cut their windows alike
+                            // (2 if device.type == "cuda" else 2 * self._world.ranks_per_host))
+        self._cores = self._world.cores()
         self._benches: dict[int, Bench] = {}
         self._steps: list[dict[int, list[float]]] = []  # per rank, by kind: they do not depend on the microbatch
 
@@ -132,7 +133,7 @@ class _Measurement:
             what = f"timing {len(window)} of {len(self._model)} layers at {size} samples" + (
                 f", part {place} of {len(windows)}" if len(windows) > 1 else "")
             self._tell(what)
-            until_sure(walk, self._budget_s / len(windows), self._world, cores(self._device),
+            until_sure(walk, self._budget_s / len(windows), self._world, self._cores,
                        lambda rounds, what=what: self._tell(f"{what}: round {rounds}"))  # type: ignore[misc]
             if not self._steps:
                 walk.steps(self._make_optimizer)
@@ -173,7 +174,7 @@ class _Measurement:
             times = {figure: _net(pooled[figure][kind], rest.overhead.of(figure)) for figure in _TIMES}
             layers.append(self._layer(number, kind, seen.counts[kind], times))
         return Profile(
-            identity, tuple(layers), seen.fields, rest.link, rest.links, cores=cores(self._device),
+            identity, tuple(layers), seen.fields, rest.link, rest.links, cores=self._cores,
             dispatch_s=rest.overhead.dispatch_s, copy_bytes_per_s=rest.copy_bytes_per_s,
             accumulate_bytes_per_s=rest.accumulate_bytes_per_s,
             device_bytes=min(self._world.share(memory_bytes(self._device))), peak_flops_per_s=rest.peak_flops_per_s,

@@ -146,6 +146,7 @@ def until_sure(walk: Walk, budget_s: float, world: World, at_once: int | None,
     walk.warm_up()
     started, rounds = perf_counter(), 0
     while True:
+        world.meet()
         over = perf_counter() - started > budget_s and rounds >= 3
         if all(world.share(over or rounds >= MOST or (rounds >= LEAST and walk.sure()))):
             return
@@ -153,7 +154,7 @@ def until_sure(walk: Walk, budget_s: float, world: World, at_once: int | None,
             if turn == mine:
                 walk.round()
             if turn + 1 < turns:
-                world.share(None)
+                world.meet()
         rounds += 1
         tell(rounds)
 

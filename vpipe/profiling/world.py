@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import socket
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from vpipe.runtime.distributed import share_tensors
+from vpipe.profiling.device import usable_cores
+from vpipe.runtime.distributed import share_tensors, talking_with
+
+PATIENCE_S = 3600.0
+"""How long ranks wait for others that measure; one that is gone is noticed at once all the same."""
 
 
 class World:
@@ -36,6 +41,34 @@ class World:
         shared = [share_tensors({"value": text} if rank == self.rank else {}, rank, self._device)
                   for rank in range(self.ranks)]
         return [json.loads(bytes(tensors["value"].numpy()).decode()) for tensors in shared]
+
+    def meet(self) -> None:
+        """Wait for all, longer than the process group would: what others measure may take them more than its time."""
+        if self.ranks == 1 or self._device.type == "cuda":
+            return
+        token, patience = torch.zeros(1), timedelta(seconds=PATIENCE_S)
+        others = range(1, self.ranks) if self.rank == 0 else (0,)
+        ways = (dist.irecv, dist.isend) if self.rank == 0 else (dist.isend, dist.irecv)
+        for way in ways:
+            for peer in others:
+                with talking_with(peer, "measuring layers"):
+                    work = way(token, peer)
+                    assert work is not None, "this rank is in the default group"
+                    work.wait(patience)
+
+    def cores(self) -> int | None:
+        """How many ranks of a host can compute at once without slowing each other; None where each has a GPU.
+
+        A host's ranks may each be bound to cores of their own: together they have all of these. The least of any host.
+        """
+        if self._device.type == "cuda":
+            return None
+        shared = self.share([usable_cores(), torch.get_num_threads()])
+        at_once: list[int] = []
+        for host in set(self.hosts):
+            here = [theirs for theirs, of in zip(shared, self.hosts, strict=True) if of == host]
+            at_once.append(len({core for cores, _ in here for core in cores}) // max(threads for _, threads in here))
+        return max(1, min(at_once))
 
     @property
     def ranks_per_host(self) -> int:

@@ -71,7 +71,8 @@ class Producers:
     completed: Mapping[tuple[int, int], Mapping[int, _Made]]
 
     @classmethod
-    def of(cls, recording: Recording) -> Producers:
+    def of(cls, recording: Recording, simulated: bool = False) -> Producers:
+        """``simulated``: nobody is late in it; durations differ only where ranks share cores."""
         usual = medians(recording)
         forward, returned = dict[tuple[int, int], _Made](), dict[tuple[int, int], _Made]()
         shared: dict[tuple[Op, int, int], list[_Made]] = defaultdict(list)
@@ -81,7 +82,8 @@ class Producers:
         for track in recording.tracks:
             for done in track.actions:
                 op, stage, index, start_s, end_s, waited_s, *_ = done
-                made = _Made(track.rank, end_s, max(0.0, end_s - start_s - waited_s - usual[stage, op]))
+                excess_s = 0.0 if simulated else max(0.0, end_s - start_s - waited_s - usual[stage, op])
+                made = _Made(track.rank, end_s, excess_s)
                 if op is Op.FORWARD:
                     forward[stage, index] = made
                 elif op in RETURNS:
@@ -127,16 +129,19 @@ def medians(recording: Recording) -> dict[tuple[int, Op], float]:
 
 
 def pieces(recording: Recording, track: Track, producers: Producers) -> Iterator[Piece]:
-    """All of a rank's time from second 0 to the end of the recording, in order and without a hole."""
+    """All of a rank's time from second 0 on, in order and without a hole: to the end of the recording, or of the rank's
+    own record where that breaks off."""
     last_stage, now = len(recording.placement) - 1, 0.0
     evaluations = iter(sorted(track.evaluations))
     evaluation = next(evaluations, None)
     for number, done in enumerate(track.actions):
+        if done.op is Op.USE:  # takes no time
+            continue
         between = Cause.DISPATCH if number else Cause.BUBBLE  # before its first action the pipeline fills
         while evaluation is not None and evaluation[0] < done.start_s:
             start_s, end_s = max(now, evaluation[0]), min(max(now, evaluation[1]), done.start_s)
-            if start_s > now:
-                yield Piece(now, start_s, between, done)
+            if start_s > now:  # the rank is done while the pipeline empties
+                yield Piece(now, start_s, Cause.BUBBLE, done)
             if end_s > start_s:
                 yield Piece(start_s, end_s, None, None)
                 now = end_s
@@ -151,7 +156,7 @@ def pieces(recording: Recording, track: Track, producers: Producers) -> Iterator
                              Cause.UNKNOWN if made is None else Cause.TRANSFER)
         yield Piece(done.begun_s, done.end_s, None, done)
         now = done.end_s
-    if recording.end_s > now:
+    if track.whole and recording.end_s > now:
         yield Piece(now, recording.end_s, Cause.BUBBLE, None)
 
 

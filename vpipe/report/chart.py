@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
+from itertools import groupby, pairwise
 from statistics import fmean
 
 from vpipe.draw.svg import tick_of
 from vpipe.report.figures import Points
 
 _MOST_POINTS = 400
+_HUGE = 1e300
 _LETTER_PX, _NARROWEST_PX = 6.2, 260
 
 
@@ -22,7 +23,7 @@ class Line:
 
     Attributes:
         name: for the legend.
-        points: in order.
+        points: in order; the line breaks where a value is no number (:func:`is_number`).
         colour: as CSS has it.
         kind: ``line``, ``thin``, ``dash``, ``dot`` (points alone) or ``area``.
         stepped: whether a value holds until the next one.
@@ -35,11 +36,16 @@ class Line:
     stepped: bool = False
 
 
+def is_number(value: float) -> bool:
+    """Whether a chart can show it: neither NaN nor endless."""
+    return abs(value) < _HUGE
+
+
 def chart(title: str, lines: Sequence[Line], says: str, x_name: str, value: Callable[[float], str],
           height: int = 200, bottom: float | None = None, top: float | None = None,
           x_value: Callable[[float], str] = lambda x: f"{x:,.6g}", x_end: float | None = None,
           unit: float = 1.0) -> str:
-    """A chart as HTML.
+    """A chart as HTML; a sentence where there is nothing to draw.
 
     Args:
         says: what it shows, for those who cannot see it.
@@ -48,8 +54,10 @@ def chart(title: str, lines: Sequence[Line], says: str, x_name: str, value: Call
         x_end: of the horizontal one.
         unit: of the vertical axis, which counts in round numbers of it.
     """
-    lines = [line for line in lines if line.points]
-    values = [y for line in lines for _, y in line.points]
+    lines = [line for line in lines if any(is_number(y) for _, y in line.points)]
+    if not lines:
+        return f'<figure><h3>{escape(title)}</h3><p class="soft">There is no number to draw.</p></figure>'
+    values = [y for line in lines for _, y in line.points if is_number(y)]
     x_low = min(x for line in lines for x, _ in line.points)
     x_high = max(max(x for line in lines for x, _ in line.points), x_end or -math.inf)
     if x_high <= x_low:
@@ -92,14 +100,20 @@ def _key(line: Line) -> str:
 
 
 def _path(line: Line, x_of: Callable[[float], float], y_of: Callable[[float], float]) -> str:
-    points = [(x_of(x), y_of(y)) for x, y in line.points]
+    runs = [[(x_of(x), y_of(y)) for x, y in run]
+            for drawn, run in groupby(line.points, lambda point: is_number(point[1])) if drawn]
     if line.kind == "dot":
-        d = "".join(f"M{x:.1f} {y:.2f}h0" for x, y in points)
+        d = "".join(f"M{x:.1f} {y:.2f}h0" for points in runs for x, y in points)
         return f'<path d="{d}" style="stroke:{line.colour};stroke-width:9;stroke-linecap:round"/>'
+    return "".join(_run(line, points) for points in runs)
+
+
+def _run(line: Line, points: Points) -> str:
+    """A part of a line without a break."""
     if line.stepped:
         d = f"M{points[0][0]:.1f} {points[0][1]:.2f}" + "".join(f"H{x:.1f}V{y:.2f}" for x, y in points[1:])
-    else:
-        d = "M" + "L".join(f"{x:.1f} {y:.2f}" for x, y in points)
+    else:  # a point alone is seen, too
+        d = "M" + "L".join(f"{x:.1f} {y:.2f}" for x, y in points) + "h0" * (len(points) == 1)
     style = {"thin": "stroke-width:1;opacity:.5", "dash": "stroke-width:1.5;stroke-dasharray:5 4"}.get(
         line.kind, "stroke-width:2;stroke-linejoin:round")
     area = ""
@@ -109,24 +123,26 @@ def _path(line: Line, x_of: Callable[[float], float], y_of: Callable[[float], fl
 
 
 def thinned(points: Points, most: int = _MOST_POINTS) -> Points:
-    """So few points that each is the mean of its neighbourhood."""
+    """So few points that each is the mean of its neighbourhood's numbers; NaN where there is none."""
     if len(points) <= most:
         return points
     bounds = [len(points) * at // most for at in range(most + 1)]
-    return [(fmean(x for x, _ in part), fmean(y for _, y in part))
+    return [(fmean(x for x, _ in part), fmean([y for _, y in part if is_number(y)] or [math.nan]))
             for part in (points[start:end] for start, end in pairwise(bounds))]
 
 
 def smooth(points: Points) -> Points:
-    """The mean over a twenty-fifth of the points around each; nothing where these are few."""
+    """The mean of the numbers among a twenty-fifth of the points around each; nothing where these are few."""
     reach = len(points) // 50
     if reach < 1:
         return []
-    sums = [0.0]
+    sums, counts = [0.0], [0]
     for _, y in points:
-        sums.append(sums[-1] + y)
+        sums.append(sums[-1] + (y if is_number(y) else 0.0))
+        counts.append(counts[-1] + is_number(y))
     found = []
-    for at, (x, _) in enumerate(points):
+    for at, (x, y) in enumerate(points):
         near = min(reach, at, len(points) - 1 - at)
-        found.append((x, (sums[at + near + 1] - sums[at - near]) / (2 * near + 1)))
+        start, end = at - near, at + near + 1
+        found.append((x, (sums[end] - sums[start]) / (counts[end] - counts[start]) if is_number(y) else math.nan))
     return thinned(found)

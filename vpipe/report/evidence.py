@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from vpipe.report.figures import Figures, Utilization, utilization
 from vpipe.report.history import History, read_history
 from vpipe.report.planned import as_recording, in_a_row, planned_memory, replayed
 from vpipe.report.recorded import Recording, read_recording
+from vpipe.report.steady import step_ends
 from vpipe.schedules.simulation.timeline import Timeline
 
 _IN_A_ROW, _FEWEST, _ACTIONS = 8, 4, 60_000  # simulated batches of a schedule with a flush; so many actions are quick
@@ -52,7 +53,8 @@ class Evidence:
         config: as it was resolved, as far as it was read.
         recording, producers, figures, history: of the run.
         expected: None where nothing can be simulated.
-        utilization: None without a profile.
+        utilization: None without a profile that serves.
+        profiled: whether there is a profile.json.
         notes: what a reader has to know, as sentences.
     """
 
@@ -64,6 +66,7 @@ class Evidence:
     history: History
     expected: Expected | None
     utilization: Utilization | None
+    profiled: bool
     notes: Sequence[str]
 
 
@@ -78,20 +81,32 @@ def gather(folder: Path, config: Mapping[str, Any], say: Callable[[str], None] =
         UserError: there is no such run, it was not recorded, or a file is damaged.
     """
     recording, history = read_recording(folder, say), read_history(folder)
+    notes = [*recording.notes, *history.notes, *_unwritten(recording, history)]
     say("working out why ranks were idle")
     producers = Producers.of(recording)
     figures = Figures.of(recording, producers)
     profile = Profile.load(path) if (path := folder / "profile.json").is_file() else None
     plan = Plan.load(path) if (path := folder / "plan.json").is_file() else None
     say("simulating what was to be expected")
-    expected, notes = _expected(recording, producers, profile, plan)
+    expected, said = _expected(recording, producers, profile, plan)
     used = None
     if profile is not None and sum(recording.partition) == len(profile.layers):
         used = utilization(profile, recording.recomputed, recording.rounds.per_step, figures.step_s,
                            len(recording.tracks))
     name = folder.resolve().name
-    return Evidence(name, config, recording, producers, figures, history, expected, used,
-                    (*recording.notes, *history.notes, *notes))
+    return Evidence(name, config, recording, producers, figures, history, expected, used, profile is not None,
+                    (*notes, *said))
+
+
+def _unwritten(recording: Recording, history: History) -> Iterator[str]:
+    """How much more the metrics know of a run that was ended: a rank writes its record down every few seconds."""
+    if not (history.losses and any(track.broken_off for track in recording.tracks)):
+        return
+    recorded, logged = max(step_ends(recording), default=-1), max(step for step, _ in history.losses)
+    if logged > recorded:
+        reached = f"up to step {recorded:,}" if recorded >= 0 else "not one whole step"
+        yield (f"The record holds {reached}, metrics.jsonl goes on to step {logged:,.0f}: what a rank did in its last "
+               "seconds was not written down.")
 
 
 def _expected(recording: Recording, producers: Producers, profile: Profile | None,
@@ -136,7 +151,7 @@ def _made(recording: Recording, timeline: Timeline, prediction: Prediction | Non
     if schedule.flush and schedule.microbatches == schedule.update_every:
         timeline = in_a_row(timeline, max(_FEWEST, min(_IN_A_ROW, _ACTIONS // sum(map(len, schedule.programs)))))
     simulated = as_recording(timeline, recording)
-    producers = Producers.of(simulated)
+    producers = Producers.of(simulated, simulated=True)
     memory: list[list[tuple[float, float]]] = []
     if prediction is not None:
         static = [0.0] * schedule.ranks

@@ -105,7 +105,8 @@ class Figures:
 def _staleness(recording: Recording) -> list[int]:
     """Per stage, how many versions a backward's weights were behind the latest, at most.
 
-    The first version is the one before any update: a forward uses the latest on its rank.
+    The first version is the one before any update. A forward uses the version that was chosen last (``USE``; a schedule
+    that chooses does so from its first forward on), else the latest on its rank.
     """
     most = [0] * len(recording.placement)
     for track in recording.tracks:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vpipe.errors import UserError
+from vpipe.errors import UserError, counted
+from vpipe.report.chart import is_number
 
 _AGAIN = "a line is an object with step, loss, time_s and tokens_per_s; copy the file whole from the run's folder"
 
@@ -18,7 +19,7 @@ class History:
     """What ``metrics.jsonl`` says.
 
     Attributes:
-        losses: (step, loss) in training.
+        losses: (step, loss) in training; of a run that diverged some are no numbers.
         evaluations: (step, loss).
         seconds: (second of training, tokens per second) of each step.
         notes: what a reader has to know.
@@ -53,7 +54,8 @@ def read_history(folder: Path) -> History:
                 notes.append(f"metrics.jsonl breaks off in line {number}: the run was ended, or is still going.")
                 break
             raise _damaged(path, number, line) from None
-        if not isinstance(entry, dict) or not _numbers(entry, "step", "time_s"):
+        if not (isinstance(entry, dict) and _numbers(entry, "step", "time_s")
+                and is_number(entry["step"]) and is_number(entry["time_s"])):
             raise _damaged(path, number, line)
         if _numbers(entry, "evaluation_loss"):
             evaluations.append((entry["step"], entry["evaluation_loss"]))
@@ -62,11 +64,15 @@ def read_history(folder: Path) -> History:
             seconds.append((entry["time_s"], entry["tokens_per_s"]))
         else:
             raise _damaged(path, number, line)
+    if wrong := [step for step, loss in (*losses, *evaluations) if not is_number(loss)]:
+        notes.append(f"Of {counted(len(losses) + len(evaluations), 'loss')} {len(wrong):,} "
+                     f"{'is no number' if len(wrong) == 1 else 'are no numbers'} (infinite or NaN), the first in "
+                     f"step {min(wrong):,.0f}. The charts leave them out.")
     return History(losses, evaluations, seconds, tuple(notes))
 
 
 def _numbers(entry: dict[str, Any], *keys: str) -> bool:
-    return all(type(entry.get(key)) in (int, float) for key in keys)
+    return all(type(value) is float or (type(value) is int and is_number(value)) for value in map(entry.get, keys))
 
 
 def _damaged(path: Path, number: int, line: str) -> UserError:

@@ -11,7 +11,7 @@ from typing import Any
 from vpipe.errors import counted
 from vpipe.report.bars import idle_bars, stage_table
 from vpipe.report.causes import Cause
-from vpipe.report.chart import Line, chart, smooth, thinned
+from vpipe.report.chart import Line, chart, is_number, smooth, thinned
 from vpipe.report.evidence import Evidence
 from vpipe.report.figures import Points, in_window
 from vpipe.report.lanes import Lane, chunks, lanes
@@ -111,7 +111,8 @@ class _Page:
         planned = "" if expected is None else f"{word} {share(expected.figures.idle_share(Cause.BUBBLE))}, "
         yield "bubble", share(figures.idle_share(Cause.BUBBLE)), f"{planned}all idle time {share(figures.idle_share())}"
         if evidence.utilization is None:
-            yield "MFU", "–", "needs a profile.json: vpipe profile measures one"
+            yield "MFU", "–", ("profile.json knows no peak of the device, or another model" if evidence.profiled else
+                               f"needs a profile: vpipe profile CONFIG -o {evidence.name}/profile.json")
         else:
             used = evidence.utilization
             yield "MFU", share(used.model), f"HFU {share(used.hardware)}, of the peak that was measured"
@@ -127,10 +128,8 @@ class _Page:
                    f"rank {worst}" + (f", of {size_text(limit)} allowed" if limit else ", counted: see Memory"))
         if history.losses:
             few = max(1, min(10, len(history.losses) // 4))
-            first = fmean(loss for _, loss in history.losses[:few])
-            last = fmean(loss for _, loss in history.losses[-few:])
-            after = f", evaluation {history.evaluations[-1][1]:.3f}" if history.evaluations else ""
-            yield "training loss", f"{last:.3f}", f"from {first:.3f}{after}"
+            after = f", evaluation {_mean(history.evaluations[-1:])}" if history.evaluations else ""
+            yield ("training loss", _mean(history.losses[-few:]), f"from {_mean(history.losses[:few])}{after}")
 
     @property
     def _limit(self) -> int | None:
@@ -191,7 +190,7 @@ class _Page:
         if not few:
             lines.insert(0, Line(f"each {unit}", thinned(history.losses), "var(--train)", "thin"))
         lines.append(Line("evaluation loss", history.evaluations, "var(--eval)", "dot"))
-        yield chart("Loss", lines, f"training loss from {history.losses[0][1]:.3f} to {history.losses[-1][1]:.3f}",
+        yield chart("Loss", lines, f"training loss from {_mean(history.losses[:1])} to {_mean(history.losses[-1:])}",
                     unit, compact)
         speeds: Points = history.seconds
         lines = [Line("tokens/s" + " (smoothed)" * (not few), thinned(speeds) if few else smooth(speeds),
@@ -253,6 +252,11 @@ class _Page:
                  ("all of it", "trace.json beside this page opens in Perfetto")]
         yield '<h2>The run</h2><dl class="facts">' + "".join(
             f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts) + "</dl>"
+
+
+def _mean(losses: Points) -> str:
+    """Of losses; no number if one of them is none."""
+    return f"{fmean(loss for _, loss in losses):.3f}" if all(is_number(loss) for _, loss in losses) else "no number"
 
 
 def binary_unit(size: float) -> float:

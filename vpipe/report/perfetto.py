@@ -22,7 +22,7 @@ from vpipe.report.words import describe
 from vpipe.schedules.action import COMPUTE, RETURNS, Op
 
 MOST_ACTIONS = 250_000
-"""Of all ranks together: about 120 MB of JSON; Perfetto in a browser holds no much larger file."""
+"""Of all ranks together: about 110 MB of JSON; Perfetto in a browser holds no much larger file."""
 SHORTEST_IDLE_US = 5.0
 
 _COMPUTE, _TRANSFERS, _IDLE = 1, 2, 3

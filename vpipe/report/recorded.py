@@ -2,31 +2,29 @@
 
 The first line of a file is the header, an object; every other one an action, ``["2F17", start_s, end_s, waited_s,
 held_bytes, versions]``, or a note: ``{"evaluation": [start_s, end_s]}``, ``{"clock": [at_s, offset_s]}`` (what to add
-to have the time of rank 0), ``{"truncated": true}``. ``waited_s`` is the part of an action, at its beginning, spent
-waiting for another rank.
+to have the time of rank 0; one at the start, one at a good end), ``{"truncated": true}``. ``waited_s`` is the part of
+an action, at its beginning, spent waiting for another rank.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vpipe.errors import UserError, counted
+from vpipe.report.header import AGAIN, SHARED, is_number, is_whole, opened, read_header
 from vpipe.schedules.action import Action, Op
 from vpipe.schedules.rounds import Rounds
 from vpipe.schedules.size import Placement
 
-FORMAT = 1
 _SLACK_S = 1e-6  # by which rounded times may overlap
 _TEXT = re.compile(r"(\d+)([A-Z_]+)(\d+)")
 _OPS = {op.value: op for op in Op}
-_AGAIN = "record the run again with 'trace: true' in its config, or copy the file whole"
 
 
 class Done(NamedTuple):
@@ -67,6 +65,7 @@ class Track:
         weight_bytes: of one version, by stage.
         static_bytes: of gradients and optimizer state, by stage.
         truncated: whether there was more than is recorded.
+        broken_off: whether the record has no end: the rank failed, was ended from outside, or is still going.
     """
 
     rank: int
@@ -76,6 +75,12 @@ class Track:
     weight_bytes: Mapping[int, int] = field(default_factory=dict)
     static_bytes: Mapping[int, int] = field(default_factory=dict)
     truncated: bool = False
+    broken_off: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether the rank did nothing after its last action."""
+        return not (self.truncated or self.broken_off)
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,12 @@ class Recording:
         """When the last recorded action ended."""
         return max((track.actions[-1].end_s for track in self.tracks if track.actions), default=0.0)
 
+    @property
+    def covered_s(self) -> float:
+        """Until when every rank's record reaches, of those with actions."""
+        return min((track.actions[-1].end_s for track in self.tracks if track.actions and not track.whole),
+                   default=self.end_s)
+
 
 def read_recording(folder: Path, say: Callable[[str], None] = lambda text: None) -> Recording:
     """The record of the run in ``folder``.
@@ -136,7 +147,7 @@ def read_recording(folder: Path, say: Callable[[str], None] = lambda text: None)
         raise UserError(f"the run in '{folder}' has no record of its actions ({trace}/rank0.jsonl is missing)",
                         hint="train with --set trace=true, or 'trace: true' in the config")
     say(f"reading {files[0].name}, 1 of {counted(len(files), 'file')}")
-    first, *_ = headers = [_header(file) for file in files]
+    first, *_ = headers = [read_header(file) for file in files]
     ranks = sorted({rank for own in first["placement"] for rank in own})
     missing = [rank for rank in ranks if not (trace / f"rank{rank}.jsonl").is_file()]
     if missing:
@@ -144,9 +155,9 @@ def read_recording(folder: Path, say: Callable[[str], None] = lambda text: None)
                         f"{', '.join(map(str, missing))} is missing in '{trace}'",
                         hint="a run over several hosts leaves each rank's file on its own host: copy them together")
     for file, header in zip(files, headers, strict=True):
-        if differing := [key for key in _SHARED if header[key] != first[key]]:
+        if differing := [key for key in SHARED if header[key] != first[key]]:
             raise UserError(f"{file.name} and {files[0].name} are of different runs: {differing[0]} is "
-                            f"{header[differing[0]]} and {first[differing[0]]}", where=f"{file}:1", hint=_AGAIN)
+                            f"{header[differing[0]]} and {first[differing[0]]}", where=f"{file}:1", hint=AGAIN)
     tracks, notes = [], []
     for number, rank in enumerate(ranks, 1):
         if number > 1:
@@ -155,86 +166,27 @@ def read_recording(folder: Path, say: Callable[[str], None] = lambda text: None)
         tracks.append(track)
         notes += said
     if not any(track.actions for track in tracks):
-        raise UserError(f"the record in '{trace}' holds no action", hint=_AGAIN)
-    return Recording(first["schedule"], tuple(map(tuple, first["placement"])), first["flush"], first["microbatches"],
-                     first["update_every"], tuple(first["partition"]), tuple(map(tuple, first["recomputed"])),
-                     first["samples_per_step"], _from_zero(tracks), tuple(notes))
-
-
-_SHARED = ("schedule", "placement", "flush", "microbatches", "update_every", "partition", "recomputed",
-           "samples_per_step")
-
-
-def _whole(value: Any, least: int = 0) -> bool:
-    return type(value) is int and value >= least
-
-
-def _number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e15  # what is not a number is not less either
-
-
-def _lists_of(value: Any, least: int) -> bool:
-    return isinstance(value, list) and all(isinstance(own, list) and len(own) >= least and all(map(_whole, own))
-                                           for own in value)
-
-
-def _sizes(value: Any) -> bool:
-    return isinstance(value, dict) and all(key.isdecimal() and _whole(size) for key, size in value.items())
-
-
-_KEYS: Mapping[str, Callable[[Any], bool]] = {
-    "rank": _whole, "host": lambda value: isinstance(value, str), "clock_offset_s": _number,
-    "placement": lambda value: _lists_of(value, 1) and bool(value), "schedule": lambda value: isinstance(value, str),
-    "flush": lambda value: isinstance(value, bool), "microbatches": lambda value: _whole(value, 1),
-    "update_every": lambda value: _whole(value, 1),
-    "partition": lambda value: isinstance(value, list) and all(_whole(count, 1) for count in value),
-    "recomputed": lambda value: _lists_of(value, 0), "samples_per_step": lambda value: _whole(value, 1),
-    "weight_bytes": _sizes, "static_bytes": _sizes}
-
-
-def _header(file: Path) -> dict[str, Any]:
-    with _opened(file) as lines:
-        text = next(lines, "")
-    where = f"{file}:1"
-    try:
-        header = json.loads(text)
-    except ValueError:
-        raise UserError("the header of the record is not JSON", where=where, hint=_AGAIN) from None
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        found = header.get("format") if isinstance(header, dict) else None
-        raise UserError(f"the record has format {found!r}, this version reads {FORMAT}", where=where,
-                        hint="use the version of vpipe that made the run")
-    for key, is_right in _KEYS.items():
-        if key not in header or not is_right(header[key]):
-            raise UserError(f"'{key}' in the header of the record is {header.get(key)!r}", where=where, hint=_AGAIN)
-    stages = len(header["placement"])
-    for key in ("partition", "recomputed"):
-        if len(header[key]) != stages:
-            raise UserError(f"'{key}' in the header has {counted(len(header[key]), 'entry')} for "
-                            f"{counted(stages, 'stage')}", where=where, hint=_AGAIN)
-    if file.name != f"rank{header['rank']}.jsonl":
-        raise UserError(f"{file.name} is the record of rank {header['rank']}", where=where, hint=_AGAIN)
-    return header
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[Iterator[str]]:
-    """The lines of a file; what cannot be read is the user's to mend."""
-    try:
-        with file.open(encoding="utf-8", errors="replace") as lines:
-            yield lines
-    except OSError as error:
-        raise UserError(f"cannot read the record: {error.strerror}", where=str(file), hint=_AGAIN) from None
+        raise UserError(f"the record in '{trace}' holds no action", hint=AGAIN)
+    recording = Recording(
+        first["schedule"], tuple(map(tuple, first["placement"])), first["flush"], first["microbatches"],
+        first["update_every"], tuple(first["partition"]), tuple(map(tuple, first["recomputed"])),
+        first["samples_per_step"], _from_zero(tracks), tuple(notes))
+    if not any(track.broken_off for track in tracks):
+        return recording
+    return replace(recording, notes=(*notes, "The run did not end well, or is still going: the records of "
+                                     f"{sum(track.broken_off for track in tracks)} of {counted(len(tracks), 'rank')} "
+                                     f"have no end. Figures are of its first {recording.covered_s:.1f} s, as far as "
+                                     "they all reach."))
 
 
 def _track(file: Path, stages: int) -> tuple[Track, list[str]]:
     """A rank's record, and what is to be said of it."""
-    header, notes = _header(file), list[str]()
+    header, notes = read_header(file), list[str]()
     clocks: list[tuple[float, float]] = []
     actions: list[Done] = []
     evaluations: list[tuple[float, float]] = []
     truncated, last_s = False, float("-inf")
-    with _opened(file) as lines:
+    with opened(file) as lines:
         next(lines)
         for number, line in enumerate(lines, 2):
             try:
@@ -262,12 +214,12 @@ def _track(file: Path, stages: int) -> tuple[Track, list[str]]:
         notes.append(f"{file.name} ends after {len(actions):,} actions: recording has a limit. What came later is not "
                      "in this report.")
     track = Track(header["rank"], header["host"], actions, evaluations, _by_stage(header["weight_bytes"]),
-                  _by_stage(header["static_bytes"]), truncated)
+                  _by_stage(header["static_bytes"]), truncated, broken_off=len(clocks) < 2)
     return _moved(track, _Clock.of(clocks or [(0.0, header["clock_offset_s"])])), notes
 
 
 def _pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(_number, value))
+    return isinstance(value, list) and len(value) == 2 and all(map(is_number, value))
 
 
 def _span(value: Any) -> bool:
@@ -310,9 +262,9 @@ def _done(entry: list[Any], stages: int, last_s: float) -> Done | None:
         return None
     _, start_s, end_s, waited_s, held, versions = entry
     op, stage = _OPS.get(match[2]), int(match[1])
-    if op is None or stage >= stages or not (_number(start_s) and _number(end_s) and _number(waited_s)):
+    if op is None or stage >= stages or not (is_number(start_s) and is_number(end_s) and is_number(waited_s)):
         return None
-    if not (_whole(held) and _whole(versions) and start_s <= end_s and last_s - _SLACK_S <= start_s
+    if not (is_whole(held) and is_whole(versions) and start_s <= end_s and last_s - _SLACK_S <= start_s
             and -_SLACK_S <= waited_s <= end_s - start_s + _SLACK_S):
         return None
     start_s = max(start_s, last_s)
@@ -323,7 +275,7 @@ def _done(entry: list[Any], stages: int, last_s: float) -> Done | None:
 def _damaged(file: Path, number: int, line: str) -> UserError:
     shown = line.strip()
     return UserError(f"line {number} of the record is damaged: {shown[:60]}{'...' if len(shown) > 60 else ''}",
-                     where=f"{file}:{number}", hint=_AGAIN)
+                     where=f"{file}:{number}", hint=AGAIN)
 
 
 def _from_zero(tracks: Sequence[Track]) -> tuple[Track, ...]:

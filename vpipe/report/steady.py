@@ -48,15 +48,8 @@ def step_ends(recording: Recording) -> dict[int, float]:
                 step = (done.number + 1) * span // per_step - 1
                 ends[step] = max(done.end_s, ends.get(step, 0.0))
                 seen[step] = seen.get(step, 0) + 1
-    covered_s = _covered_s(recording)
     return {step: ends[step] for step in sorted(ends)
-            if seen[step] == rounds.width(0) and ends[step] <= covered_s}
-
-
-def _covered_s(recording: Recording) -> float:
-    """Until when every rank's record reaches."""
-    return min((track.actions[-1].end_s if track.actions else 0.0 for track in recording.tracks if track.truncated),
-               default=float("inf"))
+            if seen[step] == rounds.width(0) and ends[step] <= recording.covered_s}
 
 
 def steady(recording: Recording) -> Window:
@@ -71,7 +64,7 @@ def steady(recording: Recording) -> Window:
     drain = 0 if recording.flush else min(stages, len(numbers) // 3)
     last = len(numbers) - 1 - drain
     if begin == 0 or last < begin:
-        return Window(0, len(numbers), 0.0, recording.end_s)
+        return Window(0, len(numbers), 0.0, recording.covered_s)
     return Window(numbers[begin], last - begin + 1, ends[numbers[begin - 1]], ends[numbers[last]])
 
 
@@ -95,7 +88,7 @@ def typical(recording: Recording, most_actions: int, steps: int | None = None) -
     """
     ends, part = step_ends(recording), steady(recording)
     if part.steps == 0 or len(ends) < 2:
-        return _cut(recording, Window(0, len(ends), 0.0, recording.end_s), most_actions)
+        return _cut(recording, Window(0, len(ends), 0.0, recording.covered_s), most_actions)
     bounds = [(step, end) for step, end in ends.items() if part.start_s <= end <= part.end_s]
     if part.start_s == 0.0:
         bounds.insert(0, (-1, 0.0))

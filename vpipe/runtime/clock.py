@@ -31,6 +31,7 @@ def clock_offset(device: torch.device) -> float:
             with talking_with(peer, "comparing clocks"):
                 for _ in range(ROUND_TRIPS):
                     dist.recv(time_s, peer)
+                    time_s.item()  # under nccl what was received is there only now
                     dist.send(time_s.fill_(perf_counter()), peer)
         return 0.0
     found = []
@@ -39,7 +40,7 @@ def clock_offset(device: torch.device) -> float:
             asked_s = perf_counter()
             dist.send(time_s, 0)
             dist.recv(time_s, 0)
-            theirs_s = float(time_s)
+            theirs_s = time_s.item()
             answered_s = perf_counter()
             found.append((answered_s - asked_s, theirs_s - (asked_s + answered_s) / 2))
     return min(found)[1]

@@ -28,7 +28,6 @@ from vpipe.runtime.settings import MakeOptimizer, Settings
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.trace import MOST_ACTIONS, Recorder
 from vpipe.runtime.transport import InProcess, Mailroom, Transport
-from vpipe.runtime.uncompiled import spare_compiler
 from vpipe.runtime.update import Update
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import Action, Op
@@ -85,7 +84,6 @@ class Engine:
         self._distributed = distributed
         ranks = [dist.get_rank()] if distributed else list(range(len(schedule.programs)))
         room: Mailroom = {}
-        spare_compiler()
         self.workers = {}
         for rank in ranks:
             own = [spec for spec in specs if rank in self._placement[spec.index]]

@@ -18,7 +18,7 @@ class Kept:
 
     It sees the tensors as autograd saves them and leaves them as they are, so that the numbers stay the same. It does
     not hold them: a storage that has gone meanwhile no longer counts. Tensors without strides (sparse ones) are not
-    counted.
+    counted. Autograd does not look whether what hooks handle is changed in place before it is used; this does.
     """
 
     def __init__(self) -> None:
@@ -28,12 +28,12 @@ class Kept:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Count what is saved meanwhile."""
-        with saved_tensors_hooks(self, _as_it_is):
+        with saved_tensors_hooks(self, _unchanged):
             yield
 
-    def __call__(self, saved: Tensor) -> Tensor:
+    def __call__(self, saved: Tensor) -> tuple[Tensor, int]:
         _add(self._saved, saved)
-        return saved.detach()  # an operation's output would hold the graph that holds it
+        return saved.detach(), saved._version  # an operation's output would hold the graph that holds it
 
     def saved(self) -> dict[StorageWeakRef, int]:
         """What was saved and still is there, in bytes by storage."""
@@ -72,5 +72,15 @@ def _storage(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-def _as_it_is(saved: Tensor) -> Tensor:
+def _unchanged(packed: tuple[Tensor, int]) -> Tensor:
+    """What was saved.
+
+    Raises:
+        RuntimeError: it was changed in place meanwhile, as autograd has it.
+    """
+    saved, version = packed
+    if saved._version != version:  # which it shares with the tensor that it was detached from
+        raise RuntimeError("one of the variables needed for gradient computation has been modified by an inplace "
+                           f"operation: [{saved.type()} {list(saved.shape)}] is at version {saved._version}; expected "
+                           f"version {version} instead")
     return saved

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vpipe.errors import RunError
 from vpipe.runtime.feed import Signature
 from vpipe.runtime.kept import Kept
 from vpipe.runtime.worker import Worker
@@ -84,7 +85,7 @@ class _InFlight:
 
 
 class Recorder:
-    """Carries out the actions of a worker and notes each, but for ``USE``, which takes no time.
+    """Carries out the actions of a worker and notes each; ``USE`` as what takes no time.
 
     The notes are tuples in a list; whoever wants them takes them away, off the hot path. What is kept for backwards is
     counted for the first microbatches of every shape, then known.
@@ -116,10 +117,15 @@ class Recorder:
         notes, self._notes = self._notes, []
         return [note if isinstance(note, Evaluated) else Recorded(*note) for note in notes]
 
+    def stop(self) -> None:
+        """Note nothing more."""
+        self._limit = self.count
+        self._notes.clear()
+
     def execute(self, action: Action) -> None:
         """Carry out one action of training."""
         worker, op, stage, index = self.worker, action.op, action.stage, action.microbatch
-        if op is _USE or self.count >= self._limit:
+        if self.count >= self._limit:
             worker.execute(action)
             return
         kept = self._begin(op, stage, index) if op is _FORWARD or op is _RECOMPUTE else None
@@ -128,9 +134,8 @@ class Recorder:
         if kept is None:
             worker.execute(action)
         else:
-            with kept.watching():
-                worker.execute(action)
-        ended = perf_counter()
+            _counted(worker, action, kept)
+        ended = started if op is _USE else perf_counter()
         self.count += 1
         if op is _FORWARD or op is _RECOMPUTE or op is _INPUT:
             self._keep(op, stage, index)
@@ -190,6 +195,19 @@ class Recorder:
         mine = self._in_flight.pop((stage, microbatch))
         mine.kind.known = True
         self._held -= mine.bytes
+
+
+def _counted(worker: Worker, action: Action, kept: Kept) -> None:
+    """Carry out an action while what it keeps is counted."""
+    try:
+        with kept.watching():
+            worker.execute(action)
+    except RunError as error:
+        if "saved tensor hooks" not in error.what:
+            raise
+        raise RunError(error.what, rank=error.rank, stage=error.stage, action=error.action, peer=error.peer,
+                       hint="what such a layer keeps cannot be counted for the timeline of the run: set trace to false"
+                       ) from error
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer | None) -> int:

@@ -89,6 +89,10 @@ class Job:
             plan.check_fits(len(model), where=str(config.parallel.plan))
             config = config.with_parallel(plan=None)  # from here on the config says all of it
         job = cls._arranged(config, dataset, model, plan)
+        if plan is not None:
+            from vpipe.train.profiled import check_planned_for  # which needs a job
+
+            check_planned_for(job)
         job.policy()
         job.evaluation_batches(())
         next(dataset.batches("train", config.dataset.batch_size, seed=0, fields=()))
@@ -140,13 +144,16 @@ class Job:
         return self._arranged(config, self.dataset, self.model, plan)
 
     def keep_plan(self, folder: Path) -> None:
-        """Leave the plan that it follows, if there is one, in the run's folder, with its profile, if that is known."""
+        """Leave the plan that it follows, if there is one, in the run's folder, with its profile, if that is known
+        and of this model."""
         if self.plan is None:
             return
         self.plan.save(folder / PLAN)
         if self.plan.profile is not None:
+            from vpipe.train.profiled import model_digest  # which needs a job
+
             profile = by_digest(self.plan.profile, self.config.dataset.cache_directory)
-            if profile is not None:
+            if profile is not None and profile.identity.model == model_digest(self):
                 profile.save(folder / PROFILE)
 
     @property

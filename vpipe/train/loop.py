@@ -65,10 +65,12 @@ def train(job: Job, folder: Path) -> None:
         def evaluate() -> None:
             balance.interrupted()
             record(*pipe.engine.drain())  # updates in flight come before the evaluation, and count as training
+            balance.emptied()
             loss = pipe.evaluate(_reading(job.evaluation_batches(fields), "evaluation batch", pipe))
             after = len(metrics.losses) - 1
             metrics.evaluation(after, loss)
             progress.note(f"evaluation loss after {counted(after + 1, job.step_name)}: {loss:.4f}")
+            balance.filled_again()
 
         batches = _reading(job.training_batches(fields), "batch", pipe)
         for step in pipe.engine.train(batches, job.updates, lambda: perf_counter() > deadline):

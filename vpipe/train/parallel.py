@@ -100,7 +100,8 @@ class ParallelSection(Section):
     executor: Literal["overlapped", "naive", "async_threaded"] = Field(
         "overlapped", description="how a rank does its actions; overlapped sends and receives during compute")
     partition: Annotated[tuple[int, ...] | Literal["auto"], BeforeValidator(_layers_or_auto)] = Field(
-        "auto", description="layers per stage; auto measures the layers when the run starts, and takes the fastest")
+        "auto", description="layers per stage; auto measures the layers when the run starts, and takes the fastest; "
+                            "under a schedule from a file it balances the stages by their parameters")
     recompute: Recomputed = Field(0.0, description="share of a stage's layers, counted from its end, whose activations "
                                                    "are recomputed in backward; one number, or a list with a share or "
                                                    "a list of layers per stage; auto takes what the memory asks for")
@@ -137,9 +138,14 @@ class ParallelSection(Section):
 
     @property
     def to_plan(self) -> tuple[str, ...]:
-        """The keys whose values the run is to find when it starts. One stage can be cut in one way only."""
+        """The keys whose values the run is to find when it starts.
+
+        One stage can be cut in one way only, and the solver knows no schedule from a file: under one, stages are
+        balanced by their parameters.
+        """
+        cut = self.model_parallel_size > 1 and not is_file(self.schedule)
         return tuple(key for key in ("partition", "recompute", "schedule")
-                     if getattr(self, key) == AUTO and (key != "partition" or self.model_parallel_size > 1))
+                     if getattr(self, key) == AUTO and (key != "partition" or cut))
 
     @property
     def standing_in(self) -> ParallelSection:
@@ -220,6 +226,9 @@ class ParallelSection(Section):
         if self.schedule == AUTO and self.chunks is not None:
             yield Mistake(("chunks",), f"is {self.chunks}, but the schedule is auto",
                           "leave it out, or name a schedule")
+        if is_file(self.schedule) and self.recompute == AUTO:
+            yield Mistake(("recompute",), f"is auto, but the schedule is a file, '{self.schedule}', under which "
+                          "nothing is planned", "write what is recomputed, or name a schedule")
         if not is_file(self.schedule) and self.schedule not in schedule_names():
             yield Mistake(("schedule",), f"is '{self.schedule}', which is no schedule of this version",
                           nearest(self.schedule, schedule_names()))

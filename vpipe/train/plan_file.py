@@ -21,9 +21,13 @@ _TARGETS: dict[str, Keys] = {
 """Key of a plan -> key of a config. Layers go before the ratios, which are there for other readers."""
 
 _FOLLOWS: dict[str, tuple[Keys, ...]] = {
-    "partition": (("parallel", "model_parallel_size"),),
+    "partition": (("parallel", "model_parallel_size"), ("parallel", "warmup_depth")),
     "stage_to_rank_map": (("parallel", "data_parallel_size"), ("parallel", "chunks"))}
 """What a key of a plan says by the way."""
+
+
+_COMPRESS: Keys = ("parallel", "compress")
+"""May be a list with an entry per cut, of which a plan may have another number."""
 
 
 def put_plan(tree: Tree, settings: Iterable[str] = ()) -> None:
@@ -45,6 +49,9 @@ def put_plan(tree: Tree, settings: Iterable[str] = ()) -> None:
     plan = Plan.of_json(found.value, path)
     given = {tuple(key.split(".")) for key in settings}
     if PLAN in given:
+        compress = tree.get(_COMPRESS)
+        if isinstance(compress, list) and len(compress) != len(plan.partition) - 1 and _COMPRESS not in given:
+            tree.drop(_COMPRESS)
         for key, keys in said(found):
             for other in (keys, *_FOLLOWS.get(key, ())):
                 if other not in given:

@@ -16,12 +16,15 @@ from torch import Tensor
 from vpipe.errors import UserError
 from vpipe.launch.world import join_world
 from vpipe.plan.profile import Identity, Profile
-from vpipe.profiling.cache import cached, store
+from vpipe.profiling.cache import cached, store, to_stderr
+from vpipe.profiling.device import device_name
 from vpipe.profiling.identity import identify
+from vpipe.profiling.kinds import digest, structure
 from vpipe.profiling.measure import measure
 from vpipe.profiling.world import World
 from vpipe.train.device import device_of
 from vpipe.train.job import Job
+from vpipe.train.optimizers import OptimizerSettings
 
 log = logging.getLogger("vpipe")
 
@@ -81,7 +84,7 @@ def profile_job(job: Job, sizes: Sequence[int] | None = None, *, again: bool = F
     device = device_of(config)
     world = World(device)
     wanted = sorted(set(sizes or [config.microbatch_size]))
-    identities = identities_of(job, wanted, world.ranks_per_host)
+    identities = identities_of(job, wanted, world.ranks_per_host, world.ranks, len(set(world.hosts)), world.cores())
     directory = config.dataset.cache_directory
     known: dict[str, object] = {}
     if world.rank == 0 and not again:
@@ -106,23 +109,69 @@ def profile_job(job: Job, sizes: Sequence[int] | None = None, *, again: bool = F
         found |= {size: profile for (size, _), profile in zip(missing, measured, strict=True)}
     if world.rank == 0:
         for size, _ in missing:
-            _keep(found[size], job, say)
+            if not _keep(found[size], job, say):
+                break
     return {size: found[size] for size in wanted}
 
 
-def identity_of(job: Job, size: int, ranks_per_host: int) -> Identity:
-    """What a profile of the job on this kind of device would be of."""
+def identity_of(job: Job, size: int, ranks_per_host: int, ranks: int | None = None, hosts: int = 1,
+                cores: int | None = None) -> Identity:
+    """What a profile of the job on this kind of device would be of; arguments as those of ``identify``."""
     config = job.config
-    name = config.model.name + (f" {config.model.preset}" if config.model.preset else "")
-    return identify(job.model, microbatch_of(job, size), model_name=name, optimizer=config.training.optimizer,
-                    device=device_of(config), ranks_per_host=ranks_per_host, backend=config.parallel.backend,
-                    threads=config.training.threads)
+    return identify(job.model, microbatch_of(job, size), model_name=_model_name(job),
+                    optimizer=_optimizer(job.optimizer()), device=device_of(config), ranks_per_host=ranks_per_host,
+                    backend=config.parallel.backend, threads=config.training.threads, ranks=ranks, hosts=hosts,
+                    cores=cores)
 
 
-def identities_of(job: Job, sizes: Sequence[int], ranks_per_host: int) -> list[Identity]:
+def identities_of(job: Job, sizes: Sequence[int], ranks_per_host: int, ranks: int | None = None, hosts: int = 1,
+                  cores: int | None = None) -> list[Identity]:
     """The same for several sizes; looks at the layers once."""
-    first = identity_of(job, sizes[0], ranks_per_host)
+    first = identity_of(job, sizes[0], ranks_per_host, ranks, hosts, cores)
     return [replace(first, microbatch_size=size) for size in sizes]
+
+
+def _optimizer(settings: OptimizerSettings) -> str:
+    """Its name, and those settings without which it keeps less or does less."""
+    return (settings.name + (" with momentum" if settings.name == "sgd" and settings.momentum else "")
+            + (" and weight decay" if settings.weight_decay else ""))
+
+
+def model_digest(job: Job) -> str:
+    """What stands for a job's model in the identity of a profile."""
+    return digest(job.model, [structure(layer) for layer in job.model.layers],
+                  microbatch_of(job, job.config.microbatch_size))
+
+
+def check_planned_for(job: Job, say: Say = to_stderr) -> None:
+    """Whether the plan that a job follows was made for it, where the plan says what it was made for.
+
+    Args:
+        say: told where the plan was made for something else that can follow it.
+
+    Raises:
+        UserError: it is for another model.
+    """
+    made_for = None if job.plan is None else job.plan.profiled
+    if made_for is None:
+        return
+    here = model_digest(job)
+    if made_for.get("model") != here:
+        raise UserError(f"the plan is for another model: {made_for.get('model_name')} (digest {made_for.get('model')}) "
+                        f"there, {_model_name(job)} (digest {here}) here",
+                        hint="vpipe plan CONFIG makes a plan for the model of a config")
+    wanted: dict[str, object] = {"microbatch_size": job.config.microbatch_size}
+    if job.config.parallel.backend == "gloo":  # of a GPU only its ranks know the name
+        wanted["device"] = device_name(torch.device("cpu"))
+    others = [f"{name.replace('_', ' ')} {made_for.get(name)}, not {value}" for name, value in wanted.items()
+              if made_for.get(name) != value]
+    if others:
+        say(f"warning: the plan was made for {' and '.join(others)}: its predictions do not hold here")
+
+
+def _model_name(job: Job) -> str:
+    model = job.config.model
+    return model.name + (f" {model.preset}" if model.preset else "")
 
 
 def microbatch_of(job: Job, size: int) -> Mapping[str, Tensor]:
@@ -131,8 +180,11 @@ def microbatch_of(job: Job, size: int) -> Mapping[str, Tensor]:
     return {name: batch[name][torch.arange(size) % len(batch[name])] for name in job.model.batch}
 
 
-def _keep(profile: Profile, job: Job, say: Say) -> None:
+def _keep(profile: Profile, job: Job, say: Say) -> bool:
+    """Whether it can be kept; says why not."""
     try:
         store(profile, job.config.dataset.cache_directory)
     except UserError as error:  # what was measured is here all the same
         say(f"{error.problems[0].what}; {error.problems[0].hint}")
+        return False
+    return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,12 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vpipe.errors import UserError
-from vpipe.launch.folder import PROFILE
+from vpipe.launch.folder import PLAN, PROFILE
 from vpipe.pipeline import Pipeline
+from vpipe.plan.plan import Plan
+from vpipe.plan.prediction import Prediction, StagePrediction
 from vpipe.plan.profile import Profile
 from vpipe.runtime.distributed import talking_with
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import Op
+from vpipe.schedules.arrange import is_file
+from vpipe.sizes import size_text
 from vpipe.train.job import Job
 
 WARM_UP = 10
@@ -29,6 +33,9 @@ MEASURED = 20
 
 ALLOWED = 0.15
 """How much more than the mean of all ranks the slowest may work before anything is said."""
+
+WORTH = 0.01
+"""Share of a step that another partition must save to be named."""
 
 COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.INPUT, Op.WEIGHT, Op.RECOMPUTE)
 UPDATE = (Op.STEP, Op.NORM)
@@ -53,8 +60,14 @@ class Replanning:
                  warm_up: int = WARM_UP, measured: int = MEASURED) -> None:
         self._job, self._pipe, self._folder, self._note = job, pipe, folder, note
         self._warm_up, self._measured = warm_up, measured
-        self._steps = 0
+        self._steps = self._all_steps = 0  # since the pipeline was last emptied, and at all
+        self._emptying = False
         self._before: dict[int, Tensor] = {}  # by rank of this process, as :meth:`_spent`
+        self._filled: dict[int, Tensor] = {}  # the same, when an empty pipeline was about to be filled
+        self._pieces: dict[int, Tensor] = {}  # spent between two moments at which the pipeline was empty
+        self._piece_steps = 0
+        self._over = measured  # steps that were counted
+        self._until_end = 2 * len(job.placement)
         self._counted: dict[int, Tensor] = {}
         self._under_way: dict[int, dist.Work] = {}  # by the other rank
         self._ended = job.schedule.ranks == 1 or job.config.parallel.backend == "nccl"
@@ -64,17 +77,41 @@ class Replanning:
         if self._ended:
             return
         self._steps += 1
-        if self._steps == self._warm_up:
+        self._all_steps += 1
+        if self._counted:
+            self._until_end -= 1
+            if self._until_end == 0:
+                self.end()
+        elif self._emptying:
+            pass
+        elif self._steps == self._warm_up:
             self._before = self._spent()
         elif self._steps == self._warm_up + self._measured:
-            self._count()
-        elif self._steps == self._warm_up + self._measured + 2 * len(self._job.placement):
-            self.end()
+            spent = self._spent()
+            self._count({rank: spent[rank] - before for rank, before in self._before.items()}, self._measured)
 
     def interrupted(self) -> None:
-        """The pipeline was emptied between two steps: what was measured of one without a flush does not count."""
-        if not self._counted and not self._job.schedule.flush:
-            self._steps = 0
+        """The pipeline is about to be emptied: the last steps of one without a flush are not like the others."""
+        self._emptying = not self._job.schedule.flush
+
+    def emptied(self) -> None:
+        """No microbatch is under way. Where there is no flush, ranks are at different microbatches but now: what they
+        spent since the pipeline was last empty is of the same steps."""
+        self._emptying = False
+        if self._ended or self._counted or self._job.schedule.flush:
+            return
+        if self._filled:
+            for rank, spent in self._spent().items():
+                self._pieces[rank] = self._pieces.get(rank, 0) + spent - self._filled[rank]
+            self._piece_steps += self._steps
+        self._steps = 0
+        if self._piece_steps >= self._measured:
+            self._count(self._pieces, self._piece_steps)
+
+    def filled_again(self) -> None:
+        """The pipeline that was emptied goes on."""
+        if not self._ended and not self._job.schedule.flush and self._all_steps >= self._warm_up:
+            self._filled = self._spent()
 
     def end(self) -> None:
         """The last step is done, or long ago: say what there is to say."""
@@ -85,15 +122,16 @@ class Replanning:
             with talking_with(peer, "sharing how long it works"):
                 work.wait(timedelta(seconds=self._job.config.parallel.timeout_s))
         if self._counted and self._pipe.rank == 0:
-            line = said(Compared.of(self._job, self._counted, self._measured), self._job, self._profile)
+            line = said(Compared.of(self._job, self._counted, self._over), self._job, self._profile, self._plan(),
+                        from_file=self._job.plan is None)
             if line is not None:
                 self._note(line)
 
     def _spent(self) -> dict[int, Tensor]:
         return {rank: _spent(worker, len(self._job.placement)) for rank, worker in self._pipe.engine.workers.items()}
 
-    def _count(self) -> None:
-        self._counted = {rank: spent - self._before[rank] for rank, spent in self._spent().items()}
+    def _count(self, spent: dict[int, Tensor], steps: int) -> None:
+        self._counted, self._over = dict(spent), steps
         here, ranks = self._pipe.rank, self._job.schedule.ranks
         if len(self._counted) == ranks:
             return  # all are in this process
@@ -107,6 +145,16 @@ class Replanning:
                     work = dist.irecv(self._counted[peer], peer)
             assert work is not None, "this rank is in the default group"
             self._under_way[peer] = work
+
+    def _plan(self) -> Plan | None:
+        """That the run follows: one of its own making, or the one that the launcher left in its folder."""
+        if self._job.plan is not None or not (self._folder / PLAN).exists():
+            return self._job.plan
+        try:
+            return Plan.load(self._folder / PLAN)
+        except UserError as error:  # the run goes on without
+            log.warning("%s", error)
+            return None
 
     def _profile(self) -> Profile | None:
         """Of this job on this device: the one that the run was planned with, or one that was measured before."""
@@ -160,35 +208,78 @@ class Compared:
         return self.rank_s[self.slowest] * len(self.rank_s) / sum(self.rank_s) - 1
 
 
-def said(compared: Compared, job: Job, profile: Callable[[], Profile | None]) -> str | None:
-    """What a person is told: nothing while the ranks are about equal.
+def said(compared: Compared, job: Job, profile: Callable[[], Profile | None], plan: Plan | None = None, *,
+         from_file: bool = False) -> str | None:
+    """What a person is told: nothing while the ranks are about equal, or as unequal as planned.
 
     Args:
         profile: finds that of the job, if there is one; asked where it is needed.
+        plan: that the run follows.
+        from_file: whether its config names that plan.
     """
     rank = compared.slowest
     log.info("work per step, in ms: %s; the slowest %.0f %% above the mean",
              ", ".join(f"{1e3 * seconds:.1f}" for seconds in compared.rank_s), 100 * compared.imbalance)
-    if compared.imbalance <= ALLOWED:
+    expected = None if plan is None or plan.partition != job.partition else plan.predictions
+    if compared.imbalance <= ALLOWED or (
+            expected is not None and compared.imbalance - _above_mean(expected, job, rank) <= ALLOWED):
         return None
     stages = [stage for stage, ranks in enumerate(job.placement) if rank in ranks]
     text = (f"out of balance: {job.describe(rank)} works {1e3 * compared.rank_s[rank]:.1f} ms per {job.step_name}, "
             f"{100 * compared.imbalance:.0f} % more than the ranks on average")
-    if job.plan is not None and job.plan.predictions is not None:
-        planned = [job.plan.predictions.stages[stage] for stage in stages]
+    if expected is not None:
         text += (f" ({1e3 * sum(compared.microbatch_s[stage] for stage in stages):.1f} ms per microbatch, planned were "
-                 f"{1e3 * sum(p.forward_s + p.backward_s + p.recompute_s for p in planned):.1f})")
-    return f"{text}; {_remedy(compared.microbatch_s, job, profile())}"
+                 f"{1e3 * sum(map(_microbatch_s, (expected.stages[stage] for stage in stages))):.1f})")
+    return f"{text}; {_remedy(compared.microbatch_s, job, profile(), from_file=from_file)}"
 
 
-def _remedy(microbatch_s: Sequence[float], job: Job, profile: Profile | None) -> str:
+def _microbatch_s(stage: StagePrediction) -> float:
+    return stage.forward_s + stage.backward_s + stage.recompute_s
+
+
+def _above_mean(expected: Prediction, job: Job, rank: int) -> float:
+    """By how much a rank was planned to work longer than the mean of all: 0.15 is 15 %."""
+    work = [0.0] * job.schedule.ranks
+    for stage, ranks in zip(expected.stages, job.placement, strict=True):
+        for one in ranks:
+            work[one] += _microbatch_s(stage) * job.schedule.rounds.per_step / len(ranks) + stage.step_s
+    return work[rank] * len(work) / sum(work) - 1
+
+
+def _remedy(microbatch_s: Sequence[float], job: Job, profile: Profile | None, *, from_file: bool) -> str:
+    parallel = job.config.parallel
+    if is_file(parallel.schedule):
+        return "no partition is planned for a schedule from a file"
     if profile is None or len(profile.layers) != len(job.model):
         return "vpipe plan CONFIG finds a better partition"
-    from vpipe.plan.solve import better_partition  # which few runs need
+    from vpipe.plan.solve import Request, better_partition  # which few runs need
+    from vpipe.train.planning import memory_limit
 
-    partition, gain = better_partition(profile, job.partition, job.recomputed, job.placement, microbatch_s)
-    if tuple(partition) == job.partition or gain <= 0:
-        return f"no other partition than {list(job.partition)} is expected to be faster"
-    return (f"the partition {list(partition)} in place of {list(job.partition)} is expected to save {100 * gain:.0f} % "
-            "of the slowest stage's time (set parallel.partition"
-            + (", and recompute to auto)" if any(job.recomputed) else ")"))
+    memory, microbatches = memory_limit(job.config, profile), job.config.training.num_microbatches
+    anew = any(job.recomputed) and not isinstance(parallel.recompute, float)
+    request = Request({microbatches: profile}, job.schedule.ranks, memory, (parallel.schedule,),
+                      {microbatches: parallel.update_every}, job.placement,
+                      recompute=None if anew or isinstance(parallel.recompute, str) else parallel.recompute)
+    plan, gain = better_partition(request, job.partition, job.recomputed, microbatch_s)
+    if plan is not None and gain >= WORTH:
+        return (f"the partition {list(plan.partition)} in place of {list(job.partition)} is expected to save "
+                f"{100 * gain:.0f} % of a step (set parallel.partition" + (" and recompute: auto" if anew else "")
+                + (", and leave parallel.plan out)" if from_file else ")"))
+    text = f"no other partition than {list(job.partition)} is expected to be faster"
+    if memory is not None:
+        unlimited = replace(request, memory_bytes=None)
+        plan, gain = better_partition(unlimited, job.partition, job.recomputed, microbatch_s)
+        if plan is not None and gain >= WORTH and (peak := _fullest_bytes(plan)) > memory:
+            text += (f" in {size_text(memory)} per rank; {list(plan.partition)} would save {100 * gain:.0f} % of a "
+                     f"step in {size_text(peak, up=True)}")
+    return text
+
+
+def _fullest_bytes(plan: Plan) -> int:
+    """What the rank of a plan that holds most is expected to hold."""
+    assert plan.predictions is not None, "a solution's plan has them"
+    held: dict[int, int] = {}
+    for stage in plan.predictions.stages:
+        for rank in stage.ranks:
+            held[rank] = held.get(rank, 0) + stage.memory.peak
+    return max(held.values())

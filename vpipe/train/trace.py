@@ -6,6 +6,7 @@ import json
 import logging
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -23,8 +24,8 @@ log = logging.getLogger("vpipe")
 
 FORMAT = 1
 AT_ONCE, AFTER_S = 4096, 5.0
-"""So many notes are worth writing down between two steps, which takes 10 ms; or what there is after so many seconds: a
-rank that is killed leaves the rest of its record."""
+"""So many notes are worth writing down between two steps, which takes 10 ms; or what there is after so many seconds:
+what was not written is lost with a rank that is killed."""
 
 
 class Trace:
@@ -34,7 +35,8 @@ class Trace:
     and evaluations as :mod:`vpipe.runtime.trace` writes them; ``{"clock": [at_s, offset_s]}`` when the clocks were
     compared, at the start and at a good end: what to add to this rank's to have rank 0's; and ``{"truncated": true}``
     at the end of a run of which only the beginning is recorded. Written between steps, from the first one on, and at
-    the end, whatever ends the run: a file is whole lines.
+    the end, also that of a run that fails: a file is whole lines. A rank that is ended from outside (Ctrl-C, a kill)
+    leaves out what it did since it last wrote, some seconds.
 
     Args:
         folder: of the run; None records nothing.
@@ -65,7 +67,8 @@ class Trace:
 
     def step(self) -> None:
         """Between two steps of training: write what waits, if it is much."""
-        for rank, recorder in self._recorders.items():
+        for rank in list(self._files):
+            recorder = self._recorders[rank]
             if recorder.waiting >= AT_ONCE or (recorder.waiting and perf_counter() - self._wrote_s[rank] > AFTER_S):
                 self._write(rank)
             if recorder.full and rank not in self._full:
@@ -83,12 +86,20 @@ class Trace:
         offset_s = clock_offset(self._pipe.engine.local_stages[0].device) if dist.is_initialized() else 0.0
         return perf_counter(), offset_s
 
-    def _write(self, rank: int) -> None:
-        """In one piece, so that what is ended from outside leaves whole lines."""
+    def _write(self, rank: int, *closing: str) -> None:
+        """In one piece, so that what is ended from outside leaves whole lines. A full disk ends the record alone."""
         file, recorder = self._files[rank], self._recorders[rank]
-        lines = [] if file.tell() else [json.dumps(self._header(rank)), _clock(*self._clocks[0])]
-        file.write("".join(f"{line}\n" for line in [*lines, *recorder.take()]))
-        file.flush()
+        try:
+            lines = [] if file.tell() else [json.dumps(self._header(rank)), _clock(*self._clocks[0])]
+            file.write("".join(f"{line}\n" for line in [*lines, *recorder.take(), *closing]))
+            file.flush()
+        except OSError as error:
+            recorder.stop()
+            del self._files[rank]
+            with suppress(OSError):  # what could not be written is tried once more
+                file.close()
+            log.warning("the timeline of rank %d breaks off, training goes on: cannot write %s: %s", rank, file.name,
+                        error.strerror)
         self._wrote_s[rank] = perf_counter()
 
     def _header(self, rank: int) -> dict[str, object]:
@@ -109,12 +120,10 @@ class Trace:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        for rank, file in self._files.items():
-            self._write(rank)
-            if len(self._clocks) > 1:
-                file.write(_clock(*self._clocks[1]) + "\n")
-            if self._recorders[rank].full:
-                file.write('{"truncated": true}\n')
+        for rank in list(self._files):
+            ended = [_clock(*clock) for clock in self._clocks[1:]]
+            self._write(rank, *ended, *(['{"truncated": true}'] if self._recorders[rank].full else []))
+        for file in self._files.values():
             file.close()
 
 

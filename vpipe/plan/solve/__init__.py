@@ -2,6 +2,7 @@
 
 from vpipe.plan.solve.replanning import better_partition
 from vpipe.plan.solve.request import ASYNCHRONOUS, SYNCHRONOUS, Alternative, Request, Solution
-from vpipe.plan.solve.solve import solve
+from vpipe.plan.solve.solve import solve, without_recompute
 
-__all__ = ["ASYNCHRONOUS", "SYNCHRONOUS", "Alternative", "Request", "Solution", "better_partition", "solve"]
+__all__ = ["ASYNCHRONOUS", "SYNCHRONOUS", "Alternative", "Request", "Solution", "better_partition", "solve",
+           "without_recompute"]

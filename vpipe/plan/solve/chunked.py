@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vpipe.plan.loads import heaviest
+from vpipe.plan.memory import stage_memory, together
 from vpipe.plan.solve.cuts import Cut, Cutter, smallest_greatest
 from vpipe.plan.solve.draft import Draft
 from vpipe.plan.solve.form import halves_backwards
@@ -61,10 +62,11 @@ def cut_in_chunks(spans: Spans, schedule: str, microbatches: int, placement: Pla
         assert all(layers is not None for layers in recomputed)
         partition = tuple(part.stop - part.first for part in found.parts)
         dropped = tuple(layers or frozenset() for layers in recomputed)
-        peaks = [spans.peak_bytes(part.first, part.stop, hold, layers)
-                 for part, hold, layers in zip(found.parts, holds, dropped, strict=True)]
+        held = [stage_memory(spans.profile, range(part.first, part.stop), layers, hold.in_flight, hold.versions,
+                             hold.weight_halves, spans.held)
+                for part, hold, layers in zip(found.parts, holds, dropped, strict=True)]
         if spans.limit_bytes is not None and any(
-                sum(peaks[stage] for stage in stages_of_rank(placement, rank)) > spans.limit_bytes
+                together([held[stage] for stage in stages_of_rank(placement, rank)]).peak > spans.limit_bytes
                 for ranks in placement for rank in ranks[:1]):
             continue
         seconds = _estimate_s(spans, schedule, microbatches, placement, found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import lcm
 
 from vpipe.plan.plan import Plan
@@ -46,7 +46,8 @@ class Draft:
             every = seats(recipe, self.placement, self.microbatches, self.update_every)[0].size.update_every
         return Plan(self.partition, stage_to_rank_map=self.placement, schedule=self.schedule,
                     recompute_layers=tuple(tuple(sorted(layers)) for layers in self.recomputed),
-                    microbatches=self.microbatches, update_every=every, profile=profile.identity.digest)
+                    microbatches=self.microbatches, update_every=every, profile=profile.identity.digest,
+                    profiled=asdict(profile.identity))
 
     @property
     def widths(self) -> tuple[int, ...]:

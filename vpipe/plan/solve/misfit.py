@@ -1,51 +1,114 @@
-"""Nothing fits: by how much, and what would."""
+"""Nothing fits: by how much, and what would. What is said to fit was tried."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from vpipe.errors import UserError, counted
-from vpipe.plan.memory import StageMemory, stage_memory
+from vpipe.plan.memory import StageMemory, stage_memory, together
+from vpipe.plan.recompute import ranges
 from vpipe.plan.solve.cuts import Cut
+from vpipe.plan.solve.draft import Draft
 from vpipe.plan.solve.form import even, refused
 from vpipe.plan.solve.formula import Formula
-from vpipe.plan.solve.scope import MOST_LAYERS, MOST_RANKS, Choice, Scope, chunked
-from vpipe.sizes import size_text
+from vpipe.plan.solve.request import Request
+from vpipe.plan.solve.scope import MOST_LAYERS, MOST_RANKS, Choice, Scope, chunked, plain
+from vpipe.plan.solve.trials import Trials, fullest_rank
+from vpipe.schedules.order import stages_of_rank
+from vpipe.sizes import parse_size, size_text
+
+MORE = (1.0, 1.05, 1.15, 1.3, 1.6, 2.0, 3.0)
+"""Limits that are tried, as multiples of what the leanest plan takes by formula, until there is a plan."""
 
 _KINDS = {"weights": "weights", "stashed": "older weight versions", "gradients": "gradients",
           "optimizer": "optimizer state", "activations": "activations", "working": "what a backward works with"}
 
+Fits = Callable[[Request], bool]
+"""Whether the solver finds a plan for a request."""
 
-def misfit(scope: Scope) -> UserError:
+
+@dataclass(frozen=True)
+class _Lean:
+    """The plan of a choice that holds least, or nearly.
+
+    Attributes:
+        choice: it.
+        where: its fullest rank holds, for people.
+        memory: of that rank.
+        formula: of the choice; None where ranks hold several stages.
+    """
+
+    choice: Choice
+    where: str
+    memory: StageMemory
+    formula: Formula | None
+
+
+def misfit(scope: Scope, fits: Fits) -> UserError:
     """What to tell who asked for a plan that there is not."""
-    request = scope.request
-    leanest: tuple[Choice, Formula, Cut] | None = None
-    for choice in scope.choices():
-        if not chunked(choice):
-            formula = scope.formula(choice, request.memory_bytes)
-            cut = formula.least_bytes()
-            if cut is not None and (leanest is None or cut.greatest < leanest[2].greatest):
-                leanest = choice, formula, cut
-    if leanest is None:
+    request, limit = scope.request, scope.request.memory_bytes
+    lean = min(_leanest(scope), key=lambda one: one.memory.peak, default=None)
+    if lean is None or limit is None:
         return _impossible(scope)
-    choice, formula, cut = leanest
-    limit = request.memory_bytes
-    if limit is None or cut.greatest <= limit:
-        what = ("the heuristic of the VPipe paper finds no plan that fits" if request.solver == "vpipe" else
-                f"no plan was found for {', '.join(request.schedules)}")
-        return UserError(what, hint="choose the exact solver" if request.solver == "vpipe" else
-                         "allow other schedules, such as 1f1b or pipedream")
-    stage, memory, layers = _fullest(formula, cut)
+    memory, told = lean.memory, request.recompute is not None
     kind = max(_KINDS, key=lambda name: int(getattr(memory, name)))
-    told = request.recompute is not None
-    with_what = "" if told else ", with everything recomputed"
     asked = "the plan asked for does not fit" if request.partition is not None and told else "no plan fits"
-    what = (f"{asked} into {size_text(limit)} per rank: with {choice.schedule} and "
-            f"{counted(choice.microbatches, 'microbatch')}{with_what}, stage {stage} (layers {layers.start} to "
-            f"{layers.stop - 1}) holds {size_text(memory.peak, up=True)}, {size_text(memory.peak - limit, up=True)} "
-            f"too many; most of it, {size_text(getattr(memory, kind))}, is {_KINDS[kind]}")
-    return UserError(what, hint="; or ".join(_remedies(scope, choice, formula, memory, limit)))
+    if request.solver == "vpipe":
+        asked = "the heuristic of the VPipe paper finds no plan that fits"
+    over = memory.peak - limit
+    held = f"{lean.where} holds {size_text(memory.peak, up=True)}"
+    if over > 0:
+        held += f", {size_text(over, up=True)} too many"
+    what = (f"{asked} into {size_text(limit)} per rank: with {lean.choice.schedule} and "
+            f"{counted(lean.choice.microbatches, 'microbatch')}{'' if told else ', with everything recomputed'}, "
+            f"{held}; most of it, {size_text(getattr(memory, kind))}, is {_KINDS[kind]}")
+    return UserError(what, hint="; or ".join(_remedies(scope, lean, fits, limit)) or
+                     "allow other schedules, numbers of microbatches or ranks")
+
+
+def _leanest(scope: Scope) -> Iterator[_Lean]:
+    """What holds least of all choices with one stage per rank, and of each of the others where that is soon known."""
+    leanest: tuple[Choice, Formula, Cut] | None = None
+    choices = list(scope.choices())
+    for choice in choices:
+        if chunked(choice):
+            continue
+        formula = scope.formula(choice, scope.request.memory_bytes)
+        cut = formula.least_bytes()
+        if cut is None:
+            continue
+        if (why := scope.refusal(choice, cut)) is not None:
+            scope.refusals[choice] = why
+        elif leanest is None or cut.greatest < leanest[2].greatest:
+            leanest = choice, formula, cut
+    if leanest is not None:
+        choice, formula, cut = leanest
+        stage, memory, layers = _fullest(formula, cut)
+        yield _Lean(choice, f"stage {stage} ({_layers(layers)})", memory, formula)
+    if leanest is None or _small(scope.request):
+        for choice in filter(chunked, choices):
+            yield from _lean_in_chunks(scope, choice)
+
+
+def _lean_in_chunks(scope: Scope, choice: Choice) -> Iterator[_Lean]:
+    for draft in scope.leanest_in_chunks(choice):
+        plan = Trials(scope).simulated(draft, urgent=True)
+        assert plan is not None
+        assert plan.predictions is not None
+        rank, _ = fullest_rank(plan.predictions)
+        stages = stages_of_rank(draft.placement, rank)
+        memory = together([plan.predictions.stages[stage].memory for stage in stages])
+        yield _Lean(choice, f"rank {rank} (stages {_several(draft, stages)})", memory, None)
+
+
+def _several(draft: Draft, stages: Sequence[int]) -> str:
+    layers = ranges(draft.partition)
+    return ", ".join(f"{stage}: {_layers(layers[stage])}" for stage in stages)
+
+
+def _layers(layers: range) -> str:
+    return f"layers {layers.start} to {layers.stop - 1}"
 
 
 def _fullest(formula: Formula, cut: Cut) -> tuple[int, StageMemory, range]:
@@ -62,21 +125,35 @@ def _fullest(formula: Formula, cut: Cut) -> tuple[int, StageMemory, range]:
     return max(found, key=lambda entry: entry[1].peak)
 
 
-def _remedies(scope: Scope, choice: Choice, formula: Formula, memory: StageMemory, limit: int) -> Iterator[str]:
-    yield f"allow {size_text(memory.peak, up=True)} or more per rank"
-    request = scope.request
-    small = request.ranks <= MOST_RANKS and request.layers <= MOST_LAYERS  # beyond, asking would take minutes
-    if small and request.placement is None and request.partition is None and request.recompute is None:
-        ranks = _enough_ranks(formula, choice, limit)
-        if ranks is not None:
+def _small(request: Request) -> bool:
+    """Whether asking again and again does not take minutes."""
+    return request.ranks <= MOST_RANKS and request.layers <= MOST_LAYERS
+
+
+def _remedies(scope: Scope, lean: _Lean, fits: Fits, limit: int) -> Iterator[str]:
+    request, memory = scope.request, lean.memory
+    if request.solver == "vpipe" and memory.peak <= limit:
+        yield "choose the exact solver"
+    small = _small(request)
+    more = request if small else replace(request, schedules=(lean.choice.schedule,), profiles={
+        lean.choice.microbatches: request.profiles[lean.choice.microbatches]})
+    for factor in MORE if small else MORE[:1]:
+        enough = size_text(max(factor * memory.peak, limit), up=True)
+        if parse_size(enough, "the limit") > limit and fits(replace(more, memory_bytes=parse_size(enough, "it"))):
+            yield f"allow {enough} or more per rank (parallel.memory, or --memory of vpipe plan)"
+            break
+    if small and lean.formula is not None and request.placement is None and request.partition is None and (
+            request.recompute is None):
+        ranks = _enough_ranks(lean.formula, lean.choice, limit)
+        if ranks is not None and fits(replace(request, ranks=ranks)):
             yield f"use {ranks} ranks"
-    if memory.peak - memory.activations - memory.working <= limit:
-        samples = request.profiles[choice.microbatches].identity.microbatch_size
+    if memory.peak - memory.activations - memory.working <= limit < memory.peak:
+        samples = request.profiles[lean.choice.microbatches].identity.microbatch_size
         if samples > 1:
             yield f"use microbatches of fewer than {counted(samples, 'sample')}: activations are what is too large"
-    if request.partition is not None:
+    if request.partition is not None and small and fits(replace(request, partition=None)):
         yield "leave the partition free"
-    elif request.recompute is not None:
+    elif request.recompute is not None and small and fits(replace(request, recompute=None)):
         yield "leave free what is recomputed"
 
 
@@ -106,8 +183,11 @@ def _enough_ranks(formula: Formula, choice: Choice, limit: int) -> int | None:
 
 def _impossible(scope: Scope) -> UserError:
     request = scope.request
+    if request.solver == "vpipe" and not any(map(plain, scope.tried)):
+        return UserError("the heuristic of the VPipe paper knows one stage per rank and one rank per stage only",
+                         hint="choose the exact solver")
     if scope.refusals:
-        return UserError(f"no schedule can be had: {'; '.join(scope.refusals)}",
+        return UserError(f"no schedule can be had: {'; '.join(dict.fromkeys(scope.refusals.values()))}",
                          hint="allow other schedules, numbers of microbatches or ranks")
     return UserError(f"{counted(request.ranks, 'rank')} cannot hold {counted(request.layers, 'layer')} with "
                      f"{', '.join(request.schedules)}", hint="use fewer ranks, or leave placement, partition and "

@@ -3,58 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
-
+from vpipe.errors import UserError
 from vpipe.plan.costs import stage_costs
 from vpipe.plan.held import Held
-from vpipe.plan.profile import Profile
+from vpipe.plan.plan import Plan
+from vpipe.plan.predict import predict
+from vpipe.plan.profile import Profile, Seconds
 from vpipe.plan.recompute import ranges
-from vpipe.plan.solve.cuts import Cutter, Floats, Integers, smallest_greatest
-from vpipe.plan.solve.scope import behind_of
-from vpipe.schedules.size import Placement
+from vpipe.plan.solve.request import Request
+from vpipe.plan.solve.solve import solve
+
+_TIMES = ("forward", "backward", "input_half", "weight_half", "recompute")
 
 
-def better_partition(profile: Profile, partition: Sequence[int], recomputed: Sequence[Collection[int]],
-                     placement: Placement, measured_stage_s: Sequence[float]) -> tuple[tuple[int, ...], float]:
-    """The partition that balances a run by its own figures, and how much faster its slowest stage gets.
+def better_partition(request: Request, partition: Sequence[int], recomputed: Sequence[Collection[int]],
+                     measured_stage_s: Sequence[float]) -> tuple[Plan | None, float]:
+    """The plan with another partition that is faster by a run's own figures and fits, and how much faster a step gets.
 
-    A stage that took longer than the profile says makes each of its layers longer by the same factor. A layer that is
-    recomputed now stays so wherever it goes. Where ranks hold several stages these are balanced as if each were alone.
+    A stage that took longer than the profile says makes each of its layers longer by the same factor. Both partitions
+    are simulated, so where ranks share cores a partition is not better for being even.
 
     Args:
+        request: of the run: one profile, one schedule, its placement.
         partition: layers per stage, now.
-        recomputed: per stage the layers that are recomputed.
-        placement: ranks per stage.
+        recomputed: per stage the layers that are recomputed, now.
         measured_stage_s: per stage, forward, backward and recomputation of one microbatch.
 
     Returns:
-        The partition; and the share of the time of the slowest stage, per replica, that it saves, 0 when the one
-        there is cannot be bettered.
+        The plan, None when the partition there is cannot be bettered; and the share of the time of a step that it
+        saves.
     """
-    held, times, dropped = Held(profile), np.zeros(len(profile.layers)), frozenset[int]().union(*recomputed)
-    for layers, again, measured in zip(ranges(partition), recomputed, measured_stage_s, strict=True):
+    [(microbatches, profile)], [schedule] = request.profiles.items(), request.schedules
+    scaled = _scaled(profile, partition, recomputed, measured_stage_s)
+    now = Plan(tuple(partition), stage_to_rank_map=request.placement or (), schedule=schedule,
+               recompute_layers=tuple(tuple(sorted(own)) for own in recomputed), microbatches=microbatches,
+               update_every=request.update_every.get(microbatches))
+    try:
+        found = solve(replace(request, profiles={microbatches: scaled}, partition=None)).plan
+    except UserError:  # nothing fits, by the solver's count
+        return None, 0.0
+    assert found.predictions is not None, "a solution's plan has them"
+    gain = 1 - found.predictions.step_s / predict(scaled, now).prediction.step_s
+    return (found, gain) if gain > 0 and found.partition != now.partition else (None, 0.0)
+
+
+def _scaled(profile: Profile, partition: Sequence[int], recomputed: Sequence[Collection[int]],
+            measured_stage_s: Sequence[float]) -> Profile:
+    """The profile with the layers of each stage as fast as that was. Ranks that share cores measure each other's work,
+    too: then only how the stages differ counts, not how long they take."""
+    held, expected = Held(profile), []
+    for layers, again in zip(ranges(partition), recomputed, strict=True):
         cost = stage_costs(profile, layers, again, held=held)
-        factor = measured / float(cost.forward_s + cost.input_s + cost.weight_s + cost.recompute_s)
+        expected.append(float(cost.forward_s + cost.input_s + cost.weight_s + cost.recompute_s))
+    shared = profile.cores is not None and profile.identity.ranks_per_host > profile.cores
+    all_alike = sum(measured_stage_s) / sum(expected) if shared else 1.0
+    made = list(profile.layers)
+    for layers, own, measured in zip(ranges(partition), expected, measured_stage_s, strict=True):
+        factor = measured / own / all_alike
         for number in layers:
-            layer = profile.layers[number]
-            own = layer.forward.median + layer.backward.median + (number in dropped) * layer.recompute.median
-            times[number] = factor * own
-    running = np.concatenate([[0.0], np.cumsum(times)])
-    if len(set(placement)) < len(placement):
-        placement = tuple((stage,) for stage in range(len(placement)))
-    widths = behind_of(placement)
-
-    def evaluate(behind: int, width: int, first: Integers, stop: Integers) -> tuple[Floats, Floats]:
-        own = (running[stop] - running[first]) / width
-        return own, own
-
-    found = smallest_greatest(Cutter(len(times), widths, max(widths), running,
-                                     {width: float(width) for (width,) in widths.values()}, evaluate))
-    assert found is not None, "the partition there is can be had"
-    stops = np.cumsum(partition)
-    now = max((running[stops] - running[stops - partition]) / [len(crew) for crew in placement])
-    gain = float(1 - found.greatest / now)
-    if gain <= 0:
-        return tuple(partition), 0.0
-    return tuple(part.stop - part.first for part in found.parts), gain
+            slowed: dict[str, Any] = {figure: Seconds(factor * seconds.median, seconds.spread) for figure in _TIMES
+                                      for seconds in [getattr(made[number], figure)]}
+            made[number] = replace(made[number], **slowed)
+    return replace(profile, layers=tuple(made))

@@ -33,6 +33,7 @@ class Request:
         placement: ranks per stage.
         partition: layers per stage.
         recompute: a share or per stage a share or layers, as in a config.
+        known: plans that the answer must not be slower than, such as the one a config says.
         solver: ``exact``, or ``vpipe``: the heuristic of the VPipe paper, see :mod:`vpipe.plan.solve.paper`.
     """
 
@@ -44,6 +45,7 @@ class Request:
     placement: Placement | None = None
     partition: tuple[int, ...] | None = None
     recompute: Recompute | None = None
+    known: tuple[Plan, ...] = ()
     solver: Literal["exact", "vpipe"] = "exact"
 
     def __post_init__(self) -> None:
@@ -101,12 +103,11 @@ class Solution:
         alternatives: the next best of every kind, best first.
         exact: whether no partition and no recomputing with the same schedule, microbatches and replicas is better, by
             the solver's formula, by more than twice :data:`~vpipe.plan.solve.cuts.TOLERANCE` than what it began with;
-            simulation may have moved a few layers from there.
+            simulation may have moved a few layers from there. Of other schedules, microbatches and replicas it says
+            nothing.
         note: what was not searched exhaustively; empty when everything was.
         considered: choices of schedule, microbatches and replicas that were solved.
         seconds: that the search took.
-        limit_without_recompute_bytes: with this limit on the memory of a rank nothing would be recomputed; None where
-            nothing is.
     """
 
     plan: Plan
@@ -115,4 +116,3 @@ class Solution:
     note: str
     considered: int
     seconds: float
-    limit_without_recompute_bytes: int | None = None

@@ -45,12 +45,14 @@ class Scope:
 
     Attributes:
         request: it.
-        refusals: why choices cannot be had, whatever the memory.
+        tried: all choices there were so far.
+        refusals: why some of them cannot be had, whatever the memory.
         considered: how many choices were solved.
     """
 
     request: Request
-    refusals: dict[str, None] = field(default_factory=dict)
+    tried: dict[Choice, None] = field(default_factory=dict)
+    refusals: dict[Choice, str] = field(default_factory=dict)
     considered: int = 0
     _spans: dict[tuple[int, int | None, bool], Spans] = field(default_factory=dict)
 
@@ -60,11 +62,25 @@ class Scope:
         for schedule in schedules or self.request.schedules:
             for count in microbatches or sorted(self.request.profiles):
                 for choice in self._choices(schedule, count):
+                    self.tried[choice] = None
                     if choice.placement is not None and (why := refused(
                             schedule, choice.placement, count, self._every(schedule, count))) is not None:
-                        self.refusals[why] = None
+                        self.refusals[choice] = why
                     else:
                         yield choice
+
+    def lacking(self, schedule: str | None = None, microbatches: int | None = None, narrow: bool = False) -> str:
+        """Why none of the choices with a schedule, a number of microbatches, or without replicas gave a plan."""
+        tried = [choice for choice in self.tried if schedule in (None, choice.schedule)
+                 and microbatches in (None, choice.microbatches) and (not narrow or not _wide(choice))]
+        possible = [choice for choice in tried if choice not in self.refusals]
+        if not tried:
+            return "has more stages than the model has layers"
+        if not possible:
+            return self.refusals[tried[0]]
+        if self.request.solver == "vpipe" and not any(map(plain, possible)):
+            return "not known to the heuristic"
+        return "cannot be had" if self.request.memory_bytes is None else "does not fit"
 
     def _choices(self, schedule: str, microbatches: int) -> Iterator[Choice]:
         request, recipe = self.request, recipe_named(schedule)
@@ -167,21 +183,41 @@ class Scope:
         best = formula.best()
         if best is None:
             return None
-        placement = choice.placement or placed(tuple(part.width for part in best.cut.parts))
         every = self._every(choice.schedule, choice.microbatches)
-        if choice.placement is None and (why := refused(choice.schedule, placement, choice.microbatches, every)):
-            self.refusals[why] = None
-            return None
-        others = [cut for cut in best.others if choice.placement is not None
-                  or tuple(part.width for part in cut.parts) == tuple(map(len, placement))]
-        return Draft(choice.schedule, choice.microbatches, every, placement, *_stages(formula, best.cut),
-                     formula.seconds_per_sample(best.cost), formula.seconds_per_sample(best.bound),
-                     tuple(_stages(formula, cut) for cut in sorted(others, key=formula.cost)[:MOST_OTHERS]))
+        cuts = [best.cut, *sorted(best.others, key=formula.cost)]
+        if choice.placement is None:
+            refusals = {cut: self.refusal(choice, cut) for cut in cuts}
+            cuts = [cut for cut in cuts if refusals[cut] is None]
+            if not cuts:
+                self.refusals[choice] = refusals[best.cut] or ""
+                return None
+        chosen, placement = cuts[0], choice.placement or _placed(cuts[0])
+        others = [cut for cut in cuts[1:] if choice.placement is not None or _placed(cut) == placement]
+        return Draft(choice.schedule, choice.microbatches, every, placement, *_stages(formula, chosen),
+                     formula.seconds_per_sample(formula.cost(chosen)), formula.seconds_per_sample(best.bound),
+                     tuple(_stages(formula, cut) for cut in others[:MOST_OTHERS]))
+
+    def refusal(self, choice: Choice, cut: Cut) -> str | None:
+        """Why a choice's schedule cannot have the replicas of a cut, if it cannot."""
+        placement = choice.placement or _placed(cut)
+        return refused(choice.schedule, placement, choice.microbatches,
+                       self._every(choice.schedule, choice.microbatches))
+
+    def leanest_in_chunks(self, choice: Choice) -> Iterator[Draft]:
+        """Partitions for a choice with several stages on each rank, whatever they hold: with as little as can be."""
+        assert choice.placement is not None
+        told = self._shares()
+        for share in (1.0, 0.0) if self.request.recompute is None else (told,):
+            draft = cut_in_chunks(self.spans(choice.microbatches, None), choice.schedule, choice.microbatches,
+                                  choice.placement, share, self.request.partition)
+            if draft is not None:
+                yield draft
 
     def draft_of_paper(self, choice: Choice) -> Draft | None:
         """The same by the heuristic of the VPipe paper, which knows one stage per rank and one rank per stage."""
-        if choice.placement is None or chunked(choice) or any(len(crew) > 1 for crew in choice.placement):
+        if not plain(choice):
             return None
+        assert choice.placement is not None
         self.considered += 1
         formula = self.formula(choice, self.request.memory_bytes)
         found = balanced(formula, len(choice.placement))
@@ -205,6 +241,19 @@ class Scope:
 def chunked(choice: Choice) -> bool:
     """Whether ranks hold several stages."""
     return choice.placement is not None and len(set(choice.placement)) < len(choice.placement)
+
+
+def plain(choice: Choice) -> bool:
+    """Whether a choice has one stage per rank and one rank per stage."""
+    return not chunked(choice) and not _wide(choice)
+
+
+def _wide(choice: Choice) -> bool:
+    return choice.placement is None or any(len(crew) > 1 for crew in choice.placement)
+
+
+def _placed(cut: Cut) -> Placement:
+    return placed(tuple(part.width for part in cut.parts))
 
 
 def behind_of(placement: Placement) -> dict[int, tuple[int]]:

@@ -15,13 +15,19 @@ from vpipe.plan.solve.request import Alternative, Request, Solution
 from vpipe.plan.solve.scope import MOST_LAYERS, MOST_RANKS, Choice, Scope, chunked
 from vpipe.plan.solve.sets import MOST_CHOICES
 from vpipe.plan.solve.trials import MOST_ACTIONS, Trials, fullest_rank, seconds
-from vpipe.sizes import size_text
+from vpipe.sizes import parse_size, size_text
 
 MOST_DRAFTS = 6
 """Choices whose best partitions are simulated."""
 
+MOST_LAYERS_OF_SETS = 12
+"""Of a stage: with as many, all ways to recompute are followed."""
+
 MOST_TRIED = 3
 """Partitions that are simulated for an alternative until one fits."""
+
+Compared = tuple[Alternative, Draft | None]
+"""Something to compare a plan with, and the draft it came from where that was simulated and fits."""
 
 
 def solve(request: Request) -> Solution:
@@ -36,22 +42,95 @@ def solve(request: Request) -> Solution:
     began = perf_counter()
     scope = Scope(request)
     trials = Trials(scope)
-    solved = scope.draft if request.solver == "exact" else scope.draft_of_paper
-    drafts = [draft for choice in scope.choices() if (draft := solved(choice)) is not None]
-    drafts.sort(key=lambda draft: draft.seconds_per_sample)
-    best = trials.best_of(_varied(drafts))
-    if best is None:
-        raise misfit(scope)
-    draft, plan = best
-    if request.solver == "exact" and request.partition is None and not _chunked(draft):
-        plan = trials.improved(draft, plan)
-        draft = replace(draft, partition=plan.partition, recomputed=plan.recomputed)
-    alternatives = sorted(_alternatives(trials, drafts, draft, plan),
-                          key=lambda other: other.seconds_per_sample or math.inf)
+    drafts = _drafts(scope)
+    best = _best_of(trials, drafts)
+    found = trials.best_of([*(best[:1] if best is not None else ()), *_known(request)]) or best
+    if found is None:
+        raise misfit(scope, _fits)
+    while found is not None:  # the formula may have been unkind to what is compared with the plan
+        draft, plan = found
+        if request.solver == "exact" and request.partition is None and not _chunked(draft):
+            plan = trials.improved(draft, plan)
+            draft = replace(draft, partition=plan.partition, recomputed=plan.recomputed)
+        others = list(_alternatives(trials, drafts, draft, plan))
+        found = _faster(others, plan)
+    alternatives = sorted((other for other, _ in others), key=lambda other: other.seconds_per_sample or math.inf)
     note = _note(request, scope, drafts, draft)
-    exact = draft.bound is not None and draft.bound >= draft.seconds_per_sample * (1 - 2 * TOLERANCE)
-    return Solution(plan, tuple(alternatives), exact, note, scope.considered, perf_counter() - began,
-                    _limit_without(trials, draft, plan))
+    exact = (draft.bound is not None and draft.bound >= draft.seconds_per_sample * (1 - 2 * TOLERANCE)
+             and not _thinned(request, draft))
+    return Solution(plan, tuple(alternatives), exact, note, scope.considered, perf_counter() - began)
+
+
+def without_recompute(request: Request, solution: Solution) -> tuple[int, Plan] | None:
+    """A limit on the memory of a rank with which :func:`solve` recomputes nothing, tried; and its plan.
+
+    None where nothing is recomputed anyway, where the request says what is, and where no such limit was found.
+    """
+    plan = solution.plan
+    if not any(plan.recomputed) or request.recompute is not None:
+        return None
+    assert plan.schedule is not None
+    assert plan.microbatches is not None
+    unlimited = replace(request, memory_bytes=None)
+    scope = Scope(unlimited)
+    choice = Choice(plan.schedule, plan.microbatches, plan.stage_to_rank_map)
+
+    def needed() -> Iterator[int]:
+        """First what the plan's own schedule and replicas take, then what the fastest of all does."""
+        draft = scope.draft(choice, share=0.0)
+        if draft is not None:
+            if not _chunked(draft):
+                yield scope.formula(choice, None, share=0.0).peak_bytes(draft.partition, draft.widths)
+            yield _peak_bytes(Trials(scope).simulated(draft, urgent=True))
+        yield _peak_bytes(solve(unlimited).plan)
+
+    for least in needed():
+        limit = parse_size(size_text(least, up=True), "the limit")
+        found = solve(replace(request, memory_bytes=limit)).plan
+        if not any(found.recomputed):
+            return limit, found
+    return None
+
+
+def _peak_bytes(plan: Plan | None) -> int:
+    assert plan is not None
+    assert plan.predictions is not None
+    return fullest_rank(plan.predictions)[1]
+
+
+def _drafts(scope: Scope) -> list[Draft]:
+    """Of every choice the best, if it can be had; the fastest first."""
+    solved = scope.draft if scope.request.solver == "exact" else scope.draft_of_paper
+    drafts = [draft for choice in scope.choices() if (draft := solved(choice)) is not None]
+    return sorted(drafts, key=lambda draft: draft.seconds_per_sample)
+
+
+def _best_of(trials: Trials, drafts: Sequence[Draft]) -> tuple[Draft, Plan] | None:
+    """The fastest that fits; of the others the first that does, where none of the most promising did."""
+    return trials.best_of(_varied(drafts)) or trials.best_of(drafts)
+
+
+def _known(request: Request) -> Iterator[Draft]:
+    """The plans that are known already."""
+    for plan in request.known:
+        assert plan.schedule is not None
+        assert plan.microbatches is not None
+        yield Draft(plan.schedule, plan.microbatches, plan.update_every, plan.stage_to_rank_map, plan.partition,
+                    plan.recomputed, math.inf, None)
+
+
+def _fits(request: Request) -> bool:
+    """Whether :func:`solve` finds a plan."""
+    scope = Scope(request)
+    return _best_of(Trials(scope), _drafts(scope)) is not None
+
+
+def _faster(others: Sequence[Compared], plan: Plan) -> tuple[Draft, Plan] | None:
+    """The fastest of what was simulated, if it is faster than a plan."""
+    simulated = [(draft, other.plan) for other, draft in others
+                 if draft is not None and other.simulated and other.plan is not None]
+    draft, best = min(simulated, key=lambda one: seconds(one[1]), default=(None, plan))
+    return (draft, best) if draft is not None and seconds(best) < seconds(plan) * (1 - 1e-6) else None
 
 
 def _varied(drafts: Sequence[Draft]) -> list[Draft]:
@@ -68,75 +147,69 @@ def _chunked(draft: Draft) -> bool:
     return chunked(Choice(draft.schedule, draft.microbatches, draft.placement))
 
 
-def _alternatives(trials: Trials, drafts: Sequence[Draft], chosen: Draft, plan: Plan) -> Iterator[Alternative]:
+def _alternatives(trials: Trials, drafts: Sequence[Draft], chosen: Draft, plan: Plan) -> Iterator[Compared]:
     """The next best in every respect in which something was free."""
     scope, request = trials.scope, trials.scope.request
     trials.left = MOST_ACTIONS
     for schedule in request.schedules:
         if schedule != chosen.schedule:
-            yield _best_with(trials, f"schedule {schedule}", [one for one in drafts if one.schedule == schedule])
+            yield _best_with(trials, f"schedule {schedule}", [one for one in drafts if one.schedule == schedule],
+                             scope.lacking(schedule=schedule))
     for count in sorted(request.profiles):
         if count != chosen.microbatches:
-            yield _best_with(trials, f"m = {count}", [one for one in drafts if one.microbatches == count])
+            yield _best_with(trials, f"m = {count}", [one for one in drafts if one.microbatches == count],
+                             scope.lacking(microbatches=count))
     if request.placement is None:
         widest, narrow = max(chosen.widths), [one for one in drafts if max(one.widths) == 1]
         if widest > 1:
-            yield _best_with(trials, "no replicas", narrow)
+            yield _best_with(trials, "no replicas", narrow, scope.lacking(narrow=True))
         elif others := [one for one in drafts if max(one.widths) > 1]:
-            yield _best_with(trials, "with replicas", others)
+            yield _best_with(trials, "with replicas", others, "does not fit")
     if request.solver == "vpipe" or _chunked(chosen):
         return
     choice = Choice(chosen.schedule, chosen.microbatches, chosen.placement)
     if request.recompute is None and chosen.recomputes:
-        yield _without_recompute(trials, choice)
+        yield _without_recompute(trials, choice, chosen)
     if request.partition is None and len(chosen.partition) > 1:
         weights = [layer.parameter_bytes for layer in request.profiles[chosen.microbatches].layers]
         partition = evenly(weights, len(chosen.partition))
         if partition != plan.partition:
             stages = scope.at(choice, partition)
             drawn = [] if stages is None else [replace(chosen, partition=stages[0], recomputed=stages[1], others=())]
-            yield _best_with(trials, "equal parameters", drawn)
+            yield _best_with(trials, "equal parameters", drawn, "does not fit")
 
 
-def _best_with(trials: Trials, what: str, drafts: Sequence[Draft]) -> Alternative:
-    """The first of some drafts that holds no more than allowed, if one of the first few does."""
-    why = "does not fit" if trials.scope.request.memory_bytes is not None else next(
-        iter(trials.scope.refusals), "cannot be had")
+def _best_with(trials: Trials, what: str, drafts: Sequence[Draft], why: str) -> Compared:
+    """The first of some drafts that holds no more than allowed, if one of the first few does.
+
+    Args:
+        why: there is none, where ``drafts`` are none.
+    """
     for draft in drafts[:MOST_TRIED]:
         plan = trials.simulated(draft)
         if plan is None:
             plan = draft.plan(trials.scope.request.profiles[draft.microbatches])
-            return Alternative(what, plan, draft.seconds_per_sample, False)
+            return Alternative(what, plan, draft.seconds_per_sample, False), None
         if (excess := trials.excess(plan)) <= 0:
-            return Alternative(what, plan, seconds(plan), True)
+            return Alternative(what, plan, seconds(plan), True), draft
         why = f"does not fit: {size_text(excess, up=True)} too many"
-    return Alternative(what, None, None, False, why)
+    return Alternative(what, None, None, False, why), None
 
 
-def _without_recompute(trials: Trials, choice: Choice) -> Alternative:
+def _without_recompute(trials: Trials, choice: Choice, chosen: Draft) -> Compared:
     scope, what = trials.scope, "no recompute"
     draft = scope.draft(choice, share=0.0)
     if draft is not None:
-        return _best_with(trials, what, [draft])
+        return _best_with(trials, what, [replace(chosen, partition=draft.partition, recomputed=draft.recomputed,
+                                                 others=())], "does not fit")
     needed = scope.formula(choice, None, share=0.0).least_bytes()
     why = "does not fit" if needed is None else f"needs {size_text(needed.greatest, up=True)} per rank"
-    return Alternative(what, None, None, False, why)
+    return Alternative(what, None, None, False, why), None
 
 
-def _limit_without(trials: Trials, chosen: Draft, plan: Plan) -> int | None:
-    """The memory that the best plan takes whose ranks may hold anything and recompute nothing."""
-    if not chosen.recomputes or trials.scope.request.recompute is not None:
-        return None
-    choice = Choice(chosen.schedule, chosen.microbatches, chosen.placement)
-    draft = trials.scope.draft(choice, share=0.0, limited=False)
-    if draft is None:
-        return None
-    if _chunked(draft):
-        unlimited = trials.simulated(draft, urgent=True)
-        assert unlimited is not None
-        assert unlimited.predictions is not None
-        return fullest_rank(unlimited.predictions)[1]
-    return trials.scope.formula(choice, None, share=0.0).peak_bytes(draft.partition, draft.widths)
+def _thinned(request: Request, chosen: Draft) -> bool:
+    """Whether some ways to recompute in a stage may not have been looked at."""
+    return request.memory_bytes is not None and chosen.recomputes and max(chosen.partition) > MOST_LAYERS_OF_SETS
 
 
 def _note(request: Request, scope: Scope, drafts: Sequence[Draft], chosen: Draft) -> str:
@@ -151,7 +224,7 @@ def _note(request: Request, scope: Scope, drafts: Sequence[Draft], chosen: Draft
     wide = request.placement is None and request.ranks > 2
     if wide and not scope.searches_widths and (request.ranks > MOST_RANKS or request.layers > MOST_LAYERS):
         said.append(f"beyond {MOST_RANKS} ranks or {MOST_LAYERS} layers all stages get equally many replicas")
-    if request.memory_bytes is not None and chosen.recomputes and max(chosen.partition) > 12:
+    if _thinned(request, chosen):
         said.append(f"of the ways to recompute in a stage at most {MOST_CHOICES} per end are followed")
     if chosen.bound is not None and chosen.bound < chosen.seconds_per_sample * (1 - 2 * TOLERANCE):
         gap = 1 - chosen.bound / chosen.seconds_per_sample

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, product
 
+from vpipe.plan.memory import StageMemory, together
 from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
 from vpipe.plan.prediction import Prediction
@@ -111,11 +112,11 @@ def _preferred(plan: Plan, other: Plan) -> bool:
 
 def fullest_rank(prediction: Prediction) -> tuple[int, int]:
     """The rank that holds most, and the bytes."""
-    held: dict[int, int] = {}
+    held: dict[int, list[StageMemory]] = {}
     for stage in prediction.stages:
         for rank in stage.ranks:
-            held[rank] = held.get(rank, 0) + stage.memory.peak
-    return max(held.items(), key=lambda item: item[1])
+            held.setdefault(rank, []).append(stage.memory)
+    return max(((rank, together(stages).peak) for rank, stages in held.items()), key=lambda item: item[1])
 
 
 def _neighbours(partition: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
