@@ -25,7 +25,8 @@ def test_what_is_an_amount(text: str | int, size: int) -> None:
     ("8G", "--memory is '8G', which may be GB (of 1000s) or GiB (of 1024s)"),
     ("3 parsecs", "--memory is '3 parsecs', with the unknown unit 'parsecs'"),
     ("0", "--memory is 0"), ("-3GiB", "--memory is -3GiB"), ("0.1B", "--memory is 0.1B"), (0, "--memory is 0"),
-    ("9" * 30, "which is no amount of memory")])
+    ("9" * 30, "which is no amount of memory"),
+    ("8", "--memory is 8, which would be 8 bytes")])
 def test_what_is_none(text: object, what: str) -> None:
     with pytest.raises(UserError) as error:
         parse_size(text, "--memory")  # type: ignore[arg-type]

@@ -37,6 +37,8 @@ def parse_size(value: str | int, name: str) -> int:
     size = int(Fraction(amount) * _UNITS[unit or "b"])
     if size < 1:
         raise UserError(f"{name} is {value}", hint=f"give more than nothing; {HINT}")
+    if not unit and size < 1024:
+        raise UserError(f"{name} is {value}, which would be {size} bytes", hint=HINT)
     return size
 
 

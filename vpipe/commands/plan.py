@@ -14,6 +14,7 @@ from pathlib import Path
 from vpipe.draw.explain import Explained
 from vpipe.draw.plan_table import peak_bytes, predicted
 from vpipe.errors import UserError, counted
+from vpipe.launch.alone import check_alone
 from vpipe.launch.machine import ranks_of
 from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
@@ -76,9 +77,7 @@ def run_plan(options: argparse.Namespace) -> None:
 
 def _check(ranks: int | None, output: Path | None) -> None:
     """What is found out before anything is measured."""
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UserError(f"vpipe plan is one of {os.environ['WORLD_SIZE']} processes, but it starts its ranks itself",
-                        hint="run it alone, without torchrun or srun")
+    check_alone("vpipe plan", os.environ)
     if ranks is not None and ranks < 1:
         raise UserError(f"--ranks is {ranks}", hint="plan for 1 rank or more")
     if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
@@ -164,7 +163,7 @@ def _keep(plan: Plan, options: argparse.Namespace) -> None:
               for word in ("--set", setting)]
     run = shlex.join([*words, "--set", f"parallel.plan={output or 'plan.json'}"])
     if output is None:
-        print(f"keep it: add -o plan.json\nrun it: {run}")
+        print(f"to run it, write it with -o plan.json, then: {run}")
         return
     try:
         plan.save(output)

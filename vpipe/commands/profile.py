@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from vpipe.draw.table import table
 from vpipe.errors import UserError, VpipeError, counted
 from vpipe.launch import local
+from vpipe.launch.alone import check_alone
 from vpipe.launch.folder import CONFIG
 from vpipe.launch.machine import check_gpus, hosts_of
 from vpipe.launch.network import free_port
@@ -98,9 +99,7 @@ def profiles_of(job: Job, sizes: Sequence[int], *, again: bool = False) -> dict[
     from vpipe.train.profiled import file_of, identities_of
 
     config = job.config
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UserError(f"this is one of {os.environ['WORLD_SIZE']} processes, but measuring starts its ranks itself",
-                        hint="run it alone, without torchrun or srun; or let the run measure, with partition: auto")
+    check_alone("vpipe profile", os.environ)
     hosts = hosts_of(config)
     if hosts is not None and hosts.others:
         raise UserError(f"ranks are measured on this host alone, but machines names {len(hosts.others)} more",
