@@ -85,7 +85,8 @@ def test_without_a_flush_it_plans_without_one_and_keeps_the_samples_of_an_update
     assert "its part of the host's memory" in out
     assert out.endswith("run it: vpipe train c.yaml --set parallel.plan=plan.json\n"), "the plan says what was set"
     assert said("--set", "training.seed=1")[1].endswith(
-        "to run it, write it with -o plan.json, then: vpipe train c.yaml --set training.seed=1 --set parallel.plan=plan.json\n")
+        "to run it, write it with -o plan.json, then: vpipe train c.yaml --set training.seed=1 "
+        "--set parallel.plan=plan.json\n")
 
 
 def test_a_limit_that_binds_recomputes_and_says_what_would_not(said: Said) -> None:
