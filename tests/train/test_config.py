@@ -488,7 +488,7 @@ def configs(draw: st.DrawFn) -> Config:
         "parallel": {"model_parallel_size": stages, "schedule": schedule,
                      "partition": draw(st.just("auto") | st.lists(COUNTS, min_size=stages, max_size=stages)),
                      "recompute": draw(st.integers(0, 1) | st.floats(0, 1) | per_stage | st.just("auto")),
-                     "memory": draw(st.sampled_from([None, "8GiB", 500])),
+                     "memory": draw(st.sampled_from([None, "8GiB", 500_000_000])),
                      "update_every": draw(st.sampled_from(divisors)) if schedule == "pipedream" else 1,
                      "stage_to_rank_map": draw(optional(st.permutations(range(stages)).map(
                          lambda ranks: {str(s): [rank] for s, rank in enumerate(ranks)}))),
