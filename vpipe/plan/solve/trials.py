@@ -48,13 +48,16 @@ class Trials:
         key = (draft.schedule, draft.microbatches, draft.placement, draft.partition, draft.recomputed)
         if key not in self._known:
             profile = self.scope.request.profiles[draft.microbatches]
-            actions = draft.actions + OVERHEAD + PER_LAYER * len(profile.layers)
-            if self.left < actions and not urgent:
+            if self.left < self._cost(draft) and not urgent:
                 return None
-            self.left -= actions
+            self.left -= self._cost(draft)
             plan = draft.plan(profile)
             self._known[key] = replace(plan, predictions=predict(profile, plan).prediction)
         return self._known[key]
+
+    def _cost(self, draft: Draft) -> int:
+        """Of a simulation, in actions."""
+        return draft.actions + OVERHEAD + PER_LAYER * self.scope.request.layers
 
     def tried(self, draft: Draft, urgent: bool = False) -> Plan | None:
         """The same; also None when the plan holds more than is allowed."""
@@ -82,11 +85,13 @@ class Trials:
     def improved(self, draft: Draft, plan: Plan) -> Plan:
         """The plan after as many moves of a layer to a neighbouring stage, or two, as make it faster by simulation."""
         choice = Choice(draft.schedule, draft.microbatches, draft.placement)
-        found, reserve = True, self.left // 2
+        found, least = True, max(self.left // 2, self._cost(draft))  # what is left for others, if one more is possible
         while found:
             found = False
             for partition in _neighbours(draft.partition):
-                if self.left < reserve or (stages := self.scope.at(choice, partition)) is None:
+                if self.left < least:
+                    return plan
+                if (stages := self.scope.at(choice, partition)) is None:
                     continue
                 one = replace(draft, partition=stages[0], recomputed=stages[1])
                 if (other := self.tried(one)) is not None and seconds(other) < seconds(plan) * (1 - 1e-6):
