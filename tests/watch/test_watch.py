@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from queue import Queue
@@ -132,6 +132,20 @@ def test_one_that_ended_in_good_order_is_not_blamed(ranks: Ranks) -> None:
     line.close()
     assert ranks.end_of(2).startswith("error: rank 3 (stage 3) on b ended without a word")
     assert ranks.ended[1].empty()
+
+
+def test_the_last_word_is_said_before_the_line_is_closed(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks.start(2)
+    say = Line.say
+
+    def slowly(line: Line, message: Mapping[str, object]) -> None:
+        if "left" in message:
+            time.sleep(4 * PACE.beat_s)  # the thread beats meanwhile
+        say(line, message)
+
+    monkeypatch.setattr(Line, "say", slowly)
+    ranks.watches.pop(1).leave()
+    until(lambda: ranks.watches[0]._states[1][1])
 
 
 def test_when_rank_0_ends_in_good_order_the_others_go_on_without_a_watch(ranks: Ranks) -> None:

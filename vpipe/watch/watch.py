@@ -104,9 +104,9 @@ class Watch:
 
     def leave(self) -> None:
         """This process ends in good order: nobody is to take it for dead."""
-        self._leaving = True
         if not self._known.is_set():
             self._line.say({"left": True})
+        self._leaving = True  # not before: the thread closes the line when it sees it
         with suppress(OSError):
             self._wake.send(b".")
         self._thread.join(self.pace.grace_s)
