@@ -31,5 +31,5 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "== installing into .venv (a few minutes the first time)"
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,hf]"
 	@touch $(INSTALLED)
