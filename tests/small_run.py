@@ -18,8 +18,9 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
     "model": {"name": "bert", "preset": "tiny", "hidden_size": 16, "sequence_length": 16, "vocab_size": 32},
     "dataset": {"name": "synthetic", "batch_size": 8, "samples": 64},
     "training": {"learning_rate": 0.01, "max_steps": 4, "num_microbatches": 4},
-    "parallel": {"model_parallel_size": 2, "schedule": "1f1b"}}
-"""BERT with 2 blocks = 5 layers, dropout 0.1 and a tied head; 8 batches an epoch."""
+    "parallel": {"model_parallel_size": 2, "schedule": "1f1b"},
+    "checkpoint": {"at_end": False}}
+"""BERT with 2 blocks = 5 layers, dropout 0.1 and a tied head; 8 batches an epoch; nothing is saved."""
 
 
 def write_config(folder: Path, **changes: Any) -> Path:

@@ -172,7 +172,8 @@ parallel: {model_parallel_size: 2, recompute: 2}
     (["trian", "c.yaml"], "vpipe has no command 'trian'", "did you mean 'train'?"),
     (["data", "bild"], "vpipe data has no command 'bild'", "known names: build-bert"),
     (["data"], "the following arguments are required: COMMAND", "vpipe data --help says how"),
-    (["train"], "the following arguments are required: config", "vpipe train --help says how"),
+    (["train"], "vpipe train is given no config", "name a YAML file: vpipe train CONFIG; or a run to go on with: "
+     "vpipe train --resume RUN"),
     (["train", "c.yaml", "--sett", "a=b"], "vpipe train knows no '--sett'", "did you mean '--set'?"),
     (["train", "c.yaml", "--shedule=gpipe"], "vpipe train knows no '--shedule'", "did you mean '--scheduler'?"),
     (["train", "c.yaml", "d.yaml"], "vpipe train knows no 'd.yaml'", "vpipe train --help says how"),

@@ -64,6 +64,7 @@ def write_text(folder: Path) -> None:
     (folder / "story.txt").write_text("\n\n".join(documents))
 
 
+@pytest.mark.usefixtures("forked")
 def test_text_to_shards_to_a_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_text(tmp_path / "text")
     assert main(["data", "build-bert", "--text", str(tmp_path / "text"), "--out", str(tmp_path / "data"),

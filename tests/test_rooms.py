@@ -21,7 +21,8 @@ MAY_IMPORT = {
     "plan": {"errors", "sizes", "schedules", "plan"},
     "report": {"errors", "sizes", "schedules", "draw", "plan", "report"},
     "watch": {"errors", "watch"},
-    "runtime": {"errors", "schedules", "model", "watch", "runtime"},
+    "checkpoint": {"errors", "sizes", "model", "checkpoint"},
+    "runtime": {"errors", "schedules", "model", "checkpoint", "watch", "runtime"},
     "profiling": {"errors", "model", "runtime", "plan", "profiling"},
 }
 """What a room may import of vpipe. Those that are not listed stand on top."""

@@ -63,8 +63,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="say which version this is")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    train = commands.add_parser("train", help="train as a config says")
-    _add_config(train)
+    train = commands.add_parser("train", help="train as a config says, or go on with a run")
+    _add_config(train, needed=False)
+    train.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this folder from its newest "
+                       "checkpoint, or from the one named; its own config when none is given")
+    train.add_argument("--restarts", type=int, metavar="N", help="start again up to N times when the run fails, from "
+                       "its newest checkpoint; never when left out")
     train.set_defaults(run=_train)
 
     launch = commands.add_parser("launch", help="show what train would start, on which host")
@@ -80,6 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     slurm.add_argument("--partition", metavar="NAME", help="SLURM's partition; its default when left out")
     slurm.add_argument("--time", metavar="TIME", help="limit, as sbatch writes it, such as 2:00:00; the partition's "
                        "when left out")
+    slurm.add_argument("--restarts", type=int, metavar="N", help="let the job go back into the queue before its time "
+                       "limit, and after up to N failures; the cluster decides when left out")
     slurm.add_argument("-o", "--output", type=Path, metavar="FILE", help="where the script goes; printed when left out")
     slurm.add_argument("--submit", action="store_true", help="hand it to sbatch and print the job's number")
     slurm.set_defaults(run=_slurm)
@@ -120,6 +126,9 @@ def _parser() -> argparse.ArgumentParser:
     trace.add_argument("folder", type=Path, metavar="RUN", help="the run's folder, trained with 'trace: true'")
     trace.set_defaults(run=_trace)
 
+    checkpoint = commands.add_parser("checkpoint", help="look at what a run has saved, check it, take it elsewhere")
+    _add_checkpoint(checkpoint.add_subparsers(required=True, metavar="COMMAND"))
+
     schedule = commands.add_parser("schedule", help="draw a schedule, or compare all of them")
     schedule.add_argument("name", nargs="?", metavar="NAME|FILE.csv", help="a schedule by its name, or in a file")
     schedule.add_argument("--all", action="store_true", help="one table of all schedules")
@@ -159,11 +168,51 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=Path, help="a YAML file, native or VPipe's flat form")
+def _add_config(parser: argparse.ArgumentParser, needed: bool = True) -> None:
+    parser.add_argument("config", type=Path, nargs=None if needed else "?",
+                        help="a YAML file, native or VPipe's flat form")
+    _add_overrides(parser)
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
                         help="override a key of the config, such as training.learning_rate=3e-4; may be repeated")
     parser.add_argument("--scheduler", help="OurGPipe's scheduler, instead of the config's")
+
+
+def _add_checkpoint(commands: Any) -> None:
+    """The commands of ``vpipe checkpoint``."""
+    where = "folder of a run, or one of its checkpoints"
+
+    ls = commands.add_parser("ls", help="the checkpoints of a run")
+    ls.add_argument("folder", type=Path, metavar="RUN", help=where)
+    ls.set_defaults(run=_checkpoint_ls)
+
+    show = commands.add_parser("show", help="what is in a checkpoint: sizes, layers, files, config")
+    show.add_argument("folder", type=Path, metavar="RUN|STEP", help=f"{where}; of a run the newest")
+    show.set_defaults(run=_checkpoint_show)
+
+    verify = commands.add_parser("verify", help="read every byte and compare; status 1 when one has changed")
+    verify.add_argument("folder", type=Path, metavar="RUN|STEP", help=f"{where}; of a run all")
+    verify.set_defaults(run=_checkpoint_verify)
+
+    export = commands.add_parser("export", help="write the whole model for other programs")
+    export.add_argument("folder", type=Path, metavar="RUN|STEP", help=f"{where}; of a run the newest")
+    export.add_argument("--format", choices=("safetensors", "torch", "huggingface"), required=True,
+                        help="one file of tensors; a state dict for torch.load; a folder for transformers")
+    export.add_argument("-o", "--output", type=Path, required=True, metavar="OUT", help="a file; a folder of "
+                        "huggingface. It must not exist")
+    export.set_defaults(run=_checkpoint_export)
+
+    take = commands.add_parser("import", help="a checkpoint at step 0, of weights alone, from those of others")
+    take.add_argument("source", type=Path, metavar="FOLDER", help="one of Hugging Face's, or one with VPipe's "
+                      "checkpoint.<stage>.pth.tar")
+    take.add_argument("-o", "--output", type=Path, required=True, metavar="OUT", help="where the checkpoint goes; it "
+                      "must not exist")
+    take.add_argument("--config", type=Path, help="the config that will train it; needed for VPipe's files, and "
+                      "otherwise compared with what the folder says")
+    _add_overrides(take)
+    take.set_defaults(run=_checkpoint_import)
 
 
 def _add_costs(parser: argparse.ArgumentParser) -> None:
@@ -258,6 +307,36 @@ def _trace(options: argparse.Namespace) -> None:
     from vpipe.commands.trace import run_trace
 
     run_trace(options)
+
+
+def _checkpoint_ls(options: argparse.Namespace) -> None:
+    from vpipe.commands.checkpoint import run_ls
+
+    run_ls(options)
+
+
+def _checkpoint_show(options: argparse.Namespace) -> None:
+    from vpipe.commands.checkpoint import run_show
+
+    run_show(options)
+
+
+def _checkpoint_verify(options: argparse.Namespace) -> None:
+    from vpipe.commands.checkpoint import run_verify
+
+    run_verify(options)
+
+
+def _checkpoint_export(options: argparse.Namespace) -> None:
+    from vpipe.commands.checkpoint_files import run_export
+
+    run_export(options)
+
+
+def _checkpoint_import(options: argparse.Namespace) -> None:
+    from vpipe.commands.checkpoint_files import run_import
+
+    run_import(options)
 
 
 def _schedule(options: argparse.Namespace) -> None:

@@ -73,6 +73,11 @@ class RunError(VpipeError):
         super().__init__(f"error: {self.located}\nhint: {hint}")
 
 
+class LastingError(RunError):
+    """A failure that would come again from the same state, such as a loss that is not finite: nothing is started again
+    after it."""
+
+
 def counted(count: int, word: str) -> str:
     """``1 rank``, ``2 ranks``, ``2 microbatches``."""
     return f"{count} {word}" + ("" if count == 1 else "es" if word.endswith(("ch", "s")) else "s")

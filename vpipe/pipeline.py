@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -18,6 +19,8 @@ from vpipe.plan.recompute import Recompute, recomputed_layers
 from vpipe.runtime.compress import Compression
 from vpipe.runtime.engine import Engine, Step
 from vpipe.runtime.feed import Batch
+from vpipe.runtime.one_checkpoint import OneCheckpoint
+from vpipe.runtime.saved import Position
 from vpipe.runtime.settings import Settings
 from vpipe.schedules.arrange import Wanted
 from vpipe.schedules.size import Placement
@@ -64,6 +67,8 @@ class Pipeline:
             the schedule can have when not given.
         learning_rate_factor: step number -> factor.
         grad_clip: greatest gradient norm: over all stages with a flush, of each stage without one.
+        skip_not_finite: leave out an update when a loss or the norm of a gradient in it is not finite: with a flush on
+            all stages, without one on each stage that has such a gradient. Weights and optimizer stay as they were.
         device: where this process computes.
         timeout_s: seconds after which a transfer counts as failed.
         compress: what activations and gradients between stages on different ranks are sent as: ``none`` (as they are),
@@ -82,6 +87,7 @@ class Pipeline:
                  placement: Sequence[Sequence[int]] | None = None, chunks: int | None = None,
                  replicas: int = 1, update_every: int | None = None,
                  learning_rate_factor: Callable[[int], float] = lambda update: 1.0, grad_clip: float | None = None,
+                 skip_not_finite: bool = False,
                  device: torch.device | str = "cpu", timeout_s: float = 60.0, compress: str | Sequence[str] = "none",
                  compress_rounding: str = "nearest", compress_feedback: bool = True) -> None:
         if plan is not None:
@@ -105,11 +111,13 @@ class Pipeline:
             self.schedule, len(self.partition), microbatches, update_every,
             places, chunks, world if world > 1 else None, replicas,
             {owner: tuple(borrowers) for owner, borrowers in ties_between(specs).items()},
-            [stage for stage, layers in enumerate(self.recomputed) if layers], grad_clip is not None).arranged()
+            [stage for stage, layers in enumerate(self.recomputed) if layers],
+            grad_clip is not None or skip_not_finite).arranged()
         self.placement, self.update_every = lowered.placement, lowered.update_every
         compression = Compression.of(compress, compress_rounding, compress_feedback, len(self.partition), seed)
         settings = Settings(microbatches, self.recomputed, learning_rate_factor, grad_clip, seed,
-                            torch.device(device), timeout_s, compression)
+                            torch.device(device), timeout_s, compression, skip_not_finite)
+        self._model, self._seed = model, seed
         self.engine = Engine(model, specs, lowered, _from_named(optimizer), settings, distributed=world > 1)
         self.rank = dist.get_rank() if world > 1 else 0
 
@@ -138,6 +146,44 @@ class Pipeline:
         Every rank must call it, after the same step; an asynchronous pipeline drains first.
         """
         return self.engine.state()
+
+
+    def save(self, folder: str | Path) -> None:
+        """Write all that training needs to go on from here as if it had not stopped: a checkpoint, at ``folder``.
+
+        It has the form of those that ``vpipe train`` saves, and does not depend on the partition, the replicas, the
+        schedule or the transport. Complete when this returns, and never half there: it is written as
+        ``<folder>.tmp``, then renamed; a checkpoint that is there makes way. Every rank must call it, after the same
+        step, with a folder that all see; an asynchronous pipeline drains first, see :meth:`evaluate`.
+
+        Raises:
+            UserError: an optimizer or a layer keeps what a checkpoint cannot hold.
+            RunError: it could not be written; what was there before still is.
+        """
+        self._checkpoint(folder).save({
+            "partition": list(self.partition), "placement": [list(ranks) for ranks in self.placement],
+            "schedule": self.schedule, "microbatches": self.microbatches, "update_every": self.update_every,
+            "recompute": [sorted(layers) for layers in self.recomputed], "drained": True})
+
+    def load(self, folder: str | Path) -> Position:
+        """Go on from what :meth:`save`, or a run, saved: to be called before the first step, by every rank.
+
+        The pipeline may be cut, placed and scheduled in another way; model, seed and optimizer must be those that
+        saved. Steps go on from that number, and so do the learning rate, dropout and stochastic rounding.
+
+        Returns:
+            How far training is. The first batch to give :meth:`train` is the one after those that are done,
+            ``position.microbatches // pipe.microbatches`` when all came from one call of it; when an asynchronous
+            pipeline was saved within a batch, that is the batch, and what is done of it is left out.
+
+        Raises:
+            UserError: it is no checkpoint, is damaged, of another model, seed or optimizer, or falls within a batch
+                where the schedule takes only whole ones. Nothing has been loaded then.
+        """
+        return self._checkpoint(folder).load(self._model)
+
+    def _checkpoint(self, folder: str | Path) -> OneCheckpoint:
+        return OneCheckpoint(self.engine, self.microbatches, self._seed, Path(folder))
 
 
 def _places(placement: Sequence[Sequence[int]] | None) -> Placement | None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
@@ -38,6 +39,7 @@ def printed(*launcher: str) -> str:
     return out
 
 
+@pytest.mark.usefixtures("forked")
 def test_quickstart_prints_the_same_alone_and_under_torchrun() -> None:
     alone = printed_here()
     lines = alone.splitlines()

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import zygote
 from small_run import only_run, write_config
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc"),
+              pytest.mark.usefixtures("forked")]
 
 VPIPE = Path(sys.executable).with_name("vpipe")
 
@@ -52,7 +54,9 @@ class Launched:
         self.ranks: dict[int, int] = {}
 
     def find_ranks(self) -> bool:
-        for process in Path("/proc").glob("[0-9]*"):
+        self.ranks.update({int(environment["RANK"]): pid for pid, environment in zygote.running().items()
+                           if environment["PATH"] == self.path and "RANK" in environment})
+        for process in Path("/proc").glob("[0-9]*"):  # those of the other host
             try:
                 environment = (process / "environ").read_bytes().split(b"\0")
             except OSError:
@@ -63,7 +67,7 @@ class Launched:
         return len(self.ranks) == 2
 
     def start(self) -> None:
-        until(self.find_ranks, 60, "two ranks")
+        until(self.find_ranks, 20, "two ranks")
 
     def train(self) -> None:
         self.start()

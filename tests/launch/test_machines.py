@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import zygote
 from small_run import check_updates, losses, only_run, oracle, write_config
 
 from vpipe.cli import main
@@ -19,7 +20,8 @@ APPTAINER = """\
 #!/bin/bash
 echo "$RANK: $*" >> "$RECORD"
 while [ "${1%.sif}" = "$1" ]; do shift; done
-exec "${@:2}"
+[ "$2" = python3 ] || exit 9
+exec "$PYTHON" -S "$ZYGOTE" "${@:3}"
 """
 
 
@@ -32,6 +34,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("RECORD", str(tmp_path / "record"))
+    monkeypatch.setenv("PYTHON", sys.executable)
+    monkeypatch.setenv("ZYGOTE", zygote.__file__)
+    monkeypatch.setenv(zygote.ADDRESS, zygote.zygote().address)
     for name in container.INSIDE:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(hosts, "is_this_host", lambda name: name == "hostA")

@@ -56,7 +56,7 @@ def member(rank: int, port: int, ranks: int = 2) -> Member:
 def test_rank_0_gives_up_on_a_rank_that_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pulse, "MEET_S", 0.2)
     with pytest.raises(RunError, match=re.escape("1 rank of 2 did not come within 0.2 s: 1\n")):
-        Meeting(member(0, free_port(None))).settle(None, "d0", lambda: "never")
+        Meeting(member(0, free_port(None))).settle(None, "d0", lambda agents: "never")
 
 
 def test_a_pulse_is_heard_and_missed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,9 +114,9 @@ def test_two_ranks_agree() -> None:
     port = free_port(None)
     first, found = Meeting(member(0, port)), list[Agreement]()
     second = Meeting(member(1, port))
-    other = Thread(target=lambda: found.append(second.settle(None, "d0", lambda: "not asked")), daemon=True)
+    other = Thread(target=lambda: found.append(second.settle(None, "d0", lambda agents: "not asked")), daemon=True)
     other.start()
-    mine = first.settle(None, "d0", lambda: "a folder")
+    mine = first.settle(None, "d0", lambda agents: "a folder")
     other.join(30)
     assert found == [mine] == [Agreement("a folder", ["n0", "n1"], ["127.0.0.1", "127.0.0.1"])]
     assert not second.cause_is_said(0.0)

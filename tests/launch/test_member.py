@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 from vpipe.errors import UserError
 from vpipe.launch.meeting import Agreement
 from vpipe.launch.member import Member, slurm_address, slurm_port
+from vpipe.launch.starter import agent_of
 from vpipe.train.parallel import ParallelSection
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "hostA", "MASTER_PORT": "29500",
@@ -58,18 +60,26 @@ def test_alone(environment: dict[str, str]) -> None:
 
 
 def test_torchrun() -> None:
+    agent = agent_of({}, None)
+    assert str(os.getppid()) in agent
     assert Member.of(TORCHRUN, parallel()) == Member("torchrun", 3, 4, 1, socket.gethostname(), "hostA", 29500,
-                                                       "none")
-    assert Member.of({**SRUN, **TORCHRUN}, None) == Member("torchrun", 3, 4, 1, "n2", "hostA", 29500, "none")
+                                                       "none", agent)
+    assert Member.of({**SRUN, **TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"}, None) == Member(
+        "torchrun", 3, 4, 1, "n2", "hostA", 29500, "none", agent, 2)
 
 
 def test_srun(scontrol: Scontrol) -> None:
     scontrol(GOOD)
-    assert Member.of(SRUN, parallel()) == Member("srun", 3, 4, 1, "n2", "10.0.0.1", slurm_port(4711, 2), "4711.2")
+    assert Member.of(SRUN, parallel()) == Member("srun", 3, 4, 1, "n2", "10.0.0.1", slurm_port(4711, 2), "4711.2",
+                                                 "job 4711.2")
     named = parallel(master_address="head", master_port=1234)
-    assert Member.of(SRUN, named) == Member("srun", 3, 4, 1, "n2", "head", 1234, "4711.2")
+    requeued = Member.of({**SRUN, "SLURM_RESTART_COUNT": "1"}, named)
+    assert requeued == Member("srun", 3, 4, 1, "n2", "head", 1234, "4711.2", "job 4711.2", 1)
+    assert requeued is not None
+    assert Member.of({**SRUN, "SLURM_RESTART_COUNT": "1", **requeued.variables}, None) == requeued  # in a container
     exported = {**SRUN, "MASTER_ADDR": "other", "MASTER_PORT": "99"}
-    assert Member.of(exported, parallel()) == Member("srun", 3, 4, 1, "n2", "other", 99, "4711.2")
+    assert Member.of(exported, parallel()) == Member("srun", 3, 4, 1, "n2", "other", 99, "4711.2",
+                                                     "job 4711.2")
 
 
 def test_ports_of_jobs_that_run_together_differ() -> None:

@@ -16,6 +16,8 @@ from vpipe.data.synthetic import synthetic_bert
 from vpipe.train.config import load_config
 from vpipe.train.job import Job
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 FRAGILE = """\
 from vpipe.model.bert import bert_from_settings
 from vpipe.model.layer import Layer, Model

@@ -15,7 +15,10 @@ from vpipe.launch.network import free_port
 from vpipe.train.config import load_config
 from vpipe.train.job import Job
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 BIN = Path(sys.executable).parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 SCONTROL = '#!/bin/sh\n[ "$2" = hostnames ] && echo n1\n[ "$2" = node ] && echo "   NodeAddr=127.0.0.1 Port=1"\ntrue\n'
 
 
@@ -49,7 +52,7 @@ def put_model(folder: Path, text: str) -> str:
 
 def test_torchrun(tmp_path: Path) -> None:
     config = write_config(tmp_path)
-    done = subprocess.run([BIN / "torchrun", "--nproc-per-node", "2", "--master-port", str(free_port(None)), "-m",
+    done = subprocess.run([*TORCHRUN, "--master-port", str(free_port(None)), "-m",
                            "vpipe", "train", config], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     run = only_run(tmp_path / "runs")
@@ -57,7 +60,8 @@ def test_torchrun(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[1].endswith("one process per stage, started by torchrun")
     check_updates(run, 4)
     assert losses(run) == oracle(Job.of(load_config(config)), 4).losses
-    assert sorted(path.name for path in run.iterdir()) == ["config.yaml", "metrics.jsonl", "rank0.log", "rank1.log"]
+    assert sorted(path.name for path in run.iterdir()) == ["config.yaml", "metrics.jsonl", "rank0.log", "rank1.log",
+                                                             "starter.json"]
     assert "Traceback" not in done.stderr
 
 
@@ -88,7 +92,7 @@ def test_torchrun_ends_the_others_and_one_says_of_a_killed_rank_who_it_was(tmp_p
     path = put_model(tmp_path, FRAGILE.replace('raise ArithmeticError("too hot to handle")',
                                                "__import__('os').kill(__import__('os').getpid(), 9)"))
     config = write_config(tmp_path, model__name="fragile", parallel__partition=[3, 3])
-    done = subprocess.run([BIN / "torchrun", "--nproc-per-node", "2", "--master-port", str(free_port(None)), "-m",
+    done = subprocess.run([*TORCHRUN, "--master-port", str(free_port(None)), "-m",
                            "vpipe", "train", config], capture_output=True, text=True, timeout=100,
                           env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 1

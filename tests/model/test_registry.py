@@ -24,7 +24,7 @@ def test_registry_finds_built_in_families_and_names_the_nearest() -> None:
 
 
 def test_registry_refuses_a_second_owner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_factories", dict(registry._factories))
+    monkeypatch.setattr(registry, "_families", dict(registry._families))
     register_model("bert")(bert_from_settings)
 
     def other(settings: ModelSettings) -> Model:
@@ -46,7 +46,7 @@ def test_registry_reads_installed_packages(tmp_path: Path, monkeypatch: pytest.M
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: outsider\nVersion: 1.0\n")
     (information / "entry_points.txt").write_text("[vpipe.models]\noutsider = outsider\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(registry, "_factories", dict(registry._factories))
+    monkeypatch.setattr(registry, "_families", dict(registry._families))
     assert "outsider" in model_names()
     assert "outsider" not in sys.modules, "listing names imports no foreign code"
     assert len(model_named("outsider")(ModelSettings(vocab_size=50, preset="tiny"))) == 5

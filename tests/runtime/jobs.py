@@ -197,3 +197,11 @@ def layer_raises(*, timeout_s: float) -> None:
     batch = rich_batches(1, 4)[0]
     batch["labels"][2:] = 10_000  # outside the words
     list(pipe.train([batch]))
+
+
+def evaluates_alone(*, timeout_s: float) -> None:
+    """Rank 0 evaluates after a step after which rank 1 trains on."""
+    pipe = pipeline(rich_model(), schedule="1f1b", stages=2, microbatches=2, timeout_s=timeout_s)
+    for _ in pipe.train(rich_batches(2, 4)):
+        if dist.get_rank() == 0:
+            pipe.evaluate(rich_batches(1, 4))

@@ -50,3 +50,9 @@ def described(error: Exception) -> Mapping[str, Any]:
     """An exception as the test sees it."""
     return {"type": type(error).__name__, "text": str(error), "traceback": traceback.format_exc(),
             **{name: getattr(error, name, None) for name in ("rank", "stage", "action", "peer")}}
+
+
+if __name__ == "__main__":
+    import rank_process  # jobs import it by this name, too
+
+    rank_process.serve()

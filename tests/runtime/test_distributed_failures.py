@@ -77,7 +77,9 @@ def test_a_transfer_has_a_timeout_of_its_own(pair: World) -> None:
     pair.signal(1, signal.SIGSTOP)
     error = run_error(pair.outcome(0, 20))
     assert re.search(rf"^error: rank 1 \(stage 1\) gave no sign of life for \d\.?\d* s; rank 0 \(stage 0\) gave up "
-                     rf"{TRANSFER} with rank 1 \(stage 1\) after 3 s \(", error["text"]), error["text"]
+                     rf"{TRANSFER} with rank 1 \(stage 1\) after 3 s; rank 0 \(stage 0\) has waited 3\.0 s [^;]+ "
+                     r"rank 1 \(stage 1\), while running [^;]+; rank 1 \(stage 1\) has given no sign of life ",
+                     error["text"]), error["text"]
     assert (error["rank"], error["peer"]) == (0, 1)
 
 
@@ -102,8 +104,21 @@ def test_shapes_that_follow_from_values_are_the_users_mistake(pair: World) -> No
     waiting = run_error(pair.outcome(1, 30))  # the test keeps rank 0 alive: it does nothing, and says nothing
     assert waiting["text"].startswith(
         "error: rank 0 (stage 0) is running but did not answer in time; rank 1 (stage 1) gave up waiting for the "
-        "activations of microbatch 1 for stage 1 with rank 0 (stage 0) after 2 s (rank 1, stage 1, action ")
+        "activations of microbatch 1 for stage 1 with rank 0 (stage 0) after 2 s; rank 1 (stage 1) has waited 2.0 s ")
+    assert re.search(r"for the activations of microbatch 1 from rank 0 \(stage 0\), while running 1F1; rank 0 "
+                     r"\(stage 0\) (has been outside of the pipeline, in the program that runs it, for \d\.\d s: the "
+                     r"slow one|is at work, at nothing for long) \(rank 1, stage 1, ", waiting["text"]), waiting["text"]
     assert "look at its log; a slow start needs a larger parallel.timeout_s" in waiting["text"]
+
+
+def test_ranks_that_wait_for_one_another_are_a_deadlock_not_slow(pair: World) -> None:
+    pair.begin(jobs.evaluates_alone, timeout_s=6)
+    for rank in (0, 1):
+        error = run_error(pair.outcome(rank, 30))
+        assert re.search(r"^error: rank [01] \(stage [01]\), rank [01] \(stage [01]\) wait for one another: a "
+                         rf"deadlock; rank {rank} ", error["text"]), error["text"]
+        assert re.search(r"rank 0 \(stage 0\) has waited \d\.\d s [^;]+, while running 0[A-Z_]+\d+ \(evaluating\)",
+                         error["text"]), error["text"]
 
 
 def test_an_error_in_a_layer_is_raised_with_its_place_and_told_to_all(pair: World) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from vpipe.schedules.csv_file import write_csv
 from vpipe.schedules.order import build
 from vpipe.schedules.registry import _RECIPES, recipe_named, schedule_names
 from vpipe.schedules.size import Size, default_placement
-from vpipe.train.oracle import VERSIONS, Training, asynchronous_oracle, flush_oracle
+from vpipe.train.oracle import VERSIONS, Run, Training, asynchronous_oracle, flush_oracle
 
 FLUSH = [name for name in schedule_names() if recipe_named(name).flush]
 STREAMS = [name for name in schedule_names() if not recipe_named(name).flush]
@@ -34,6 +35,28 @@ def cut(name: str, ranks: int = 2) -> list[int]:
     return [8 // stages] * stages if stages in (1, 2, 4, 8) else [8 - stages + 1] + [1] * (stages - 1)
 
 
+# What several schedules are held to is computed once.
+
+
+@cache
+def plain() -> Run:
+    return flush_oracle(rich_model(tied=False), rich_batches(3, MICROBATCHES),
+                        Training(AdamW().from_named, MICROBATCHES, 7, decay, 0.5))
+
+
+@cache
+def plain_with_ties(partition: tuple[int, ...]) -> Run:
+    return flush_oracle(rich_model(), rich_batches(2, MICROBATCHES),
+                        Training(Momentum().from_named, MICROBATCHES, 1, clip=0.3), sides_apart=partition)
+
+
+@cache
+def streamed(name: str, stages: int, every: int) -> Run:
+    return asynchronous_oracle(rich_model(), rich_batches(5, MICROBATCHES),
+                               Training(AdamW().from_named, MICROBATCHES, 2, decay, 0.5), cut(name, stages), every,
+                               version_of=VERSIONS[name])
+
+
 @pytest.mark.parametrize("recompute", [0.0, [0.0, 1.0], 1.0], ids=["kept", "mixed", "recomputed"])
 @pytest.mark.parametrize("name", FLUSH)
 def test_with_a_flush_equals_plain_pytorch(name: str, recompute: float | list[float]) -> None:
@@ -41,8 +64,7 @@ def test_with_a_flush_equals_plain_pytorch(name: str, recompute: float | list[fl
     ratios = recompute if isinstance(recompute, float) else (recompute * len(partition))[:len(partition)]
     pipe = Pipeline(model, schedule=name, microbatches=MICROBATCHES, partition=partition, recompute=ratios,
                     optimizer=AdamW(), seed=7, learning_rate_factor=decay, grad_clip=0.5)
-    steps = list(pipe.train(batches))
-    expected = flush_oracle(model, batches, Training(AdamW().from_named, MICROBATCHES, 7, decay, 0.5))
+    steps, expected = list(pipe.train(batches)), plain()
     assert [step.loss for step in steps] == expected.losses
     assert [step.gradient_norm for step in steps] == expected.gradient_norms
     assert_same_state(pipe.state_dict(), expected.state)
@@ -54,9 +76,7 @@ def test_tied_weights_with_a_flush(name: str, ranks: int) -> None:
     model, batches, partition = rich_model(), rich_batches(2, MICROBATCHES), cut(name, ranks)
     pipe = Pipeline(model, schedule=name, microbatches=MICROBATCHES, partition=partition, recompute=0.5,
                     optimizer=Momentum(), seed=1, grad_clip=0.3)
-    steps = list(pipe.train(batches))
-    expected = flush_oracle(model, batches, Training(Momentum().from_named, MICROBATCHES, 1, clip=0.3),
-                            sides_apart=partition)
+    steps, expected = list(pipe.train(batches)), plain_with_ties(tuple(partition))
     assert [step.loss for step in steps] == expected.losses
     assert [step.gradient_norm for step in steps] == expected.gradient_norms
     assert_same_state(pipe.state_dict(), expected.state)
@@ -72,9 +92,7 @@ def test_without_a_flush_equals_its_oracle(name: str, stages: int, every: int, r
     model, batches, partition = rich_model(), rich_batches(5, MICROBATCHES), cut(name, stages)
     pipe = Pipeline(model, schedule=name, microbatches=MICROBATCHES, partition=partition, recompute=recompute,
                     optimizer=AdamW(), seed=2, learning_rate_factor=decay, grad_clip=0.5, update_every=every)
-    losses = [step.loss for step in pipe.train(batches)]
-    expected = asynchronous_oracle(model, batches, Training(AdamW().from_named, MICROBATCHES, 2, decay, 0.5), partition,
-                                   every, version_of=VERSIONS[name])
+    losses, expected = [step.loss for step in pipe.train(batches)], streamed(name, stages, every)
     assert losses == expected.losses
     assert len(losses) == 5 * MICROBATCHES // every
     assert_same_state(pipe.state_dict(), expected.state)

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from rank_process import REPLIES
+from zygote import Popen
 
 JOB_S = 60.0
 """A job takes a second; this long means that it hangs."""
@@ -124,9 +125,8 @@ class World:
                            "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path(__file__).parent),
                            REPLIES: str(writer), "VPIPE_TEST_TIMEOUT_S": str(self._gloo_timeout_s)}
             with log.open("wb") as output:
-                popen = subprocess.Popen([sys.executable, "-c", "import rank_process; rank_process.serve()"],
-                                         env=environment, pass_fds=[writer], stdin=subprocess.PIPE, stdout=output,
-                                         stderr=output)
+                popen = Popen([sys.executable, Path(__file__).with_name("rank_process.py")], env=environment,
+                              pass_fds=[writer], stdin=subprocess.PIPE, stdout=output, stderr=output)
             os.close(writer)
             self.processes.append(Process(popen, reader, log))
         for rank in range(self.ranks):

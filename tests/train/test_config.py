@@ -199,11 +199,6 @@ def test_one_wrong_value(at: Path, line: str, what: str) -> None:
      "write 8GiB or 8GB"),
     (["parallel.memory=0"], "parallel.memory is 0", "give more than nothing; write bytes with a unit, such as 8GiB, "
      "500 MB or 1.5GB"),
-    (["checkpoint.every_steps=10"],
-     "checkpoint.every_steps asks for a checkpoint every 10 updates, which is not available in this version",
-     "leave it out"),
-    (["checkpoint.keep=3"], "checkpoint.keep asks for 3 checkpoints, which is not available in this version",
-     "leave it out"),
     (["model.vocab_size=0"], "model.vocab_size is 0", "give the number of tokens, or -1 to ask the data set"),
     (["model.config_file=b.json"],
      "model.preset is 'tiny', but the sizes also come from the config_file 'b.json'", "keep one of the two"),
@@ -292,6 +287,13 @@ def test_neutral_values_of_features_to_come(at: Path) -> None:
                   "parallel.stage_to_rank_map={0: [0], 1: [1], 2: [2], 3: [3]}", "parallel.warmup_depth=[3, 2, 1, 0]")
     assert config.parallel.stage_to_rank_map == {"0": (0,), "1": (1,), "2": (2,), "3": (3,)}
     assert config.checkpoint is not None
+
+
+def test_a_run_saves_its_end_unless_told_otherwise(at: Path) -> None:
+    said = load(at, GOOD).saving, load(at, GOOD, "checkpoint={every_steps: 5, at_end: false}").saving
+    assert [(one.every_steps, one.keep, one.at_end, one.makes_any) for one in said] == [
+        (None, 3, True, True), (5, 3, False, True)]
+    assert not load(at, GOOD, "checkpoint.at_end=false").saving.makes_any
 
 
 @pytest.mark.parametrize("tells", ["partition: [3, 2, 2]", "stage_to_rank_map: {0: [0], 1: [1], 2: [2]}"])
@@ -493,7 +495,8 @@ def configs(draw: st.DrawFn) -> Config:
                      "stage_to_rank_map": draw(optional(st.permutations(range(stages)).map(
                          lambda ranks: {str(s): [rank] for s, rank in enumerate(ranks)}))),
                      "warmup_depth": draw(optional(st.just([*range(stages)][::-1])))},
-        "checkpoint": draw(st.none() | st.just({})), "log_directory": draw(WORDS), "trace": draw(st.booleans())})
+        "checkpoint": draw(st.none() | st.just({"every_steps": 5, "keep": None, "at_end": False, "directory": "c"})),
+        "elastic": draw(st.booleans()), "log_directory": draw(WORDS), "trace": draw(st.booleans())})
 
 
 @given(config=configs())

@@ -38,6 +38,7 @@ def test_bert_under_every_schedule_is_what_its_oracle_says(name: str, tmp_path: 
                    for difference in compare(in_process(job, batches), reference.trail))
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path, parallel__schedule="zb_v", parallel__model_parallel_size=4)
     assert main(["verify", str(config), "--steps", "2"]) == 0

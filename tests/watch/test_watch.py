@@ -4,90 +4,18 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
-from queue import Queue
 from threading import Event, Thread
 
 import pytest
+from crew import PACE, WITHIN_S, Ranks, Waiting, hello, until
 
 from vpipe.errors import RunError
 from vpipe.watch.fault import Fault
-from vpipe.watch.hub import Hub
 from vpipe.watch.line import Line, connect, listen
 from vpipe.watch.pace import Pace
 from vpipe.watch.sockets import break_off, connections
-from vpipe.watch.watch import Watch
-
-WITHIN_S = 20.0
-"""What takes milliseconds here; a loaded machine takes longer."""
-
-PACE = Pace(beat_s=0.05, silent_s=2.0, grace_s=0.3)
-
-
-@dataclass(frozen=True)
-class Waiting:
-    peer: int | None
-
-    def __str__(self) -> str:
-        return f"waiting for rank {self.peer}"
-
-
-class Ranks:
-    """Some ranks of a job on hosts a, b, c ..., two on each, with what they were ended with."""
-
-    def __init__(self) -> None:
-        self.hub: Hub | None = None
-        self.watches: dict[int, Watch] = {}
-        self.lines: dict[int, Line] = {}
-        self.ended: dict[int, Queue[RunError]] = {}
-        self.broken_off: list[int] = []
-
-    def start(self, ranks: int, without: tuple[int, ...] = ()) -> Hub:
-        self.hub = Hub(ranks, PACE, "127.0.0.1")
-        for rank in range(ranks):
-            if rank not in without:
-                self.join(rank, ranks, connect("127.0.0.1", self.hub.port, WITHIN_S), self.hub.token)
-        return self.hub
-
-    def join(self, rank: int, ranks: int, line: Line, token: str) -> Watch:
-        hosts = ["abc"[other // 2] for other in range(ranks)]
-        self.lines[rank], self.ended[rank] = line, Queue()
-        self.watches[rank] = Watch(rank, hosts, line, token, PACE, self.ended[rank].put)
-        self.watches[rank].describe = lambda rank: f"rank {rank} (stage {rank})"
-        self.watches[rank].break_off = lambda: self.broken_off.append(rank)
-        return self.watches[rank]
-
-    def end_of(self, rank: int) -> str:
-        return str(self.ended[rank].get(timeout=WITHIN_S))
-
-    def stop(self) -> None:
-        for watch in self.watches.values():
-            watch.leave()
-        if self.hub is not None:
-            self.hub.stop()
-
-
-@pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    some = Ranks()
-    yield some
-    some.stop()
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WITHIN_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def hello(hub: Hub, rank: int) -> Line:
-    """A rank that says no more than its name."""
-    line = connect("127.0.0.1", hub.port, WITHIN_S)
-    line.say({"rank": rank, "token": hub.token})
-    return line
 
 
 def test_a_lost_connection_is_an_end_and_all_hear_of_it_at_once(ranks: Ranks) -> None:
@@ -128,7 +56,7 @@ def test_one_that_ended_in_good_order_is_not_blamed(ranks: Ranks) -> None:
     hub = ranks.start(4, without=(3,))
     line = hello(hub, 3)
     ranks.watches.pop(1).leave()
-    until(lambda: ranks.watches[2]._states[1][1])
+    until(lambda: ranks.watches[2]._seen[1].left)
     line.close()
     assert ranks.end_of(2).startswith("error: rank 3 (stage 3) on b ended without a word")
     assert ranks.ended[1].empty()
@@ -145,7 +73,7 @@ def test_the_last_word_is_said_before_the_line_is_closed(ranks: Ranks, monkeypat
 
     monkeypatch.setattr(Line, "say", slowly)
     ranks.watches.pop(1).leave()
-    until(lambda: ranks.watches[0]._states[1][1])
+    until(lambda: ranks.watches[0]._seen[1].left)
 
 
 def test_when_rank_0_ends_in_good_order_the_others_go_on_without_a_watch(ranks: Ranks) -> None:
@@ -161,7 +89,7 @@ def test_when_rank_0_ends_in_good_order_the_others_go_on_without_a_watch(ranks: 
 def test_a_rank_waiting_for_one_that_has_ended_is_told_so(ranks: Ranks) -> None:
     ranks.start(3)
     ranks.watches.pop(1).leave()
-    until(lambda: ranks.watches[2]._states[1][1])
+    until(lambda: ranks.watches[2]._seen[1].left)
     fault = ranks.watches[2].explain(1, None)
     assert str(ranks.watches[2].error(fault, "...")) == (
         "error: rank 1 (stage 1) on a has ended its program; ... (rank 2, peer rank 1)\n"
@@ -203,22 +131,23 @@ def test_the_first_failure_counts(ranks: Ranks) -> None:
     assert ranks.watches[0].explain(2, None) == Fault.ended(1)
 
 
-@pytest.mark.parametrize(("waits", "blamed"), [({0: 1}, 1), ({0: 1, 1: 2}, 2), ({0: 1, 1: 2, 2: 3}, 3),
-                                               ({0: 1, 1: 2, 2: 1}, 2), ({0: 1, 1: None}, 1)])
+@pytest.mark.parametrize(("waits", "blamed"), [
+    ({0: 1}, Fault.busy(1)), ({0: 1, 1: 2}, Fault.busy(2)), ({0: 1, 1: 2, 2: 3}, Fault.busy(3)),
+    ({0: 1, 1: 2, 2: 1}, Fault.circle(1, 2)), ({0: 1, 1: 0}, Fault.circle(0, 1)), ({0: 1, 1: None}, Fault.busy(1))])
 def test_of_those_that_wait_for_one_another_the_last_is_to_blame(ranks: Ranks, waits: dict[int, int | None],
-                                                                 blamed: int) -> None:
+                                                                 blamed: Fault) -> None:
     ranks.start(4)
     for rank, peer in waits.items():
         ranks.watches[rank].doing = Waiting(peer)
-    until(lambda: all((ranks.watches[0]._states[rank][2] or [0, 0])[1] > 0.3 for rank in waits))
-    assert ranks.watches[0].explain(1, 0.5) == Fault.busy(blamed)
+    until(lambda: all(ranks.watches[0]._seen[rank].waited_s > 0.3 for rank in waits))
+    assert ranks.watches[0].explain(1, 0.5) == blamed
 
 
 def test_one_that_is_silent_while_others_wait_is_to_blame(ranks: Ranks) -> None:
     hub = ranks.start(3, without=(2,))
     line = hello(hub, 2)
     ranks.watches[1].doing = Waiting(2)
-    until(lambda: (ranks.watches[0]._states[1][2] or [0, 0])[1] > 0.6)
+    until(lambda: ranks.watches[0]._seen[1].waited_s > 0.6)
     fault = ranks.watches[0].explain(1, 1.0)
     assert fault.ranks == (2,)
     assert fault.what.startswith("gave no sign of life for ")
@@ -273,7 +202,7 @@ def test_one_that_sends_without_end_does_not_silence_the_hub(ranks: Ranks) -> No
         time.sleep(PACE.silent_s + 0.5)
         assert ranks.ended[0].empty()
         assert ranks.ended[1].empty()
-        assert ranks.watches[1]._states[2][2] is None
+        assert ranks.watches[1]._seen[2].waits is None
     finally:
         stop.set()
         ranks.stop()

@@ -23,15 +23,17 @@ def run_slurm(options: argparse.Namespace) -> None:
     config = load_config(options.config, options.settings, options.scheduler)
     per_node = ranks_per_node(ranks_of(config), options.nodes, options.ranks_per_node)
     wanted = Nodes(options.nodes, per_node, config.training.threads, config.parallel.backend == "nccl",
-                   options.partition, options.time, config.machines is not None)
+                   options.partition, options.time, config.machines is not None, options.restarts)
     overrides = [word for setting in options.settings for word in ("--set", setting)]
     if options.scheduler is not None:
         overrides += ["--scheduler", options.scheduler]
     chosen = [word for option, value in (("--nodes", options.nodes), ("--ranks-per-node", options.ranks_per_node),
-                                         ("--partition", options.partition), ("--time", options.time))
+                                         ("--partition", options.partition), ("--time", options.time),
+                                         ("--restarts", options.restarts))
               if value is not None for word in (option, str(value))]
     path = str(options.config)
-    script = slurm_script(options.config.stem, ["vpipe", "train", path, *overrides], wanted,
+    again = [] if options.restarts is None else ["--restarts", str(options.restarts)]
+    script = slurm_script(options.config.stem, ["vpipe", "train", path, *again, *overrides], wanted,
                           ["vpipe", "slurm", path, *chosen, *overrides])
     if options.output is not None:
         _write(options.output, script)

@@ -4,69 +4,72 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 
-from vpipe.errors import VpipeError
-from vpipe.launch import local
-from vpipe.launch.folder import make_run_folder
-from vpipe.launch.machine import check_gpus, hosts_of, ranks_of
+from vpipe.checkpoint.integrity import check_intact
+from vpipe.errors import UserError, VpipeError
 from vpipe.launch.member import Member
-from vpipe.launch.network import free_port
-from vpipe.launch.ranks import ranks_here
-from vpipe.launch.ssh import connect, prepare
 from vpipe.train import config as configs
 from vpipe.train.config import Config
+from vpipe.train.resume import Start, resumed_config, start_of
 
 
 def run_train(options: argparse.Namespace) -> None:
-    """Train as a config says.
+    """Train as a config says, or go on with a run.
 
     Raises:
-        VpipeError: the config, a host or the run is at fault.
+        VpipeError: the config, a checkpoint, a host or the run is at fault.
     """
     config: Config | VpipeError
+    start = None
     try:
-        config = configs.load_config(options.config, options.settings, options.scheduler)
+        start, config = _told(options)
     except VpipeError as error:
         config = error
     try:
         member = Member.of(os.environ, None if isinstance(config, VpipeError) else config.parallel)
     except VpipeError as wrong:
         raise config if isinstance(config, VpipeError) else wrong from None
+    if not isinstance(config, VpipeError) and (member is None or member.rank == 0):
+        try:
+            _check_intact(start)
+        except VpipeError as damaged:
+            config = damaged
     if member is not None:
         from vpipe.launch.together import train_together
 
-        train_together(member, config)
+        train_together(member, config, start, options.restarts)
     elif isinstance(config, VpipeError):
         raise config
     else:
-        _train(config)
+        from vpipe.launch.run import run
+
+        run(config, start, options.restarts)
 
 
-def _train(config: Config) -> None:
-    """Start the ranks, here and on the other hosts."""
-    hosts = hosts_of(config)
-    free_port(config.parallel.master_port)  # refuses early; preparing data may take minutes
-    if config.parallel.backend == "nccl":  # else torch is not needed yet
-        check_gpus(config, range(ranks_of(config)) if hosts is None else hosts.on(None).values())
-    remotes = [] if hosts is None else connect(hosts, config.launch, container=bool(config.container))
-    try:
-        # torch is slow to import: only when the config is worth it.
-        from vpipe.train.job import Job
-        from vpipe.train.report import headline
+def _told(options: argparse.Namespace) -> tuple[Start | None, Config]:
+    """Where to go on, if anywhere, and the config."""
+    if options.restarts is not None and options.restarts < 0:
+        raise UserError(f"--restarts is {options.restarts}", hint="give a whole number, 0 or more")
+    if options.resume is None:
+        if options.config is None:
+            raise UserError("vpipe train is given no config", hint="name a YAML file: vpipe train CONFIG; or a run to "
+                            "go on with: vpipe train --resume RUN")
+        return None, configs.load_config(options.config, options.settings, options.scheduler)
+    start = start_of(options.resume)
+    return start, resumed_config(start, options.config, options.settings, options.scheduler)
 
-        job = Job.of(config)
-        config = job.config
-        here = ranks_here(config, hosts, job.schedule.ranks, free_port(config.parallel.master_port))
-        if remotes:
-            prepare(remotes, config.resolved_yaml(), here, config.parallel.timeout_s, job.fingerprint())
-        folder = make_run_folder(config.log_directory, config.resolved_yaml())
-        job.keep_plan(folder)
-        print(f"run folder: {folder}\n{headline(job)}" + (f" on {1 + len(remotes)} hosts" if remotes else ""),
-              flush=True)
-        try:
-            local.run_ranks(here, folder, lambda rank: job.describe(rank) if hosts is None else
-                            hosts.described(rank, job.describe(rank)), remotes)
-        finally:
-            print(f"run folder: {folder}", flush=True)
-    finally:
-        local.close_all(remotes)
+
+def _check_intact(start: Start | None) -> None:
+    """Refuse a damaged checkpoint before anything starts; every byte of it is read, which is shown if it takes long."""
+    if start is None or start.checkpoint is None:
+        return
+    from tqdm import tqdm
+
+    with tqdm(desc=f"checking {start.checkpoint.name}", unit="B", unit_scale=True, delay=2.0, leave=False,
+              disable=not sys.stderr.isatty()) as bar:
+        def told(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        check_intact(start.checkpoint, told)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,13 +23,15 @@ class BertArrays:
 
     ``load(split, field)`` gives an array ``[N, *shape]`` of any integer type; it is called at the start of an epoch,
     for needed fields only. ``counts`` holds the samples of each split, at most as many as the arrays have rows.
+    ``tokenizer_path``: of the ``tokenizer.json`` that made the samples; None where none did.
     """
 
     def __init__(self, vocab_size: int, sequence_length: int, max_predictions: int, counts: Mapping[Split, int],
-                 load: Callable[[Split, str], NDArray[np.generic]]) -> None:
+                 load: Callable[[Split, str], NDArray[np.generic]], tokenizer_path: Path | None = None) -> None:
         self.vocab_size = vocab_size
         self.sequence_length = sequence_length
         self.max_predictions = max_predictions
+        self.tokenizer_path = tokenizer_path
         self._counts = dict(counts)
         self._load = load
 

@@ -52,6 +52,7 @@ class BertHdf5:
         self.sequence_length = first.sequence_length
         self.max_predictions = first.max_predictions
         self.vocab_size = _vocab_size(folder, [*train, *test], vocab_size)
+        self.tokenizer_path = folder / "tokenizer.json" if (folder / "tokenizer.json").is_file() else None
         self._shards: dict[Split, list[Shard]] = {
             "train": train if samples is None else _first_rows(train, samples), "test": test}
 

@@ -22,4 +22,5 @@ def bert_text(settings: DatasetSettings) -> BertArrays:
     counts: dict[Split, int] = {
         "train": train if settings.samples is None else min(train, settings.samples),
         "test": cache.samples("test")}
-    return BertArrays(cache.vocab_size, wanted.sequence_length, wanted.predictions, counts, cache.array)
+    return BertArrays(cache.vocab_size, wanted.sequence_length, wanted.predictions, counts, cache.array,
+                      cache.tokenizer_path)

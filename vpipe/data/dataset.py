@@ -56,6 +56,15 @@ class Dataset(Protocol):
         """
 
 
+@runtime_checkable
+class Tokenized(Protocol):
+    """A data set that may know the tokenizer of its samples."""
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        """Of a ``tokenizer.json``; None when there is none."""
+
+
 @dataclass(frozen=True)
 class DatasetSettings:
     """What a config says about its data; every registered factory takes one.

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from vpipe.errors import PlanningError, Problem, RunError, UserError, VpipeError
+from vpipe.errors import LastingError, PlanningError, Problem, RunError, UserError, VpipeError
 from vpipe.launch.folder import failure_path, log_path
+from vpipe.launch.stops import STOPS
 from vpipe.launch.variables import HOST
 
 
@@ -25,7 +26,8 @@ def write_report(folder: Path, rank: int, error: VpipeError) -> dict[str, Any]:
         problems = [[_with_host(error, rank), error.hint, None]]
         blames = error.peer is not None
     report = {"rank": rank, "time": time.time(), "user": isinstance(error, UserError), "blames_peer": blames,
-              "planning": isinstance(error, PlanningError), "problems": problems}
+              "planning": isinstance(error, PlanningError), "lasting": isinstance(error, LastingError),
+              "problems": problems}
     partial = failure_path(folder, rank).with_suffix(".tmp")
     partial.write_text(json.dumps(report))
     partial.replace(failure_path(folder, rank))
@@ -51,6 +53,13 @@ def read_report(folder: Path, rank: int) -> dict[str, Any] | None:
     return report if isinstance(report, dict) else None
 
 
+def first_report(folder: Path) -> dict[str, Any] | None:
+    """Of what the ranks of a run wrote down, that of the one to blame; None where nothing failed."""
+    reports = [report for path in folder.glob("rank*.failure.json")
+               if (report := read_report(folder, int(path.name[4:].partition(".")[0]))) is not None]
+    return min(reports, key=lambda report: (report["blames_peer"], report["time"]), default=None)
+
+
 def first_failure(statuses: Mapping[int, int | None], lost: list[VpipeError], folder: Path,
                   describe: Callable[[int], str]) -> VpipeError:
     """The failure that came first in cause: what a rank says of itself, then a rank or a host that ended in silence,
@@ -72,7 +81,9 @@ def first_failure(statuses: Mapping[int, int | None], lost: list[VpipeError], fo
 
 
 def _silent(rank: int, status: int, log: Path, describe: Callable[[int], str]) -> RunError:
-    how = f"was killed by {signal_name(-status)}" if status < 0 else f"ended with exit status {status}"
+    how = f"ended with exit status {status}"
+    if status < 0 or status - 128 in STOPS:
+        how = f"was killed by {signal_name(-status if status < 0 else status - 128)}"
     hint = f"its log: {log}"
     if status == -signal.SIGKILL:
         hint = f"Linux kills a process so when memory runs out; {hint}"
@@ -99,4 +110,4 @@ def as_error(report: Mapping[str, Any], describe: Callable[[int], str]) -> RunEr
     what, hint, where = report["problems"][0]
     if report["user"]:  # what the user could mend before the run was found before: by now the run has failed
         what = f"{describe(report['rank'])}: {what}" + (f" ({where})" if where else "")
-    return RunError(what, hint=hint)
+    return (LastingError if report.get("lasting") else RunError)(what, hint=hint)

@@ -14,7 +14,6 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -25,7 +24,7 @@ from vpipe.errors import Problem, UserError
 from vpipe.launch.container import Container
 from vpipe.launch.failure import as_error, read_report, signal_name
 from vpipe.launch.folder import CONFIG, FINGERPRINT, failure_path, log_path
-from vpipe.launch.local import GRACE_S, POLL_S, Interrupted, Processes, interrupting
+from vpipe.launch.local import GRACE_S, POLL_S, Interrupted, Processes, Signals
 from vpipe.launch.messages import BEAT_S, decoded, encoded, identity
 from vpipe.launch.network import interface_towards, reach
 from vpipe.launch.ranks import HostRanks
@@ -82,10 +81,15 @@ class Outbox:
 
 
 class Inbox:
-    """What the first host says. When it is gone, so is this process soon, even if it hangs in a write."""
+    """What the first host says. When it is gone, so is this process soon, even if it hangs in a write.
+
+    Attributes:
+        silence_s: how long the first host may say nothing.
+        stop_asked: whether the ranks are to leave off in good order.
+    """
 
     def __init__(self, outbox: Outbox, folder: Path) -> None:
-        self.silence_s = SILENCE_S
+        self.silence_s, self.stop_asked = SILENCE_S, False
         self._outbox, self._folder = outbox, folder
         self._messages: SimpleQueue[dict[str, Any]] = SimpleQueue()
         self._heard = time.monotonic()
@@ -103,6 +107,7 @@ class Inbox:
                 for line in lines:
                     if message := decoded(line):
                         self._messages.put(message)
+                        self.stop_asked = self.stop_asked or "stop" in message
                         self._ended = self._ended or "end" in message
         finally:
             self._ended = True
@@ -145,8 +150,8 @@ def main() -> int:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the end of the input says it
     try:
         with tempfile.TemporaryDirectory(prefix="vpipe-", ignore_cleanup_errors=True) as name, \
-                interrupting() as ignore_signals:
-            return _run(Path(name), ignore_signals)
+                Signals(passed_on=False) as signals:
+            return _run(Path(name), signals)
     except OSError as error:
         print(error, file=sys.stderr)  # whose last line the first host shows
     except (Gone, Interrupted):
@@ -154,7 +159,7 @@ def main() -> int:
     return 1
 
 
-def _run(folder: Path, ignore_signals: Callable[[], None]) -> int:
+def _run(folder: Path, signals: Signals) -> int:
     outbox = Outbox(folder)
     inbox = Inbox(outbox, folder)
     outbox.say(hello=identity())
@@ -174,7 +179,7 @@ def _run(folder: Path, ignore_signals: Callable[[], None]) -> int:
         processes.start()
         _serve(processes, inbox, outbox, run_folder)
     finally:
-        ignore_signals()
+        signals.ignore()
         processes.close()
     outbox.copy(run_folder, "*")
     if inbox.silent:
@@ -224,7 +229,7 @@ def _prepared(told: dict[str, Any], folder: Path, inbox: Inbox, outbox: Outbox) 
     log_path(folder, first).unlink(missing_ok=True)
     fingerprint = (folder / FINGERPRINT).read_text()
     (folder / FINGERPRINT).unlink()
-    return ranks("train"), fingerprint
+    return ranks(*map(str, told["task"])), fingerprint
 
 
 def _unprepared(status: int, folder: Path, rank: int) -> UserError:
@@ -243,7 +248,11 @@ def _unprepared(status: int, folder: Path, rank: int) -> UserError:
 def _serve(processes: Processes, inbox: Inbox, outbox: Outbox, run_folder: str) -> None:
     """Send what the ranks write, until all have ended or must."""
     told: set[int] = set()
+    stopped = False
     while not inbox.gone:
+        if inbox.stop_asked and not stopped:
+            processes.stop()
+            stopped = True
         ended = {rank: status for rank, status in processes.statuses.items() if status is not None}
         outbox.copy(run_folder, "rank*.log")
         for rank, status in ended.items():

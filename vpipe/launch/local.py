@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 from vpipe.errors import VpipeError
-from vpipe.launch.failure import first_failure
+from vpipe.launch.failure import first_failure, read_report
 from vpipe.launch.folder import log_path
 from vpipe.launch.network import held
 from vpipe.launch.ranks import HostRanks
+from vpipe.launch.stops import STOPS
 from vpipe.launch.variables import PARENT_PIPE
 
 GRACE_S = 2.0
@@ -27,10 +29,15 @@ POLL_S = 0.05
 
 
 class Interrupted(Exception):  # noqa: N818 - it is no error, as KeyboardInterrupt is none
-    """Ctrl-C or a request to end (SIGTERM)."""
+    """Ctrl-C, or another of :data:`~vpipe.launch.stops.STOPS`.
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    Args:
+        number: of the signal.
+        in_good_order: whether the ranks left off by themselves, and so have saved what they do at such an end.
+    """
+
+    def __init__(self, number: int, *, in_good_order: bool = False) -> None:
+        self.number, self.in_good_order = number, in_good_order
         super().__init__(signal.Signals(number).name)
 
 
@@ -47,6 +54,9 @@ class Elsewhere(Protocol):
     @property
     def lost(self) -> VpipeError | None:
         """Why the host is out of reach, when it is."""
+
+    def stop(self) -> None:
+        """Ask them to leave off in good order."""
 
     def close(self) -> None:
         """End them; wait until they have ended and all that they wrote is here, or the host is lost."""
@@ -87,6 +97,12 @@ class Processes:
         """Per rank its exit status, negative for the signal that killed it; None while it runs."""
         return {rank: _status(process) for rank, process in self._processes.items()}
 
+    def stop(self) -> None:
+        """Ask them to leave off in good order."""
+        for process in self._processes.values():
+            if _status(process) is None:
+                _signal_group(process, signal.SIGTERM)
+
     def close(self) -> None:
         """End what still runs, with all it started."""
         for number in (signal.SIGTERM, signal.SIGKILL):
@@ -122,64 +138,128 @@ def close_all(groups: Sequence[Processes | Elsewhere]) -> None:
 
 
 def run_ranks(here: HostRanks, folder: Path, describe: Callable[[int], str],
-              elsewhere: Sequence[Elsewhere] = ()) -> None:
+              elsewhere: Sequence[Elsewhere] = (), stop_s: float = 0.0) -> None:
     """Run one process per rank, here and on other hosts, until all have ended.
 
-    The first failure ends all of them. Ctrl-C and SIGTERM do, too.
+    The first failure ends all of them. A signal (Ctrl-C, SIGTERM, SIGUSR1) asks them to leave off, which they do
+    after the same step and when they have saved; a second one, or the end of ``stop_s``, ends them as they are.
 
     Args:
         describe: ``rank -> "rank 2 (stage 2)"``.
         elsewhere: the ranks of other hosts, which are ready to start.
+        stop_s: how long they may take to leave off; 0 where there is nothing to save: they are ended at once.
 
     Raises:
         VpipeError: a rank failed.
-        Interrupted: by a signal.
+        Interrupted: by a signal, to this process or to a rank.
     """
-    with interrupting() as ignore_signals, held(here.port):
+    with Signals(passed_on=stop_s > 0) as signals, held(here.port):
         mine = Processes(here, folder)
         groups: list[Processes | Elsewhere] = [mine, *elsewhere]
         try:
             mine.start()
             for other in elsewhere:
                 other.start(folder)
-            while True:
-                statuses = _statuses(groups)
-                if any(statuses.values()) or any(other.lost for other in elsewhere):
+            while _go_on(groups, signals, stop_s, folder):
+                if any(other.lost for other in elsewhere) or _failed(_statuses(groups), folder, bool(signals.first)):
                     raise _failure(groups, elsewhere, folder, describe)
-                if None not in statuses.values():
-                    return
                 time.sleep(POLL_S)
         finally:
-            ignore_signals()  # a second Ctrl-C must not leave ranks behind
+            signals.ignore()  # another Ctrl-C must not leave ranks behind
             close_all(groups)
 
 
-@contextmanager
-def interrupting() -> Iterator[Callable[[], None]]:
-    """Let SIGINT and SIGTERM raise :class:`Interrupted`; what it gives, when called, has them ignored from then on."""
-    handlers = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+def _go_on(groups: Sequence[Processes | Elsewhere], signals: Signals, stop_s: float, folder: Path) -> bool:
+    """Whether to wait for the ranks; passes a signal on."""
+    statuses = _statuses(groups)
+    if signals.first is None:
+        return None in statuses.values() or any(statuses.values())
+    if signals.passed_at is None:
+        signals.passed_at = time.monotonic()
+        print(f"{signals.first.name}: the ranks save and end, which may take {stop_s:g} s; a second one ends them at "
+              "once", file=sys.stderr, flush=True)
+        for group in groups:
+            group.stop()
+    if None not in statuses.values() and not _failed(statuses, folder, asked=True):
+        if not any(statuses.values()):
+            return False  # it was at its end
+        raise Interrupted(signals.first, in_good_order=_stopped(statuses) is not None)
+    if time.monotonic() - signals.passed_at > stop_s:
+        raise Interrupted(signals.first)
+    return True
 
-    def ignore() -> None:
-        for number in handlers:
-            signal.signal(number, signal.SIG_IGN)
 
-    try:
-        yield ignore
-    finally:
-        for number, handler in handlers.items():
+class Signals:
+    """SIGINT, SIGTERM and SIGUSR1 to this process, as a context: they raise :class:`Interrupted`.
+
+    Args:
+        passed_on: whether the first one is only noted, for who passes it on.
+
+    Attributes:
+        first: the one that was noted.
+        passed_at: when it was passed on.
+    """
+
+    def __init__(self, *, passed_on: bool) -> None:
+        self._passed_on = passed_on
+        self._before: dict[int, Any] = {}
+        self.first: signal.Signals | None = None
+        self.passed_at: float | None = None
+
+    def __enter__(self) -> Signals:
+        self._before = {number: signal.signal(number, self._take) for number in STOPS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if not self._passed_on or self.first is not None:
+            raise Interrupted(number)
+        self.first = signal.Signals(number)
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise Interrupted(number)
+    def ignore(self) -> None:
+        """From now on."""
+        for number in self._before:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _failed(statuses: Mapping[int, int | None], folder: Path, asked: bool) -> bool:
+    """Whether a rank has failed.
+
+    Args:
+        asked: whether all were asked to leave off: then it is no failure to be ended by that before the training, nor
+            to lose a rank that was.
+    """
+    bad = [rank for rank, status in statuses.items() if status]
+    if not asked:
+        return bool(bad)
+    for rank in bad:
+        report = read_report(folder, rank)
+        ended_by_it = statuses[rank] in (-signal.SIGTERM, 128 + signal.SIGTERM)
+        if not ended_by_it and (report is None or not report["blames_peer"]):
+            return True
+    return False
+
+
+def _stopped(statuses: Mapping[int, int | None]) -> int | None:
+    """The signal after which all ranks left off in good order: the first rank's status tells it."""
+    status = (statuses.get(0) or 0) - 128
+    good = status in STOPS and not any(status != 0 for rank, status in statuses.items() if rank != 0)
+    return status if good else None
 
 
 def _failure(groups: Sequence[Processes | Elsewhere], elsewhere: Sequence[Elsewhere], folder: Path,
-             describe: Callable[[int], str]) -> VpipeError:
-    """What is told of a failure, once the other ranks had time to say what they saw."""
+             describe: Callable[[int], str]) -> VpipeError | Interrupted:
+    """What is told of a failure, once the other ranks had time to say what they saw; or that it is none: a rank got a
+    signal, for which all left off."""
     deadline = time.monotonic() + GRACE_S
     while time.monotonic() < deadline and None in _statuses(groups).values():
         time.sleep(POLL_S)
+    stopped = _stopped(_statuses(groups))
+    if stopped is not None:
+        return Interrupted(stopped, in_good_order=True)
     lost = [other.lost for other in elsewhere if other.lost is not None]
     return first_failure(_statuses(groups), lost, folder, describe)
 

@@ -69,13 +69,13 @@ class Meeting:
                            "set parallel.master_address") from None
         self._pulse = Pulse(self._pulse_store, member.rank, range(1, member.ranks) if member.rank == 0 else [0])
 
-    def settle(self, error: VpipeError | None, data: str, conclude: Callable[[], str]) -> Agreement:
+    def settle(self, error: VpipeError | None, data: str, conclude: Callable[[Sequence[str]], str]) -> Agreement:
         """Wait until all ranks have looked at the config.
 
         Args:
             error: why this rank cannot train.
             data: the fingerprint of this rank's.
-            conclude: what rank 0 does when all can.
+            conclude: what rank 0 does when all can; it is given the agents that started them.
 
         Raises:
             VpipeError: on rank 0, all that is wrong anywhere, each thing once; on another, that rank 0 is gone.
@@ -83,7 +83,8 @@ class Meeting:
         """
         try:
             self._store.set(f"state {self._member.rank}", json.dumps(
-                {"host": self._member.host, "source": source_towards_name(self._member.address), "data": data,
+                {"host": self._member.host, "agent": self._member.agent, "data": data,
+                 "source": source_towards_name(self._member.address),
                  "status": error.exit_status if error else 0, "problems": _problems(error)}))
             if self._member.rank == 0:
                 return self._conclude(conclude)
@@ -105,14 +106,14 @@ class Meeting:
                         hint=f"see what rank 0 and {self._member.starter} said; Linux kills a process when memory runs "
                         "out, which then says nothing")
 
-    def _conclude(self, conclude: Callable[[], str]) -> Agreement:
+    def _conclude(self, conclude: Callable[[Sequence[str]], str]) -> Agreement:
         states = self._states()
         conclusion, error = "", together(states, self._pulse.silences())
         hosts = [str(state["host"]) if state else "" for state in states]
         sources = [state["source"] if state else None for state in states]
         if error is None:
             try:
-                conclusion = conclude()
+                conclusion = conclude(list(dict.fromkeys(state["agent"] for state in states if state)))
             except VpipeError as own:
                 error = own
         self._store.set("verdict", json.dumps({"status": error.exit_status if error else 0, "conclusion": conclusion,

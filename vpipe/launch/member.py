@@ -8,11 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vpipe.errors import UserError
-from vpipe.launch.variables import RUN, STARTER
+from vpipe.launch.starter import agent_of
+from vpipe.launch.variables import AGENT, RUN, STARTER
 from vpipe.train.parallel import ParallelSection
 
 FIRST_PORT, PORTS = 10_000, 20_000
 """A job's port is one of these: below those that Linux gives to connections."""
+
+_COUNTS = {"torchrun": "TORCHELASTIC_RESTART_COUNT", "srun": "SLURM_RESTART_COUNT"}
+"""Where a starter says how often it has started the ranks again."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,8 @@ class Member:
         host: the name of its host.
         address, port: where rank 0 waits for the others, or torchrun does.
         run: what tells the run from others that might use the port; empty where its starter does not say.
+        agent: what would start it again; empty where nothing does.
+        restarts: how often that has happened, as its starter says.
     """
 
     starter: str
@@ -36,6 +42,8 @@ class Member:
     address: str
     port: int
     run: str = ""
+    agent: str = ""
+    restarts: int = 0
 
     @classmethod
     def of(cls, environment: Mapping[str, str], parallel: ParallelSection | None) -> Member | None:
@@ -55,7 +63,8 @@ class Member:
             device = _number(environment, "LOCAL_RANK", starter) if "LOCAL_RANK" in environment else rank
             return cls(starter, rank, _number(environment, "WORLD_SIZE", starter), device, host,
                        _text(environment, "MASTER_ADDR", starter), _number(environment, "MASTER_PORT", starter),
-                       environment.get(RUN) or environment.get("TORCHELASTIC_RUN_ID", ""))
+                       environment.get(RUN) or environment.get("TORCHELASTIC_RUN_ID", ""),
+                       agent_of(environment, None) if starter in _COUNTS else "", _restarts(environment, starter))
         if "SLURM_STEP_ID" not in environment or "SLURM_PROCID" not in environment:
             return None
         tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
@@ -71,14 +80,14 @@ class Member:
         return cls("srun", _number(environment, "SLURM_PROCID", "srun"), ranks,
                    _number(environment, "SLURM_LOCALID", "srun"), host,
                    address or environment.get("MASTER_ADDR") or slurm_address(environment), port,
-                   f"{job}.{step}")
+                   f"{job}.{step}", agent_of(environment, f"{job}.{step}"), _restarts(environment, "srun"))
 
     @property
     def variables(self) -> dict[str, str]:
         """What the environment of this process should say, as torchrun says it, and what it cannot."""
         return {"RANK": str(self.rank), "WORLD_SIZE": str(self.ranks), "LOCAL_RANK": str(self.device),
                 "MASTER_ADDR": self.address, "MASTER_PORT": str(self.port),
-                RUN: self.run, STARTER: self.starter}
+                RUN: self.run, STARTER: self.starter, AGENT: self.agent}
 
     def check(self, ranks: int) -> None:
         """Refuse another number of processes than the schedule has ranks.
@@ -136,6 +145,11 @@ def _scontrol(*question: str) -> str:
         said = getattr(error, "stderr", None) or ""
         raise UserError(f"scontrol show {' '.join(question)} failed: {str(said).strip() or error}", hint=_REMEDY) \
             from None
+
+
+def _restarts(environment: Mapping[str, str], starter: str) -> int:
+    name = _COUNTS.get(starter)
+    return _number(environment, name, starter) if name is not None and name in environment else 0
 
 
 def _text(environment: Mapping[str, str], name: str, starter: str) -> str:

@@ -6,8 +6,12 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from signal import SIGUSR1
 
 from vpipe.errors import UserError, counted
+
+SAVE_S = 120
+"""From the signal to the time limit. SLURM may be a minute early."""
 
 WRITTEN_BY = "# Written by: "
 """Before the command, in the script that it wrote."""
@@ -30,6 +34,7 @@ class Nodes:
         partition: SLURM's default one when None.
         time: as sbatch writes it; the partition's default when None.
         machines: whether the config names hosts, which says nothing here.
+        restarts: how often the job goes back into the queue after a failure; None leaves that to the cluster.
     """
 
     nodes: int
@@ -39,8 +44,11 @@ class Nodes:
     partition: str | None = None
     time: str | None = None
     machines: bool = False
+    restarts: int | None = None
 
     def __post_init__(self) -> None:
+        if self.restarts is not None and self.restarts < 0:
+            raise UserError(f"--restarts is {self.restarts}", hint="give a whole number, 0 or more")
         if self.time is not None and _TIME.fullmatch(self.time) is None:
             raise UserError(f"--time is '{self.time}'", hint="write 30 (minutes), 2:00:00 or 1-12 (days-hours), as "
                             "for sbatch")
@@ -96,12 +104,18 @@ def slurm_script(name: str, train: Sequence[str], wanted: Nodes, written_by: Seq
         directives.append((f"--partition={wanted.partition}", ""))
     if wanted.time is not None:
         directives.append((f"--time={wanted.time}", "then SLURM ends the job"))
+    if wanted.restarts is not None:
+        directives += [("--requeue", "the job may go back into the queue, under its number"),
+                       ("--open-mode=append", "and goes on with the file above"),
+                       (f"--signal=USR1@{SAVE_S}", f"{SAVE_S} s before the time limit the ranks save and end")]
     width = max(len(option) for option, _ in directives) + 2
     lines = [f"#SBATCH {option:{width}}# {why}" if why else f"#SBATCH {option}" for option, why in directives]
     hosts = "# SLURM chooses the hosts: the config's list of machines is not used.\n" if wanted.machines else ""
-    return _SCRIPT.format(
+    script = _SCRIPT.format(
         written_by=f"{WRITTEN_BY}{shlex.join(written_by)}", hosts=hosts, directives="\n".join(lines),
         threads=wanted.threads, train=shlex.join(train))
+    return script if wanted.restarts is None else \
+        script.rstrip("\n") + _AGAIN.format(restarts=wanted.restarts, saved=128 + SIGUSR1)
 
 
 _SCRIPT = """\
@@ -117,4 +131,22 @@ set -euo pipefail
 # ends the others; they have a few seconds to say what they saw. Since SLURM 22.05 the processors per task must be said
 # again: srun does not take them from above.
 srun --cpus-per-task={threads} --kill-on-bad-exit=1 {train}
+"""
+
+_AGAIN = """ || status=$?
+
+# Back into the queue, where the run goes on from its newest checkpoint: after status {saved}, with which it has saved
+# before the time limit; and after up to {restarts} failures, counted in a file, but never after 2, a mistake that would
+# be made again.
+failures="$SLURM_JOB_NAME-$SLURM_JOB_ID.failures"
+case ${{status:=0}} in
+    0|2) ;;
+    {saved}) scontrol requeue "$SLURM_JOB_ID" ;;
+    *)
+        echo "$status" >> "$failures"
+        if (( $(wc -l < "$failures") <= {restarts} )); then
+            scontrol requeue "$SLURM_JOB_ID"
+        fi ;;
+esac
+exit "$status"
 """

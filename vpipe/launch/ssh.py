@@ -180,7 +180,8 @@ class Remote:
         """What is to be run; it answers ``ready`` or ``refused``."""
         self._heard_at = self._asked_at = time.monotonic()
         self._say(run={"config": config, "world": here.world, "address": here.address, "port": here.port,
-                       "run": here.run, "silence_s": silence_s, "host": self.host, "devices": self._devices})
+                       "run": here.run, "task": list(here.task), "silence_s": silence_s, "host": self.host,
+                       "devices": self._devices})
 
     # -- the run ---------------------------------------------------------------------------------------
 
@@ -193,6 +194,10 @@ class Remote:
     def statuses(self) -> Mapping[int, int | None]:
         """Per rank its exit status, negative for the signal that killed it; None while it runs."""
         return dict(self._statuses)
+
+    def stop(self) -> None:
+        """Ask its ranks to leave off in good order."""
+        self._say(stop=True)
 
     def close(self) -> None:
         """End its ranks; wait until all that they wrote is here, or it is lost; ssh ends."""
@@ -281,20 +286,39 @@ class Remote:
             file.write(data)
 
 
+class UnreachableError(UserError):
+    """Hosts that cannot take part.
+
+    Attributes:
+        by_login: what is wrong with each.
+    """
+
+    by_login: Mapping[str, Sequence[Problem]]
+
+    @classmethod
+    def because(cls, by_login: Mapping[str, Sequence[Problem]]) -> UserError:
+        """All that is wrong, as one error."""
+        error = cls.all_of([problem for problems in by_login.values() for problem in problems])
+        assert isinstance(error, cls)
+        error.by_login = by_login
+        return error
+
+
 def connect(hosts: Hosts, settings: LaunchSection, *, container: bool) -> list[Remote]:
     """The launchers of other hosts, all reached at the same time.
 
     Raises:
-        UserError: all that keeps any of them from it.
+        UnreachableError: all that keeps any of them from it.
+        UserError: there is no ssh here.
     """
     remotes: list[Remote] = []
     try:
         for login in hosts.others:
             remotes.append(Remote(login, hosts.on(login), settings))
-        problems = [problem for remote in remotes
-                    for problem in remote.problems("hello", hello_s(settings)) or remote.differs(container)]
-        if problems:
-            raise UserError.all_of(problems)
+        found = {remote.login: remote.problems("hello", hello_s(settings)) or remote.differs(container)
+                 for remote in remotes}
+        if any(found.values()):
+            raise UnreachableError.because({login: problems for login, problems in found.items() if problems})
     except BaseException:
         close_all(remotes)
         raise

@@ -45,3 +45,12 @@ def open_store(kind: str, address: str, port: int, rank: int, ranks: int, timeou
                            hint="give each run a port of its own: parallel.master_port, or MASTER_PORT; under srun it "
                            "may be left out")
     return PrefixStore(f"{kind} {run} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def own_store(kind: str, rank: int, ranks: int, timeout_s: float) -> PrefixStore:
+    """The notes of one ``kind``, where this process's environment says that the ranks meet.
+
+    Raises:
+        RuntimeError: nobody answers there.
+    """
+    return open_store(kind, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, ranks, timeout_s)

@@ -2,50 +2,57 @@
 
 from __future__ import annotations
 
+import json
 import os
-import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from vpipe.errors import RunError, UserError, VpipeError
+from vpipe.errors import RunError, UserError, VpipeError, counted
+from vpipe.launch.conclusion import Conclusion
 from vpipe.launch.container import enter
+from vpipe.launch.elastic import fitted
 from vpipe.launch.failure import read_report, told, write_report
-from vpipe.launch.folder import CONFIG, make_run_folder
-from vpipe.launch.last_words import end_as_decided, take_time_to_speak
+from vpipe.launch.folder import CONFIG
 from vpipe.launch.local import GRACE_S
 from vpipe.launch.machine import check_gpus, own_device, ranks_of
 from vpipe.launch.meeting import Meeting
 from vpipe.launch.member import Member
 from vpipe.launch.network import check_interfaces, interface_towards
 from vpipe.launch.ranks import interface_variables
+from vpipe.launch.stops import LAST_WORDS_S, end_as_decided, listen, stopped_status
 from vpipe.launch.variables import HOST
 from vpipe.launch.worker import do, speaks
 from vpipe.train.config import Config
 from vpipe.train.job import Job
 from vpipe.train.loop import train
 from vpipe.train.report import headline
+from vpipe.train.resume import Start
 
 
-def train_together(member: Member, config: Config | VpipeError) -> None:
+def train_together(member: Member, config: Config | VpipeError, start: Start | None = None,
+                   restarts: int | None = None) -> None:
     """Be the rank that ``member`` says; rank 0 speaks for all.
 
     Args:
         config: or what is wrong with it.
+        start: the run to go on with, or the checkpoint to begin from; None for a new run. A starter that starts the
+            ranks anew finds its run again, which goes before it.
+        restarts: after how many failures nothing more is tried; None leaves that to the starter.
 
     Raises:
         VpipeError: what this rank has to say of a failure.
-        SystemExit: another rank says it.
+        SystemExit: another rank says it; or a signal ended the training, with 128 + its number on rank 0.
     """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the starter ends all ranks, and says so
-    take_time_to_speak()
+    listen(LAST_WORDS_S)
     try:
-        _train(member, config)
+        _train(member, config, start, restarts)
     finally:
         end_as_decided()
 
 
-def _train(member: Member, config: Config | VpipeError) -> None:
+def _train(member: Member, config: Config | VpipeError, start: Start | None, restarts: int | None) -> None:
     os.environ.update(member.variables)
     job, data, error = None, "", None
     if isinstance(config, VpipeError):
@@ -62,7 +69,7 @@ def _train(member: Member, config: Config | VpipeError) -> None:
     if error is None:
         assert isinstance(config, Config), "else there is an error"
         try:
-            member.check(ranks_of(config))
+            config = _for_ranks(config, member)
             member = _checked(member, config)
             job = Job.of(config)
             data = job.fingerprint()
@@ -72,15 +79,15 @@ def _train(member: Member, config: Config | VpipeError) -> None:
             error = RunError(f"{type(defect).__name__}: {defect}", hint="this is a defect of vpipe or of a package it "
                              "loads", rank=member.rank)
 
-    def conclude() -> str:
+    def conclude(agents: Sequence[str]) -> str:
         assert job is not None, "all ranks have one"
-        made = make_run_folder(job.config.log_directory, job.config.resolved_yaml())
-        job.keep_plan(made)
-        return os.path.abspath(made)
+        return Conclusion.of(member, job, start, restarts, agents).text
 
     agreement = meeting.settle(error, data, conclude)
     assert job is not None, "else it did not settle"
-    folder, hosts = _folder(Path(agreement.conclusion), job), len(set(agreement.hosts))
+    concluded = Conclusion(**json.loads(agreement.conclusion))
+    job = concluded.job(job)
+    folder, hosts = _folder(Path(concluded.folder), job), len(set(agreement.hosts))
     os.environ.update({HOST: member.host} if hosts > 1 else {})
     interface = job.config.parallel.interface
     if interface is not None:
@@ -92,12 +99,35 @@ def _train(member: Member, config: Config | VpipeError) -> None:
     if member.rank == 0:
         print(f"run folder: {folder}\n{headline(job)}, started by {member.starter}"
               + (f" on {hosts} hosts" if hosts > 1 else ""), flush=True)
-    failure = do(folder, member.rank, lambda: train(job, folder))
+    stopped: list[str | None] = [None]
+
+    def work() -> None:
+        stopped[0] = train(job, folder, None if concluded.checkpoint is None else Path(concluded.checkpoint))
+
+    failure = do(folder, member.rank, work)
     if failure is not None:
         write_report(folder, member.rank, failure)
         raise _spoken(failure, folder, member, meeting, job.describe)
     if member.rank == 0:
         print(f"run folder: {folder}", flush=True)
+    if status := stopped_status(member.rank, stopped[0]):
+        raise SystemExit(status)
+
+
+def _for_ranks(config: Config, member: Member) -> Config:
+    """The config, for as many ranks as there are.
+
+    Raises:
+        UserError: they are not those of the schedule, and the config does not let that change.
+    """
+    ranks = ranks_of(config)
+    if member.ranks == ranks or not config.elastic:
+        member.check(ranks)
+        return config
+    if member.rank == 0:
+        print(f"elastic: {member.starter} started {counted(member.ranks, 'process')}; the config has "
+              f"{counted(ranks, 'rank')}, and is cut anew", file=sys.stderr, flush=True)
+    return fitted(config, member.ranks)
 
 
 def _checked(member: Member, config: Config) -> Member:

@@ -13,3 +13,6 @@ RUN = "VPIPE_RUN"
 
 STARTER = "VPIPE_STARTER"
 """The program that started the ranks, for one that starts itself anew in a container."""
+
+AGENT = "VPIPE_AGENT"
+"""What would start this process again after a failure, for one that starts itself anew in a container."""

@@ -1,8 +1,8 @@
 """What a rank's process runs: ``python -m vpipe.launch.worker FOLDER TASK``, started by a launcher.
 
-The task is ``train``; ``verify N``: leave a trail of N updates; ``compare``, with :mod:`vpipe.compare.ask`'s words;
-``profile``, with sizes of microbatches; or ``prepare``: look whether this host has what the config asks for, once for
-all its ranks, before any starts.
+The task is ``train``, with the folder of a checkpoint if it is to go on from one; ``verify N``: leave a trail of N
+updates; ``compare``, with :mod:`vpipe.compare.ask`'s words; ``profile``, with sizes of microbatches; or ``prepare``:
+look whether this host has what the config asks for, once for all its ranks, before any starts.
 """
 
 from __future__ import annotations
@@ -17,13 +17,21 @@ from pathlib import Path
 from vpipe.errors import RunError, VpipeError
 from vpipe.launch.failure import read_report, write_report
 from vpipe.launch.folder import CONFIG, FINGERPRINT, log_path
+from vpipe.launch.stops import end_as_decided, listen, stopped_status
 from vpipe.launch.variables import PARENT_PIPE
 from vpipe.watch.current import announce, report_to
 
 
 def main(folder: Path, task: str, *arguments: str) -> int:
-    """Do the task as the folder's config says; a failure is written down for the launcher. Returns the exit status."""
+    """Do the task as the folder's config says; a failure is written down for the launcher.
+
+    Returns:
+        The exit status; of the first rank, when a signal ended the training in good order, 128 + its number.
+    """
+    listen()
     _follow_parent()
+    rank = int(os.environ["RANK"])
+    stopped: list[str | None] = [None]
 
     def work() -> None:
         from vpipe.train.config import load_config
@@ -35,7 +43,7 @@ def main(folder: Path, task: str, *arguments: str) -> int:
         if task == "verify":
             leave_trail(job, folder, int(arguments[0]))
         elif task == "train":
-            train(job, folder)
+            stopped[0] = train(job, folder, *map(Path, arguments))
         elif task == "compare":
             from vpipe.compare.enter import take_part
 
@@ -50,10 +58,11 @@ def main(folder: Path, task: str, *arguments: str) -> int:
             check_gpus(job.config, map(int, arguments))
             (folder / FINGERPRINT).write_text(job.fingerprint())
 
-    failure = do(folder, int(os.environ["RANK"]), work)
+    failure = do(folder, rank, work)
     if failure is not None:
-        write_report(folder, int(os.environ["RANK"]), failure)
-    return failure.exit_status if failure is not None else 0
+        write_report(folder, rank, failure)
+    end_as_decided()
+    return failure.exit_status if failure is not None else stopped_status(rank, stopped[0])
 
 
 def do(folder: Path, rank: int, work: Callable[[], None]) -> VpipeError | None:

@@ -10,7 +10,7 @@ D = H / A head size, I intermediate size, V vocabulary size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vpipe.errors import Problem, UserError, nearest
+from vpipe.model.bert_names import huggingface_copies, huggingface_names, huggingface_spelled, stage_file_order
 from vpipe.model.layer import LOSS, Layer, Model
-from vpipe.model.registry import ModelSettings, register_model
+from vpipe.model.registry import HuggingFace, ModelSettings, register_model
 
 # Blocks, hidden size, heads. Turc et al. 2019, arXiv:1908.08962, table 1; base and large: Devlin et al., section 3.
 _PRESETS = {"tiny": (2, 128, 2), "mini": (4, 256, 4), "small": (4, 512, 8), "medium": (8, 512, 8),
@@ -35,7 +36,8 @@ _FIXED = {"hidden_act": "gelu", "position_embedding_type": "absolute", "pad_toke
 _SILENT = {"architectures", "transformers_version", "torch_dtype", "dtype", "use_cache", "gradient_checkpointing",
            "_name_or_path", "classifier_dropout", "id2label", "label2id", "output_all_encoded_layers",
            "output_attentions", "output_hidden_states", "return_dict", "pooler_fc_size",
-           "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head"}
+           "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "problem_type",
+           "bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id"}
 
 
 @dataclass(frozen=True)
@@ -106,13 +108,46 @@ def bert(config: BertConfig) -> Model:
                                 "next_sentence_labels"))
 
 
-@register_model("bert")
-def bert_from_settings(settings: ModelSettings) -> Model:
-    """BERT from a config file's ``model`` section: the preset (default large), then ``overrides`` (the contents of
-    a ``bert_config.json``), then the section's own keys; the later wins.
+def _from_huggingface(config: Mapping[str, object]) -> ModelSettings:
+    """The defaults are those of :class:`BertConfig`, not a preset's."""
+    values = {**vars(BertConfig()), **config}
+    vocab_size, tied = values["vocab_size"], values["tie_word_embeddings"]
+    if type(vocab_size) is not int or type(tied) is not bool:
+        raise UserError(f"BERT's vocab_size is {vocab_size!r} and its tie_word_embeddings {tied!r}",
+                        hint="they must be an integer, and true or false")
+    settings = ModelSettings(vocab_size, tie_weights=tied, overrides=values)
+    config_of(settings)
+    return settings
 
-    Raises UserError for a key of ``overrides`` that is unknown or asks for what this BERT does not compute,
-    and for a sequence longer than the position embeddings.
+
+def _huggingface_config(settings: ModelSettings) -> dict[str, object]:
+    """Every field of the config, and what this BERT computes where Hugging Face's could compute something else."""
+    return {**vars(config_of(settings)), "hidden_act": _FIXED["hidden_act"], "pad_token_id": _FIXED["pad_token_id"]}
+
+
+def _stage_order(settings: ModelSettings) -> list[str]:
+    return stage_file_order(config_of(settings).num_hidden_layers)
+
+
+@register_model("bert", stage_order=_stage_order, huggingface=HuggingFace(
+    "bert", "BertForPreTraining", "BertTokenizer", _from_huggingface, _huggingface_config, huggingface_names,
+    huggingface_copies, huggingface_spelled))
+def bert_from_settings(settings: ModelSettings) -> Model:
+    """BERT from a config file's ``model`` section; see :func:`config_of`.
+
+    Raises UserError as that does, and for a sequence longer than the position embeddings.
+    """
+    config = config_of(settings)
+    if settings.sequence_length is not None:
+        _check_length(settings.sequence_length, config.max_position_embeddings)
+    return bert(config)
+
+
+def config_of(settings: ModelSettings) -> BertConfig:
+    """The preset (default large), then ``overrides`` (the contents of a ``bert_config.json``), then the settings' own
+    fields; the later wins.
+
+    Raises UserError for a key of ``overrides`` that is unknown or asks for what this BERT does not compute.
     """
     values: dict[str, Any] = {key: value for key, value in settings.overrides.items()
                               if key not in _SILENT and key not in _FIXED}
@@ -126,10 +161,7 @@ def bert_from_settings(settings: ModelSettings) -> Model:
            "hidden_dropout_prob": settings.dropout, "attention_probs_dropout_prob": settings.dropout,
            "tie_word_embeddings": settings.tie_weights}
     values |= {key: value for key, value in own.items() if value is not None}
-    config = BertConfig.preset("large" if settings.preset is None else settings.preset, **values)
-    if settings.sequence_length is not None:
-        _check_length(settings.sequence_length, config.max_position_embeddings)
-    return bert(config)
+    return BertConfig.preset("large" if settings.preset is None else settings.preset, **values)
 
 
 class Embeddings(nn.Module):

@@ -11,12 +11,15 @@ from __future__ import annotations
 import copy
 import hashlib
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from vpipe.errors import Problem, UserError, nearest
 
@@ -57,6 +60,24 @@ class Layer:
             raise UserError(f"layer '{self.name}' was built as {type(module).__name__}, not as an nn.Module",
                             hint="its build function must return a module: Layer(name, lambda: MyModule())")
         return module
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """What is built here has shapes and kinds of numbers, on the meta device, and no values: it takes no memory."""
+    with torch.device("meta"), _UnfilledNormal():
+        yield
+
+
+class _UnfilledNormal(TorchFunctionMode):
+    """Leaves a tensor without values as it is; torch imports a compiler to draw normal ones for it, for seconds."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (Tensor.normal_, nn.init.normal_):
+            tensor = args[0] if args else (kwargs or {})["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return function(*args, **(kwargs or {}))
 
 
 class Model:

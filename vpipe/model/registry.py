@@ -46,37 +46,89 @@ class ModelSettings:
 
 Factory = Callable[[ModelSettings], Model]
 
-_factories: dict[str, Factory] = {}
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """How a family is written at Hugging Face; a weight is called ``<layer>.<parameter>`` here.
+
+    Attributes:
+        model_type: that a ``config.json`` names.
+        architecture: class of ``transformers`` that loads what is exported.
+        tokenizer: class of ``transformers`` for a ``tokenizer.json`` of the family's data.
+        settings: a ``config.json`` -> settings; what it leaves out is what ``transformers`` takes. Raises UserError for
+            what this family does not compute.
+        config: settings -> everything that ``config.json`` says of the sizes and the computation.
+        names: such a config -> their name of every weight -> ours, in their order. Of several that lead to one of
+            ours all are written, and the last is read.
+        copies: such a config -> further names that a file may have for weights that are tied: not written, and equal
+            where they are read.
+        spelled: a name in a file -> as ``names`` has it; None for what is no weight of this computation.
+    """
+
+    model_type: str
+    architecture: str
+    tokenizer: str
+    settings: Callable[[Mapping[str, object]], ModelSettings]
+    config: Callable[[ModelSettings], dict[str, object]]
+    names: Callable[[Mapping[str, object]], dict[str, str]]
+    copies: Callable[[Mapping[str, object]], dict[str, str]]
+    spelled: Callable[[str], str | None]
 
 
-def register_model(name: str) -> Callable[[Factory], Factory]:
+@dataclass(frozen=True)
+class Family:
+    """A registered family.
+
+    Attributes:
+        factory: settings -> model.
+        huggingface: its names there; None for a family that is not exported to, nor imported from, Hugging Face.
+        stage_order: settings -> weights, as ``<layer>.<parameter>``, in the order of the files
+            ``checkpoint.<stage>.pth.tar`` that the first VPipe wrote of this family, all stages behind each other.
+            Weights that it had not are left out. None for a family that it had not.
+    """
+
+    factory: Factory
+    huggingface: HuggingFace | None = None
+    stage_order: Callable[[ModelSettings], list[str]] | None = None
+
+
+_families: dict[str, Family] = {}
+
+
+def register_model(name: str, *, huggingface: HuggingFace | None = None,
+                   stage_order: Callable[[ModelSettings], list[str]] | None = None) -> Callable[[Factory], Factory]:
     """Decorator: make a factory the family ``name``. Raises UserError if another module's has that name."""
 
     def register(factory: Factory) -> Factory:
-        holder = _factories.get(name, factory).__module__
+        holder = _families[name].factory.__module__ if name in _families else factory.__module__
         if holder != factory.__module__:  # the same module again is a reload
             raise UserError(f"two modules register the model '{name}': {holder} and {factory.__module__}",
                             hint="give one of them another name")
-        _factories[name] = factory
+        _families[name] = Family(factory, huggingface, stage_order)
         return factory
 
     return register
 
 
+def family_named(name: str) -> Family:
+    """The family ``name``. Raises UserError, with the nearest name, when there is none."""
+    if name not in _families:
+        _import_family(name)
+    if name not in _families:
+        raise UserError(f"there is no model '{name}'", hint=nearest(name, model_names()))
+    return _families[name]
+
+
 def model_named(name: str) -> Factory:
     """The factory of the family ``name``. Raises UserError, with the nearest name, when there is none."""
-    if name not in _factories:
-        _import_family(name)
-    if name not in _factories:
-        raise UserError(f"there is no model '{name}'", hint=nearest(name, model_names()))
-    return _factories[name]
+    return family_named(name).factory
 
 
 def model_names() -> list[str]:
     """Every family: built in, registered so far, and announced by installed packages."""
     for module in pkgutil.iter_modules(vpipe.model.__path__, prefix="vpipe.model."):
         import_module(module.name)
-    return sorted({*_factories, *(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))})
+    return sorted({*_families, *(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))})
 
 
 def _import_family(name: str) -> None:

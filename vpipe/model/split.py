@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-import torch
-
 from vpipe.errors import UserError
-from vpipe.model.layer import LOSS, Model, split_target
+from vpipe.model.layer import LOSS, Model, split_target, without_values
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ def parameter_counts(model: Model) -> list[int]:
     """Parameters per layer, a tied one counted once, where it is owned. Builds on the meta device: no memory."""
     counts = []
     for layer in model.layers:
-        with torch.device("meta"):
+        with without_values():
             module = layer.build()
         counts.append(sum(p.numel() for name, p in module.named_parameters() if name not in layer.ties))
     return counts

@@ -9,10 +9,9 @@ import weakref
 from collections.abc import Mapping
 from types import FunctionType
 
-import torch
 from torch import Tensor, nn
 
-from vpipe.model.layer import Layer, Model, split_target
+from vpipe.model.layer import Layer, Model, split_target, without_values
 from vpipe.model.split import resolve_tie
 
 _OWN = frozenset(vars(nn.Module()))
@@ -25,7 +24,7 @@ def structure(layer: Layer) -> str:
     Built on the meta device: no memory. Two layers with the same text are taken for equal. An object among the settings
     that does not say what is in it counts as another one in every layer: rather measured twice than mistaken.
     """
-    with torch.device("meta"):
+    with without_values():
         module = layer.build()
     lines = []
     for name, part in module.named_modules(remove_duplicate=False):
@@ -67,7 +66,7 @@ def code(model: Model, structures: list[str]) -> str | None:
     """
     sources: dict[str, str] = {}
     for layer in dict(zip(structures, model.layers, strict=True)).values():
-        with torch.device("meta"):
+        with without_values():
             module = layer.build()
         for part in module.modules():
             made_of: list[object] = [kind for kind in type(part).__mro__ if kind not in nn.Module.__mro__]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,10 @@ def read_history(folder: Path) -> History:
                 notes.append(f"metrics.jsonl breaks off in line {number}: the run was ended, or is still going.")
                 break
             raise _damaged(path, number, line) from None
+        if isinstance(entry, dict) and "checkpoint" in entry:
+            continue
+        if isinstance(entry, dict):  # what is not finite is null
+            entry |= {key: nan for key in ("loss", "evaluation_loss") if key in entry and entry[key] is None}
         if not (isinstance(entry, dict) and _numbers(entry, "step", "time_s")
                 and is_number(entry["step"]) and is_number(entry["time_s"])):
             raise _damaged(path, number, line)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from vpipe.errors import RunError
@@ -39,6 +40,24 @@ class AllRanks:
             shared = self._from(ranks[0], here.state() if here else {})
             whole.update(shared if self._distributed else {name: t.clone() for name, t in shared.items()})
         return whole
+
+    def meet(self, vote: str, decide: Callable[[list[str]], str]) -> str:
+        """What the first process makes of the words of all, by rank; known to all of them.
+
+        So these are :class:`vpipe.checkpoint.votes.Votes`, by sends from rank to rank.
+        """
+        if not self._distributed:
+            return decide([vote])
+        votes = [self._words(rank, vote) for rank in range(dist.get_world_size())]
+        return self._words(0, decide(votes) if dist.get_rank() == 0 else "")
+
+    def close(self) -> None:
+        """Everybody has heard."""
+
+    def _words(self, rank: int, text: str) -> str:
+        """What a rank says, on every rank."""
+        said = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+        return bytes(self._from(rank, {"words": said})["words"].numpy()).decode().strip()
 
     def usage(self) -> list[StageUsage]:
         """Where the time of training went so far: of every stage, and of each of its replicas."""

@@ -213,9 +213,14 @@ class Coder:
         wanted.sub_(given).nan_to_num_(0.0, 0.0, 0.0)
         return wire
 
-    def state(self) -> dict[str, Tensor]:
-        """What a run must keep to go on as if it had not stopped: ``"<cut>.<tensor>"`` -> the part lost, fp32."""
-        return {f"{cut}.{number}": lost for (cut, number), lost in self._lost.items()}
+    def lost(self, cut: int) -> dict[int, Tensor]:
+        """What coding the gradients that leave through a cut has lost, fp32, by the number of the tensor: what a run
+        must keep to go on as if it had not stopped."""
+        return {number: lost for (at, number), lost in self._lost.items() if at == cut}
+
+    def has_lost(self, cut: int, number: int, lost: Tensor) -> None:
+        """Go on from what was lost before."""
+        self._lost[cut, number] = lost.clone()
 
 
 def decode(codec: Codec, wires: Sequence[Tensor], specs: Sequence[Spec]) -> list[Tensor]:

@@ -18,7 +18,8 @@ from torch import Tensor
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.transport import Key, Spec
 from vpipe.watch.current import watch_of_process
-from vpipe.watch.watch import Doing, Watch
+from vpipe.watch.seen import Doing
+from vpipe.watch.watch import Watch
 
 SENDS_BEHIND = 4
 """Transfers per peer and kind that may be under way before a further send waits for the oldest, or as many as a rank
@@ -187,14 +188,24 @@ class _Failing:
         self._transport.doing(self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._transport.doing(None)
         if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
-            raise self._transport.failure(error, self.peer, self._key, self._doing) from error
+            try:
+                raise self._transport.failure(error, self.peer, self._key, self._doing) from error
+            finally:
+                self._transport.doing(None)  # not before: it is what this rank has waited for
+        self._transport.doing(None)
 
     def __str__(self) -> str:
         """In words, for when this process is ended in the middle of it."""
         other = "all ranks" if self.peer is None else self._transport.describe(self.peer)
         return f"{self._doing} {self._key} with {other}"
+
+    @property
+    def said(self) -> str:
+        """For when it takes long: it has waited ..."""
+        what = str(self._key).removesuffix(f" for stage {self._key.stage}")  # which is the other one, or this one
+        return {"waiting for": f"for {what} from", "sending": f"to send {what} to",
+                "receiving": f"to receive {what} from"}[self._doing]
 
 
 def _failure(error: RuntimeError, rank: int, peer: int | None, doing: str, describe: Callable[[int], str],
@@ -292,6 +303,10 @@ class _Talk:
 
     def __str__(self) -> str:
         return f"{self.doing} with rank {self.peer}"
+
+    @property
+    def said(self) -> str:
+        return f"{self.doing} with"
 
 
 def _now(watch: Watch | None, doing: Doing | None) -> None:

@@ -13,7 +13,7 @@ from operator import gt
 import torch.distributed as dist
 from torch import Tensor
 
-from vpipe.errors import RunError, UserError
+from vpipe.errors import RunError, UserError, counted
 from vpipe.model.layer import Model
 from vpipe.model.split import StageSpec, ties_between
 from vpipe.runtime.all_ranks import AllRanks
@@ -23,6 +23,7 @@ from vpipe.runtime.feed import Batch, Feed
 from vpipe.runtime.outcome import Outcomes
 from vpipe.runtime.programs import Program, Programs
 from vpipe.runtime.reduce import count_buckets
+from vpipe.runtime.saved import Position, parts_of
 from vpipe.runtime.segment import Segment
 from vpipe.runtime.settings import MakeOptimizer, Settings
 from vpipe.runtime.stage import Stage
@@ -36,6 +37,9 @@ from vpipe.schedules.registry import Recipe
 from vpipe.schedules.rounds import Rounds
 from vpipe.schedules.size import Placement
 
+Pauses = Callable[[int], int | None]
+"""How many steps are done -> after how many in all the pipeline runs empty next; None: only when it must."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -47,6 +51,8 @@ class Step:
         learning_rate: of the first parameter group of this process's first stage that trains; None without.
         gradient_norm: of all stages, before clipping; None when not clipped globally.
         stop: whether the last stage's rank was told to leave off.
+        skipped: whether an update of it was left out, since a loss or a gradient was not finite: with a flush on all
+            stages, without one on a stage of this process.
     """
 
     index: int
@@ -54,6 +60,7 @@ class Step:
     learning_rate: float | None
     gradient_norm: float | None
     stop: bool
+    skipped: bool = False
 
 
 @dataclass
@@ -97,43 +104,58 @@ class Engine:
                                     if distributed else InProcess(rank, room))
             if settings.compression is not None:
                 transport = Compressed(transport, settings.compression)
-            self.workers[rank] = Worker(rank, self._placement, stages, Update(optimizers, settings.clip), self._ties,
-                                        transport, settings.factor)
+            self.workers[rank] = Worker(rank, self._placement, stages, Update(optimizers, settings.clip, settings.skip),
+                                        self._ties, transport, settings.factor)
         self.all_ranks = AllRanks(self.workers, specs, self._placement, settings.device, distributed)
-        if settings.clip is not None and schedule.flush:
+        if (settings.clip is not None or settings.skip) and schedule.flush:
             self.all_ranks.agree_on_norms()
-        for worker in self.workers.values():
-            worker.tied.lend_first()
-        for worker in self.workers.values():
-            worker.tied.borrow_first()
-            worker.transport.finish()
+        self._lend()
+        self.parts = parts_of(self.workers, specs, self._placement)
         self._decisive = self._last_forwards()
         self._outcomes = Outcomes(self.workers, self._placement, distributed)
         self._made: deque[Step] = deque()  # the updates of the latest batch that were not yielded yet
         self._microbatches_done = self._steps_done = 0
+        self._samples_done = 0
+        self._begun = 0  # microbatches of the latest batch that are done, if it has more
+        self._restored = False  # and not trained since
         self._stream: _Stream | None = None
         self._broken = False
         self._recorders: dict[int, Recorder] = {}
         self._stop: Callable[[], bool] = lambda: False
 
+    def _lend(self) -> None:
+        """Let every stage that borrows tied weights have them as they are now."""
+        for worker in self.workers.values():
+            worker.tied.lend_first()
+        for worker in self.workers.values():
+            worker.tied.borrow_first()
+            worker.transport.finish()
+
     # -- training --------------------------------------------------------------------------------------
 
-    def train(self, batches: Iterable[Batch], updates: int | None = None,
-              stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
+    def train(self, batches: Iterable[Batch], updates: int | None = None, stop: Callable[[], bool] = lambda: False,
+              pauses: Pauses = lambda steps: None) -> Iterator[Step]:
         """Train on the batches; yields the steps, in order.
 
         ``updates`` ends the training after so many steps, in the middle of a batch if need be (not under a schedule
         read from a file, which ends with its batch). ``stop`` is asked where the last stage is, once per step; its
         answer comes with the step on every rank, so that all of them can leave off after the same one.
+
+        ``pauses`` must say the same on every rank. Without a flush the pipeline then runs empty exactly there: a
+        :meth:`drain` between that step and the next makes no step, and the next microbatches find the latest
+        weights at every stage, whether or not anybody drained it. With a flush it is empty after every batch.
+
+        After :meth:`restore` the first batch is the one to go on with: what was done of it is left out.
         """
         self.drain()
         self._made.clear()
         self._stop = stop
+        begun, self._restored = self._begun if self._restored else 0, False
         recipe, per_step = self._schedule.recipe, self._schedule.rounds.per_step
         whole = self._schedule.microbatches if recipe is None else per_step
-        feed = self._feed(batches, None if updates is None else -(-updates * per_step // whole) * whole,
-                          self._schedule.microbatches if recipe is None else None)
-        return self._train_whole(feed) if recipe is None else self._train_stream(feed, recipe)
+        feed = self._feed(batches, None if updates is None else begun + -(-updates * per_step // whole) * whole,
+                          self._schedule.microbatches if recipe is None else None, begun)
+        return self._train_whole(feed) if recipe is None else self._train_stream(feed, begun, recipe, pauses)
 
     def _train_whole(self, feed: Feed) -> Iterator[Step]:
         """Batch after batch, each with all of the schedule's programs and an empty pipeline at its end."""
@@ -149,16 +171,20 @@ class Engine:
                 steps = list(steps)  # the losses are told when the batch is done
             self._made = deque(self._step(segment, step) for step in steps)
             self._microbatches_done += microbatches
+            self._samples_done += feed.samples_before(first + microbatches) - feed.samples_before(first)
             self._steps_done += len(self._made)
             first += microbatches
             self._finish()
             while self._made:
                 yield self._made.popleft()
 
-    def _train_stream(self, feed: Feed, recipe: Recipe) -> Iterator[Step]:
-        first = 0
+    def _train_stream(self, feed: Feed, first: int, recipe: Recipe, pauses: Pauses) -> Iterator[Step]:
         while feed.has(first):
             self.drain()  # of another call of train
+            pause = pauses(self._steps_done)
+            if pause is not None:
+                assert pause > self._steps_done, f"a pause after step {pause}, but {self._steps_done} are done"
+                feed.end = first + (pause - self._steps_done) * self._schedule.rounds.per_step
             rounds = self._programs.rounds(partial(_has, feed, first))
             segment = Segment(feed, first, self._microbatches_done, self._steps_done, rounds, training=True)
             stream = self._stream = _Stream(segment, recipe,
@@ -176,8 +202,9 @@ class Engine:
     def drain(self) -> Sequence[Step]:
         """Finish what is in flight in an asynchronous pipeline, and the steps that makes; training may go on after it.
 
-        Every rank drains after the same step, so all must agree on the last microbatch that still enters: the latest
-        that any rank may have asked for, rounded up to whole steps. Beyond the last finished step these are as many as
+        Every rank drains after the same step, so all must agree on the last microbatch that still enters: the last one
+        before a pause that is known ahead (:meth:`train`), or else the latest that any rank may have asked for, rounded
+        up to whole steps. Beyond the last finished step these are as many as
         the replicas of a stage hold in flight, and with several replicas those of the next update, which one may
         have ended when another ends this one, and the next forward of each.
         """
@@ -190,7 +217,8 @@ class Engine:
                         for ranks in self._placement for rank in ranks)
         if widest > 1:
             in_flight += (segment.every + 1) * widest
-        segment.feed.end = segment.first + -(-(stream.done * per_step + in_flight) // per_step) * per_step
+        end = segment.first + -(-(stream.done * per_step + in_flight) // per_step) * per_step
+        segment.feed.end = end if segment.feed.end is None else min(end, segment.feed.end)
         stream.drained = deque()
         for step in stream.steps:
             stream.done += 1
@@ -199,7 +227,10 @@ class Engine:
         return stream.drained
 
     def _close(self, stream: _Stream) -> None:
-        self._microbatches_done += stream.segment.feed.total - stream.segment.first
+        feed, first = stream.segment.feed, stream.segment.first
+        self._microbatches_done += feed.total - first
+        self._samples_done += feed.samples_before(feed.total) - feed.samples_before(first)
+        self._begun = feed.total % self._settings.microbatches
         self._steps_done += stream.done
         self._stream = None
         self._finish()
@@ -243,7 +274,7 @@ class Engine:
                 for rank, known in zip((r for r in self._placement[-1] if r in self.workers), losses, strict=True):
                     kept = self.workers[rank].losses
                     known += [float(kept.pop(number)) for number in sorted(kept)]
-                samples += feed.samples
+                samples += [feed.samples_before(i + 1) - feed.samples_before(i) for i in range(microbatches)]
         if not samples:
             raise UserError("there is nothing to evaluate on", hint="give evaluate at least one batch")
         total = sum(loss * size for loss, size in zip(self._outcomes.share(losses, samples), samples, strict=True))
@@ -268,7 +299,10 @@ class Engine:
         here = sorted((stage, rank) for rank, worker in self.workers.items() for stage in worker.stages)
         rates = (self.workers[rank].learning_rate(stage, step) for stage, rank in here)
         rate = next((rate for rate in rates if rate is not None), None)
-        return Step(number, loss, rate, None if norm is None else float(norm), stop)
+        skipped = [number in worker.skipped for worker in self.workers.values()]
+        for worker in self.workers.values():
+            worker.skipped.discard(number)
+        return Step(number, loss, rate, None if norm is None else float(norm), stop, any(skipped))
 
     def _last_forwards(self) -> Mapping[int, Action]:
         """Where a program is one update: what is done, by rank, when its losses are known, long before the update is.
@@ -283,14 +317,15 @@ class Engine:
         return {rank: [action for action in schedule.programs[rank]
                        if action.op is Op.FORWARD and action.stage == last][-1] for rank in self._placement[-1]}
 
-    def _feed(self, batches: Iterable[Batch], limit: int | None, again: int | None) -> Feed:
-        """``again``: after how many microbatches they are divided among replicas from the first one on, if ever."""
+    def _feed(self, batches: Iterable[Batch], limit: int | None, again: int | None, begun: int = 0) -> Feed:
+        """``again``: after how many microbatches they are divided among replicas from the first one on, if ever;
+        ``begun``: how many of the first batch are left out."""
         here = [(stage, rank) for rank, worker in self.workers.items() for stage in worker.stages]
         rounds = self._schedule.rounds
 
         def takers(microbatch: int) -> int:
-            number = microbatch if again is None else microbatch % again
-            return sum(rounds.rank_of(stage, number) == rank for stage, rank in here)
+            number = microbatch - begun if again is None else microbatch % again
+            return 0 if number < 0 else sum(rounds.rank_of(stage, number) == rank for stage, rank in here)
 
         return Feed(iter(batches), self._settings.microbatches, self._fields, takers, limit)
 
@@ -358,12 +393,78 @@ class Engine:
 
     def state(self) -> dict[str, Tensor]:
         """Parameters and buffers of the whole model, on every rank, in the order of the layers."""
-        if self._broken:
-            raise RunError("this pipeline failed in the middle of an update: its stages are at different versions",
-                           hint="keep a state_dict() from between steps, and build a new pipeline")
+        self._check_whole()
         self.drain()
         self.all_ranks.check_replicas()
         return self.all_ranks.state()
+
+    # -- to stop and go on -----------------------------------------------------------------------------
+
+    @property
+    def position(self) -> Position:
+        """How far training is; what is in flight is not done."""
+        return Position(self._steps_done, self._microbatches_done, self._begun, self._samples_done)
+
+    def saved(self) -> dict[str, Tensor]:
+        """All that this process must keep to go on from here as if it had not stopped: see :mod:`vpipe.runtime.saved`.
+
+        Every rank calls it after the same step; an asynchronous pipeline drains first. No copies: training goes on in
+        the same memory.
+
+        Raises:
+            RunError: the pipeline failed before.
+            UserError: a layer or an optimizer keeps what a checkpoint cannot hold.
+        """
+        self._check_whole()
+        self.drain()
+        return {name: tensor for part in self.parts for name, tensor in part.state().items()}
+
+    def wants(self, name: str) -> bool:
+        """Whether this process takes up a tensor of this name in :meth:`restore`."""
+        return any(part.wants(name) for part in self.parts)
+
+    def restore(self, position: Position, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from where a run was saved, under this partition, these widths, this transport or others.
+
+        Every rank calls it, before it trains. Weights are those of one version per stage, from which versions count
+        anew.
+
+        Args:
+            tensors: what :meth:`saved` gave on all ranks together, or of that all that this process :meth:`wants`.
+
+        Raises:
+            UserError: parameters or buffers are missing; or see :meth:`check_begins`.
+        """
+        self.check_begins(position)
+        for part in self.parts:
+            part.load({name: tensor for name, tensor in tensors.items() if part.wants(name)})
+        self._lend()
+        self._steps_done, self._microbatches_done = position.steps, position.microbatches
+        self._samples_done = position.samples
+        self._begun, self._restored = self._begun_at(position), True
+
+    def check_begins(self, position: Position) -> None:
+        """Refuse a position from which this pipeline cannot go on.
+
+        Raises:
+            UserError: training has begun; or the position is within a batch and the schedule takes only whole ones.
+        """
+        if self._steps_done or self._microbatches_done or self._stream is not None:
+            raise UserError(f"training has begun: {counted(self._steps_done, 'step')} done",
+                            hint="load a checkpoint into a new pipeline, before its first step")
+        begun = self._begun_at(position)
+        if begun and self._schedule.recipe is None:
+            raise UserError(f"the checkpoint was made after {begun} of the {self._settings.microbatches} microbatches "
+                            f"of a batch, but '{self._schedule.name}' takes whole ones",
+                            hint="go on with the schedule that made it, or from a checkpoint at the end of a batch")
+
+    def _begun_at(self, position: Position) -> int:
+        return position.microbatches % self._settings.microbatches if position.begun is None else position.begun
+
+    def _check_whole(self) -> None:
+        if self._broken:
+            raise RunError("this pipeline failed in the middle of an update: its stages are at different versions",
+                           hint="keep a state_dict() from between steps, and build a new pipeline")
 
     def describe(self, rank: int) -> str:
         """A rank with its stages, for messages."""

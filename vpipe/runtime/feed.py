@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vpipe.errors import UserError
+from vpipe.watch.current import at_work
 
 Batch = Mapping[str, Tensor]
 """A dict of tensors whose dimension 0 counts samples."""
@@ -32,7 +33,8 @@ class Feed:
         batches: what the user iterates over; a field this process does not need may be on the meta device.
         microbatches: into how many equal parts a batch is cut along dimension 0.
         fields: names a batch must hold.
-        takers: how many stages of this process take a microbatch, each once.
+        takers: how many stages of this process take a microbatch, each once; none of those before the first that is
+            to be taken, where training goes on within a batch.
         limit: after how many microbatches the stream ends, if the batches do not end before.
     """
 
@@ -44,14 +46,15 @@ class Feed:
         self._read = 0
         self._exhausted = False
         self.end: int | None = None  # a microbatch at which to pause
-        self.samples: list[int] = []  # of each microbatch read so far
+        self._sizes: list[tuple[int, int]] = []  # microbatches in a row, and how many samples each of them has
 
     def has(self, microbatch: int) -> bool:
         """Whether this microbatch exists and lies before the pause."""
         if any(end is not None and microbatch >= end for end in (self.end, self._limit)):
             return False
         while microbatch >= self._read * self._microbatches and not self._exhausted:
-            batch = next(self._batches, None)
+            with at_work("reading a batch"):
+                batch = next(self._batches, None)
             if batch is None:
                 self._exhausted = True
             else:
@@ -82,6 +85,24 @@ class Feed:
             del self._open[number]
         return chunk
 
+    def samples_before(self, microbatch: int) -> int:
+        """How many samples the microbatches before this one have; all of them were read."""
+        total, first = 0, 0
+        for count, samples in self._sizes:
+            total += samples * min(count, microbatch - first)
+            first += count
+            if first >= microbatch:
+                break
+        return total
+
+    def _count(self, samples: int) -> None:
+        count, before = self._sizes[-1] if self._sizes else (0, samples)
+        if before != samples:
+            count = 0
+        else:
+            del self._sizes[-1:]
+        self._sizes.append((count + self._microbatches, samples))
+
     def _chunk(self, microbatch: int) -> dict[str, Tensor]:
         number, within = divmod(microbatch, self._microbatches)
         return self._open[number].chunks[within]
@@ -102,6 +123,6 @@ class Feed:
             fitting = " or ".join(str(size) for size in (down, down + self._microbatches) if size)
             raise UserError(f"a batch of {samples} samples cannot be cut into {self._microbatches} equal microbatches",
                             hint=f"use batches of {fitting} samples, or drop the incomplete last batch")
-        self.samples += [samples // self._microbatches] * self._microbatches
+        self._count(samples // self._microbatches)
         parts = {name: torch.chunk(t, self._microbatches) for name, t in tensors.items()}
         return [{name: part[i] for name, part in parts.items()} for i in range(self._microbatches)]

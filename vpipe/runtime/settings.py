@@ -27,6 +27,7 @@ class Settings:
         device: where this process computes.
         timeout_s: how long a transfer may take.
         compression: how tensors travel between stages; None: as they are.
+        skip: whether an update from a loss or a gradient that is not finite is left out.
     """
 
     microbatches: int
@@ -37,3 +38,4 @@ class Settings:
     device: torch.device
     timeout_s: float
     compression: Compression | None
+    skip: bool = False

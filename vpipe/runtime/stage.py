@@ -278,9 +278,21 @@ class Stage:
     def state(self) -> dict[str, Tensor]:
         """Parameters (latest version) and buffers of the stage's layers; a tied parameter only where it is owned."""
         self.use_latest()
-        return {f"{self.layer_names[i]}.{name}": value.detach()
-                for i, module in self.modules.items() for name, value in module.state_dict().items()
-                if name not in self._ties[i]}
+        state = {f"{self.layer_names[i]}.{name}": value for i, module in self.modules.items()
+                 for name, value in module.state_dict().items() if name not in self._ties[i]}
+        for name, value in state.items():
+            if not isinstance(value, Tensor):
+                raise UserError(f"'{name}' in the state of its layer is {type(value).__name__}, not a tensor",
+                                hint="let the layer keep a buffer instead of an extra state")
+        return {name: value.detach() for name, value in state.items()}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Copy in what :meth:`state` gave, perhaps of another stage; to be called while nothing is in flight."""
+        self.use_latest()
+        for i, module in self.modules.items():
+            prefix = f"{self.layer_names[i]}."
+            module.load_state_dict({name.removeprefix(prefix): value for name, value in state.items()
+                                    if name.startswith(prefix)}, strict=False)  # ties are their owner's
 
     def use_latest(self) -> None:
         """Point the modules to the latest weights."""

@@ -21,10 +21,12 @@ class Update:
     Args:
         optimizers: per stage of this rank; None for a stage with nothing to train.
         clip: greatest norm of the gradients, or None.
+        skip: whether an update with a norm that is not finite is left out.
     """
 
-    def __init__(self, optimizers: Mapping[int, torch.optim.Optimizer | None], clip: float | None) -> None:
-        self.optimizers = optimizers
+    def __init__(self, optimizers: Mapping[int, torch.optim.Optimizer | None], clip: float | None,
+                 skip: bool = False) -> None:
+        self.optimizers, self.skip = optimizers, skip
         self._clip = clip
         self._audience: Mapping[int, Sequence[int]] = {}
         self._others: dict[int, tuple[int, int]] = {}  # stages elsewhere: their rank, and how many norms they publish
@@ -34,13 +36,13 @@ class Update:
         self._steps: Counter[int] = Counter()  # of own stages, by update
 
     def clip_globally(self, others: Mapping[int, tuple[int, int]], audience: Mapping[int, Sequence[int]]) -> None:
-        """Clip by the norm over all stages, as a schedule with a flush can.
+        """Clip, and skip, by the norms of all stages, as a schedule with a flush can.
 
         Args:
             others: per stage that is not on this rank, the rank that publishes its norms, and how many they are.
             audience: per stage of this rank, the ranks to which this one publishes its norms.
         """
-        self.global_norm, self._others, self._audience = self._clip is not None, dict(others), audience
+        self.global_norm, self._others, self._audience = True, dict(others), audience
 
     def ready(self, transport: Transport, number: int) -> bool:
         """Whether a step can be taken without waiting for norms."""
@@ -57,21 +59,30 @@ class Update:
         for rank in self._audience[stage]:
             transport.send(rank, Key("N", stage, number), [self._norms[number][stage]])
 
-    def step(self, transport: Transport, stage: int, weights: Weights, number: int, factor: float) -> None:
-        """Make the next version of a stage's weights, at the optimizer's own learning rate times ``factor``."""
+    def step(self, transport: Transport, stage: int, weights: Weights, number: int, factor: float) -> bool:
+        """Make the next version of a stage's weights, at the optimizer's own learning rate times ``factor``.
+
+        Returns:
+            Whether the gradients were applied. A version that skips them equals the one before, and so does the state
+            of the optimizer.
+        """
         optimizer = self.optimizers[stage]
-        if self.global_norm:
-            norms = self._all_norms(transport, number)
-            self._scale(weights, torch.cat([norms[s] for s in sorted(norms)]))
-        elif self._clip is not None:
-            self._scale(weights, _norms(weights))
         if optimizer is not None:
             for group in optimizer.param_groups:
                 group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+        if self.global_norm or self._clip is not None or self.skip:
+            norms = self._norms_of_all(transport, number) if self.global_norm else _norms(weights)
+            if self._clip is not None:
+                self._scale(weights, norms)
+            if self.skip and not norms.isfinite().all():
+                weights.take_gradients()
+                weights.step(None)
+                return False
         weights.step(optimizer)
+        return True
 
-    def _all_norms(self, transport: Transport, number: int) -> dict[int, Tensor]:
-        """The norms of every stage, taken in at the first step of this rank and let go at its last."""
+    def _norms_of_all(self, transport: Transport, number: int) -> Tensor:
+        """The norms of every stage, in their order; taken in at the first step of this rank and let go at its last."""
         norms = self._norms[number]
         if not self._steps[number]:
             norms |= {other: transport.take(rank, Key("N", other, number))[0].cpu()
@@ -79,7 +90,7 @@ class Update:
         self._steps[number] += 1
         if self._steps[number] == len(self.optimizers):
             del self._norms[number], self._steps[number]
-        return norms
+        return torch.cat([norms[s] for s in sorted(norms)])
 
     def _scale(self, weights: Weights, norms: Tensor) -> None:
         """Clip, in the operations of ``torch.nn.utils.clip_grad_norm_`` so that the result is the same number."""

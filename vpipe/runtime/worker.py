@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -24,7 +25,7 @@ from vpipe.runtime.update import Update
 from vpipe.runtime.usage import StageUsage, peak_memory_bytes
 from vpipe.schedules.action import RECEIVES, RETURNS, SENDS, Action, Op
 from vpipe.schedules.size import Placement
-from vpipe.watch.current import announce
+from vpipe.watch.current import announce, at_work, work
 
 VersionOf = Callable[[int, int], int]
 """(owning stage, microbatch) -> version of its tied weights, both counted within the segment."""
@@ -59,6 +60,7 @@ class Worker:
         self.reductions = {s: Reduction(s, stage.weights, stage.summed_late, placement[s], transport)
                            for s, stage in stages.items() if len(placement[s]) > 1}
         self._last = len(placement) - 1
+        self.skipped: set[int] = set()  # steps of which an update was left out
         self._completed: Counter[int] = Counter()  # by replicated stage: gradients of the update at hand
         self.records: dict[tuple[int, int], Record] = {}
         self.losses: dict[int, Tensor] = {}  # of the last stage, by microbatch
@@ -92,11 +94,13 @@ class Worker:
     def execute(self, action: Action) -> None:
         """Carry out one action; a failure is raised with the rank, the stage and the action."""
         waited, started = self.transport.wait_s, perf_counter()
+        work.now = action, started
         try:
             self._operations[action.op](action.stage, action.microbatch)
         except RunError as error:
             raise self._failed(error.what, error.hint, action, error.peer) from error
         except VpipeError:
+            work.rest()
             raise
         except Exception as error:
             raise self._failed(f"{type(error).__name__}: {error}", "the log of the rank has the traceback",
@@ -140,6 +144,7 @@ class Worker:
         with ExitStack() as stack:
             for stage in self.stages.values():
                 stack.enter_context(stage.evaluating())
+            stack.enter_context(at_work("evaluating"))
             yield
         self.seconds.clear()
         self.seconds.update(counted[0])
@@ -244,7 +249,10 @@ class Worker:
         self._staleness[stage_index] = max(self._staleness[stage_index], staleness)
         stage.prepare_backward(record.pins)
         if stage_index == self._last:
-            return {"loss": torch.full_like(self.losses[number], 1 / self.segment.every)}
+            loss = self.losses[number]
+            share = torch.full_like(loss, 1 / self.segment.every)
+            # So every stage sees it in its gradients, also where the backward alone would give finite ones.
+            return {"loss": share.masked_fill_(~loss.isfinite(), math.nan) if self.update.skip else share}
         return self._neighbours.take_gradients(stage_index, microbatch)
 
     def _end_return(self, stage_index: int, microbatch: int, returned: list[Tensor]) -> None:
@@ -269,9 +277,11 @@ class Worker:
         if self.observer is not None:
             self.observer.gradients(number, dict(zip(weights.names, weights.gradients, strict=True)))
         step = update * self._rounds.span(stage) // self._rounds.per_step
-        self.update.step(self.transport, stage, weights, number, self._rate(stage, step))
+        if not self.update.step(self.transport, stage, weights, number, self._rate(stage, step)):
+            self.skipped.add(self.segment.steps_before + step)
         if self.observer is not None:
             self.observer.weights(number, dict(zip(weights.names, weights.values(weights.names), strict=True)))
+        work.rest()  # what follows a step may be the program that runs the pipeline
 
     def _gather_gradients(self, stage: int, update: int) -> None:
         """Of all replicas and borrowers; without a flush their mean over the microbatches that there are."""
@@ -329,6 +339,7 @@ class Worker:
         return self._updates_before[stage] + update
 
     def _failed(self, what: str, hint: str, action: Action, peer: int | None = None) -> RunError:
+        work.rest()
         error = RunError(what, hint=hint, rank=self.rank, stage=action.stage, action=str(action), peer=peer)
         announce(error)
         return error

@@ -11,7 +11,7 @@ from vpipe.errors import UserError
 from vpipe.launch.hosts import machine_mistakes
 from vpipe.train.flat_config import FLAT_KEYS, is_flat, to_native
 from vpipe.train.parallel import ParallelSection
-from vpipe.train.plan_file import put_plan
+from vpipe.train.plan_file import drop_what_follows, put_plan
 from vpipe.train.sections import (
     CheckpointSection,
     DatasetSection,
@@ -42,6 +42,13 @@ class Config(Section):
     container: str | None = Field(None, description="image that the ranks run in, with apptainer or singularity")
     log_directory: FilePath = Field(Path("output"), description="folder in which each run makes a folder of its own")
     trace: bool = Field(False, description="whether the run writes its timeline")
+    elastic: bool = Field(False, description="whether a run that starts again may do so with fewer ranks, when a host "
+                                             "stays away")
+
+    @property
+    def saving(self) -> CheckpointSection:
+        """How checkpoints are made; a section that is absent says what one without keys says."""
+        return self.checkpoint or CheckpointSection.model_validate({})
 
     @property
     def microbatch_size(self) -> int:
@@ -73,11 +80,13 @@ class Config(Section):
         return write(self.model_dump(mode="json"))
 
 
-def load_config(path: Path, overrides: Sequence[str] = (), scheduler: str | None = None) -> Config:
+def load_config(path: Path, overrides: Sequence[str] = (), scheduler: str | None = None, *,
+                resolved: bool = False) -> Config:
     """The config in the file at ``path``, native or flat.
 
     ``overrides`` are the texts of ``--set``, such as ``training.learning_rate=3e-4``: native keys, and in
-    a flat file also its own. ``scheduler`` is the value of ``--scheduler``. All mistakes in the files and on
+    a flat file also its own. ``scheduler`` is the value of ``--scheduler``. ``resolved``: the file is that of a run,
+    which says every key; what follows from a key that is set goes with it. All mistakes in the files and on
     the command line are raised together as one :class:`~vpipe.errors.UserError`.
     """
     tree = read_yaml(path)
@@ -91,6 +100,8 @@ def load_config(path: Path, overrides: Sequence[str] = (), scheduler: str | None
     if scheduler is not None:
         place = Place("--scheduler", "--scheduler", "--scheduler")
         settings.append(("parallel.scheduler", Tree.leaf(scheduler, place)))
+    if resolved:
+        drop_what_follows(tree, {key: part.value for key, part in settings})
     for key, part in settings:
         tree.put(tuple(key.split(".")), part)
     put_plan(tree, [key for key, _ in settings])

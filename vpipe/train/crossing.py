@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,25 @@ class Crossing:
             for i, tensor in zip(wanting, joined, strict=True):
                 arrived[i] = tensor
         tensors.update(zip(spec.inputs, arrived, strict=True))
+
+    def kept(self) -> dict[str, Tensor]:
+        """What coding gradients has lost so far, by its names in a checkpoint; copies."""
+        return {f"feedback.{layer}.{replica}.{number}": lost.clone() for layer, replica, rank, cut in self._senders()
+                for number, lost in self._coders[rank].lost(cut).items()}
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from what a checkpoint holds of it."""
+        for layer, replica, rank, cut in self._senders():
+            prefix = f"feedback.{layer}.{replica}."
+            for name, lost in tensors.items():
+                if name.startswith(prefix):
+                    self._coders[rank].has_lost(cut, int(name.removeprefix(prefix)), lost)
+
+    def _senders(self) -> Iterator[tuple[int, int, int, int]]:
+        """Who sends gradients through a cut: the layer behind it, the replica of that stage, its rank; the cut."""
+        for layer, spec in self._cuts.items():
+            for replica, rank in enumerate(self._placement[spec.index]):
+                yield layer, replica, rank, spec.index - 1
 
     def carry(self, rank: int, key: Key, tensors: Sequence[Tensor]) -> list[Tensor]:
         """What arrives when a rank sends these tensors."""

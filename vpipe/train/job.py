@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import dataclass, replace
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from vpipe.data.registry import dataset_named
 from vpipe.errors import UserError
 from vpipe.launch.folder import PLAN, PROFILE
 from vpipe.model.layer import Model, seed_of
-from vpipe.model.registry import ModelSettings, model_named
+from vpipe.model.registry import model_named
 from vpipe.model.split import balanced, parameter_counts, split, ties_between
 from vpipe.plan.plan import Plan
 from vpipe.plan.recompute import recomputed_layers
@@ -25,9 +25,9 @@ from vpipe.schedules.arrange import Wanted
 from vpipe.schedules.order import Schedule, describe_rank
 from vpipe.schedules.size import Placement
 from vpipe.train.config import Config
+from vpipe.train.model_of import model_file, model_settings
 from vpipe.train.optimizers import OptimizerSettings
 from vpipe.train.policies import Policy
-from vpipe.train.yaml_file import read_json
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Job:
         schedule: lowered and proved; of a stream, the part that was proved.
         updates: how many the run makes at most; None when only a time limit ends it.
         plan: that it follows, from a file or made when the run started.
+        steps_done, samples_done: by earlier attempts of the run, which it goes on with.
     """
 
     config: Config
@@ -56,6 +57,8 @@ class Job:
     schedule: Schedule
     updates: int | None
     plan: Plan | None
+    steps_done: int = 0
+    samples_done: int = 0
 
     @classmethod
     def of(cls, config: Config) -> Job:
@@ -64,7 +67,7 @@ class Job:
         Raises:
             UserError: something in the config does not fit the data, the model or this machine.
         """
-        overrides = _model_file(config)
+        overrides = model_file(config.model)
         vocab_size = config.model.vocab_size
         if vocab_size == -1:
             vocab_size = _integer(overrides.get("vocab_size", -1))
@@ -76,11 +79,7 @@ class Job:
         elif dataset.vocab_size > vocab_size:
             raise UserError(f"the data set has {dataset.vocab_size} tokens, but the model only {vocab_size}",
                             hint=f"set model.vocab_size to {dataset.vocab_size} or more, or to -1")
-        model = model_named(config.model.name)(ModelSettings(
-            vocab_size=vocab_size, preset=config.model.preset, hidden_size=config.model.hidden_size,
-            num_layers=config.model.num_layers, num_heads=config.model.num_heads,
-            sequence_length=config.model.sequence_length, dropout=config.model.dropout,
-            tie_weights=config.model.tie_weights, overrides=overrides))
+        model = model_named(config.model.name)(model_settings(config.model, vocab_size, overrides))
         _check_fields(model, dataset, config)
         config = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": vocab_size})})
         plan = None
@@ -112,7 +111,7 @@ class Job:
             parallel.schedule, len(partition), training.num_microbatches, parallel.update_every, parallel.placement,
             parallel.chunks, None, 1 if parallel.placement else parallel.data_parallel_size,
             {owner: tuple(borrowers) for owner, borrowers in ties_between(specs).items()},
-            [stage for stage, layers in enumerate(recomputed) if layers], training.grad_clip is not None).arranged()
+            [stage for stage, layers in enumerate(recomputed) if layers], training.needs_norms).arranged()
         config = config.with_parallel(update_every=None if schedule.flush else schedule.update_every)
         if "partition" not in to_plan:
             config = config.with_parallel(partition=partition)
@@ -141,7 +140,15 @@ class Job:
                             f"{self.config.dataset.batch_size} samples", hint="change dataset.batch_size, or plan anew")
         config = self.config.with_parallel(**changes).model_copy(update={
             "training": training.model_copy(update={"num_microbatches": microbatches})})
-        return self._arranged(config, self.dataset, self.model, plan)
+        return self._arranged(config, self.dataset, self.model, plan).resumed(self.steps_done, self.samples_done)
+
+    def resumed(self, steps: int, samples: int) -> Job:
+        """This job when so many steps are done, of so many samples, however they were arranged then."""
+        if not samples:
+            return self
+        done = samples // self.config.microbatch_size
+        return replace(self, steps_done=steps, samples_done=samples,
+                       updates=_updates(self.config, self.dataset, self.schedule, steps, done))
 
     def keep_plan(self, folder: Path) -> None:
         """Leave the plan that it follows, if there is one, in the run's folder, with its profile, if that is known
@@ -192,11 +199,18 @@ class Job:
                                  momentum=training.momentum)
 
     def training_batches(self, fields: tuple[str, ...]) -> Iterator[Mapping[str, Tensor]]:
-        """Epoch after epoch, each in an order of its own; fields not asked for are on the meta device."""
-        epochs = self.config.training.epochs
-        for epoch in count() if epochs is None else range(epochs):
-            yield from self.dataset.batches("train", self.config.dataset.batch_size, fields=fields,
-                                            seed=seed_of(_data_seed(self.config), epoch))
+        """Epoch after epoch, each in an order of its own; fields not asked for are on the meta device.
+
+        It begins with the batch that holds the first sample that is not done.
+        """
+        epochs, size = self.config.training.epochs, self.config.dataset.batch_size
+        first, done = divmod(self.samples_done // size, self.dataset.samples("train") // size)
+        for epoch in count(first) if epochs is None else range(first, epochs):
+            yield from islice(self._epoch(epoch, fields), done if epoch == first else 0, None)
+
+    def _epoch(self, epoch: int, fields: tuple[str, ...]) -> Iterator[Mapping[str, Tensor]]:
+        return self.dataset.batches("train", self.config.dataset.batch_size, fields=fields,
+                                    seed=seed_of(_data_seed(self.config), epoch))
 
     def fingerprint(self) -> str:
         """A short hash of the data: vocabulary, sizes and the first batch for training.
@@ -205,7 +219,7 @@ class Job:
         """
         content = hashlib.sha256(repr((self.config.model.vocab_size, self.dataset.samples("train"),
                                        self.dataset.samples("test"))).encode())
-        for name, values in sorted(next(self.training_batches(tuple(self.model.batch))).items()):
+        for name, values in sorted(next(self._epoch(0, tuple(self.model.batch))).items()):
             if name in self.model.batch:
                 content.update(f"\0{name} {values.dtype} {tuple(values.shape)}\0".encode() + values.numpy().tobytes())
         return content.hexdigest()[:12]
@@ -216,17 +230,19 @@ class Job:
         return (batch for batch, _ in zip(held_out, range(self.config.training.evaluation_batches), strict=False))
 
 
-def _updates(config: Config, dataset: Dataset, schedule: Schedule) -> int | None:
-    """The first of the limits that count updates."""
+def _updates(config: Config, dataset: Dataset, schedule: Schedule, steps_done: int = 0,
+             microbatches_done: int = 0) -> int | None:
+    """The first of the limits that count updates, with those that are done."""
     training, per_step = config.training, schedule.rounds.per_step
     limits = []
     if training.max_steps is not None:
         whole = schedule.microbatches // per_step if schedule.recipe is None else 1  # a file ends with its batch
-        limits.append(-(-training.max_steps // whole) * whole)
+        limits.append(-(-max(0, training.max_steps - steps_done) // whole) * whole)
     if training.epochs is not None:
         batches = dataset.samples("train") // config.dataset.batch_size
-        limits.append(-(-training.epochs * batches * training.num_microbatches // per_step))
-    return min(limits, default=None)
+        microbatches = training.epochs * batches * training.num_microbatches
+        limits.append(-(-max(0, microbatches - microbatches_done) // per_step))
+    return steps_done + min(limits) if limits else None
 
 
 def _check_fields(model: Model, dataset: Dataset, config: Config) -> None:
@@ -235,20 +251,6 @@ def _check_fields(model: Model, dataset: Dataset, config: Config) -> None:
         raise UserError(f"the model '{config.model.name}' reads {missing}, which the data set '{config.dataset.name}' "
                         f"does not hold (it holds {sorted(dataset.fields)})",
                         hint="choose a data set made for this model")
-
-
-def _model_file(config: Config) -> Mapping[str, Any]:
-    """The Hugging Face config that gives the model's sizes, when one is named."""
-    path = config.model.config_file
-    if path is None:
-        return {}
-    if not path.is_file():
-        raise UserError(f"model.config_file names '{path}', but there is no such file",
-                        hint="it is a JSON file such as bert_config.json, from the current folder")
-    content = read_json(path)
-    if content.problems:
-        raise UserError.all_of(content.problems)
-    return dict(content.value)
 
 
 def _integer(value: Any) -> int:

@@ -4,95 +4,208 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
+from math import inf, isfinite
 from pathlib import Path
 from time import perf_counter
 
 import torch
+import torch.distributed as dist
 
-from vpipe.errors import RunError, UserError, counted
+from vpipe.checkpoint.manifest import Manifest
+from vpipe.errors import LastingError, RunError, UserError, counted
+from vpipe.launch.folder import METRICS, running
+from vpipe.launch.stops import in_good_order
 from vpipe.launch.world import join_world
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.engine import Step
 from vpipe.runtime.feed import Batch
 from vpipe.train.device import device_of
 from vpipe.train.job import Job
-from vpipe.train.metrics import Metrics
+from vpipe.train.metrics import Metrics, Past
 from vpipe.train.progress import Progress
 from vpipe.train.replan import Replanning
 from vpipe.train.report import summary
+from vpipe.train.saving import Cadence, Saving, from_first, restore
 from vpipe.train.trace import Trace
+from vpipe.watch.current import at_work, forget_stop, note_to, stop_asked
 
 log = logging.getLogger("vpipe")
 
 
-def train(job: Job, folder: Path) -> None:
+def train(job: Job, folder: Path, checkpoint: Path | None = None) -> str | None:
     """Train as the config says; rank 0 shows progress and writes ``metrics.jsonl`` and the summary.
 
-    All ranks call this. The run ends after the updates or the minutes of the config, with an evaluation.
+    All ranks call this. The run ends after the updates or the minutes of the config, with an evaluation; or when a
+    signal asks any rank to leave off: then all do so after the same step, and save what there is.
+
+    Args:
+        checkpoint: to go on from; ``folder`` is ready for that (:func:`~vpipe.train.resume.take_up`).
+
+    Returns:
+        The name of the signal that ended the run before its end; None where it came to its end.
+
+    Raises:
+        LastingError: a loss is not finite, and the config says to stop then.
+        RunError: the last checkpoint could not be saved.
     """
-    config = job.config
-    torch.set_num_threads(config.training.threads)
-    join_world(config.parallel.backend, config.parallel.timeout_s)
-    if config.parallel.to_plan:
-        from vpipe.train.planning import planned  # which only such a run needs
+    torch.set_num_threads(job.config.training.threads)
+    forget_stop()
+    join_world(job.config.parallel.backend, job.config.parallel.timeout_s)
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    with running(folder) if first else nullcontext():
+        if checkpoint is not None:
+            manifest = Manifest.load(checkpoint)
+            job = job.resumed(manifest.step, manifest.samples)
+        if job.config.parallel.to_plan:
+            from vpipe.train.planning import planned  # which only such a run needs
 
-        job = planned(job, folder)
-        config = job.config
-    pipe = build(job)
-    show = pipe.rank == 0
-    fields = tuple(name for stage in pipe.engine.local_stages for name in stage.spec.fields)
-    log.info("stages %s, layers %s, batch fields %s", [s.spec.index for s in pipe.engine.local_stages],
-             [list(s.spec.layers) for s in pipe.engine.local_stages], list(fields))
-    deadline = perf_counter() + 60 * (config.training.max_minutes or float("inf"))
-    every, policy = config.training.evaluate_every, job.policy()
-    with Metrics(folder / "metrics.jsonl" if show else None, job.tokens_per_update) as metrics, \
-            Progress(job.updates, config.training.print_frequency, show, job.step_name) as progress, \
-            Trace(folder if config.trace else None, pipe, job.samples_per_update) as trace:
-        balance = Replanning(job, pipe, folder, progress.note)
+            with at_work("planning"):
+                job = planned(job, folder)
+        pipe = build(job)
+        if checkpoint is not None:
+            restore(pipe, job, checkpoint)
+        return _Run(job, pipe, folder).train()
 
-        def record(*steps: Step) -> None:
-            # The config's, which is the first stage's: this rank may have none, or with replicas another.
-            steps = tuple(replace(step, learning_rate=config.training.learning_rate * policy(step.index))
-                          for step in steps)
-            metrics.update(*steps)
-            for step in steps:
-                progress.update(step, metrics)
-                balance.step()
-            trace.step()
 
-        def evaluate() -> None:
-            balance.interrupted()
-            record(*pipe.engine.drain())  # updates in flight come before the evaluation, and count as training
-            balance.emptied()
-            loss = pipe.evaluate(_reading(job.evaluation_batches(fields), "evaluation batch", pipe))
-            after = len(metrics.losses) - 1
-            metrics.evaluation(after, loss)
-            progress.note(f"evaluation loss after {counted(after + 1, job.step_name)}: {loss:.4f}")
-            balance.filled_again()
+class _Run:
+    """A run on this rank, from its first step to its end."""
 
-        batches = _reading(job.training_batches(fields), "batch", pipe)
-        for step in pipe.engine.train(batches, job.updates, lambda: perf_counter() > deadline):
-            if step.index < len(metrics.losses):
-                continue  # an evaluation drained it, and it was recorded then
-            record(step)
+    def __init__(self, job: Job, pipe: Pipeline, folder: Path) -> None:
+        self._job, self._pipe, self._folder = job, pipe, folder
+        self._policy = job.policy()
+        self._fields = tuple(name for stage in pipe.engine.local_stages for name in stage.spec.fields)
+        training = job.config.training
+        self._cadence = Cadence(job.config.saving.every_steps, training.evaluate_every, job.updates)
+        log.info("stages %s, layers %s, batch fields %s", [s.spec.index for s in pipe.engine.local_stages],
+                 [list(s.spec.layers) for s in pipe.engine.local_stages], list(self._fields))
+
+    def train(self) -> str | None:
+        """See :func:`train`."""
+        job, pipe, folder = self._job, self._pipe, self._folder
+        show, training = pipe.rank == 0, job.config.training
+        past = Past.read(folder / METRICS, job.steps_done) if show and job.steps_done else Past()
+        past.time_s, last = from_first([past.time_s, past.evaluations[-1:]], pipe)
+        self._evaluated = last[0][0] + 1 if last else 0  # steps when the latest evaluation was made
+        done, name = job.steps_done, job.step_name
+        with Metrics(folder / METRICS if show else None, job.tokens_per_update, past, done) as self._metrics, \
+                Progress(job.updates, training.print_frequency, show, name, done) as self._progress, \
+                Trace(folder if job.config.trace else None, pipe, job.samples_per_update) as self._trace, \
+                Saving(job, pipe, folder, self._metrics, self._progress.note) as self._saving, in_good_order():
+            note_to(self._progress.show)
+            self._balance = Replanning(job, pipe, folder, self._progress.note)
+            stopped = self._steps()
+            self._saving.finish()
+            self._trace.end()
+            if stopped is not None:
+                self._progress.note(self._stopped_by(stopped))
+        pipe.engine.all_ranks.check_replicas()
+        usages = pipe.engine.all_ranks.usage()
+        if show:
+            text = summary(job, self._metrics, usages, self._saving.summary())
+            log.info("summary\n%s", text)
+            print(text, flush=True)
+            self._saving.check_end()
+        return stopped
+
+    def _steps(self) -> str | None:
+        """Train to the end, or until a signal; its name."""
+        job, engine, metrics = self._job, self._pipe.engine, self._metrics
+        minutes = job.config.training.max_minutes
+        deadline = inf if minutes is None else perf_counter() + 60 * minutes - metrics.time_s
+        why: str | None = None
+
+        def stop() -> bool:  # asked where the last stage is
+            nonlocal why
+            why = stop_asked()
+            return why is not None or perf_counter() > deadline
+
+        if job.steps_done:
+            self._progress.note(f"going on after {job.step_name} {job.steps_done}")
+        left = None if job.updates is None else job.updates - job.steps_done
+        if left == 0:
+            self._progress.note(f"nothing is left to do: {counted(job.steps_done, job.step_name)} are done; a larger "
+                                "training.max_steps or epochs goes on")
+        batches = _reading(job.training_batches(self._fields), "batch", self._pipe)
+        for step in engine.train(batches, left, stop, self._cadence) if left != 0 else ():
+            if step.index < metrics.steps:
+                continue  # a pause drained it, and it was recorded then
+            self._record(step)
             if step.stop:
                 break
-            if every and (step.index + 1) % every == 0 and step.index + 1 != job.updates:
-                evaluate()
-        balance.interrupted()
-        record(*pipe.engine.drain())
-        if not metrics.evaluations or metrics.evaluations[-1][0] != len(metrics.losses) - 1:
-            evaluate()
-        balance.end()
-        trace.end()
-    pipe.engine.all_ranks.check_replicas()
-    usages = pipe.engine.all_ranks.usage()
-    if show:
-        text = summary(job, metrics, usages)
-        log.info("summary\n%s", text)
-        print(text, flush=True)
+            if self._is_due(step.index, step.index + 1):
+                self._pause(step.index)
+        self._balance.interrupted()
+        self._record(*engine.drain())
+        self._balance.end()
+        ended = metrics.steps == job.updates
+        if not ended:
+            why = from_first(why, self._pipe, self._pipe.placement[-1][0])
+        if why is None or ended:
+            if self._evaluated != metrics.steps:
+                self._evaluate()
+            why = None
+        if job.config.saving.at_end or self._cadence.saves(metrics.steps - 1, metrics.steps):
+            self._saving.save()
+        return why
+
+    def _record(self, *steps: Step) -> None:
+        # The config's rate, which is the first stage's: this rank may have none, or with replicas another.
+        training = self._job.config.training
+        steps = tuple(replace(step, learning_rate=training.learning_rate * self._policy(step.index)) for step in steps)
+        self._metrics.update(*steps)
+        for step in steps:
+            self._progress.update(step, self._metrics)
+            self._balance.step()
+            if not (isfinite(step.loss) and isfinite(step.gradient_norm or 0.0)) or step.skipped:
+                self._lost(step)
+        self._trace.step()
+        self._saving.look()
+
+    def _lost(self, step: Step) -> None:
+        """A step whose loss or gradient is not finite."""
+        what = f"loss is {step.loss}" if not isfinite(step.loss) else "the gradient is not finite"
+        if self._job.config.training.on_nan == "skip":
+            self._progress.note(f"{self._job.step_name} {step.index + 1} was skipped: {what}")
+            return
+        self._saving.finish()  # that of a step before it
+        raise LastingError(f"{what} at step {step.index}", hint="lower training.learning_rate, or set training.on_nan: "
+                           "skip" + (f"; the checkpoints before it are in {self._saving.root}"
+                                     if self._saving.root is not None else ""))
+
+    def _is_due(self, before: int, steps: int) -> bool:
+        return steps != self._job.updates and (self._cadence.saves(before, steps)
+                                               or self._cadence.evaluates(before, steps))
+
+    def _pause(self, before: int) -> None:
+        """Between two steps, the pipeline empty: evaluate, then save, so that an evaluation is the checkpoint's past.
+
+        Args:
+            before: steps that were done when this was last looked at; a pipeline that is drained may make more.
+        """
+        self._balance.interrupted()
+        self._record(*self._pipe.engine.drain())
+        self._balance.emptied()
+        steps = self._metrics.steps
+        if steps != self._job.updates:
+            if self._cadence.evaluates(before, steps):
+                self._evaluate()
+            if self._cadence.saves(before, steps):
+                self._saving.save()
+        self._balance.filled_again()
+
+    def _evaluate(self) -> None:
+        loss = self._pipe.evaluate(_reading(self._job.evaluation_batches(self._fields), "evaluation batch", self._pipe))
+        steps = self._evaluated = self._metrics.steps
+        self._metrics.evaluation(steps - 1, loss)
+        self._progress.note(f"evaluation loss after {counted(steps, self._job.step_name)}: {loss:.4f}")
+
+    def _stopped_by(self, why: str) -> str:
+        steps = self._metrics.steps
+        return (f"stopped by {why} after {self._job.step_name} {steps}: "
+                + (f"saved; go on with: vpipe train --resume {self._folder}" if self._saving.is_saved else "not saved"))
 
 
 def build(job: Job) -> Pipeline:
@@ -104,6 +217,7 @@ def build(job: Job) -> Pipeline:
                     seed=config.training.seed, placement=job.placement,
                     update_every=config.parallel.update_every,
                     learning_rate_factor=job.policy(), grad_clip=config.training.grad_clip,
+                    skip_not_finite=config.training.on_nan == "skip",
                     device=device_of(config),
                     timeout_s=config.parallel.timeout_s, compress=config.parallel.compress,
                     compress_rounding=config.parallel.compress_rounding,

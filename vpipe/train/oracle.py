@@ -19,12 +19,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from vpipe.model.layer import LOSS, Model, seed_of
+from vpipe.train.start import Start, kept
 from vpipe.train.sums import GradientSums
 from vpipe.train.trail import Trail
 from vpipe.train.whole import Whole
@@ -35,6 +37,10 @@ MakeOptimizer = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer | N
 Cross = Callable[[int, int, int, dict[str, Tensor]], None]
 """(microbatch of the run, microbatch since the pipeline was empty, layer, tensors so far): what compression makes of
 the tensors before that layer, put in their place."""
+
+
+NOTHING = Start()
+"""A run from its beginning."""
 
 
 def uncompressed(number: int, microbatch: int, layer: int, tensors: dict[str, Tensor]) -> None:
@@ -66,11 +72,15 @@ Sources: PipeDream (SOSP 2019), section 3.3, weight stashing and vertical sync, 
 
 @dataclass
 class Run:
-    """What an oracle computed: the loss of every step, the gradient norms where clipped, the weights at the end."""
+    """What an oracle computed: the loss of every step, the gradient norms where clipped, the weights at the end.
+
+    ``kept`` is what a checkpoint there holds, by its names there; less what coding gradients lost.
+    """
 
     losses: list[float] = field(default_factory=list)
     gradient_norms: list[float] = field(default_factory=list)
     state: dict[str, Tensor] = field(default_factory=dict)
+    kept: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -84,10 +94,21 @@ class Training:
     clip: float | None = None
     trail: Trail | None = None  # where to note every update
     cross: Cross = uncompressed
+    skip: bool = False  # an update whose losses and gradient norms are not all finite
+
+    def backward(self, loss: Tensor, parts: int) -> None:
+        """Of a microbatch's share of the mean. One that is not finite is NaN to every gradient, when that counts."""
+        lost = self.skip and not loss.isfinite()
+        torch.autograd.backward(loss / parts, torch.full_like(loss, math.nan) if lost else None)
+
+    def skips(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether the gradients at hand are not to be applied."""
+        return self.skip and not all(bool(torch.linalg.vector_norm(p.grad).isfinite())
+                                     for p in parameters if p.grad is not None)
 
 
 def flush_oracle(model: Model, batches: Iterable[Batch], recipe: Training, sides_apart: Sequence[int] | None = None,
-                 widths: Sequence[int] | None = None) -> Run:
+                 widths: Sequence[int] | None = None, start: Start = NOTHING) -> Run:
     """Plain PyTorch on one device: the microbatches' gradients accumulate, then one step.
 
     Args:
@@ -95,30 +116,37 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: Training, sides
             before the step; see above.
         widths: replicas of each of its stages; one of each when not given. A gradient per replica, summed in the
             order of the replicas before the step; see above.
+        start: what was done before; at the end of a batch.
     """
     partition = [len(model)] if sides_apart is None else sides_apart
     whole = Whole(model, recipe.seed, partition, widths or [1] * len(partition))
+    whole.fill(start.tensors)
     sides, parameters = whole.split_sides(), whole.parameters
     sums = GradientSums(whole.stage_of, whole.owners, whole.widths)
     optimizer = recipe.optimizer(parameters)
+    start.fill(optimizer, parameters)
     run = Run()
     for update, batch in enumerate(batches):
-        losses = []
+        losses, number = [], update + start.microbatches // recipe.microbatches
         for m, fields in enumerate(_microbatches(batch, recipe.microbatches)):
             with whole.replica(m):
                 loss = _forward(model, fields, lambda i, arguments: whole.layers[i](*arguments),
-                                (recipe.seed, update, m), partial(recipe.cross, update * recipe.microbatches + m, m))
-                torch.autograd.backward(loss / recipe.microbatches)
+                                (recipe.seed, number, m), partial(recipe.cross, number * recipe.microbatches + m, m))
+                recipe.backward(loss, recipe.microbatches)
             losses.append(loss.detach())
             sums.add(m, _taken(parameters | sides))
         for name, gradient in sums.take(parameters).items():
             parameters[name].grad = gradient
         if recipe.trail is not None:
             recipe.trail.gradients(update, {name: p.grad for name, p in parameters.items()})
+        skipped = recipe.skips(parameters.values())
         if recipe.clip is not None:
             norm = nn.utils.clip_grad_norm_(parameters.values(), recipe.clip)
             run.gradient_norms.append(float(norm))
-        _step(optimizer, recipe.factor(update))
+        if skipped:
+            _taken(parameters)
+        else:
+            _step(optimizer, recipe.factor(start.steps + update))
         if recipe.trail is not None:
             recipe.trail.weights(update, parameters)
             recipe.trail.ends_step(_mean(losses))
@@ -126,13 +154,14 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: Training, sides
             for side, value in sides.items():
                 value.copy_(parameters[whole.owners[side]])
         run.losses.append(_mean(losses))
-    run.state = whole.state()
+    run.state, run.kept = whole.state(), whole.kept() | kept([(optimizer, parameters)])
     return run
 
 
 def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training, partition: Sequence[int],
                         update_every: int = 1, drained_at: Sequence[int] = (),
-                        version_of: VersionRule = VERSIONS["pipedream"], widths: Sequence[int] | None = None) -> Run:
+                        version_of: VersionRule = VERSIONS["pipedream"], widths: Sequence[int] | None = None,
+                        start: Start = NOTHING) -> Run:
     """An asynchronous run in one sequential program.
 
     An update of a stage takes ``update_every`` microbatches on each of its replicas and the mean of their gradients. A
@@ -141,25 +170,27 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
 
     Args:
         update_every: k, microbatches per update and replica.
-        drained_at: microbatches before which the pipeline was empty (evaluation, a new call of ``train``): updates and
-            the step that were incomplete are made from what there is, the microbatches from there on see the
-            latest version at every stage, and the pipeline fills anew.
+        drained_at: microbatches, counted over the whole run, before which the pipeline was empty (evaluation, a
+            checkpoint, a new call of ``train``): updates and the step that were incomplete are made from what there
+            is, the microbatches from there on see the latest version at every stage, and the pipeline fills anew.
         version_of: one of :data:`VERSIONS`.
         widths: replicas per stage; one of each when not given.
+        start: what was done before.
     """
     whole = Whole(model, recipe.seed, partition, widths or [1] * len(partition))
+    whole.fill(start.tensors)
     sums, work = GradientSums(whole.stage_of, whole.owners, whole.widths), _Work(whole.layers)
-    stages = [_Stage(whole.of_stage(s), recipe, update_every, width, width / whole.widths[0])
+    stages = [_Stage(whole.of_stage(s), recipe, update_every, width, width / whole.widths[0], start)
               for s, width in enumerate(whole.widths)]
     round_of_all = update_every * math.lcm(*whole.widths)
-    run, start = Run(), 0
+    run, empty = Run(), start.microbatches  # the microbatch before which the pipeline was last empty
     losses: list[Tensor] = []  # of the step that is not complete yet
 
     def complete(ending: bool = False) -> None:
         """Make the updates and the step for which the microbatches are there; at the end from those there are."""
         for stage in stages:
             if stage.seen == stage.span or (ending and stage.seen):
-                stage.update(sums.take(stage.parameters), step=len(run.losses))
+                stage.update(sums.take(stage.parameters), step=start.steps + len(run.losses))
         if len(losses) == round_of_all or (ending and losses):
             run.losses.append(_mean(losses))
             losses.clear()
@@ -167,35 +198,36 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
                 recipe.trail.ends_step(run.losses[-1])
 
     stream = (fields for batch in batches for fields in _microbatches(batch, recipe.microbatches))
-    for i, fields in enumerate(stream):
+    for i, fields in enumerate(islice(stream, start.begun, None), start.microbatches):
         if i in drained_at:
             complete(ending=True)
-            start = i
+            empty = i
             for stage in stages:
                 stage.first = stage.latest
         leaves: dict[str, Tensor] = {}
         for s, stage in enumerate(stages):
-            leaves |= stage.leaves(version_of(i - start, s, whole.widths, update_every))
+            leaves |= stage.leaves(version_of(i - empty, s, whole.widths, update_every))
         leaves |= {side: leaves[owner].detach().clone().requires_grad_() for side, owner in whole.owners.items()}
         weights = {f"layers.{layer}.{own}": leaves[name] for layer, used in enumerate(whole.names)
                    for own, name in used.items()}
         key = (recipe.seed, i // update_every, i % update_every)
 
         def microbatch(fields: Batch = fields, key: tuple[int, int, int] = key, number: int = i,
-                       since: int = i - start) -> Tensor:
+                       since: int = i - empty) -> Tensor:
             loss = _forward(model, fields, lambda at, arguments: work.layers[at](*arguments), key,
                             partial(recipe.cross, number, since))
-            torch.autograd.backward(loss / update_every)
+            recipe.backward(loss, update_every)
             return loss.detach()
 
-        with whole.replica(i - start):
+        with whole.replica(i - empty):
             losses.append(functional_call(work, weights, (microbatch,), tie_weights=False))
-        sums.add(i - start, {name: leaf.grad for name, leaf in leaves.items()})
+        sums.add(i - empty, {name: leaf.grad for name, leaf in leaves.items()})
         for stage in stages:
             stage.seen += 1
         complete()
     complete(ending=True)
     run.state = whole.state()
+    run.kept = whole.kept() | kept((stage.optimizer, stage.parameters) for stage in stages)
     return run
 
 
@@ -209,10 +241,11 @@ class _Stage:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], recipe: Training, every: int, width: int,
-                 rate: float) -> None:
+                 rate: float, start: Start) -> None:
         self.parameters, self.span, self.seen, self.first = parameters, every * width, 0, 0
         self._recipe, self._every, self._rate = recipe, every, rate
-        self._optimizer = recipe.optimizer(parameters)
+        self.optimizer = recipe.optimizer(parameters)
+        start.fill(self.optimizer, parameters)
         self._versions = [self._now()]
 
     @property
@@ -232,9 +265,10 @@ class _Stage:
         trail = self._recipe.trail
         if trail is not None:
             trail.gradients(self.latest, {name: p.grad for name, p in self.parameters.items()})
-        if self._recipe.clip is not None:
-            nn.utils.clip_grad_norm_(self.parameters.values(), self._recipe.clip)
-        _step(self._optimizer, self._recipe.factor(step) * self._rate)
+        if not self._recipe.skips(self.parameters.values()):
+            if self._recipe.clip is not None:
+                nn.utils.clip_grad_norm_(self.parameters.values(), self._recipe.clip)
+            _step(self.optimizer, self._recipe.factor(step) * self._rate)
         if trail is not None:
             trail.weights(self.latest, self.parameters)
         self._versions.append(self._now())

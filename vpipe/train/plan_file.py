@@ -1,8 +1,8 @@
-"""A plan file in a config: what it says, put where the config would have said it."""
+"""A plan file in a config, put where the config would have said what it says; and what follows from a cut."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,37 @@ def put_plan(tree: Tree, settings: Iterable[str] = ()) -> None:
         raise UserError.all_of(problems)
     for key, keys in said(found):
         tree.put(keys, found.at((key,)))
+
+
+def drop_what_follows(tree: Tree, settings: Mapping[str, Any]) -> None:
+    """Take out of the config of a run, where every key is written, what followed from keys that are now set anew.
+
+    Another number of stages takes its partition and ranks along, another schedule its updates: they are found anew,
+    unless they are set, too.
+
+    Args:
+        settings: key -> value.
+    """
+    given = {tuple(key.split(".")): value for key, value in settings.items()}
+    parallel = {name: ("parallel", name) for name in (
+        "model_parallel_size", "partition", "stage_to_rank_map", "recompute", "compress", "warmup_depth", "schedule",
+        "update_every", "chunks", "data_parallel_size")}
+    counts = [value if isinstance(value, int) else len(value)
+              for name in ("model_parallel_size", "partition", "stage_to_rank_map")
+              if isinstance(value := given.get(parallel[name]), (int, list, dict))]
+    gone = set()
+    if counts and counts[0] != tree.get(parallel["model_parallel_size"]):
+        gone |= {"model_parallel_size", "partition", "stage_to_rank_map", "warmup_depth"}
+        gone |= {name for name in ("recompute", "compress") if isinstance(tree.get(parallel[name]), list)}
+    elif parallel["partition"] in given and isinstance(old := tree.get(parallel["recompute"]), list):
+        gone |= {"recompute"} if any(isinstance(layers, list) for layers in old) else set()
+    if parallel["schedule"] in given:
+        gone |= {"update_every", "chunks"}
+    if parallel["data_parallel_size"] in given:
+        gone |= {"stage_to_rank_map"}
+    for name in gone:
+        if parallel[name] not in given:
+            tree.drop(parallel[name])
 
 
 def said(found: Tree) -> Iterator[tuple[str, Keys]]:

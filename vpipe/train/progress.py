@@ -21,12 +21,13 @@ class Progress:
     Args:
         steps: of the run; None when nobody knows.
         name: what a step is called.
+        done: steps that earlier attempts of the run have made.
     """
 
-    def __init__(self, steps: int | None, every: int, show: bool, name: str) -> None:
+    def __init__(self, steps: int | None, every: int, show: bool, name: str, done: int = 0) -> None:
         self._steps, self._every, self._show, self._name = steps, every, show, name
         self._terminal = sys.stderr.isatty()
-        self._bar = tqdm(total=steps, disable=not show or not self._terminal, unit=name, file=sys.stderr,
+        self._bar = tqdm(total=steps, initial=done, disable=not show or not self._terminal, unit=name, file=sys.stderr,
                          dynamic_ncols=True, mininterval=0.2, smoothing=0.05,
                          bar_format="{n_fmt}/{total_fmt} |{bar}| {desc} {elapsed}<{remaining}")
 
@@ -44,6 +45,10 @@ class Progress:
     def note(self, text: str, on_terminal: bool = True) -> None:
         """A line in the log; also on the screen, above the bar where there is one."""
         log.info(text)
+        self.show(text, on_terminal)
+
+    def show(self, text: str, on_terminal: bool = True) -> None:
+        """The same without the log."""
         if self._show and not self._terminal:
             print(text, file=sys.stderr, flush=True)
         elif self._show and on_terminal:

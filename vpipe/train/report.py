@@ -26,21 +26,32 @@ def headline(job: Job) -> str:
                f"{ranks} processes"))
 
 
-def summary(job: Job, metrics: Metrics, usages: Sequence[StageUsage]) -> str:
+def summary(job: Job, metrics: Metrics, usages: Sequence[StageUsage], saves: Sequence[str] = ()) -> str:
     """Throughput, losses, and a row per stage. Times of a stage are milliseconds per update; ``in flight`` counts
-    microbatches whose activations a stage held at once."""
-    updates = len(metrics.losses)
-    rate = updates / metrics.time_s
-    few = max(1, min(10, updates // 4))
-    lines = [
-        f"{counted(updates, job.step_name)} in {metrics.time_s:.1f} s: "
-        f"{rate * job.samples_per_update:.1f} samples/s, {rate * job.tokens_per_update:,.0f} tokens/s, "
-        f"{1e3 * metrics.median_update_s():.0f} ms per {job.step_name} (median)",
-        f"training loss {mean(metrics.losses[:few]):.3f} -> {mean(metrics.losses[-few:]):.3f} "
-        f"(mean of the first {few}, mean of the last {few})"]
+    microbatches whose activations a stage held at once. Of a run that went on, times are those of this attempt,
+    losses those of all.
+
+    Args:
+        saves: lines about its checkpoints.
+    """
+    updates, past = len(metrics.losses), metrics.past
+    losses = [*past.losses, *metrics.losses]
+    lines = []
+    if updates:
+        rate = updates / metrics.attempt_s
+        lines.append(f"{counted(updates, job.step_name)}"
+                     + (f" (of {metrics.steps})" if metrics.steps != updates else "") +
+                     f" in {metrics.attempt_s:.1f} s: "
+                     f"{rate * job.samples_per_update:.1f} samples/s, {rate * job.tokens_per_update:,.0f} tokens/s, "
+                     f"{1e3 * metrics.median_update_s():.0f} ms per {job.step_name} (median)")
+    if losses:
+        few = max(1, min(10, len(losses) // 4))
+        lines.append(f"training loss {mean(losses[:few]):.3f} -> {mean(losses[-few:]):.3f} "
+                     f"(mean of the first {few}, mean of the last {few})")
     lines += [f"evaluation loss after {counted(step + 1, job.step_name)}: {loss:.4f}"
-              for step, loss in metrics.evaluations]
-    return "\n".join([*lines, "", *_table(job, updates, usages)])
+              for step, loss in (*past.evaluations, *metrics.evaluations)]
+    lines += saves
+    return "\n".join([*lines, "", *_table(job, updates, usages)] if updates else lines)
 
 
 def _table(job: Job, updates: int, usages: Sequence[StageUsage]) -> list[str]:

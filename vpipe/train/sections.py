@@ -113,6 +113,9 @@ class TrainingSection(Section):
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay (adamw, lamb), or L2 term in the "
                                                            "gradient (sgd, adam); never of biases and norms")
     grad_clip: float | None = Field(None, gt=0, description="largest norm of the gradient over all stages")
+    on_nan: Literal["stop", "skip"] = Field("stop", description="what a loss or gradient that is not finite does: stop "
+                                                                "ends the run; skip leaves out the update, with a "
+                                                                "flush on all stages, without one where it is")
     seed: Seed = Field(0, description="seed of initial weights and dropout")
     evaluate_every: int | None = Field(None, ge=1, description="steps between evaluations; there is always one at "
                                                                "the end")
@@ -122,6 +125,11 @@ class TrainingSection(Section):
     print_frequency: int = Field(10, ge=1, description="updates between two lines of progress in the ranks' logs, and "
                                                        "on the screen where it is no terminal with a progress bar")
     threads: int = Field(1, ge=1, description="CPU threads per rank")
+
+    @property
+    def needs_norms(self) -> bool:
+        """Whether the stages tell each other the norms of their gradients, where the schedule has a flush."""
+        return self.grad_clip is not None or self.on_nan == "skip"
 
     def warmup_updates(self, total: int) -> int:
         """The updates of the warm-up in a run of ``total`` updates."""
@@ -173,13 +181,16 @@ class LaunchSection(Section):
 
 
 class CheckpointSection(Section):
-    """When the state of a run is written."""
+    """When the state of a run is written, and where."""
 
-    every_steps: int | None = Field(None, ge=1, description="updates between two checkpoints")
-    keep: int | None = Field(None, ge=1, description="checkpoints kept; the oldest are removed")
+    every_steps: int | None = Field(None, ge=1, description="steps between two checkpoints; null makes none on the way")
+    keep: int | None = Field(3, ge=1, description="newest checkpoints that are kept; null keeps all")
+    at_end: bool = Field(True, description="whether the end of the run, and a stop by a signal, makes a checkpoint")
+    directory: FilePath | None = Field(None, description="folder in which each run makes a folder of its own for its "
+                                                         "checkpoints, on a disk that all hosts see; null takes "
+                                                         "checkpoints in the run's folder")
 
-    def mistakes(self) -> Iterator[Mistake]:
-        if self.every_steps is not None:
-            yield unavailable("every_steps", f"a checkpoint every {self.every_steps} updates", "leave it out")
-        if self.keep is not None:
-            yield unavailable("keep", f"{self.keep} checkpoints", "leave it out")
+    @property
+    def makes_any(self) -> bool:
+        """Whether a run writes checkpoints at all."""
+        return self.at_end or self.every_steps is not None

@@ -114,7 +114,7 @@ def references(job: Job, batches: int) -> Iterator[Reference]:
 
     def recipe(trail: Trail) -> Training:
         return Training(job.optimizer().from_named, training.num_microbatches, training.seed, job.policy(),
-                        training.grad_clip, trail, cross)
+                        training.grad_clip, trail, cross, training.on_nan == "skip")
 
     trail = Trail()
     if schedule.flush:

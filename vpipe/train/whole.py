@@ -46,6 +46,28 @@ class Whole:
         self._buffers = [[[buffer.clone() for buffer in layer.buffers()] for _ in range(1, widths[stage])]
                          for layer, stage in zip(self.layers, self._stage, strict=True)]
 
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Weights and buffers of a checkpoint, before anything is computed, if it has any. A replica that it has no
+        buffers of gets the first one's."""
+        if not tensors:
+            return
+        for layer, module, others in zip(self._model.layers, self.layers, self._buffers, strict=True):
+            prefix = f"model.{layer.name}."
+            module.load_state_dict({name.removeprefix(prefix): value for name, value in tensors.items()
+                                    if name.startswith(prefix)}, strict=False)
+            for replica, buffers in enumerate(others, start=1):
+                for (name, first), buffer in zip(module.named_buffers(), buffers, strict=True):
+                    buffer.copy_(tensors.get(f"buffers.{replica}.{layer.name}.{name}", first))
+
+    def kept(self) -> dict[str, Tensor]:
+        """Weights and buffers by their names in a checkpoint; copies."""
+        tensors = {f"model.{name}": value for name, value in self.state().items()}
+        for layer, module, others in zip(self._model.layers, self.layers, self._buffers, strict=True):
+            for replica, buffers in enumerate(others, start=1):
+                tensors |= {f"buffers.{replica}.{layer.name}.{name}": buffer.clone() for (name, _), buffer in
+                            zip(module.named_buffers(), buffers, strict=True)}
+        return tensors
+
     def of_stage(self, stage: int) -> dict[str, nn.Parameter]:
         """The parameters that a stage owns."""
         return {name: p for name, p in self.parameters.items() if self.stage_of[name] == stage}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from vpipe.watch.seen import duration
 
 
 @dataclass(frozen=True)
@@ -15,11 +17,13 @@ class Fault:
         ranks: those that failed, all at once when their host did.
         what: the predicate of a sentence about them.
         hint: the remedy.
+        chain: who waited for whom, in words, where a transfer took too long; the first to notice tells all.
     """
 
     ranks: tuple[int, ...]
     what: str
     hint: str
+    chain: str = field(default="", compare=False)
 
     @classmethod
     def ended(cls, *ranks: int) -> Fault:
@@ -30,7 +34,7 @@ class Fault:
     @classmethod
     def silent(cls, seconds: float, *ranks: int) -> Fault:
         """Processes of which nothing is heard: stopped, cut off, or their host is."""
-        return cls(ranks, f"gave no sign of life for {seconds:.3g} s",
+        return cls(ranks, f"gave no sign of life for {duration(seconds)}",
                    "its process is stopped, or its host is down or cut off; a longer pause needs a larger "
                    "parallel.timeout_s")
 
@@ -40,6 +44,12 @@ class Fault:
         return cls((rank,), "is running but did not answer in time",
                    "a rank is stuck or much slower than the others: look at its log; a slow start needs a larger "
                    "parallel.timeout_s")
+
+    @classmethod
+    def circle(cls, *ranks: int) -> Fault:
+        """Processes that are alive and wait for one another."""
+        return cls(ranks, "wait for one another: a deadlock",
+                   "every rank must go through the same batches and calls; if they do, a link between them is down")
 
     @classmethod
     def hung_up(cls, rank: int, by: int) -> Fault:
@@ -61,4 +71,5 @@ class Fault:
 
     @classmethod
     def of_message(cls, message: Mapping[str, Any]) -> Fault:
-        return cls(tuple(map(int, message["ranks"])), str(message["what"]), str(message["hint"]))
+        return cls(tuple(map(int, message["ranks"])), str(message["what"]), str(message["hint"]),
+                   str(message.get("chain", "")))

@@ -28,12 +28,14 @@ STRANGERS = 64
 
 @dataclass
 class _Member:
-    """A rank, seen from the hub: when it was heard last, whether it ended in good order, whom it waits for."""
+    """A rank, seen from the hub: when it was heard last, whether it ended in good order, whom it waits for, what it is
+    at."""
 
     heard_at: float
     line: Line | None = None
     left: bool = False
     waits: Any = None
+    at: Any = None
 
 
 class Hub:
@@ -59,6 +61,7 @@ class Hub:
         self._members = [_Member(monotonic()) for _ in range(ranks)]
         self._strangers: dict[Line, float] = {}  # the oldest first, with the time until which it may stay
         self._fault: Fault | None = None
+        self._stop: str | None = None
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         self._stopping = False
@@ -145,6 +148,8 @@ class Hub:
             self._selector.modify(line, selectors.EVENT_READ, lambda: self._hear(member))
             if self._fault is not None:
                 line.say({"fault": self._fault.as_message()})
+            if self._stop is not None:
+                line.say({"stop": self._stop})
             for message in messages[1:]:
                 self._take(member, message)
         else:
@@ -159,10 +164,14 @@ class Hub:
 
     def _take(self, member: _Member, message: dict[str, Any]) -> None:
         member.heard_at = monotonic()
-        member.waits = message.get("waits")
+        if "waits" in message:
+            member.waits, member.at = message["waits"], message.get("at")
         member.left = member.left or bool(message.get("left"))
         if "fault" in message:
             self._declare(Fault.of_message(message["fault"]))
+        if "stop" in message and self._stop is None:
+            self._stop = str(message["stop"])
+            self._say({"stop": self._stop})
 
     def _judge(self, now: float) -> None:
         """Declare those that are gone or silent, all of them in one fault."""
@@ -184,7 +193,8 @@ class Hub:
             self._say({"fault": fault.as_message()})
 
     def _tell_state(self, now: float) -> None:
-        self._say({"ranks": [[now - member.heard_at, member.left, member.waits] for member in self._members]})
+        self._say({"ranks": [[now - member.heard_at, member.left, member.waits, member.at]
+                             for member in self._members]})
 
     def _say(self, message: dict[str, Any]) -> None:
         for member in self._members:

@@ -6,24 +6,21 @@ import selectors
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from threading import Event, Thread
 from time import monotonic
-from typing import Any, Protocol
 
 from vpipe.errors import RunError
+from vpipe.watch.chain import Chain
 from vpipe.watch.fault import Fault
 from vpipe.watch.line import Line
 from vpipe.watch.pace import Pace
+from vpipe.watch.seen import Doing, Seen, Waits
+from vpipe.watch.stalls import Stalls
+from vpipe.watch.work import Work
 
 PATIENCE_S = 2.0
 """How long a rank that lost another asks who failed first, before it blames the one that it lost."""
-
-
-class Doing(Protocol):
-    """What the main thread is at: its text, and the rank that it waits for."""
-
-    @property
-    def peer(self) -> int | None: ...
 
 
 class Watch:
@@ -40,7 +37,10 @@ class Watch:
     Attributes:
         describe: ``rank -> "rank 2 (stage 2)"``.
         doing: the transfer that the main thread is in.
+        work: what it is at.
+        note: shows what is found of long waits; on rank 0, from another thread.
         break_off: makes the main thread's transfers fail.
+        stop_asked: why a rank was asked to leave off in good order, once one was.
     """
 
     def __init__(self, rank: int, hosts: Sequence[str], line: Line, token: str, pace: Pace,
@@ -48,13 +48,19 @@ class Watch:
         self.rank, self.hosts = rank, hosts
         self.describe: Callable[[int], str] = lambda rank: f"rank {rank}"
         self.doing: Doing | None = None
+        self.work = Work()
+        self.note: Callable[[str], None] = lambda text: None
         self.break_off: Callable[[], None] = lambda: None
         self._line, self.pace, self._end = line, pace, end
         self._fault: Fault | None = None
         self._known, self._told = Event(), Event()  # by this thread; by the main thread
-        self._states: list[Any] = [[0.0, False, None] for _ in hosts]
+        self._seen = [Seen() for _ in hosts]
+        self._stalls = Stalls(rank, pace, self.place, lambda text: self.note(text))
         self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)
         self._leaving = False
+        self.stop_asked: str | None = None
+        self._stop: str | None = None  # asked here, and still to be told
         line.say({"rank": rank, "token": token})
         self._thread = Thread(target=self._run, name="vpipe-watch", daemon=True)
         self._thread.start()
@@ -72,7 +78,8 @@ class Watch:
             meanwhile: what this rank was at.
         """
         who = ", ".join(self.place(rank) for rank in fault.ranks)
-        return RunError(f"{who} {fault.what}; {meanwhile}", hint=fault.hint, rank=self.rank,
+        chain = f"; {fault.chain}" if fault.chain else ""
+        return RunError(f"{who} {fault.what}; {meanwhile}{chain}", hint=fault.hint, rank=self.rank,
                         peer=None if self.rank in fault.ranks else fault.ranks[0])
 
     def explain(self, peer: int | None, waited_s: float | None) -> Fault:
@@ -102,6 +109,12 @@ class Watch:
             how, hint = f"{type(error).__name__}: {lines[0] if lines else ''}", "the log of the rank has the traceback"
         self._tell(Fault.failed(self.rank, how, hint))
 
+    def ask_stop(self, why: str) -> None:
+        """Let all ranks know that this one was asked to leave off; from a signal handler, too: no locks."""
+        self.stop_asked = self._stop = why
+        with suppress(OSError):
+            self._wake.send(b".")
+
     def leave(self) -> None:
         """This process ends in good order: nobody is to take it for dead."""
         if not self._known.is_set():
@@ -118,7 +131,7 @@ class Watch:
             self._learn(fault)
 
     def _has_left(self, peer: int | None) -> bool:
-        return peer is not None and bool(self._states[peer][1])
+        return peer is not None and self._seen[peer].left
 
     def _lost(self, peer: int | None) -> Fault:
         """What is to be said of a peer whose connection broke, when the hub knows of no failure."""
@@ -127,14 +140,10 @@ class Watch:
 
     def _last_to_blame(self, peer: int | None, waited_s: float) -> Fault:
         """Among those who wait for one another: the one of which nothing is heard, else who does not wait."""
-        chain = [self.rank if peer is None else peer]
-        while (waits := self._states[chain[-1]][2]) is not None and waits[0] not in (None, self.rank, *chain) \
-                and waits[1] > waited_s / 2:
-            chain.append(int(waits[0]))
-        silent_s, silent = max((self._states[rank][0], rank) for rank in chain)
-        if self._states[chain[-1]][1]:
-            return Fault.left(chain[-1])
-        return Fault.silent(silent_s, silent) if silent_s > 2 * self.pace.beat_s else Fault.busy(chain[-1])
+        seen, said = list(self._seen), "for" if self.doing is None else self.doing.said
+        seen[self.rank] = Seen(waits=Waits(peer, waited_s, said), at=self.work.seen())
+        chain = Chain.of(seen, self.rank, waited_s / 2, self.pace.beat_s)
+        return replace(chain.fault, chain="; ".join(chain.in_words(self.place)))
 
     # -- the thread ------------------------------------------------------------------------------------
 
@@ -148,11 +157,16 @@ class Watch:
                 for key, _ in selector.select(max(0.0, beat_at - monotonic())):
                     if key.fileobj is self._line and self._hear():
                         heard_at = monotonic()
+                    elif key.fileobj is self._woken:
+                        self._woken.recv(64)
+                if self._stop is not None:
+                    self._line.say({"stop": self._stop})
+                    self._stop = None
                 now = monotonic()
                 if now - last > 2 * self.pace.beat_s:  # it was this process that paused: not the hub's silence
                     heard_at += now - last
                 last = now
-                if self._states[0][1]:
+                if self._seen[0].left:
                     break  # rank 0 ended in good order, and the hub with it
                 if self._line.closed:
                     self._learn(Fault.ended(0))
@@ -164,20 +178,36 @@ class Watch:
                     beat_at = now + self.pace.beat_s
                     if self.doing is not doing:
                         doing, since = self.doing, now
-                    waits = None if doing is None else [doing.peer, now - since]
-                    self._line.say({"waits": waits})
+                    self._line.say(self._state(doing, now - since))
+                    self._look(now - heard_at)
         for end in (self._line, self._wake, self._woken):
             end.close()
         if self._known.is_set() and not self._leaving:
             self._end_main()
+        elif self._leaving and not self._known.is_set():
+            self._stalls.end()
+
+    def _state(self, doing: Doing | None, waited_s: float) -> dict[str, object]:
+        """What the others are told: of what is new no more than whom it waits for."""
+        new_s = 2 * self.pace.beat_s
+        what, seconds = self.work.seen()
+        waits = None if doing is None else [doing.peer, waited_s, *([doing.said] if waited_s > new_s else [])]
+        return {"waits": waits, "at": [what, seconds] if seconds > new_s else None}
+
+    def _look(self, silent_s: float) -> None:
+        """Whether there are long waits; when the hub is silent, rank 0 is."""
+        first = self._seen[0]
+        self._stalls.look([replace(first, silent_s=max(first.silent_s, silent_s)), *self._seen[1:]])
 
     def _hear(self) -> bool:
         messages = self._line.hear()
         for message in messages:
             if "ranks" in message:
-                self._states = message["ranks"]
+                self._seen = [Seen.of(*state) for state in message["ranks"]]
             if "fault" in message:
                 self._learn(Fault.of_message(message["fault"]))
+            if "stop" in message and self.stop_asked is None:
+                self.stop_asked = str(message["stop"])
         return bool(messages)
 
     def _learn(self, fault: Fault) -> None:
@@ -190,6 +220,5 @@ class Watch:
         assert self._fault is not None
         self.break_off()
         if not self._told.wait(self.pace.grace_s) and not self._leaving:
-            doing = self.doing
-            meanwhile = "at work" if doing is None else str(doing)
+            meanwhile = str(self.doing or self.work.seen()[0] or "at work")
             self._end(self.error(self._fault, f"{self.place(self.rank)} was {meanwhile}"))

@@ -1,0 +1,125 @@
+"""A life of a run: the processes of one ``vpipe train``, until all of them have gone."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from course import Course
+from processes import about, bury
+
+POLL_S = 0.05
+
+
+class Life:
+    """``vpipe train`` with some arguments, at work.
+
+    Args:
+        course: that it lives for.
+        arguments: after ``vpipe train``.
+        others: processes that are not to be waited for here.
+    """
+
+    def __init__(self, course: Course, arguments: Sequence[str], others: Callable[[], set[int]]) -> None:
+        self._course, self._others = course, others
+        self.output = course.folder / "output.txt"
+        self._begins = self.output.stat().st_size if self.output.exists() else 0
+        with self.output.open("ab") as file:
+            self._launcher = subprocess.Popen([sys.executable, "-m", "vpipe", "train", *arguments], stdout=file,
+                                              stderr=file, stdin=subprocess.DEVNULL, start_new_session=True)
+
+    @property
+    def pid(self) -> int:
+        """Of the launcher."""
+        return self._launcher.pid
+
+    @property
+    def ended(self) -> bool:
+        """Whether the launcher has."""
+        return self._launcher.poll() is not None
+
+    @property
+    def said(self) -> str:
+        """What it printed."""
+        with self.output.open("rb") as file:
+            file.seek(self._begins)
+            return file.read().decode(errors="replace")
+
+    def ranks(self) -> dict[int, int]:
+        """Rank -> process."""
+        return {rank: process.pid for process in about(self._course.folder) if (rank := process.rank) is not None}
+
+    def wait_for(self, condition: Callable[[], bool], limit_s: float) -> bool:
+        """Until it holds, the life ends or the time is over; whether it holds."""
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline and not self.ended:
+            if condition():
+                return True
+            time.sleep(POLL_S)
+        return False
+
+    def gone(self, limit_s: float) -> tuple[int | None, float]:
+        """Wait until the launcher and all ranks have ended.
+
+        Returns:
+            Its exit status, negative for the signal that killed it, None when something is still there after
+            ``limit_s``; and the seconds that this took.
+        """
+        began = time.monotonic()
+        while time.monotonic() - began < limit_s:
+            status = self._launcher.poll()
+            bury(self._others() | {self.pid})
+            if status is not None and not about(self._course.folder):
+                return status, time.monotonic() - began
+            time.sleep(POLL_S)
+        return None, time.monotonic() - began
+
+
+def a_moment(course: Course, draw: random.Random) -> tuple[str, Callable[[], bool]]:
+    """When to strike, in words and as a condition: while starting, at a step, or while a checkpoint is written."""
+    kind = draw.choices(["starting", "at", "saving"], [1, 5, 3])[0]
+    done = course.steps_done()
+    if kind == "at":
+        step = done + draw.randrange(1, 40)
+        return f"at step {step}", lambda: course.steps_done() >= step
+    if kind == "saving":
+        after = done + draw.randrange(1, 24)
+        # Between two looks a save may come and go: the next one is as good.
+        return "while saving", lambda: course.steps_done() >= after and course.run is not None and any(
+            path.name.endswith(".tmp") for path in _listed(course.run / "checkpoints"))
+    began, after_s = time.monotonic(), draw.uniform(0.2, 6.0)
+    return f"{after_s:.1f} s after the start", lambda: time.monotonic() - began > after_s
+
+
+def strike(pid: int, number: signal.Signals) -> bool:
+    """Send a process a signal; whether it was there."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+        return True
+    return False
+
+
+def damage(checkpoint: Path, draw: random.Random) -> str:
+    """Flip a bit of a file of a checkpoint, or cut its end off; says what was done."""
+    file = draw.choice(sorted(path for path in checkpoint.iterdir() if path.stat().st_size))
+    content = bytearray(file.read_bytes())
+    at = draw.randrange(len(content))
+    if draw.random() < 0.3:
+        file.write_bytes(content[:at])
+        return f"{checkpoint.name}/{file.name} cut after {at} bytes"
+    content[at] ^= 1 << draw.randrange(8)
+    file.write_bytes(content)
+    return f"a bit of byte {at} of {checkpoint.name}/{file.name} flipped"
+
+
+def _listed(folder: Path) -> list[Path]:
+    with suppress(OSError):
+        return list(folder.iterdir())
+    return []

@@ -1,0 +1,122 @@
+"""A run that nobody disturbs: whether memory and handles of its processes grow while it saves and evaluates."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from course import Course
+from life import Life
+from processes import Held, about
+
+NICER = 5
+"""It gives way to the lives: they set the pace of the soak."""
+
+GROWTH = 0.04
+"""Share by which the median of a process's memory in the last third of the soak may be above that in the second."""
+
+LEAST_BYTES = 6 << 20
+"""Growth below this says nothing: an allocator that rounds up makes as much."""
+
+
+def marathon(folder: Path, seed: int) -> Course:
+    """Two stages, a save after every 4 steps and an evaluation after every 8: most of its time it does these."""
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"name": "bert", "preset": "tiny", "num_layers": 4, "hidden_size": 32, "sequence_length": 32,
+                  "vocab_size": 64, "tie_weights": False},
+        "dataset": {"name": "synthetic", "batch_size": 16, "samples": 1024},
+        "training": {"learning_rate": 0.001, "max_steps": 1_000_000, "num_microbatches": 4, "seed": seed,
+                     "optimizer": "adamw", "evaluate_every": 8, "evaluation_batches": 8, "print_frequency": 1000},
+        "checkpoint": {"every_steps": 4, "keep": 3}}
+    return Course("marathon", folder / "marathon", sections, [{"schedule": "1f1b", "partition": [5, 4]}], 1_000_000,
+                  evaluations=False)
+
+
+class Marathon:
+    """The run, at work.
+
+    Attributes:
+        course: what it is compared by.
+        held: by name of a process what it held, one entry per :meth:`sample`.
+    """
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.course = marathon(folder, seed)
+        self.held: dict[str, list[Held]] = defaultdict(list)
+        self._life = Life(self.course, [str(self.course.write_config(self.course.arrangements[0]))], set)
+        os.setpriority(os.PRIO_PROCESS, self._life.pid, os.getpriority(os.PRIO_PROCESS, 0) + NICER)
+
+    def pids(self) -> set[int]:
+        """Of all its processes."""
+        return {self._life.pid, *(process.pid for process in about(self.course.folder))}
+
+    @property
+    def ended(self) -> bool:
+        """Which it must not have."""
+        return self._life.ended
+
+    def sample(self) -> None:
+        """Note what its processes and this one hold, once it saves and evaluates."""
+        if self.course.steps_done() < 40:
+            return
+        named = {"soak": os.getpid(), "launcher": self._life.pid,
+                 **{f"rank {rank}": pid for rank, pid in sorted(self._life.ranks().items())}}
+        for name, pid in named.items():
+            if (held := Held.by(pid)) is not None:
+                self.held[name].append(held)
+
+    def words(self) -> str:
+        """The latest figures of its ranks, in few words."""
+        ranks = {name: held[-1] for name, held in self.held.items() if name.startswith("rank")}
+        if not ranks:
+            return "marathon starting"
+        return (f"marathon step {self.course.steps_done()}, "
+                f"{' + '.join(f'{held.rss_bytes / 2**20:.0f}' for held in ranks.values())} MiB, "
+                f"{' + '.join(str(held.handles) for held in ranks.values())} handles")
+
+    def end(self, limit_s: float) -> list[str]:
+        """Let it end in good order; what is wrong with it."""
+        os.kill(self._life.pid, signal.SIGTERM)
+        status, _ = self._life.gone(limit_s)
+        if status != 128 + signal.SIGTERM:
+            return [f"the marathon ended with status {status}, see {self._life.output}"]
+        self.course.steps = self.course.steps_done()
+        return self.course.differences()
+
+    def growth(self) -> list[str]:
+        """Processes whose memory or handles have grown."""
+        found = []
+        for name, held in self.held.items():
+            if name == "soak" or len(held) < 12:
+                continue
+            middle, last = _third(held, 1), _third(held, 2)
+            grown = median(h.rss_bytes for h in last) - median(h.rss_bytes for h in middle)
+            if grown > max(LEAST_BYTES, GROWTH * median(h.rss_bytes for h in middle)):
+                found.append(f"the memory of the marathon's {name} grew by {grown / 2**20:.1f} MiB")
+            for what in ("handles", "threads"):
+                before, after = (median(getattr(h, what) for h in part) for part in (middle, last))
+                if after > before:
+                    found.append(f"the {what} of the marathon's {name} grew from {before:g} to {after:g}")
+        return found
+
+    def table(self) -> list[str]:
+        """Rows of a Markdown table: per process the medians of each third of the soak, and the most."""
+        rows = ["| process | samples | MiB: first third | second | last | most | handles: first third | last | most | "
+                "threads |", "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"]
+        for name, held in self.held.items():
+            parts = [_third(held, i) or held for i in range(3)]
+            mebibytes = [f"{median(h.rss_bytes for h in part) / 2**20:.1f}" for part in parts]
+            handles = [f"{median(h.handles for h in parts[i]):g}" for i in (0, 2)]
+            rows.append(f"| {name} | {len(held)} | {' | '.join(mebibytes)} | "
+                        f"{max(h.rss_bytes for h in held) / 2**20:.1f} | {' | '.join(handles)} | "
+                        f"{max(h.handles for h in held)} | {held[-1].threads} |")
+        return rows
+
+
+def _third(held: Sequence[Held], which: int) -> Sequence[Held]:
+    return held[which * len(held) // 3:(which + 1) * len(held) // 3]

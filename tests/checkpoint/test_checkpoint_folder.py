@@ -1,0 +1,128 @@
+"""Which checkpoints a folder has, whatever was going on when its run died."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vpipe.checkpoint.folder import LATEST, Checkpoints, before, find
+from vpipe.checkpoint.manifest import Manifest
+from vpipe.errors import UserError
+
+
+def write(root: Path, step: int, seed: int = 0) -> Path:
+    """A checkpoint without tensors, put in its place."""
+    folder = Checkpoints(root)
+    folder.partial(step).mkdir(parents=True)
+    Manifest(step, step, seed).save(folder.partial(step))
+    return folder.commit(step)
+
+
+def names(root: Path) -> set[str]:
+    return {path.name for path in root.iterdir()}
+
+
+def test_the_newest_is_that_of_the_most_steps(tmp_path: Path) -> None:
+    for step in (9, 100, 20):
+        write(tmp_path, step)
+    assert [path.name for path in Checkpoints(tmp_path).all()] == ["step-9", "step-20", "step-100"]
+    assert find(tmp_path) == tmp_path / "step-100"
+    assert before(tmp_path / "step-100") == tmp_path / "step-20"
+    assert before(tmp_path / "step-9") is None
+    assert before(tmp_path) is None
+
+
+def test_latest_names_it_and_goes_with_it(tmp_path: Path) -> None:
+    folder = Checkpoints(tmp_path)
+    write(tmp_path, 3)
+    folder.announce()
+    assert (tmp_path / LATEST).read_text() == "step-3\n"
+    (tmp_path / "step-3").rename(tmp_path / "elsewhere")
+    folder.announce()
+    assert names(tmp_path) == {"elsewhere"}
+
+
+def test_one_that_is_being_written_does_not_count(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    Checkpoints(tmp_path).partial(4).mkdir()
+    Manifest(4, 4, 0).save(Checkpoints(tmp_path).partial(4))
+    (tmp_path / "step-5").mkdir()
+    (tmp_path / "step-x").mkdir()
+    assert [path.name for path in Checkpoints(tmp_path).all()] == ["step-3"]
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 10):
+        write(tmp_path, step)
+    (tmp_path / "step-1.tmp").mkdir()  # of a removal that was cut short
+    Checkpoints(tmp_path).prune(2)
+    assert names(tmp_path) == {"step-3", "step-10"}
+
+
+def test_a_step_that_is_saved_again_replaces_the_one_before(tmp_path: Path) -> None:
+    write(tmp_path, 3, seed=1)
+    write(tmp_path, 3, seed=2)
+    assert names(tmp_path) == {"step-3"}
+    assert Manifest.load(tmp_path / "step-3").seed == 2
+
+
+def test_the_one_before_counts_until_it_is_replaced(tmp_path: Path) -> None:
+    write(tmp_path, 3, seed=1).rename(tmp_path / "step-3.old")
+    folder = Checkpoints(tmp_path)
+    assert Manifest.load(find(tmp_path)).seed == 1
+    assert find(tmp_path / "step-3") == tmp_path / "step-3.old"
+    write(tmp_path, 4)
+    assert before(tmp_path / "step-4") == tmp_path / "step-3.old"
+    folder.clear_leftovers()
+    assert names(tmp_path) == {"step-3.old", "step-4", LATEST}
+    write(tmp_path, 3, seed=2)
+    assert names(tmp_path) == {"step-3", "step-4", LATEST}
+    (tmp_path / "step-3").rename(tmp_path / "step-3.old")
+    folder.prune(1)
+    assert names(tmp_path) == {"step-4", LATEST}
+
+
+def test_a_replacement_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, 3, seed=1)
+    rename = Path.rename
+
+    def fail(self: Path, target: Path) -> Path:
+        if self.name == "step-3.tmp":
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        write(tmp_path, 3, seed=2)
+    assert Manifest.load(tmp_path / "step-3").seed == 1
+    Checkpoints(tmp_path).give_up(3)
+    assert names(tmp_path) == {"step-3"}
+
+
+def test_leftovers_are_cleared(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    for name in ("step-4.tmp", "step-3.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank0.safetensors").write_bytes(b"half")
+    (tmp_path / f"{LATEST}.tmp").write_text("step-")
+    Checkpoints(tmp_path).clear_leftovers()
+    assert names(tmp_path) == {"step-3", LATEST}
+    Checkpoints(tmp_path / "nowhere").clear_leftovers()
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_run_a_folder_of_checkpoints_and_a_checkpoint_can_be_given(tmp_path: Path) -> None:
+    step = write(tmp_path / "run" / "checkpoints", 7)
+    assert find(tmp_path / "run") == find(tmp_path / "run" / "checkpoints") == find(step) == step
+
+
+@pytest.mark.parametrize(("name", "what"), [
+    ("nowhere", r"cannot resume from '.*nowhere': it does not exist"),
+    ("file", r"cannot resume from '.*file': it is a file"),
+    ("empty", r"there is no checkpoint in '.*empty': neither checkpoint.json, nor step-N or checkpoints/step-N")])
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path, name: str, what: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty" / "checkpoints" / "step-3.tmp").mkdir(parents=True)
+    with pytest.raises(UserError, match=what):
+        find(tmp_path / name)

@@ -1,0 +1,76 @@
+"""A damaged checkpoint is named, refused, and the one before offered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from saved_state import about, tensors
+
+from vpipe.checkpoint.integrity import Damage, check_intact, damages, newest_intact_before
+from vpipe.checkpoint.manifest import MANIFEST, Manifest
+from vpipe.checkpoint.once import save_at
+from vpipe.checkpoint.restore import read
+from vpipe.errors import UserError
+
+FILE = "rank0.safetensors"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for step in (20, 40, 60):
+        save_at(tmp_path / f"step-{step}", about(step), tensors())
+    return tmp_path
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1 << place % 8
+    path.write_bytes(content)
+
+
+def test_nothing_is_wrong_with_one_that_was_just_written(root: Path) -> None:
+    heard: list[tuple[int, int]] = []
+    assert damages(root / "step-60", lambda done, total: heard.append((done, total))) == []
+    assert heard[-1] == (Manifest.load(root / "step-60").bytes,) * 2
+    check_intact(root / "step-60")
+
+
+def test_a_changed_bit_is_noticed_wherever_it_is(root: Path) -> None:
+    path = root / "step-60" / FILE
+    whole = path.read_bytes()
+    for place in (0, 7, 8, 100, len(whole) // 2, len(whole) - 1):
+        flip(path, place)
+        found, = damages(root / "step-60")
+        assert found.file == FILE
+        assert found.what.startswith("was changed: its SHA-256 is ")
+        path.write_bytes(whole)
+    assert damages(root / "step-60") == []
+
+
+@pytest.mark.parametrize("length", [0, 1, 500, -1])
+def test_a_file_that_was_cut_short_is_told_with_both_sizes(root: Path, length: int) -> None:
+    path = root / "step-60" / FILE
+    whole = path.read_bytes()
+    path.write_bytes(whole[:length])
+    assert damages(root / "step-60") == [
+        Damage(FILE, f"has {len(whole[:length]):,} bytes instead of {len(whole):,}")]
+
+
+def test_a_file_that_is_gone_is_told(root: Path) -> None:
+    (root / "step-60" / FILE).unlink()
+    assert list(map(str, damages(root / "step-60"))) == [f"{FILE} is missing"]
+
+
+def test_the_newest_intact_one_before_is_offered(root: Path) -> None:
+    flip(root / "step-60" / FILE, 500)
+    flip(root / "step-40" / MANIFEST, 50)
+    with pytest.raises(UserError, match=rf"the checkpoint '{root}/step-60' is damaged: {FILE} was changed: .*\n"
+                                        rf"hint: resume from step 20 with: vpipe train --resume {root}/step-20"):
+        check_intact(root / "step-60")
+    with pytest.raises(UserError, match=f"{FILE} was changed"):
+        read(root / "step-60", Manifest.load(root / "step-60"), ["model.a.row"])
+    assert newest_intact_before(root / "step-60") == root / "step-20"
+    (root / "step-20" / FILE).unlink()
+    with pytest.raises(UserError, match="hint: no older checkpoint beside it is intact: start the run anew"):
+        check_intact(root / "step-60")

@@ -1,0 +1,118 @@
+"""``checkpoint.json`` says what it was given, and notices when it was changed."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+import vpipe.checkpoint
+from vpipe.checkpoint.manifest import FORMAT, ITEM_BYTES, MANIFEST, About, FileFacts, Manifest, Stored, _checksum
+from vpipe.errors import UserError
+
+ABOUT = About(40, 1280, 7, data="f00d", config="model:\n  name: bert\n", arrangement={"partition": [2, 3]},
+              numbers={"scale": 0.1})
+
+
+def manifest() -> Manifest:
+    return Manifest.of(ABOUT, {"model.a.weight": Stored((4, 3), "float32", "rank0.safetensors"),
+                               "optim.a.weight.step#int": Stored((), "int64", "rank0.safetensors")},
+                       {"rank0.safetensors": FileFacts(200, "ab" * 32)})
+
+
+def test_it_reads_what_it_wrote(tmp_path: Path) -> None:
+    manifest().save(tmp_path)
+    assert Manifest.load(tmp_path) == manifest()
+    assert manifest().bytes == 200
+    assert [stored.bytes for stored in manifest().tensors.values()] == [48, 8]
+    assert set(manifest().versions) == {"vpipe", "torch"}
+
+
+def test_every_kind_of_number_has_its_size() -> None:
+    import torch
+
+    assert {name: getattr(torch, name).itemsize for name in ITEM_BYTES} == ITEM_BYTES
+
+
+def test_a_changed_bit_is_noticed_wherever_it_is(tmp_path: Path) -> None:
+    manifest().save(tmp_path)
+    path = tmp_path / MANIFEST
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 3):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 7]) + whole[place + 1:])
+        try:
+            found = Manifest.load(tmp_path)
+        except UserError:
+            continue
+        assert found == manifest(), f"bit {place % 7} of byte {place}"  # a space that became another
+
+
+def test_a_manifest_that_was_cut_short_is_refused(tmp_path: Path) -> None:
+    manifest().save(tmp_path)
+    path = tmp_path / MANIFEST
+    whole = path.read_bytes()
+    for length in (*range(0, len(whole) - 2, 13), len(whole) - 2):
+        path.write_bytes(whole[:length])
+        with pytest.raises(UserError, match=r"manifest of the checkpoint is damaged: it is no JSON .*checkpoint\.json"):
+            Manifest.load(tmp_path)
+
+
+def test_a_newer_format_is_named_with_the_one_that_is_read(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_text(json.dumps({"format": FORMAT + 2, "new": "things"}))
+    with pytest.raises(UserError, match=f"has format {FORMAT + 2}, this vpipe reads up to {FORMAT}.*\nhint: resume it"):
+        Manifest.load(tmp_path)
+
+
+def test_a_folder_without_one_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"'{tmp_path}' is no checkpoint: it has no {MANIFEST}"):
+        Manifest.load(tmp_path)
+
+
+def test_one_that_cannot_be_read_says_why(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).mkdir()
+    with pytest.raises(UserError, match="cannot read the checkpoint: Is a directory"):
+        Manifest.load(tmp_path)
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("format", 0), ("format", "1"), ("step", -1), ("step", True), ("samples", 1.5), ("config", None),
+    ("arrangement", []), ("versions", {"vpipe": 1}), ("tensors", []), ("tensors", {"a": {}}),
+    ("tensors", {"a": {"shape": [2], "dtype": "float32", "file": "other.safetensors"}}),
+    ("tensors", {"a": {"shape": [2], "dtype": "pickle", "file": "rank0.safetensors"}}),
+    ("tensors", {"a": {"shape": [-2], "dtype": "int8", "file": "rank0.safetensors"}}),
+    ("files", {"../rank0.safetensors": {"bytes": 1, "sha256": "00"}}), ("files", {"": {"bytes": 1, "sha256": "00"}}),
+    ("files", {"/etc/passwd": {"bytes": 1, "sha256": "00"}}), ("files", {".": {"bytes": 1, "sha256": "00"}})],
+    ids=str)
+def test_content_that_makes_no_sense_is_refused_though_its_checksum_is_right(tmp_path: Path, key: str,
+                                                                              value: object) -> None:
+    manifest().save(tmp_path)
+    content = json.loads((tmp_path / MANIFEST).read_text())
+    del content["checksum"]
+    content[key] = value
+    (tmp_path / MANIFEST).write_text(json.dumps({**content, "checksum": _checksum(content)}))
+    with pytest.raises(UserError, match="the manifest of the checkpoint is damaged"):
+        Manifest.load(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "null", "[]", "[" * 20_000, "\xff", '{"format": 1}'])
+def test_other_content_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / MANIFEST).write_text(text, encoding="latin-1")
+    with pytest.raises(UserError, match="the manifest of the checkpoint is damaged"):
+        Manifest.load(tmp_path)
+
+
+def test_a_number_that_json_has_not_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Out of range float values"):
+        Manifest(0, 0, 0, numbers={"scale": math.nan}).save(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["manifest", "folder", "integrity"])
+def test_what_lists_checkpoints_does_not_wait_for_torch(name: str) -> None:
+    room = Path(vpipe.checkpoint.__file__).parent
+    imported = {node.module for node in ast.walk(ast.parse((room / f"{name}.py").read_text()))
+                if isinstance(node, ast.ImportFrom)}
+    assert {module for module in imported if module and module.split(".")[0] in ("torch", "vpipe", "safetensors")} <= {
+        "vpipe.checkpoint.manifest", "vpipe.checkpoint.folder", "vpipe.errors"}

@@ -1,0 +1,356 @@
+"""Saving pauses for a copy, writes behind, and survives a disk that does not take it."""
+
+from __future__ import annotations
+
+import os
+import re
+from datetime import timedelta
+from pathlib import Path
+from threading import Event, Thread, current_thread
+
+import pytest
+import torch
+from saved_state import about, same, tensors
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
+
+from vpipe.checkpoint import storage, votes
+from vpipe.checkpoint.folder import LATEST, Checkpoints
+from vpipe.checkpoint.integrity import damages
+from vpipe.checkpoint.manifest import Manifest
+from vpipe.checkpoint.restore import read
+from vpipe.checkpoint.saver import Saver
+from vpipe.checkpoint.shared import shared_folder_check
+from vpipe.checkpoint.votes import LocalVotes, StoreVotes
+from vpipe.errors import RunError, UserError
+
+WAIT_S = 30.0
+
+
+def alone(root: Path, keep: int | None = None) -> Saver:
+    return Saver(root, keep, 0, LocalVotes())
+
+
+def read_all(folder: Path) -> dict[str, Tensor]:
+    manifest = Manifest.load(folder)
+    assert damages(folder) == []
+    return read(folder, manifest, manifest.tensors)
+
+
+def names(root: Path) -> set[str]:
+    return {path.name for path in root.iterdir()}
+
+
+def full(*_: object) -> None:
+    raise storage.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+# -- alone --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver, state, go = alone(tmp_path), tensors(), Event()
+    write = storage.save_file
+
+    def later(*arguments: object) -> None:
+        assert current_thread().name == "vpipe-saver"
+        assert go.wait(WAIT_S)
+        write(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(storage, "save_file", later)
+    saver.save(about(20), state)
+    with torch.no_grad():
+        state["model.a.weight"].add_(1.0)  # training goes on
+    assert saver.facts == []
+    go.set()
+    saver.wait()
+    assert same(read_all(tmp_path / "step-20"), tensors())
+    fact, = saver.facts
+    assert (fact.step, fact.error) == (20, None)
+    assert fact.bytes == Manifest.load(tmp_path / "step-20").bytes
+    assert 0 < fact.pause_s < fact.seconds
+    assert saver.warnings() == []
+
+
+def test_the_memory_for_copies_is_taken_once(tmp_path: Path) -> None:
+    saver = alone(tmp_path)
+    places = set()
+    states = [tensors(1.0), tensors(2.0), {"model.a.weight": torch.ones(2)}, tensors(3.0)]
+    for step, state in enumerate(states):
+        saver.save(about(step), state)
+        saver.wait()
+        places.add(saver._copies._memory.data_ptr())
+        assert same(read_all(tmp_path / f"step-{step}"), state)
+    assert len(places) == 1
+
+
+def test_other_tensors_than_before_can_be_saved(tmp_path: Path) -> None:
+    saver = alone(tmp_path)
+    states = [tensors(), {"model.a.weight": torch.ones(2)}, {"model.a.weight": torch.ones(9000)}, tensors(2.0)]
+    for step, state in enumerate(states):
+        saver.save(about(step), state)
+    saver.close()
+    for step, state in enumerate(states):
+        assert same(read_all(tmp_path / f"step-{step}"), state)
+
+
+def test_the_newest_are_kept_and_latest_names_one(tmp_path: Path) -> None:
+    saver = alone(tmp_path / "deep" / "checkpoints", keep=2)
+    for step in (1, 2, 3, 3, 10):
+        saver.save(about(step), tensors(step))
+    saver.wait()
+    assert names(tmp_path / "deep" / "checkpoints") == {"step-3", "step-10", LATEST}
+    assert (tmp_path / "deep" / "checkpoints" / LATEST).read_text() == "step-10\n"
+    assert [fact.step for fact in saver.facts] == [1, 2, 3, 3, 10]
+
+
+def test_what_a_save_that_was_cut_short_left_is_not_taken_over(tmp_path: Path) -> None:
+    partial = Checkpoints(tmp_path).partial(5)
+    partial.mkdir()
+    (partial / "rank7.safetensors").write_bytes(b"half")
+    saver = alone(tmp_path)
+    saver.save(about(5), tensors())
+    saver.wait()
+    assert names(tmp_path / "step-5") == {"checkpoint.json", "rank0.safetensors"}
+
+
+def test_the_disk_has_everything_before_it_has_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def synced(handle: int) -> None:
+        fsync(handle)
+        done.append(f"sync {Path(os.readlink(f'/proc/self/fd/{handle}')).relative_to(tmp_path)}")
+
+    def renamed(self: Path, target: Path) -> Path:
+        done.append(f"rename {self.relative_to(tmp_path)}")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    saver = alone(tmp_path)
+    saver.save(about(5), tensors())
+    saver.wait()
+    assert done == ["sync step-5.tmp/rank0.safetensors", "sync step-5.tmp/checkpoint.json", "sync step-5.tmp",
+                    "rename step-5.tmp", "sync .", "sync latest.tmp", "sync ."]
+
+
+def test_a_full_disk_gives_the_save_up_and_the_next_one_is_made(tmp_path: Path,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    saver = alone(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "save_file", full)
+        saver.save(about(10), tensors())
+        saver.wait()
+    assert saver.warnings() == ["could not save step 10: No space left on device (rank 0); training goes on, "
+                                "there is no checkpoint yet"]
+    assert saver.warnings() == []
+    saver.save(about(20), tensors())
+    saver.wait()
+    for place in (Manifest, "save"), (Path, "rename"):  # it may also run full at the very end
+        with monkeypatch.context() as patched:
+            patched.setattr(*place, lambda *_: os.write(os.open("/dev/full", os.O_WRONLY), b"."))
+            saver.save(about(30), tensors())
+            saver.wait()
+        assert saver.warnings() == ["could not save step 30: No space left on device (rank 0); training goes on, "
+                                    "the latest checkpoint is step 20"]
+        assert names(tmp_path) == {"step-20", LATEST}
+    assert [fact.error for fact in saver.facts] == ["No space left on device (rank 0)", None,
+                                                    *["No space left on device (rank 0)"] * 2]
+    assert same(read_all(tmp_path / "step-20"), tensors())
+
+
+def test_too_little_memory_gives_the_save_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver = alone(tmp_path)
+    huge = torch.zeros(1).expand(1 << 60)
+    saver.save(about(10), {"model.a": huge})
+    saver.wait()
+
+    def out_of_memory(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "save_file", out_of_memory)
+        saver.save(about(10), tensors())
+        saver.wait()
+    assert [fact.error for fact in saver.facts] == ["Cannot allocate memory (rank 0)", "out of memory (rank 0)"]
+    saver.save(about(20), tensors())
+    saver.wait()
+    assert same(read_all(tmp_path / "step-20"), tensors())
+
+
+def test_what_cannot_be_tidied_does_not_spoil_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Checkpoints, "prune", fail)
+    saver = alone(tmp_path, keep=1)
+    saver.save(about(10), tensors())
+    saver.wait()
+    assert saver.facts[0].error is None
+    assert saver.warnings() == ["step 10 is saved, but old checkpoints could not be removed: Read-only file system"]
+
+
+def test_a_mistake_of_ours_is_no_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mistake(*_: object) -> None:
+        raise KeyError("model.a")
+
+    monkeypatch.setattr(storage, "save_file", mistake)
+    saver = alone(tmp_path)
+    saver.save(about(10), tensors())
+    with pytest.raises(KeyError, match=r"model\.a"):
+        saver.wait()
+    assert names(tmp_path) == set()
+
+
+def test_a_tensor_that_no_file_holds_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"'model.a' is of torch.complex128, which a checkpoint cannot hold"):
+        alone(tmp_path).save(about(10), {"model.a": torch.zeros(2, dtype=torch.complex128)})
+
+
+# -- several ranks ------------------------------------------------------------------------------------------------
+
+
+def crew(root: Path, store: Store, ranks: int = 3) -> list[Saver]:
+    return [Saver(root, 2, rank, StoreVotes(store, rank, ranks)) for rank in range(ranks)]
+
+
+def of_rank(rank: int, fill: float) -> dict[str, Tensor]:
+    return {f"model.{rank}.{name}": tensor for name, tensor in tensors(fill).items()}
+
+
+def test_ranks_write_a_file_each_and_one_checkpoint(tmp_path: Path) -> None:
+    store = HashStore()
+    savers = crew(tmp_path, store)
+    for step in (1, 2, 3):
+        for rank, saver in enumerate(savers):
+            saver.save(about(step), of_rank(rank, step))
+    for saver in reversed(savers):
+        saver.close()
+    assert names(tmp_path) == {"step-2", "step-3", LATEST}
+    assert names(tmp_path / "step-3") == {"checkpoint.json", *(f"rank{rank}.safetensors" for rank in range(3))}
+    assert same(read_all(tmp_path / "step-3"),
+                {name: tensor for rank in range(3) for name, tensor in of_rank(rank, 3).items()})
+    assert {(fact.step, fact.bytes) for saver in savers for fact in saver.facts} == {
+        (step, Manifest.load(tmp_path / "step-3").bytes) for step in (1, 2, 3)}
+    assert store.num_keys() == 2  # the last verdict, and who heard: a long run leaves no heap of notes
+
+
+def test_a_full_disk_of_one_rank_gives_the_save_up_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    savers = crew(tmp_path, HashStore())
+    write = storage.save_file
+
+    def write_but_2(state: dict[str, Tensor], path: Path) -> None:
+        (full if path.name == "rank2.safetensors" and "step-2" in str(path) else write)(state, path)
+
+    monkeypatch.setattr(storage, "save_file", write_but_2)
+    for step in (1, 2, 3):
+        for rank, saver in enumerate(savers):
+            saver.save(about(step), of_rank(rank, step))
+        if step == 2:
+            for saver in savers:
+                saver.wait()
+            assert names(tmp_path) == {"step-1", LATEST}
+    for saver in reversed(savers):
+        saver.close()
+    assert {tuple(fact.error for fact in saver.facts) for saver in savers} == {
+        (None, "No space left on device (rank 2)", None)}
+    assert [saver.warnings() for saver in savers] == [
+        ["could not save step 2: No space left on device (rank 2); training goes on, the latest checkpoint is step 1"],
+        [], []]
+    assert names(tmp_path) == {"step-1", "step-3", LATEST}
+
+
+def test_a_rank_writes_the_next_only_when_all_know_of_the_last(tmp_path: Path) -> None:
+    first, second = crew(tmp_path, HashStore(), ranks=2)
+    second.save(about(1), of_rank(1, 1))
+    waiting = Thread(target=second.save, args=(about(2), of_rank(1, 2)), daemon=True)
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    first.save(about(1), of_rank(0, 1))
+    first.save(about(2), of_rank(0, 2))
+    waiting.join(WAIT_S)
+    for saver in (second, first):
+        saver.close()
+    assert names(tmp_path) == {"step-1", "step-2", LATEST}
+
+
+def test_a_rank_that_is_slow_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(votes, "_SLICE_S", 0.01)
+    first, second = crew(tmp_path, HashStore(), ranks=2)
+    first.save(about(1), of_rank(0, 1))
+    assert first._thread is not None
+    first._thread.join(0.1)
+    assert first.facts == []
+    second.save(about(1), of_rank(1, 1))
+    for saver in (second, first):
+        saver.close()
+    assert first.facts[0].error is None
+
+
+def test_a_rank_may_have_more_tensors_than_a_store_takes_in_plain_words() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=WAIT_S))
+    vote = '"model.weight": {"shape": [1], "dtype": "float32"}, ' * 200_000
+    assert len(vote) > 8 << 20
+    told = Thread(target=StoreVotes(client, 1, 2).meet, args=(vote, "".join), daemon=True)
+    told.start()
+    assert StoreVotes(server, 0, 2).meet("", "".join) == vote
+    told.join(WAIT_S)
+
+
+def test_without_rank_0_the_others_say_so(tmp_path: Path) -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=WAIT_S))
+    saver = Saver(tmp_path, None, 1, StoreVotes(client, 1, 2))
+    saver.save(about(1), {})
+    del server
+    with pytest.raises(RunError, match=r"could not save step 1: .*\(rank 1\)\nhint: rank 0, or who keeps its notes"):
+        saver.wait()
+    assert saver.facts[0].error == "rank 0 is gone"
+    saver.close()
+
+
+# -- a folder that all see ----------------------------------------------------------------------------------------
+
+
+def look(roots: list[Path]) -> list[str]:
+    """What each rank says of its folder."""
+    store, said = HashStore(), [""] * len(roots)
+
+    def check(rank: int) -> None:
+        try:
+            shared_folder_check(roots[rank], StoreVotes(store, rank, len(roots)), rank, f"host{rank}")
+        except UserError as error:
+            said[rank] = str(error)
+
+    threads = [Thread(target=check, args=(rank,), daemon=True) for rank in range(len(roots))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    return said
+
+
+def test_a_folder_that_all_see_is_fine(tmp_path: Path) -> None:
+    assert look([tmp_path / "new" / "checkpoints"] * 3) == [""] * 3
+    assert names(tmp_path / "new" / "checkpoints") == set()
+
+
+def test_a_folder_that_a_host_does_not_see_is_refused_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vpipe.checkpoint.shared.LOOK_S", 0.1)
+    said = look([tmp_path / "a", tmp_path / "b", tmp_path / "a"])
+    assert len(set(said)) == 1
+    assert re.match(r"error: the folder for checkpoints '.*' of rank 0 \(host0\) is not the one seen by rank 1 "
+                    r"\(host1\)\nhint: checkpoints need a folder that all hosts see, .*: set checkpoint", said[0])
+    assert names(tmp_path / "a") == set()
+
+
+def test_a_folder_that_rank_0_cannot_write_is_refused_by_all(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    said = look([tmp_path / "file" / "checkpoints"] * 2)
+    assert len(set(said)) == 1
+    assert "rank 0 (host0) cannot write checkpoints to" in said[0]
+    with pytest.raises(UserError, match=r"cannot write checkpoints to '.*': Not a directory"):
+        shared_folder_check(tmp_path / "file" / "x", LocalVotes(), 0, "here")

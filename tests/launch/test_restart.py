@@ -1,0 +1,142 @@
+"""When a run is started again, and from which checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from vpipe.checkpoint.manifest import MANIFEST, Manifest
+from vpipe.cli import main
+from vpipe.errors import UserError
+from vpipe.launch import restart
+from vpipe.launch.elastic import fitted
+from vpipe.launch.failure import first_report
+from vpipe.launch.folder import failure_path
+from vpipe.launch.machine import ranks_of
+from vpipe.launch.restart import Failure, announced, last_step, newest_intact, over
+from vpipe.launch.starter import FILE, Starter, agent_of
+from vpipe.train.config import Config
+
+KILLED = Failure("rank 2 was killed; rank 1 was waiting for F7", 41, "step-40")
+
+
+def test_as_often_as_was_allowed() -> None:
+    failures = [replace(KILLED, step=step) for step in (41, 52, 47)]
+    assert over(failures, 3) is None
+    assert over(failures[:1], 0) == "it was attempt 1 of 1"
+    assert over(failures, 2) == "it was attempt 3 of 3"
+    assert over(failures * 9, None) is None
+
+
+@pytest.mark.parametrize(("other", "repeats"), [
+    ({}, True), ({"what": "rank 2 was killed; rank 0 was evaluating"}, True), ({"what": "rank 3 was killed"}, False),
+    ({"step": 42}, False), ({"checkpoint": "step-20"}, False)])
+def test_the_same_failure_from_the_same_state_at_the_same_step_would_come_again(other: dict[str, str],
+                                                                                 repeats: bool) -> None:
+    why = over([replace(KILLED, **other), KILLED], 9)  # type: ignore[arg-type]
+    assert why == ("the same failure came twice in a row after step 41, so it would come again" if repeats else None)
+
+
+def test_a_failure_before_the_first_step_repeats_too() -> None:
+    assert over([replace(KILLED, step=None)] * 2, 9) == \
+        "the same failure came twice in a row before the first step, so it would come again"
+
+
+def test_the_last_step_that_was_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert last_step(tmp_path) is None
+    lines = [json.dumps({"step": step, "loss": 1.0}) for step in range(300)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 299, "evaluation_loss": 2.0}', '{"step": 30']))
+    assert last_step(tmp_path) == 299
+    monkeypatch.setattr(restart, "TAIL_BYTES", 200)
+    assert last_step(tmp_path) == 299
+
+
+def checkpoint(root: Path, step: int) -> Path:
+    """A complete one with nothing in it."""
+    folder = root / f"step-{step}"
+    folder.mkdir(parents=True)
+    Manifest(step=step, samples=8 * step, seed=0, tensors={}, files={}).save(folder)
+    return folder
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert newest_intact(tmp_path / "checkpoints") is None
+    assert announced("attempt 2 of 4", "rank 2 was killed", None) == \
+        "attempt 2 of 4: rank 2 was killed; beginning anew, since there is no checkpoint yet"
+    older, newer = (checkpoint(tmp_path, step) for step in (20, 40))
+    assert newest_intact(tmp_path) == newer
+    assert announced("attempt 2", "rank 2 was killed", newer) == "attempt 2: rank 2 was killed; going on from step 40"
+    text = (newer / MANIFEST).read_text()
+    (newer / MANIFEST).write_text(text[:len(text) // 2])
+    assert newest_intact(tmp_path) == older
+    assert capsys.readouterr().err.startswith("step-40 is passed over: ")
+
+
+def test_a_run_is_found_by_what_started_it(tmp_path: Path) -> None:
+    for name, agents, starter in (("1", ["a", "b"], "torchrun"), ("2", ["b"], "torchrun"), ("3", ["a"], "srun")):
+        (tmp_path / name).mkdir()
+        Starter(starter, tuple(agents), (KILLED,), "step-40").write(tmp_path / name)
+    (tmp_path / "4").mkdir()
+    (tmp_path / "4" / FILE).write_text('{"starter": "torchrun"')
+    assert Starter.run_of(tmp_path, "torchrun", ["b", "c"]) == tmp_path / "2"
+    assert Starter.run_of(tmp_path, "torchrun", ["a"]) == tmp_path / "1"
+    assert Starter.run_of(tmp_path, "torchrun", ["c"]) is None
+    assert Starter.read(tmp_path / "1") == Starter("torchrun", ("a", "b"), (KILLED,), "step-40")
+
+
+def test_what_starts_a_rank_again() -> None:
+    parent = agent_of({}, None)
+    assert parent.startswith(f"process {os.getppid()} on {socket.gethostname()} since ")
+    assert agent_of({"SLURM_CLUSTER_NAME": "big"}, "4711.0") == "big job 4711.0"
+    assert agent_of({"VPIPE_AGENT": parent}, "4711.0") == parent  # in a container
+
+
+def test_the_failure_of_the_attempt_before(tmp_path: Path) -> None:
+    assert first_report(tmp_path) is None
+    for rank, (blames, time) in enumerate([(True, 1.0), (False, 3.0), (False, 2.0)]):
+        failure_path(tmp_path, rank).write_text(json.dumps({"rank": rank, "blames_peer": blames, "time": time}))
+    assert first_report(tmp_path) == {"rank": 2, "blames_peer": False, "time": 2.0}
+
+
+def config(**parallel: object) -> Config:
+    return Config.model_validate({
+        "model": {"name": "bert", "preset": "tiny"}, "dataset": {"name": "synthetic", "batch_size": 16},
+        "training": {"learning_rate": 0.1, "num_microbatches": 8}, "parallel": parallel})
+
+
+@pytest.mark.parametrize(("parallel", "ranks", "stages", "replicas"), [
+    ({"partition": [2, 1, 1, 1]}, 3, 3, 1),
+    ({"partition": [2, 1, 1, 1]}, 8, 4, 2),
+    ({"model_parallel_size": 2, "data_parallel_size": 2}, 2, 2, 1),
+    ({"model_parallel_size": 3, "data_parallel_size": 2}, 4, 2, 2),
+    ({"model_parallel_size": 3, "data_parallel_size": 2}, 5, 5, 1),
+    ({"model_parallel_size": 8, "schedule": "interleaved", "chunks": 2}, 2, 4, 1),
+    ({"model_parallel_size": 8, "schedule": "zb-v"}, 3, 6, 1),
+    ({"stage_to_rank_map": {"0": [0, 1], "1": [2]}}, 2, 2, 1),
+    ({"model_parallel_size": 4, "schedule": "pipedream"}, 1, 1, 1)])
+def test_another_number_of_ranks(parallel: dict[str, object], ranks: int, stages: int, replicas: int) -> None:
+    fit = fitted(config(**parallel), ranks)
+    assert ranks_of(fit) == ranks
+    assert (fit.parallel.model_parallel_size, fit.parallel.data_parallel_size) == (stages, replicas)
+    assert fit.parallel.partition == "auto"
+    assert fit.training == config(model_parallel_size=1).training
+
+
+def test_what_was_written_stage_by_stage_is_planned_anew() -> None:
+    fit = fitted(config(partition=[2, 2, 1], recompute=[0.5, 0.0, 0.0], compress=["int8", "int8"]), 2)
+    assert (fit.parallel.recompute, fit.parallel.compress) == ("auto", "int8")
+    assert fitted(config(model_parallel_size=3, recompute=0.5), 2).parallel.recompute == 0.5
+    with pytest.raises(UserError, match="for each of 2 cuts"):
+        fitted(config(partition=[2, 2, 1], compress=["int8", "none"]), 2)
+
+
+def test_a_schedule_in_a_file_is_for_its_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "1f1b", "--stages", "4", "--microbatches", "8", "--format", "csv"]) == 0
+    (tmp_path / "own.csv").write_text(capsys.readouterr().out)
+    with pytest.raises(UserError, match=r"elastic: 2 ranks are there, but the schedule is a file, .* for 4"):
+        fitted(config(model_parallel_size=4, schedule=str(tmp_path / "own.csv")), 2)

@@ -1,0 +1,309 @@
+"""A run that was saved and goes on computes what it would have, bit for bit, however it is then cut and carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import norm_model, rich_batches, rich_model, thrice_tied_model
+from test_exact import AdamW, decay
+from torch import Tensor, nn
+
+from vpipe import Layer, Model, Pipeline
+from vpipe.errors import UserError
+from vpipe.runtime.engine import Step
+from vpipe.runtime.saved import Position
+from vpipe.train.crossing import Crossing
+from vpipe.train.optimizers import OptimizerSettings
+from vpipe.train.oracle import VERSIONS, Training, asynchronous_oracle, flush_oracle
+from vpipe.train.start import Start
+
+Saved = tuple[Position, Mapping[str, Tensor]]
+MICROBATCHES = 4
+SGD = OptimizerSettings("sgd", 0.05, momentum=0.9)
+LAMB = OptimizerSettings("lamb", 0.02, weight_decay=0.1)
+REPLICATED = {"partition": [3, 5], "placement": [[0, 1], [2]]}
+CODED = {"compress": ["int8", "none", "bf16"], "compress_rounding": "stochastic"}
+
+
+def every(count: int) -> Callable[[int], int]:
+    """An empty pipeline after each so many steps."""
+    return lambda steps: (steps // count + 1) * count
+
+
+def pipeline(model: Model, **arguments: Any) -> Pipeline:
+    return Pipeline(model, **{"microbatches": MICROBATCHES, "optimizer": AdamW(), "seed": 2, "grad_clip": 0.5,
+                              "partition": [2, 2, 2, 2], "learning_rate_factor": decay, **arguments})
+
+
+def saved(pipe: Pipeline) -> Saved:
+    """As a checkpoint holds it: training goes on in other memory."""
+    tensors = {name: tensor.clone() for name, tensor in pipe.engine.saved().items()}
+    return pipe.engine.position, tensors
+
+
+def train(pipe: Pipeline, batches: Sequence[Mapping[str, Tensor]], cadence: int,
+          at: Sequence[int] = ()) -> tuple[list[Step], dict[int, Saved]]:
+    """All steps, and what was saved after some of them."""
+    steps, kept = [], {}
+    for step in pipe.engine.train(batches, pauses=every(cadence)):
+        steps.append(step)
+        if step.index + 1 in at:
+            assert not pipe.engine.drain(), "the pipeline runs empty exactly there"
+            kept[step.index + 1] = saved(pipe)
+            assert kept[step.index + 1][0].steps == step.index + 1
+    return steps, kept
+
+
+def resumed(pipe: Pipeline, place: Saved, batches: Sequence[Mapping[str, Tensor]], cadence: int) -> list[Step]:
+    position, tensors = place
+    pipe.engine.restore(position, tensors)
+    return train(pipe, batches[position.microbatches // MICROBATCHES:], cadence)[0]
+
+
+def same_bits(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
+    """As sets of bits: NaN is itself."""
+    assert sorted(ours) == sorted(theirs)
+    assert not [name for name in ours if ours[name].dtype != theirs[name].dtype
+                or not torch.equal(ours[name].nan_to_num(9e9), theirs[name].nan_to_num(9e9))]
+
+
+@pytest.mark.parametrize(("model", "arguments", "cadence"), [
+    (rich_model, {"schedule": "1f1b"}, 2),
+    (rich_model, {"schedule": "gpipe", "optimizer": SGD, "recompute": 0.5}, 1),
+    (rich_model, {"schedule": "zb_v", "optimizer": LAMB}, 3),
+    (rich_model, {"schedule": "1f1b", **CODED}, 2),
+    (norm_model, {"schedule": "1f1b", "partition": [2, 4], "placement": [[0, 1, 2], [3]]}, 2),
+    (rich_model, {"schedule": "pipedream"}, 6),
+    (thrice_tied_model, {"schedule": "pipedream", "update_every": 2, "partition": [2, 1, 2, 1], "optimizer": SGD,
+                         "recompute": [0.0, 1.0, 1.0, 0.5]}, 3),
+    (rich_model, {"schedule": "pipedream", "optimizer": LAMB, **CODED}, 5),
+    (rich_model, {"schedule": "pipedream", **REPLICATED}, 3),
+    (norm_model, {"schedule": "pipedream", "partition": [2, 4], "placement": [[0], [1, 2]]}, 3),
+    (rich_model, {"schedule": "2bw", "update_every": 4}, 2),
+    (rich_model, {"schedule": "pipedream_vertical_sync"}, 7),
+    (rich_model, {"schedule": "pipedream", "optimizer": partial(torch.optim.NAdam, lr=1e-2)}, 9),
+    (rich_model, {"schedule": "1f1b", "optimizer": partial(torch.optim.Adagrad, lr=1e-2)}, 3)])
+def test_what_goes_on_is_what_was_never_interrupted(model: Callable[[], Model], arguments: dict[str, Any],
+                                                    cadence: int) -> None:
+    batches = rich_batches(5, 8, lengths=(6, 9))
+    whole = pipeline(model(), **arguments)
+    total = len(train(whole, batches, cadence)[0])
+    at = [step for step in (cadence, total // cadence * cadence) if step < total]
+    assert at
+    again = pipeline(model(), **arguments)
+    steps, kept = train(again, batches, cadence, at)
+    same_bits(saved(again)[1], saved(whole)[1])  # saving has no effect
+    for step, place in kept.items():
+        fresh = pipeline(model(), **arguments)
+        assert resumed(fresh, place, batches, cadence) == steps[step:]
+        same_bits(saved(fresh)[1], saved(whole)[1])
+        assert fresh.engine.position == whole.engine.position
+
+
+OTHER_CUTS: list[dict[str, Any]] = [
+    {"schedule": "gpipe", "partition": [8]}, {"schedule": "1f1b", "partition": [1, 6, 1], "recompute": 1.0},
+    {"schedule": "zb_h1", "partition": [3, 3, 2]}, {"schedule": "interleaved"},
+    {"schedule": "hanayo", "partition": [2, 2, 2, 2]}]
+
+
+def test_with_a_flush_any_cut_and_schedule_goes_on_alike() -> None:
+    """From each to the next, one batch each; untied weights, so that all orders of sums are those of plain PyTorch."""
+    model, batches = rich_model(tied=False), rich_batches(6, 8)
+    plain = flush_oracle(model, batches, Training(AdamW().from_named, MICROBATCHES, 2, decay, 0.5))
+    place, losses = None, []
+    for arguments, batch in zip([*OTHER_CUTS, OTHER_CUTS[0]], batches, strict=True):
+        pipe = pipeline(model, **arguments)
+        if place is not None:
+            pipe.engine.restore(*place)
+        losses += [step.loss for step in pipe.train([batch])]
+        place = saved(pipe)
+    assert losses == plain.losses
+    same_bits(place[1], plain.kept)
+
+
+@pytest.mark.parametrize("model", [rich_model, norm_model])
+@pytest.mark.parametrize("widths", [[[0, 1], [2]], [[0], [1, 2, 3]], [[0, 1], [2, 3]]])
+def test_with_a_flush_ties_and_other_widths_go_on_as_the_oracle_from_there(model: Callable[[], Model],
+                                                                           widths: list[list[int]]) -> None:
+    batches = rich_batches(4, 8)
+    first = pipeline(model(), schedule="1f1b", partition=[2, 4 if model is norm_model else 6], placement=[[0, 1], [2]])
+    list(first.train(batches[:2]))
+    position, tensors = saved(first)
+    cut = [4, len(model()) - 4]
+    second = pipeline(model(), schedule="1f1b", partition=cut, placement=widths)
+    second.engine.restore(position, tensors)
+    steps = list(second.train(batches[2:]))
+    oracle = flush_oracle(model(), batches[2:], Training(AdamW().from_named, MICROBATCHES, 2, decay, 0.5), cut,
+                          list(map(len, widths)), Start(2, 8, 0, tensors))
+    assert [step.index for step in steps] == [2, 3]
+    assert [step.loss for step in steps] == oracle.losses
+    same_bits(saved(second)[1], oracle.kept)
+
+
+ASYNCHRONOUS: list[dict[str, Any]] = [
+    {"schedule": "pipedream", "partition": [2, 2, 2, 2]}, {"schedule": "pipedream", "partition": [1, 6, 1]},
+    {"schedule": "pipedream", "partition": [3, 5], "update_every": 2}, {"schedule": "2bw", "partition": [3, 3, 2]},
+    {"schedule": "pipedream_vertical_sync", "partition": [2, 3, 3]}, {"schedule": "pipedream", "partition": [8]},
+    {"schedule": "pipedream", "partition": [4, 4], "placement": [[0, 1], [2]]},
+    {"schedule": "pipedream", "partition": [2, 4, 2], "placement": [[0], [1, 2, 3], [4, 5]]}]
+
+
+@settings(deadline=None, max_examples=10)
+@given(data=st.data())
+def test_without_a_flush_any_cut_goes_on_as_its_oracle_from_there(data: st.DataObject) -> None:
+    """Two arrangements after each other, the second from anywhere in a batch; both run empty on the way."""
+    model, batches, start = rich_model(), rich_batches(8, 8), Start()
+    alone = [{name: part[i] for name, part in parts.items()} for batch in batches
+             for parts in [{name: tensor.chunk(MICROBATCHES) for name, tensor in batch.items()}]
+             for i in range(MICROBATCHES)]
+    for _ in range(2):
+        arguments = data.draw(st.sampled_from(ASYNCHRONOUS))
+        cadence, pauses = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+        pipe = pipeline(model, **arguments)
+        span = cadence * pipe.engine._schedule.rounds.per_step
+        if start.tensors:
+            pipe.engine.restore(Position(start.steps, start.microbatches), start.tensors)
+        losses, left = [], pauses * cadence
+        for step in pipe.engine.train(batches[start.microbatches // MICROBATCHES:],
+                                      pauses=lambda done, more=cadence: done + more):
+            losses.append(step.loss)
+            left -= 1
+            if not left:
+                break
+        position, tensors = saved(pipe)
+        assert position.microbatches == min(start.microbatches + pauses * span, len(alone))
+        oracle = asynchronous_oracle(
+            model, alone[start.microbatches:position.microbatches], Training(AdamW().from_named, 1, 2, decay, 0.5),
+            pipe.partition, pipe.update_every, range(start.microbatches, position.microbatches, span),
+            VERSIONS[arguments["schedule"]], list(map(len, pipe.placement)), start)
+        assert losses == oracle.losses
+        same_bits(tensors, oracle.kept)
+        start = Start(position.steps, position.microbatches, 0, tensors)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_what_coding_lost_goes_on_at_the_cuts_that_stay(schedule: str) -> None:
+    """The second cut of four stages is the only one of two; the others' parts are of no use any more."""
+    model, batches = rich_model(), rich_batches(4, 8)
+    first = pipeline(model, schedule=schedule, compress="int8")
+    list(first.train(batches[:2]))
+    position, tensors = saved(first)
+    assert {name.split(".")[1] for name in tensors if name.startswith("feedback.")} == {"2", "4", "6"}
+    second = pipeline(model, schedule=schedule, partition=[4, 4], placement=[[0], [1, 2]], compress="int8")
+    second.engine.restore(position, tensors)
+    losses = [step.loss for step in second.train(batches[2:])]
+    compression = second.engine._settings.compression
+    assert compression is not None
+    crossing = Crossing(model, [4, 4], second.placement, compression)
+    crossing.fill(tensors)
+    recipe = Training(AdamW().from_named, MICROBATCHES, 2, decay, 0.5, cross=crossing)
+    start = Start(position.steps, position.microbatches, 0, tensors)
+    if schedule == "1f1b":
+        oracle = flush_oracle(model, batches[2:], recipe, [4, 4], [1, 2], start)
+    else:
+        oracle = asynchronous_oracle(model, batches[2:], recipe, [4, 4], widths=[1, 2], start=start)
+    assert losses == oracle.losses
+    same_bits(saved(second)[1], oracle.kept | crossing.kept())
+
+
+def test_leaving_off_before_a_pause_drains_no_further_than_that() -> None:
+    pipe = pipeline(rich_model(), schedule="pipedream")
+    for step in pipe.engine.train(rich_batches(6, 8), pauses=every(7)):
+        if step.index == 4:
+            break
+    assert [step.index for step in pipe.engine.drain()] == [5, 6]
+    assert pipe.engine.position == Position(7, 7, 3, 14)
+
+
+def test_another_number_of_microbatches_goes_on_where_it_falls_between_two() -> None:
+    numbers = Position(6, 6, samples=12).as_numbers(4)
+    assert numbers == {"microbatches": 6, "begun": 2, "batch": 4}
+    assert Position.of_numbers(6, 12, numbers, 2) == Position(6, 3, 1, 12)
+    assert Position.of_numbers(6, 12, numbers, 8) == Position(6, 12, 4, 12)
+    assert Position.of_numbers(0, 0, {}, 8) == Position(0, 0)
+    with pytest.raises(UserError) as error:
+        Position.of_numbers(6, 12, numbers, 1)
+    assert str(error.value) == (
+        "error: the checkpoint is of a run with 4 microbatches per batch, and was made after 2 of them: with 1 that is "
+        "within one\nhint: go on with 4 microbatches per batch, or from another checkpoint")
+
+
+# -- what is refused -----------------------------------------------------------------------------------
+
+
+class Keeps(torch.optim.SGD):
+    """Puts things into its state."""
+
+    def __init__(self, parameters: list[nn.Parameter], value: object) -> None:
+        super().__init__(parameters, lr=0.1)
+        for parameter in parameters:
+            self.state[parameter]["odd"] = value
+
+
+class Counts(torch.optim.SGD):
+    """Keeps a number in its parameter groups."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.param_groups[0]["dampening"] = self.param_groups[0]["dampening"] + 0.5
+
+
+@pytest.mark.parametrize(("value", "name", "dtype"), [(3, "odd#int", torch.int64), (0.1, "odd#float", torch.float64)])
+def test_numbers_of_an_optimizer_come_back_as_they_were(value: float, name: str, dtype: torch.dtype) -> None:
+    pipe = pipeline(rich_model(), schedule="1f1b", optimizer=partial(Keeps, value=value))
+    place = saved(pipe)
+    held = place[1][f"optim.raw0.w.{name}"]
+    assert (held.dtype, held.dim(), held.item()) == (dtype, 0, value)
+    fresh = pipeline(rich_model(), schedule="1f1b", optimizer=partial(Keeps, value=0))
+    fresh.engine.restore(*place)
+    states = [state for worker in fresh.engine.workers.values() for optimizer in worker.update.optimizers.values()
+              for state in optimizer.state.values()]
+    assert [(state["odd"], type(state["odd"])) for state in states] == [(value, type(value))] * len(states)
+
+
+class Extra(nn.Linear):
+    """Has state that is no tensor."""
+
+    def get_extra_state(self) -> object:
+        return "seen"
+
+    def set_extra_state(self, state: object) -> None:
+        """Not in this test."""
+
+
+@pytest.mark.parametrize(("arguments", "text"), [
+    ({"optimizer": partial(Keeps, value=None)}, "the optimizer keeps NoneType None as 'optim.embed.word.weight.odd'"),
+    ({"optimizer": partial(Keeps, value=True)}, "the optimizer keeps bool True as 'optim.embed.word.weight.odd'"),
+    ({"optimizer": partial(Counts, lr=0.1)}, "Counts changes 'dampening' of its parameter groups as it steps"),
+    ({"model": Model([Layer("odd", lambda: Extra(3, 3), ("x",)), Layer("loss", nn.Flatten, ("h",), ("loss",))], ("x",)),
+      "partition": [1, 1]}, "'odd._extra_state' in the state of its layer is str, not a tensor")])
+def test_state_that_no_checkpoint_can_hold_is_named(arguments: dict[str, Any], text: str) -> None:
+    model = arguments.pop("model", None)
+    pipe = pipeline(model or rich_model(), **{"schedule": "1f1b", **arguments})
+    if model is None:
+        list(pipe.train(rich_batches(1, 8)))
+    with pytest.raises(UserError) as error:
+        pipe.engine.saved()
+    assert text in str(error.value)
+
+
+def test_places_from_which_a_pipeline_cannot_go_on() -> None:
+    pipe = pipeline(rich_model(), schedule="1f1b")
+    position, tensors = saved(pipe)
+    with pytest.raises(UserError) as error:
+        pipe.engine.restore(Position(6, 6), tensors)
+    assert str(error.value) == (
+        "error: the checkpoint was made after 2 of the 4 microbatches of a batch, but '1f1b' takes whole ones\n"
+        "hint: go on with the schedule that made it, or from a checkpoint at the end of a batch")
+    lacking = {name: tensor for name, tensor in tensors.items() if "raw" not in name}
+    with pytest.raises(UserError, match=r"2 tensors of the model missing in the checkpoint: raw0\.w, raw1\.w"):
+        pipe.engine.restore(position, {**lacking, "model.raw2.w": tensors["model.raw2.w"]})
+    list(pipe.train(rich_batches(1, 8)))
+    with pytest.raises(UserError, match="training has begun: 1 step done\nhint: load a checkpoint into a new"):
+        pipe.engine.restore(position, tensors)

@@ -1,0 +1,79 @@
+"""Runs that go on over another transport: in one process, then in four over gloo, and the other way round."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import resume_jobs
+import torch
+from small_run import losses, metrics, write_config
+from torch import Tensor
+from world import World
+
+from vpipe.checkpoint.manifest import Manifest
+from vpipe.checkpoint.restore import read
+from vpipe.train.config import load_config
+from vpipe.train.job import Job
+from vpipe.train.loop import train
+from vpipe.train.resume import Start, resumed_config, start_of, take_up
+
+CHANGES = {"checkpoint__every_steps": 3, "training__max_steps": 8, "checkpoint__at_end": True,
+           "training__evaluate_every": 4}
+
+
+def begin(folder: Path, world: World | None = None, **changes: Any) -> Path:
+    """A run from its first step, in this process or in the world; its folder."""
+    folder.mkdir()
+    run = take_up(Start(None, None), Job.of(load_config(write_config(folder, **{**CHANGES, **changes}))))
+    go(run, None, world)
+    return run
+
+
+def go_on(run: Path, *settings: str, at: int, world: World | None = None) -> None:
+    start = start_of(run / "checkpoints" / f"step-{at}")
+    take_up(start, Job.of(resumed_config(start, None, settings, None)))
+    go(run, start.checkpoint, world)
+
+
+def go(run: Path, checkpoint: Path | None, world: World | None) -> None:
+    if world is None:
+        train(Job.of(load_config(run / "config.yaml")), run, checkpoint)
+    else:
+        said = world.run(resume_jobs.train_in, run=str(run), checkpoint=None if checkpoint is None else str(checkpoint),
+                         notes=f"{run} {checkpoint}")
+        assert said == [None] * 4
+
+
+def check_equal(one: Path, other: Path) -> None:
+    assert losses(one) == losses(other)
+    assert [line["evaluation_loss"] for line in metrics(one)[1]] == [
+        line["evaluation_loss"] for line in metrics(other)[1]]
+    mine, theirs = (tensors(run / "checkpoints" / "step-8") for run in (one, other))
+    assert mine.keys() == theirs.keys()
+    assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    manifest = Manifest.load(folder)
+    return read(folder, manifest, manifest.tensors)
+
+
+def test_with_a_flush_four_ranks_go_on_with_a_run_of_one_stage_and_back(world: World, tmp_path: Path) -> None:
+    flush = {"parallel__model_parallel_size": 1, "parallel__partition": [5], "training__lr_policy": "cosine",
+             "model__tie_weights": False}
+    whole, run = begin(tmp_path / "a", **flush), begin(tmp_path / "b", **flush)
+    go_on(run, "parallel.partition=[1, 1, 1, 2]", "parallel.schedule=gpipe", at=3, world=world)
+    files = sorted(path.name for path in (run / "checkpoints" / "step-8").iterdir())
+    assert files == ["checkpoint.json", *(f"rank{rank}.safetensors" for rank in range(4))]
+    go_on(run, "parallel.partition=[5]", at=6)
+    check_equal(whole, run)
+
+
+def test_without_one_the_same_arrangement_does(world: World, tmp_path: Path) -> None:
+    stream = {"parallel__schedule": "pipedream", "parallel__model_parallel_size": 4, "parallel__update_every": 2,
+              "parallel__compress": "int8"}
+    whole, run = begin(tmp_path / "a", **stream), begin(tmp_path / "b", world, **stream, training__max_steps=6)
+    assert losses(run) == losses(whole)[:6]
+    go_on(run, "training.max_steps=8", at=3, world=world)
+    check_equal(whole, run)

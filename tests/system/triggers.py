@@ -1,0 +1,153 @@
+"""What goes wrong in a rank, at a moment of its training: armed in processes that the zygote forks.
+
+``VPIPE_TEST_TRIGGER`` says it in JSON: which ``rank``, the ``moment``, its ``count`` among those of the rank, and what
+to ``do``. It comes once in a run: an attempt that goes on finds the note of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+TRIGGER = "VPIPE_TEST_TRIGGER"
+NOTES = "VPIPE_TEST_NOTES"
+"""Environment variable with the folder for notes: ``fired``, with the time, and ``samples<attempt>``, with a line per
+microbatch that the first stage was trained on."""
+
+
+def arm(program: str, arguments: list[str]) -> None:
+    """Called in every forked process; see :data:`zygote.HOOK`."""
+    if program != "vpipe.launch.worker":
+        return
+    rank, notes = int(os.environ["RANK"]), Path(os.environ[NOTES])
+    counts = Counter[str]()
+    text = os.environ.get(TRIGGER)
+    trigger = json.loads(text) if text else {"rank": None}
+
+    def reached(moment: str) -> bool:
+        """Whether it is now that it goes wrong, before what the moment names is done."""
+        number = counts[moment]
+        counts[moment] += 1
+        if rank != trigger["rank"] or (moment, number) != (trigger["moment"], trigger["count"]):
+            return False
+        if (notes / "fired").exists():
+            return False
+        (notes / "part").write_text(str(time.time()))
+        (notes / "part").rename(notes / "fired")
+        return True
+
+    _in_training(reached, trigger, notes)
+    _in_saving(reached, trigger)
+
+
+def _in_training(reached: Callable[[str], bool], trigger: dict[str, Any], notes: Path) -> None:
+    from vpipe.runtime.worker import Worker
+    from vpipe.schedules.action import Op
+
+    make = Worker.__init__
+    attempt = len(list(notes.glob("samples*")))
+
+    def made(self: Worker, *arguments: Any, **more: Any) -> None:
+        make(self, *arguments, **more)
+        forward, backward, step = (self._operations[op] for op in (Op.FORWARD, Op.BACKWARD, Op.STEP))
+        if 0 in self.stages:
+            samples = (notes / f"samples{attempt}").open("a", buffering=1)
+
+        def forwards(stage: int, microbatch: int) -> None:
+            segment = self.segment
+            if segment.training and stage == 0:
+                fields = segment.feed._chunk(segment.first + microbatch)
+                digest = hashlib.sha256(fields["input_ids"].numpy().tobytes()).hexdigest()
+                print(segment.number(microbatch), digest, file=samples)
+            if not reached("forward" if segment.training else "evaluation"):
+                forward(stage, microbatch)
+            elif trigger["do"] == "nan":
+                module = list(self.stages[stage].modules.values())[-1]
+                hook = module.register_forward_hook(lambda _, inputs, output: output * float("nan"))
+                forward(stage, microbatch)
+                hook.remove()
+            else:
+                go_wrong(trigger)
+                forward(stage, microbatch)
+
+        def backwards(stage: int, microbatch: int) -> None:
+            if reached("backward"):
+                go_wrong(trigger)
+            backward(stage, microbatch)
+
+        def steps(stage: int, update: int) -> None:
+            if reached("step"):
+                go_wrong(trigger)
+            step(stage, update)
+
+        self._operations |= {Op.FORWARD: forwards, Op.BACKWARD: backwards, Op.STEP: steps}
+
+    Worker.__init__ = made  # type: ignore[method-assign]
+
+
+def _in_saving(reached: Callable[[str], bool], trigger: dict[str, Any]) -> None:
+    """``write``: half of a rank's file is written; ``commit``: all is, but for the checkpoint's name."""
+    from vpipe.checkpoint import storage
+    from vpipe.checkpoint.folder import Checkpoints
+
+    write, commit = storage.save_file, Checkpoints.commit
+
+    def writes(tensors: Any, path: Path) -> None:
+        filler = path.parents[1] / "filler"
+        if reached("write"):
+            if trigger["do"].startswith("fill"):
+                fill(filler)
+            else:
+                write(tensors, path)
+                os.truncate(path, path.stat().st_size // 2)
+                go_wrong(trigger)
+        elif trigger.get("do") == "fill for a while":
+            filler.unlink(missing_ok=True)
+        write(tensors, path)
+
+    def commits(self: Checkpoints, step: int) -> Path:
+        if reached("commit"):
+            go_wrong(trigger)
+        return commit(self, step)
+
+    storage.save_file = writes
+    Checkpoints.commit = commits  # type: ignore[method-assign]
+
+
+def go_wrong(trigger: dict[str, Any]) -> None:
+    """Do what the trigger says to this process, or to the files that it needs."""
+    what = trigger["do"]
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif what == "terminate":
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif what == "memory":
+        import torch
+
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    elif what == "host memory":
+        raise MemoryError
+    elif what == "hide":
+        Path(trigger["folder"]).rename(trigger["folder"] + ".away")
+    else:
+        raise AssertionError(what)
+
+
+def fill(filler: Path) -> None:
+    """Leave no room on a disk: a file takes it."""
+    with filler.open("wb", buffering=0) as file:
+        size = 1 << 16
+        while size:
+            try:
+                file.write(bytes(size))
+            except OSError:
+                size //= 2

@@ -1,0 +1,156 @@
+"""The whole model out of a checkpoint, in files that other programs read; and foreign weights into one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vpipe.checkpoint.fits import check_fits, kinds_of
+from vpipe.checkpoint.folder import sync_folder
+from vpipe.checkpoint.huggingface import CONFIG, WEIGHTS, exported
+from vpipe.checkpoint.integrity import Progress, sha256_of
+from vpipe.checkpoint.manifest import About, FileFacts, Manifest, Stored
+from vpipe.checkpoint.restore import read
+from vpipe.checkpoint.storage import dtype_name, write
+from vpipe.errors import UserError
+from vpipe.model.layer import Model
+from vpipe.model.registry import HuggingFace, ModelSettings
+from vpipe.model.split import resolve_tie
+
+PREFIX = "model."
+"""Of the names of parameters and buffers in a checkpoint."""
+
+
+def weights_of(folder: Path, manifest: Manifest, progress: Progress | None = None) -> dict[str, Tensor]:
+    """Parameters and buffers of the whole model: ``<layer>.<parameter>``, tied ones under their owner's name.
+
+    Raises:
+        UserError: the checkpoint is damaged.
+    """
+    found = read(folder, manifest, [name for name in manifest.tensors if name.startswith(PREFIX)], progress=progress)
+    return {name.removeprefix(PREFIX): tensor for name, tensor in found.items()}
+
+
+def export_safetensors(weights: Mapping[str, Tensor], step: int, out: Path) -> None:
+    """One file; a tied weight is in it once, under its owner's name.
+
+    Raises:
+        UserError: there is such a file already, or it cannot be written.
+    """
+    with _written(out) as partial:
+        save_file(dict(weights), partial, metadata={"format": "pt", "step": str(step)})
+
+
+def export_torch(weights: Mapping[str, Tensor], model: Model | None, out: Path) -> None:
+    """A state dict, written by ``torch.save``, with the names of ``Model.materialize().state_dict()``.
+
+    Args:
+        model: says what is tied: such a weight has all of its names, and lies in the file once.
+
+    Raises:
+        UserError: as :func:`export_safetensors`.
+    """
+    ties = {} if model is None else {f"{layer.name}.{own}": resolve_tie(model, target)
+                                     for layer in model.layers for own, target in layer.ties.items()}
+    with _written(out) as partial:
+        torch.save({**weights, **{name: weights[target] for name, target in ties.items()}}, partial)
+
+
+def export_huggingface(weights: Mapping[str, Tensor], huggingface: HuggingFace, settings: ModelSettings, out: Path,
+                       tokenizer: Path | None = None) -> None:
+    """A folder for ``from_pretrained``.
+
+    Args:
+        tokenizer: a ``tokenizer.json`` to go with it.
+
+    Raises:
+        UserError: as :func:`export_safetensors`.
+    """
+    config, tensors = exported(huggingface, settings, weights)
+    with _written(out) as partial:
+        partial.mkdir()
+        _write_json(partial / CONFIG, config)
+        save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
+        if tokenizer is not None:
+            shutil.copyfile(tokenizer, partial / "tokenizer.json")
+            _write_json(partial / "tokenizer_config.json", {"tokenizer_class": huggingface.tokenizer})
+
+
+def make_checkpoint(out: Path, about: About, model: Model, weights: Mapping[str, Tensor],
+                    config: Path | None = None) -> Manifest:
+    """A checkpoint of weights alone, from which a run can begin.
+
+    Args:
+        weights: all of the model, ``<layer>.<parameter>``, tied ones once; numbers of another kind are turned into
+            those that training computes with.
+        config: a file to go with it as ``config.json``.
+
+    Raises:
+        UserError: they are not the model's, or as :func:`export_safetensors`.
+    """
+    kinds = kinds_of(model)
+    tensors = {PREFIX + name: tensor.to(getattr(torch, kinds[name].dtype)) if name in kinds else tensor
+               for name, tensor in weights.items()}
+    stored = {name: Stored(tuple(tensor.shape), dtype_name(tensor.dtype), "") for name, tensor in tensors.items()}
+    try:
+        check_fits(Manifest.of(about, stored, {}), model)
+    except UserError as error:
+        raise UserError(error.problems[0].what.replace("the checkpoint of step 0 is", "the weights are"),
+                        hint="give the config of the model that the weights are of") from None
+    with _written(out) as partial:
+        partial.mkdir()
+        stored, files = write(partial, 0, tensors)
+        if config is not None:
+            shutil.copyfile(config, partial / CONFIG)
+            files[CONFIG] = FileFacts((partial / CONFIG).stat().st_size, sha256_of(partial / CONFIG))
+        manifest = Manifest.of(about, stored, files)
+        manifest.save(partial)
+    return manifest
+
+
+def check_free(out: Path) -> None:
+    """Refuse to write over something, before any work is done.
+
+    Raises:
+        UserError: ``out`` exists, or the folder it is to be in does not.
+    """
+    if out.exists():
+        raise UserError(f"'{out}' exists already", hint="name another as -o, or remove it first")
+    if not out.absolute().parent.is_dir():
+        raise UserError(f"cannot write '{out}': there is no folder '{out.parent}'", hint="make the folder first")
+
+
+@contextmanager
+def _written(out: Path) -> Iterator[Path]:
+    """A name to write under, which becomes ``out`` once all of it is on the disk, and is gone if that fails."""
+    check_free(out)
+    partial = out.with_name(f"{out.name}.{os.getpid()}.tmp")
+    try:
+        yield partial
+        for path in partial.iterdir() if partial.is_dir() else (partial,):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        if partial.is_dir():
+            sync_folder(partial)
+        partial.rename(out)
+        sync_folder(out.absolute().parent)
+    except OSError as error:
+        raise UserError(f"cannot write '{out}': {error.strerror or error}",
+                        hint="name a place with room that you may write to as -o") from None
+    finally:
+        if partial.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            partial.unlink(missing_ok=True)
+
+
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

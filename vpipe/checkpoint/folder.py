@@ -1,0 +1,210 @@
+"""The folder of a run's checkpoints: how one comes into it all at once, and which there are.
+
+A checkpoint is written as ``step-N.tmp`` and gets its name when the disk has all of it, so that ``step-N`` is whole at
+whatever moment a process or a host dies.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from vpipe.checkpoint.manifest import MANIFEST
+from vpipe.errors import UserError
+
+FOLDER = "checkpoints"
+"""Of a run's folder."""
+
+LATEST = "latest"
+"""A file with the name of the newest checkpoint, for scripts and people."""
+
+_NAME = re.compile(r"step-(\d+)(\.old)?", re.ASCII)
+
+
+class Checkpoints:
+    """Those of one run.
+
+    Args:
+        root: their folder; it need not exist.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def all(self) -> list[Path]:
+        """The complete ones, the oldest first."""
+        found: dict[int, Path] = {}
+        for path in sorted(_entries(self.root)):
+            name = _NAME.fullmatch(path.name)
+            if name and (path / MANIFEST).is_file():
+                # The old one counts where its successor did not get the name any more.
+                found.setdefault(int(name[1]), path)
+        return [found[step] for step in sorted(found)]
+
+    def newest(self) -> Path | None:
+        """The one after the most steps, or None."""
+        return next(reversed(self.all()), None)
+
+    def partial(self, step: int) -> Path:
+        """Where the checkpoint of a step is written, before it has its name."""
+        return self.root / f"step-{step}.tmp"
+
+    def commit(self, step: int) -> Path:
+        """Give a checkpoint its name: its files and its manifest are written and on the disk.
+
+        One of the same step, which a resumed run may save again, makes way.
+
+        Raises:
+            OSError: not done; what there was before is still there.
+        """
+        final = self.root / f"step-{step}"
+        put_in_place(self.partial(step), final)
+        return final
+
+    def give_up(self, step: int) -> None:
+        """Remove what was written of a checkpoint."""
+        shutil.rmtree(self.partial(step), ignore_errors=True)
+
+    def announce(self) -> None:
+        """Let ``latest`` name the newest; it goes when there is none.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        newest = self.newest()
+        if newest is None:
+            (self.root / LATEST).unlink(missing_ok=True)
+        else:
+            write_text(self.root / LATEST, newest.name + "\n")
+
+    def prune(self, keep: int) -> None:
+        """Remove all but the newest ``keep``; a removal that is cut short leaves a ``.tmp`` behind."""
+        assert keep >= 1
+        for path in self.all()[:-keep]:
+            _remove(path, self.partial(step_of(path)))
+
+    def clear_leftovers(self) -> None:
+        """Remove what saves and removals that were cut short have left; nobody may be writing.
+
+        A ``step-N.old`` whose successor did not get the name stays what it is: somebody may go on from it.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        complete = self.all()
+        for path in _entries(self.root):
+            if path.name == f"{LATEST}.tmp":
+                path.unlink()
+            elif path.name.startswith("step-") and path.suffix in (".tmp", ".old") and path not in complete:
+                shutil.rmtree(path)
+        self.announce()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file at once or not at all, and wait until the disk has it.
+
+    Raises:
+        OSError: not done.
+    """
+    partial = path.with_name(f"{path.name}.tmp")
+    with partial.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    sync_folder(path.parent)
+
+
+def put_in_place(partial: Path, final: Path) -> None:
+    """Rename a complete folder to its name; an older one of that name is then removed.
+
+    In between that is called ``<name>.old``, and counts. The names in ``partial`` are on the disk before.
+
+    Raises:
+        OSError: not done; what there was before is still there.
+    """
+    sync_folder(partial)
+    recover(final)
+    old = final.with_name(f"{final.name}.old")
+    if final.exists():
+        final.rename(old)
+    try:
+        partial.rename(final)
+        sync_folder(final.parent)
+    except OSError:
+        recover(final)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def recover(final: Path) -> None:
+    """Undo or end a :func:`put_in_place` that was cut short: afterwards there is no ``<name>.old``."""
+    old = final.with_name(f"{final.name}.old")
+    if old.exists() and final.exists():
+        shutil.rmtree(old)
+    elif old.exists():
+        old.rename(final)
+
+
+def find(path: Path) -> Path:
+    """The checkpoint that a user means by a run's folder, a folder of checkpoints, or one checkpoint: the newest in it.
+
+    Raises:
+        UserError: there is no such folder, or no checkpoint in it.
+    """
+    for folder in (path, path.with_name(f"{path.name}.old")):
+        if (folder / MANIFEST).is_file():
+            return folder
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "does not exist"
+        raise UserError(f"cannot resume from '{path}': it {what}",
+                        hint="give the folder of a run, or one of its checkpoints: RUN/checkpoints/step-N")
+    for root in (path / FOLDER, path):
+        newest = Checkpoints(root).newest()
+        if newest is not None:
+            return newest
+    raise UserError(f"there is no checkpoint in '{path}': neither {MANIFEST}, nor step-N or {FOLDER}/step-N with one",
+                    hint="give the folder of a run that saved a checkpoint; a step-N.tmp is one whose writing was cut "
+                         "short")
+
+
+def before(folder: Path) -> Path | None:
+    """The next older checkpoint beside this one, or None."""
+    name = _NAME.fullmatch(folder.name)
+    if name is None:
+        return None
+    older = [path for path in Checkpoints(folder.parent).all() if step_of(path) < int(name[1])]
+    return older[-1] if older else None
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk has the names in a folder."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def step_of(path: Path) -> int:
+    """After how many steps a checkpoint of a run was saved, by its name."""
+    name = _NAME.fullmatch(path.name)
+    assert name is not None
+    return int(name[1])
+
+
+def _entries(root: Path) -> list[Path]:
+    try:
+        return list(root.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _remove(path: Path, partial: Path) -> None:
+    """Remove a checkpoint, which is none any more from the first moment on."""
+    if partial.exists():
+        shutil.rmtree(partial)
+    path.rename(partial)
+    shutil.rmtree(partial)

@@ -1,0 +1,158 @@
+"""A model as a folder that ``transformers`` loads, and such a folder as weights of ours.
+
+What the names are is said by each family: :class:`vpipe.model.registry.HuggingFace`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vpipe.checkpoint.foreign_files import plain_file, read_safetensors, read_torch
+from vpipe.errors import UserError, counted, nearest
+from vpipe.model.registry import Family, HuggingFace, ModelSettings, family_named, model_names
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+SHOWN = 3
+"""Names that a message lists; of the others it says how many there are."""
+
+_FILES = (WEIGHTS, f"{WEIGHTS}.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a folder of Hugging Face's holds.
+
+    Attributes:
+        family: the name of ours that it belongs to.
+        settings: of the model.
+        config: the contents of its ``config.json``.
+    """
+
+    family: str
+    settings: ModelSettings
+    config: Mapping[str, object]
+
+
+def exported(huggingface: HuggingFace, settings: ModelSettings,
+             weights: Mapping[str, Tensor]) -> tuple[dict[str, object], dict[str, Tensor]]:
+    """The contents of ``config.json`` and the tensors of ``model.safetensors``.
+
+    Args:
+        weights: all of the model, ``<layer>.<parameter>``, tied ones under their owner's name.
+    """
+    config = huggingface.config(settings)
+    kinds = {str(tensor.dtype).removeprefix("torch.") for tensor in weights.values() if tensor.is_floating_point()}
+    content = {"architectures": [huggingface.architecture], "model_type": huggingface.model_type, **config,
+               "dtype": kinds.pop() if len(kinds) == 1 else "float32"}
+    tensors: dict[str, Tensor] = {}
+    written: set[str] = set()
+    for theirs, ours in huggingface.names(config).items():
+        tensors[theirs] = weights[ours].clone() if ours in written else weights[ours]  # tensors of a file share nothing
+        written.add(ours)
+    return content, tensors
+
+
+def find_model(folder: Path) -> Found:
+    """Which model is in a folder that ``save_pretrained`` wrote.
+
+    Raises:
+        UserError: it is none, or of a kind of model that is not known here.
+    """
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"cannot read '{path}': {error.strerror}",
+                        hint=f"a folder of Hugging Face's holds {CONFIG} and {WEIGHTS}") from None
+    except (ValueError, RecursionError):
+        raise UserError(f"'{path}' is no JSON", hint="download the folder again") from None
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    families = {family.huggingface.model_type: name for name in model_names()
+                if (family := _known(name)) is not None and family.huggingface is not None}
+    if not isinstance(kind, str) or kind not in families:
+        raise UserError(f"the model_type in '{path}' is {kind!r}, which is not known here",
+                        hint=nearest(str(kind), sorted(families)))
+    huggingface = family_named(families[kind]).huggingface
+    assert huggingface is not None
+    try:
+        return Found(families[kind], huggingface.settings(config), config)
+    except UserError as error:
+        first = error.problems[0]
+        raise UserError(f"{first.what}, as '{path}' has it", hint=first.hint) from None
+
+
+def _known(name: str) -> Family | None:
+    """A family, unless the package that announces it cannot be imported."""
+    try:
+        return family_named(name)
+    except (UserError, ImportError):
+        return None
+
+
+def imported(folder: Path, huggingface: HuggingFace, settings: ModelSettings,
+             say: Say = lambda line: None) -> dict[str, Tensor]:
+    """The weights in a folder of Hugging Face's under our names, ``<layer>.<parameter>``, tied ones once.
+
+    Args:
+        say: told in words what is left out.
+
+    Raises:
+        UserError: a weight is missing, or tied weights are not equal, or a file cannot be read.
+    """
+    config = huggingface.config(settings)
+    names, copies = huggingface.names(config), huggingface.copies(config)
+    found: dict[str, Tensor] = {}
+    strangers = []
+    for name, tensor in _tensors(folder).items():
+        spelled = huggingface.spelled(name)
+        if spelled is not None and (spelled in names or spelled in copies):
+            found[spelled] = tensor
+        else:
+            strangers.append(name)
+    weights = {ours: found[theirs] for theirs, ours in names.items() if theirs in found}
+    missing = [theirs for theirs, ours in names.items() if ours not in weights]
+    if missing:
+        others = f"; it has others instead: {_some(strangers)}" if strangers else ""
+        raise UserError(f"'{folder}' lacks {counted(len(missing), 'weight')}: {_some(missing)}{others}",
+                        hint=f"it must hold all of a {huggingface.architecture}: load it with that class of "
+                             "transformers, and save it again")
+    for theirs, ours in copies.items():
+        if theirs in found and not torch.equal(found[theirs], weights[ours]):
+            raise UserError(f"'{theirs}' in '{folder}' differs from the weight it is tied to",
+                            hint='write "tie_word_embeddings": false into its config.json')
+    if strangers:
+        say(f"left out, for this model does not compute with it: {_some(strangers)}")
+    return weights
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of the folder, from one file or from those that an index names."""
+    name = next((name for name in _FILES if (folder / name).is_file()), None)
+    if name is None:
+        raise UserError(f"there are no weights in '{folder}'", hint=f"looked for {', '.join(_FILES)}")
+    read = read_safetensors if name.startswith(WEIGHTS) else read_torch
+    if not name.endswith(".index.json"):
+        return read(folder / name)
+    try:
+        parts = dict.fromkeys(json.loads((folder / name).read_bytes())["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        raise UserError(f"'{folder / name}' does not say which files hold the weights",
+                        hint="download the folder again") from None
+    tensors: dict[str, Tensor] = {}
+    for part in parts:
+        tensors |= read(plain_file(folder, part))
+    return tensors
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,234 @@
+"""``checkpoint.json``: what a checkpoint holds, from which run and moment, and whether it is whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from vpipe.errors import UserError
+
+FORMAT = 1
+"""Grows when an older vpipe could no longer read what a newer one writes."""
+
+MANIFEST = "checkpoint.json"
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+              "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1,
+              "bool": 1, "complex64": 8}
+"""The kinds of numbers a checkpoint can hold, as torch calls them, with the bytes of one."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor: its shape, the kind of its numbers (``float32``), and the file of the folder that holds it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    file: str
+
+    @property
+    def bytes(self) -> int:
+        """Of its values."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What a file had when it was written: its size in bytes and its SHA-256, in hexadecimal digits."""
+
+    bytes: int
+    sha256: str
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for name in ("vpipe", "torch"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+@dataclass(frozen=True)
+class About:
+    """What a checkpoint says of its run, besides the tensors.
+
+    Attributes:
+        step: how many steps of training are done; the next has this index.
+        samples: how many samples they have taken.
+        seed: of the run.
+        data: fingerprint of the data set.
+        config: the resolved YAML; empty where there is none.
+        arrangement: how the model was cut and scheduled, JSON values. It does not bind who resumes.
+        numbers: JSON values of parts that keep more than tensors.
+        made: when, ISO 8601.
+        versions: of vpipe and torch.
+    """
+
+    step: int
+    samples: int
+    seed: int
+    data: str = ""
+    config: str = ""
+    arrangement: Mapping[str, Any] = field(default_factory=dict)
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    made: str = field(default_factory=_now)
+    versions: Mapping[str, str] = field(default_factory=_versions)
+
+
+@dataclass(frozen=True)
+class Manifest(About):
+    """All of ``checkpoint.json``.
+
+    Attributes:
+        tensors: by global name.
+        files: by name, in the same folder.
+    """
+
+    tensors: Mapping[str, Stored] = field(default_factory=dict)
+    files: Mapping[str, FileFacts] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, about: About, tensors: Mapping[str, Stored], files: Mapping[str, FileFacts]) -> Manifest:
+        """What a checkpoint says, with what is in it."""
+        return cls(**{each.name: getattr(about, each.name) for each in fields(About)}, tensors=tensors, files=files)
+
+    @property
+    def bytes(self) -> int:
+        """Of all files that hold tensors."""
+        return sum(file.bytes for file in self.files.values())
+
+    def save(self, folder: Path) -> None:
+        """Write it into ``folder`` and wait until the disk has it.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        content = {"format": FORMAT, **asdict(self)}
+        with (folder / MANIFEST).open("w") as file:
+            file.write(_text({**content, "checksum": _checksum(content)}))
+            file.flush()
+            os.fsync(file.fileno())
+
+    @classmethod
+    def load(cls, folder: Path) -> Manifest:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            UserError: there is no checkpoint in ``folder``, it is of a newer format, or its manifest is damaged.
+        """
+        path = folder / MANIFEST
+        try:
+            content = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            raise UserError(f"'{folder}' is no checkpoint: it has no {MANIFEST}",
+                            hint="give a step-N folder, or the folder of a run that saved one") from None
+        except OSError as error:
+            raise UserError(f"cannot read the checkpoint: {error.strerror}", where=str(path), hint=_OTHER) from None
+        except (ValueError, RecursionError):
+            raise _damaged(path, "it is no JSON") from None
+        if not isinstance(content, dict):
+            raise _damaged(path, "it is no JSON object")
+        number = content.get("format")
+        if type(number) is int and number > FORMAT:
+            raise UserError(f"the checkpoint has format {number}, this vpipe reads up to {FORMAT}", where=str(path),
+                            hint="resume it with the vpipe that wrote it, or a newer one: pip install -U vpipe")
+        stated = content.pop("checksum", None)
+        if stated != _checksum(content):
+            raise _damaged(path, f"its content has the checksum {_checksum(content)[:12]}..., it says "
+                                 f"{str(stated)[:12]}...")
+        try:
+            return _manifest(content)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise _damaged(path, f"{type(error).__name__}: {error}") from None
+
+
+_OTHER = "resume from an older checkpoint: vpipe checkpoint ls RUN lists them"
+
+
+def _damaged(path: Path, why: str) -> UserError:
+    return UserError(f"the manifest of the checkpoint is damaged: {why}", where=str(path), hint=_OTHER)
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    """Of the values, not of how they are spaced."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _text(content: Mapping[str, Any]) -> str:
+    """JSON with a line for each entry, and for each entry of an entry."""
+    return "{\n" + ",\n".join(f"{json.dumps(key)}: {_entries(value)}" for key, value in content.items()) + "\n}\n"
+
+
+def _entries(value: Any) -> str:
+    if not isinstance(value, dict) or not value:
+        return json.dumps(value, allow_nan=False)
+    lines = (f" {json.dumps(key)}: {json.dumps(entry, allow_nan=False)}" for key, entry in value.items())
+    return "{\n" + ",\n".join(lines) + "\n}"
+
+
+def _manifest(content: Mapping[str, Any]) -> Manifest:
+    if content["format"] != FORMAT:
+        raise ValueError(f"its format is {content['format']!r}")
+    files = {plain_name(name): FileFacts(_count(facts["bytes"]), _word(facts["sha256"]))
+             for name, facts in content["files"].items()}
+    tensors = {_word(name): stored_of(stored) for name, stored in content["tensors"].items()}
+    for name, stored in tensors.items():
+        if stored.file not in files:
+            raise ValueError(f"tensor '{name}' is in file '{stored.file}', of which nothing is said")
+    for key in ("arrangement", "numbers", "versions"):
+        if not isinstance(content[key], dict):
+            raise TypeError(f"{key} is {content[key]!r}")
+    return Manifest(step=_count(content["step"]), samples=_count(content["samples"]), seed=_count(content["seed"]),
+                    data=_word(content["data"]), config=_word(content["config"]), made=_word(content["made"]),
+                    arrangement=content["arrangement"], numbers=content["numbers"],
+                    versions={name: _word(value) for name, value in content["versions"].items()},
+                    tensors=tensors, files=files)
+
+
+def stored_of(content: Mapping[str, Any]) -> Stored:
+    """A tensor's entry, from JSON.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is none.
+    """
+    dtype = _word(content["dtype"])
+    if dtype not in ITEM_BYTES:
+        raise ValueError(f"unknown kind of numbers '{dtype}'")
+    return Stored(tuple(_count(size) for size in content["shape"]), dtype, plain_name(content["file"]))
+
+
+def plain_name(name: Any) -> str:
+    """A file's name that leads nowhere else.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if type(name) is not str or not name or name.startswith(".") or any(sign in name for sign in "/\\\0"):
+        raise ValueError(f"{name!r} is no name of a file of the folder")
+    return name
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def _word(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError(f"{value!r} is no text")
+    return value

@@ -1,0 +1,230 @@
+"""``vpipe checkpoint ls | show | verify``: what there is, what is in it, and whether it still is what was written."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from vpipe.checkpoint.folder import FOLDER, Checkpoints, find
+from vpipe.checkpoint.integrity import Progress, damages
+from vpipe.checkpoint.manifest import MANIFEST, Manifest, Stored
+from vpipe.draw.plan_table import Column, columns
+from vpipe.errors import RunError, UserError, counted
+from vpipe.launch.folder import CONFIG
+from vpipe.sizes import size_text
+
+PIPE_COLUMNS = 200
+"""Width of what goes to a file or a pipe."""
+
+KINDS = {"model": "model", "optim": "optimizer", "buffers": "buffers of replicas", "feedback": "error feedback"}
+"""First word of a tensor's name -> what it is."""
+
+_PATIENCE_S = 2.0
+
+
+def run_ls(options: argparse.Namespace) -> None:
+    """A line for each checkpoint of a run, the oldest first.
+
+    Raises:
+        UserError: there is none.
+    """
+    found = checkpoints_in(options.folder)
+    rows, damaged = [], []
+    for path in found:
+        try:
+            rows.append((path, Manifest.load(path)))
+        except UserError as error:
+            damaged.append(f"{path.name}: {error.problems[0].what}")
+    for line in columns([
+            Column("checkpoint", [path.name for path, _ in rows], left=True),
+            Column("step", [f"{manifest.step:,}" for _, manifest in rows]),
+            Column("samples", [f"{manifest.samples:,}" for _, manifest in rows]),
+            Column("size", [size_text(manifest.bytes) for _, manifest in rows]),
+            Column("made", [made_text(manifest) for _, manifest in rows], left=True),
+            Column("by", [arrangement_text(manifest.arrangement) for _, manifest in rows], spare=True, left=True)],
+            width()):
+        print(line.rstrip())
+    for line in (*damaged, *(f"{path.name}: a save that was cut short; it counts for nothing"
+                             for path in sorted(found[0].parent.glob("step-*.tmp")))):
+        print(line)
+
+
+def run_show(options: argparse.Namespace) -> None:
+    """What is in a checkpoint: sizes by kind and by layer, files, and the config of its run.
+
+    Raises:
+        UserError: there is none, or its manifest is damaged.
+    """
+    folder = checkpoints_in(options.folder)[-1]
+    manifest = Manifest.load(folder)
+    versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+    print(f"{folder}\nafter step {manifest.step:,} and {counted_in(manifest.samples, 'sample')}, seed {manifest.seed}, "
+          f"data {manifest.data or '-'}; made {made_text(manifest)}" + (f" with {versions}" if versions else ""))
+    print(f"by {arrangement_text(manifest.arrangement)}\n")
+    print("\n".join(kinds_table(manifest)) + "\n")
+    print("\n".join(layers_table(manifest, folder)) + "\n")
+    print("\n".join(line.rstrip() for line in columns([
+        Column("file", list(manifest.files), left=True),
+        Column("size", [size_text(facts.bytes) for facts in manifest.files.values()]),
+        Column("SHA-256", [facts.sha256 for facts in manifest.files.values()], spare=True, left=True)], width())))
+    if manifest.numbers:
+        print("\nnumbers: " + ", ".join(f"{name} {value}" for name, value in manifest.numbers.items()))
+    if manifest.config:
+        print(f"\nconfig\n{manifest.config.rstrip()}")
+
+
+def run_verify(options: argparse.Namespace) -> None:
+    """Read every byte of a checkpoint, or of all that a run has, and compare with what was written.
+
+    Raises:
+        UserError: there is none.
+        RunError: one is damaged.
+    """
+    found, wrong = checkpoints_in(options.folder), []
+    for path in found:
+        try:
+            manifest = Manifest.load(path)
+            with reading(f"reading {path.name}") as progress:
+                bad = [str(damage) for damage in damages(path, progress, manifest=manifest)]
+        except UserError as error:
+            bad = [error.problems[0].what]
+        if bad:
+            wrong.append(path)
+        print(f"{path.name}: " + ("; ".join(bad) if bad else f"intact, {counted(len(manifest.files), 'file')} of "
+                                  f"{size_text(manifest.bytes)}"))
+    if wrong:
+        whole = [path for path in found if path not in wrong]
+        raise RunError(f"{len(wrong)} of {counted(len(found), 'checkpoint')} damaged: "
+                       f"{', '.join(path.name for path in wrong)}", hint=f"go on from {whole[-1]}" if whole else
+                       "bring the folder back from a copy, or start the run anew")
+
+
+def checkpoints_in(path: Path) -> list[Path]:
+    """The checkpoints that a user means by a run's folder, a folder of checkpoints, or one checkpoint; oldest first.
+
+    Raises:
+        UserError: there is none.
+    """
+    if (path / MANIFEST).is_file():
+        return [path]
+    for root in (path / FOLDER, path, *_elsewhere(path)):
+        if found := Checkpoints(root).all():
+            return found
+    if not path.is_dir():
+        raise UserError(f"there is no folder '{path}'" if not path.exists() else f"'{path}' is a file, not a folder",
+                        hint="give the folder of a run, or one of its checkpoints: RUN/checkpoints/step-N")
+    find(path)  # which says what it looked for
+    raise AssertionError("it finds none either")
+
+
+def _elsewhere(run: Path) -> Iterator[Path]:
+    """The folder that a run was told to keep its checkpoints in."""
+    if (run / CONFIG).is_file():
+        from vpipe.launch.folder import checkpoints_root
+        from vpipe.train.resume import config_of
+
+        yield checkpoints_root(config_of(run), run)
+
+
+@contextmanager
+def reading(what: str) -> Iterator[Progress]:
+    """Shows how far the reading of files is, once it has taken two seconds."""
+    with tqdm(desc=what, unit="B", unit_scale=True, unit_divisor=1024, delay=_PATIENCE_S, leave=False) as bar:
+
+        def heard(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield heard
+
+
+def kinds_table(manifest: Manifest) -> list[str]:
+    """How much there is of weights, optimizer state and the rest."""
+    kinds = grouped(manifest.tensors, lambda name: KINDS.get(name.split(".")[0], name.split(".")[0]))
+    return sizes_table("what", [*kinds.items(), ("in all", dict(manifest.tensors))])
+
+
+def layers_table(manifest: Manifest, folder: Path) -> list[str]:
+    """The weights of each layer, and with them its optimizer state."""
+    layers = layer_names(manifest, folder)
+
+    def layer_of(name: str) -> str:
+        below = name.partition(".")[2]
+        return next((layer for layer in layers if below.startswith(layer + ".")), below.split(".")[0])
+
+    weights, state = (grouped({name: stored for name, stored in manifest.tensors.items() if name.startswith(kind)},
+                              layer_of) for kind in ("model.", "optim."))
+    order = [layer for layer in layers if layer in weights] or sorted(weights)
+    return sizes_table("layer", [(layer, weights[layer]) for layer in order],
+                       [size_text(sum(stored.bytes for stored in state.get(layer, {}).values())) for layer in order])
+
+
+def layer_names(manifest: Manifest, folder: Path) -> list[str]:
+    """In order; empty where the checkpoint does not say what model it is of."""
+    from vpipe.train.checkpoint_model import CheckpointModel, says_model  # which needs torch
+
+    if not says_model(manifest):
+        return []
+    try:
+        return [layer.name for layer in CheckpointModel.of(manifest, folder).model().layers]
+    except UserError:
+        return []  # the model's own files are gone, or its family is not installed here
+
+
+def sizes_table(head: str, groups: Iterable[tuple[str, Mapping[str, Stored]]],
+                state: Iterable[str] = ()) -> list[str]:
+    """A row per group of tensors."""
+    named, state = list(groups), list(state)
+    found = columns([
+        Column(head, [name for name, _ in named], left=True),
+        Column("tensors", [f"{len(tensors):,}" for _, tensors in named]),
+        Column("numbers", [f"{sum(prod(stored.shape) for stored in tensors.values()):,}" for _, tensors in named]),
+        Column("size", [size_text(sum(stored.bytes for stored in tensors.values())) for _, tensors in named]),
+        *([Column("optimizer", state)] if state else [])], width())
+    return [line.rstrip() for line in found]
+
+
+def grouped(tensors: Mapping[str, Stored], key: Callable[[str], str]) -> dict[str, dict[str, Stored]]:
+    """Tensors by what ``key`` makes of their names, in order of the first."""
+    groups: dict[str, dict[str, Stored]] = {}
+    for name, stored in tensors.items():
+        groups.setdefault(key(name), {})[name] = stored
+    return groups
+
+
+def arrangement_text(arrangement: Mapping[str, Any]) -> str:
+    """``1f1b of [2, 3], 4 microbatches``."""
+    if arrangement.get("imported"):
+        return f"import from {arrangement.get('from', 'elsewhere')}"
+    parts = [str(arrangement.get("schedule", "-"))]
+    if arrangement.get("partition"):
+        parts[0] += f" of {list(arrangement['partition'])}"
+    if arrangement.get("microbatches"):
+        parts.append(counted(arrangement["microbatches"], "microbatch"))
+    return ", ".join(parts)
+
+
+def made_text(manifest: Manifest) -> str:
+    """When, as its clock had it."""
+    try:
+        return f"{datetime.fromisoformat(manifest.made):%Y-%m-%d %H:%M:%S}"
+    except ValueError:
+        return manifest.made
+
+
+def counted_in(count: int, word: str) -> str:
+    """``1,024 samples``."""
+    return counted(count, word).replace(str(count), f"{count:,}", 1)
+
+
+def width() -> int:
+    """Of the terminal."""
+    return shutil.get_terminal_size((PIPE_COLUMNS, 24)).columns

@@ -1,0 +1,196 @@
+"""``vpipe checkpoint export | import``: the whole model to files of others, and from them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from vpipe.checkpoint.export import (
+    check_free,
+    export_huggingface,
+    export_safetensors,
+    export_torch,
+    make_checkpoint,
+    weights_of,
+)
+from vpipe.checkpoint.huggingface import CONFIG, find_model, imported
+from vpipe.checkpoint.manifest import About, Manifest
+from vpipe.checkpoint.stage_files import Matched, matched, read_stages, stage_files
+from vpipe.commands.checkpoint import checkpoints_in, counted_in, reading
+from vpipe.data.dataset import Tokenized
+from vpipe.errors import UserError, counted
+from vpipe.model.layer import Model
+from vpipe.model.registry import HuggingFace, ModelSettings, family_named
+from vpipe.sizes import size_text
+from vpipe.train.checkpoint_model import CheckpointModel, config_of, config_text, says_model
+from vpipe.train.config import load_config
+from vpipe.train.job import Job
+from vpipe.train.model_of import model_differences, model_file, model_settings
+
+SLOW_BYTES = 1 << 29
+"""From as many on, writing takes seconds and is announced."""
+
+
+def run_export(options: argparse.Namespace) -> None:
+    """Write the model of a checkpoint for other programs.
+
+    Raises:
+        UserError: there is no such checkpoint, it is damaged, or its model has no names there.
+    """
+    check_free(options.output)
+    folder = checkpoints_in(options.folder)[-1]
+    manifest = Manifest.load(folder)
+    found = CheckpointModel.of(manifest, folder) if options.format == "huggingface" or (
+        options.format == "torch" and says_model(manifest)) else None
+    huggingface = None if options.format != "huggingface" or found is None else _names_of(found.name)
+    with reading(f"reading {folder.name}") as progress:
+        weights = weights_of(folder, manifest, progress)
+    size = sum(tensor.nbytes for tensor in weights.values())
+    if size >= SLOW_BYTES:
+        print(f"writing {size_text(size)}", file=sys.stderr, flush=True)
+    out, tokenizer = options.output, None
+    if huggingface is not None and found is not None:
+        tokenizer, note = _tokenizer(manifest)
+        if note:
+            print(f"note: no tokenizer goes with it: {note}")
+        export_huggingface(weights, huggingface, found.settings, out, tokenizer)
+        load = f"transformers.{huggingface.architecture}.from_pretrained({str(out)!r})"
+    elif options.format == "torch":
+        export_torch(weights, None if found is None else found.model(), out)
+        load = f"torch.load({str(out)!r})"
+    else:
+        export_safetensors(weights, manifest.step, out)
+        load = f"safetensors.torch.load_file({str(out)!r})"
+    print(f"{out}: {counted(len(weights), 'tensor')}, {size_text(size)}, after step {manifest.step:,}\nload it: {load}")
+
+
+def _names_of(family: str) -> HuggingFace:
+    huggingface = family_named(family).huggingface
+    if huggingface is None:
+        raise UserError(f"the model '{family}' has no names at Hugging Face", hint="export it as safetensors or torch")
+    return huggingface
+
+
+def _tokenizer(manifest: Manifest) -> tuple[Path | None, str]:
+    """The tokenizer of the data that a run trained on, or why there is none."""
+    try:
+        config = config_of(manifest)
+        if config is None or not manifest.data:
+            return None, "no run made this checkpoint"
+        job = Job.of(config)
+        if job.fingerprint() != manifest.data:
+            return None, "the data set is no longer what it was trained on"
+    except UserError as error:
+        return None, error.problems[0].what
+    path = job.dataset.tokenizer_path if isinstance(job.dataset, Tokenized) else None
+    return path, "" if path is not None else f"the data set '{config.dataset.name}' has none"
+
+
+def run_import(options: argparse.Namespace) -> None:
+    """Make a checkpoint of weights alone, at step 0, from a folder of others.
+
+    Raises:
+        UserError: the folder holds no such weights, or they are not those of the model.
+    """
+    source, out = options.source, options.output
+    check_free(out)
+    if not source.is_dir():
+        raise UserError(f"there is no folder '{source}'" if not source.exists() else f"'{source}' is a file",
+                        hint=f"give a folder with {CONFIG} and weights, or with checkpoint.<stage>.pth.tar")
+    job = None
+    if options.config is not None:
+        job = Job.of(load_config(options.config, options.settings, options.scheduler))
+    elif options.settings or options.scheduler:
+        raise UserError("--set and --scheduler change a config, but there is none", hint="name it with --config")
+    files = stage_files(source)
+    if files:
+        _from_stages(files, job, source, out)
+    elif (source / CONFIG).is_file():
+        _from_huggingface(source, job, out)
+    else:
+        raise UserError(f"'{source}' holds neither {CONFIG} nor checkpoint.0.pth.tar",
+                        hint="give a folder that save_pretrained of transformers wrote, or one of VPipe's stages")
+    words = ["vpipe", "train", str(options.config or "CONFIG"),
+             *(word for setting in options.settings for word in ("--set", setting)), "--resume", str(out)]
+    print(f"train it: {shlex.join(words)}")
+    if job is None:
+        print(f"CONFIG's model section: name: {find_model(source).family}, config_file: {out / CONFIG}")
+
+
+def _from_huggingface(source: Path, job: Job | None, out: Path) -> None:
+    found = find_model(source)
+    huggingface = _names_of(found.family)
+    if job is not None:
+        _check_same(job, found.family, found.settings, source)
+    weights = imported(source, huggingface, found.settings, say=lambda line: print(f"note: {line}"))
+    model = family_named(found.family).factory(found.settings) if job is None else job.model
+    config = config_text(found.family, found.settings, Path(os.path.abspath(out)) / CONFIG) if job is None else (
+        job.config.resolved_yaml())
+    made = make_checkpoint(out, _about(job, config, "Hugging Face"), model, weights, source / CONFIG)
+    _say(out, made, model)
+
+
+def _check_same(job: Job, family: str, settings: ModelSettings, source: Path) -> None:
+    section = job.config.model
+    if section.name != family:
+        raise UserError(f"'{source}' is a model of the family {family}, the config's is {section.name}",
+                        hint=f"set model.name to {family}")
+    differences = model_differences(family, model_settings(section, section.vocab_size, model_file(section)), settings)
+    if differences:
+        raise UserError(f"the config's model is not the one in '{source}': {'; '.join(differences)}",
+                        hint=f"set model.config_file to {source / CONFIG}, and model.vocab_size to "
+                             f"{settings.vocab_size}, without a preset or sizes of its own")
+
+
+def _from_stages(files: Sequence[Path], job: Job | None, source: Path, out: Path) -> None:
+    if job is None:
+        raise UserError(f"the files in '{source}' do not say what model they are of",
+                        hint="name its config: --config CONFIG")
+    section = job.config.model
+    family = family_named(section.name)
+    found = matched(read_stages(files), job.model, family,
+                    model_settings(section, section.vocab_size, model_file(section)))
+    weights = {name: weight.tensor for name, weight in found.weights.items()}
+    _tell(found, files)
+    if found.absent:
+        seed = job.config.training.seed
+        weights |= _initial(job.model, found.absent, seed)
+        print(f"in no file, so they begin as under seed {seed}: {', '.join(found.absent)}")
+    made = make_checkpoint(out, _about(job, job.config.resolved_yaml(), "stages' files"), job.model, weights)
+    _say(out, made, job.model)
+
+
+def _tell(found: Matched, files: Sequence[Path]) -> None:
+    """Which weights came from which file."""
+    print(f"matched by {found.by}:")
+    for path in files:
+        own = [(name, weight) for name, weight in found.weights.items() if weight.file == path]
+        print(f"  {path.name}: {counted(len(own), 'tensor')}" + (
+            f", {own[0][1].name} = {own[0][0]} to {own[-1][1].name} = {own[-1][0]}" if own else ""))
+
+
+def _initial(model: Model, names: Sequence[str], seed: int) -> dict[str, Tensor]:
+    """Weights as a run with that seed begins with them."""
+    found: dict[str, Tensor] = {}
+    for number, layer in enumerate(model.layers):
+        own = [name for name in names if name.startswith(layer.name + ".")]
+        if own:
+            state = layer.materialize(number, seed).state_dict()
+            found |= {name: state[name.removeprefix(layer.name + ".")] for name in own}
+    return found
+
+
+def _about(job: Job | None, config: str, origin: str) -> About:
+    return About(step=0, samples=0, seed=0 if job is None else job.config.training.seed, config=config,
+                 arrangement={"imported": True, "from": origin})
+
+
+def _say(out: Path, made: Manifest, model: Model) -> None:
+    numbers = sum(stored.bytes for stored in made.tensors.values())
+    print(f"{out}: {counted_in(len(made.tensors), 'tensor')} of {counted(len(model), 'layer')}, {size_text(numbers)}")

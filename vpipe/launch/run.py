@@ -1,0 +1,208 @@
+"""A run whose ranks vpipe starts itself, on this host and over ssh on others: its attempts, one after the other."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Set
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vpipe.checkpoint.folder import Checkpoints
+from vpipe.errors import LastingError, Problem, RunError
+from vpipe.launch.elastic import fitted
+from vpipe.launch.folder import checkpoints_root
+from vpipe.launch.hosts import Hosts, Machine
+from vpipe.launch.local import Interrupted, close_all, run_ranks
+from vpipe.launch.machine import check_gpus, hosts_of, ranks_of
+from vpipe.launch.network import free_port
+from vpipe.launch.ranks import ranks_here
+from vpipe.launch.restart import Failure, announced, last_step, newest_intact, over
+from vpipe.launch.ssh import Remote, UnreachableError, connect, prepare
+from vpipe.train.config import Config
+
+if TYPE_CHECKING:
+    from vpipe.train.resume import Start
+
+PAUSE_S = 10.0
+"""Before hosts that could not be reached are tried again."""
+
+
+def run(config: Config, start: Start | None, restarts: int | None) -> None:
+    """Start the ranks, and after a failure start them again, from the newest checkpoint that is intact.
+
+    A user's mistake, a failure that would come again and a signal end the run at once.
+
+    Args:
+        start: the run to go on with, or the checkpoint to begin from; None for a new run.
+        restarts: how often it may be started again; never when None.
+
+    Raises:
+        VpipeError: the config, a host or the run is at fault.
+        Interrupted: by a signal.
+    """
+    launched, allowed = _Run(config, start), restarts or 0
+    failures: list[Failure] = []
+    try:
+        while True:
+            try:
+                return launched.attempt()
+            except Interrupted as signal:
+                if not signal.in_good_order:
+                    launched.tell_newest()
+                raise
+            except LastingError:
+                raise
+            except UnreachableError as error:
+                if not failures:
+                    raise
+                said = error.problems[0].what
+                failures.append(Failure(said, None, f"try {len(failures)}"))
+                if over(failures, allowed) is not None:
+                    raise
+                time.sleep(PAUSE_S)
+            except RunError as error:
+                if launched.folder is None:
+                    raise
+                said = error.located
+                failures.append(launched.failure(said))
+                if (why := over(failures, allowed)) is not None:
+                    raise launched.ended(error, why if allowed else None) from None
+            launched.restart(f"attempt {len(failures) + 1} of {1 + allowed}", said)
+    finally:
+        if launched.folder is not None:
+            print(f"run folder: {launched.folder}", flush=True)
+
+
+class _Run:
+    """What is kept from one attempt to the next.
+
+    Args:
+        config: as the user wrote it.
+
+    Attributes:
+        folder: of the run; None as long as it has none.
+    """
+
+    def __init__(self, config: Config, start: Start | None) -> None:
+        self._config, self._start = config, start
+        self.folder: Path | None = None
+        self._restarted = False
+        self._machines = config.machines  # of the attempt at hand
+        self._arranged: dict[tuple[str, ...] | None, Config] = {}  # by machines, with what was planned for them
+
+    def attempt(self) -> None:
+        """Start all ranks, here and on the other hosts, and wait for their end.
+
+        Raises:
+            UnreachableError: hosts do not answer.
+            VpipeError: the config, a host or the run is at fault.
+            Interrupted: by a signal.
+        """
+        config, hosts, remotes = self._connected()
+        try:
+            # torch is slow to import: only when the config is worth it.
+            from vpipe.train.job import Job
+            from vpipe.train.report import headline
+            from vpipe.train.resume import Start, take_up
+
+            job = Job.of(config)
+            config = job.config
+            start = self._start or Start(None, None)
+            here = replace(ranks_here(config, hosts, job.schedule.ranks, free_port(config.parallel.master_port)),
+                           task=("train", *([] if start.checkpoint is None else [str(start.checkpoint)])))
+            if remotes:
+                prepare(remotes, config.resolved_yaml(), here, config.parallel.timeout_s, job.fingerprint())
+            known, self.folder = self.folder, take_up(start, job)
+            self._machines = config.machines
+            if known is None:
+                print(f"run folder: {self.folder}")
+            print(headline(job) + (f" on {1 + len(remotes)} hosts" if remotes else ""), flush=True)
+            run_ranks(here, self.folder, lambda rank: job.describe(rank) if hosts is None else
+                      hosts.described(rank, job.describe(rank)), remotes, config.parallel.timeout_s)
+        finally:
+            close_all(remotes)
+
+    def _connected(self, away: frozenset[str] = frozenset()) -> tuple[Config, Hosts | None, list[Remote]]:
+        """The config with the hosts that take part, and the launchers of the others.
+
+        Args:
+            away: logins of hosts that do not.
+        """
+        config = self._config if not away else _without(self._config, away)
+        config = self._arranged.get(config.machines, config)
+        hosts = hosts_of(config)
+        free_port(config.parallel.master_port)  # refuses early; preparing data may take minutes
+        if config.parallel.backend == "nccl":  # else torch is not needed yet
+            check_gpus(config, range(ranks_of(config)) if hosts is None else hosts.on(None).values())
+        if hosts is None:
+            return config, None, []
+        try:
+            return config, hosts, connect(hosts, config.launch, container=bool(config.container))
+        except UnreachableError as error:
+            if not self._restarted:
+                raise
+            if not config.elastic:
+                raise UnreachableError.because({
+                    login: [Problem(problem.what, f"{problem.hint}; elastic: true goes on without it", problem.where)
+                            for problem in problems] for login, problems in error.by_login.items()}) from None
+            for problems in error.by_login.values():
+                print(f"elastic: going on without a host: {problems[0].what}", file=sys.stderr, flush=True)
+            return self._connected(away | set(error.by_login))
+
+    def failure(self, what: str) -> Failure:
+        """How the attempt ended, of which something is said."""
+        assert self.folder is not None
+        checkpoint = None if self._start is None else self._start.checkpoint
+        return Failure(what, last_step(self.folder), "" if checkpoint is None else checkpoint.name)
+
+    def restart(self, attempt: str, what: str) -> None:
+        """Make ready for another attempt, and say so.
+
+        Args:
+            attempt: ``attempt 2 of 4``.
+            what: failed.
+        """
+        from vpipe.train.resume import Start, config_of
+
+        assert self.folder is not None
+        arranged = config_of(self.folder)
+        if arranged.machines == self._machines:
+            self._arranged[self._machines] = arranged
+        checkpoint = newest_intact(checkpoints_root(arranged, self.folder))
+        if checkpoint is None and self._start is not None:
+            checkpoint = self._start.checkpoint  # which may be from elsewhere
+        self._start, self._restarted = Start(self.folder, checkpoint), True
+        print(announced(attempt, what, checkpoint), file=sys.stderr, flush=True)
+
+    def ended(self, error: RunError, why: str | None) -> RunError:
+        """The last failure, with how to go on.
+
+        Args:
+            why: nothing is started again; None where nobody asked for that.
+        """
+        newest = self._newest
+        hints = [error.hint, *([] if why is None else [f"not started again: {why}"]),
+                 *([] if newest is None or "--resume" in error.hint else
+                   [f"go on from {newest.name} with: vpipe train --resume {self.folder}"])]
+        return RunError(error.located, hint="; ".join(hints))
+
+    def tell_newest(self) -> None:
+        """Say from where a run that was ended in the middle may go on."""
+        newest = self._newest
+        if newest is not None:
+            print(f"the newest checkpoint is {newest.name}; go on with: vpipe train --resume {self.folder}",
+                  file=sys.stderr, flush=True)
+
+    @property
+    def _newest(self) -> Path | None:
+        if self.folder is None:
+            return None
+        return Checkpoints(checkpoints_root(self._config, self.folder)).newest()
+
+
+def _without(config: Config, away: Set[str]) -> Config:
+    """The config for the hosts that are not away."""
+    there = tuple(text for text in config.machines or () if (entry := Machine.of(text)) and entry.login not in away)
+    return fitted(config, len(there)).model_copy(update={"machines": there})

@@ -1,0 +1,127 @@
+"""Signals that ask a rank to end: in training it saves first, at any other time it ends at once or a little later."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Thread, Timer
+
+from vpipe.watch.current import ask_stop
+
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""What asks for an end: a launcher, torchrun and srun send SIGTERM, a terminal SIGINT, and SLURM before the time limit
+or a pre-emption what ``--signal`` says, mostly SIGUSR1."""
+
+LAST_WORDS_S = 5.0
+"""To notice that a rank is gone, to let its neighbour speak first, and to speak."""
+
+
+class _Stops:
+    """What this process does with them.
+
+    Args:
+        patience_s: outside training, until it is ended.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self.patience_s = patience_s
+        self.training = False
+        self.asked: signal.Signals | None = None
+        self._reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer)  # is told at once, even while the main thread waits in a library
+        for number in STOPS:
+            signal.signal(number, lambda number, frame: None)
+        Thread(target=self._obey, name="vpipe-stops", daemon=True).start()
+
+    def _obey(self) -> None:
+        while True:
+            for byte in os.read(self._reader, 64):
+                if byte in STOPS:
+                    self._ask(signal.Signals(byte))
+
+    def _ask(self, number: signal.Signals) -> None:
+        self.asked = self.asked or number
+        if self.training:
+            ask_stop(number.name)
+        elif self.patience_s:
+            self.end_late(number)
+        else:
+            os._exit(_unsaved(number))
+
+    def end_late(self, number: signal.Signals) -> None:
+        """End the process in a while, whatever it waits for, unless it trains by then."""
+        def end() -> None:
+            if self.training:
+                ask_stop(number.name)
+            else:
+                os._exit(_unsaved(number))
+
+        timer = Timer(self.patience_s, end)
+        timer.daemon = True
+        timer.start()
+
+
+def _unsaved(number: signal.Signals) -> int:
+    """The exit status of a rank that a signal ends outside training: to a script, 128 + SIGUSR1 says that it saved."""
+    return 1 if number == signal.SIGUSR1 else 128 + number
+
+
+_stops: _Stops | None = None
+
+
+def listen(patience_s: float = 0.0) -> None:
+    """From now on a signal ends this process as this module says.
+
+    torchrun ends all ranks as soon as one ends with an error or is killed, and srun may, before the one that knows why
+    has said it. Of a rank that is killed the starter names its number and perhaps the node; its stage, and who was
+    waiting for it, the others say when they find that it is gone. Then they end by themselves. To be called by the
+    main thread.
+
+    Args:
+        patience_s: outside training, from the signal to the end of the process; 0 where nobody needs last words.
+    """
+    global _stops
+    _stops = _Stops(patience_s)
+
+
+@contextmanager
+def in_good_order() -> Iterator[None]:
+    """Training: a signal only asks all ranks to leave off, and the caller looks at
+    :func:`~vpipe.watch.current.stop_asked`; a second one does nothing.
+
+    A process that does not :func:`listen` is left as it is.
+    """
+    stops = _stops
+    if stops is None:
+        yield
+        return
+    if stops.asked is not None and stops.patience_s:
+        ask_stop(stops.asked.name)  # it came a moment ago
+    stops.training = True
+    try:
+        yield
+    except BaseException:
+        if stops.asked is not None and stops.patience_s:
+            stops.end_late(stops.asked)  # its starter ended it because another rank failed
+        raise
+    finally:
+        stops.training = False
+
+
+def end_as_decided() -> None:
+    """Let no signal change the exit status any more: as it ends, Python gives up its own handlers of signals."""
+    for number in STOPS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def stopped_status(rank: int, name: str | None) -> int:
+    """The exit status of a rank whose training ended well.
+
+    Args:
+        name: of the signal that ended it before its end. Then the first rank says so, once it has saved; if others
+            did, srun would end it meanwhile.
+    """
+    return 0 if name is None or rank else 128 + signal.Signals[name]

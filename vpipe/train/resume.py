@@ -1,0 +1,262 @@
+"""Going on with a run: where, from which checkpoint, whether that fits, and the run's folder made ready for it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vpipe.checkpoint.folder import Checkpoints, find, step_of
+from vpipe.checkpoint.integrity import instead_of, newest_intact_before
+from vpipe.checkpoint.manifest import Manifest
+from vpipe.errors import Problem, UserError
+from vpipe.launch.folder import (
+    CONFIG,
+    EARLIER,
+    METRICS,
+    PLAN,
+    begin_attempt,
+    check_not_running,
+    checkpoints_root,
+    make_run_folder,
+)
+from vpipe.plan.plan import Plan
+from vpipe.plan.recompute import recomputed_layers
+from vpipe.train.config import Config, load_config
+from vpipe.train.parallel import AUTO
+from vpipe.train.sections import ModelSection
+from vpipe.train.validation import validated
+from vpipe.train.yaml_file import describe, parse
+
+if TYPE_CHECKING:
+    from vpipe.train.job import Job
+
+RUN = "run"
+"""Entry of a checkpoint's arrangement: the folder of the run that made it."""
+
+IMPORTED = "imported"
+"""Entry of the arrangement of a checkpoint that no run made: it has weights, and no past."""
+
+_BINDING = {"training.seed": "the initial weights, dropout and the order of the data follow from it",
+            "dataset.batch_size": "which samples are done follows from it",
+            "training.optimizer": "the state in the checkpoint is the other optimizer's"}
+"""What a run that goes on may not change, and why."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins that is not a new one.
+
+    Attributes:
+        folder: of the run that goes on; None for a new one that takes a checkpoint from elsewhere.
+        checkpoint: the absolute path of one; None to go on from the beginning, when a run ended before its first.
+    """
+
+    folder: Path | None
+    checkpoint: Path | None
+
+
+def start_of(path: Path) -> Start:
+    """What ``--resume`` names: the folder of a run, its checkpoints, or one of them.
+
+    Raises:
+        UserError: there is no checkpoint.
+    """
+    path = Path(os.path.abspath(path))
+    if (path / CONFIG).is_file():
+        root = checkpoints_root(config_of(path), path)
+        return Start(path, _absolute(find(root if root.is_dir() else path)))
+    checkpoint = _absolute(find(path))
+    manifest = _manifest(checkpoint)
+    if manifest.arrangement.get(IMPORTED):
+        return Start(None, checkpoint)
+    said = manifest.arrangement.get(RUN)
+    for run in (checkpoint.parent.parent, *([Path(said)] if isinstance(said, str) else [])):
+        # Only where the run would look for it, too: a copy of a checkpoint is the beginning of another run.
+        with suppress(UserError):
+            if (run / CONFIG).is_file() and _absolute(checkpoints_root(config_of(run), run)) == checkpoint.parent:
+                return Start(run, checkpoint)
+    return Start(None, checkpoint)
+
+
+def config_of(folder: Path) -> Config:
+    """What the latest attempt of a run was told, with what was planned for it.
+
+    Raises:
+        UserError: its ``config.yaml`` cannot be read.
+    """
+    return load_config(folder / CONFIG)
+
+
+def resumed_config(start: Start, path: Path | None, settings: Sequence[str], scheduler: str | None) -> Config:
+    """The config of a run that goes on: a file's, or when none is named the run's own, with what is set over it.
+
+    Raises:
+        UserError: it is no config, or it contradicts the checkpoint.
+    """
+    if path is not None:
+        config = load_config(path, settings, scheduler)
+        plan = None if start.folder is None else start.folder / PLAN
+        if plan is not None and plan.exists() and _still_holds(Plan.load(plan), config, settings):
+            config = load_config(path, [*settings, f"parallel.plan={json.dumps(str(plan))}"], scheduler)
+    elif start.folder is not None:
+        config = load_config(start.folder / CONFIG, settings, scheduler, resolved=True)
+    else:
+        raise UserError(f"the checkpoint '{start.checkpoint}' is in no run's folder, so nothing says what to train",
+                        hint="name a config, too: vpipe train CONFIG --resume CHECKPOINT")
+    if start.checkpoint is not None:
+        _check_config(config, _manifest(start.checkpoint))
+    return config
+
+
+def _still_holds(plan: Plan, config: Config, settings: Sequence[str]) -> bool:
+    """Whether what a run planned is what its config leaves to be planned, and nobody has set another value now."""
+    parallel = config.parallel
+    if not parallel.to_plan or any(text.startswith(f"parallel.{key}") for text in settings
+                                   for key in ("partition", "recompute", "schedule", "plan")):
+        return False
+    try:
+        recomputed = isinstance(parallel.recompute, str) or recomputed_layers(parallel.recompute, plan.partition) == \
+            plan.recomputed
+    except UserError:
+        return False
+    return (len(plan.partition) == parallel.model_parallel_size and parallel.partition in (AUTO, plan.partition)
+            and (parallel.schedule == AUTO or plan.schedule in (None, parallel.schedule)) and recomputed
+            and plan.microbatches in (None, config.training.num_microbatches))
+
+
+def _manifest(checkpoint: Path) -> Manifest:
+    """Of a checkpoint that a user wants to go on from.
+
+    Raises:
+        UserError: it is damaged or too new; with an older one in its place, if there is one.
+    """
+    try:
+        return Manifest.load(checkpoint)
+    except UserError as error:
+        [problem] = error.problems
+        if newest_intact_before(checkpoint) is None:
+            raise
+        raise UserError(problem.what, where=problem.where,
+                        hint=f"{problem.hint}; here {instead_of(checkpoint)}") from None
+
+
+def _check_config(config: Config, manifest: Manifest) -> None:
+    """Refuse a config that would make other steps of the past than the checkpoint has.
+
+    Raises:
+        UserError: each entry that differs, with both values.
+    """
+    if manifest.arrangement.get(IMPORTED):
+        return
+    before = parse(manifest.config, "", "the checkpoint's config")
+    problems = []
+    for key, why in _BINDING.items():
+        section, _, name = key.partition(".")
+        then, now = before.get((section, name)), getattr(getattr(config, section), name)
+        if then is not None and then != now:
+            problems.append(Problem(f"{key} is {describe(now)}, but the checkpoint was made with {describe(then)}",
+                                    f"leave it as it was: {why}"))
+    if problems:
+        raise UserError.all_of(problems)
+
+
+def take_up(start: Start, job: Job) -> Path:
+    """Make a run's folder ready for the attempt that begins now; a new one, where none goes on.
+
+    What earlier attempts left moves to ``earlier/<n>/``, so do checkpoints after the one to go on from: they belong to
+    steps that will be made anew. To be called once, when all ranks can start.
+
+    Raises:
+        UserError: the run is still going; the checkpoint does not fit the job; a folder cannot be written.
+    """
+    steps = 0
+    if start.checkpoint is not None:
+        manifest = Manifest.load(start.checkpoint)
+        check_fits_job(manifest, job)
+        steps = manifest.step
+    config = job.config.resolved_yaml()
+    if start.folder is None:
+        folder = make_run_folder(job.config.log_directory, config)
+        job.keep_plan(folder)
+        return folder
+    from vpipe.train.metrics import Past  # which needs torch, as a job does
+
+    folder = start.folder
+    check_not_running(folder)
+    earlier = begin_attempt(folder, config, Past.read(folder / METRICS, steps).lines)
+    job.keep_plan(folder)
+    if (folder / PLAN).exists() and Plan.load(folder / PLAN).partition != job.partition:
+        (folder / PLAN).unlink()  # this attempt follows it no more
+    _put_away_later(_absolute(checkpoints_root(job.config, folder)), steps, earlier.name)
+    return folder
+
+
+def check_fits_job(manifest: Manifest, job: Job) -> None:
+    """Refuse a checkpoint that is not one of this model, these data and these batches.
+
+    Raises:
+        UserError: with what differs.
+    """
+    from vpipe.checkpoint.fits import check_fits
+
+    check_fits(manifest, job.model)
+    if problems := list(_misfits(manifest, job)):
+        raise UserError.all_of(problems)
+
+
+def _misfits(manifest: Manifest, job: Job) -> Iterator[Problem]:
+    for difference in _other_model(manifest, job):
+        yield Problem(f"the checkpoint is of another model: {difference}", "set model.* as it was")
+    if manifest.arrangement.get(IMPORTED):
+        return
+    data = job.fingerprint()
+    if manifest.data and manifest.data != data:
+        yield Problem(f"the data are not those of the checkpoint: their fingerprint is {data}, it was {manifest.data} "
+                      "(a hash of the vocabulary's size, the numbers of samples and the first batch)",
+                      "set dataset.* as it was, or bring the files back")
+    size = job.config.microbatch_size
+    if manifest.samples % size:
+        yield Problem(f"the checkpoint was made after {manifest.samples} samples, which are no whole number of "
+                      f"microbatches of {size}", "set training.num_microbatches as it was")
+
+
+def _other_model(manifest: Manifest, job: Job) -> list[str]:
+    """What names and shapes do not show, such as the number of attention heads."""
+    from vpipe.train.model_of import model_differences, model_file, model_settings
+
+    ours, before = job.config.model, parse(manifest.config, "", "the checkpoint's config")
+    if before.get(("model",)) is None:
+        return []  # made by a script
+    with suppress(UserError):  # its config_file may be gone by now
+        theirs = validated(ModelSection, before.at(("model",)))
+        if theirs.name == ours.name:
+            return model_differences(ours.name, model_settings(ours, ours.vocab_size, model_file(ours)),
+                                     model_settings(theirs, theirs.vocab_size, model_file(theirs)))
+    return []
+
+
+def _put_away_later(root: Path, steps: int, attempt: str) -> None:
+    """Move checkpoints of later steps aside, and remove what was cut short."""
+    folder = Checkpoints(root)
+    if not root.is_dir():
+        return
+    try:
+        folder.clear_leftovers()
+        for path in folder.all():
+            if step_of(path) > steps:
+                aside = root / EARLIER / attempt
+                aside.mkdir(parents=True, exist_ok=True)
+                path.rename(aside / path.name)
+        folder.announce()
+    except OSError as error:
+        raise UserError(f"cannot tidy the folder of checkpoints '{root}': {error.strerror}",
+                        hint="make it writable") from None
+
+
+def _absolute(path: Path) -> Path:
+    return Path(os.path.abspath(path))

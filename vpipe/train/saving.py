@@ -1,0 +1,255 @@
+"""The checkpoints of a run, as its loop makes them: when, of what, and what is told of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vpipe.checkpoint.manifest import About, Manifest
+from vpipe.checkpoint.restore import read
+from vpipe.checkpoint.saver import Saved, Saver
+from vpipe.checkpoint.shared import shared_folder_check
+from vpipe.checkpoint.votes import LocalVotes, StoreVotes, Votes
+from vpipe.errors import RunError, UserError, counted
+from vpipe.launch.folder import checkpoints_root
+from vpipe.launch.store import own_store
+from vpipe.launch.variables import HOST
+from vpipe.pipeline import Pipeline
+from vpipe.runtime.distributed import share_tensors
+from vpipe.runtime.saved import Position
+from vpipe.train.device import device_of
+from vpipe.train.job import Job
+from vpipe.train.metrics import Metrics
+from vpipe.train.resume import RUN
+from vpipe.watch.current import at_work
+
+log = logging.getLogger("vpipe")
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """After which steps the pipeline runs empty. It follows from the config alone: a run that goes on has the same.
+
+    Attributes:
+        save, evaluate: steps between two checkpoints, and two evaluations; None for none.
+        end: the last step.
+    """
+
+    save: int | None
+    evaluate: int | None
+    end: int | None
+
+    def __call__(self, steps: int) -> int | None:
+        """How many steps are done when it next runs empty."""
+        ends = [steps - steps % every + every for every in (self.save, self.evaluate) if every is not None]
+        found = min(ends, default=None)
+        return None if found is None or (self.end is not None and found >= self.end) else found
+
+    def saves(self, before: int, steps: int) -> bool:
+        """Whether a checkpoint is due now that ``steps`` are done, and ``before`` when it was asked last."""
+        return _crossed(self.save, before, steps)
+
+    def evaluates(self, before: int, steps: int) -> bool:
+        """The same for an evaluation."""
+        return _crossed(self.evaluate, before, steps)
+
+
+def _crossed(every: int | None, before: int, steps: int) -> bool:
+    return every is not None and steps // every > before // every
+
+
+class Saving:
+    """Saves a run. All ranks make one, together, and call the same methods after the same steps.
+
+    Where the config does not speak of checkpoints and not all hosts see the run's folder, none are made, and the user
+    is told; where it does, that is an error.
+
+    Args:
+        folder: of the run.
+        note: shows a line.
+
+    Attributes:
+        root: where the checkpoints go; None when none are made.
+
+    Raises:
+        UserError: checkpoints cannot be written, or not all ranks see where.
+    """
+
+    def __init__(self, job: Job, pipe: Pipeline, folder: Path, metrics: Metrics, note: Callable[[str], None]) -> None:
+        self._job, self._pipe, self._folder, self._metrics, self._note = job, pipe, folder, metrics, note
+        self._told = 0  # of the saver's facts, in metrics.jsonl
+        self._saved: int | None = job.steps_done or None  # steps of the latest
+        self._data = ""
+        self._saver: Saver | None = None
+        self.root: Path | None = None
+        section = job.config.saving
+        if not section.makes_any:
+            return
+        config, processes = job.config, _processes()
+        root = Path(from_first(os.path.abspath(checkpoints_root(config, folder)), pipe))
+        host = os.environ.get(HOST) or socket.gethostname()
+        votes: Votes = LocalVotes() if processes == 1 else StoreVotes(
+            own_store("checkpoints", pipe.rank, processes, config.parallel.timeout_s), pipe.rank, processes)
+        try:
+            shared_folder_check(root, votes, pipe.rank, host)
+        except UserError as error:
+            if config.checkpoint is not None:
+                raise
+            note(f"no checkpoints are made: {error.problems[0].what} ({error.problems[0].hint})")
+            votes.close()
+            return
+        self.root = root
+        self._saver = Saver(root, section.keep, pipe.rank, votes)
+
+    def save(self) -> None:
+        """Save the state as it is after the last step; the pipeline is empty, or runs empty. Training then goes on."""
+        steps = self._metrics.steps
+        if self._saver is None or self._saved == steps:
+            return
+        with at_work("saving a checkpoint"):
+            tensors = self._pipe.engine.saved()
+            self._saver.save(self._about(), tensors)
+        self._saved = steps
+        self.look()
+
+    def look(self) -> None:
+        """Between two steps: tell what became of earlier saves."""
+        if self._saver is None or len(self._saver.facts) == self._told:
+            return
+        while self._told < len(self._saver.facts) and self._drain_is_known(self._saver.facts[self._told]):
+            self._tell(self._saver.facts[self._told])
+            self._told += 1
+        for warning in self._saver.warnings():
+            self._note(f"warning: {warning}")
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is complete or given up."""
+        if self._saver is None:
+            return
+        with at_work("waiting for the last checkpoint"):
+            self._saver.wait()
+        for saved in self._saver.facts[self._told:]:
+            self._tell(saved)
+        self._told = len(self._saver.facts)
+        for warning in self._saver.warnings():
+            self._note(f"warning: {warning}")
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the state after the last step is in a checkpoint, once :meth:`finish` has returned."""
+        facts = self._saver.facts if self._saver is not None else []
+        return self._saved == self._metrics.steps and not (facts and facts[-1].error)
+
+    def check_end(self) -> None:
+        """A finished run of which the result is lost is none that went well.
+
+        Raises:
+            RunError: the last checkpoint was given up.
+        """
+        facts = self._saver.facts if self._saver is not None else []
+        if facts and facts[-1].error and facts[-1].step == self._metrics.steps:
+            raise RunError(f"the last checkpoint, of step {facts[-1].step}, could not be saved: {facts[-1].error}",
+                           hint=f"make room, or set checkpoint.directory, and go on with: vpipe train --resume "
+                           f"{self._folder}")
+
+    def summary(self) -> list[str]:
+        """What the saves cost, in lines."""
+        facts = [saved for saved in self._saver.facts if not saved.error] if self._saver is not None else []
+        if not facts:
+            return []
+        lines = [f"{counted(len(facts), 'checkpoint')} of {facts[-1].bytes / 1e6:,.1f} MB, the last of step "
+                 f"{facts[-1].step} in {self.root}",
+                 f"for each training paused {1e3 * median(s.pause_s for s in facts):.0f} ms, and it was complete after "
+                 f"{median(s.seconds for s in facts):.2f} s (medians)"]
+        drains = [self._drain_s(saved) for saved in facts if self._within(saved)]
+        if drains and not self._job.schedule.flush:
+            lines.append(f"running empty and filling again cost {median(drains):.2f} s for each (median)")
+        return lines
+
+    def _about(self) -> About:
+        job, pipe = self._job, self._pipe
+        position = pipe.engine.position
+        if pipe.rank == 0 and not self._data:
+            self._data = job.fingerprint()
+        return About(
+            position.steps, position.microbatches * job.config.microbatch_size, job.config.training.seed, self._data,
+            job.config.resolved_yaml(), {
+                "partition": list(pipe.partition), "placement": [list(ranks) for ranks in pipe.placement],
+                "schedule": pipe.schedule, "update_every": pipe.update_every, "microbatches": pipe.microbatches,
+                "recompute": [sorted(layers) for layers in pipe.recomputed], "drained": not job.schedule.flush,
+                RUN: os.path.abspath(self._folder)})
+
+    def _tell(self, saved: Saved) -> None:
+        facts: dict[str, float | str] = {"error": saved.error} if saved.error else {
+            "pause_s": round(saved.pause_s, 4), "save_s": round(saved.seconds, 4), "bytes": saved.bytes,
+            "drain_s": round(self._drain_s(saved), 4)}
+        self._metrics.checkpoint(saved.step - 1, f"step-{saved.step}", **facts)
+        log.info("checkpoint of step %d: %s", saved.step, facts)
+
+    # -- what running empty costs ----------------------------------------------------------------------
+
+    def _drain_s(self, saved: Saved) -> float:
+        """By how much the steps before and after a save, as many as there are stages, took longer than others do."""
+        if self._job.schedule.flush or not self._within(saved):
+            return 0.0
+        at, steps = self._index(saved), len(self._job.placement)
+        around = self._metrics.update_s[max(0, at - steps):at + steps]
+        usual = self._metrics.median_update_s()
+        return max(0.0, sum(around) - saved.pause_s - len(around) * usual)
+
+    def _index(self, saved: Saved) -> int:
+        """Of the first step after it, among those of this attempt."""
+        return saved.step - self._job.steps_done
+
+    def _within(self, saved: Saved) -> bool:
+        """Whether training went on after it."""
+        return self._index(saved) < len(self._metrics.losses)
+
+    def _drain_is_known(self, saved: Saved) -> bool:
+        return self._job.schedule.flush or len(self._metrics.losses) >= self._index(saved) + len(self._job.placement)
+
+    def __enter__(self) -> Saving:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if self._saver is not None and error is None:
+            self._saver.close()
+
+
+def restore(pipe: Pipeline, job: Job, checkpoint: Path) -> None:
+    """Put a pipeline that was just built to where a checkpoint is. All ranks call it.
+
+    Raises:
+        UserError: it is damaged, or does not fit.
+    """
+    manifest = Manifest.load(checkpoint)
+    with at_work("reading a checkpoint"):
+        names = [name for name in manifest.tensors if pipe.engine.wants(name)]
+        tensors = read(checkpoint, manifest, names, device_of(job.config))
+        pipe.engine.restore(Position(manifest.step, manifest.samples // job.config.microbatch_size), tensors)
+
+
+def from_first(value: Any, pipe: Pipeline, source: int = 0) -> Any:
+    """What one rank says (anything that JSON holds), on every rank. All must call it."""
+    if _processes() == 1:
+        return value
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    device = pipe.engine.local_stages[0].device
+    shared = share_tensors({"value": text} if pipe.rank == source else {}, source, device)
+    return json.loads(bytes(shared["value"].numpy()).decode())
+
+
+def _processes() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
