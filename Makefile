@@ -1,12 +1,15 @@
 # make train   installs into .venv and trains BERT-mini through a four-stage pipeline
 # make test    the whole suite: ruff, mypy strict, pytest
-# make test-system    over several hosts: ssh between network namespaces, a SLURM; installs both when root on Debian
+# make soak    an hour of training with random kills, resumes and re-splits against the oracle; SOAK_MINUTES=5 for less
+# make test-system    every failure at every moment of a run; over several hosts: ssh between network namespaces, a
+#              SLURM; installs both when root on Debian
 
 PYTHON ?= python3
+SOAK_MINUTES ?= 60
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: train test test-system install
+.PHONY: train test test-system soak install
 
 train: $(INSTALLED)
 	$(BIN)/vpipe train configs/bert_mini_4stage.yaml
@@ -24,6 +27,9 @@ test-system: $(INSTALLED)
 	@tests/system/install
 	@echo "== pytest tests/system"
 	@$(BIN)/pytest tests/system -m system -rs
+
+soak: $(INSTALLED)
+	$(BIN)/python benchmarks/soak/run.py --minutes $(SOAK_MINUTES)
 
 install: $(INSTALLED)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -91,11 +91,15 @@ class Course:
         """Note that a life begins after so many steps, with an empty pipeline."""
         self.drained = [*(at for at in self.drained if at < step), step]
 
-    def differences(self) -> list[str]:
-        """Where the finished run is not what its oracle says: losses, evaluations, weights, and what it left."""
+    def differences(self, progress: Callable[[int], None] = lambda step: None) -> list[str]:
+        """Where the finished run is not what its oracle says: losses, evaluations, weights, and what it left.
+
+        Args:
+            progress: told before every batch how many steps the oracle has come to.
+        """
         job = Job.of(load_config(self.folder / "config.yaml"))
         lines, trail = self.lines(), Trail() if self.evaluations else None
-        oracle = self._oracle(job, trail)
+        oracle = self._oracle(job, trail, progress)
         updates = [line for line in lines if "loss" in line]
         found = []
         if [line["step"] for line in updates] != list(range(self.steps)):
@@ -131,20 +135,25 @@ class Course:
         return found + [f"weight '{name}' is not the oracle's" for name in sorted(set(ours) & set(state))
                         if not torch.equal(ours[name], state[name])][:3]
 
-    def _oracle(self, job: Job, trail: Trail | None) -> Run:
+    def _oracle(self, job: Job, trail: Trail | None, progress: Callable[[int], None]) -> Run:
         parallel, training = job.config.parallel, job.config.training
         per_step, partition = job.schedule.rounds.per_step, job.partition
-        batches = list(islice(job.training_batches(tuple(job.dataset.fields)),
-                              -(-self.steps * per_step // training.num_microbatches)))
+
+        def batches() -> Iterator[Mapping[str, Tensor]]:
+            count = -(-self.steps * per_step // training.num_microbatches)
+            for number, batch in enumerate(islice(job.training_batches(tuple(job.dataset.fields)), count)):
+                progress(number * training.num_microbatches // per_step)
+                yield batch
+
         compression = Compression.of(parallel.compress, parallel.compress_rounding, parallel.compress_feedback,
                                      len(partition), training.seed)
         cross = uncompressed if compression is None else Crossing(job.model, partition, job.placement, compression)
         recipe = Training(job.optimizer().from_named, training.num_microbatches, training.seed, job.policy(),
                           training.grad_clip, trail, cross, training.on_nan == "skip")
         if job.schedule.flush:
-            return flush_oracle(job.model, batches, recipe)
+            return flush_oracle(job.model, batches(), recipe)
         drains = {*range(0, self.steps, SAVE_EVERY), *range(0, self.steps, EVALUATE_EVERY), *self.drained}
-        return asynchronous_oracle(job.model, batches, recipe, partition, job.schedule.update_every,
+        return asynchronous_oracle(job.model, batches(), recipe, partition, job.schedule.update_every,
                                    sorted(step * per_step for step in drains), VERSIONS[parallel.schedule],
                                    [len(ranks) for ranks in job.placement])
 
@@ -197,8 +206,8 @@ def courses(folder: Path, draw: random.Random) -> Sequence[Course]:
     stream = {"schedule": "pipedream", "partition": cut(draw.choice([2, 3])), "recompute": draw.choice([0.0, 0.5]),
               "compress": draw.choice(["none", "int8"])}
     double = {"schedule": "2bw", "partition": cut(3), "update_every": 4}
-    return [made("flush", sections(4), flush, 96), made("pipedream", sections(2, tied=True), [stream], 128),
-            made("replicas", sections(2), wide, 96), made("2bw", sections(4, tied=True), [double], 64)]
+    return [made("flush", sections(4), flush, 96), made("pipedream", sections(2, tied=True), [stream], 96),
+            made("replicas", sections(2), wide, 96), made("2bw", sections(4, tied=True), [double], 48)]
 
 
 def _spans(numbers: Sequence[int]) -> str:

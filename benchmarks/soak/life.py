@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from course import Course
+from course import SAVE_EVERY, Course
 from processes import about, bury
 
 POLL_S = 0.05
@@ -87,10 +87,11 @@ def a_moment(course: Course, draw: random.Random) -> tuple[str, Callable[[], boo
     kind = draw.choices(["starting", "at", "saving"], [1, 5, 3])[0]
     done = course.steps_done()
     if kind == "at":
-        step = done + draw.randrange(1, 40)
+        step = done + draw.randrange(1, 5 * SAVE_EVERY)
         return f"at step {step}", lambda: course.steps_done() >= step
     if kind == "saving":
-        after = done + draw.randrange(1, 24)
+        # The first save is over by then, so that something is won.
+        after = done + draw.randrange(SAVE_EVERY + 1, 3 * SAVE_EVERY)
         # Between two looks a save may come and go: the next one is as good.
         return "while saving", lambda: course.steps_done() >= after and course.run is not None and any(
             path.name.endswith(".tmp") for path in _listed(course.run / "checkpoints"))

@@ -66,11 +66,10 @@ def adopt_orphans() -> None:
         raise SystemExit(f"prctl: {os.strerror(ctypes.get_errno())}: the soak needs Linux")
 
 
-def take_one_core(niceness: int) -> int:
-    """Have this process and all it starts share one core, and give way to others; returns the core."""
+def take_one_core() -> int:
+    """Have this process and all it starts share one core; returns its number."""
     core = max(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {core})
-    os.nice(niceness)
     return core
 
 

@@ -29,24 +29,26 @@ from machine import description
 from marathon import Marathon
 from processes import adopt_orphans, bury, end_all, take_one_core
 
-NICENESS = 5
 MOST_DIFFERENCES = 5
 
 
 def soak(folder: Path, minutes: float, seed: int) -> bool:
     """Whether nothing was different."""
     draw, figures, began = random.Random(seed), Figures(), time.monotonic()
-    core, until = take_one_core(NICENESS), began + 60 * minutes
+    core, until = take_one_core(), began + 60 * minutes
     torch.set_num_threads(1)
     adopt_orphans()
     print(f"soak of {minutes:g} minutes, seed {seed}, on core {core}, in {folder}", flush=True)
     marathon = Marathon(folder, seed)
 
+    def say(text: str) -> None:
+        minute, second = divmod(int(time.monotonic() - began), 60)
+        print(f"{minute:3d}:{second:02d} {figures.counts['lives']:4d}  {text}", flush=True)
+
     def tell(text: str) -> None:
         bury(marathon.pids())
         marathon.sample()
-        minute, second = divmod(int(time.monotonic() - began), 60)
-        print(f"{minute:3d}:{second:02d} {figures.counts['lives']:4d}  {text}  [{marathon.words()}]", flush=True)
+        say(f"{text}  [{marathon.words()}]")
 
     deal = dealer(draw)
     while time.monotonic() < until and len(figures.differences) < MOST_DIFFERENCES:
@@ -56,13 +58,11 @@ def soak(folder: Path, minutes: float, seed: int) -> bool:
         if marathon.ended:
             break
     trained_s = time.monotonic() - began
-    print("ending the marathon and comparing it with its oracle", flush=True)
-    steps = marathon.course.steps_done()
-    figures.differences += marathon.end(120) + marathon.growth()
+    figures.differences += marathon.growth() + marathon.end(300, say)
     left = end_all()
     if left:
         figures.differences.append(f"{left} processes were left at the end")
-    print("\n".join(report(figures, marathon, minutes, seed, trained_s, time.monotonic() - began, steps)), flush=True)
+    print("\n".join(report(figures, marathon, minutes, seed, trained_s, time.monotonic() - began)), flush=True)
     return not figures.differences
 
 
@@ -77,7 +77,7 @@ def dealer(draw: random.Random) -> Callable[[], str]:
     return lambda: next(cards)
 
 
-def report(figures: Figures, marathon: Marathon, minutes: float, seed: int, trained_s: float, all_s: float, steps: int
+def report(figures: Figures, marathon: Marathon, minutes: float, seed: int, trained_s: float, all_s: float
            ) -> list[str]:
     """The figures as Markdown."""
     counts = figures.counts
@@ -86,7 +86,7 @@ def report(figures: Figures, marathon: Marathon, minutes: float, seed: int, trai
     lines = ["", f"| what | in {trained_s / 60:.0f} minutes |", "|---|---:|"]
     lines += [f"| {what} | {counts[what]} |" for what in ("lives", "resumes", "re-splits", "runs compared",
                                                           "steps compared")]
-    lines += [f"| marathon: steps | {steps} |", f"| cores used, on average | {cpu_s / all_s:.2f} |",
+    lines += [f"| marathon: steps | {marathon.course.steps} |", f"| cores used, on average | {cpu_s / all_s:.2f} |",
               f"| differences | {len(figures.differences)} |", "",
               "| injury | times | seconds until all processes had gone: median | most |", "|---|---:|---:|---:|"]
     for injury in INJURIES:

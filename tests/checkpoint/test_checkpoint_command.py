@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from collections.abc import Callable
 from itertools import islice
@@ -125,7 +126,9 @@ def test_verify_reads_all_and_names_what_has_changed(vpipe: Vpipe, run: Path) ->
 
 def test_export_writes_the_whole_model(vpipe: Vpipe, run: Path, job: Job) -> None:
     weights = weights_of(job)
+    Path().chmod(0o755)
     assert vpipe("export", run, "--format", "safetensors", "-o", "m.safetensors")[0] == 0
+    assert Path("m.safetensors").stat().st_mode & 0o777 == 0o644, "who may look into the folder may read it, too"
     found = load_file("m.safetensors")
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], weights[name]) for name in weights)
@@ -144,6 +147,22 @@ def test_export_writes_the_whole_model(vpipe: Vpipe, run: Path, job: Job) -> Non
         "error: 'm.pt' exists already\nhint: name another as -o, or remove it first\n")
     assert "there is no folder 'no'" in vpipe("export", run, "--format", "torch", "-o", "no/m.pt")[2]
     assert sorted(path.name for path in Path().iterdir() if path.name.startswith("m.")) == ["m.pt", "m.safetensors"]
+
+
+@pytest.mark.parametrize("words", [
+    ("export", "run", "--format", "safetensors"), ("export", "run", "--format", "torch"),
+    ("export", "run", "--format", "huggingface"), ("import", "hf")], ids=" ".join)
+def test_a_full_disk_leaves_nothing(words: tuple[str, ...], vpipe: Vpipe, run: Path, tmp_path: Path) -> None:
+    if words[0] == "import":
+        assert vpipe("export", "run", "--format", "huggingface", "-o", "hf")[0] == 0
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # bytes that a file may have
+    try:
+        status, _, error = vpipe(*words, "-o", "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (status, error.splitlines()[0].startswith("error: cannot write 'out': ")) == (2, True), error
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_huggingface_there_and_back(vpipe: Vpipe, run: Path, job: Job, tmp_path: Path) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from vpipe.checkpoint.folder import LATEST, Checkpoints, before, find
+from vpipe.checkpoint.folder import LATEST, Checkpoints, before, find, write_text
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.errors import UserError
 
@@ -41,6 +42,19 @@ def test_latest_names_it_and_goes_with_it(tmp_path: Path) -> None:
     (tmp_path / "step-3").rename(tmp_path / "elsewhere")
     folder.announce()
     assert names(tmp_path) == {"elsewhere"}
+
+
+def test_a_disk_that_is_full_leaves_the_text_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_text(tmp_path / LATEST, "step-3\n")
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_text(tmp_path / LATEST, "step-4\n")
+    assert names(tmp_path) == {LATEST}
+    assert (tmp_path / LATEST).read_text() == "step-3\n"
 
 
 def test_one_that_is_being_written_does_not_count(tmp_path: Path) -> None:
@@ -112,12 +126,16 @@ def test_leftovers_are_cleared(tmp_path: Path) -> None:
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_a_run_a_folder_of_checkpoints_and_a_checkpoint_can_be_given(tmp_path: Path) -> None:
+def test_a_run_a_folder_of_checkpoints_and_a_checkpoint_can_be_given(tmp_path: Path,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     step = write(tmp_path / "run" / "checkpoints", 7)
+    monkeypatch.chdir(step)
+    assert find(Path(".")) == Path(".")
     assert find(tmp_path / "run") == find(tmp_path / "run" / "checkpoints") == find(step) == step
 
 
 @pytest.mark.parametrize(("name", "what"), [
+    ("/", r"there is no checkpoint in '/': "),
     ("nowhere", r"cannot resume from '.*nowhere': it does not exist"),
     ("file", r"cannot resume from '.*file': it is a file"),
     ("empty", r"there is no checkpoint in '.*empty': neither checkpoint.json, nor step-N or checkpoints/step-N")])
@@ -126,3 +144,12 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path, name: str, wha
     (tmp_path / "empty" / "checkpoints" / "step-3.tmp").mkdir(parents=True)
     with pytest.raises(UserError, match=what):
         find(tmp_path / name)
+
+
+def test_a_folder_that_may_not_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    with pytest.raises(UserError, match=f"cannot look for a checkpoint in '{tmp_path}': Permission denied"):
+        find(tmp_path)

@@ -181,14 +181,21 @@ def test_too_little_memory_gives_the_save_up(tmp_path: Path, monkeypatch: pytest
 
 def test_what_cannot_be_tidied_does_not_spoil_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
-        raise OSError(30, "Read-only file system")
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Checkpoints, "prune", fail)
     saver = alone(tmp_path, keep=1)
     saver.save(about(10), tensors())
     saver.wait()
-    assert saver.facts[0].error is None
-    assert saver.warnings() == ["step 10 is saved, but old checkpoints could not be removed: Read-only file system"]
+    for method in ("announce", "prune"):
+        monkeypatch.setattr(Checkpoints, method, fail)
+        saver.save(about(len(method)), tensors())
+        saver.save(about(20 + len(method)), tensors())
+        saver.wait()
+    assert {fact.error for fact in saver.facts} == {None}
+    warnings = saver.warnings()
+    assert warnings[0] == "saved step 8, but could not write the file 'latest': No space left on device"
+    assert warnings[-1] == "saved step 25, but could not remove older checkpoints: No space left on device"
+    assert names(tmp_path) == {"step-28", "step-5", "step-25", LATEST}  # room was made without `latest`, too
 
 
 def test_a_mistake_of_ours_is_no_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

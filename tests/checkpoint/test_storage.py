@@ -39,6 +39,12 @@ def test_the_copies_are_no_parts_of_anything(tmp_path: Path) -> None:
     assert same(read_all(tmp_path / "mine"), tensors())
 
 
+def test_who_may_read_the_folder_may_read_what_is_in_it(tmp_path: Path) -> None:
+    save_at(tmp_path / "mine", about(1), tensors())
+    mode = tmp_path.joinpath("mine").stat().st_mode & 0o666
+    assert {path.stat().st_mode & 0o666 for path in (tmp_path / "mine").iterdir()} == {mode}
+
+
 def test_many_tensors_go_to_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "FILE_BYTES", 40)
     saved = {"model.a": torch.ones(5), "model.b": torch.ones(5), "model.c": torch.ones(30), "model.d": torch.ones(1)}

@@ -7,7 +7,7 @@ import torch
 
 from vpipe.data.bert_fields import SHAPES, STORAGE, shape_of
 from vpipe.data.bert_hdf5 import BertHdf5, bert_hdf5
-from vpipe.data.dataset import Dataset, DatasetSettings
+from vpipe.data.dataset import Dataset, DatasetSettings, Split
 from vpipe.data.hdf5_shard import write_shard
 from vpipe.errors import UserError
 
@@ -51,6 +51,16 @@ def test_an_epoch_crosses_shards_and_neither_loses_nor_doubles(folder: Path) -> 
     assert rows_of(dataset, batch_size=4) == partial
     assert rows_of(dataset, batch_size=4, seed=1) != partial
     assert rows_of(dataset, "test", 3, seed=0) == rows_of(dataset, "test", 3, seed=1) == list(range(900, 906))
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_an_epoch_begins_with_any_batch(folder: Path, split: Split) -> None:
+    dataset = BertHdf5(folder)
+    whole = [batch["input_ids"] for batch in dataset.batches(split, 3, seed=5)]
+    for first in range(len(whole) + 1):
+        rest = [batch["input_ids"] for batch in dataset.batches(split, 3, seed=5, first=first)]
+        assert len(rest) == len(whole) - first
+        assert all(map(torch.equal, rest, whole[first:]))
 
 
 def test_fields_not_needed_are_on_meta_and_the_rows_stay_aligned(folder: Path) -> None:

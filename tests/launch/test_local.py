@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -42,8 +43,8 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *programs: str) -> float:
     monkeypatch.setattr(HostRanks, "command", command)
     monkeypatch.setattr(local, "GRACE_S", 1.0)
     started = time.monotonic()
-    run_ranks(HostRanks.alone(len(programs), free_port(None), threads=1), folder,
-              lambda rank: f"rank {rank} (stage {9 - rank})")
+    local.run_ranks(HostRanks.alone(len(programs), free_port(None), threads=1), folder,
+                    lambda rank: f"rank {rank} (stage {9 - rank})")
     return time.monotonic() - started
 
 
@@ -158,3 +159,65 @@ def test_what_tells_gloo_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = HostRanks.alone(1, 1, 1, address="10.0.0.1", interface="eth1").environment(0)
     assert (chosen["GLOO_SOCKET_IFNAME"], chosen["NCCL_SOCKET_IFNAME"]) == ("eth1", "eth1")
     assert chosen["MASTER_ADDR"] == "10.0.0.1"
+
+
+WELL = "import signal; signal.signal(signal.SIGTERM, lambda *_: sys.exit({status})); open(f'{{folder}}/ready{rank}', " \
+       "'w'); time.sleep(60)"
+
+
+def interrupted(monkeypatch: pytest.MonkeyPatch, folder: Path, *programs: str, signals: int = 1,
+                stop_s: float = 20.0) -> BaseException:
+    """What a run says of signals, which come when all its programs are ready."""
+    def send() -> None:
+        until(lambda: len(list(folder.glob("ready*"))) == len(programs), 20, "all are ready")
+        for number in (signal.SIGUSR1, signal.SIGINT)[:signals]:
+            os.kill(os.getpid(), number)
+            time.sleep(0.3)
+
+    monkeypatch.setattr(local, "run_ranks", partial(run_ranks, stop_s=stop_s))
+    thread = threading.Thread(target=send)
+    thread.start()
+    with pytest.raises((Interrupted, VpipeError)) as caught:
+        run(monkeypatch, folder, *programs)
+    thread.join()
+    return caught.value
+
+
+def test_a_signal_is_passed_on_and_the_ranks_leave_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    """The first rank says 143, the others 0: that is no failure."""
+    end = interrupted(monkeypatch, tmp_path, WELL.format(rank=0, status=143), WELL.format(rank=1, status=0))
+    assert isinstance(end, Interrupted)
+    assert (end.number, end.in_good_order) == (signal.SIGUSR1, True)
+    assert capsys.readouterr().err == ("SIGUSR1: the ranks save and end, which may take 20 s; a second one ends them at "
+                                       "once\n")
+
+
+@pytest.mark.parametrize(("signals", "stop_s", "number"), [(2, 20.0, signal.SIGINT), (1, 0.2, signal.SIGUSR1)],
+                         ids=["second", "late"])
+def test_ranks_that_do_not_leave_off_are_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, signals: int,
+                                               stop_s: float, number: int) -> None:
+    deaf = STUCK.replace("ready", "ready0")
+    end = interrupted(monkeypatch, tmp_path, deaf, signals=signals, stop_s=stop_s)
+    assert isinstance(end, Interrupted)
+    assert (end.number, end.in_good_order) == (number, False)
+
+
+def test_a_rank_that_fails_as_it_leaves_off_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    full = WELL.format(rank=0, status=0).replace("sys.exit(0)", "report(0, 'could not save')")
+    assert str(interrupted(monkeypatch, tmp_path, full, WELL.format(rank=1, status=0))).startswith(
+        "error: could not save\n")
+
+
+def test_a_rank_that_is_lost_to_the_signal_before_it_trains_is_no_failure(monkeypatch: pytest.MonkeyPatch,
+                                                                          tmp_path: Path) -> None:
+    blames = WELL.format(rank=0, status=0).replace("sys.exit(0)", "report(0, 'lost rank 1', blames=True)")
+    end = interrupted(monkeypatch, tmp_path, blames, "open(f'{folder}/ready1', 'w'); time.sleep(60)")
+    assert isinstance(end, Interrupted)
+    assert not end.in_good_order
+
+
+def test_a_signal_to_a_rank_ends_the_run_in_good_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(Interrupted) as caught:
+        run(monkeypatch, tmp_path, "sys.exit(128 + 10)", "time.sleep(0.2)")
+    assert (caught.value.number, caught.value.in_good_order) == (signal.SIGUSR1, True)

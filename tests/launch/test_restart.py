@@ -116,7 +116,7 @@ def config(**parallel: object) -> Config:
     ({"model_parallel_size": 3, "data_parallel_size": 2}, 4, 2, 2),
     ({"model_parallel_size": 3, "data_parallel_size": 2}, 5, 5, 1),
     ({"model_parallel_size": 8, "schedule": "interleaved", "chunks": 2}, 2, 4, 1),
-    ({"model_parallel_size": 8, "schedule": "zb-v"}, 3, 6, 1),
+    ({"model_parallel_size": 8, "schedule": "zb_v"}, 3, 6, 1),
     ({"stage_to_rank_map": {"0": [0, 1], "1": [2]}}, 2, 2, 1),
     ({"model_parallel_size": 4, "schedule": "pipedream"}, 1, 1, 1)])
 def test_another_number_of_ranks(parallel: dict[str, object], ranks: int, stages: int, replicas: int) -> None:

@@ -35,6 +35,14 @@ set -euo pipefail
 srun --cpus-per-task=1 --kill-on-bad-exit=1 vpipe train configs/bert_mini_4stage.yaml
 """
 
+AGAIN = """\
+srun --cpus-per-task=1 --kill-on-bad-exit=1 vpipe train configs/bert_mini_4stage.yaml --restarts 2 || status=$?
+
+# Back into the queue, where the run goes on from its newest checkpoint: after status 138, with which it has saved
+# before the time limit; and after up to 2 failures, counted in a file, but never after 2, a mistake that would
+# be made again.
+"""
+
 SBATCH = """\
 #!/bin/sh
 cat > "{folder}/submitted"
@@ -149,3 +157,25 @@ def test_no_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "there is no sbatch on PATH\nhint: submit on a machine of the cluster" in refused(
         capsys, CONFIG, "--nodes", "2", "--submit")
+
+
+def test_a_job_that_may_go_back_into_the_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                               capsys: pytest.CaptureFixture[str]) -> None:
+    """srun and scontrol are stand-ins; SLURM kills the script that requeues its job, here it goes on."""
+    script = written(capsys, CONFIG, "--nodes", "2", "--restarts", "2")
+    for line in ("#SBATCH --requeue ", "#SBATCH --open-mode=append ", "#SBATCH --signal=USR1@120 "):
+        assert line in script
+    assert AGAIN in script
+    for name, text in (("srun", 'exit "$ANSWER"'), ("scontrol", 'echo "$@" >> requeued')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NAME": "bert", "SLURM_JOB_ID": "7"}
+    requeued = []
+    for status in (138, 1, 2, 0, 137, 138, 1):
+        done = subprocess.run(["bash"], input=script, text=True, cwd=tmp_path, timeout=10,
+                              env={**environment, "ANSWER": str(status)})
+        assert done.returncode == status
+        requeued.append((tmp_path / "requeued").read_text().count("requeue 7\n"))
+    assert requeued == [1, 2, 2, 2, 3, 4, 4]  # three failures are one too many
+    assert (tmp_path / "bert-7.failures").read_text() == "1\n137\n1\n"
+    assert "--restarts is -1" in refused(capsys, CONFIG, "--nodes", "2", "--restarts", "-1")

@@ -89,8 +89,8 @@ def test_a_failure_after_a_signal_has_a_moment_for_its_last_words(waiting: subpr
     assert (said, waiting.returncode) == ("SIGTERM\n", 143)
 
 
-@pytest.mark.parametrize("waiting", [(60, "import atexit; end_as_decided(); atexit.register(wait, 'ready'); sys.exit(3)")],
-                         indirect=True)
+@pytest.mark.parametrize("waiting", [(60, "import atexit\nend_as_decided(); atexit.register(wait, 'ready'); "
+                                          "sys.exit(3)")], indirect=True)
 def test_nothing_changes_its_status_once_it_has_spoken(waiting: subprocess.Popen[str]) -> None:
     waiting.send_signal(signal.SIGTERM)
     waiting.communicate("\n", timeout=30)

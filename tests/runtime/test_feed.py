@@ -57,6 +57,16 @@ def test_batches_are_read_when_first_asked_for() -> None:
     assert read == [0, 1]
 
 
+def test_samples_are_counted_where_batches_differ_in_size() -> None:
+    def batches() -> Iterator[Batch]:
+        for samples in (4, 4, 2, 6, 6):
+            yield {"x": torch.zeros(samples), "y": torch.zeros(samples, 1)}
+
+    stream = feed(batches())
+    assert not stream.has(10)
+    assert [stream.samples_before(i) for i in range(11)] == [0, 2, 4, 6, 8, 9, 10, 13, 16, 19, 22]
+
+
 def test_an_ended_stream_is_asked_for_no_more() -> None:
     batches = numbered(1)
     stream = feed(batches)

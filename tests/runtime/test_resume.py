@@ -227,6 +227,8 @@ def test_another_number_of_microbatches_goes_on_where_it_falls_between_two() -> 
     assert Position.of_numbers(6, 12, numbers, 2) == Position(6, 3, 1, 12)
     assert Position.of_numbers(6, 12, numbers, 8) == Position(6, 12, 4, 12)
     assert Position.of_numbers(0, 0, {}, 8) == Position(0, 0)
+    with pytest.raises(UserError, match="the checkpoint of step 6 does not say how many microbatches are done"):
+        Position.of_numbers(6, 12, {}, 8)
     with pytest.raises(UserError) as error:
         Position.of_numbers(6, 12, numbers, 1)
     assert str(error.value) == (

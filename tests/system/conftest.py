@@ -10,6 +10,8 @@ import pytest
 from cluster import PROGRAMS, Cluster
 from hosts import Hosts, missing
 
+pytest.register_assert_rewrite("cells")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:

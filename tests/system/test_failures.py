@@ -15,10 +15,13 @@ from typing import Any
 
 import pytest
 from cells import RANKS, TIMEOUT_S, Cell, Ended, Run
+from small_run import oracle
 
 from vpipe.checkpoint.manifest import MANIFEST
 from vpipe.data.hdf5_shard import write_shard
 from vpipe.data.synthetic import synthetic_bert
+from vpipe.train.config import load_config
+from vpipe.train.job import Job
 
 AT_ONCE = 4
 """Runs at a time: they wait for each other more than they compute."""
@@ -180,14 +183,24 @@ def test_killed_when_all_is_written_but_the_checkpoint_s_name(outcome: Outcome, 
 
 @alone(cell("terminate", "pipedream", "steady", 1))
 def test_a_rank_that_is_asked_to_end(outcome: Outcome) -> None:
-    """As SLURM asks: all leave off after the same step, and save. The pipeline ran empty there, so a run that was not
-    asked to gives other losses from there on: tests/launch holds it to its oracle."""
+    """As SLURM asks: all leave off after the same step, and save. The pipeline runs empty there, once more than in a
+    run that is not asked to."""
     run, ended, seconds, resumed = outcome
     assert ended.status == 128 + signal.SIGTERM
-    assert "stopped by SIGTERM after update " in ended.out + ended.err
+    stopped = re.search(r"stopped by SIGTERM after update (\d+): saved", ended.err)
+    assert stopped, ended.err
     assert seconds < SOON_S
     assert resumed.status == 0, resumed.err
-    assert len(run.losses()) == len(run.samples()) == 16
+    drained = tuple(sorted({5, 7, 10, 14, 15, int(stopped[1])}))
+    assert run.losses() == oracle(Job.of(load_config(run.config)), 16, drained).losses
+    assert len(run.samples()) == 16
+    run.check_tidy()
+
+
+@pytest.mark.parametrize(("schedule", "drained"), [("1f1b", ()), ("pipedream", (5, 7, 10, 14, 15))])
+def test_the_runs_that_all_are_held_to(schedule: str, drained: tuple[int, ...], bench: Bench) -> None:
+    run = bench.result(schedule)
+    assert run.losses() == oracle(Job.of(load_config(run.config)), len(run.losses()), drained).losses
     run.check_tidy()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -123,9 +124,12 @@ def test_a_killed_rank_ends_all_hosts_and_is_named(launched: Launched) -> None:
 
 
 def test_ctrl_c_ends_all_hosts(launched: Launched) -> None:
+    """In good order: the ranks of all hosts are told, and end well."""
     os.kill(launched.launcher, signal.SIGINT)
     assert launched.ends(30) == 130
     assert launched.err.splitlines()[-1] == "interrupted (SIGINT): all ranks have ended"
+    assert "SIGINT: the ranks save and end, which may take 60 s; a second one ends them at once" in launched.err
+    assert all(f"rank {rank} has ended" in (launched.run / f"rank{rank}.log").read_text() for rank in range(4))
 
 
 def test_all_hosts_end_when_the_launcher_is_killed(launched: Launched) -> None:
@@ -138,4 +142,27 @@ def test_a_machine_that_no_one_knows(hosts: Hosts, tmp_path: Path) -> None:
     done: subprocess.CompletedProcess[str] = hosts[0].run([VPIPE, "train", path], cwd=tmp_path, timeout=100)
     assert done.returncode == 2
     assert "error: host elsewhere cannot be reached: ssh: Could not resolve hostname elsewhere" in done.stderr
+    assert left(hosts) == []
+
+
+def test_it_goes_on_without_a_host_that_stays_away(hosts: Hosts, tmp_path: Path) -> None:
+    """The stages are cut anew for the ranks that are left; the losses stay those of one device."""
+    changes = {"training__max_steps": 60, "checkpoint__every_steps": 5,
+               "checkpoint__directory": str(tmp_path / "checkpoints")}
+    path = config(tmp_path, hosts, **changes)
+    path.write_text(path.read_text() + "elastic: true\n")
+    with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
+        process = hosts[0].popen([VPIPE, "train", path, "--restarts", "2"], cwd=tmp_path, stdout=out, stderr=err)
+    until(lambda: bool(list(tmp_path.glob("checkpoints/*/step-5"))), 90, "a checkpoint")
+    hosts[2].close_ssh()
+    os.kill(hosts[2].find(RANK="3")[0], signal.SIGKILL)
+    status, said = process.wait(110), (tmp_path / "err").read_text()
+    assert status == 0, said
+    assert re.search(r"^attempt 2 of 3: rank 3 \(stage 3, host host2\) was killed by signal 9 \(SIGKILL\); going on "
+                     r"from step \d+$", said, re.M)
+    assert "elastic: going on without a host: host host2 cannot be reached: ssh: connect to host host2 port 22" in said
+    assert "Traceback" not in said
+    run = only_run(own(hosts[0], tmp_path))
+    check_updates(run, 60)
+    assert losses(run) == oracle(job_of(tmp_path, **SIZES | changes), 60).losses
     assert left(hosts) == []

@@ -54,7 +54,7 @@ class HostCopies:
 
 
 def _pages(count: int) -> Tensor:
-    """Bytes on large pages where the system has them: filling them for the first time is then several times faster."""
+    """Bytes on large pages where the system has them: it then hands out 512 times fewer during the first copy."""
     if not count:
         return torch.empty(0, dtype=torch.uint8)
     memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

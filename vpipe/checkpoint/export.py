@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -136,14 +137,16 @@ def _written(out: Path) -> Iterator[Path]:
     try:
         yield partial
         for path in partial.iterdir() if partial.is_dir() else (partial,):
+            path.chmod(path.parent.stat().st_mode & 0o664)  # safetensors' writer lets only the owner read
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         if partial.is_dir():
             sync_folder(partial)
         partial.rename(out)
         sync_folder(out.absolute().parent)
-    except OSError as error:
-        raise UserError(f"cannot write '{out}': {error.strerror or error}",
+    except (OSError, SafetensorError, RuntimeError) as error:  # the last two: of safetensors' and torch's writers
+        why = (isinstance(error, OSError) and error.strerror) or str(error).splitlines()[0]
+        raise UserError(f"cannot write '{out}': {why}",
                         hint="name a place with room that you may write to as -o") from None
     finally:
         if partial.is_dir():

@@ -109,11 +109,15 @@ def write_text(path: Path, text: str) -> None:
         OSError: not done.
     """
     partial = path.with_name(f"{path.name}.tmp")
-    with partial.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
 
 
@@ -152,22 +156,29 @@ def find(path: Path) -> Path:
     """The checkpoint that a user means by a run's folder, a folder of checkpoints, or one checkpoint: the newest in it.
 
     Raises:
-        UserError: there is no such folder, or no checkpoint in it.
+        UserError: there is no such folder, it cannot be read, or no checkpoint is in it.
     """
-    for folder in (path, path.with_name(f"{path.name}.old")):
-        if (folder / MANIFEST).is_file():
-            return folder
+    try:
+        found = _find(path)
+    except OSError as error:
+        raise UserError(f"cannot look for a checkpoint in '{path}': {error.strerror}",
+                        hint="let this user read the folder and what is in it") from None
+    if found is not None:
+        return found
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
         raise UserError(f"cannot resume from '{path}': it {what}",
                         hint="give the folder of a run, or one of its checkpoints: RUN/checkpoints/step-N")
-    for root in (path / FOLDER, path):
-        newest = Checkpoints(root).newest()
-        if newest is not None:
-            return newest
     raise UserError(f"there is no checkpoint in '{path}': neither {MANIFEST}, nor step-N or {FOLDER}/step-N with one",
                     hint="give the folder of a run that saved a checkpoint; a step-N.tmp is one whose writing was cut "
                          "short")
+
+
+def _find(path: Path) -> Path | None:
+    for folder in (path, Path(f"{path}.old")):
+        if (folder / MANIFEST).is_file():
+            return folder
+    return Checkpoints(path / FOLDER).newest() or Checkpoints(path).newest()
 
 
 def before(folder: Path) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,6 +33,7 @@ def save_at(folder: Path, about: About, tensors: Mapping[str, Tensor], rank: int
         RunError: some rank could not write; what there was before is still there.
     """
     check_kinds(tensors)
+    folder = Path(os.path.abspath(folder))
     meeting = votes or LocalVotes()
     partial = folder.with_name(f"{folder.name}.tmp")
 

@@ -148,12 +148,16 @@ class Saver:
         return json.dumps({"error": ", ".join(errors) or None, "bytes": size})
 
     def _tidy(self, step: int) -> None:
-        try:
-            self._folder.announce()
-            if self._keep is not None:
-                self._folder.prune(self._keep)
-        except OSError as error:
-            self._warnings.append(f"step {step} is saved, but old checkpoints could not be removed: {error.strerror}")
+        for what, work in (("write the file 'latest'", self._folder.announce),
+                           ("remove older checkpoints", self._prune)):  # which makes room, too
+            try:
+                work()
+            except OSError as error:
+                self._warnings.append(f"saved step {step}, but could not {what}: {words_of(error)}")
+
+    def _prune(self) -> None:
+        if self._keep is not None:
+            self._folder.prune(self._keep)
 
     def _why(self, error: Exception) -> str:
         """In words; what is no trouble with files or memory is a mistake of ours, and raised by :meth:`wait`."""

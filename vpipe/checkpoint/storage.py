@@ -198,6 +198,7 @@ def _groups(tensors: Mapping[MetadataIndex, Tensor]) -> Iterator[list[MetadataIn
 
 def _write_file(path: Path, tensors: dict[str, Tensor]) -> FileFacts:
     save_file(tensors, path)
+    path.chmod(path.parent.stat().st_mode & 0o666)  # the library lets nobody else read it
     with path.open("rb") as file:
         os.fsync(file.fileno())
     # Read again and not hashed on the way: so the sum is of what the file has, and nothing holds up other threads.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,14 +47,14 @@ class BertArrays:
         return self._counts[split]
 
     def batches(self, split: Split, batch_size: int, *, seed: int,
-                fields: Collection[str] | None = None) -> Iterator[dict[str, Tensor]]:
+                fields: Collection[str] | None = None, first: int = 0) -> Iterator[dict[str, Tensor]]:
         """One epoch; see :class:`~vpipe.data.dataset.Dataset`."""
         check_batch_size(split, self.samples(split), batch_size)
         needed = needed_fields(self.fields, fields)
-        return self._epoch(split, batch_size, seed if split == "train" else None, needed)
+        return self._epoch(split, batch_size, seed if split == "train" else None, needed, first)
 
-    def _epoch(self, split: Split, batch_size: int, seed: int | None,
-               needed: frozenset[str]) -> Iterator[dict[str, Tensor]]:
+    def _epoch(self, split: Split, batch_size: int, seed: int | None, needed: frozenset[str],
+               first: int) -> Iterator[dict[str, Tensor]]:
         arrays = {name: self._load(split, name) for name in self.fields if name in needed}
-        for rows in epoch_rows(self._counts[split], batch_size, seed=seed):
+        for rows in islice(epoch_rows(self._counts[split], batch_size, seed=seed), first, None):
             yield tensors(self.fields, batch_size, {name: array[rows] for name, array in arrays.items()})

@@ -67,7 +67,7 @@ class BertHdf5:
         return sum(map(len, self._shards[split]))
 
     def batches(self, split: Split, batch_size: int, *, seed: int,
-                fields: Collection[str] | None = None) -> Iterator[dict[str, Tensor]]:
+                fields: Collection[str] | None = None, first: int = 0) -> Iterator[dict[str, Tensor]]:
         """One epoch; see :class:`~vpipe.data.dataset.Dataset`.
 
         Train: shards in an order made from ``seed``, the rows within each too; a batch may cross from one shard to the
@@ -75,22 +75,25 @@ class BertHdf5:
         """
         check_batch_size(split, self.samples(split), batch_size)
         needed = needed_fields(self.fields, fields)
-        return self._epoch(split, batch_size, seed if split == "train" else None, needed)
+        return self._epoch(split, batch_size, seed if split == "train" else None, needed, first * batch_size)
 
-    def _epoch(self, split: Split, batch_size: int, seed: int | None,
-               needed: frozenset[str]) -> Iterator[dict[str, Tensor]]:
+    def _epoch(self, split: Split, batch_size: int, seed: int | None, needed: frozenset[str],
+               skipped: int) -> Iterator[dict[str, Tensor]]:
         shards = self._shards[split]
         order = np.arange(len(shards)) if seed is None else generator(seed).permutation(len(shards))
         waiting = 0  # rows of earlier shards that did not fill a batch
         held: Samples = {}
         for number in order.tolist():
             shard = shards[number]
+            if skipped >= len(shard):
+                skipped -= len(shard)
+                continue
             fresh = self._read(shard, needed)
-            if seed is not None:
-                rows = generator(seed, number).permutation(len(shard))
-                fresh = {name: array[rows] for name, array in fresh.items()}
+            rows = slice(skipped, None) if seed is None else generator(seed, number).permutation(len(shard))[skipped:]
+            fresh = {name: array[rows] for name, array in fresh.items()}
             held = {name: np.concatenate([held[name], array]) if waiting else array for name, array in fresh.items()}
-            available = waiting + len(shard)
+            available = waiting + len(shard) - skipped
+            skipped = 0
             for start in range(0, available - batch_size + 1, batch_size):
                 yield tensors(self.fields, batch_size,
                               {name: array[start:start + batch_size] for name, array in held.items()})

@@ -46,8 +46,8 @@ class Dataset(Protocol):
         """How many samples the split holds."""
 
     def batches(self, split: Split, batch_size: int, *, seed: int,
-                fields: Collection[str] | None = None) -> Iterator[dict[str, Tensor]]:
-        """One epoch of whole batches; an incomplete last one is dropped.
+                fields: Collection[str] | None = None, first: int = 0) -> Iterator[dict[str, Tensor]]:
+        """One epoch of whole batches, from the batch ``first`` on; an incomplete last one is dropped.
 
         Every tensor is ``[batch_size, *Field.shape]``. ``train`` is shuffled by ``seed`` alone, in the same order in
         every process; ``test`` keeps its order. Fields outside ``fields`` (None = all are needed) are tensors on the

@@ -110,4 +110,4 @@ def as_error(report: Mapping[str, Any], describe: Callable[[int], str]) -> RunEr
     what, hint, where = report["problems"][0]
     if report["user"]:  # what the user could mend before the run was found before: by now the run has failed
         what = f"{describe(report['rank'])}: {what}" + (f" ({where})" if where else "")
-    return (LastingError if report.get("lasting") else RunError)(what, hint=hint)
+    return (LastingError if report["user"] or report.get("lasting") else RunError)(what, hint=hint)

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from vpipe.checkpoint.folder import Checkpoints
 from vpipe.errors import LastingError, Problem, RunError
+from vpipe.launch import local
 from vpipe.launch.elastic import fitted
 from vpipe.launch.folder import checkpoints_root
 from vpipe.launch.hosts import Hosts, Machine
-from vpipe.launch.local import Interrupted, close_all, run_ranks
+from vpipe.launch.local import Interrupted
 from vpipe.launch.machine import check_gpus, hosts_of, ranks_of
 from vpipe.launch.network import free_port
 from vpipe.launch.ranks import ranks_here
@@ -119,10 +120,10 @@ class _Run:
             if known is None:
                 print(f"run folder: {self.folder}")
             print(headline(job) + (f" on {1 + len(remotes)} hosts" if remotes else ""), flush=True)
-            run_ranks(here, self.folder, lambda rank: job.describe(rank) if hosts is None else
-                      hosts.described(rank, job.describe(rank)), remotes, config.parallel.timeout_s)
+            local.run_ranks(here, self.folder, lambda rank: job.describe(rank) if hosts is None else
+                            hosts.described(rank, job.describe(rank)), remotes, config.parallel.timeout_s)
         finally:
-            close_all(remotes)
+            local.close_all(remotes)
 
     def _connected(self, away: frozenset[str] = frozenset()) -> tuple[Config, Hosts | None, list[Remote]]:
         """The config with the hosts that take part, and the launchers of the others.

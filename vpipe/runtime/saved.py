@@ -60,10 +60,13 @@ class Position:
         """The inverse of :meth:`as_numbers`, where a batch is now cut into ``batch`` microbatches.
 
         Raises:
-            UserError: it does not fall between two of them.
+            UserError: it does not fall between two of them, or is not known.
         """
-        if "batch" not in numbers:  # nothing was trained
-            return cls(steps, 0, samples=samples)
+        if not steps:  # weights from elsewhere
+            return cls(0, 0)
+        if "batch" not in numbers:
+            raise UserError(f"the checkpoint of step {steps} does not say how many microbatches are done",
+                            hint="it was not made by vpipe train or Pipeline.save")
         scaled = []
         for key in ("microbatches", "begun"):
             count, left = divmod(numbers[key] * batch, numbers["batch"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from inspect import signature
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -206,11 +207,15 @@ class Job:
         epochs, size = self.config.training.epochs, self.config.dataset.batch_size
         first, done = divmod(self.samples_done // size, self.dataset.samples("train") // size)
         for epoch in count(first) if epochs is None else range(first, epochs):
-            yield from islice(self._epoch(epoch, fields), done if epoch == first else 0, None)
+            yield from self._epoch(epoch, fields, done if epoch == first else 0)
 
-    def _epoch(self, epoch: int, fields: tuple[str, ...]) -> Iterator[Mapping[str, Tensor]]:
-        return self.dataset.batches("train", self.config.dataset.batch_size, fields=fields,
-                                    seed=seed_of(_data_seed(self.config), epoch))
+    def _epoch(self, epoch: int, fields: tuple[str, ...], first: int = 0) -> Iterator[Mapping[str, Tensor]]:
+        """An epoch from one of its batches on; those before are read only where the data set cannot leave them out."""
+        size, seed, batches = self.config.dataset.batch_size, seed_of(_data_seed(self.config), epoch), \
+            self.dataset.batches
+        if "first" in signature(batches).parameters:
+            return batches("train", size, fields=fields, seed=seed, first=first)
+        return islice(batches("train", size, fields=fields, seed=seed), first, None)
 
     def fingerprint(self) -> str:
         """A short hash of the data: vocabulary, sizes and the first batch for training.

@@ -223,6 +223,11 @@ def _misfits(manifest: Manifest, job: Job) -> Iterator[Problem]:
     if manifest.samples % size:
         yield Problem(f"the checkpoint was made after {manifest.samples} samples, which are no whole number of "
                       f"microbatches of {size}", "set training.num_microbatches as it was")
+    batch = job.config.dataset.batch_size
+    if job.schedule.recipe is None and manifest.samples % batch:
+        yield Problem(f"the checkpoint was made after {manifest.samples % batch} of the {batch} samples of a batch, but "
+                      f"the schedule {job.config.parallel.schedule} takes whole batches", "go on with the schedule that "
+                      "made it, or from a checkpoint at the end of a batch")
 
 
 def _other_model(manifest: Manifest, job: Job) -> list[str]:

@@ -183,12 +183,13 @@ class Saving:
         if pipe.rank == 0 and not self._data:
             self._data = job.fingerprint()
         return About(
-            position.steps, position.microbatches * job.config.microbatch_size, job.config.training.seed, self._data,
+            position.steps, position.samples, job.config.training.seed, self._data,
             job.config.resolved_yaml(), {
                 "partition": list(pipe.partition), "placement": [list(ranks) for ranks in pipe.placement],
                 "schedule": pipe.schedule, "update_every": pipe.update_every, "microbatches": pipe.microbatches,
                 "recompute": [sorted(layers) for layers in pipe.recomputed], "drained": not job.schedule.flush,
-                RUN: os.path.abspath(self._folder)})
+                RUN: os.path.abspath(self._folder)},
+            position.as_numbers(pipe.microbatches))
 
     def _tell(self, saved: Saved) -> None:
         facts: dict[str, float | str] = {"error": saved.error} if saved.error else {
@@ -236,9 +237,10 @@ def restore(pipe: Pipeline, job: Job, checkpoint: Path) -> None:
     """
     manifest = Manifest.load(checkpoint)
     with at_work("reading a checkpoint"):
+        position = Position.of_numbers(manifest.step, manifest.samples, manifest.numbers, pipe.microbatches)
+        pipe.engine.check_begins(position)
         names = [name for name in manifest.tensors if pipe.engine.wants(name)]
-        tensors = read(checkpoint, manifest, names, device_of(job.config))
-        pipe.engine.restore(Position(manifest.step, manifest.samples // job.config.microbatch_size), tensors)
+        pipe.engine.restore(position, read(checkpoint, manifest, names, device_of(job.config)))
 
 
 def from_first(value: Any, pipe: Pipeline, source: int = 0) -> Any:

@@ -51,8 +51,9 @@ def cut_in_chunks(spans: Spans, schedule: str, microbatches: int, placement: Pla
                 work = np.where((first == starts[stage]) & (stop == starts[stage + 1]), work, np.inf)
             return work, work
 
-        return smallest_greatest(Cutter(spans.layers, {behind: [1] for behind in range(1, stages + 1)}, stages,
-                                        plain, {1: 1.0}, evaluate))
+        widths = {behind: [1] for behind in range(1, stages + 1)}
+        return smallest_greatest(Cutter(spans.layers, widths, stages, plain, {1: 1.0}, evaluate),
+                                 lambda: not _may_fit(spans, hold_of))
 
     for several in _attempts(holds, told):
         if (found := cut(several)) is None:
@@ -74,6 +75,21 @@ def cut_in_chunks(spans: Spans, schedule: str, microbatches: int, placement: Pla
         return Draft(schedule, microbatches, None, placement, partition, dropped,
                      seconds / (microbatches * size), None)
     return None
+
+
+def _may_fit(spans: Spans, holds: list[Hold]) -> bool:
+    """Whether there is a cut of which every stage has room for the least that it may hold; much sooner known than what
+    it would recompute."""
+    if spans.limit_bytes is None or np.isinf(holds[0].part):
+        return True
+
+    def evaluate(behind: int, width: int, first: Integers, stop: Integers) -> tuple[Floats, Floats]:
+        hold = holds[len(holds) - behind]
+        return np.zeros(first.shape), spans.least_bytes(first, stop, hold) / hold.part
+
+    needed = smallest_greatest(Cutter(spans.layers, {behind: [1] for behind in range(1, len(holds) + 1)}, len(holds),
+                                      spans.floor_bytes, {1: max(hold.part for hold in holds)}, evaluate))
+    return needed is not None and needed.greatest <= spans.limit_bytes * (1 + 1e-9)
 
 
 def _attempts(holds: list[Hold], told: Sequence[float] | float | None) -> Iterator[list[Hold]]:

@@ -136,12 +136,12 @@ class Cutter:
             return None
         stop = first[:, None] + lengths
         real = (stop >= stops[0]) & (stop <= stops[-1]) & (stop <= longest[:, None])
-        rows, columns = np.nonzero(real)
-        if not len(rows):
+        places = np.flatnonzero(real)
+        if not len(places):
             return None
-        sums, costs = np.full(stop.shape, np.inf), np.full(stop.shape, np.inf)
-        sums[rows, columns], costs[rows, columns] = self.evaluate(behind, width, first[rows], stop[rows, columns])
-        return _Move(width, first, lengths, sums, costs)
+        sums, costs = np.full(stop.size, np.inf), np.full(stop.size, np.inf)
+        sums[places], costs[places] = self.evaluate(behind, width, first[places // len(lengths)], stop.ravel()[places])
+        return _Move(width, first, lengths, sums.reshape(stop.shape), costs.reshape(stop.shape))
 
 
 @dataclass(frozen=True)

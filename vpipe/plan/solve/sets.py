@@ -161,21 +161,28 @@ def extended(fan: Fan, position: Position, number: int = 0) -> Fan:
     return {end: merged(several) for end, several in parts.items()}
 
 
-def best_set(own: Iterable[Position], first: int, in_flight: int, room: float) -> frozenset[int] | None:
-    """The layers to recompute, numbered from ``first`` on, that take the least time.
+def best_sets(own: Iterable[Position]) -> Choices:
+    """The sets of layers of a stage, the fastest first, that may be the best for some number of microbatches and room.
 
     Args:
         own: the layers of the stage.
-        in_flight: microbatches: all but one hold what is kept, one all of it.
-        room: bytes for them.
     """
     fan = opened(trace=True)
     for number, position in enumerate(own):
         fan = extended(fan, position, number)
-    best = merged(list(fan.values()))
-    fitting = best.figures[:, 1] + (in_flight - 1) * best.figures[:, 0] <= room
+    return merged(list(fan.values()))
+
+
+def fitting_set(choices: Choices, first: int, in_flight: int, room: float) -> frozenset[int] | None:
+    """The layers to recompute, numbered from ``first`` on, that take the least time; None where none fit.
+
+    Args:
+        in_flight: microbatches: all but one hold what is kept, one all of it.
+        room: bytes for them.
+    """
+    fitting = choices.figures[:, 1] + (in_flight - 1) * choices.figures[:, 0] <= room
     if not fitting.any():
         return None
-    assert best.chosen is not None
-    bits = best.chosen[int(fitting.argmax())]
+    assert choices.chosen is not None
+    bits = choices.chosen[int(fitting.argmax())]
     return frozenset(first + number for number in range(bits.bit_length()) if bits >> number & 1)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from vpipe.plan.held import Held
 from vpipe.plan.profile import Profile
-from vpipe.plan.solve.sets import START, End, Fan, best_set, extended, opened, positions, turn
+from vpipe.plan.solve.sets import START, Choices, End, Fan, best_sets, extended, fitting_set, opened, positions, turn
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -86,6 +86,7 @@ class Spans:
         self._ids = np.zeros((self.layers, self.layers + 1), np.int64)  # by first layer and number of layers
         self._reach = np.zeros(self.layers, int)
         self._seconds: dict[Hold, Floats] = {}  # of recomputing, by node
+        self._sets: dict[int, Choices] = {}  # by node
         self._known = np.empty((0, 6))
         sums = {"forward": "forward", "backward": "backward", "input": "input_half", "weight": "weight_half",
                 "step": "step"}
@@ -119,6 +120,8 @@ class Spans:
         Args:
             first, stop: of each stage; arrays of one shape.
         """
+        if self._told is None and hold.share == 0.0 and self._limit(hold) == np.inf:
+            return np.zeros(first.shape)
         ids = self._ids_of(first.ravel(), stop.ravel())
         known = self._seconds.get(hold, np.empty(0))
         if len(known) < len(self._nodes):
@@ -163,7 +166,10 @@ class Spans:
             return told if self._fits(node, told, hold) else None
         if self._fits(node, frozenset(), hold):
             return frozenset()
-        return best_set(self._positions[first:stop], first, hold.in_flight, self._limit(hold) - self._rest(node, hold))
+        number = self._number_of(first, stop)
+        if number not in self._sets:
+            self._sets[number] = best_sets(self._positions[first:stop])
+        return fitting_set(self._sets[number], first, hold.in_flight, self._limit(hold) - self._rest(node, hold))
 
     def must(self, first: int, stop: int, hold: Hold) -> frozenset[int] | None:
         """The layers that a stage recomputes because it is told to; None where that is searched."""
@@ -190,8 +196,11 @@ class Spans:
             kept, full = (count(layers, recomputed) - fields for count in (self.held.kept, self.held.full))
         return self._rest(node, hold) + full + (hold.in_flight - 1) * kept
 
+    def _number_of(self, first: int, stop: int) -> int:
+        return int(self._ids_of(np.array([first]), np.array([stop]))[0])
+
     def _node_of(self, first: int, stop: int) -> _Node:
-        return self._nodes[int(self._ids_of(np.array([first]), np.array([stop]))[0])]
+        return self._nodes[self._number_of(first, stop)]
 
     def _least(self, numbers: Integers, hold: Hold) -> Floats:
         """The least seconds of recomputing of some nodes."""
@@ -252,11 +261,13 @@ class Spans:
         return fan
 
     def _ids_of(self, first: Integers, stop: Integers) -> Integers:
-        longest = np.zeros(self.layers, int)
-        np.maximum.at(longest, first, stop - first)
-        for start in np.flatnonzero(longest > self._reach).tolist():
-            self._extend(start, int(longest[start]))
-        found: Integers = self._ids[first, stop - first]
+        layers = stop - first
+        if (new := layers > self._reach[first]).any():
+            longest = np.zeros(self.layers, int)
+            np.maximum.at(longest, first[new], layers[new])
+            for start in np.flatnonzero(longest).tolist():
+                self._extend(start, int(longest[start]))
+        found: Integers = self._ids.ravel()[first * (self.layers + 1) + layers]
         return found
 
     def _extend(self, start: int, longest: int) -> None:
