@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from course import SAVE_EVERY, Course
-from processes import about, bury
+from processes import about, bury, die_with_parent
 
 POLL_S = 0.05
 
@@ -33,7 +33,8 @@ class Life:
         self._begins = self.output.stat().st_size if self.output.exists() else 0
         with self.output.open("ab") as file:
             self._launcher = subprocess.Popen([sys.executable, "-m", "vpipe", "train", *arguments], stdout=file,
-                                              stderr=file, stdin=subprocess.DEVNULL, start_new_session=True)
+                                              stderr=file, stdin=subprocess.DEVNULL, start_new_session=True,
+                                              preexec_fn=die_with_parent)
 
     @property
     def pid(self) -> int:

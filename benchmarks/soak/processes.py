@@ -14,7 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-_PR_SET_CHILD_SUBREAPER = 36
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,13 @@ def adopt_orphans() -> None:
     Raises:
         SystemExit: the system cannot do that.
     """
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+    if _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise SystemExit(f"prctl: {os.strerror(ctypes.get_errno())}: the soak needs Linux")
+
+
+def die_with_parent() -> None:
+    """Have the system kill this process when the one that started it dies, however it does."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def take_one_core() -> int:

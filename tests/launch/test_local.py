@@ -189,8 +189,8 @@ def test_a_signal_is_passed_on_and_the_ranks_leave_off(monkeypatch: pytest.Monke
     end = interrupted(monkeypatch, tmp_path, WELL.format(rank=0, status=143), WELL.format(rank=1, status=0))
     assert isinstance(end, Interrupted)
     assert (end.number, end.in_good_order) == (signal.SIGUSR1, True)
-    assert capsys.readouterr().err == ("SIGUSR1: the ranks save and end, which may take 20 s; a second one ends them at "
-                                       "once\n")
+    assert capsys.readouterr().err == \
+        "SIGUSR1: the ranks save and end, which may take 20 s; a second one ends them at once\n"
 
 
 @pytest.mark.parametrize(("signals", "stop_s", "number"), [(2, 20.0, signal.SIGINT), (1, 0.2, signal.SIGUSR1)],

@@ -204,10 +204,13 @@ def test_the_runs_that_all_are_held_to(schedule: str, drained: tuple[int, ...], 
     run.check_tidy()
 
 
-@alone(cell("terminate", "1f1b", "steady", 1))
-def test_a_rank_that_is_asked_to_end_where_the_pipeline_runs_empty_anyway(outcome: Outcome, bench: Bench) -> None:
+@alone(Cell("1f1b", {"rank": 2, "moment": "forward", "count": 20, "do": "terminate"}))
+def test_a_run_asked_to_end_where_it_would_have_evaluated_does_so_when_it_goes_on(outcome: Outcome,
+                                                                                  bench: Bench) -> None:
+    """After step 6: with a flush the pipeline is empty there anyway."""
     run, ended, _, resumed = outcome
     assert ended.status == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM after update 6: saved" in ended.err
     check_resumed(run, resumed, bench)
 
 

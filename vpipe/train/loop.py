@@ -124,6 +124,8 @@ class _Run:
 
         if job.steps_done:
             self._progress.note(f"going on after {job.step_name} {job.steps_done}")
+            if self._cadence.evaluates(job.steps_done - 1, job.steps_done) and self._evaluated != job.steps_done:
+                self._evaluate()  # a signal ended the attempt before just where it was due
         left = None if job.updates is None else job.updates - job.steps_done
         if left == 0:
             self._progress.note(f"nothing is left to do: {counted(job.steps_done, job.step_name)} are done; a larger "

@@ -225,9 +225,9 @@ def _misfits(manifest: Manifest, job: Job) -> Iterator[Problem]:
                       f"microbatches of {size}", "set training.num_microbatches as it was")
     batch = job.config.dataset.batch_size
     if job.schedule.recipe is None and manifest.samples % batch:
-        yield Problem(f"the checkpoint was made after {manifest.samples % batch} of the {batch} samples of a batch, but "
-                      f"the schedule {job.config.parallel.schedule} takes whole batches", "go on with the schedule that "
-                      "made it, or from a checkpoint at the end of a batch")
+        yield Problem(f"the checkpoint was made after {manifest.samples % batch} of the {batch} samples of a batch, "
+                      f"but the schedule {job.config.parallel.schedule} takes whole batches", "go on with the schedule "
+                      "that made it, or from a checkpoint at the end of a batch")
 
 
 def _other_model(manifest: Manifest, job: Job) -> list[str]:
