@@ -122,7 +122,8 @@ class World:
             log = self._folder / f"start{self._starts}_rank{rank}.log"
             environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.ranks),
                            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-                           "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path(__file__).parent),
+                           "GLOO_SOCKET_IFNAME": "lo",
+                           "PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[:2])),
                            REPLIES: str(writer), "VPIPE_TEST_TIMEOUT_S": str(self._gloo_timeout_s)}
             with log.open("wb") as output:
                 popen = Popen([sys.executable, Path(__file__).with_name("rank_process.py")], env=environment,
