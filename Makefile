@@ -9,7 +9,7 @@ SOAK_MINUTES ?= 60
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: train test test-system soak install
+.PHONY: train test mypy pytest test-system soak install
 
 train: $(INSTALLED)
 	$(BIN)/vpipe train configs/bert_mini_4stage.yaml
@@ -17,8 +17,14 @@ train: $(INSTALLED)
 test: $(INSTALLED)
 	@echo "== ruff"
 	@$(BIN)/ruff check
+	@$(MAKE) --no-print-directory --jobs 2 mypy pytest
+
+# Beside each other: mypy has one process.
+mypy:
 	@echo "== mypy --strict"
 	@$(BIN)/mypy
+
+pytest:
 	@echo "== pytest"
 	@$(BIN)/pytest --numprocesses 2 --dist loadgroup
 
@@ -26,7 +32,7 @@ test-system: $(INSTALLED)
 	@echo "== installing ssh and SLURM"
 	@tests/system/install
 	@echo "== pytest tests/system"
-	@$(BIN)/pytest tests/system -m system -rs
+	@$(BIN)/pytest tests/system -m system -rs --numprocesses 3 --dist loadgroup
 
 soak: $(INSTALLED)
 	$(BIN)/python benchmarks/soak/run.py --minutes $(SOAK_MINUTES)

@@ -26,10 +26,8 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let the processes that share the tests take them file by file, but one of them all that need the gloo world.
-
-    So only one builds it: four ranks take 12 s of processor time to start.
-    """
+    """Let the processes that share the tests take them file by file, but one of them all that need the same gloo world,
+    or the bench of failures, so that only one builds it."""
     for item in items:
-        shared = "world" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("world" if shared else item.nodeid.partition("::")[0]))
+        shared = {"world", "bench"}.intersection(getattr(item, "fixturenames", ()))
+        item.add_marker(pytest.mark.xdist_group("".join(shared) or item.nodeid.partition("::")[0]))

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent / "vpipe"
 MAY_IMPORT = {
     "errors": set(),
     "sizes": {"errors"},
+    "slow": set(),
     "schedules": {"errors", "schedules"},
     "model": {"errors", "model"},
     "draw": {"errors", "sizes", "schedules", "plan", "draw"},

@@ -5,19 +5,14 @@ four seconds of a processor, a fork a few milliseconds.
 process like any other: with its own number, session, environment, folder and files. Everything else is started as ever.
 A process so made asks the same zygote for those that it starts itself, such as the ranks of a launcher.
 
-The zygote has one thread and never trains: what is forked has seen neither gloo nor the threads of autograd.
+Here is what its owner sees of it; :mod:`forking` is what it does. As a program, this file is Python's command line.
 """
 
 from __future__ import annotations
 
-import atexit
-import fcntl
-import gc
-import importlib
 import json
 import os
 import re
-import runpy
 import select
 import signal
 import socket
@@ -25,21 +20,18 @@ import subprocess
 import sys
 import tempfile
 import threading
-import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 ADDRESS = "VPIPE_TEST_ZYGOTE"
 """Environment variable with the path of the zygote's socket."""
 
-BIN = Path(sys.executable).parent
+HOOK = "VPIPE_TEST_HOOK"
+"""Environment variable, ``module:function``: called in a forked process with its program and arguments before it
+starts; tests of failures arm them so."""
 
-IMPORTED = ("torch", "torch._dynamo", "torch.distributed", "numpy", "numpy.random", "h5py", "vpipe", "vpipe.cli",
-            "vpipe.launch.worker", "vpipe.launch.together", "vpipe.train.loop", "vpipe.train.verify",
-            "vpipe.train.planning", "vpipe.train.profiled", "vpipe.compare.enter", "vpipe.profiling.world",
-            "vpipe.data.bert_hdf5", "vpipe.data.synthetic", "vpipe.model.bert")
+BIN = Path(sys.executable).parent
 
 MODULES = re.compile(r"vpipe(\.|$)|torch\.distributed\.run$")
 """What the zygote runs with ``-m``."""
@@ -94,7 +86,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         text = json.dumps(request).encode()
         socket.send_fds(self._line, [len(text).to_bytes(4)], given)
         self._line.sendall(text)
-        self.pid = int.from_bytes(_exactly(self._line, 4))
+        self.pid = int.from_bytes(exactly(self._line, 4))
         self._child_created = True
         for end, own in ((p2cread, p2cwrite), (c2pwrite, c2pread), (errwrite, errread)):
             if end != -1 and own != -1:
@@ -107,7 +99,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
             return super()._try_wait(flags)  # type: ignore[misc,no-any-return]
         if flags & os.WNOHANG and not select.select([self._line], [], [], 0)[0]:
             return 0, 0
-        status = int.from_bytes(_exactly(self._line, 4))
+        status = int.from_bytes(exactly(self._line, 4))
         self._line.close()
         return self.pid, status
 
@@ -124,7 +116,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         return self.returncode
 
 
-def _exactly(line: socket.socket, count: int) -> bytes:
+def exactly(line: socket.socket, count: int) -> bytes:
     said = b""
     while len(said) < count:
         more = line.recv(count - len(said))
@@ -143,8 +135,9 @@ class Zygote:
         self.log = Path(self._folder.name) / "log"
         environment = {name: value for name, value in os.environ.items() if name != ADDRESS}
         with self.log.open("wb") as log:
-            self._process = _REAL([sys.executable, __file__, self.address], stdin=subprocess.PIPE, stderr=log,
-                                  stdout=subprocess.PIPE, env={**environment, "OMP_NUM_THREADS": "1"})
+            self._process = _REAL([sys.executable, Path(__file__).with_name("forking.py"), self.address],
+                                  stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                                  env={**environment, "OMP_NUM_THREADS": "1"})
         assert self._process.stdout is not None
         if self._process.stdout.readline() != b"ready\n":
             raise RuntimeError(self.log.read_text())
@@ -183,125 +176,6 @@ def close() -> list[int]:
     return _zygotes.pop().close() if _zygotes else []
 
 
-# -- in the zygote ---------------------------------------------------------------------------------------------
-
-
-def serve(address: str) -> Callable[[], None] | None:
-    """Fork what is asked for until the owner is gone; in a process so made, returns what it has to do."""
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
-    listener.listen(64)
-    waking, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner
-    signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
-    lines: dict[int, socket.socket] = {}
-    asked: dict[int, Mapping[str, Any]] = {}
-    os.write(1, b"ready\n")
-    while True:
-        ready, _, _ = select.select([0, listener, waking], [], [])
-        if waking in ready:
-            os.read(waking, 4096)
-            with suppress(ChildProcessError):
-                while True:
-                    pid, status = os.waitpid(-1, os.WNOHANG)
-                    if pid == 0:
-                        break
-                    line = lines.pop(pid)
-                    del asked[pid]
-                    with suppress(OSError):  # who started it is gone
-                        line.sendall(status.to_bytes(4))
-                    line.close()
-        if listener in ready:
-            line, _ = listener.accept()
-            head, files, _, _ = socket.recv_fds(line, 4, 64)
-            request = json.loads(_exactly(line, int.from_bytes(head)))
-            if not request:
-                line.sendall(json.dumps({pid: asked[pid]["env"] for pid in lines}).encode())
-                line.close()
-                continue
-            pid = os.fork()
-            if pid == 0:
-                signal.set_wakeup_fd(-1)
-                return lambda: become(request, files)
-            for file in files:
-                os.close(file)
-            lines[pid], asked[pid] = line, request
-            with suppress(OSError):
-                line.sendall(pid.to_bytes(4))
-        if 0 in ready:
-            for pid in lines:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            os.write(1, " ".join(map(str, lines)).encode())
-            return None
-
-
-def become(request: Mapping[str, Any], files: Sequence[int]) -> None:
-    """Be the process that was asked for, in place of a start of Python."""
-    if request["session"]:
-        os.setsid()
-    for number in (signal.SIGCHLD, signal.SIGINT):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    wanted = dict(zip([fcntl.fcntl(file, fcntl.F_DUPFD, 500) for file in files], request["files"], strict=True))
-    os.closerange(3, 500)
-    for file, number in wanted.items():
-        os.dup2(file, number)
-        os.close(file)
-    os.environ.clear()
-    os.environ.update(request["env"])
-    os.chdir(request["cwd"])
-    for entry in reversed(os.environ.get("PYTHONPATH", "").split(os.pathsep)):
-        if entry and entry not in sys.path:
-            sys.path.insert(0, entry)
-    subprocess.Popen = Popen  # type: ignore[misc]
-    kind, what, *arguments = request["words"]
-    sys.argv = [what, *arguments]
-    if hook := os.environ.get(HOOK):
-        module, _, function = hook.partition(":")
-        getattr(importlib.import_module(module), function)(what, arguments)
-    if kind == "script":
-        sys.path.insert(0, str(Path(what).parent))
-        runpy.run_path(what, run_name="__main__")
-    elif what == "vpipe":
-        from vpipe.cli import main
-
-        sys.exit(main(arguments))
-    elif what == "vpipe.launch.worker":
-        from vpipe.launch.worker import main as work
-
-        sys.exit(work(Path(arguments[0]), *arguments[1:]))
-    else:
-        runpy.run_module(what, run_name="__main__", alter_sys=True)
-
-
-def end(task: Callable[[], None]) -> NoReturn:
-    """Do it, and end as Python does, but for taking the interpreter apart: that copies all memory shared with the
-    zygote, which takes half a second."""
-    status: Any = 0
-    try:
-        task()
-    except SystemExit as wanted:
-        status = wanted.code if wanted.code is not None else 0
-        if not isinstance(status, int):
-            print(status, file=sys.stderr)
-            status = 1
-    except BaseException:
-        traceback.print_exc()
-        status = 1
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(status)
-
-
-HOOK = "VPIPE_TEST_HOOK"
-"""Environment variable, ``module:function``: called in a forked process with its program and arguments before it
-starts; tests of failures arm them so."""
-
-
 def front() -> NoReturn:
     """Python's command line, for a program that can start nothing but programs: what it names comes from the zygote,
     and this process ends as that one does, or ends it when asked to end."""
@@ -312,17 +186,4 @@ def front() -> NoReturn:
 
 
 if __name__ == "__main__":
-    if ADDRESS in os.environ:
-        front()
-    sys.path[:] = [entry for entry in sys.path if entry != str(Path(__file__).parent)]
-    for name in IMPORTED:
-        importlib.import_module(name)
-    import torch
-
-    torch.set_num_threads(1)
-    assert threading.active_count() == 1
-    gc.collect()
-    gc.freeze()  # a collection in a forked process would copy all pages
-    task = serve(sys.argv[1])
-    if task is not None:
-        end(task)
+    front()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from vpipe.errors import UserError, VpipeError, nearest
+from vpipe.slow import READING_TORCH, said_when_slow
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         if isinstance(error, Interrupted):
             print(f"interrupted ({error}): all ranks have ended", file=sys.stderr)
-            return 128 + error.number
+            return error.exit_status
         return _defect(error)
     return 0
 
@@ -328,13 +329,21 @@ def _checkpoint_verify(options: argparse.Namespace) -> None:
 
 
 def _checkpoint_export(options: argparse.Namespace) -> None:
-    from vpipe.commands.checkpoint_files import run_export
+    from vpipe.checkpoint.output import check_free
+
+    check_free(options.output)  # before torch is read from the disk
+    with said_when_slow(READING_TORCH):
+        from vpipe.commands.checkpoint_files import run_export
 
     run_export(options)
 
 
 def _checkpoint_import(options: argparse.Namespace) -> None:
-    from vpipe.commands.checkpoint_files import run_import
+    from vpipe.checkpoint.output import check_free
+
+    check_free(options.output)
+    with said_when_slow(READING_TORCH):
+        from vpipe.commands.checkpoint_files import run_import
 
     run_import(options)
 

@@ -17,11 +17,12 @@ from vpipe.model.split import balanced, parameter_counts, split, ties_between
 from vpipe.plan.plan import Plan
 from vpipe.plan.recompute import Recompute, recomputed_layers
 from vpipe.runtime.compress import Compression
-from vpipe.runtime.engine import Engine, Step
+from vpipe.runtime.engine import Engine
 from vpipe.runtime.feed import Batch
 from vpipe.runtime.one_checkpoint import OneCheckpoint
-from vpipe.runtime.saved import Position
+from vpipe.runtime.position import Position
 from vpipe.runtime.settings import Settings
+from vpipe.runtime.step import Step
 from vpipe.schedules.arrange import Wanted
 from vpipe.schedules.size import Placement
 
@@ -147,7 +148,6 @@ class Pipeline:
         """
         return self.engine.state()
 
-
     def save(self, folder: str | Path) -> None:
         """Write all that training needs to go on from here as if it had not stopped: a checkpoint, at ``folder``.
 
@@ -157,7 +157,8 @@ class Pipeline:
         step, with a folder that all see; an asynchronous pipeline drains first, see :meth:`evaluate`.
 
         Raises:
-            UserError: an optimizer or a layer keeps what a checkpoint cannot hold.
+            UserError: an optimizer or a layer keeps what a checkpoint cannot hold, or something that is no checkpoint
+                is in the way.
             RunError: it could not be written; what was there before still is.
         """
         self._checkpoint(folder).save({
@@ -166,7 +167,8 @@ class Pipeline:
             "recompute": [sorted(layers) for layers in self.recomputed], "drained": True})
 
     def load(self, folder: str | Path) -> Position:
-        """Go on from what :meth:`save`, or a run, saved: to be called before the first step, by every rank.
+        """Go on from what :meth:`save` saved, or a run (of its folder, the newest): to be called before the first step,
+        by every rank.
 
         The pipeline may be cut, placed and scheduled in another way; model, seed and optimizer must be those that
         saved. Steps go on from that number, and so do the learning rate, dropout and stochastic rounding.

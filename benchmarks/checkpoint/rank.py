@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -107,8 +106,8 @@ def one_save(pipe: Pipeline, steps: Iterator[object], name: str, way: Way, numbe
     way.load(into)
     load_s = time.perf_counter() - began
     dist.barrier()
-    if name != "vpipe" and dist.get_rank() == 0:
-        shutil.rmtree(way.root)
+    if dist.get_rank() == 0:
+        way.remove_older()
     dist.barrier()
     return Turn(name, step_s, pause_s, save_s, after, load_s, sum(tensor.nbytes for tensor in tensors.values()))
 

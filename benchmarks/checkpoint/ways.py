@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 import warnings
 from collections.abc import Mapping
@@ -39,6 +40,9 @@ class Way(Protocol):
     def load(self, into: dict[str, Tensor]) -> None:
         """Read this rank's part of the last checkpoint again."""
 
+    def remove_older(self) -> None:
+        """On one rank, now that the last is complete: as in training, that before it stays until then."""
+
 
 class Ours:
     """vpipe's saver: a copy in memory that is kept, then a thread writes, checks and renames."""
@@ -67,6 +71,9 @@ class Ours:
         assert newest is not None
         into.update(restore.read(newest, Manifest.load(newest), into))
 
+    def remove_older(self) -> None:
+        """Done: the saver keeps one."""
+
 
 class Plain:
     """``dcp.save``: training waits for all of it."""
@@ -85,6 +92,11 @@ class Plain:
 
     def load(self, into: dict[str, Tensor]) -> None:
         dcp.load(into, checkpoint_id=self.root / str(self._last))
+
+    def remove_older(self) -> None:
+        for path in self.root.iterdir():
+            if path.name != str(self._last):
+                shutil.rmtree(path)
 
 
 class Asynchronous(Plain):

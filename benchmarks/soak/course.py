@@ -21,8 +21,10 @@ from vpipe.runtime.compress import Compression
 from vpipe.train.config import load_config
 from vpipe.train.crossing import Crossing
 from vpipe.train.job import Job
-from vpipe.train.oracle import VERSIONS, Run, Training, asynchronous_oracle, evaluate_oracle, flush_oracle, uncompressed
+from vpipe.train.oracle import Run, asynchronous_oracle, evaluate_oracle, flush_oracle
 from vpipe.train.trail import Trail
+from vpipe.train.training import Training, uncompressed
+from vpipe.train.versions import VERSIONS
 
 LAYERS = 9
 SAVE_EVERY, EVALUATE_EVERY = 8, 20
@@ -109,6 +111,7 @@ class Course:
         found += [f"the loss of step {step} is {line['loss']!r}, the oracle's {theirs!r}"
                   for step, (line, theirs) in enumerate(zip(updates, oracle.losses, strict=False))
                   if line["loss"] != theirs][:3]
+        found += self._evaluations_missed([line["step"] + 1 for line in lines if "evaluation_loss" in line])
         for line in lines:
             if trail is not None and "evaluation_loss" in line:
                 batches = job.evaluation_batches(tuple(job.dataset.fields))
@@ -118,6 +121,21 @@ class Course:
                     found.append(f"the evaluation after step {line['step']} gave {line['evaluation_loss']!r}, the "
                                  f"oracle's {theirs!r}")
         return found + self._left(oracle.state)
+
+    def _evaluations_missed(self, found: Sequence[int]) -> list[str]:
+        """Whether the run was evaluated after other steps than it had to be; one that a signal ends may leave out the
+        last.
+
+        Args:
+            found: steps that were done, in the order of the lines.
+        """
+        every = self.sections["training"]["evaluate_every"]
+        due = [*range(every, self.steps, every), self.steps]
+        stopped = self.sections["training"]["max_steps"] > self.steps
+        if list(found) == due or (stopped and list(found) == due[:-1]):
+            return []
+        return [f"there are {len(found)} evaluations instead of {len(due)}; of those that were due, the ones after "
+                f"steps {sorted(set(due) - set(found))[:8]} are missing"]
 
     def _left(self, state: Mapping[str, Tensor]) -> list[str]:
         """What is wrong with the last checkpoint and the folder."""

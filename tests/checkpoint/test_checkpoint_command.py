@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import resource
 import shutil
+import sys
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -21,6 +23,7 @@ from vpipe.checkpoint.once import save_at
 from vpipe.checkpoint.restore import read
 from vpipe.cli import main
 from vpipe.data.dataset import Tokenized
+from vpipe.launch.folder import RUNNING
 from vpipe.train.job import Job
 from vpipe.train.oracle import Training, flush_oracle
 from vpipe.train.start import Start
@@ -90,6 +93,25 @@ def test_ls_has_a_line_for_each(vpipe: Vpipe, run: Path) -> None:
     assert vpipe("ls", run / "checkpoints")[1] == out
     (run / "checkpoints" / "step-2" / "checkpoint.json").write_text("{}")
     assert "step-2: the manifest of the checkpoint is damaged" in vpipe("ls", run)[1]
+
+
+def test_what_is_being_written_is_not_called_cut_short(vpipe: Vpipe, run: Path) -> None:
+    with (run / RUNNING).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # as the process of rank 0 does
+        for folder in (run, run / "checkpoints", run / "checkpoints" / "step-2"):
+            assert vpipe("ls", folder)[1].endswith("\nstep-11.tmp: is being written\n")
+
+
+def test_one_that_lost_its_manifest_is_damaged(vpipe: Vpipe, run: Path) -> None:
+    folder = run / "checkpoints" / "step-10"
+    (folder / "checkpoint.json").unlink()
+    said = f"step-10: the checkpoint '{folder}' is damaged: checkpoint.json is missing\n"
+    assert said in vpipe("ls", run)[1]
+    for path in (run, folder):
+        status, out, error = vpipe("verify", path)
+        assert (status, said in out) == (1, True)
+        assert "damaged: step-10" in error
+    assert vpipe("show", run)[2].startswith(f"error: the checkpoint '{folder}' is damaged: checkpoint.json is missing")
 
 
 def test_show_says_what_is_in_the_newest(vpipe: Vpipe, run: Path) -> None:
@@ -282,3 +304,13 @@ def test_what_is_no_checkpoint_is_refused(words: tuple[str, ...], vpipe: Vpipe, 
     status, out, error = vpipe(command, "empty", *options)
     assert "the checkpoint has format 7, this vpipe reads up to 1" in out + error
     assert status == {"ls": 0, "verify": 1}.get(command, 2)
+
+
+@pytest.mark.parametrize("words", [("export", "--format", "torch"), ("import",)])
+@pytest.mark.parametrize(("out", "says"), [("there", "'there' exists already"), ("no/x", "there is no folder 'no'")])
+def test_a_place_that_is_not_free_is_refused_without_torch(words: tuple[str, ...], out: str, says: str, vpipe: Vpipe,
+                                                           tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "there").mkdir()
+    monkeypatch.setitem(sys.modules, "vpipe.commands.checkpoint_files", None)  # as long as torch takes to import
+    status, _, error = vpipe(*words, "RUN", "-o", out)
+    assert (status, says in error) == (2, True), error

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vpipe.checkpoint.folder import LATEST, Checkpoints, before, find, write_text
-from vpipe.checkpoint.manifest import Manifest
+from vpipe.checkpoint.manifest import MANIFEST, Manifest
 from vpipe.errors import UserError
 
 
@@ -61,9 +61,28 @@ def test_one_that_is_being_written_does_not_count(tmp_path: Path) -> None:
     write(tmp_path, 3)
     Checkpoints(tmp_path).partial(4).mkdir()
     Manifest(4, 4, 0).save(Checkpoints(tmp_path).partial(4))
-    (tmp_path / "step-5").mkdir()
+    (tmp_path / "step-5").write_text("a file")
     (tmp_path / "step-x").mkdir()
     assert [path.name for path in Checkpoints(tmp_path).all()] == ["step-3"]
+    for path in (tmp_path / "step-4.tmp", tmp_path / "step-4.tmp" / "."):
+        with pytest.raises(UserError, match=rf"'.*step-4.tmp' is no checkpoint: its writing, or its removal, was cut "
+                           rf"short\nhint: the newest beside it: vpipe train --resume {tmp_path}/step-3"):
+            find(path)
+
+
+def test_one_that_lost_its_manifest_is_not_passed_over(tmp_path: Path) -> None:
+    for step in (3, 4, 5):
+        write(tmp_path, step)
+    (tmp_path / "step-5" / "rank0.safetensors").write_bytes(b"whatever")
+    (tmp_path / "step-5" / MANIFEST).unlink()
+    assert find(tmp_path) == find(tmp_path / "step-5") == tmp_path / "step-5"
+    with pytest.raises(UserError, match=r"'.*step-5' is damaged: checkpoint.json is missing\nhint: resume from"):
+        Manifest.load(find(tmp_path))
+    folder = Checkpoints(tmp_path)
+    folder.announce()
+    folder.prune(1)
+    assert names(tmp_path) == {"step-4", "step-5", LATEST}
+    assert (tmp_path / LATEST).read_text() == "step-4\n"
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
@@ -120,6 +139,7 @@ def test_leftovers_are_cleared(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "rank0.safetensors").write_bytes(b"half")
     (tmp_path / f"{LATEST}.tmp").write_text("step-")
+    (tmp_path / "seen-by-all-0123").write_text("for a moment")
     Checkpoints(tmp_path).clear_leftovers()
     assert names(tmp_path) == {"step-3", LATEST}
     Checkpoints(tmp_path / "nowhere").clear_leftovers()

@@ -84,6 +84,22 @@ def test_the_memory_for_copies_is_taken_once(tmp_path: Path) -> None:
     assert len(places) == 1
 
 
+@pytest.mark.parametrize("enough", [True, False])
+def test_the_memory_can_be_taken_before_the_first_save(tmp_path: Path, enough: bool) -> None:
+    saver = alone(tmp_path)
+    saver.reserve([tensor.nbytes for tensor in tensors().values()][:None if enough else 3])
+    saver.wait()
+    place = saver._copies._memory.data_ptr()
+    saver.save(about(1), tensors())
+    saver.wait()
+    assert (saver._copies._memory.data_ptr() == place) or not enough
+    assert same(read_all(tmp_path / "step-1"), tensors())
+    saver.reserve([1 << 60])  # too much: the save says so, if it needs that
+    saver.save(about(2), tensors(2.0))
+    saver.wait()
+    assert same(read_all(tmp_path / "step-2"), tensors(2.0))
+
+
 def test_other_tensors_than_before_can_be_saved(tmp_path: Path) -> None:
     saver = alone(tmp_path)
     states = [tensors(), {"model.a.weight": torch.ones(2)}, {"model.a.weight": torch.ones(9000)}, tensors(2.0)]
@@ -198,6 +214,25 @@ def test_what_cannot_be_tidied_does_not_spoil_the_save(tmp_path: Path, monkeypat
     assert names(tmp_path) == {"step-28", "step-5", "step-25", LATEST}  # room was made without `latest`, too
 
 
+@pytest.mark.parametrize(("value", "optimizer", "says"), [
+    (float("nan"), False, "'model.b.w' has values that are not numbers"),
+    (float("-inf"), True, "'model.b.w' has values that are infinite"), (float("inf"), False, None)])
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path, value: float, optimizer: bool,
+                                                   says: str | None) -> None:
+    """Infinities may be in what is not stepped: a mask."""
+    saver = alone(tmp_path, keep=1)
+    saver.save(about(10), tensors())
+    state = {**tensors(), "model.b.w": torch.tensor([1.0, value, 2.0]), "model.b.count": torch.tensor(3)}
+    if optimizer:
+        state["optim.b.w.exp_avg"] = torch.zeros(3)
+    saver.save(about(20), state)
+    saver.wait()
+    assert saver.facts[-1].error == (f"{says} (rank 0)" if says else None)
+    assert names(tmp_path) == {"step-10" if says else "step-20", LATEST}
+    assert saver.warnings() == ([f"could not save step 20: {says} (rank 0); training goes on, the latest checkpoint is "
+                                 "step 10"] if says else [])
+
+
 def test_a_mistake_of_ours_is_no_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def mistake(*_: object) -> None:
         raise KeyError("model.a")
@@ -223,7 +258,7 @@ def crew(root: Path, store: Store, ranks: int = 3) -> list[Saver]:
 
 
 def of_rank(rank: int, fill: float) -> dict[str, Tensor]:
-    return {f"model.{rank}.{name}": tensor for name, tensor in tensors(fill).items()}
+    return {name.replace(".", f".{rank}.", 1): tensor for name, tensor in tensors(fill).items()}
 
 
 def test_ranks_write_a_file_each_and_one_checkpoint(tmp_path: Path) -> None:
@@ -266,6 +301,40 @@ def test_a_full_disk_of_one_rank_gives_the_save_up_on_all(tmp_path: Path, monkey
         ["could not save step 2: No space left on device (rank 2); training goes on, the latest checkpoint is step 1"],
         [], []]
     assert names(tmp_path) == {"step-1", "step-3", LATEST}
+
+
+def test_a_folder_that_fails_altogether_gives_the_save_up_on_all(tmp_path: Path) -> None:
+    """As of a network that is gone: nothing in it can be asked any more."""
+    root = tmp_path / "checkpoints"
+    root.symlink_to(root)
+    savers = crew(root, HashStore(), ranks=2)
+    for rank, saver in enumerate(savers):
+        saver.save(about(1), of_rank(rank, 1))
+    for saver in reversed(savers):
+        saver.close()
+    assert {saver.facts[0].error for saver in savers} == {
+        ", ".join(f"Too many levels of symbolic links (rank {rank})" for rank in (0, 1))}
+    [warning] = savers[0].warnings()
+    assert warning.endswith("the folder of checkpoints cannot be read: Too many levels of symbolic links")
+
+
+def test_rank_0_that_comes_to_no_verdict_tells_the_others() -> None:
+    store, said = HashStore(), []
+
+    def vote() -> None:
+        with pytest.raises(RuntimeError, match="rank 0 could not decide: KeyError: 'size'"):
+            StoreVotes(store, 1, 2).meet("", str)
+        said.append(True)
+
+    def decide(_: list[str]) -> str:
+        raise KeyError("size")
+
+    other = Thread(target=vote, daemon=True)
+    other.start()
+    with pytest.raises(KeyError, match="size"):
+        StoreVotes(store, 0, 2).meet("", decide)
+    other.join(WAIT_S)
+    assert said == [True]
 
 
 def test_a_rank_writes_the_next_only_when_all_know_of_the_last(tmp_path: Path) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
 from saved_state import about, of_every_kind, same, tensors
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 from vpipe.checkpoint import storage
 from vpipe.checkpoint.folder import find
-from vpipe.checkpoint.manifest import FileFacts, Manifest
+from vpipe.checkpoint.manifest import FileFacts, Manifest, Stored
 from vpipe.checkpoint.once import save_at
 from vpipe.checkpoint.restore import read
+from vpipe.checkpoint.votes import StoreVotes
 from vpipe.errors import RunError, UserError
 
 
@@ -107,6 +110,77 @@ def test_one_whose_writing_was_cut_short_is_no_hindrance(tmp_path: Path) -> None
     save_at(tmp_path / "mine", about(2), tensors(2.0))
     assert same(read_all(tmp_path / "mine"), tensors(2.0))
     assert {path.name for path in tmp_path.iterdir()} == {"mine"}
+
+
+def test_nothing_but_a_checkpoint_makes_way(tmp_path: Path) -> None:
+    def refused(folder: Path, what: str) -> None:
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(UserError, match=f"nothing was saved: {what}"):
+            save_at(folder, about(2), tensors())
+        assert sorted(tmp_path.rglob("*")) == before
+
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.txt").write_text("years of work")
+    (tmp_path / "home" / "link").symlink_to(tmp_path / "home")
+    for folder in (tmp_path / "home", tmp_path / "home" / "link"):
+        refused(folder, "'.*home' holds 'link', which is no part of a checkpoint")
+    refused(tmp_path / "home" / "thesis.txt", "'.*thesis.txt' is a file")
+    refused(Path("/"), "'/' holds ")
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "rank0.safetensors").write_bytes(b"of something else")
+    refused(tmp_path / "weights", "'.*weights' holds 'rank0.safetensors', but no checkpoint.json")
+    (tmp_path / "mine.tmp").mkdir()
+    (tmp_path / "mine.tmp" / "letter").write_text("dear")
+    refused(tmp_path / "mine", "'.*mine.tmp' holds 'letter'")
+
+    save_at(tmp_path / "ck", about(1), tensors())
+    (tmp_path / "ck").rename(tmp_path / "ck.old")  # a copy that a user keeps
+    save_at(tmp_path / "ck", about(2), tensors())
+    assert Manifest.load(tmp_path / "ck.old").step == 1
+    refused(tmp_path / "ck", "'.*ck.old' exists, which is what '.*ck' would be called while another")
+
+
+def test_a_mistake_of_ours_does_not_keep_the_other_ranks_waiting(tmp_path: Path,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("vpipe.checkpoint.once.merge", out_of_memory)
+    with pytest.raises(RunError, match=r"could not save a checkpoint to '.*mine': out of memory"):
+        save_at(tmp_path / "mine", about(1), tensors())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_host_that_does_not_see_the_folder_keeps_no_part_of_it(tmp_path: Path) -> None:
+    store = HashStore()
+
+    def save(rank: int) -> None:
+        with pytest.raises(RunError, match=r"could not save a checkpoint to '.*mine': No such file or directory"):
+            save_at(tmp_path / str(rank) / "mine", about(1), {f"model.{rank}": torch.ones(2)}, rank,
+                    StoreVotes(store, rank, 2))
+        assert not list((tmp_path / str(rank)).iterdir())
+        done.append(rank)
+
+    done: list[int] = []
+    other = Thread(target=save, args=(1,), daemon=True)
+    for rank in (0, 1):
+        (tmp_path / str(rank)).mkdir()
+    other.start()
+    save(0)
+    other.join(30.0)
+    assert sorted(done) == [0, 1]
+
+
+@pytest.mark.parametrize(("stored", "says"), [
+    (Stored((10**15,), "float32", "rank0.safetensors"), r"as \[4\] F32, but the manifest says \[10{15}\] F32"),
+    (Stored((2, 2), "float32", "rank0.safetensors"), r"as \[4\] F32, but the manifest says \[2, 2\] F32"),
+    (Stored((4,), "int32", "rank0.safetensors"), r"as \[4\] F32, but the manifest says \[4\] I32")])
+def test_a_manifest_that_says_another_shape_is_refused(tmp_path: Path, stored: Stored, says: str) -> None:
+    save_at(tmp_path / "mine", about(1), tensors())
+    manifest = Manifest.load(tmp_path / "mine")
+    other = Manifest.of(manifest, {**manifest.tensors, "model.a.row": stored}, manifest.files)
+    with pytest.raises(UserError, match=f"rank0.safetensors holds 'model.a.row' {says}"):
+        read(tmp_path / "mine", other, ["model.a.row"])
 
 
 def test_one_that_cannot_be_written_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

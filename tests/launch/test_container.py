@@ -73,6 +73,16 @@ def test_what_a_rank_runs(here: Path, name: str) -> None:
     assert (environment["RANK"], environment["PYTHONPATH"]) == ("1", f"{PACKAGE}:/mine")
 
 
+def test_a_checkpoint_elsewhere_is_seen_inside(here: Path) -> None:
+    """The one to go on from, and the folder for those of the run, which is made."""
+    program(here, "apptainer")
+    kept = here.parent / "kept"
+    container = Container.of(load(here, checkpoint__directory=str(kept)))
+    ranks = HostRanks.alone(2, 1234, 1, ("train", "/old/run/checkpoints/step-40"), container=container)
+    assert {str(kept), "/old/run/checkpoints/step-40"} <= set(binds(ranks.command("/scratch/run")))
+    assert kept.is_dir()
+
+
 def test_gpus_are_let_in_for_nccl(here: Path) -> None:
     program(here, "apptainer")
     container = Container.of(load(here, parallel__backend="nccl"))
@@ -127,11 +137,12 @@ def test_a_process_of_torchrun_starts_anew_inside(here: Path, monkeypatch: pytes
     elsewhere.mkdir()
     (elsewhere / "c.yaml").write_text("")
     monkeypatch.setattr("sys.argv", ["/bin/vpipe", "train", "../elsewhere/c.yaml"])
-    enter(load(here))
+    enter(load(here), [Path("/old/run")])
     [(name, command, environment)] = started
     assert name == str(here / "bin" / "apptainer")
     assert command[-6:] == [str(here / "image.sif"), "python3", "-m", "vpipe", "train", "../elsewhere/c.yaml"]
     assert str(elsewhere) in binds(command)  # where the config is read once more, with what it names
+    assert "/old/run" in binds(command)
     monkeypatch.setenv(module.INSIDE[-1], environment[module.INSIDE[-1]])
     enter(load(here))  # and not once more
     assert len(started) == 1

@@ -109,7 +109,8 @@ def test_a_killed_rank_ends_the_run_and_is_named_with_its_stage(launched: Launch
     run = only_run(launched.folder / "runs")
     assert launched.err.splitlines()[-2:] == [
         "error: rank 1 (stage 0) was killed by signal 9 (SIGKILL)",
-        f"hint: Linux kills a process so when memory runs out; its log: {run / 'rank1.log'}"]
+        f"hint: Linux kills a process so when memory runs out; its log: {run / 'rank1.log'}; no checkpoint was "
+        "made: checkpoint.every_steps is not set"]
     assert (launched.out + launched.err).count("error:") == 1
     assert "Traceback" not in launched.out + launched.err
     assert launched.out.splitlines()[0] == launched.out.splitlines()[-1] == f"run folder: {run}"
@@ -129,6 +130,7 @@ def test_sigterm_while_ranks_start(launched: Launched) -> None:
     launched.start()
     launched.process.terminate()
     assert launched.ends(10) == 143
+    assert launched.err.splitlines()[-2] == "no checkpoint was made: it made no step"
     assert launched.err.splitlines()[-1] == "interrupted (SIGTERM): all ranks have ended"
     assert "Traceback" not in launched.out + launched.err
 

@@ -15,13 +15,14 @@ from typing import ClassVar
 import pytest
 from test_ends import alive, until
 
-from vpipe.errors import RunError, UserError, VpipeError
-from vpipe.launch import local
+from vpipe.errors import LastingError, RunError, UserError, VpipeError
+from vpipe.launch import local, starting
 from vpipe.launch.failure import read_report
 from vpipe.launch.folder import failure_path, log_path
 from vpipe.launch.local import Interrupted, close_all, run_ranks
 from vpipe.launch.network import free_port
 from vpipe.launch.ranks import HostRanks
+from vpipe.launch.starting import Starting
 
 REPORT = "import json, os, sys, time; folder = sys.argv[1]\n" \
          "def report(rank, what, blames=False, user=False, where=None, after=0.0):\n" \
@@ -161,8 +162,7 @@ def test_what_tells_gloo_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen["MASTER_ADDR"] == "10.0.0.1"
 
 
-WELL = "import signal; signal.signal(signal.SIGTERM, lambda *_: sys.exit({status})); open(f'{{folder}}/ready{rank}', " \
-       "'w'); time.sleep(60)"
+WELL = "open(f'{{folder}}/ready{rank}', 'w'); number = os.read(0, 1)[0]; sys.exit({status})"  # the pipe's
 
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, folder: Path, *programs: str, signals: int = 1,
@@ -185,12 +185,19 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, folder: Path, *programs: str, s
 
 def test_a_signal_is_passed_on_and_the_ranks_leave_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
                                                        capsys: pytest.CaptureFixture[str]) -> None:
-    """The first rank says 143, the others 0: that is no failure."""
-    end = interrupted(monkeypatch, tmp_path, WELL.format(rank=0, status=143), WELL.format(rank=1, status=0))
+    """The first rank says which and that it has saved, the others 0: that is no failure."""
+    end = interrupted(monkeypatch, tmp_path, WELL.format(rank=0, status="128 + number"), WELL.format(rank=1, status=0))
     assert isinstance(end, Interrupted)
-    assert (end.number, end.in_good_order) == (signal.SIGUSR1, True)
+    assert (end.number, end.saved, end.exit_status) == (signal.SIGUSR1, True, 138)
     assert capsys.readouterr().err == \
-        "SIGUSR1: the ranks save and end, which may take 20 s; a second one ends them at once\n"
+        "SIGUSR1: the ranks save and end, within 20 s; a second one ends them at once\n"
+
+
+def test_to_a_script_138_says_that_it_was_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    end = interrupted(monkeypatch, tmp_path, WELL.format(rank=0, status="64 + number"), WELL.format(rank=1, status=0))
+    assert isinstance(end, Interrupted)
+    assert (end.number, end.saved, end.exit_status) == (signal.SIGUSR1, False, 1)
+    assert Interrupted(signal.SIGINT).exit_status == 130
 
 
 @pytest.mark.parametrize(("signals", "stop_s", "number"), [(2, 20.0, signal.SIGINT), (1, 0.2, signal.SIGUSR1)],
@@ -200,24 +207,42 @@ def test_ranks_that_do_not_leave_off_are_ended(monkeypatch: pytest.MonkeyPatch, 
     deaf = STUCK.replace("ready", "ready0")
     end = interrupted(monkeypatch, tmp_path, deaf, signals=signals, stop_s=stop_s)
     assert isinstance(end, Interrupted)
-    assert (end.number, end.in_good_order) == (number, False)
+    assert (end.number, end.saved) == (number, False)
 
 
 def test_a_rank_that_fails_as_it_leaves_off_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Once, whatever restarts are allowed: who asks for an end wants no other attempt."""
     full = WELL.format(rank=0, status=0).replace("sys.exit(0)", "report(0, 'could not save')")
-    assert str(interrupted(monkeypatch, tmp_path, full, WELL.format(rank=1, status=0))).startswith(
-        "error: could not save\n")
+    error = interrupted(monkeypatch, tmp_path, full, WELL.format(rank=1, status=0))
+    assert str(error).startswith("error: could not save\n")
+    assert isinstance(error, LastingError)
 
 
 def test_a_rank_that_is_lost_to_the_signal_before_it_trains_is_no_failure(monkeypatch: pytest.MonkeyPatch,
                                                                           tmp_path: Path) -> None:
     blames = WELL.format(rank=0, status=0).replace("sys.exit(0)", "report(0, 'lost rank 1', blames=True)")
-    end = interrupted(monkeypatch, tmp_path, blames, "open(f'{folder}/ready1', 'w'); time.sleep(60)")
+    end = interrupted(monkeypatch, tmp_path, blames, WELL.format(rank=1, status="64 + number"))
     assert isinstance(end, Interrupted)
-    assert not end.in_good_order
+    assert not end.saved
 
 
 def test_a_signal_to_a_rank_ends_the_run_in_good_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """However long the other ranks take to end."""
     with pytest.raises(Interrupted) as caught:
-        run(monkeypatch, tmp_path, "sys.exit(128 + 10)", "time.sleep(0.2)")
-    assert (caught.value.number, caught.value.in_good_order) == (signal.SIGUSR1, True)
+        run(monkeypatch, tmp_path, "sys.exit(128 + 10)", "time.sleep(1.5)")
+    assert (caught.value.number, caught.value.saved) == (signal.SIGUSR1, True)
+
+
+def test_that_ranks_are_starting_is_said_when_it_takes_long(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                            capsys: pytest.CaptureFixture[str]) -> None:
+    times = iter([100.0, 101.0, 102.1, 103.0, 112.3, 122.1, 133.0])
+    monkeypatch.setattr(starting, "monotonic", lambda: next(times))
+    (tmp_path / "running").write_text("an attempt that was killed")
+    ranks = Starting(tmp_path, 2, tmp_path / "step-64")
+    for _ in range(4):
+        ranks.look()
+    os.utime(tmp_path / "running", (1, 1))  # the first rank has taken it
+    ranks.look()
+    ranks.look()
+    assert capsys.readouterr().err.splitlines() == [
+        "starting 2 ranks, from step-64", "starting 2 ranks, from step-64: 12 s"]

@@ -9,18 +9,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from small_run import write_config
 
 from vpipe.checkpoint.manifest import MANIFEST, Manifest
 from vpipe.cli import main
 from vpipe.errors import UserError
 from vpipe.launch import restart
-from vpipe.launch.elastic import fitted
+from vpipe.launch.conclusion import Conclusion
+from vpipe.launch.elastic import fitted, other_updates
 from vpipe.launch.failure import first_report
-from vpipe.launch.folder import failure_path
+from vpipe.launch.folder import failure_path, leave
 from vpipe.launch.machine import ranks_of
+from vpipe.launch.member import Member
 from vpipe.launch.restart import Failure, announced, last_step, newest_intact, over
 from vpipe.launch.starter import FILE, Starter, agent_of
-from vpipe.train.config import Config
+from vpipe.train.config import Config, load_config
+from vpipe.train.job import Job
 
 KILLED = Failure("rank 2 was killed; rank 1 was waiting for F7", 41, "step-40")
 
@@ -83,10 +87,53 @@ def test_a_run_is_found_by_what_started_it(tmp_path: Path) -> None:
         Starter(starter, tuple(agents), (KILLED,), "step-40").write(tmp_path / name)
     (tmp_path / "4").mkdir()
     (tmp_path / "4" / FILE).write_text('{"starter": "torchrun"')
-    assert Starter.run_of(tmp_path, "torchrun", ["b", "c"]) == tmp_path / "2"
-    assert Starter.run_of(tmp_path, "torchrun", ["a"]) == tmp_path / "1"
-    assert Starter.run_of(tmp_path, "torchrun", ["c"]) is None
+
+    def begun(*agents: str) -> Path | None:
+        return Starter("torchrun", agents).run_begun(tmp_path, None, again=False)
+
+    assert begun("b", "c") == tmp_path / "2"
+    assert begun("a") == tmp_path / "1"
+    assert begun("c") is None
     assert Starter.read(tmp_path / "1") == Starter("torchrun", ("a", "b"), (KILLED,), "step-40")
+
+
+def test_trainings_of_one_script_are_told_apart(tmp_path: Path) -> None:
+    """Under torchrun all have the same parent; a job's step is one training, whatever becomes of its config."""
+    for number, name in enumerate(("torchrun", "srun")):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        starter = Starter(name, ("a",), config="one")
+        starter.write(folder)
+        changed = replace(starter, config="two")
+        assert starter.run_begun(tmp_path, None, again=False) == folder
+        assert changed.run_begun(tmp_path, None, again=True) == (None if name == "torchrun" else folder)
+        assert changed.run_begun(tmp_path, folder, again=True) == folder  # by --resume
+        Starter.end(folder)
+        assert starter.run_begun(tmp_path, None, again=False) is None
+        assert starter.run_begun(tmp_path, None, again=True) == folder  # another rank failed at the very end
+
+
+def test_a_config_that_was_edited_while_the_job_waited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It holds, cut as before; one that is as it was goes on with what was planned for it."""
+    member = Member("srun", 0, 2, 0, "n1", "127.0.0.1", 1, agent="job 7.0")
+
+    def concluded(restarts: int, *settings: str) -> tuple[Path, Config]:
+        told = load_config(write_config(tmp_path), settings)
+        found = Conclusion.of(replace(member, restarts=restarts), Job.of(told), None, None, ["job 7.0"],
+                              told.resolved_yaml())
+        (tmp_path / "said.yaml").write_text(found.config)
+        return Path(found.folder), load_config(tmp_path / "said.yaml")
+
+    folder, first = concluded(0)
+    (folder / "config.yaml").write_text(first.with_parallel(partition=(1, 4)).resolved_yaml())  # as it was planned
+    assert concluded(1) == (folder, first.with_parallel(partition=(1, 4)))
+    assert "the config has changed" not in capsys.readouterr().err
+    _, edited = concluded(2, "training.learning_rate=0.5")
+    assert (edited.training.learning_rate, edited.parallel.partition) == (0.5, (1, 4))
+    assert "the config has changed since the attempt before; this one follows it as it is now" in \
+        capsys.readouterr().err
+    assert concluded(3, "training.learning_rate=0.5", "parallel.partition=[2, 3]")[1].parallel.partition == (2, 3)
+    leave()
 
 
 def test_what_starts_a_rank_again() -> None:
@@ -125,6 +172,16 @@ def test_another_number_of_ranks(parallel: dict[str, object], ranks: int, stages
     assert (fit.parallel.model_parallel_size, fit.parallel.data_parallel_size) == (stages, replicas)
     assert fit.parallel.partition == "auto"
     assert fit.training == config(model_parallel_size=1).training
+
+
+@pytest.mark.parametrize(("every", "kept", "said"), [
+    (1, 2, None), (2, 4, None), (8, 8, "an update has 8 microbatches instead of 16, at the same learning rate, and "
+                                       "training.max_steps counts updates")])
+def test_an_update_keeps_its_samples_where_that_comes_out_even(every: int, kept: int, said: str | None) -> None:
+    before = config(model_parallel_size=2, data_parallel_size=2, schedule="pipedream", update_every=every)
+    fit = fitted(before, 2)
+    assert (fit.parallel.data_parallel_size, fit.parallel.update_every) == (1, kept)
+    assert other_updates(before, fit) == said
 
 
 def test_what_was_written_stage_by_stage_is_planned_anew() -> None:

@@ -104,7 +104,7 @@ def test_a_failure_in_a_rank_is_told_once_with_its_place(tmp_path: Path, monkeyp
     run = only_run(tmp_path / "runs")
     assert err.splitlines()[-2:] == [
         "error: ArithmeticError: too hot to handle (rank 0, stage 1, action 1F1)",
-        "hint: the log of the rank has the traceback"]
+        "hint: the log of the rank has the traceback; no checkpoint was made: checkpoint.every_steps is not set"]
     assert (out + err).count("error:") == 1
     assert "Traceback" not in out + err
     assert out.splitlines()[-1] == f"run folder: {run}"

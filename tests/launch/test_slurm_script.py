@@ -38,9 +38,9 @@ srun --cpus-per-task=1 --kill-on-bad-exit=1 vpipe train configs/bert_mini_4stage
 AGAIN = """\
 srun --cpus-per-task=1 --kill-on-bad-exit=1 vpipe train configs/bert_mini_4stage.yaml --restarts 2 || status=$?
 
-# Back into the queue, where the run goes on from its newest checkpoint: after status 138, with which it has saved
-# before the time limit; and after up to 2 failures, counted in a file, but never after 2, a mistake that would
-# be made again.
+# Back into the queue, where the run goes on from its newest checkpoint: after status 138, which it ends with only
+# when it has saved before the time limit; and after up to 2 failures, counted in a file, but never
+# after 2, a mistake that would be made again.
 """
 
 SBATCH = """\

@@ -95,7 +95,7 @@ def test_a_failure_that_comes_again_is_not_tried_a_third_time(tmp_path: Path, mo
     assert done.stderr.splitlines()[-2:] == [
         "error: ArithmeticError: too hot to handle (rank 1, stage 1, action 1F1)",
         "hint: the log of the rank has the traceback; not started again: the same failure came twice in a row after "
-        "step 0, so it would come again"]
+        "step 0, so it would come again; no checkpoint was made: checkpoint.every_steps is not set"]
     assert done.stderr.count("attempt 2 of 10: ArithmeticError") == 1
     assert "attempt 3" not in done.stderr
 
@@ -115,8 +115,8 @@ def test_what_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, er
     monkeypatch.setattr("vpipe.launch.local.run_ranks", fail)
     with pytest.raises(type(error), match=r"look there") as caught:
         run(load_config(write_config(tmp_path)), None, 2)
-    assert attempts == [("train",)] * tries
+    assert attempts == [("train",)] * tries  # a failure after a signal is a lasting one: test_local.py
     assert ("not started again: it was attempt 3 of 3" in str(caught.value)) == (tries == 3)
-    assert capsys.readouterr().err.splitlines() == [
+    assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("attempt")] == [
         f"attempt {number} of 3: rank 1 was killed; beginning anew, since there is no checkpoint yet"
         for number in range(2, tries + 1)]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from vpipe.launch.stops import stopped_status
+from vpipe.launch.stops import Stopped, stopped_status
 
 WAITING = """\
 import sys, time
@@ -98,5 +98,12 @@ def test_nothing_changes_its_status_once_it_has_spoken(waiting: subprocess.Popen
 
 
 def test_only_the_first_rank_tells_of_a_signal() -> None:
-    assert [stopped_status(rank, "SIGUSR1") for rank in (0, 1)] == [138, 0]
+    assert [stopped_status(rank, Stopped("SIGUSR1", saved=True)) for rank in (0, 1)] == [138, 0]
     assert stopped_status(0, None) == 0
+
+
+def test_nothing_that_was_not_saved_ends_with_138(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script would send the job back into the queue as often as that comes."""
+    assert [stopped_status(0, Stopped(name, saved=False)) for name in ("SIGUSR1", "SIGTERM")] == [1, 143]
+    monkeypatch.setenv("VPIPE_PARENT_PIPE", "0")  # what the launcher makes of it: test_local.py
+    assert [stopped_status(0, Stopped(name, saved=False)) for name in ("SIGUSR1", "SIGTERM")] == [64 + 10, 64 + 15]

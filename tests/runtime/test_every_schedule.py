@@ -52,7 +52,7 @@ def plain_with_ties(partition: tuple[int, ...]) -> Run:
 
 @cache
 def streamed(name: str, stages: int, every: int) -> Run:
-    return asynchronous_oracle(rich_model(), rich_batches(5, MICROBATCHES),
+    return asynchronous_oracle(rich_model(), rich_batches(3, MICROBATCHES),
                                Training(AdamW().from_named, MICROBATCHES, 2, decay, 0.5), cut(name, stages), every,
                                version_of=VERSIONS[name])
 
@@ -89,14 +89,14 @@ def test_tied_weights_with_a_flush(name: str, ranks: int) -> None:
     if every >= recipe_named(name).update_every(stages)])
 def test_without_a_flush_equals_its_oracle(name: str, stages: int, every: int, recompute: float) -> None:
     recipe = recipe_named(name)
-    model, batches, partition = rich_model(), rich_batches(5, MICROBATCHES), cut(name, stages)
+    model, batches, partition = rich_model(), rich_batches(3, MICROBATCHES), cut(name, stages)
     pipe = Pipeline(model, schedule=name, microbatches=MICROBATCHES, partition=partition, recompute=recompute,
                     optimizer=AdamW(), seed=2, learning_rate_factor=decay, grad_clip=0.5, update_every=every)
     losses, expected = [step.loss for step in pipe.train(batches)], streamed(name, stages, every)
     assert losses == expected.losses
-    assert len(losses) == 5 * MICROBATCHES // every
+    assert len(losses) == 3 * MICROBATCHES // every
     assert_same_state(pipe.state_dict(), expected.state)
-    size = Size(stages, 5 * MICROBATCHES, 1, every)
+    size = Size(stages, 3 * MICROBATCHES, 1, every)
     for stage, usage in enumerate(pipe.engine.all_ranks.usage()):
         assert usage.versions <= recipe.versions(stage, size)
         assert usage.peak_activations <= recipe.peak_activations(stage, size)

@@ -17,6 +17,7 @@ from world import World
 from vpipe.checkpoint.integrity import damages
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.checkpoint.restore import read
+from vpipe.errors import UserError
 
 ASYNCHRONOUS: dict[str, Any] = {"schedule": "pipedream", "partition": [2, 2, 2, 2], "cadence": 5}
 FLUSH: dict[str, Any] = {"schedule": "1f1b", "partition": [2, 2, 2, 2], "recompute": 0.5}
@@ -142,3 +143,18 @@ def test_what_does_not_fit_is_refused_with_both_values(tmp_path: Path, change: d
         pipe.load(tmp_path / "step")
     assert text in str(error.value)
     assert next(pipe.train(rich_batches(1, 8))).index == 0, "nothing was loaded"
+
+
+def test_of_a_run_the_newest_is_loaded_and_one_without_a_manifest_is_damaged(tmp_path: Path) -> None:
+    pipe = jobs.pipeline(jobs.MODELS["rich"](), microbatches=4, **FLUSH)
+    (tmp_path / "checkpoints").mkdir()
+    for number, _ in enumerate(pipe.train(rich_batches(2, 8)), 1):
+        pipe.save(tmp_path / "checkpoints" / f"step-{number}")
+    new = jobs.pipeline(jobs.MODELS["rich"](), microbatches=4, **FLUSH)
+    assert new.load(tmp_path).steps == 2
+    (tmp_path / "checkpoints" / "step-2").rename(tmp_path / "best")
+    (tmp_path / "best" / "checkpoint.json").unlink()
+    for folder, text in ((tmp_path / "best", "best' is damaged: checkpoint.json is missing"),
+                         (tmp_path / "none", "none': it does not exist")):
+        with pytest.raises(UserError, match=text):
+            jobs.pipeline(jobs.MODELS["rich"](), microbatches=4, **FLUSH).load(folder)

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vpipe import Layer, Model, Pipeline
 from vpipe.errors import RunError, UserError
-from vpipe.runtime.engine import Step
+from vpipe.runtime.step import Step
 from vpipe.schedules.action import Op
 from vpipe.schedules.order import build
 from vpipe.schedules.registry import recipe_named, schedule_names

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline
 from vpipe.errors import UserError
-from vpipe.runtime.engine import Step
-from vpipe.runtime.saved import Position
+from vpipe.runtime.position import Position
+from vpipe.runtime.step import Step
 from vpipe.train.crossing import Crossing
 from vpipe.train.optimizers import OptimizerSettings
 from vpipe.train.oracle import VERSIONS, Training, asynchronous_oracle, flush_oracle
@@ -229,6 +229,9 @@ def test_another_number_of_microbatches_goes_on_where_it_falls_between_two() -> 
     assert Position.of_numbers(0, 0, {}, 8) == Position(0, 0)
     with pytest.raises(UserError, match="the checkpoint of step 6 does not say how many microbatches are done"):
         Position.of_numbers(6, 12, {}, 8)
+    for key, value in {"batch": 0, "microbatches": None, "begun": 4, "batch ": "x"}.items():
+        with pytest.raises(UserError, match=f"does not say how many microbatches are done: it has .*{value!r}"):
+            Position.of_numbers(6, 12, {**numbers, key.strip(): value}, 4)
     with pytest.raises(UserError) as error:
         Position.of_numbers(6, 12, numbers, 1)
     assert str(error.value) == (

@@ -1,16 +1,21 @@
-"""Hosts and clusters of one's own, or a reason why there are none."""
+"""What the tests of whole systems share: hosts and clusters of one's own, or a reason why there are none, and cells."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from cluster import PROGRAMS, Cluster
 from hosts import Hosts, missing
 
-pytest.register_assert_rewrite("cells")
+if TYPE_CHECKING:
+    from bench import Bench, Outcome
+
+pytest.register_assert_rewrite("bench", "cells")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,3 +46,25 @@ def cluster(possible: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     folder = tmp_path_factory.mktemp("slurm")
     with Hosts(4, folder / "hosts") as hosts:
         yield Cluster(hosts, folder / "cluster")
+
+
+@pytest.fixture(scope="session")
+def bench(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Bench]:
+    """With the cells of all chosen tests at work."""
+    from bench import MOMENTS, Bench, whole
+    from cells import Cell
+
+    bench = Bench(tmp_path_factory.mktemp("cells"))
+    for schedule in MOMENTS:
+        bench.begin(schedule, partial(whole, Cell(schedule)))
+    for item in request.session.items:
+        for mark in item.iter_markers("cell"):
+            bench.begin(item.nodeid, partial(*mark.args))
+    yield bench
+    bench.close()
+
+
+@pytest.fixture
+def outcome(bench: Bench, request: pytest.FixtureRequest) -> Outcome:
+    """Of the test's cell."""
+    return bench.result(request.node.nodeid)

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,11 +35,12 @@ def own(host: Host, folder: Path) -> Path:
 
 
 class Launched:
-    """A long run, started on host0."""
+    """A long run, started on host0, with a rank for each of the machines."""
 
-    def __init__(self, folder: Path, hosts: Hosts) -> None:
+    def __init__(self, folder: Path, hosts: Hosts, machines: list[str]) -> None:
         self.hosts, self.folder = hosts, folder
-        path = config(folder, hosts, training__max_steps=None, training__max_minutes=2.0)
+        path = config(folder, hosts, machines, parallel__model_parallel_size=len(machines), training__max_steps=None,
+                      training__max_minutes=2.0)
         with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
             self.process = hosts[0].popen([VPIPE, "train", path], cwd=folder, stdout=out, stderr=err)
         until(lambda: len(list(own(hosts[0], folder).glob("*/metrics.jsonl"))) == 1, 90, "training")
@@ -66,8 +66,9 @@ class Launched:
 
 
 @pytest.fixture
-def launched(hosts: Hosts, tmp_path: Path) -> Iterator[Launched]:
-    return Launched(tmp_path, hosts)
+def launched(hosts: Hosts, tmp_path: Path) -> Launched:
+    """On two hosts: each rank takes seconds to start."""
+    return Launched(tmp_path, hosts, ["host0:0", "host1:0"])
 
 
 def test_a_run(hosts: Hosts, tmp_path: Path) -> None:
@@ -114,7 +115,9 @@ def test_a_host_is_out_of_reach_and_another_lets_no_key_in(hosts: Hosts, tmp_pat
     assert "ssh-copy-id" in said
 
 
-def test_a_killed_rank_ends_all_hosts_and_is_named(launched: Launched) -> None:
+def test_a_killed_rank_ends_all_hosts_and_is_named(hosts: Hosts, tmp_path: Path) -> None:
+    """Also the host that heard of it from the first one."""
+    launched = Launched(tmp_path, hosts, MACHINES)
     [rank] = launched.hosts[2].find(RANK="3")
     os.kill(rank, signal.SIGKILL)
     assert launched.ends(30) == 1
@@ -128,8 +131,9 @@ def test_ctrl_c_ends_all_hosts(launched: Launched) -> None:
     os.kill(launched.launcher, signal.SIGINT)
     assert launched.ends(30) == 130
     assert launched.err.splitlines()[-1] == "interrupted (SIGINT): all ranks have ended"
-    assert "SIGINT: the ranks save and end, which may take 60 s; a second one ends them at once" in launched.err
-    assert all(f"rank {rank} has ended" in (launched.run / f"rank{rank}.log").read_text() for rank in range(4))
+    assert re.search(r"^SIGINT: the ranks save and end, within \d+ s; a second one ends them at once$", launched.err,
+                     re.M)
+    assert all(f"rank {rank} has ended" in (launched.run / f"rank{rank}.log").read_text() for rank in range(2))
 
 
 def test_all_hosts_end_when_the_launcher_is_killed(launched: Launched) -> None:
@@ -147,18 +151,18 @@ def test_a_machine_that_no_one_knows(hosts: Hosts, tmp_path: Path) -> None:
 
 def test_it_goes_on_without_a_host_that_stays_away(hosts: Hosts, tmp_path: Path) -> None:
     """The stages are cut anew for the ranks that are left; the losses stay those of one device."""
-    changes = {"training__max_steps": 60, "checkpoint__every_steps": 5,
+    changes = {"parallel__model_parallel_size": 3, "training__max_steps": 60, "checkpoint__every_steps": 5,
                "checkpoint__directory": str(tmp_path / "checkpoints")}
-    path = config(tmp_path, hosts, **changes)
+    path = config(tmp_path, hosts, ["host0:0", "host1:0", "host2:0"], **changes)
     path.write_text(path.read_text() + "elastic: true\n")
     with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
         process = hosts[0].popen([VPIPE, "train", path, "--restarts", "2"], cwd=tmp_path, stdout=out, stderr=err)
     until(lambda: bool(list(tmp_path.glob("checkpoints/*/step-5"))), 90, "a checkpoint")
     hosts[2].close_ssh()
-    os.kill(hosts[2].find(RANK="3")[0], signal.SIGKILL)
+    os.kill(hosts[2].find(RANK="2")[0], signal.SIGKILL)
     status, said = process.wait(110), (tmp_path / "err").read_text()
     assert status == 0, said
-    assert re.search(r"^attempt 2 of 3: rank 3 \(stage 3, host host2\) was killed by signal 9 \(SIGKILL\); going on "
+    assert re.search(r"^attempt 2 of 3: rank 2 \(stage 2, host host2\) was killed by signal 9 \(SIGKILL\); going on "
                      r"from step \d+$", said, re.M)
     assert "elastic: going on without a host: host host2 cannot be reached: ssh: connect to host host2 port 22" in said
     assert "Traceback" not in said

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from vpipe.runtime.engine import Step
+from vpipe.errors import LastingError
+from vpipe.runtime.step import Step
 from vpipe.train import metrics as module
-from vpipe.train.metrics import Metrics, mean
+from vpipe.train.metrics import Metrics, Past, mean
 
 
 class Clock:
@@ -85,6 +88,40 @@ def test_other_ranks_write_no_file(clock: Clock) -> None:
         clock.now += 1
         metrics.update(step(0))
     assert metrics.losses == [1.0]
+
+
+def test_a_full_disk_is_told_once_and_at_the_end(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    full, written = True, os.write
+
+    def write(file: int, data: bytes) -> int:
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return written(file, data)
+
+    monkeypatch.setattr("vpipe.train.lines.os.write", write)
+    with Metrics(tmp_path / "m.jsonl", 64) as metrics:
+        for index in range(2):
+            clock.now += 1
+            metrics.update(step(index))
+            metrics.sync()
+            assert len(metrics.warnings()) == 1 - index
+        full = False
+        clock.now += 1
+        metrics.update(step(2))
+        assert metrics.warnings() == [f"'{tmp_path}/m.jsonl' is whole again"]
+        assert [line["step"] for line in read(tmp_path / "m.jsonl")] == [0, 1, 2]
+        full = True
+        metrics.evaluation(2, 1.0)
+    with pytest.raises(LastingError, match=r"the last 1 line of '.*' could not be written: No space left on device"):
+        metrics.check_end()
+
+
+def test_lines_that_a_crash_lost_are_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    assert Past.read(path, 5).lacking == []
+    path.write_text("".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in (2, 3, 6, 8)) + '{"step": 9, "lo')
+    assert Past.read(path, 4).lacking == []
+    assert Past.read(path, 11).lacking == [(4, 5), (7, 7), (9, 10)]
 
 
 def test_mean() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from small_run import job_of
 
-from vpipe.runtime.engine import Step
+from vpipe.runtime.step import Step
 from vpipe.runtime.usage import StageUsage
 from vpipe.train import metrics as module
 from vpipe.train.metrics import Metrics

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 import torch
@@ -23,6 +23,12 @@ class HostCopies:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._places: dict[str, Tensor] = {}
+
+    def reserve(self, sizes: Iterable[int], pinned: bool) -> None:
+        """Take memory for tensors of so many bytes each, and have the system hand it out now."""
+        self._places = {}
+        self._make_room(sum(map(_aligned, sizes)), pinned)
+        self._memory.zero_()
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Contiguous copies of ``tensors``, complete on return; those taken before are gone."""
@@ -44,13 +50,21 @@ class HostCopies:
         starts, end = {}, 0
         for name, tensor in tensors.items():
             starts[name] = end
-            end += -(-tensor.nbytes // _ALIGN) * _ALIGN
+            end += _aligned(tensor.nbytes)
         self._places = {}
-        if end > len(self._memory) or (pinned and not self._memory.is_pinned()):
-            self._memory = torch.empty(0, dtype=torch.uint8)  # given back before more is taken
-            self._memory = torch.empty(end, dtype=torch.uint8, pin_memory=True) if pinned else _pages(end)
+        self._make_room(end, pinned)
         self._places = {name: self._memory[starts[name]:starts[name] + tensor.nbytes].view(tensor.dtype)
                         .view(tensor.shape) for name, tensor in tensors.items()}
+
+    def _make_room(self, count: int, pinned: bool) -> None:
+        if count > len(self._memory) or (pinned and not self._memory.is_pinned()):
+            self._memory = torch.empty(0, dtype=torch.uint8)  # given back before more is taken
+            self._memory = torch.empty(count, dtype=torch.uint8, pin_memory=True) if pinned else _pages(count)
+
+
+def _aligned(count: int) -> int:
+    """Bytes with what is left free behind them."""
+    return -(-count // _ALIGN) * _ALIGN
 
 
 def _pages(count: int) -> Tensor:

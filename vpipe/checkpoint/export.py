@@ -19,6 +19,7 @@ from vpipe.checkpoint.folder import sync_folder
 from vpipe.checkpoint.huggingface import CONFIG, WEIGHTS, exported
 from vpipe.checkpoint.integrity import Progress, sha256_of
 from vpipe.checkpoint.manifest import About, FileFacts, Manifest, Stored
+from vpipe.checkpoint.output import check_free
 from vpipe.checkpoint.restore import read
 from vpipe.checkpoint.storage import dtype_name, write
 from vpipe.errors import UserError
@@ -115,18 +116,6 @@ def make_checkpoint(out: Path, about: About, model: Model, weights: Mapping[str,
         manifest = Manifest.of(about, stored, files)
         manifest.save(partial)
     return manifest
-
-
-def check_free(out: Path) -> None:
-    """Refuse to write over something, before any work is done.
-
-    Raises:
-        UserError: ``out`` exists, or the folder it is to be in does not.
-    """
-    if out.exists():
-        raise UserError(f"'{out}' exists already", hint="name another as -o, or remove it first")
-    if not out.absolute().parent.is_dir():
-        raise UserError(f"cannot write '{out}': there is no folder '{out.parent}'", hint="make the folder first")
 
 
 @contextmanager

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from vpipe.checkpoint.manifest import MANIFEST
@@ -20,7 +22,11 @@ FOLDER = "checkpoints"
 LATEST = "latest"
 """A file with the name of the newest checkpoint, for scripts and people."""
 
+SEEN = "seen-by-all-"
+"""How the file begins that shows whether all hosts see the folder; there for a moment."""
+
 _NAME = re.compile(r"step-(\d+)(\.old)?", re.ASCII)
+_PARTIAL = re.compile(r"step-\d+\.tmp", re.ASCII)
 
 
 class Checkpoints:
@@ -34,14 +40,18 @@ class Checkpoints:
         self.root = root
 
     def all(self) -> list[Path]:
-        """The complete ones, the oldest first."""
+        """Those that got their name, the oldest first; also one that lost files since, which is for reading to tell."""
         found: dict[int, Path] = {}
         for path in sorted(_entries(self.root)):
             name = _NAME.fullmatch(path.name)
-            if name and (path / MANIFEST).is_file():
+            if name and ((path / MANIFEST).is_file() if name[2] else path.is_dir()):
                 # The old one counts where its successor did not get the name any more.
                 found.setdefault(int(name[1]), path)
         return [found[step] for step in sorted(found)]
+
+    def _readable(self) -> list[Path]:
+        """Those of :meth:`all` that still have a manifest."""
+        return [path for path in self.all() if (path / MANIFEST).is_file()]
 
     def newest(self) -> Path | None:
         """The one after the most steps, or None."""
@@ -60,6 +70,7 @@ class Checkpoints:
             OSError: not done; what there was before is still there.
         """
         final = self.root / f"step-{step}"
+        recover(final)
         put_in_place(self.partial(step), final)
         return final
 
@@ -68,21 +79,24 @@ class Checkpoints:
         shutil.rmtree(self.partial(step), ignore_errors=True)
 
     def announce(self) -> None:
-        """Let ``latest`` name the newest; it goes when there is none.
+        """Let ``latest`` name the newest with a manifest; it goes when there is none.
 
         Raises:
             OSError: it could not be written.
         """
-        newest = self.newest()
+        newest = next(reversed(self._readable()), None)
         if newest is None:
             (self.root / LATEST).unlink(missing_ok=True)
         else:
             write_text(self.root / LATEST, newest.name + "\n")
 
     def prune(self, keep: int) -> None:
-        """Remove all but the newest ``keep``; a removal that is cut short leaves a ``.tmp`` behind."""
+        """Remove all but the newest ``keep``; a removal that is cut short leaves a ``.tmp`` behind.
+
+        One without a manifest neither counts nor goes: nobody can resume from it, and somebody may mend it.
+        """
         assert keep >= 1
-        for path in self.all()[:-keep]:
+        for path in self._readable()[:-keep]:
             _remove(path, self.partial(step_of(path)))
 
     def clear_leftovers(self) -> None:
@@ -95,7 +109,7 @@ class Checkpoints:
         """
         complete = self.all()
         for path in _entries(self.root):
-            if path.name == f"{LATEST}.tmp":
+            if path.name == f"{LATEST}.tmp" or path.name.startswith(SEEN):
                 path.unlink()
             elif path.name.startswith("step-") and path.suffix in (".tmp", ".old") and path not in complete:
                 shutil.rmtree(path)
@@ -124,23 +138,27 @@ def write_text(path: Path, text: str) -> None:
 def put_in_place(partial: Path, final: Path) -> None:
     """Rename a complete folder to its name; an older one of that name is then removed.
 
-    In between that is called ``<name>.old``, and counts. The names in ``partial`` are on the disk before.
+    In between that is called ``<name>.old``, and counts; that name is free. The names in ``partial`` are on the disk
+    before.
 
     Raises:
         OSError: not done; what there was before is still there.
     """
     sync_folder(partial)
-    recover(final)
     old = final.with_name(f"{final.name}.old")
-    if final.exists():
+    makes_way = final.exists()
+    if makes_way:
         final.rename(old)
     try:
         partial.rename(final)
         sync_folder(final.parent)
     except OSError:
-        recover(final)
+        if makes_way:
+            recover(final)
         raise
-    shutil.rmtree(old, ignore_errors=True)
+    if makes_way:
+        with suppress(OSError):
+            _remove(old, partial)
 
 
 def recover(final: Path) -> None:
@@ -165,6 +183,11 @@ def find(path: Path) -> Path:
                         hint="let this user read the folder and what is in it") from None
     if found is not None:
         return found
+    if path.is_dir() and _PARTIAL.fullmatch(os.path.basename(os.path.abspath(path))):
+        rest = Checkpoints(Path(os.path.abspath(path)).parent).newest()
+        raise UserError(f"'{path}' is no checkpoint: its writing, or its removal, was cut short",
+                        hint="there is no other beside it: start the run anew" if rest is None else
+                        f"the newest beside it: vpipe train --resume {shlex.quote(str(rest))}")
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
         raise UserError(f"cannot resume from '{path}': it {what}",
@@ -175,9 +198,14 @@ def find(path: Path) -> Path:
 
 
 def _find(path: Path) -> Path | None:
+    name = os.path.basename(os.path.abspath(path))
+    if _PARTIAL.fullmatch(name):
+        return None
     for folder in (path, Path(f"{path}.old")):
         if (folder / MANIFEST).is_file():
             return folder
+    if path.is_dir() and (_NAME.fullmatch(name) or any(path.glob("rank*.safetensors"))):
+        return path  # which lost its manifest: whoever reads it says so
     return Checkpoints(path / FOLDER).newest() or Checkpoints(path).newest()
 
 

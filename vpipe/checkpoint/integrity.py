@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,7 +112,7 @@ def instead_of(folder: Path, progress: Progress | None = None) -> str:
     if older is None:
         return "no older checkpoint beside it is intact: start the run anew, or bring the folder back from a copy"
     step = Manifest.load(older).step
-    return f"resume from step {step} with: vpipe train --resume {older}"
+    return f"resume from step {step} with: vpipe train --resume {shlex.quote(str(older))}"
 
 
 def newest_intact_before(folder: Path, progress: Progress | None = None) -> Path | None:

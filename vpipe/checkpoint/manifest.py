@@ -134,6 +134,8 @@ class Manifest(About):
         try:
             content = json.loads(path.read_bytes())
         except FileNotFoundError:
+            if any(folder.glob("rank*.safetensors")):
+                raise UserError(f"the checkpoint '{folder}' is damaged: {MANIFEST} is missing", hint=_OTHER) from None
             raise UserError(f"'{folder}' is no checkpoint: it has no {MANIFEST}",
                             hint="give a step-N folder, or the folder of a run that saved one") from None
         except OSError as error:
@@ -145,7 +147,8 @@ class Manifest(About):
         number = content.get("format")
         if type(number) is int and number > FORMAT:
             raise UserError(f"the checkpoint has format {number}, this vpipe reads up to {FORMAT}", where=str(path),
-                            hint="resume it with the vpipe that wrote it, or a newer one: pip install -U vpipe")
+                            hint="resume it with the vpipe that wrote it, or a newer one: git pull && make "
+                            "install")
         stated = content.pop("checksum", None)
         if stated != _checksum(content):
             raise _damaged(path, f"its content has the checksum {_checksum(content)[:12]}..., it says "

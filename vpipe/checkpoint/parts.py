@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from vpipe.checkpoint.manifest import ITEM_BYTES, About, FileFacts, Manifest, Stored, stored_of
@@ -78,6 +79,27 @@ def check_kinds(tensors: Mapping[str, Tensor]) -> None:
                             hint=f"kinds of numbers it can hold: {', '.join(ITEM_BYTES)}")
         if tensor.is_sparse:
             raise UserError(f"'{name}' is sparse, which a checkpoint cannot hold", hint="make it dense: .to_dense()")
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> str:
+    """What is wrong with the first weight from which no training can go on, or nothing.
+
+    That is one with a NaN, and one that an optimizer steps with an infinity: a buffer may well hold infinities, such as
+    a mask. One pass over the model's tensors.
+    """
+    stepped = {name.removeprefix("optim.").rpartition(".")[0] for name in tensors if name.startswith("optim.")}
+    for name, tensor in tensors.items():
+        if not name.startswith("model.") or not tensor.numel():
+            continue
+        values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        if not values.is_floating_point():
+            continue
+        least, most = torch.aminmax(values if values.dtype.itemsize > 1 else values.float())
+        if least.isnan():
+            return f"'{name}' has values that are not numbers"
+        if name.removeprefix("model.") in stepped and (least.isinf() or most.isinf()):
+            return f"'{name}' has values that are infinite"
+    return ""
 
 
 def words_of(error: Exception) -> str:

@@ -22,7 +22,8 @@ def read(folder: Path, manifest: Manifest, names: Iterable[str], device: torch.d
         progress: told how many bytes of the files were checked.
 
     Raises:
-        UserError: a name is not in the checkpoint, or a file is missing or not what was written.
+        UserError: a name is not in the checkpoint, a file is missing or not what was written, or holds another shape
+            than the manifest says.
     """
     from vpipe.checkpoint import storage  # takes most of a second to import, which a run from the beginning saves
 
@@ -33,9 +34,10 @@ def read(folder: Path, manifest: Manifest, names: Iterable[str], device: torch.d
                         + (f", nor {len(missing) - 1} more that are asked for" if len(missing) > 1 else ""),
                         hint=f"it has {len(manifest.tensors)} tensors: vpipe checkpoint show {folder} lists them")
     check_intact(folder, progress, manifest=manifest, only={manifest.tensors[name].file for name in wanted})
-    tensors = {name: torch.empty(manifest.tensors[name].shape, dtype=getattr(torch, manifest.tensors[name].dtype),
-                                 device=device) for name in wanted}
     try:
+        storage.check_kinds(folder, manifest, wanted)
+        tensors = {name: torch.empty(manifest.tensors[name].shape, dtype=getattr(torch, manifest.tensors[name].dtype),
+                                     device=device) for name in wanted}
         storage.load(folder, manifest, tensors)
     except OSError as error:
         raise UserError(f"cannot read the checkpoint '{folder}': {error.strerror or error}",

@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from vpipe.checkpoint.folder import SEEN
 from vpipe.checkpoint.votes import Votes
 from vpipe.errors import UserError
 
@@ -31,7 +32,7 @@ def shared_folder_check(root: Path, votes: Votes, rank: int, host: str) -> None:
         UserError: rank 0 cannot write there, or a rank does not see what it wrote.
         RuntimeError: see :meth:`Votes.meet`.
     """
-    token = root / f"seen-by-all-{secrets.token_hex(8)}"
+    token = root / f"{SEEN}{secrets.token_hex(8)}"
 
     def judge(blind: list[str]) -> str:
         seers = ", ".join(filter(None, blind))

@@ -64,7 +64,7 @@ def stage_files(folder: Path) -> list[Path]:
         UserError: a stage between others is missing.
     """
     found = {int(name[1]): path for path in folder.iterdir() if (name := _NAME.fullmatch(path.name))}
-    lacking = [stage for stage in range(max(found, default=-1) + 1) if stage not in found]
+    lacking = [stage for stage in range(len(found)) if stage not in found]
     if lacking:
         raise UserError(f"there is no 'checkpoint.{lacking[0]}.pth.tar' in '{folder}', but one of stage {max(found)}",
                         hint="bring the files of all stages into one folder")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,16 @@ from torch.futures import Future
 
 from vpipe.checkpoint.integrity import sha256_of
 from vpipe.checkpoint.manifest import FileFacts, Manifest, Stored
+from vpipe.errors import UserError
 
 FILE_BYTES = 2 << 30
 """A file gets no further tensor beyond this, so that who resumes with other ranks need not read all of a rank's."""
+
+
+_CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
+          "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64",
+          "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL", "complex64": "C64"}
+"""What safetensors calls the kinds of numbers."""
 
 
 class Writer(StorageWriter):
@@ -150,8 +157,30 @@ def write(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> tuple[dict[
     return writer.tensors, writer.files
 
 
+def check_kinds(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Refuse a manifest that says other shapes and kinds of numbers than the files have.
+
+    Raises:
+        UserError: of some tensor.
+        OSError: a file cannot be read.
+    """
+    by_file: dict[str, list[str]] = {}
+    for name in names:
+        by_file.setdefault(manifest.tensors[name].file, []).append(name)
+    for each, own in by_file.items():
+        with _Plainly(), safe_open(folder / each, framework="pt") as file:
+            for name in own:
+                said, part = manifest.tensors[name], file.get_slice(name)
+                found = (tuple(part.get_shape()), part.get_dtype())
+                if found != (said.shape, _CODES[said.dtype]):
+                    raise UserError(f"{each} holds '{name}' as {list(found[0])} {found[1]}, but the manifest says "
+                                    f"{list(said.shape)} {_CODES[said.dtype]}", where=str(folder),
+                                    hint="bring the folder back from a copy, or resume from an older checkpoint: "
+                                    "vpipe checkpoint ls RUN lists them")
+
+
 def load(folder: Path, manifest: Manifest, into: dict[str, Tensor]) -> None:
-    """Fill tensors of a checkpoint's names and shapes.
+    """Fill tensors of a checkpoint's names and shapes, see :func:`check_kinds`.
 
     Raises:
         OSError: a file cannot be read.

@@ -17,6 +17,9 @@ from torch._C._distributed_c10d import Store
 LINGER_S = 5.0
 """For the other ranks to hear the last verdict before rank 0 ends, which may keep the notes."""
 
+_NONE = "\0"
+"""How the words begin that stand where rank 0 came to no verdict, and the others shall not wait for one."""
+
 _POLL_S = 0.02
 _SLICE_S = 60.0
 
@@ -32,10 +35,10 @@ class Votes(Protocol):
 
         Args:
             vote: any text, such as JSON.
-            decide: called on rank 0 alone; it must not raise, since the others wait for it.
+            decide: called on rank 0 alone; what it raises, rank 0 raises.
 
         Raises:
-            RuntimeError: rank 0, or whoever keeps the notes, is gone.
+            RuntimeError: rank 0, or whoever keeps the notes, is gone, or ``decide`` raised there.
         """
 
     def close(self) -> None:
@@ -76,13 +79,19 @@ class StoreVotes:
             self._tell(f"vote {number} {self._rank}", vote)
             verdict = self._wait(f"verdict {number}")
             self._store.add("heard", 1)
+            if verdict.startswith(_NONE):
+                raise RuntimeError(verdict.removeprefix(_NONE))
             return verdict
         votes = [vote]
         for rank in range(1, self._ranks):
             votes.append(self._wait(f"vote {number} {rank}"))
             self._store.delete_key(f"vote {number} {rank}")
         self._store.delete_key(f"verdict {number - 1}")  # who votes has heard the one before
-        verdict = decide(votes)
+        try:
+            verdict = decide(votes)
+        except BaseException as error:
+            self._tell(f"verdict {number}", f"{_NONE}rank 0 could not decide: {type(error).__name__}: {error}")
+            raise
         self._tell(f"verdict {number}", verdict)
         return verdict
 

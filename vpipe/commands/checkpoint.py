@@ -18,8 +18,9 @@ from vpipe.checkpoint.integrity import Progress, damages
 from vpipe.checkpoint.manifest import MANIFEST, Manifest, Stored
 from vpipe.draw.plan_table import Column, columns
 from vpipe.errors import RunError, UserError, counted
-from vpipe.launch.folder import CONFIG
+from vpipe.launch.folder import CONFIG, check_not_running
 from vpipe.sizes import size_text
+from vpipe.slow import READING_TORCH, said_when_slow
 
 PIPE_COLUMNS = 200
 """Width of what goes to a file or a pipe."""
@@ -52,9 +53,21 @@ def run_ls(options: argparse.Namespace) -> None:
             Column("by", [arrangement_text(manifest.arrangement) for _, manifest in rows], spare=True, left=True)],
             width()):
         print(line.rstrip())
-    for line in (*damaged, *(f"{path.name}: a save that was cut short; it counts for nothing"
-                             for path in sorted(found[0].parent.glob("step-*.tmp")))):
+    partial = sorted(found[0].parent.glob("step-*.tmp"))
+    what = "is being written" if partial and _is_going(options.folder) else (
+        "a save that was cut short; it counts for nothing")
+    for line in (*damaged, *(f"{path.name}: {what}" for path in partial)):
         print(line)
+
+
+def _is_going(path: Path) -> bool:
+    """Whether the run is in which a folder of checkpoints, or one of them, is."""
+    try:
+        for run in (path, *path.absolute().parents[:2]):
+            check_not_running(run)
+    except UserError:
+        return True
+    return False
 
 
 def run_show(options: argparse.Namespace) -> None:
@@ -69,7 +82,7 @@ def run_show(options: argparse.Namespace) -> None:
     print(f"{folder}\nafter step {manifest.step:,} and {counted_in(manifest.samples, 'sample')}, seed {manifest.seed}, "
           f"data {manifest.data or '-'}; made {made_text(manifest)}" + (f" with {versions}" if versions else ""))
     print(f"by {arrangement_text(manifest.arrangement)}\n")
-    print("\n".join(kinds_table(manifest)) + "\n")
+    print("\n".join(kinds_table(manifest)) + "\n", flush=True)
     print("\n".join(layers_table(manifest, folder)) + "\n")
     print("\n".join(line.rstrip() for line in columns([
         Column("file", list(manifest.files), left=True),
@@ -121,8 +134,7 @@ def checkpoints_in(path: Path) -> list[Path]:
     if not path.is_dir():
         raise UserError(f"there is no folder '{path}'" if not path.exists() else f"'{path}' is a file, not a folder",
                         hint="give the folder of a run, or one of its checkpoints: RUN/checkpoints/step-N")
-    find(path)  # which says what it looked for
-    raise AssertionError("it finds none either")
+    return [find(path)]  # one that lost its manifest; else it says what it looked for
 
 
 def _elsewhere(run: Path) -> Iterator[Path]:
@@ -169,7 +181,8 @@ def layers_table(manifest: Manifest, folder: Path) -> list[str]:
 
 def layer_names(manifest: Manifest, folder: Path) -> list[str]:
     """In order; empty where the checkpoint does not say what model it is of."""
-    from vpipe.train.checkpoint_model import CheckpointModel, says_model  # which needs torch
+    with said_when_slow(READING_TORCH):
+        from vpipe.train.checkpoint_model import CheckpointModel, says_model
 
     if not says_model(manifest):
         return []

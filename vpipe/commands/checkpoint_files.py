@@ -12,7 +12,6 @@ from pathlib import Path
 from torch import Tensor
 
 from vpipe.checkpoint.export import (
-    check_free,
     export_huggingface,
     export_safetensors,
     export_torch,
@@ -43,7 +42,6 @@ def run_export(options: argparse.Namespace) -> None:
     Raises:
         UserError: there is no such checkpoint, it is damaged, or its model has no names there.
     """
-    check_free(options.output)
     folder = checkpoints_in(options.folder)[-1]
     manifest = Manifest.load(folder)
     found = CheckpointModel.of(manifest, folder) if options.format == "huggingface" or (
@@ -99,7 +97,6 @@ def run_import(options: argparse.Namespace) -> None:
         UserError: the folder holds no such weights, or they are not those of the model.
     """
     source, out = options.source, options.output
-    check_free(out)
     if not source.is_dir():
         raise UserError(f"there is no folder '{source}'" if not source.exists() else f"'{source}' is a file",
                         hint=f"give a folder with {CONFIG} and weights, or with checkpoint.<stage>.pth.tar")

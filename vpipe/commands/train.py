@@ -5,13 +5,18 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 from vpipe.checkpoint.integrity import check_intact
 from vpipe.errors import UserError, VpipeError
+from vpipe.launch.folder import leave
 from vpipe.launch.member import Member
+from vpipe.launch.starter import Starter
 from vpipe.train import config as configs
 from vpipe.train.config import Config
 from vpipe.train.resume import Start, resumed_config, start_of
+from vpipe.train.roots import absolute
 
 
 def run_train(options: argparse.Namespace) -> None:
@@ -20,6 +25,13 @@ def run_train(options: argparse.Namespace) -> None:
     Raises:
         VpipeError: the config, a checkpoint, a host or the run is at fault.
     """
+    try:
+        _train(options)
+    finally:
+        leave()
+
+
+def _train(options: argparse.Namespace) -> None:
     config: Config | VpipeError
     start = None
     try:
@@ -56,8 +68,28 @@ def _told(options: argparse.Namespace) -> tuple[Start | None, Config]:
             raise UserError("vpipe train is given no config", hint="name a YAML file: vpipe train CONFIG; or a run to "
                             "go on with: vpipe train --resume RUN")
         return None, configs.load_config(options.config, options.settings, options.scheduler)
-    start = start_of(options.resume)
+    try:
+        start = start_of(options.resume)
+    except UserError:
+        started_again = _start_again(options.resume)
+        if started_again is None:
+            raise
+        start = started_again
     return start, resumed_config(start, options.config, options.settings, options.scheduler)
+
+
+def _start_again(path: Path) -> Start | None:
+    """Of a checkpoint that the run has removed since (``checkpoint.keep``), when what started this process started
+    the run, too: with every attempt it gives the same command."""
+    path = absolute(path)
+    if path.exists():
+        return None
+    with suppress(VpipeError):
+        start, member = start_of(path.parent), Member.of(os.environ, None)
+        starter = None if start.folder is None else Starter.read(start.folder)
+        if starter is not None and member is not None and member.agent in starter.agents:
+            return start
+    return None
 
 
 def _check_intact(start: Start | None) -> None:

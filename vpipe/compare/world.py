@@ -23,7 +23,7 @@ from vpipe.errors import PlanningError, Problem, UserError, counted
 from vpipe.launch.world import join_world
 from vpipe.pipeline import Pipeline
 from vpipe.profiling.world import World
-from vpipe.runtime.engine import Step
+from vpipe.runtime.step import Step
 from vpipe.runtime.trace import Recorded, Recorder
 from vpipe.train.device import device_of
 from vpipe.train.job import Job

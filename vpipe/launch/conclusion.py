@@ -6,19 +6,22 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from vpipe.checkpoint.manifest import Manifest
 from vpipe.errors import UserError
 from vpipe.launch.failure import first_report
-from vpipe.launch.folder import CONFIG, checkpoints_root
+from vpipe.launch.folder import CONFIG
 from vpipe.launch.machine import ranks_of
 from vpipe.launch.member import Member
 from vpipe.launch.restart import Failure, announced, last_step, newest_intact, over
 from vpipe.launch.starter import Starter
 from vpipe.train.config import load_config
 from vpipe.train.job import Job
-from vpipe.train.resume import Start, config_of, take_up
+from vpipe.train.resume import Start, check_config, config_of, nothing_left, take_up
+from vpipe.train.roots import roots_of
+from vpipe.train.yaml_file import parse
 
 
 @dataclass(frozen=True)
@@ -29,16 +32,21 @@ class Conclusion:
         folder: of the run, absolute.
         checkpoint: the path of the one to go on from; None for the beginning.
         config: as YAML, with what an earlier attempt planned.
+        nothing_left: what to say in place of training; None where there are steps to make.
     """
 
     folder: str
     checkpoint: str | None
     config: str
+    nothing_left: str | None = None
 
     @classmethod
     def of(cls, member: Member, job: Job, start: Start | None, restarts: int | None,
-           agents: Sequence[str]) -> Conclusion:
+           agents: Sequence[str], config: str = "") -> Conclusion:
         """Find the run that these agents began, if they did, and make the folder ready.
+
+        Args:
+            config: as YAML, what rank 0 was told before it was fitted to the ranks there are.
 
         Raises:
             UserError: it is not to be started again, or cannot go on so.
@@ -46,24 +54,27 @@ class Conclusion:
         start = start or Start(None, None)
         failures: tuple[Failure, ...] = ()
         agents = [agent for agent in agents if agent]
+        starter, again = Starter(member.starter, tuple(agents), config=config), member.restarts > 0
         # The step of a job that was not requeued is new; torchrun does not count when it starts for other hosts.
-        again = member.restarts > 0 or member.starter == "torchrun"
-        run = Starter.run_of(job.config.log_directory, member.starter, agents) if again else None
+        run = starter.run_begun(job.config.log_directory, start.folder, again=again) \
+            if again or member.starter == "torchrun" else None
         if run is not None:
-            failures = _failures(run, restarts)
-            start = Start(run, newest_intact(checkpoints_root(job.config, run)) or start.checkpoint)
+            failures, resumed = _failures(run, restarts), start.folder
+            newest = (found for root in roots_of(run) if (found := newest_intact(root)) is not None)
+            start = Start(run, next(newest, start.checkpoint))
             print(announced(f"attempt {2 + max(member.restarts - 1, len(failures) - 1, 0)}",
                             failures[-1].what if failures else f"{member.starter} starts the ranks again",
                             start.checkpoint), file=sys.stderr, flush=True)
-            earlier = config_of(run)
-            if ranks_of(earlier) == member.ranks:
-                job = Job.of(earlier)
+            if run != resumed:  # else its config was taken up already
+                job = _going_on(run, job, start, config, member.ranks)
         elif member.restarts:
             print(f"{member.starter} starts the ranks again, but no run of theirs is in "
                   f"'{job.config.log_directory}': this is a new one", file=sys.stderr, flush=True)
+        if (said := nothing_left(start, job)) is not None:
+            return cls(str(start.folder), str(start.checkpoint), job.config.resolved_yaml(), said)
         folder = take_up(start, job)
         if agents:
-            Starter(member.starter, tuple(agents), failures, _name(start.checkpoint)).write(folder)
+            replace(starter, failures=failures, checkpoint=_name(start.checkpoint)).write(folder)
         return cls(str(folder), None if start.checkpoint is None else str(start.checkpoint), job.config.resolved_yaml())
 
     @property
@@ -79,6 +90,32 @@ class Conclusion:
             path = Path(name) / CONFIG
             path.write_text(self.config)
             return Job.of(load_config(path))
+
+
+def _going_on(run: Path, job: Job, start: Start, config: str, ranks: int) -> Job:
+    """What the next attempt of a run trains: what the one before did, with what was planned for it; or where the config
+    was changed meanwhile, what it says now, cut as before where that is left as it was.
+
+    Args:
+        job: what the config says now, for the ranks that are there.
+        config: the same before it was fitted to them.
+
+    Raises:
+        UserError: the config was changed so that it contradicts the checkpoint.
+    """
+    earlier, before = config_of(run), Starter.read(run)
+    assert before is not None, "it was found by that"
+    same_ranks = ranks_of(earlier) == ranks
+    if before.config == config:
+        return Job.of(earlier) if same_ranks else job
+    print("the config has changed since the attempt before; this one follows it as it is now", file=sys.stderr,
+          flush=True)
+    if start.checkpoint is not None:
+        check_config(job.config, Manifest.load(start.checkpoint))
+    parallel = [parse(text, "", "config").get(("parallel",)) for text in (before.config, config)]
+    if same_ranks and parallel[0] == parallel[1]:
+        job = Job.of(job.config.model_copy(update={"parallel": earlier.parallel}))
+    return job
 
 
 def _failures(run: Path, restarts: int | None) -> tuple[Failure, ...]:

@@ -82,10 +82,11 @@ def inside_container() -> bool:
 def _bound(config: Config) -> list[Path]:
     """The working folder, what the config names, and vpipe itself where it is no installed package."""
     cache = config.dataset.cache_directory or Path.home() / ".cache" / "vpipe"
-    cache.mkdir(parents=True, exist_ok=True)
+    for folder in filter(None, (cache, config.saving.directory)):
+        folder.mkdir(parents=True, exist_ok=True)
     schedule = Path(config.parallel.schedule)
     paths = [Path(), config.dataset.path, config.model.config_file, config.parallel.plan, cache,
-             schedule if schedule.is_file() else None, _checkout()]
+             config.saving.directory, schedule if schedule.is_file() else None, _checkout()]
     return [path for path in paths if path is not None]
 
 
@@ -110,10 +111,13 @@ def _folders_of(words: Sequence[str]) -> list[Path]:
     return [Path(word).parent for word in words if os.path.isfile(word)]
 
 
-def enter(config: Config) -> None:
+def enter(config: Config, resumed: Sequence[Path] = ()) -> None:
     """Start this very command anew in the image that the config names; returns when there is nothing to do.
 
     For processes that torchrun or srun started, which a launcher of ours cannot wrap.
+
+    Args:
+        resumed: folders of the run and the checkpoint to go on from.
 
     Raises:
         UserError: see :meth:`Container.of`.
@@ -123,5 +127,5 @@ def enter(config: Config) -> None:
         return
     config.log_directory.mkdir(parents=True, exist_ok=True)
     command = container.wrapped(["python3", "-m", "vpipe", *sys.argv[1:]],
-                                bound=[config.log_directory, *_folders_of(sys.argv[1:])])
+                                bound=[config.log_directory, *resumed, *_folders_of(sys.argv[1:])])
     os.execvpe(command[0], command, {**os.environ, **container.environment})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 from vpipe.errors import UserError, counted
 from vpipe.launch.machine import ranks_of
 from vpipe.schedules.arrange import is_file
@@ -15,7 +17,8 @@ def fitted(config: Config, ranks: int) -> Config:
     The pipeline keeps its length and gets another number of replicas where that comes out even, else it keeps the
     replicas, else it becomes one pipeline of all ranks. Its stages are cut anew, by measurement when the run starts,
     and so is what is recomputed where that was written stage by stage. Ranks that were assigned to stages are assigned
-    as the schedule does.
+    as the schedule does. Without a flush each replica counts its own microbatches of an update: their number changes so
+    that an update keeps its samples, where that comes out even.
 
     Raises:
         UserError: the config says what cannot be carried over.
@@ -37,10 +40,25 @@ def fitted(config: Config, ranks: int) -> Config:
     elif ranks % replicas:
         replicas = 1
     compress = parallel.compress[0] if isinstance(parallel.compress, tuple) else parallel.compress
+    every = parallel.update_every
+    if even and every is not None:
+        same = Fraction(every * parallel.data_parallel_size, replicas)
+        if same.denominator == 1 and config.training.num_microbatches % same.numerator == 0:
+            every = same.numerator
     fit = config.with_parallel(
         model_parallel_size=per_rank * (ranks // replicas), data_parallel_size=replicas, stage_to_rank_map=None,
         partition=AUTO, recompute=AUTO if isinstance(parallel.recompute, tuple) else parallel.recompute,
-        warmup_depth=None, compress=compress, plan=None)
+        warmup_depth=None, compress=compress, plan=None, update_every=every)
     there = ranks_of(fit)  # proves that there is such a schedule
     assert there == ranks, f"{there} ranks instead of {ranks}"
     return fit
+
+
+def other_updates(config: Config, fit: Config) -> str | None:
+    """What is to be said where an update of the config for another number of ranks has another number of samples."""
+    before, now = (None if c.parallel.update_every is None or c.parallel.stage_to_rank_map is not None else
+                   c.parallel.update_every * c.parallel.data_parallel_size for c in (config, fit))
+    if before is None or now is None or before == now:
+        return None
+    return (f"an update has {counted(now, 'microbatch')} instead of {before}, at the same learning rate, and "
+            "training.max_steps counts updates")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from vpipe.launch.variables import HOST
 
 
 def write_report(folder: Path, rank: int, error: VpipeError) -> dict[str, Any]:
-    """Write down why a rank fails, for its launcher; returns what is written."""
+    """Write down why a rank fails, for its launcher, or where there is no room print it; returns what is to be told."""
     if isinstance(error, UserError):
         problems = [[p.what, p.hint, p.where] for p in error.problems]
         blames = False
@@ -29,8 +31,13 @@ def write_report(folder: Path, rank: int, error: VpipeError) -> dict[str, Any]:
               "planning": isinstance(error, PlanningError), "lasting": isinstance(error, LastingError),
               "problems": problems}
     partial = failure_path(folder, rank).with_suffix(".tmp")
-    partial.write_text(json.dumps(report))
-    partial.replace(failure_path(folder, rank))
+    try:
+        partial.write_text(json.dumps(report))
+        partial.replace(failure_path(folder, rank))
+    except OSError:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        print(error, file=sys.stderr, flush=True)
     return report
 
 

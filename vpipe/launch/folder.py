@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import os
 import shutil
@@ -35,15 +36,22 @@ EARLIER = "earlier"
 RUNNING = "running"
 """Held while a run is going; says which process holds it."""
 
+LAUNCHED = "launched"
+"""Held by the process that took a run up, from before its ranks start until it ends; says which."""
+
 FINGERPRINT = "fingerprint"
 """Where a rank that looked at its host's data says which they are."""
 
 
-def make_run_folder(log_directory: Path, resolved_config: str) -> Path:
+def make_run_folder(log_directory: Path, resolved_config: str, checkpoints: Path | None = None) -> Path:
     """``<log_directory>/<timestamp>/`` with the resolved config in it.
 
+    Args:
+        checkpoints: ``checkpoint.directory``, in which the folder of this name is made, too: runs of other log
+            directories may share it, and begin in the same second.
+
     Raises:
-        UserError: the folder cannot be made or written.
+        UserError: a folder cannot be made or written.
     """
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     try:
@@ -55,6 +63,8 @@ def make_run_folder(log_directory: Path, resolved_config: str) -> Path:
                 if log_directory.is_dir():
                     continue  # two runs in one second
                 raise
+            if checkpoints is not None and not _made(checkpoints / folder.name, folder):
+                continue
             (folder / CONFIG).write_text(resolved_config)
             return folder
     except OSError as error:
@@ -63,18 +73,43 @@ def make_run_folder(log_directory: Path, resolved_config: str) -> Path:
     raise AssertionError("count() does not end")
 
 
+def _made(checkpoints: Path, run: Path) -> bool:
+    """Make the folder of a run's checkpoints; where that is there already, the run's own, which is empty, goes again.
+
+    Raises:
+        UserError: it cannot be made.
+    """
+    try:
+        checkpoints.mkdir(parents=True)
+    except OSError as error:
+        run.rmdir()
+        if isinstance(error, FileExistsError) and checkpoints.is_dir():
+            return False
+        raise UserError(f"cannot make the folder of the run's checkpoints '{checkpoints}': {error.strerror}",
+                        hint="set checkpoint.directory to a folder that can be written") from None
+    return True
+
+
 def checkpoints_root(config: Config, folder: Path) -> Path:
     """Where the checkpoints of a run go: in its folder, or in one of its own in ``checkpoint.directory``."""
     directory = config.saving.directory
     return folder / "checkpoints" if directory is None else directory / folder.name
 
 
-def begin_attempt(folder: Path, config: str, lines: Iterable[str]) -> Path:
-    """Make a run's folder ready to go on: what the attempt before left moves to ``earlier/<n>/``, which is returned.
+def next_attempt(folders: Iterable[Path]) -> str:
+    """The name in ``earlier`` for what is moved away now: the same in all of these folders, and new in each."""
+    before = [int(found.name) for folder in folders for found in (folder / EARLIER).glob("*") if found.name.isdecimal()]
+    return str(max(before, default=0) + 1)
 
-    The logs stay, and go on. A process that is killed meanwhile leaves a folder that can be made ready again.
+
+def begin_attempt(folder: Path, attempt: str, config: str, lines: Iterable[str]) -> None:
+    """Make a run's folder ready to go on: what the attempt before left moves to ``earlier/<attempt>/``.
+
+    The logs stay, and go on. A process that is killed meanwhile leaves a folder that can be made ready again, if no
+    checkpoint has done more steps than ``lines``.
 
     Args:
+        attempt: see :func:`next_attempt`.
         config: the resolved config of the new attempt.
         lines: of ``metrics.jsonl`` that stay.
 
@@ -82,8 +117,7 @@ def begin_attempt(folder: Path, config: str, lines: Iterable[str]) -> Path:
         UserError: the folder cannot be written.
     """
     try:
-        before = [int(found.name) for found in (folder / EARLIER).glob("*") if found.name.isdecimal()]
-        earlier = folder / EARLIER / str(max(before, default=0) + 1)
+        earlier = folder / EARLIER / attempt
         earlier.mkdir(parents=True)
         for name in (CONFIG, METRICS, PLAN, PROFILE):
             if (folder / name).exists():
@@ -96,7 +130,6 @@ def begin_attempt(folder: Path, config: str, lines: Iterable[str]) -> Path:
     except OSError as error:
         raise UserError(f"cannot go on in the run's folder '{folder}': {error.strerror}",
                         hint="make it writable, or make room") from None
-    return earlier
 
 
 def _replace(path: Path, text: str) -> None:
@@ -116,11 +149,9 @@ def running(folder: Path) -> Iterator[None]:
     Raises:
         UserError: another process holds it.
     """
-    file = _held(folder)
+    file = _held(folder, RUNNING)
     try:
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
+        _sign(file)
         yield
     finally:
         with suppress(OSError):
@@ -135,11 +166,44 @@ def check_not_running(folder: Path) -> None:
         UserError: it is; the text says which process.
     """
     if (folder / RUNNING).exists():
-        _held(folder).close()
+        _held(folder, RUNNING).close()
 
 
-def _held(folder: Path) -> IO[str]:
-    path = folder / RUNNING
+_taken: dict[Path, IO[str]] = {}
+"""The runs that this process has taken up."""
+
+
+@atexit.register
+def leave() -> None:
+    """Let go of all runs that this process has taken up."""
+    while _taken:
+        folder, file = _taken.popitem()
+        with suppress(OSError):
+            (folder / LAUNCHED).unlink()
+        file.close()
+
+
+def take(folder: Path) -> None:
+    """Hold a run before its ranks do, so that of two that would go on with it only one touches it.
+
+    This process may do so again; it lets go with :func:`leave`, or when it ends.
+
+    Raises:
+        UserError: another process holds it, or the run is still going.
+    """
+    if folder not in _taken:
+        try:
+            _taken[folder] = _held(folder, LAUNCHED)
+        except OSError as error:
+            raise UserError(f"cannot go on in the run's folder '{folder}': {error.strerror}",
+                            hint="make it writable, or make room") from None
+        _sign(_taken[folder])
+    check_not_running(folder)
+
+
+def _held(folder: Path, name: str) -> IO[str]:
+    """A file of a run that this process holds from now on."""
+    path = folder / name
     while True:
         file = path.open("a+")
         try:
@@ -156,6 +220,12 @@ def _held(folder: Path) -> IO[str]:
             if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
                 return file
         file.close()  # whoever held it has just removed it
+
+
+def _sign(file: IO[str]) -> None:
+    with suppress(OSError):  # of a full disk: it is held all the same
+        file.truncate(0)
+        os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
 
 def log_path(folder: Path, rank: int) -> Path:

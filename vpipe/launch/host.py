@@ -85,11 +85,12 @@ class Inbox:
 
     Attributes:
         silence_s: how long the first host may say nothing.
-        stop_asked: whether the ranks are to leave off in good order.
+        stop_asked: the signal for which the ranks are to leave off in good order; None as long as they are not.
     """
 
     def __init__(self, outbox: Outbox, folder: Path) -> None:
-        self.silence_s, self.stop_asked = SILENCE_S, False
+        self.silence_s = SILENCE_S
+        self.stop_asked: int | None = None
         self._outbox, self._folder = outbox, folder
         self._messages: SimpleQueue[dict[str, Any]] = SimpleQueue()
         self._heard = time.monotonic()
@@ -107,7 +108,7 @@ class Inbox:
                 for line in lines:
                     if message := decoded(line):
                         self._messages.put(message)
-                        self.stop_asked = self.stop_asked or "stop" in message
+                        self.stop_asked = self.stop_asked or message.get("stop")
                         self._ended = self._ended or "end" in message
         finally:
             self._ended = True
@@ -250,8 +251,8 @@ def _serve(processes: Processes, inbox: Inbox, outbox: Outbox, run_folder: str) 
     told: set[int] = set()
     stopped = False
     while not inbox.gone:
-        if inbox.stop_asked and not stopped:
-            processes.stop()
+        if inbox.stop_asked is not None and not stopped:
+            processes.stop(inbox.stop_asked)
             stopped = True
         ended = {rank: status for rank, status in processes.statuses.items() if status is not None}
         outbox.copy(run_folder, "rank*.log")

@@ -14,16 +14,19 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from vpipe.errors import VpipeError
+from vpipe.errors import LastingError, RunError, VpipeError
 from vpipe.launch.failure import first_failure, read_report
 from vpipe.launch.folder import log_path
 from vpipe.launch.network import held
 from vpipe.launch.ranks import HostRanks
-from vpipe.launch.stops import STOPS
+from vpipe.launch.stops import STOPS, UNSAVED, status_after
 from vpipe.launch.variables import PARENT_PIPE
 
 GRACE_S = 2.0
 """After a failure: for the other ranks to say what they saw, then again for them to end."""
+
+LEAVE_S = 30.0
+"""For the other ranks to end, once the first has after a signal to one of them: all has been saved by then."""
 
 POLL_S = 0.05
 
@@ -33,12 +36,17 @@ class Interrupted(Exception):  # noqa: N818 - it is no error, as KeyboardInterru
 
     Args:
         number: of the signal.
-        in_good_order: whether the ranks left off by themselves, and so have saved what they do at such an end.
+        saved: whether the ranks left off by themselves, and the state after their last step is in a checkpoint.
     """
 
-    def __init__(self, number: int, *, in_good_order: bool = False) -> None:
-        self.number, self.in_good_order = number, in_good_order
+    def __init__(self, number: int, *, saved: bool = False) -> None:
+        self.number, self.saved = number, saved
         super().__init__(signal.Signals(number).name)
+
+    @property
+    def exit_status(self) -> int:
+        """128 + the signal's number; but for SIGUSR1 that says that the run was saved, else it is 1."""
+        return status_after(self.number, saved=self.saved)
 
 
 class Elsewhere(Protocol):
@@ -55,8 +63,8 @@ class Elsewhere(Protocol):
     def lost(self) -> VpipeError | None:
         """Why the host is out of reach, when it is."""
 
-    def stop(self) -> None:
-        """Ask them to leave off in good order."""
+    def stop(self, number: int) -> None:
+        """Ask them to leave off in good order, as if each had got this signal."""
 
     def close(self) -> None:
         """End them; wait until they have ended and all that they wrote is here, or the host is lost."""
@@ -73,23 +81,27 @@ class Processes:
     def __init__(self, ranks: HostRanks, folder: Path) -> None:
         self._ranks, self.folder = ranks, folder
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._reader, self._writer = os.pipe()
+        self._pipes: dict[int, int] = {}  # to each of them
 
     def start(self, ranks: Iterable[int] | None = None) -> None:
         """Start them all, or some."""
         for rank in self._ranks.devices if ranks is None else ranks:
-            self._processes[rank] = self._start(rank)
+            reader, self._pipes[rank] = os.pipe()
+            try:
+                self._processes[rank] = self._start(rank, reader)
+            finally:
+                os.close(reader)
 
-    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+    def _start(self, rank: int, pipe: int) -> subprocess.Popen[bytes]:
         # The pipe is standard input, which every program hands on to what it wraps. A session of its own keeps
         # Ctrl-C from a rank: the launcher ends it.
         environment = {**os.environ, **self._ranks.environment(rank), PARENT_PIPE: "0"}
         command = self._ranks.command(self.folder)
         # Rank 0 shows progress and the summary on the terminal; what others print goes to their logs.
         if rank == 0:
-            return subprocess.Popen(command, env=environment, start_new_session=True, stdin=self._reader)
+            return subprocess.Popen(command, env=environment, start_new_session=True, stdin=pipe)
         with log_path(self.folder, rank).open("ab") as output:
-            return subprocess.Popen(command, env=environment, start_new_session=True, stdin=self._reader,
+            return subprocess.Popen(command, env=environment, start_new_session=True, stdin=pipe,
                                     stdout=output, stderr=output)
 
     @property
@@ -97,11 +109,11 @@ class Processes:
         """Per rank its exit status, negative for the signal that killed it; None while it runs."""
         return {rank: _status(process) for rank, process in self._processes.items()}
 
-    def stop(self) -> None:
-        """Ask them to leave off in good order."""
-        for process in self._processes.values():
-            if _status(process) is None:
-                _signal_group(process, signal.SIGTERM)
+    def stop(self, number: int) -> None:
+        """Ask them to leave off in good order, as if each had got this signal."""
+        for pipe in self._pipes.values():
+            with suppress(BrokenPipeError):  # it has ended
+                os.write(pipe, bytes([number]))
 
     def close(self) -> None:
         """End what still runs, with all it started."""
@@ -114,8 +126,9 @@ class Processes:
                 time.sleep(0.02)
         for process in self._processes.values():
             process.wait()
-        for end in (self._reader, self._writer):
-            os.close(end)
+        for pipe in self._pipes.values():
+            os.close(pipe)
+        self._pipes.clear()
 
 
 def _status(process: subprocess.Popen[bytes]) -> int | None:
@@ -138,7 +151,8 @@ def close_all(groups: Sequence[Processes | Elsewhere]) -> None:
 
 
 def run_ranks(here: HostRanks, folder: Path, describe: Callable[[int], str],
-              elsewhere: Sequence[Elsewhere] = (), stop_s: float = 0.0) -> None:
+              elsewhere: Sequence[Elsewhere] = (), stop_s: float = 0.0,
+              waiting: Callable[[], None] = lambda: None) -> None:
     """Run one process per rank, here and on other hosts, until all have ended.
 
     The first failure ends all of them. A signal (Ctrl-C, SIGTERM, SIGUSR1) asks them to leave off, which they do
@@ -148,8 +162,10 @@ def run_ranks(here: HostRanks, folder: Path, describe: Callable[[int], str],
         describe: ``rank -> "rank 2 (stage 2)"``.
         elsewhere: the ranks of other hosts, which are ready to start.
         stop_s: how long they may take to leave off; 0 where there is nothing to save: they are ended at once.
+        waiting: called often while they run.
 
     Raises:
+        LastingError: a rank failed when it was asked to leave off: whoever asks for an end wants no other attempt.
         VpipeError: a rank failed.
         Interrupted: by a signal, to this process or to a rank.
     """
@@ -162,7 +178,11 @@ def run_ranks(here: HostRanks, folder: Path, describe: Callable[[int], str],
                 other.start(folder)
             while _go_on(groups, signals, stop_s, folder):
                 if any(other.lost for other in elsewhere) or _failed(_statuses(groups), folder, bool(signals.first)):
-                    raise _failure(groups, elsewhere, folder, describe)
+                    failure = _failure(groups, elsewhere, folder, describe)
+                    if signals.first is not None and isinstance(failure, RunError):
+                        failure = LastingError(failure.located, hint=failure.hint)
+                    raise failure
+                waiting()
                 time.sleep(POLL_S)
         finally:
             signals.ignore()  # another Ctrl-C must not leave ranks behind
@@ -176,14 +196,15 @@ def _go_on(groups: Sequence[Processes | Elsewhere], signals: Signals, stop_s: fl
         return None in statuses.values() or any(statuses.values())
     if signals.passed_at is None:
         signals.passed_at = time.monotonic()
-        print(f"{signals.first.name}: the ranks save and end, which may take {stop_s:g} s; a second one ends them at "
-              "once", file=sys.stderr, flush=True)
+        print(f"{signals.first.name}: the ranks save and end, within {stop_s:g} s; a second one ends them at once",
+              file=sys.stderr, flush=True)
         for group in groups:
-            group.stop()
+            group.stop(signals.first)
     if None not in statuses.values() and not _failed(statuses, folder, asked=True):
         if not any(statuses.values()):
             return False  # it was at its end
-        raise Interrupted(signals.first, in_good_order=_stopped(statuses) is not None)
+        stopped = _stopped(statuses)
+        raise Interrupted(signals.first, saved=stopped is not None and stopped.saved)
     if time.monotonic() - signals.passed_at > stop_s:
         raise Interrupted(signals.first)
     return True
@@ -237,29 +258,36 @@ def _failed(statuses: Mapping[int, int | None], folder: Path, asked: bool) -> bo
         return bool(bad)
     for rank in bad:
         report = read_report(folder, rank)
-        ended_by_it = statuses[rank] in (-signal.SIGTERM, 128 + signal.SIGTERM)
-        if not ended_by_it and (report is None or not report["blames_peer"]):
+        if statuses[rank] not in ENDED and (report is None or not report["blames_peer"]):
             return True
     return False
 
 
-def _stopped(statuses: Mapping[int, int | None]) -> int | None:
-    """The signal after which all ranks left off in good order: the first rank's status tells it."""
-    status = (statuses.get(0) or 0) - 128
-    good = status in STOPS and not any(status != 0 for rank, status in statuses.items() if rank != 0)
-    return status if good else None
+ENDED = (*(-number for number in STOPS), *(said + number for said in (128, UNSAVED) for number in STOPS))
+"""Exit statuses of a rank that one of these signals ended."""
+
+
+def _stopped(statuses: Mapping[int, int | None]) -> Interrupted | None:
+    """The signal after which all ranks leave off in good order: the first rank's status tells it, once it has one."""
+    if any(status for rank, status in statuses.items() if rank != 0):
+        return None
+    for said in (128, UNSAVED):
+        if (number := (statuses.get(0) or 0) - said) in STOPS:
+            return Interrupted(number, saved=said == 128)
+    return None
 
 
 def _failure(groups: Sequence[Processes | Elsewhere], elsewhere: Sequence[Elsewhere], folder: Path,
              describe: Callable[[int], str]) -> VpipeError | Interrupted:
     """What is told of a failure, once the other ranks had time to say what they saw; or that it is none: a rank got a
     signal, for which all left off."""
-    deadline = time.monotonic() + GRACE_S
-    while time.monotonic() < deadline and None in _statuses(groups).values():
+    began, statuses = time.monotonic(), _statuses(groups)
+    while None in statuses.values() and time.monotonic() - began < (LEAVE_S if _stopped(statuses) else GRACE_S):
         time.sleep(POLL_S)
-    stopped = _stopped(_statuses(groups))
+        statuses = _statuses(groups)
+    stopped = None if None in statuses.values() else _stopped(statuses)
     if stopped is not None:
-        return Interrupted(stopped, in_good_order=True)
+        return stopped
     lost = [other.lost for other in elsewhere if other.lost is not None]
     return first_failure(_statuses(groups), lost, folder, describe)
 

@@ -120,10 +120,19 @@ class Meeting:
                                                "hosts": hosts, "sources": sources}))
         if error is None:
             return Agreement(conclusion, hosts, sources)
-        deadline = time.monotonic() + HEARD_S
-        while self._store.add("heard", 0) < len(list(filter(None, states))) - 1 and time.monotonic() < deadline:
-            time.sleep(POLL_S)  # the notes may end with this process
+        self._wait_until_heard(len(list(filter(None, states))) - 1)
         raise error
+
+    def end(self) -> None:
+        """After an agreement not to train: rank 0 stays until all have heard it."""
+        if self._member.rank == 0:
+            self._wait_until_heard(self._member.ranks - 1)
+
+    def _wait_until_heard(self, others: int) -> None:
+        """The notes may end with this process."""
+        deadline = time.monotonic() + HEARD_S
+        while self._store.add("heard", 0) < others and time.monotonic() < deadline:
+            time.sleep(POLL_S)
 
     def _states(self) -> list[dict[str, Any] | None]:
         """What each rank found; None of one that never came or fell silent."""

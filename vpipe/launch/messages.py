@@ -1,7 +1,7 @@
 """What the launchers of two hosts say to each other: a line of JSON each, over ssh's input and output.
 
 To another host: ``run`` (what is to be run), ``start`` (the run's folder), ``stop`` (the ranks are to leave off in good
-order), ``end``, and an empty message every second.
+order, with the number of a signal), ``end``, and an empty message every second.
 From it: ``hello`` (what it is), ``ready`` (the fingerprint of its data) or ``refused`` (what is wrong), ``file`` with
 ``data`` (more of a file), ``ended`` (a rank and its status), ``silent_s`` (it ends, because it heard nothing for so
 long), and empty messages while it gets ready.

@@ -61,7 +61,8 @@ class HostRanks:
         worker = ["-m", "vpipe.launch.worker", str(folder), *self.task]
         if self.container is None:
             return [self.python, *worker]
-        return self.container.wrapped(["python3", *worker], bound=[Path(folder)])
+        read = [Path(word) for word in self.task if os.path.isabs(word)]  # the checkpoint to go on from
+        return self.container.wrapped(["python3", *worker], bound=[Path(folder), *read])
 
     def environment(self, rank: int) -> dict[str, str]:
         """What is set for a rank, beside what this process has; torchrun's names, with ours."""

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vpipe.checkpoint.folder import Checkpoints
-from vpipe.errors import LastingError, Problem, RunError
+from vpipe.errors import LastingError, Problem, RunError, UserError
 from vpipe.launch import local
-from vpipe.launch.elastic import fitted
+from vpipe.launch.elastic import fitted, other_updates
 from vpipe.launch.folder import checkpoints_root
 from vpipe.launch.hosts import Hosts, Machine
 from vpipe.launch.local import Interrupted
@@ -21,6 +21,8 @@ from vpipe.launch.network import free_port
 from vpipe.launch.ranks import ranks_here
 from vpipe.launch.restart import Failure, announced, last_step, newest_intact, over
 from vpipe.launch.ssh import Remote, UnreachableError, connect, prepare
+from vpipe.launch.starting import Starting
+from vpipe.launch.unsaved import why_unsaved
 from vpipe.train.config import Config
 
 if TYPE_CHECKING:
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 
 PAUSE_S = 10.0
 """Before hosts that could not be reached are tried again."""
+
+STOP_S = 600.0
+"""For ranks that are asked to leave off: a step, or an evaluation, that is under way, and the save."""
 
 
 def run(config: Config, start: Start | None, restarts: int | None) -> None:
@@ -50,11 +55,11 @@ def run(config: Config, start: Start | None, restarts: int | None) -> None:
             try:
                 return launched.attempt()
             except Interrupted as signal:
-                if not signal.in_good_order:
+                if not signal.saved:
                     launched.tell_newest()
                 raise
-            except LastingError:
-                raise
+            except LastingError as error:
+                raise launched.ended(error, None) from None
             except UnreachableError as error:
                 if not failures:
                     raise
@@ -63,6 +68,10 @@ def run(config: Config, start: Start | None, restarts: int | None) -> None:
                 if over(failures, allowed) is not None:
                     raise
                 time.sleep(PAUSE_S)
+            except UserError:
+                if failures:
+                    launched.tell_newest()
+                raise
             except RunError as error:
                 if launched.folder is None:
                     raise
@@ -101,16 +110,31 @@ class _Run:
             VpipeError: the config, a host or the run is at fault.
             Interrupted: by a signal.
         """
-        config, hosts, remotes = self._connected()
+        away: frozenset[str] = frozenset()
+        while True:
+            try:
+                return self._attempt(away)
+            except UnreachableError as error:
+                away |= self._left_out(error)
+
+    def _attempt(self, away: frozenset[str]) -> None:
+        """See :meth:`attempt`.
+
+        Args:
+            away: logins of hosts that do not take part.
+        """
+        config, hosts, remotes = self._connected(away)
         try:
             # torch is slow to import: only when the config is worth it.
             from vpipe.train.job import Job
             from vpipe.train.report import headline
-            from vpipe.train.resume import Start, take_up
+            from vpipe.train.resume import Start, nothing_left, take_up
 
             job = Job.of(config)
             config = job.config
             start = self._start or Start(None, None)
+            if (said := nothing_left(start, job)) is not None:
+                return print(said, flush=True)
             here = replace(ranks_here(config, hosts, job.schedule.ranks, free_port(config.parallel.master_port)),
                            task=("train", *([] if start.checkpoint is None else [str(start.checkpoint)])))
             if remotes:
@@ -121,16 +145,13 @@ class _Run:
                 print(f"run folder: {self.folder}")
             print(headline(job) + (f" on {1 + len(remotes)} hosts" if remotes else ""), flush=True)
             local.run_ranks(here, self.folder, lambda rank: job.describe(rank) if hosts is None else
-                            hosts.described(rank, job.describe(rank)), remotes, config.parallel.timeout_s)
+                            hosts.described(rank, job.describe(rank)), remotes, STOP_S,
+                            Starting(self.folder, here.world, start.checkpoint).look)
         finally:
             local.close_all(remotes)
 
-    def _connected(self, away: frozenset[str] = frozenset()) -> tuple[Config, Hosts | None, list[Remote]]:
-        """The config with the hosts that take part, and the launchers of the others.
-
-        Args:
-            away: logins of hosts that do not.
-        """
+    def _connected(self, away: frozenset[str]) -> tuple[Config, Hosts | None, list[Remote]]:
+        """The config with the hosts that take part, and the launchers of the others."""
         config = self._config if not away else _without(self._config, away)
         config = self._arranged.get(config.machines, config)
         hosts = hosts_of(config)
@@ -139,18 +160,23 @@ class _Run:
             check_gpus(config, range(ranks_of(config)) if hosts is None else hosts.on(None).values())
         if hosts is None:
             return config, None, []
-        try:
-            return config, hosts, connect(hosts, config.launch, container=bool(config.container))
-        except UnreachableError as error:
-            if not self._restarted:
-                raise
-            if not config.elastic:
-                raise UnreachableError.because({
-                    login: [Problem(problem.what, f"{problem.hint}; elastic: true goes on without it", problem.where)
-                            for problem in problems] for login, problems in error.by_login.items()}) from None
-            for problems in error.by_login.values():
-                print(f"elastic: going on without a host: {problems[0].what}", file=sys.stderr, flush=True)
-            return self._connected(away | set(error.by_login))
+        return config, hosts, connect(hosts, config.launch, container=bool(config.container))
+
+    def _left_out(self, error: UnreachableError) -> frozenset[str]:
+        """The hosts that cannot take part, if the run may go on without them.
+
+        Raises:
+            UnreachableError: it may not.
+        """
+        if not self._restarted:
+            raise error
+        if not self._config.elastic:
+            raise UnreachableError.because({
+                login: [Problem(problem.what, f"{problem.hint}; elastic: true goes on without it", problem.where)
+                        for problem in problems] for login, problems in error.by_login.items()}) from None
+        for problems in error.by_login.values():
+            print(f"elastic: going on without a host: {problems[0].what}", file=sys.stderr, flush=True)
+        return frozenset(error.by_login)
 
     def failure(self, what: str) -> Failure:
         """How the attempt ended, of which something is said."""
@@ -171,6 +197,8 @@ class _Run:
         arranged = config_of(self.folder)
         if arranged.machines == self._machines:
             self._arranged[self._machines] = arranged
+        if self._config.parallel.update_every is None:  # so that fewer ranks may keep the samples of an update
+            self._config = self._config.with_parallel(update_every=arranged.parallel.update_every)
         checkpoint = newest_intact(checkpoints_root(arranged, self.folder))
         if checkpoint is None and self._start is not None:
             checkpoint = self._start.checkpoint  # which may be from elsewhere
@@ -183,18 +211,21 @@ class _Run:
         Args:
             why: nothing is started again; None where nobody asked for that.
         """
-        newest = self._newest
-        hints = [error.hint, *([] if why is None else [f"not started again: {why}"]),
-                 *([] if newest is None or "--resume" in error.hint else
-                   [f"go on from {newest.name} with: vpipe train --resume {self.folder}"])]
-        return RunError(error.located, hint="; ".join(hints))
+        hints = [error.hint, *([] if why is None else [f"not started again: {why}"])]
+        if self.folder is not None and "checkpoint" not in error.hint:
+            hints += [self._going_on(self.folder)]
+        return type(error)(error.located, hint="; ".join(hints))
 
     def tell_newest(self) -> None:
         """Say from where a run that was ended in the middle may go on."""
+        if self.folder is not None:
+            print(self._going_on(self.folder), file=sys.stderr, flush=True)
+
+    def _going_on(self, folder: Path) -> str:
         newest = self._newest
         if newest is not None:
-            print(f"the newest checkpoint is {newest.name}; go on with: vpipe train --resume {self.folder}",
-                  file=sys.stderr, flush=True)
+            return f"go on from {newest.name} with: vpipe train --resume {folder}"
+        return f"no checkpoint was made: {why_unsaved(self._config, folder)}"
 
     @property
     def _newest(self) -> Path | None:
@@ -206,4 +237,7 @@ class _Run:
 def _without(config: Config, away: Set[str]) -> Config:
     """The config for the hosts that are not away."""
     there = tuple(text for text in config.machines or () if (entry := Machine.of(text)) and entry.login not in away)
-    return fitted(config, len(there)).model_copy(update={"machines": there})
+    fit = fitted(config, len(there))
+    if (change := other_updates(config, fit)) is not None:
+        print(f"elastic: {change}", file=sys.stderr, flush=True)
+    return fit.model_copy(update={"machines": there})

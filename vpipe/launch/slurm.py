@@ -135,9 +135,9 @@ srun --cpus-per-task={threads} --kill-on-bad-exit=1 {train}
 
 _AGAIN = """ || status=$?
 
-# Back into the queue, where the run goes on from its newest checkpoint: after status {saved}, with which it has saved
-# before the time limit; and after up to {restarts} failures, counted in a file, but never after 2, a mistake that would
-# be made again.
+# Back into the queue, where the run goes on from its newest checkpoint: after status {saved}, which it ends with only
+# when it has saved before the time limit; and after up to {restarts} failures, counted in a file, but never
+# after 2, a mistake that would be made again.
 failures="$SLURM_JOB_NAME-$SLURM_JOB_ID.failures"
 case ${{status:=0}} in
     0|2) ;;

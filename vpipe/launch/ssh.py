@@ -195,9 +195,9 @@ class Remote:
         """Per rank its exit status, negative for the signal that killed it; None while it runs."""
         return dict(self._statuses)
 
-    def stop(self) -> None:
-        """Ask its ranks to leave off in good order."""
-        self._say(stop=True)
+    def stop(self, number: int) -> None:
+        """Ask its ranks to leave off in good order, as if each had got this signal."""
+        self._say(stop=int(number))
 
     def close(self) -> None:
         """End its ranks; wait until all that they wrote is here, or it is lost; ssh ends."""
@@ -332,12 +332,12 @@ def prepare(remotes: Sequence[Remote], config: str, here: HostRanks, silence_s: 
         fingerprint: of this host's data.
 
     Raises:
-        UserError: all that keeps any of them from it, other data among it.
+        UnreachableError: all that keeps any of them from it, other data among it.
     """
     with listening(here.port):
         for remote in remotes:
             remote.tell(config, here, silence_s)
-        problems = [problem for remote in remotes for problem in
-                    remote.problems("ready", PREPARE_S, SILENT_S) or remote.other_data(fingerprint)]
-    if problems:
-        raise UserError.all_of(problems)
+        found = {remote.login: remote.problems("ready", PREPARE_S, SILENT_S) or remote.other_data(fingerprint)
+                 for remote in remotes}
+    if any(found.values()):
+        raise UnreachableError.because({login: problems for login, problems in found.items() if problems})

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vpipe.launch.restart import Failure
@@ -26,12 +26,16 @@ class Starter:
         agents: what stays the same when it starts the ranks again: see :func:`agent_of`; several with several hosts.
         failures: of the attempts before.
         checkpoint: the name of the one that this attempt went on from; empty for the beginning.
+        config: as YAML, what this attempt was told before anything was planned or fitted.
+        ended: whether the run has come to its end.
     """
 
     name: str
     agents: tuple[str, ...]
     failures: tuple[Failure, ...] = ()
     checkpoint: str = ""
+    config: str = ""
+    ended: bool = False
 
     @classmethod
     def read(cls, folder: Path) -> Starter | None:
@@ -39,25 +43,42 @@ class Starter:
         with suppress(OSError, ValueError, KeyError, TypeError):
             said = json.loads((folder / FILE).read_text())
             failures = tuple(Failure(**failure) for failure in said["failures"])
-            return cls(said["starter"], tuple(said["agents"]), failures, said["checkpoint"])
+            return cls(said["starter"], tuple(said["agents"]), failures, said["checkpoint"], said["config"],
+                       said["ended"])
         return None
 
     def write(self, folder: Path) -> None:
         """Say it in the run's folder."""
         partial = folder / f"{FILE}.tmp"
         partial.write_text(json.dumps({"starter": self.name, "agents": self.agents,
-                                       "checkpoint": self.checkpoint,
+                                       "checkpoint": self.checkpoint, "config": self.config, "ended": self.ended,
                                        "failures": [failure.as_json for failure in self.failures]}))
         partial.replace(folder / FILE)
 
-    @classmethod
-    def run_of(cls, log_directory: Path, name: str, agents: Sequence[str]) -> Path | None:
-        """The folder of the latest run that one of these started; None when they start for the first time."""
+    def run_begun(self, log_directory: Path, resumed: Path | None, *, again: bool) -> Path | None:
+        """The folder of the latest run that one of these agents began, and would begin again; None for a new one.
+
+        A script under torchrun may train several times, each with a config of its own or after the one before has
+        ended; a step of a job is one training, whatever becomes of its config while it waits for the next attempt.
+
+        Args:
+            resumed: the run that goes on by the user's wish.
+            again: whether the starter says that it starts the ranks again.
+        """
         for path in sorted(log_directory.glob(f"*/{FILE}"), reverse=True):
-            found = cls.read(path.parent)
-            if found is not None and found.name == name and set(found.agents) & set(agents):
+            found = self.read(path.parent)
+            if found is None or found.name != self.name or not set(found.agents) & set(self.agents):
+                continue
+            same = self.name == "srun" or found.config == self.config or path.parent == resumed
+            if same and (again or not found.ended):
                 return path.parent
         return None
+
+    @classmethod
+    def end(cls, folder: Path) -> None:
+        """Note that the run in this folder has come to its end."""
+        if (found := cls.read(folder)) is not None:
+            replace(found, ended=True).write(folder)
 
 
 def agent_of(environment: Mapping[str, str], job_step: str | None) -> str:

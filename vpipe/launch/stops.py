@@ -7,15 +7,33 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Thread, Timer
+from typing import NamedTuple
 
+from vpipe.launch.variables import PARENT_PIPE
 from vpipe.watch.current import ask_stop
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """What asks for an end: a launcher, torchrun and srun send SIGTERM, a terminal SIGINT, and SLURM before the time limit
 or a pre-emption what ``--signal`` says, mostly SIGUSR1."""
 
+UNSAVED = 64
+"""The exit status of a rank that its launcher asked to end is 128 + the signal's number where it has saved, else this
+and the number: so the launcher knows."""
+
 LAST_WORDS_S = 5.0
 """To notice that a rank is gone, to let its neighbour speak first, and to speak."""
+
+
+class Stopped(NamedTuple):
+    """How a training ended before its end.
+
+    Attributes:
+        by: the name of the signal.
+        saved: whether the state after the last step is in a checkpoint.
+    """
+
+    by: str
+    saved: bool
 
 
 class _Stops:
@@ -27,7 +45,7 @@ class _Stops:
 
     def __init__(self, patience_s: float) -> None:
         self.patience_s = patience_s
-        self.training = False
+        self.training = self.decided = False
         self.asked: signal.Signals | None = None
         self._reader, writer = os.pipe()
         os.set_blocking(writer, False)
@@ -40,16 +58,18 @@ class _Stops:
         while True:
             for byte in os.read(self._reader, 64):
                 if byte in STOPS:
-                    self._ask(signal.Signals(byte))
+                    self.ask(signal.Signals(byte))
 
-    def _ask(self, number: signal.Signals) -> None:
+    def ask(self, number: signal.Signals) -> None:
+        if self.decided:
+            return
         self.asked = self.asked or number
         if self.training:
             ask_stop(number.name)
         elif self.patience_s:
             self.end_late(number)
         else:
-            os._exit(_unsaved(number))
+            os._exit(status_after(number, saved=False))
 
     def end_late(self, number: signal.Signals) -> None:
         """End the process in a while, whatever it waits for, unless it trains by then."""
@@ -57,16 +77,18 @@ class _Stops:
             if self.training:
                 ask_stop(number.name)
             else:
-                os._exit(_unsaved(number))
+                os._exit(status_after(number, saved=False))
 
         timer = Timer(self.patience_s, end)
         timer.daemon = True
         timer.start()
 
 
-def _unsaved(number: signal.Signals) -> int:
-    """The exit status of a rank that a signal ends outside training: to a script, 128 + SIGUSR1 says that it saved."""
-    return 1 if number == signal.SIGUSR1 else 128 + number
+def status_after(number: int, *, saved: bool) -> int:
+    """The exit status of a process that a signal ends: to a script, 128 + SIGUSR1 says that the run was saved."""
+    if not saved and PARENT_PIPE in os.environ:
+        return UNSAVED + number
+    return 1 if number == signal.SIGUSR1 and not saved else 128 + number
 
 
 _stops: _Stops | None = None
@@ -85,6 +107,12 @@ def listen(patience_s: float = 0.0) -> None:
     """
     global _stops
     _stops = _Stops(patience_s)
+
+
+def ask(number: int) -> None:
+    """The launcher passes a signal on: as if it had come to this process, which must :func:`listen`."""
+    assert _stops is not None, "it listens"
+    _stops.ask(signal.Signals(number))
 
 
 @contextmanager
@@ -113,15 +141,17 @@ def in_good_order() -> Iterator[None]:
 
 def end_as_decided() -> None:
     """Let no signal change the exit status any more: as it ends, Python gives up its own handlers of signals."""
+    if _stops is not None:
+        _stops.decided = True
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
 
 
-def stopped_status(rank: int, name: str | None) -> int:
+def stopped_status(rank: int, stopped: Stopped | None) -> int:
     """The exit status of a rank whose training ended well.
 
     Args:
-        name: of the signal that ended it before its end. Then the first rank says so, once it has saved; if others
-            did, srun would end it meanwhile.
+        stopped: by a signal, before its end. Then the first rank says so, once it has saved; if others did, srun would
+            end it meanwhile.
     """
-    return 0 if name is None or rank else 128 + signal.Signals[name]
+    return 0 if stopped is None or rank else status_after(signal.Signals[stopped.by], saved=stopped.saved)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from vpipe.errors import RunError, UserError, VpipeError, counted
 from vpipe.launch.conclusion import Conclusion
 from vpipe.launch.container import enter
-from vpipe.launch.elastic import fitted
-from vpipe.launch.failure import read_report, told, write_report
+from vpipe.launch.elastic import fitted, other_updates
+from vpipe.launch.failure import told, write_report
 from vpipe.launch.folder import CONFIG
 from vpipe.launch.local import GRACE_S
 from vpipe.launch.machine import check_gpus, own_device, ranks_of
@@ -21,7 +22,8 @@ from vpipe.launch.meeting import Meeting
 from vpipe.launch.member import Member
 from vpipe.launch.network import check_interfaces, interface_towards
 from vpipe.launch.ranks import interface_variables
-from vpipe.launch.stops import LAST_WORDS_S, end_as_decided, listen, stopped_status
+from vpipe.launch.starter import Starter
+from vpipe.launch.stops import LAST_WORDS_S, Stopped, end_as_decided, listen, stopped_status
 from vpipe.launch.variables import HOST
 from vpipe.launch.worker import do, speaks
 from vpipe.train.config import Config
@@ -43,7 +45,7 @@ def train_together(member: Member, config: Config | VpipeError, start: Start | N
 
     Raises:
         VpipeError: what this rank has to say of a failure.
-        SystemExit: another rank says it; or a signal ended the training, with 128 + its number on rank 0.
+        SystemExit: another rank says it; or a signal ended the training, with a status on rank 0 that tells which.
     """
     listen(LAST_WORDS_S)
     try:
@@ -54,12 +56,12 @@ def train_together(member: Member, config: Config | VpipeError, start: Start | N
 
 def _train(member: Member, config: Config | VpipeError, start: Start | None, restarts: int | None) -> None:
     os.environ.update(member.variables)
-    job, data, error = None, "", None
+    job, data, error, resolved = None, "", None, ""
     if isinstance(config, VpipeError):
         error = config
     else:
         try:
-            enter(config)
+            enter(config, [] if start is None else start.folders)
         except VpipeError as wrong:
             error = wrong
     try:
@@ -68,6 +70,7 @@ def _train(member: Member, config: Config | VpipeError, start: Start | None, res
         raise error or apart from None  # a config that cannot be read may be why they look elsewhere
     if error is None:
         assert isinstance(config, Config), "else there is an error"
+        resolved = config.resolved_yaml()
         try:
             config = _for_ranks(config, member)
             member = _checked(member, config)
@@ -81,11 +84,15 @@ def _train(member: Member, config: Config | VpipeError, start: Start | None, res
 
     def conclude(agents: Sequence[str]) -> str:
         assert job is not None, "all ranks have one"
-        return Conclusion.of(member, job, start, restarts, agents).text
+        return Conclusion.of(member, job, start, restarts, agents, resolved).text
 
     agreement = meeting.settle(error, data, conclude)
     assert job is not None, "else it did not settle"
     concluded = Conclusion(**json.loads(agreement.conclusion))
+    if concluded.nothing_left is not None:
+        if member.rank == 0:
+            print(concluded.nothing_left, flush=True)
+        return meeting.end()
     job = concluded.job(job)
     folder, hosts = _folder(Path(concluded.folder), job), len(set(agreement.hosts))
     os.environ.update({HOST: member.host} if hosts > 1 else {})
@@ -99,16 +106,18 @@ def _train(member: Member, config: Config | VpipeError, start: Start | None, res
     if member.rank == 0:
         print(f"run folder: {folder}\n{headline(job)}, started by {member.starter}"
               + (f" on {hosts} hosts" if hosts > 1 else ""), flush=True)
-    stopped: list[str | None] = [None]
+    stopped: list[Stopped | None] = [None]
 
     def work() -> None:
         stopped[0] = train(job, folder, None if concluded.checkpoint is None else Path(concluded.checkpoint))
 
     failure = do(folder, member.rank, work)
     if failure is not None:
-        write_report(folder, member.rank, failure)
-        raise _spoken(failure, folder, member, meeting, job.describe)
+        report = write_report(folder, member.rank, failure)
+        raise _spoken(failure, report, folder, member, meeting, job.describe)
     if member.rank == 0:
+        if stopped[0] is None:
+            Starter.end(folder)
         print(f"run folder: {folder}", flush=True)
     if status := stopped_status(member.rank, stopped[0]):
         raise SystemExit(status)
@@ -127,7 +136,10 @@ def _for_ranks(config: Config, member: Member) -> Config:
     if member.rank == 0:
         print(f"elastic: {member.starter} started {counted(member.ranks, 'process')}; the config has "
               f"{counted(ranks, 'rank')}, and is cut anew", file=sys.stderr, flush=True)
-    return fitted(config, member.ranks)
+    fit = fitted(config, member.ranks)
+    if member.rank == 0 and (change := other_updates(config, fit)) is not None:
+        print(f"elastic: {change}", file=sys.stderr, flush=True)
+    return fit
 
 
 def _checked(member: Member, config: Config) -> Member:
@@ -152,15 +164,13 @@ def _folder(folder: Path, job: Job) -> Path:
     return folder
 
 
-def _spoken(failure: VpipeError, folder: Path, member: Member, meeting: Meeting,
+def _spoken(failure: VpipeError, mine: Mapping[str, Any], folder: Path, member: Member, meeting: Meeting,
             describe: Callable[[int], str]) -> BaseException:
     """The failure, if this rank is the one to tell it; else an end in silence.
 
     A rank that found the cause tells it at once. One that lost another gives that one, or who lost it too, time to
     speak first.
     """
-    mine = read_report(folder, member.rank)
-    assert mine is not None, "just written"
     if meeting.cause_is_said(GRACE_S if mine["blames_peer"] else 0.0):
         return SystemExit(failure.exit_status)
     if not mine["blames_peer"]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 PARENT_PIPE = "VPIPE_PARENT_PIPE"
-"""A file descriptor: it ends when the launcher does, and then so must the rank."""
+"""A file descriptor: it ends when the launcher does, and then so must the rank. A byte in it is the number of a signal
+that the launcher passes on: unlike a signal it loses none that comes while Python starts, and reaches nothing else."""
 
 HOST = "VPIPE_HOST"
 """The host's name for messages, where a run has several."""

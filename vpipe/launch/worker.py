@@ -17,7 +17,8 @@ from pathlib import Path
 from vpipe.errors import RunError, VpipeError
 from vpipe.launch.failure import read_report, write_report
 from vpipe.launch.folder import CONFIG, FINGERPRINT, log_path
-from vpipe.launch.stops import end_as_decided, listen, stopped_status
+from vpipe.launch.rank_log import RankLog
+from vpipe.launch.stops import Stopped, ask, end_as_decided, listen, stopped_status
 from vpipe.launch.variables import PARENT_PIPE
 from vpipe.watch.current import announce, report_to
 
@@ -26,12 +27,13 @@ def main(folder: Path, task: str, *arguments: str) -> int:
     """Do the task as the folder's config says; a failure is written down for the launcher.
 
     Returns:
-        The exit status; of the first rank, when a signal ended the training in good order, 128 + its number.
+        The exit status; of the first rank, when a signal ended the training in good order, one that tells which
+        (:func:`~vpipe.launch.stops.status_after`).
     """
     listen()
     _follow_parent()
     rank = int(os.environ["RANK"])
-    stopped: list[str | None] = [None]
+    stopped: list[Stopped | None] = [None]
 
     def work() -> None:
         from vpipe.train.config import load_config
@@ -67,7 +69,7 @@ def main(folder: Path, task: str, *arguments: str) -> int:
 
 def do(folder: Path, rank: int, work: Callable[[], None]) -> VpipeError | None:
     """Do a rank's work, with its log in ``folder``; returns why it failed."""
-    logging.basicConfig(filename=log_path(folder, rank), level=logging.INFO,
+    logging.basicConfig(handlers=[RankLog(log_path(folder, rank))], level=logging.INFO,
                         format="%(asctime)s %(levelname)s %(message)s")
     log = logging.getLogger("vpipe")
 
@@ -99,18 +101,19 @@ def speaks(folder: Path, rank: int, ranks: int) -> bool:
     One that blames itself comes first, then the earliest.
     """
     reports = [report for other in range(ranks) if (report := read_report(folder, other)) is not None]
-    first = min(reports, key=lambda report: (report["blames_peer"], report["time"]))
-    return bool(first["rank"] == rank)
+    first = min(reports, key=lambda report: (report["blames_peer"], report["time"]), default=None)
+    return first is None or bool(first["rank"] == rank)
 
 
 def _follow_parent() -> None:
-    """End at once when the launcher is gone, whatever this process is waiting for."""
+    """End at once when the launcher is gone, whatever this process is waiting for; leave off when it says so."""
     pipe = os.environ.get(PARENT_PIPE)
     if pipe is None:
         return
 
     def wait() -> None:
-        os.read(int(pipe), 1)  # returns when the other end is closed: nobody ever writes
+        while number := os.read(int(pipe), 1):  # of a signal; nothing when the other end is closed
+            ask(number[0])
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()

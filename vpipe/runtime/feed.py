@@ -85,6 +85,10 @@ class Feed:
             del self._open[number]
         return chunk
 
+    def samples(self, first: int, end: int) -> int:
+        """How many samples the microbatches from ``first`` on and before ``end`` have; all of them were read."""
+        return self.samples_before(end) - self.samples_before(first)
+
     def samples_before(self, microbatch: int) -> int:
         """How many samples the microbatches before this one have; all of them were read."""
         total, first = 0, 0

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vpipe.checkpoint.fits import check_fits
+from vpipe.checkpoint.folder import find
 from vpipe.checkpoint.manifest import About, Manifest
 from vpipe.checkpoint.once import save_at
 from vpipe.checkpoint.parts import check_kinds
@@ -20,7 +21,7 @@ from vpipe.checkpoint.restore import read
 from vpipe.errors import Problem, UserError
 from vpipe.model.layer import Model
 from vpipe.runtime.engine import Engine
-from vpipe.runtime.saved import Position
+from vpipe.runtime.position import Position
 from vpipe.watch.current import at_work
 
 
@@ -58,19 +59,20 @@ class OneCheckpoint:
             save_at(self._folder, about, tensors, self._rank, self._engine.all_ranks)
 
     def load(self, model: Model) -> Position:
-        """Go on from it; where that is.
+        """Go on from it, or from the newest of the run whose folder it is; where that is.
 
         Raises:
             UserError: it does not fit, or is damaged; on every rank what the first of them found.
         """
         with at_work("loading a checkpoint"), self._together() as problems:
             try:
-                manifest = Manifest.load(self._folder)
+                folder = find(self._folder)
+                manifest = Manifest.load(folder)
                 check_fits(manifest, model)
                 self._check_run(manifest)
                 position = Position.of_numbers(manifest.step, manifest.samples, manifest.numbers, self._batch)
                 self._engine.check_begins(position)
-                tensors = read(self._folder, manifest, filter(self._engine.wants, manifest.tensors))
+                tensors = read(folder, manifest, filter(self._engine.wants, manifest.tensors))
             except UserError as error:
                 problems += error.problems
         self._engine.restore(position, tensors)

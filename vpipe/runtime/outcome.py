@@ -1,4 +1,4 @@
-"""What the last stage alone knows and every rank must: losses, and whether to stop."""
+"""What comes out of a step, on every rank: what the last stage alone knows, losses and whether to stop, is told."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vpipe.runtime.segment import Segment
+from vpipe.runtime.step import Step
 from vpipe.runtime.transport import Key, Spec
 from vpipe.runtime.worker import Worker
-from vpipe.schedules.size import Placement
+from vpipe.schedules.action import Action, Op
+from vpipe.schedules.order import Schedule
 
 
 class Outcomes:
@@ -22,13 +24,21 @@ class Outcomes:
 
     Args:
         workers: of this process.
-        placement: ranks per stage.
+        schedule: lowered.
         distributed: whether there are other processes.
+
+    Attributes:
+        stop: is asked where the last stage is, once per step.
+        decisive: by rank, the action after which its losses are known, where a program is one update; then they are
+            told at once, long before the update is made: a loss is on every rank before that rank's last backward, so
+            none waits for another between two updates. Empty where they are told with the step.
     """
 
-    def __init__(self, workers: Mapping[int, Worker], placement: Placement, distributed: bool) -> None:
-        self._workers, self._sources, self._distributed = workers, placement[-1], distributed
-        self._last_stage = len(placement) - 1
+    def __init__(self, workers: Mapping[int, Worker], schedule: Schedule, distributed: bool) -> None:
+        self._workers, self._sources, self._distributed = workers, schedule.placement[-1], distributed
+        self._last_stage = schedule.stages - 1
+        self.stop: Callable[[], bool] = lambda: False
+        self.decisive = self._last_forwards(schedule)
         self._told: dict[tuple[int, int], Tensor] = {}  # by step and rank of the last stage, where that is here
 
     def expect(self, segment: Segment, step: int) -> None:
@@ -36,18 +46,36 @@ class Outcomes:
         for rank in self._elsewhere():
             self._post(rank, self._key(segment, step), 1 + len(self._share(segment.rounds.of_step(step), rank)))
 
-    def tell(self, segment: Segment, step: int, rank: int, stop: Callable[[], bool]) -> None:
+    def tell(self, segment: Segment, step: int, rank: int) -> None:
         """Where a last stage is, when its losses of a step are there: let every rank know."""
         if rank not in self._sources:
             return
         known = self._workers[rank].losses
         losses = [known[segment.base + i].double().reshape(()) for i in self._share(segment.rounds.of_step(step), rank)]
-        ends = torch.tensor(float(rank == self._sources[0] and stop()), dtype=torch.float64)
+        ends = torch.tensor(float(rank == self._sources[0] and self.stop()), dtype=torch.float64)
         # Not read here: a GPU would be waited for.
         self._told[step, rank] = torch.stack([ends.to(losses[0].device) if losses else ends, *losses])
         self._send(self._key(segment, step), self._told[step, rank])
 
-    def hear(self, segment: Segment, step: int) -> tuple[float, bool]:
+    def step(self, segment: Segment, step: int) -> Step:
+        """What came out of a step of which this process has made all its updates."""
+        number = segment.steps_before + step
+        if not self.decisive:
+            self.expect(segment, step)
+            for rank in self._workers:
+                self.tell(segment, step, rank)
+        loss, stop = self._hear(segment, step)
+        norm = next(iter(self._workers.values())).update.gradient_norm
+        # Computed anew: within one process a later stage may already have set the rate of its next update.
+        here = sorted((stage, rank) for rank, worker in self._workers.items() for stage in worker.stages)
+        rates = (self._workers[rank].learning_rate(stage, step) for stage, rank in here)
+        rate = next((rate for rate in rates if rate is not None), None)
+        skipped = [number in worker.skipped for worker in self._workers.values()]
+        for worker in self._workers.values():
+            worker.skipped.discard(number)
+        return Step(number, loss, rate, None if norm is None else float(norm), stop, any(skipped))
+
+    def _hear(self, segment: Segment, step: int) -> tuple[float, bool]:
         """A step's mean loss, and whether to stop, on every rank."""
         told = [self._told.pop((step, rank)) if rank in self._workers else self._take(rank, self._key(segment, step))
                 for rank in self._sources]
@@ -75,6 +103,12 @@ class Outcomes:
         parts = [mine[rank] if rank in mine else self._take(rank, key) for rank in self._sources
                  if self._share(microbatches, rank)]
         return self._in_order(parts, microbatches).tolist()
+
+    def _last_forwards(self, schedule: Schedule) -> Mapping[int, Action]:
+        if schedule.recipe is not None or schedule.rounds.per_step < schedule.microbatches:
+            return {}
+        return {rank: [action for action in schedule.programs[rank]
+                       if action.op is Op.FORWARD and action.stage == self._last_stage][-1] for rank in self._sources}
 
     def _share(self, microbatches: range, rank: int) -> range:
         """Those that a replica of the last stage takes. A step begins with the first replica."""

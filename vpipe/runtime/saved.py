@@ -12,7 +12,6 @@ all there are. So a checkpoint is one flat table, whatever the partition, the wi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -31,52 +30,6 @@ NUMBERS = {"int": torch.int64, "float": torch.float64}
 
 _SET_ANEW = ("params", "lr", "initial_lr")
 """Entries of a parameter group that follow from the run's arguments and its step."""
-
-
-@dataclass(frozen=True)
-class Position:
-    """How far training is: where a checkpoint was made, and where a run goes on.
-
-    Attributes:
-        steps: that are done; the next one has this index.
-        microbatches: that are done, counted over all training. Dropout and stochastic rounding follow their number.
-        begun: how many of them are of a batch that has more; training goes on within it. None: what is left over when
-            all batches have equally many.
-        samples: that they had.
-    """
-
-    steps: int
-    microbatches: int
-    begun: int | None = None
-    samples: int = 0
-
-    def as_numbers(self, batch: int) -> dict[str, int]:
-        """As a checkpoint holds it beside the steps and the samples; ``batch``: microbatches of a batch."""
-        begun = self.microbatches % batch if self.begun is None else self.begun
-        return {"microbatches": self.microbatches, "begun": begun, "batch": batch}
-
-    @classmethod
-    def of_numbers(cls, steps: int, samples: int, numbers: Mapping[str, Any], batch: int) -> Position:
-        """The inverse of :meth:`as_numbers`, where a batch is now cut into ``batch`` microbatches.
-
-        Raises:
-            UserError: it does not fall between two of them, or is not known.
-        """
-        if not steps:  # weights from elsewhere
-            return cls(0, 0)
-        if "batch" not in numbers:
-            raise UserError(f"the checkpoint of step {steps} does not say how many microbatches are done",
-                            hint="it was not made by vpipe train or Pipeline.save")
-        scaled = []
-        for key in ("microbatches", "begun"):
-            count, left = divmod(numbers[key] * batch, numbers["batch"])
-            if left:
-                then = numbers["batch"]
-                raise UserError(f"the checkpoint is of a run with {then} microbatches per batch, and was made after "
-                                f"{numbers['begun']} of them: with {batch} that is within one",
-                                hint=f"go on with {then} microbatches per batch, or from another checkpoint")
-            scaled.append(count)
-        return cls(steps, scaled[0], scaled[1], samples)
 
 
 class Part(Protocol):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
-from math import inf, isfinite
+from math import inf
 from pathlib import Path
 from time import perf_counter
 
@@ -15,14 +15,16 @@ import torch
 import torch.distributed as dist
 
 from vpipe.checkpoint.manifest import Manifest
-from vpipe.errors import LastingError, RunError, UserError, counted
+from vpipe.errors import RunError, UserError, counted
 from vpipe.launch.folder import METRICS, running
-from vpipe.launch.stops import in_good_order
+from vpipe.launch.stops import Stopped, in_good_order
 from vpipe.launch.world import join_world
 from vpipe.pipeline import Pipeline
-from vpipe.runtime.engine import Step
 from vpipe.runtime.feed import Batch
+from vpipe.runtime.step import Step
+from vpipe.slow import said_when_slow
 from vpipe.train.device import device_of
+from vpipe.train.divergence import Divergence
 from vpipe.train.job import Job
 from vpipe.train.metrics import Metrics, Past
 from vpipe.train.progress import Progress
@@ -35,7 +37,7 @@ from vpipe.watch.current import at_work, forget_stop, note_to, stop_asked
 log = logging.getLogger("vpipe")
 
 
-def train(job: Job, folder: Path, checkpoint: Path | None = None) -> str | None:
+def train(job: Job, folder: Path, checkpoint: Path | None = None) -> Stopped | None:
     """Train as the config says; rank 0 shows progress and writes ``metrics.jsonl`` and the summary.
 
     All ranks call this. The run ends after the updates or the minutes of the config, with an evaluation; or when a
@@ -45,14 +47,20 @@ def train(job: Job, folder: Path, checkpoint: Path | None = None) -> str | None:
         checkpoint: to go on from; ``folder`` is ready for that (:func:`~vpipe.train.resume.take_up`).
 
     Returns:
-        The name of the signal that ended the run before its end; None where it came to its end.
+        What ended the run before its end, a signal; None where it came to its end.
 
     Raises:
-        LastingError: a loss is not finite, and the config says to stop then.
+        LastingError: a loss is not finite, and the config says to stop then; or lines of ``metrics.jsonl`` are lost.
         RunError: the last checkpoint could not be saved.
     """
     torch.set_num_threads(job.config.training.threads)
-    forget_stop()
+    try:
+        return _train(job, folder, checkpoint)
+    finally:
+        forget_stop()  # it was about this run; one that was asked for before its beginning is, too
+
+
+def _train(job: Job, folder: Path, checkpoint: Path | None) -> Stopped | None:
     join_world(job.config.parallel.backend, job.config.parallel.timeout_s)
     first = not dist.is_initialized() or dist.get_rank() == 0
     with running(folder) if first else nullcontext():
@@ -66,7 +74,8 @@ def train(job: Job, folder: Path, checkpoint: Path | None = None) -> str | None:
                 job = planned(job, folder)
         pipe = build(job)
         if checkpoint is not None:
-            restore(pipe, job, checkpoint)
+            with said_when_slow(f"reading {checkpoint.name}", first):
+                restore(pipe, job, checkpoint)
         return _Run(job, pipe, folder).train()
 
 
@@ -82,7 +91,7 @@ class _Run:
         log.info("stages %s, layers %s, batch fields %s", [s.spec.index for s in pipe.engine.local_stages],
                  [list(s.spec.layers) for s in pipe.engine.local_stages], list(self._fields))
 
-    def train(self) -> str | None:
+    def train(self) -> Stopped | None:
         """See :func:`train`."""
         job, pipe, folder = self._job, self._pipe, self._folder
         show, training = pipe.rank == 0, job.config.training
@@ -95,12 +104,14 @@ class _Run:
                 Trace(folder if job.config.trace else None, pipe, job.samples_per_update) as self._trace, \
                 Saving(job, pipe, folder, self._metrics, self._progress.note) as self._saving, in_good_order():
             note_to(self._progress.show)
+            self._divergence = Divergence(job, self._saving, self._progress.note)
             self._balance = Replanning(job, pipe, folder, self._progress.note)
             stopped = self._steps()
             self._saving.finish()
             self._trace.end()
-            if stopped is not None:
-                self._progress.note(self._stopped_by(stopped))
+            ended = None if stopped is None else Stopped(stopped, self._saving.is_saved)
+            if ended is not None:
+                self._progress.note(self._words(ended))
         pipe.engine.all_ranks.check_replicas()
         usages = pipe.engine.all_ranks.usage()
         if show:
@@ -108,7 +119,8 @@ class _Run:
             log.info("summary\n%s", text)
             print(text, flush=True)
             self._saving.check_end()
-        return stopped
+            self._metrics.check_end()
+        return ended
 
     def _steps(self) -> str | None:
         """Train to the end, or until a signal; its name."""
@@ -124,6 +136,9 @@ class _Run:
 
         if job.steps_done:
             self._progress.note(f"going on after {job.step_name} {job.steps_done}")
+            if lacking := metrics.past.lacking:
+                self._progress.note(f"warning: {METRICS} lacks lines of steps that are done: " + ", ".join(
+                    str(first) if first == last else f"{first} to {last}" for first, last in lacking))
             if self._cadence.evaluates(job.steps_done - 1, job.steps_done) and self._evaluated != job.steps_done:
                 self._evaluate()  # a signal ended the attempt before just where it was due
         left = None if job.updates is None else job.updates - job.steps_done
@@ -161,21 +176,11 @@ class _Run:
         for step in steps:
             self._progress.update(step, self._metrics)
             self._balance.step()
-            if not (isfinite(step.loss) and isfinite(step.gradient_norm or 0.0)) or step.skipped:
-                self._lost(step)
+            self._divergence.step(step)
+        for warning in self._metrics.warnings():
+            self._progress.note(f"warning: {warning}")
         self._trace.step()
         self._saving.look()
-
-    def _lost(self, step: Step) -> None:
-        """A step whose loss or gradient is not finite."""
-        what = f"loss is {step.loss}" if not isfinite(step.loss) else "the gradient is not finite"
-        if self._job.config.training.on_nan == "skip":
-            self._progress.note(f"{self._job.step_name} {step.index + 1} was skipped: {what}")
-            return
-        self._saving.finish()  # that of a step before it
-        raise LastingError(f"{what} at step {step.index}", hint="lower training.learning_rate, or set training.on_nan: "
-                           "skip" + (f"; the checkpoints before it are in {self._saving.root}"
-                                     if self._saving.root is not None else ""))
 
     def _is_due(self, before: int, steps: int) -> bool:
         return steps != self._job.updates and (self._cadence.saves(before, steps)
@@ -203,11 +208,12 @@ class _Run:
         steps = self._evaluated = self._metrics.steps
         self._metrics.evaluation(steps - 1, loss)
         self._progress.note(f"evaluation loss after {counted(steps, self._job.step_name)}: {loss:.4f}")
+        self._divergence.evaluation(steps, loss)
 
-    def _stopped_by(self, why: str) -> str:
+    def _words(self, stopped: Stopped) -> str:
         steps = self._metrics.steps
-        return (f"stopped by {why} after {self._job.step_name} {steps}: "
-                + (f"saved; go on with: vpipe train --resume {self._folder}" if self._saving.is_saved else "not saved"))
+        return (f"stopped by {stopped.by} after {self._job.step_name} {steps}: "
+                + (f"saved; go on with: vpipe train --resume {self._folder}" if stopped.saved else "not saved"))
 
 
 def build(job: Job) -> Pipeline:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,7 +12,11 @@ from statistics import median
 from time import perf_counter
 from types import TracebackType
 
-from vpipe.runtime.engine import Step
+from vpipe.errors import LastingError, counted
+from vpipe.runtime.step import Step
+from vpipe.train.lines import Lines
+
+log = logging.getLogger("vpipe")
 
 Number = float | None
 Line = dict[str, float | str | bool | None]
@@ -26,17 +31,19 @@ class Past:
         losses: of every step; NaN where it was not finite.
         evaluations: the step each came after, and its loss.
         time_s: seconds of training.
+        lacking: the steps of which there should be a line, and is none: first and last of those in a row.
     """
 
     lines: list[str] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     time_s: float = 0.0
+    lacking: list[tuple[int, int]] = field(default_factory=list)
 
     @classmethod
     def read(cls, path: Path, steps: int) -> Past:
         """The lines of the first ``steps`` steps; of a file that was cut off within a line, the whole lines."""
-        past = cls()
+        past, expected = cls(), None  # a run that began with another one's checkpoint has no line of steps before it
         if not path.exists():
             return past
         for text in path.read_text(errors="replace").splitlines():
@@ -51,9 +58,16 @@ class Past:
             past.time_s = line.get("time_s", past.time_s)
             if "loss" in line:
                 past.losses.append(_number(line["loss"]))
+                past._follows(step, expected)
+                expected = step + 1
             elif "evaluation_loss" in line:
                 past.evaluations.append((step, _number(line["evaluation_loss"])))
+        past._follows(steps, expected)
         return past
+
+    def _follows(self, step: int, expected: int | None) -> None:
+        if expected is not None and step > expected:
+            self.lacking.append((expected, step - 1))
 
 
 class Metrics:
@@ -65,16 +79,18 @@ class Metrics:
     ``evaluation_loss`` and ``time_s``; those of a checkpoint what :meth:`checkpoint` says.
 
     Args:
-        path: of the file, which is continued; None writes nothing.
+        path: of the file, which is continued; None writes nothing. While it cannot be written, lines wait.
         past: what is in it already.
 
     Attributes:
         update_s, losses: of the updates since this object was made.
+        skipped: how many of those were left out.
         evaluations: the same, by the step each came after.
     """
 
     def __init__(self, path: Path | None, tokens_per_update: int, past: Past | None = None, first: int = 0) -> None:
-        self._file = None if path is None else path.open("w" if past is None else "a", buffering=1)
+        self._path, self._file = path, None if path is None else Lines(path, anew=past is None)
+        self._told = False  # that lines wait
         self._tokens = tokens_per_update
         self.past = past or Past()
         self._started = self._last = perf_counter()
@@ -82,6 +98,7 @@ class Metrics:
         self._first = first
         self.update_s: list[float] = []
         self.losses: list[float] = []
+        self.skipped = 0
         self.evaluations: list[tuple[int, float]] = []
 
     @property
@@ -120,6 +137,7 @@ class Metrics:
                 line["gradient_norm"] = _finite(step.gradient_norm)
             if step.skipped:
                 line["skipped"] = True
+                self.skipped += 1
             self._write(line)
 
     def evaluation(self, step: int, loss: float) -> None:
@@ -138,9 +156,37 @@ class Metrics:
     def median_update_s(self) -> float:
         return median(self.update_s)
 
+    def sync(self) -> None:
+        """Let the lines so far reach the disk, as a checkpoint of the same steps will; another thread may call it."""
+        if self._file is not None:
+            try:
+                self._file.sync()
+            except OSError as error:
+                log.warning("%s may lose lines if this host crashes: %s", self._path, error.strerror)
+
+    def warnings(self) -> list[str]:
+        """What the user should know, each thing once."""
+        error = self._file.error if self._file is not None else None
+        if (error is not None) == self._told:
+            return []
+        self._told = error is not None
+        return [f"cannot write '{self._path}': {error}; training goes on, and the lines wait until there is room"
+                if error is not None else f"'{self._path}' is whole again"]
+
+    def check_end(self) -> None:
+        """Once the file is closed, a run of which lines are lost is none that went well.
+
+        Raises:
+            LastingError: they are; to train again would not bring them back.
+        """
+        if self._file is not None and self._file.error is not None:
+            lines = counted(self._file.waiting, "line")
+            raise LastingError(f"the last {lines} of '{self._path}' could not be written: {self._file.error}",
+                               hint="make room for the next run; weights and checkpoints are as they should be")
+
     def _write(self, line: Line) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(line) + "\n")
+            self._file.write(json.dumps(line))
 
     def __enter__(self) -> Metrics:
         return self

@@ -2,8 +2,8 @@
 
 It shares with the engine the model, the seeds and the cut, and nothing else: no actions, no stages at
 work, no transfers. With a flush it is plain PyTorch with gradient accumulation. Without one, the weights
-that each stage gives a microbatch follow from its number alone: see :data:`VERSIONS`; gradients go to the latest
-version.
+that each stage gives a microbatch follow from its number alone: see :data:`~vpipe.train.versions.VERSIONS`; gradients
+go to the latest version.
 
 In fp32 on one CPU thread the pipeline's losses and weights equal the oracle's bit for bit. Two things need a word,
 because a pipeline adds up the gradients of an update in another order than plain PyTorch, which takes one
@@ -29,45 +29,14 @@ from vpipe.model.layer import LOSS, Model, seed_of
 from vpipe.train.start import Start, kept
 from vpipe.train.sums import GradientSums
 from vpipe.train.trail import Trail
+from vpipe.train.training import Training
+from vpipe.train.versions import VERSIONS, VersionRule, Versions
 from vpipe.train.whole import Whole
 
 Batch = Mapping[str, Tensor]
-MakeOptimizer = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer | None]
-
-Cross = Callable[[int, int, int, dict[str, Tensor]], None]
-"""(microbatch of the run, microbatch since the pipeline was empty, layer, tensors so far): what compression makes of
-the tensors before that layer, put in their place."""
-
 
 NOTHING = Start()
 """A run from its beginning."""
-
-
-def uncompressed(number: int, microbatch: int, layer: int, tensors: dict[str, Tensor]) -> None:
-    """All tensors arrive as they are."""
-
-
-VersionRule = Callable[[int, int, Sequence[int], int], int]
-"""(microbatch, stage, widths, microbatches per update and replica) -> version: how many updates of the stage made the
-weights it uses."""
-
-
-def _pipedream(i: int, s: int, w: Sequence[int], k: int) -> int:
-    warm_up = (sum(w[s:]) - 1) // w[s]  # forwards of a replica before its first backward
-    return max(0, (i // w[s] - warm_up) // k)
-
-
-VERSIONS: Mapping[str, VersionRule] = {
-    "pipedream": _pipedream,
-    "pipedream_vertical_sync": lambda i, s, w, k: max(0, (i // w[s] - (len(w) - 1)) // k),
-    "2bw": lambda i, s, w, k: max(0, i // w[s] // k - 1),
-}
-"""What each asynchronous schedule gives microbatch i (from 0) at stage s, which has ``w[s]`` replicas, when a replica
-takes k microbatches per update. Vertical sync is defined for equal widths.
-
-Sources: PipeDream (SOSP 2019), section 3.3, weight stashing and vertical sync, and for replicas 1F1B-RR in section
-3.2; PipeDream-2BW (arXiv:2006.09503), section 3.1.
-"""
 
 
 @dataclass
@@ -82,29 +51,11 @@ class Run:
     state: dict[str, Tensor] = field(default_factory=dict)
     kept: dict[str, Tensor] = field(default_factory=dict)
 
-
-@dataclass(frozen=True)
-class Training:
-    """How to train, as :class:`vpipe.Pipeline` takes it."""
-
-    optimizer: MakeOptimizer
-    microbatches: int
-    seed: int = 0
-    factor: Callable[[int], float] = lambda update: 1.0
-    clip: float | None = None
-    trail: Trail | None = None  # where to note every update
-    cross: Cross = uncompressed
-    skip: bool = False  # an update whose losses and gradient norms are not all finite
-
-    def backward(self, loss: Tensor, parts: int) -> None:
-        """Of a microbatch's share of the mean. One that is not finite is NaN to every gradient, when that counts."""
-        lost = self.skip and not loss.isfinite()
-        torch.autograd.backward(loss / parts, torch.full_like(loss, math.nan) if lost else None)
-
-    def skips(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether the gradients at hand are not to be applied."""
-        return self.skip and not all(bool(torch.linalg.vector_norm(p.grad).isfinite())
-                                     for p in parameters if p.grad is not None)
+    def ends_step(self, losses: Sequence[Tensor], trail: Trail | None) -> None:
+        """Note the mean loss of a step, whose updates are made."""
+        self.losses.append(float(torch.stack(list(losses)).double().mean()))
+        if trail is not None:
+            trail.ends_step(self.losses[-1])
 
 
 def flush_oracle(model: Model, batches: Iterable[Batch], recipe: Training, sides_apart: Sequence[int] | None = None,
@@ -135,25 +86,13 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: Training, sides
                 recipe.backward(loss, recipe.microbatches)
             losses.append(loss.detach())
             sums.add(m, _taken(parameters | sides))
-        for name, gradient in sums.take(parameters).items():
-            parameters[name].grad = gradient
-        if recipe.trail is not None:
-            recipe.trail.gradients(update, {name: p.grad for name, p in parameters.items()})
-        skipped = recipe.skips(parameters.values())
-        if recipe.clip is not None:
-            norm = nn.utils.clip_grad_norm_(parameters.values(), recipe.clip)
-            run.gradient_norms.append(float(norm))
-        if skipped:
-            _taken(parameters)
-        else:
-            _step(optimizer, recipe.factor(start.steps + update))
-        if recipe.trail is not None:
-            recipe.trail.weights(update, parameters)
-            recipe.trail.ends_step(_mean(losses))
+        norm = recipe.apply(sums.take(parameters), parameters, optimizer, update, recipe.factor(start.steps + update))
+        if norm is not None:
+            run.gradient_norms.append(norm)
         with torch.no_grad():
             for side, value in sides.items():
                 value.copy_(parameters[whole.owners[side]])
-        run.losses.append(_mean(losses))
+        run.ends_step(losses, recipe.trail)
     run.state, run.kept = whole.state(), whole.kept() | kept([(optimizer, parameters)])
     return run
 
@@ -173,14 +112,14 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
         drained_at: microbatches, counted over the whole run, before which the pipeline was empty (evaluation, a
             checkpoint, a new call of ``train``): updates and the step that were incomplete are made from what there
             is, the microbatches from there on see the latest version at every stage, and the pipeline fills anew.
-        version_of: one of :data:`VERSIONS`.
+        version_of: one of :data:`~vpipe.train.versions.VERSIONS`.
         widths: replicas per stage; one of each when not given.
         start: what was done before.
     """
     whole = Whole(model, recipe.seed, partition, widths or [1] * len(partition))
     whole.fill(start.tensors)
     sums, work = GradientSums(whole.stage_of, whole.owners, whole.widths), _Work(whole.layers)
-    stages = [_Stage(whole.of_stage(s), recipe, update_every, width, width / whole.widths[0], start)
+    stages = [Versions(whole.of_stage(s), recipe, update_every, width, width / whole.widths[0], start)
               for s, width in enumerate(whole.widths)]
     round_of_all = update_every * math.lcm(*whole.widths)
     run, empty = Run(), start.microbatches  # the microbatch before which the pipeline was last empty
@@ -192,10 +131,8 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
             if stage.seen == stage.span or (ending and stage.seen):
                 stage.update(sums.take(stage.parameters), step=start.steps + len(run.losses))
         if len(losses) == round_of_all or (ending and losses):
-            run.losses.append(_mean(losses))
+            run.ends_step(losses, recipe.trail)
             losses.clear()
-            if recipe.trail is not None:
-                recipe.trail.ends_step(run.losses[-1])
 
     stream = (fields for batch in batches for fields in _microbatches(batch, recipe.microbatches))
     for i, fields in enumerate(islice(stream, start.begun, None), start.microbatches):
@@ -229,53 +166,6 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
     run.state = whole.state()
     run.kept = whole.kept() | kept((stage.optimizer, stage.parameters) for stage in stages)
     return run
-
-
-class _Stage:
-    """A stage without a flush: its versions, and what makes the next one.
-
-    Attributes:
-        span: microbatches of an update, over all replicas.
-        seen: microbatches since the last update.
-        first: the version that was the latest when the pipeline began to fill.
-    """
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter], recipe: Training, every: int, width: int,
-                 rate: float, start: Start) -> None:
-        self.parameters, self.span, self.seen, self.first = parameters, every * width, 0, 0
-        self._recipe, self._every, self._rate = recipe, every, rate
-        self.optimizer = recipe.optimizer(parameters)
-        start.fill(self.optimizer, parameters)
-        self._versions = [self._now()]
-
-    @property
-    def latest(self) -> int:
-        return len(self._versions) - 1
-
-    def leaves(self, version: int) -> dict[str, Tensor]:
-        """The parameters for one microbatch, in the version that was made so many updates after the first one."""
-        return {name: value.clone().requires_grad_() for name, value in self._versions[self.first + version].items()}
-
-    def update(self, gradients: Mapping[str, Tensor | None], step: int) -> None:
-        """Apply the mean over the microbatches seen of gradients that are sums divided by ``every``."""
-        for name, gradient in gradients.items():
-            if gradient is not None and self.seen != self._every:
-                gradient = gradient * (self._every / self.seen)
-            self.parameters[name].grad = gradient
-        trail = self._recipe.trail
-        if trail is not None:
-            trail.gradients(self.latest, {name: p.grad for name, p in self.parameters.items()})
-        if not self._recipe.skips(self.parameters.values()):
-            if self._recipe.clip is not None:
-                nn.utils.clip_grad_norm_(self.parameters.values(), self._recipe.clip)
-            _step(self.optimizer, self._recipe.factor(step) * self._rate)
-        if trail is not None:
-            trail.weights(self.latest, self.parameters)
-        self._versions.append(self._now())
-        self.seen = 0
-
-    def _now(self) -> dict[str, Tensor]:
-        return {name: p.detach().clone() for name, p in self.parameters.items()}
 
 
 def evaluate_oracle(model: Model, state: Mapping[str, Tensor], batches: Iterable[Batch], microbatches: int) -> float:
@@ -334,15 +224,3 @@ def _taken(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
     for parameter in parameters.values():
         parameter.grad = None
     return gradients
-
-
-def _step(optimizer: torch.optim.Optimizer | None, factor: float) -> None:
-    if optimizer is not None:
-        for group in optimizer.param_groups:
-            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def _mean(losses: Sequence[Tensor]) -> float:
-    return float(torch.stack(list(losses)).double().mean())

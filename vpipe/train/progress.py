@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
 
 from tqdm import tqdm
 
-from vpipe.runtime.engine import Step
+from vpipe.runtime.step import Step
 from vpipe.train.metrics import Metrics
 
 log = logging.getLogger("vpipe")
@@ -50,7 +51,8 @@ class Progress:
     def show(self, text: str, on_terminal: bool = True) -> None:
         """The same without the log."""
         if self._show and not self._terminal:
-            print(text, file=sys.stderr, flush=True)
+            with suppress(OSError):  # a file on a full disk: training goes on
+                print(text, file=sys.stderr, flush=True)
         elif self._show and on_terminal:
             self._bar.write(text, file=sys.stderr)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from math import isfinite
 
 from vpipe.errors import counted
 from vpipe.runtime.usage import StageUsage
@@ -29,13 +30,13 @@ def headline(job: Job) -> str:
 def summary(job: Job, metrics: Metrics, usages: Sequence[StageUsage], saves: Sequence[str] = ()) -> str:
     """Throughput, losses, and a row per stage. Times of a stage are milliseconds per update; ``in flight`` counts
     microbatches whose activations a stage held at once. Of a run that went on, times are those of this attempt,
-    losses those of all.
+    finite losses those of all.
 
     Args:
         saves: lines about its checkpoints.
     """
     updates, past = len(metrics.losses), metrics.past
-    losses = [*past.losses, *metrics.losses]
+    losses = [loss for loss in (*past.losses, *metrics.losses) if isfinite(loss)]
     lines = []
     if updates:
         rate = updates / metrics.attempt_s
@@ -44,6 +45,8 @@ def summary(job: Job, metrics: Metrics, usages: Sequence[StageUsage], saves: Seq
                      f" in {metrics.attempt_s:.1f} s: "
                      f"{rate * job.samples_per_update:.1f} samples/s, {rate * job.tokens_per_update:,.0f} tokens/s, "
                      f"{1e3 * metrics.median_update_s():.0f} ms per {job.step_name} (median)")
+    if metrics.skipped:
+        lines.append(f"{metrics.skipped} of {counted(updates, job.step_name)} were skipped: not finite")
     if losses:
         few = max(1, min(10, len(losses) // 4))
         lines.append(f"training loss {mean(losses[:few]):.3f} -> {mean(losses[-few:]):.3f} "

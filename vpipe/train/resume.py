@@ -3,40 +3,34 @@
 from __future__ import annotations
 
 import json
-import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
-from vpipe.checkpoint.folder import Checkpoints, find, step_of
+from vpipe.checkpoint.folder import Checkpoints, find
 from vpipe.checkpoint.integrity import instead_of, newest_intact_before
 from vpipe.checkpoint.manifest import Manifest
-from vpipe.errors import Problem, UserError
-from vpipe.launch.folder import (
-    CONFIG,
-    EARLIER,
-    METRICS,
-    PLAN,
-    begin_attempt,
-    check_not_running,
-    checkpoints_root,
-    make_run_folder,
-)
+from vpipe.errors import Problem, UserError, counted
+from vpipe.launch.folder import CONFIG, METRICS, PLAN, begin_attempt, make_run_folder, next_attempt, take
+from vpipe.launch.restart import last_step
+from vpipe.launch.unsaved import why_unsaved
 from vpipe.plan.plan import Plan
 from vpipe.plan.recompute import recomputed_layers
+from vpipe.runtime.position import Position
+from vpipe.train.changes import changes
 from vpipe.train.config import Config, load_config
 from vpipe.train.parallel import AUTO
+from vpipe.train.roots import RUN, absolute, new_root, put_away_later, roots_of
 from vpipe.train.sections import ModelSection
 from vpipe.train.validation import validated
 from vpipe.train.yaml_file import describe, parse
 
 if TYPE_CHECKING:
     from vpipe.train.job import Job
-
-RUN = "run"
-"""Entry of a checkpoint's arrangement: the folder of the run that made it."""
 
 IMPORTED = "imported"
 """Entry of the arrangement of a checkpoint that no run made: it has weights, and no past."""
@@ -59,6 +53,11 @@ class Start:
     folder: Path | None
     checkpoint: Path | None
 
+    @property
+    def folders(self) -> list[Path]:
+        """What must be there to go on."""
+        return [path for path in (self.folder, self.checkpoint) if path is not None]
+
 
 def start_of(path: Path) -> Start:
     """What ``--resume`` names: the folder of a run, its checkpoints, or one of them.
@@ -66,11 +65,14 @@ def start_of(path: Path) -> Start:
     Raises:
         UserError: there is no checkpoint.
     """
-    path = Path(os.path.abspath(path))
+    path = absolute(path)
     if (path / CONFIG).is_file():
-        root = checkpoints_root(config_of(path), path)
-        return Start(path, _absolute(find(root if root.is_dir() else path)))
-    checkpoint = _absolute(find(path))
+        roots = list(roots_of(path))
+        newest = next((found for root in roots if (found := Checkpoints(root).newest()) is not None), None)
+        if newest is None:
+            raise _unsaved(path, roots)
+        return Start(path, newest)
+    checkpoint = absolute(find(path))
     manifest = _manifest(checkpoint)
     if manifest.arrangement.get(IMPORTED):
         return Start(None, checkpoint)
@@ -78,9 +80,18 @@ def start_of(path: Path) -> Start:
     for run in (checkpoint.parent.parent, *([Path(said)] if isinstance(said, str) else [])):
         # Only where the run would look for it, too: a copy of a checkpoint is the beginning of another run.
         with suppress(UserError):
-            if (run / CONFIG).is_file() and _absolute(checkpoints_root(config_of(run), run)) == checkpoint.parent:
+            if (run / CONFIG).is_file() and checkpoint.parent in roots_of(run):
                 return Start(run, checkpoint)
     return Start(None, checkpoint)
+
+
+def _unsaved(run: Path, roots: Sequence[Path]) -> UserError:
+    """Of a run that has nothing to go on from."""
+    config = load_config(run / CONFIG)
+    every = "" if config.saving.every_steps is not None else " --set checkpoint.every_steps=N"
+    return UserError(f"there is no checkpoint of the run in '{run}': {why_unsaved(config, run)}",
+                     where=f"looked in {', '.join(map(str, roots))}",
+                     hint=f"begin anew: vpipe train {quote(str(run / CONFIG))}{every}")
 
 
 def config_of(folder: Path) -> Config:
@@ -109,7 +120,7 @@ def resumed_config(start: Start, path: Path | None, settings: Sequence[str], sch
         raise UserError(f"the checkpoint '{start.checkpoint}' is in no run's folder, so nothing says what to train",
                         hint="name a config, too: vpipe train CONFIG --resume CHECKPOINT")
     if start.checkpoint is not None:
-        _check_config(config, _manifest(start.checkpoint))
+        check_config(config, _manifest(start.checkpoint))
     return config
 
 
@@ -145,7 +156,7 @@ def _manifest(checkpoint: Path) -> Manifest:
                         hint=f"{problem.hint}; here {instead_of(checkpoint)}") from None
 
 
-def _check_config(config: Config, manifest: Manifest) -> None:
+def check_config(config: Config, manifest: Manifest) -> None:
     """Refuse a config that would make other steps of the past than the checkpoint has.
 
     Raises:
@@ -165,35 +176,92 @@ def _check_config(config: Config, manifest: Manifest) -> None:
         raise UserError.all_of(problems)
 
 
+def nothing_left(start: Start, job: Job) -> str | None:
+    """For a run that has made all its steps and its last evaluation: what to say instead of starting ranks.
+
+    Raises:
+        UserError: the run is still going; the checkpoint does not fit the job.
+    """
+    if start.folder is None or start.checkpoint is None:
+        return None
+    from vpipe.train.metrics import Past  # which needs torch, as a job does
+
+    manifest = Manifest.load(start.checkpoint)
+    steps = manifest.step
+    if job.resumed(steps, manifest.samples).updates != steps:
+        return None
+    evaluations = Past.read(start.folder / METRICS, steps).evaluations
+    if not evaluations or evaluations[-1][0] != steps - 1:
+        return None  # a signal ended it just there
+    take(start.folder)
+    check_fits_job(manifest, job)
+    longer = [f"training.{key}={2 * limit}" for key in ("max_steps", "epochs")
+              if (limit := getattr(job.config.training, key)) is not None]
+    return (f"nothing is left to do: {counted(steps, job.step_name)} are done; to go on, give a larger limit: vpipe "
+            f"train --resume {start.folder} --set {' --set '.join(longer)}")
+
+
 def take_up(start: Start, job: Job) -> Path:
     """Make a run's folder ready for the attempt that begins now; a new one, where none goes on.
 
     What earlier attempts left moves to ``earlier/<n>/``, so do checkpoints after the one to go on from: they belong to
-    steps that will be made anew. To be called once, when all ranks can start.
+    steps that will be made anew. What is done again, and otherwise than before, is said on stderr. To be called once,
+    when all ranks can start; this process then holds the run.
 
     Raises:
         UserError: the run is still going; the checkpoint does not fit the job; a folder cannot be written.
     """
-    steps = 0
+    manifest, steps = None, 0
     if start.checkpoint is not None:
         manifest = Manifest.load(start.checkpoint)
         check_fits_job(manifest, job)
         steps = manifest.step
     config = job.config.resolved_yaml()
     if start.folder is None:
-        folder = make_run_folder(job.config.log_directory, config)
+        saving = job.config.saving
+        folder = make_run_folder(job.config.log_directory, config, saving.directory if saving.makes_any else None)
+        take(folder)
         job.keep_plan(folder)
+        if manifest is not None:
+            print(_begins_with(manifest, start), file=sys.stderr, flush=True)
         return folder
     from vpipe.train.metrics import Past  # which needs torch, as a job does
 
     folder = start.folder
-    check_not_running(folder)
-    earlier = begin_attempt(folder, config, Past.read(folder / METRICS, steps).lines)
+    take(folder)
+    roots = list(dict.fromkeys([new_root(job.config, folder), *roots_of(folder)]))
+    attempt, last = next_attempt([folder, *roots]), last_step(folder)
+    # First the checkpoints: a process that is killed here leaves none that is ahead of metrics.jsonl.
+    moved = [name for root in roots for name in put_away_later(root, steps, attempt)]
+    begin_attempt(folder, attempt, config, Past.read(folder / METRICS, steps).lines)
     job.keep_plan(folder)
     if (folder / PLAN).exists() and Plan.load(folder / PLAN).partition != job.partition:
         (folder / PLAN).unlink()  # this attempt follows it no more
-    _put_away_later(_absolute(checkpoints_root(job.config, folder)), steps, earlier.name)
+    if (last is not None and last >= steps) or moved:
+        print(_anew(job.step_name, steps, last, moved, attempt), file=sys.stderr, flush=True)
+    if manifest is not None and (changed := changes(manifest, job.config)):
+        print(f"changed since step {steps}: {'; '.join(changed)}", file=sys.stderr, flush=True)
     return folder
+
+
+def _begins_with(manifest: Manifest, start: Start) -> str:
+    """``begins with the weights in 'start': 46 tensors from Hugging Face``."""
+    tensors, arrangement = counted(len(manifest.tensors), "tensor"), manifest.arrangement
+    if arrangement.get(IMPORTED):
+        return f"begins with the weights in '{start.checkpoint}': {tensors} from {arrangement.get('from', 'elsewhere')}"
+    return f"begins with the checkpoint '{start.checkpoint}': {tensors} after step {manifest.step}"
+
+
+def _anew(step: str, steps: int, last: int | None, moved: Sequence[str], attempt: str) -> str:
+    """What is put aside: ``updates 41 to 60 are made anew; their lines and step-60 are in earlier/1``."""
+    aside = [*(["their lines"] if last is not None and last >= steps else []), *moved]
+    listed = " and ".join(filter(None, [", ".join(aside[:-1]), aside[-1]]))
+    where = f"earlier/{attempt}"
+    text = f"{listed} {'is' if len(aside) == 1 and moved else 'are'} in {where}"
+    if last is None or last < steps:
+        return f"put aside: {text}"
+    return (f"{step} {steps + 1} is" if last == steps else f"{step}s {steps + 1} to {last + 1} are") + \
+        f" made anew; {text}"
 
 
 def check_fits_job(manifest: Manifest, job: Job) -> None:
@@ -207,6 +275,7 @@ def check_fits_job(manifest: Manifest, job: Job) -> None:
     check_fits(manifest, job.model)
     if problems := list(_misfits(manifest, job)):
         raise UserError.all_of(problems)
+    Position.of_numbers(manifest.step, manifest.samples, manifest.numbers, job.config.training.num_microbatches)
 
 
 def _misfits(manifest: Manifest, job: Job) -> Iterator[Problem]:
@@ -243,25 +312,3 @@ def _other_model(manifest: Manifest, job: Job) -> list[str]:
             return model_differences(ours.name, model_settings(ours, ours.vocab_size, model_file(ours)),
                                      model_settings(theirs, theirs.vocab_size, model_file(theirs)))
     return []
-
-
-def _put_away_later(root: Path, steps: int, attempt: str) -> None:
-    """Move checkpoints of later steps aside, and remove what was cut short."""
-    folder = Checkpoints(root)
-    if not root.is_dir():
-        return
-    try:
-        folder.clear_leftovers()
-        for path in folder.all():
-            if step_of(path) > steps:
-                aside = root / EARLIER / attempt
-                aside.mkdir(parents=True, exist_ok=True)
-                path.rename(aside / path.name)
-        folder.announce()
-    except OSError as error:
-        raise UserError(f"cannot tidy the folder of checkpoints '{root}': {error.strerror}",
-                        hint="make it writable") from None
-
-
-def _absolute(path: Path) -> Path:
-    return Path(os.path.abspath(path))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 from types import TracebackType
 from typing import Any
 
@@ -27,14 +28,17 @@ from vpipe.launch.store import own_store
 from vpipe.launch.variables import HOST
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.distributed import share_tensors
-from vpipe.runtime.saved import Position
+from vpipe.runtime.position import Position
 from vpipe.train.device import device_of
 from vpipe.train.job import Job
 from vpipe.train.metrics import Metrics
-from vpipe.train.resume import RUN
+from vpipe.train.roots import RUN
 from vpipe.watch.current import at_work
 
 log = logging.getLogger("vpipe")
+
+LAST_SAVE_S = 5.0
+"""At most, for a rank that fails of itself, before it ends: the save that is being written may be complete by then."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +94,8 @@ class Saving:
         self._job, self._pipe, self._folder, self._metrics, self._note = job, pipe, folder, metrics, note
         self._told = 0  # of the saver's facts, in metrics.jsonl
         self._saved: int | None = job.steps_done or None  # steps of the latest
-        self._data = ""
         self._saver: Saver | None = None
+        self._reserves = False
         self.root: Path | None = None
         section = job.config.saving
         if not section.makes_any:
@@ -110,21 +114,30 @@ class Saving:
             votes.close()
             return
         self.root = root
-        self._saver = Saver(root, section.keep, pipe.rank, votes)
+        self._config = config.resolved_yaml()  # not in a pause
+        self._data = job.fingerprint() if pipe.rank == 0 else ""
+        self._saver = Saver(root, section.keep, pipe.rank, votes, metrics.sync)
+        self._reserves = section.every_steps is not None and job.schedule.flush  # only then nothing is in flight
 
     def save(self) -> None:
         """Save the state as it is after the last step; the pipeline is empty, or runs empty. Training then goes on."""
         steps = self._metrics.steps
         if self._saver is None or self._saved == steps:
             return
+        began = perf_counter()
         with at_work("saving a checkpoint"):
             tensors = self._pipe.engine.saved()
-            self._saver.save(self._about(), tensors)
+            self._saver.save(self._about(), tensors, began)
         self._saved = steps
         self.look()
 
     def look(self) -> None:
         """Between two steps: tell what became of earlier saves."""
+        if self._reserves and self._saver is not None and self._metrics.steps > self._job.steps_done:
+            self._reserves = False  # now that the optimizer has its state
+            engine = self._pipe.engine
+            self._saver.reserve((tensor.nbytes for part in engine.parts for tensor in part.state().values()),
+                                pinned=engine.local_stages[0].device.type == "cuda")
         if self._saver is None or len(self._saver.facts) == self._told:
             return
         while self._told < len(self._saver.facts) and self._drain_is_known(self._saver.facts[self._told]):
@@ -160,8 +173,8 @@ class Saving:
         facts = self._saver.facts if self._saver is not None else []
         if facts and facts[-1].error and facts[-1].step == self._metrics.steps:
             raise RunError(f"the last checkpoint, of step {facts[-1].step}, could not be saved: {facts[-1].error}",
-                           hint=f"make room, or set checkpoint.directory, and go on with: vpipe train --resume "
-                           f"{self._folder}")
+                           hint="make room, or set checkpoint.directory, or lower the learning rate where weights are "
+                           f"not finite, and go on with: vpipe train --resume {self._folder}")
 
     def summary(self) -> list[str]:
         """What the saves cost, in lines."""
@@ -180,11 +193,9 @@ class Saving:
     def _about(self) -> About:
         job, pipe = self._job, self._pipe
         position = pipe.engine.position
-        if pipe.rank == 0 and not self._data:
-            self._data = job.fingerprint()
         return About(
             position.steps, position.samples, job.config.training.seed, self._data,
-            job.config.resolved_yaml(), {
+            self._config, {
                 "partition": list(pipe.partition), "placement": [list(ranks) for ranks in pipe.placement],
                 "schedule": pipe.schedule, "update_every": pipe.update_every, "microbatches": pipe.microbatches,
                 "recompute": [sorted(layers) for layers in pipe.recomputed], "drained": not job.schedule.flush,
@@ -225,8 +236,13 @@ class Saving:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        if self._saver is not None and error is None:
+        if self._saver is None:
+            return
+        if error is None:
             self._saver.close()
+        elif isinstance(error, Exception) and getattr(error, "peer", None) is None:
+            with at_work("waiting for the last checkpoint"):
+                self._saver.leave(min(LAST_SAVE_S, self._job.config.parallel.timeout_s / 2))
 
 
 def restore(pipe: Pipeline, job: Job, checkpoint: Path) -> None:

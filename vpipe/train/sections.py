@@ -6,11 +6,12 @@ refused by the section's ``mistakes``, so nothing a user writes is ignored.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from vpipe.train.validation import Mistake, MistakesError, Section, unavailable
 from vpipe.train.yaml_file import describe
@@ -37,6 +38,7 @@ Texts = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
 Layers = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(as_tuple), Field(min_length=1)]
 Ratios = Annotated[float | tuple[float, ...], BeforeValidator(_ratios)]
 FilePath = Annotated[Path, Field(strict=False)]
+Absolute = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Path(os.path.abspath(path)))]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 
@@ -186,7 +188,7 @@ class CheckpointSection(Section):
     every_steps: int | None = Field(None, ge=1, description="steps between two checkpoints; null makes none on the way")
     keep: int | None = Field(3, ge=1, description="newest checkpoints that are kept; null keeps all")
     at_end: bool = Field(True, description="whether the end of the run, and a stop by a signal, makes a checkpoint")
-    directory: FilePath | None = Field(None, description="folder in which each run makes a folder of its own for its "
+    directory: Absolute | None = Field(None, description="folder in which each run makes a folder of its own for its "
                                                          "checkpoints, on a disk that all hosts see; null takes "
                                                          "checkpoints in the run's folder")
 

@@ -35,8 +35,10 @@ from vpipe.schedules.reading import Reading
 from vpipe.train.crossing import Crossing
 from vpipe.train.job import Job
 from vpipe.train.loop import build as build_pipeline
-from vpipe.train.oracle import VERSIONS, Training, VersionRule, asynchronous_oracle, flush_oracle, uncompressed
+from vpipe.train.oracle import asynchronous_oracle, flush_oracle
 from vpipe.train.trail import Trail
+from vpipe.train.training import Training, uncompressed
+from vpipe.train.versions import VERSIONS, VersionRule
 
 _DEFECT = "this is a defect of vpipe: please report it"
 

@@ -1,0 +1,129 @@
+"""A disk that is full, checkpoints that were damaged, data that vanish, really made: training goes on or ends with the
+reason, and ``--resume`` gives bit for bit what a run without the failure gives."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from bench import SOON_S, Bench, Outcome, alone, cell, check_resumed, whole
+from cells import Cell, Run
+
+from vpipe.checkpoint.manifest import MANIFEST
+from vpipe.data.hdf5_shard import write_shard
+from vpipe.data.synthetic import synthetic_bert
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk with room for two checkpoints."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1200k", "none", tmp_path]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("to mount a small disk needs root")
+    yield tmp_path
+    subprocess.run(["umount", tmp_path], check=True, timeout=20)
+
+
+@alone(cell("host memory", "1f1b", "write", 2))
+def test_out_of_memory_while_a_checkpoint_is_written(outcome: Outcome, bench: Bench) -> None:
+    """Training goes on, and the next checkpoint is made."""
+    run, ended, _, _ = outcome
+    assert ended.status == 0, ended.err
+    assert "warning: could not save step 4: out of memory (rank 2); training goes on" in ended.err
+    run.check_equals(bench.result("1f1b"))
+
+
+def test_the_disk_is_full_for_a_while(disk: Path, tmp_path_factory: pytest.TempPathFactory, bench: Bench) -> None:
+    """The checkpoint before stays, and training goes on; when there is room again, checkpoints are made again."""
+    run = Run(tmp_path_factory.mktemp("full") / "run", cell("fill for a while", "1f1b", "write", 1, config={
+        "checkpoint__directory": str(disk)}))
+    ended = run.begin()
+    assert ended.status == 0, ended.err
+    assert re.search(r"warning: could not save step 4: No space left on device \(rank \d\).*; training goes on, the "
+                     "latest checkpoint is step 2", ended.err), ended.err
+    run.check_equals(bench.result("1f1b"))
+
+
+def test_the_disk_is_full_to_the_end(disk: Path, tmp_path_factory: pytest.TempPathFactory, bench: Bench) -> None:
+    run = Run(tmp_path_factory.mktemp("full") / "run", cell("fill", "1f1b", "write", 1, config={
+        "checkpoint__directory": str(disk)}))
+    ended = run.begin()
+    assert ended.status == 1
+    assert len(run.losses()) == 8
+    [error] = ended.errors
+    assert error.startswith("error: the last checkpoint, of step 8, could not be saved: No space left on device")
+    assert [path.name for path in run.checkpoints.all()] == ["step-2"]
+    run.check_tidy()
+    (run.checkpoints.root / "filler").unlink()
+    check_resumed(run, run.go_on(), bench)
+
+
+def truncated(checkpoint: Path) -> str:
+    os.truncate(checkpoint / "rank1.safetensors", 1000)
+    return "rank1.safetensors has 1,000 bytes instead of "
+
+
+def flipped(checkpoint: Path) -> str:
+    file = checkpoint / "rank2.safetensors"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+    return "rank2.safetensors was changed"
+
+
+def flipped_manifest(checkpoint: Path) -> str:
+    text = (checkpoint / MANIFEST).read_text()
+    (checkpoint / MANIFEST).write_text(text.replace('"step": 8', '"step": 9', 1))
+    assert (checkpoint / MANIFEST).read_text() != text
+    return MANIFEST
+
+
+@pytest.mark.parametrize("damage", [truncated, flipped, flipped_manifest])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(damage: Callable[[Path], str], tmp_path: Path,
+                                                                  bench: Bench) -> None:
+    """The command in the hint goes on from that one."""
+    run = bench.result("1f1b").copy(tmp_path / "copy")
+    newest = run.checkpoints.newest()
+    said = damage(newest)
+    before = sorted(run.path.rglob("*"))
+    ended = run.go_on()
+    assert ended.status == 2
+    [error] = ended.errors
+    assert str(newest) in error
+    assert said in error
+    assert sorted(run.path.rglob("*")) == before
+    command = re.search(r"resume from step 6 with: vpipe train --resume (\S+)\n", ended.err)
+    assert command, ended.err
+    check_resumed(run, run.go_on(command[1]), bench)
+
+
+def data_vanish(folder: Path) -> tuple[Outcome, Run]:
+    """Also the run of which the data stay."""
+    data = folder / "data"
+    data.mkdir(parents=True)
+    [batch] = synthetic_bert(32, 16, 80).batches("train", 80, seed=0)
+    for shard, name in enumerate([*(f"training_{number}" for number in range(4)), "test"]):  # of two batches each
+        write_shard(data / f"{name}.hdf5", {
+            field: tensor[16 * shard:16 * (shard + 1)].numpy() for field, tensor in batch.items()})
+    config = {"dataset__name": "bert_hdf5", "dataset__path": str(data)}
+    run = Run(folder / "run", Cell("1f1b", {"rank": 0, "moment": "forward", "count": 16, "do": "hide",
+                                            "folder": str(data)}, config))
+    ended = run.begin()
+    assert run.fired is not None, ended.err
+    (folder / "data.away").rename(data)
+    return (run, ended, run.ended_at - run.fired, run.go_on()), whole(Cell("1f1b", None, config), folder / "whole")
+
+
+@pytest.mark.cell.with_args(data_vanish)
+def test_data_that_vanish(bench: Bench, request: pytest.FixtureRequest) -> None:
+    (run, ended, seconds, resumed), other = bench.result(request.node.nodeid)
+    assert ended.status == 1
+    [error] = ended.errors
+    assert re.search(r"(training_\d|test)\.hdf5.*action reading (evaluation )?batch ", error), error
+    assert seconds < SOON_S
+    assert resumed.status == 0, resumed.err
+    run.check_equals(other)

@@ -1,0 +1,34 @@
+"""A small run in this process: its first attempt, and those that go on from a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from small_run import write_config
+
+from vpipe.launch.folder import leave
+from vpipe.train.config import load_config
+from vpipe.train.job import Job
+from vpipe.train.loop import train
+from vpipe.train.resume import Start, resumed_config, start_of, take_up
+
+
+def begin(folder: Path, **changes: Any) -> Path:
+    """A run from its first step; its folder."""
+    folder.mkdir(exist_ok=True)
+    job = Job.of(load_config(write_config(folder, **changes)))
+    run = take_up(Start(None, None), job)
+    train(job, run)
+    leave()
+    return run
+
+
+def go_on(run: Path, *settings: str, at: int | None = None, config: Path | None = None) -> Job:
+    """``vpipe train --resume``, from the newest checkpoint or one."""
+    start = start_of(run if at is None else run / "checkpoints" / f"step-{at}")
+    job = Job.of(resumed_config(start, config, settings, None))
+    assert take_up(start, job) == run
+    train(job, run, start.checkpoint)
+    leave()
+    return job

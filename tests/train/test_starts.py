@@ -1,0 +1,136 @@
+"""What a run goes on from, and what may be another way then."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attempts import begin
+from small_run import metrics, write_config
+
+from vpipe.checkpoint.manifest import Manifest
+from vpipe.errors import UserError
+from vpipe.launch.folder import leave, running
+from vpipe.plan.plan import Plan
+from vpipe.train.config import load_config
+from vpipe.train.job import Job
+from vpipe.train.loop import train
+from vpipe.train.resume import Start, resumed_config, start_of, take_up
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step, saved."""
+    return begin(tmp_path_factory.mktemp("one"), checkpoint__at_end=True, training__max_steps=1)
+
+
+def test_what_can_be_gone_on_with(one: Path, tmp_path: Path) -> None:
+    checkpoint = one / "checkpoints" / "step-1"
+    for path in (one, one / "checkpoints", checkpoint):
+        assert start_of(path) == Start(one, checkpoint)
+    copied = shutil.copytree(checkpoint, tmp_path / "elsewhere")
+    assert start_of(copied) == Start(None, copied)
+    with pytest.raises(UserError, match="is in no run's folder, so nothing says what to train"):
+        resumed_config(start_of(copied), None, [], None)
+    job = Job.of(resumed_config(start_of(copied), write_config(tmp_path, training__max_steps=2), [], None))
+    run = take_up(start_of(copied), job)  # a new one
+    train(job, run, copied)
+    assert [line["step"] for line in metrics(run)[0]] == [1]
+    with pytest.raises(UserError, match="does not exist"):
+        start_of(tmp_path / "none")
+
+
+@pytest.mark.parametrize(("arrangement", "says"), [
+    ({"imported": True, "from": "Hugging Face"}, "begins with the weights in 'FOLDER': {} tensors from Hugging Face"),
+    ({}, "begins with the checkpoint 'FOLDER': {} tensors after step 1")])
+def test_what_a_new_run_begins_with_is_said(one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                            arrangement: dict[str, Any], says: str) -> None:
+    folder = shutil.copytree(one / "checkpoints" / "step-1", tmp_path / "start")
+    manifest = replace(Manifest.load(folder), arrangement=arrangement)
+    manifest.save(folder)
+    start = start_of(folder)
+    take_up(start, Job.of(resumed_config(start, write_config(tmp_path), [], None)))
+    leave()
+    assert capsys.readouterr().err.splitlines() == [
+        says.format(len(manifest.tensors)).replace("FOLDER", str(folder))]
+
+
+def test_a_damaged_manifest_is_named_and_the_one_before_offered(tmp_path: Path) -> None:
+    run = begin(tmp_path, checkpoint__every_steps=1, training__max_steps=2)
+    path = run / "checkpoints" / "step-2" / "checkpoint.json"
+    path.write_text(path.read_text().replace('"step": 2', '"step": 3'))
+    for named in (run, path.parent):
+        with pytest.raises(UserError, match="the manifest of the checkpoint is damaged") as caught:
+            resumed_config(start_of(named), None, [], None)
+        assert caught.value.problems[0].hint.endswith(
+            f"resume from step 1 with: vpipe train --resume {run}/checkpoints/step-1")
+
+
+@pytest.mark.parametrize(("settings", "says"), [
+    (["training.seed=1"], ["training.seed is 1, but the checkpoint was made with 0"]),
+    (["dataset.batch_size=4", "training.optimizer=sgd"],
+     ["dataset.batch_size is 4, but", "training.optimizer is 'sgd'"]),
+    (["dataset.samples=72"], ["the data are not those of the checkpoint: their fingerprint is "]),
+    (["model.hidden_size=32"], ["the checkpoint of step 1 is of another model: '"]),
+    (["model.num_heads=4"], ["the checkpoint is of another model: num_attention_heads is 4, not 2"]),
+])
+def test_what_a_run_that_goes_on_may_not_change(one: Path, settings: list[str], says: list[str]) -> None:
+    before = sorted(os.listdir(one))
+    start = start_of(one)
+    with pytest.raises(UserError) as caught:
+        take_up(start, Job.of(resumed_config(start, None, settings, None)))
+    assert all(any(problem.what.startswith(text) for problem in caught.value.problems) for text in says)
+    assert sorted(os.listdir(one)) == before
+
+
+def test_a_run_that_is_still_going_is_left_alone(one: Path) -> None:
+    job = Job.of(resumed_config(start_of(one), None, [], None))
+    with running(one):
+        with pytest.raises(UserError, match=rf"is still going \(process {os.getpid()} on "):
+            take_up(start_of(one), job)
+        with pytest.raises(UserError, match="is still going"):
+            train(job, one)
+    assert not (one / "running").exists()
+
+
+def test_what_was_planned_is_followed_again(tmp_path: Path, one: Path) -> None:
+    run = shutil.copytree(one, tmp_path / "run")
+    Plan((1, 4)).save(run / "plan.json")
+    start = start_of(run)
+    config = write_config(tmp_path, parallel__partition="auto", training__max_steps=2)
+
+    def partition(*settings: str) -> Any:
+        return resumed_config(start, config, settings, None).parallel.partition
+
+    assert partition() == (1, 4)
+    assert partition("parallel.partition=auto") == "auto"
+    assert partition("parallel.model_parallel_size=3") == "auto"
+    assert partition("parallel.partition=[3, 2]") == (3, 2)
+    job = Job.of(resumed_config(start, config, ["parallel.partition=[3, 2]"], None))
+    take_up(start, job)
+    assert not (run / "plan.json").exists()
+    assert (run / "earlier" / "1" / "plan.json").exists()
+
+
+@pytest.mark.parametrize(("settings", "expected"), [
+    (["parallel.partition=[1, 2, 2]"], {"partition": (1, 2, 2), "model_parallel_size": 3, "stage_to_rank_map": None,
+                                        "recompute": 0.0, "compress": "none"}),
+    (["parallel.model_parallel_size=3"], {"partition": "auto", "stage_to_rank_map": None}),
+    (["parallel.partition=[1, 4]"], {"partition": (1, 4), "stage_to_rank_map": {"0": (0, 1), "1": (2,)},
+                                     "recompute": 0.0, "compress": ("bf16",)}),
+    (["parallel.schedule=1f1b"], {"update_every": None, "partition": (3, 2)}),
+    (["parallel.stage_to_rank_map={0: [0], 1: [1], 2: [2]}"], {"partition": "auto", "model_parallel_size": 3}),
+    (["training.max_steps=9"], {"update_every": 2, "recompute": ((0,), ()), "compress": ("bf16",)}),
+])
+def test_what_follows_from_a_key_that_is_set_goes_with_it(tmp_path: Path, settings: list[str],
+                                                          expected: dict[str, Any]) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(load_config(write_config(
+        tmp_path, parallel__schedule="pipedream", parallel__update_every=2, parallel__recompute=[[0], []],
+        parallel__stage_to_rank_map={"0": [0, 1], "1": [2]}, parallel__compress=["bf16"])).resolved_yaml())
+    parallel = load_config(path, settings, resolved=True).parallel
+    assert {key: getattr(parallel, key) for key in expected} == expected

@@ -1,0 +1,196 @@
+"""A run's folder is made ready to go on: by one process only, killed at any moment, and what is said of it."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attempts import begin, go_on
+from small_run import metrics, write_config
+
+from vpipe.checkpoint.manifest import Manifest
+from vpipe.commands.train import _told
+from vpipe.errors import UserError
+from vpipe.launch import folder as folders
+from vpipe.launch.folder import LAUNCHED, leave, make_run_folder
+from vpipe.launch.run import run as launch
+from vpipe.launch.starter import Starter
+from vpipe.train.changes import changes
+from vpipe.train.config import load_config
+from vpipe.train.job import Job
+from vpipe.train.resume import Start, nothing_left, resumed_config, start_of, take_up
+
+ONE = {"parallel__model_parallel_size": 1, "model__num_layers": 1}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of six steps, a checkpoint after each two."""
+    return begin(tmp_path_factory.mktemp("whole"), checkpoint__every_steps=2, checkpoint__keep=None,
+                 checkpoint__at_end=True, training__max_steps=6, training__lr_policy="polynomial", **ONE)
+
+
+@pytest.fixture
+def run(whole: Path, tmp_path: Path) -> Path:
+    """The same, to be touched."""
+    return shutil.copytree(whole, tmp_path / "run")
+
+
+def ready(start: Start, *settings: str) -> Path:
+    """What the launcher does before it starts ranks."""
+    return take_up(start, Job.of(resumed_config(start, None, settings, None)))
+
+
+class Killed(BaseException):
+    """As a process is: nothing is tidied."""
+
+
+@pytest.mark.parametrize("renames", [1, 2, 3, 4, 5])
+def test_killed_as_it_takes_a_run_up(run: Path, monkeypatch: pytest.MonkeyPatch, renames: int) -> None:
+    """Whatever it goes on from then, metrics.jsonl has the lines of the steps before."""
+    done = [0]
+
+    def one_less(name: str) -> Any:
+        original = getattr(Path, name)
+
+        def moved(self: Path, target: Path) -> Path:
+            if done[0] == renames:
+                raise Killed
+            done[0] += 1
+            found: Path = original(self, target)
+            return found
+
+        return moved
+
+    with monkeypatch.context() as patch:
+        for name in ("rename", "replace"):
+            patch.setattr(Path, name, one_less(name))
+        with pytest.raises(Killed):
+            ready(start_of(run / "checkpoints" / "step-2"))
+    start = start_of(run)
+    assert start.checkpoint is not None
+    ready(start)
+    steps = Manifest.load(start.checkpoint).step
+    assert [line["step"] for line in metrics(run)[0]] == list(range(steps))
+
+
+def test_of_two_that_would_go_on_only_one_touches_the_run(run: Path) -> None:
+    start = start_of(run / "checkpoints" / "step-2")
+    before = sorted(path.name for path in run.iterdir())
+    with (run / LAUNCHED).open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write("process 7 on there\n")
+        file.flush()
+        with pytest.raises(UserError, match=r"is still going \(process 7 on there\)"):
+            ready(start)
+        (run / LAUNCHED).unlink()
+    assert sorted(path.name for path in run.iterdir()) == before
+    ready(start)
+    with (run / LAUNCHED).open() as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    ready(start_of(run))  # the launcher's next attempt
+    leave()
+    assert not (run / LAUNCHED).exists()
+
+
+def test_what_is_made_anew_and_what_was_changed_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ready(start_of(run / "checkpoints" / "step-4"), "training.max_steps=8", "training.num_microbatches=2")
+    assert capsys.readouterr().err.splitlines() == [
+        "updates 5 to 6 are made anew; their lines and step-6 are in earlier/1",
+        "changed since step 4: training.max_steps 6 -> 8 (the learning rate follows the new end); "
+        "training.num_microbatches 4 -> 2 (other losses from here on)"]
+    ready(start_of(run), "training.lr_policy=constant", "training.max_steps=9", "parallel.schedule=pipedream",
+          "parallel.partition=[1, 2]", "checkpoint.every_steps=3")
+    assert capsys.readouterr().err.splitlines() == [
+        "changed since step 4: training.max_steps 6 -> 9; training.num_microbatches 4 -> 2 (other losses from here on)"
+        "; training.lr_policy 'polynomial' -> 'constant'; parallel.model_parallel_size 1 -> 2; parallel.schedule "
+        "'1f1b' -> 'pipedream' (without a flush, so another run from here on); parallel.partition [3] -> [1, 2]; "
+        "parallel.update_every nothing -> 1; checkpoint.every_steps 2 -> 3"]
+    manifest = Manifest.load(run / "checkpoints" / "step-4")
+    assert changes(replace(manifest, config=(run / "config.yaml").read_text(), arrangement={"drained": True}),
+                   load_config(run / "config.yaml", ["checkpoint.every_steps=4"])) == [
+        "checkpoint.every_steps 3 -> 4 (without a flush, so another run from here on)"]
+
+
+def test_a_finished_run_is_left_as_it_is(run: Path, monkeypatch: pytest.MonkeyPatch,
+                                         capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("vpipe.launch.local.run_ranks", lambda *_: pytest.fail("no rank is to be started"))
+    start = start_of(run)
+    before = sorted(run.rglob("*"))
+    launch(resumed_config(start, None, [], None), start, None)
+    leave()
+    assert capsys.readouterr().out.splitlines() == [
+        "nothing is left to do: 6 updates are done; to go on, give a larger limit: vpipe train --resume "
+        f"{run} --set training.max_steps=12"]
+    assert sorted(run.rglob("*")) == before
+    with pytest.raises(UserError, match="the data are not those of the checkpoint"):
+        launch(resumed_config(start, None, ["dataset.samples=72"], None), start, None)
+    text = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text("".join(
+        line for line in text.splitlines(keepends=True) if "evaluation_loss" not in line))
+    assert nothing_left(start, Job.of(resumed_config(start, None, [], None))) is None
+
+
+def test_checkpoints_are_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "there")
+    run = begin(tmp_path, checkpoint__directory="cks", checkpoint__at_end=True, training__max_steps=1, **ONE)
+    monkeypatch.chdir(tmp_path)
+    checkpoint = tmp_path / "there" / "cks" / run.name / "step-1"
+    assert start_of(run) == start_of(checkpoint) == Start(run, checkpoint)
+
+
+def test_another_directory_for_the_checkpoints(run: Path, tmp_path: Path) -> None:
+    """Until one is in the new one, those in the old one count, but none of later steps."""
+    ready(start_of(run / "checkpoints" / "step-4"), f"checkpoint.directory={tmp_path / 'new'}", "training.max_steps=8")
+    assert start_of(run) == Start(run, run / "checkpoints" / "step-4")
+    go_on(run)
+    assert start_of(run) == Start(run, tmp_path / "new" / "run" / "step-8")
+
+
+def test_runs_of_one_second_share_no_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Frozen:
+        @staticmethod
+        def now() -> Any:
+            return argparse.Namespace(strftime=lambda form: "now")
+
+    monkeypatch.setattr(folders, "datetime", Frozen)
+    named = [make_run_folder(tmp_path / log, "", tmp_path / "shared").name for log in ("one", "two", "one")]
+    assert named == ["now", "now.1", "now.2"]
+    assert sorted(os.listdir(tmp_path / "two")) == ["now.1"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot make the folder of the run's checkpoints"):
+        make_run_folder(tmp_path / "three", "", tmp_path / "file")
+    assert os.listdir(tmp_path / "three") == []
+
+
+def test_checkpoints_of_another_run_are_left_alone(whole: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, **ONE, checkpoint__directory=str(tmp_path / "shared"))
+    other = shutil.copytree(whole, tmp_path / "other")
+    shutil.copytree(whole / "checkpoints", tmp_path / "shared" / "other")
+    (other / "config.yaml").write_text(load_config(config, ["training.max_steps=8"]).resolved_yaml())
+    with pytest.raises(UserError, match=f"are those of another run, '{whole}'"):
+        ready(start_of(other))
+
+
+def test_a_checkpoint_that_a_later_attempt_finds_removed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun gives the same command every time; meanwhile the run has removed the checkpoint that it names."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1",
+                        "TORCHELASTIC_RUN_ID": "x", "VPIPE_AGENT": "process 7"}.items():
+        monkeypatch.setenv(name, value)
+    shutil.rmtree(run / "checkpoints" / "step-2")
+    told = argparse.Namespace(restarts=None, resume=run / "checkpoints" / "step-2", config=None, settings=[],
+                              scheduler=None)
+    with pytest.raises(UserError, match="it does not exist"):
+        _told(told)
+    Starter("torchrun", ("process 7",)).write(run)
+    assert _told(told)[0] == Start(run, run / "checkpoints" / "step-6")
+    told.resume = run / "checkpoint" / "step-2"
+    with pytest.raises(UserError, match="it does not exist"):
+        _told(told)

@@ -1,0 +1,67 @@
+"""How an oracle trains: what :class:`vpipe.Pipeline` is told, and how an update is made of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vpipe.train.trail import Trail
+
+MakeOptimizer = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer | None]
+
+Cross = Callable[[int, int, int, dict[str, Tensor]], None]
+"""(microbatch of the run, microbatch since the pipeline was empty, layer, tensors so far): what compression makes of
+the tensors before that layer, put in their place."""
+
+
+def uncompressed(number: int, microbatch: int, layer: int, tensors: dict[str, Tensor]) -> None:
+    """All tensors arrive as they are."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """How to train, as :class:`vpipe.Pipeline` takes it."""
+
+    optimizer: MakeOptimizer
+    microbatches: int
+    seed: int = 0
+    factor: Callable[[int], float] = lambda update: 1.0
+    clip: float | None = None
+    trail: Trail | None = None  # where to note every update
+    cross: Cross = uncompressed
+    skip: bool = False  # an update whose losses and gradient norms are not all finite
+
+    def backward(self, loss: Tensor, parts: int) -> None:
+        """Of a microbatch's share of the mean. One that is not finite is NaN to every gradient, when that counts."""
+        lost = self.skip and not loss.isfinite()
+        torch.autograd.backward(loss / parts, torch.full_like(loss, math.nan) if lost else None)
+
+    def apply(self, gradients: Mapping[str, Tensor | None], parameters: Mapping[str, nn.Parameter],
+              optimizer: torch.optim.Optimizer | None, update: int, factor: float) -> float | None:
+        """Make an update of these parameters, or skip it; the norm of the gradients before clipping, if they are.
+
+        Args:
+            gradients: by the names of the parameters.
+            update: its number, for the trail.
+            factor: of the learning rate.
+        """
+        for name, gradient in gradients.items():
+            parameters[name].grad = gradient
+        if self.trail is not None:
+            self.trail.gradients(update, gradients)
+        skipped = self.skip and not all(bool(torch.linalg.vector_norm(gradient).isfinite())
+                                        for gradient in gradients.values() if gradient is not None)
+        norm = None if self.clip is None else float(nn.utils.clip_grad_norm_(parameters.values(), self.clip))
+        if optimizer is not None and not skipped:
+            for group in optimizer.param_groups:
+                group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+            optimizer.step()
+        for parameter in parameters.values():
+            parameter.grad = None
+        if self.trail is not None:
+            self.trail.weights(update, parameters)
+        return norm
