@@ -19,6 +19,7 @@ from vpipe.errors import LastingError, RunError, UserError, VpipeError
 from vpipe.launch import local, starting
 from vpipe.launch.failure import read_report
 from vpipe.launch.folder import failure_path, log_path
+from vpipe.launch.halted import Halted
 from vpipe.launch.local import Interrupted, close_all, run_ranks
 from vpipe.launch.network import free_port
 from vpipe.launch.ranks import HostRanks
@@ -55,6 +56,21 @@ def failed(monkeypatch: pytest.MonkeyPatch, folder: Path, *programs: str) -> Vpi
         run(monkeypatch, folder, *programs)
     assert time.monotonic() - started < 10
     return caught.value
+
+
+def test_a_rank_that_is_stopped_for_long_is_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One rank has no other that would notice."""
+    program = "import os, signal, time; os.kill(os.getpid(), signal.SIGSTOP); time.sleep(60)"
+    monkeypatch.setattr(HostRanks, "command", lambda ranks, folder: [sys.executable, "-S", "-c", program])
+    with pytest.raises(RunError, match=r"rank 0 has been stopped for 0.3 s"):
+        local.run_ranks(HostRanks.alone(1, free_port(None), threads=1), tmp_path, str, halted=Halted(0.3))
+
+
+def test_a_rank_that_goes_on_in_time_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = "import os, signal, subprocess, sys, time; me = os.getpid();" \
+              "subprocess.Popen(['sh', '-c', f'sleep 0.2; kill -CONT {me}']); os.kill(me, signal.SIGSTOP)"
+    monkeypatch.setattr(HostRanks, "command", lambda ranks, folder: [sys.executable, "-S", "-c", program])
+    local.run_ranks(HostRanks.alone(1, free_port(None), threads=1), tmp_path, str, halted=Halted(20.0))
 
 
 def test_all_ranks_end_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

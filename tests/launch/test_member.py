@@ -59,6 +59,16 @@ def test_alone(environment: dict[str, str]) -> None:
     assert Member.of(environment, parallel()) is None
 
 
+def test_several_agents_that_start_ranks_again_must_not_lend_their_store() -> None:
+    several = {**TORCHRUN, "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    with pytest.raises(UserError, match=r"--max-restarts 3\) on 2 hosts.*\n.*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        Member.of({**several, "TORCHELASTIC_USE_AGENT_STORE": "True"}, None)
+    for mended in ({"TORCHELASTIC_USE_AGENT_STORE": "False"},
+                   {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "0"},
+                   {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "1"}):
+        assert Member.of({**several, **mended}, None) is not None
+
+
 def test_torchrun() -> None:
     agent = agent_of({}, None)
     assert str(os.getppid()) in agent

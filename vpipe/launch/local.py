@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from vpipe.errors import LastingError, RunError, VpipeError
 from vpipe.launch.failure import first_failure, read_report
 from vpipe.launch.folder import log_path
+from vpipe.launch.halted import Halted
 from vpipe.launch.network import held
 from vpipe.launch.ranks import HostRanks
 from vpipe.launch.stops import STOPS, UNSAVED, status_after
@@ -115,6 +116,10 @@ class Processes:
             with suppress(BrokenPipeError):  # it has ended
                 os.write(pipe, bytes([number]))
 
+    def halted(self, halted: Halted) -> RunError | None:
+        """What is to be told of a rank that has been stopped for too long."""
+        return halted.look(self._processes)
+
     def close(self) -> None:
         """End what still runs, with all it started."""
         for number in (signal.SIGTERM, signal.SIGKILL):
@@ -152,7 +157,7 @@ def close_all(groups: Sequence[Processes | Elsewhere]) -> None:
 
 def run_ranks(here: HostRanks, folder: Path, describe: Callable[[int], str],
               elsewhere: Sequence[Elsewhere] = (), stop_s: float = 0.0,
-              waiting: Callable[[], None] = lambda: None) -> None:
+              waiting: Callable[[], None] = lambda: None, halted: Halted | None = None) -> None:
     """Run one process per rank, here and on other hosts, until all have ended.
 
     The first failure ends all of them. A signal (Ctrl-C, SIGTERM, SIGUSR1) asks them to leave off, which they do
@@ -163,6 +168,7 @@ def run_ranks(here: HostRanks, folder: Path, describe: Callable[[int], str],
         elsewhere: the ranks of other hosts, which are ready to start.
         stop_s: how long they may take to leave off; 0 where there is nothing to save: they are ended at once.
         waiting: called often while they run.
+        halted: notices ranks that a signal has stopped; None where nobody minds.
 
     Raises:
         LastingError: a rank failed when it was asked to leave off: whoever asks for an end wants no other attempt.
@@ -182,6 +188,8 @@ def run_ranks(here: HostRanks, folder: Path, describe: Callable[[int], str],
                     if signals.first is not None and isinstance(failure, RunError):
                         failure = LastingError(failure.located, hint=failure.hint)
                     raise failure
+                if halted is not None and (still := mine.halted(halted)) is not None:
+                    raise still
                 waiting()
                 time.sleep(POLL_S)
         finally:

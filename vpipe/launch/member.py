@@ -59,6 +59,8 @@ class Member:
         if "RANK" in environment and "WORLD_SIZE" in environment:
             starter = environment.get(STARTER) or ("torchrun" if "TORCHELASTIC_RUN_ID" in environment else
                                                    "its starter")
+            if starter == "torchrun":
+                _check_store(environment)
             rank = _number(environment, "RANK", starter)
             device = _number(environment, "LOCAL_RANK", starter) if "LOCAL_RANK" in environment else rank
             return cls(starter, rank, _number(environment, "WORLD_SIZE", starter), device, host,
@@ -101,6 +103,19 @@ class Member:
         raise UserError(f"{self.starter} started {self.ranks} process{'es' * (self.ranks > 1)}, but the schedule has "
                         f"{ranks} rank{'s' * (ranks > 1)}",
                         hint=remedy.get(self.starter, f"start {ranks}") + ", or change parallel.model_parallel_size")
+
+
+def _check_store(environment: Mapping[str, str]) -> None:
+    """Refuse what makes ranks wait for the dead: the store of one of several agents keeps what those said.
+
+    One agent alone counts the restarts for all its ranks, so theirs have names of their own; of several each counts
+    only the failures of its own ranks.
+    """
+    agents, restarts = (int(environment.get(name) or 0) for name in ("GROUP_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS"))
+    if agents > 1 and restarts and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise UserError(f"torchrun is to start the ranks again (--max-restarts {restarts}) on {agents} hosts, but lets "
+                        "them use its own store, which keeps the notes of dead ranks",
+                        hint="export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every host, or leave --max-restarts out")
 
 
 def slurm_port(job: int, step: int) -> int:

@@ -14,6 +14,7 @@ from vpipe.errors import LastingError, Problem, RunError, UserError
 from vpipe.launch import local
 from vpipe.launch.elastic import fitted, other_updates
 from vpipe.launch.folder import checkpoints_root
+from vpipe.launch.halted import Halted
 from vpipe.launch.hosts import Hosts, Machine
 from vpipe.launch.local import Interrupted
 from vpipe.launch.machine import check_gpus, hosts_of, ranks_of
@@ -146,7 +147,8 @@ class _Run:
             print(headline(job) + (f" on {1 + len(remotes)} hosts" if remotes else ""), flush=True)
             local.run_ranks(here, self.folder, lambda rank: job.describe(rank) if hosts is None else
                             hosts.described(rank, job.describe(rank)), remotes, STOP_S,
-                            Starting(self.folder, here.world, start.checkpoint).look)
+                            Starting(self.folder, here.world, start.checkpoint).look,
+                            Halted(job.config.parallel.timeout_s))
         finally:
             local.close_all(remotes)
 

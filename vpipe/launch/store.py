@@ -24,8 +24,9 @@ def run_of_process() -> str:
 def open_store(kind: str, address: str, port: int, rank: int, ranks: int, timeout_s: float) -> PrefixStore:
     """The notes of one ``kind``, of this run and this attempt of it.
 
-    That of an agent outlives a restart of the ranks, and still has the addresses of the dead. Several stores of one
-    process share the port.
+    That of an agent outlives a restart of the ranks, and still has the addresses of the dead: there the attempt is
+    part of the name. Rank 0's is a new one each time; of several agents only the one that lost a rank counts the
+    attempt, so its number must not be part of it there. Several stores of one process share the port.
 
     Raises:
         RuntimeError: nobody answers there, or rank 0 cannot listen.
@@ -44,7 +45,8 @@ def open_store(kind: str, address: str, port: int, rank: int, ranks: int, timeou
                            f"({run or 'unnamed'})", rank=rank,
                            hint="give each run a port of its own: parallel.master_port, or MASTER_PORT; under srun it "
                            "may be left out")
-    return PrefixStore(f"{kind} {run} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agent_has_store() else ""
+    return PrefixStore(f"{kind} {run} {attempt}", store)
 
 
 def own_store(kind: str, rank: int, ranks: int, timeout_s: float) -> PrefixStore:
