@@ -181,8 +181,9 @@ class Saving:
         facts = [saved for saved in self._saver.facts if not saved.error] if self._saver is not None else []
         if not facts:
             return []
+        assert self.root is not None, "where they are"
         lines = [f"{counted(len(facts), 'checkpoint')} of {facts[-1].bytes / 1e6:,.1f} MB, the last of step "
-                 f"{facts[-1].step} in {self.root}",
+                 f"{facts[-1].step} in {self.root if self._folder.is_absolute() else os.path.relpath(self.root)}",
                  f"for each training paused {1e3 * median(s.pause_s for s in facts):.0f} ms, and it was complete after "
                  f"{median(s.seconds for s in facts):.2f} s (medians)"]
         drains = [self._drain_s(saved) for saved in facts if self._within(saved)]
