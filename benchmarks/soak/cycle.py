@@ -51,6 +51,7 @@ class Cycles:
         self._course, self._draw, self._deal, self._figures = course, draw, deal, figures
         self._others, self._tell = others, tell
         self._arrangement: Arrangement | None = None
+        self._damaged: int | None = None  # the inode of the checkpoint that was, as long as it lies there
 
     def run(self, until: float) -> None:
         """Lives until the run is done, from ``until`` (monotonic seconds) on without injuries; then the comparison."""
@@ -133,15 +134,18 @@ class Cycles:
             figures.counts["re-splits"] += 1
         figures.counts["resumes"] += 1
         assert course.run is not None
-        named = course.run
+        named, newest = course.run, course.checkpoints[-1]
         if injury == "damage a checkpoint" and len(course.checkpoints) > 1:
-            newest = course.checkpoints[-1]
             what = damage(newest, draw)
+            self._damaged = newest.stat().st_ino
             named = self._refused([str(config), "--resume", str(course.run)], newest, what)
             words = f"{what}: refused; {words}"
             step = course.checkpoints[-2].name
+        elif newest.stat().st_ino == self._damaged:  # the life before ended before it had put it aside
+            named = course.checkpoints[-2]
+            step = named.name
         else:
-            step = course.checkpoints[-1].name
+            step = newest.name
         course.resumes_from(int(step.removeprefix("step-")))
         # With the arrangement of the life before, the run's own config says all.
         same = before == self._arrangement and draw.random() < 0.5
