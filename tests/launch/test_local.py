@@ -10,13 +10,14 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 from test_ends import alive, until
 
 from vpipe.errors import LastingError, RunError, UserError, VpipeError
-from vpipe.launch import local, starting
+from vpipe.launch import halted, local, starting
 from vpipe.launch.failure import read_report
 from vpipe.launch.folder import failure_path, log_path
 from vpipe.launch.halted import Halted
@@ -66,11 +67,15 @@ def test_a_rank_that_is_stopped_for_long_is_a_failure(monkeypatch: pytest.Monkey
         local.run_ranks(HostRanks.alone(1, free_port(None), threads=1), tmp_path, str, halted=Halted(0.3))
 
 
-def test_a_rank_that_goes_on_in_time_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    program = "import os, signal, subprocess, sys, time; me = os.getpid();" \
-              "subprocess.Popen(['sh', '-c', f'sleep 0.2; kill -CONT {me}']); os.kill(me, signal.SIGSTOP)"
-    monkeypatch.setattr(HostRanks, "command", lambda ranks, folder: [sys.executable, "-S", "-c", program])
-    local.run_ranks(HostRanks.alone(1, free_port(None), threads=1), tmp_path, str, halted=Halted(20.0))
+def test_a_rank_that_went_on_in_time_is_none_and_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = Halted(10.0)
+    told = []
+    for now, stopped in ((0, True), (9, True), (12, False), (15, True), (24, True), (26, True)):
+        monkeypatch.setattr(halted, "time", SimpleNamespace(monotonic=lambda now=now: now))
+        monkeypatch.setattr(halted, "_stopped", lambda process, stopped=stopped: stopped)
+        if seen.look({0: None}) is not None:
+            told.append(now)
+    assert told == [26]
 
 
 def test_all_ranks_end_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
