@@ -44,7 +44,7 @@ def arm(program: str, arguments: list[str]) -> None:
         return True
 
     _in_training(reached, trigger, notes)
-    _in_saving(reached, trigger)
+    _in_saving(reached, trigger, rank == trigger["rank"])
 
 
 def _in_training(reached: Callable[[str], bool], trigger: dict[str, Any], notes: Path) -> None:
@@ -92,8 +92,9 @@ def _in_training(reached: Callable[[str], bool], trigger: dict[str, Any], notes:
     Worker.__init__ = made  # type: ignore[method-assign]
 
 
-def _in_saving(reached: Callable[[str], bool], trigger: dict[str, Any]) -> None:
-    """``write``: half of a rank's file is written; ``commit``: all is, but for the checkpoint's name."""
+def _in_saving(reached: Callable[[str], bool], trigger: dict[str, Any], its_rank: bool) -> None:
+    """``write``: half of a rank's file is written; ``commit``: all is, but for the checkpoint's name. What fills a disk
+    for a while leaves with the next file of the very rank that filled it: another's may come a moment after."""
     from vpipe.checkpoint import storage
     from vpipe.checkpoint.folder import Checkpoints
 
@@ -108,7 +109,7 @@ def _in_saving(reached: Callable[[str], bool], trigger: dict[str, Any]) -> None:
                 write(tensors, path)
                 os.truncate(path, path.stat().st_size // 2)
                 go_wrong(trigger)
-        elif trigger.get("do") == "fill for a while":
+        elif its_rank and trigger.get("do") == "fill for a while":
             filler.unlink(missing_ok=True)
         write(tensors, path)
 
