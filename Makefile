@@ -9,6 +9,9 @@ SOAK_MINUTES ?= 60
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
+# An import compiles a file once, not in every process of the tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test mypy pytest test-system soak install
 
 train: $(INSTALLED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 from collections.abc import Iterator
 
@@ -23,6 +24,13 @@ def nothing_is_left() -> Iterator[None]:
     """At the end, no process of those that came from the zygote runs."""
     yield
     assert not zygote.close(), "a test left processes behind"
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays: a collection of garbage that looks at all of torch takes a third of a
+    second, and some tests ask for one."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -133,12 +133,10 @@ def settings(*texts: str) -> list[str]:
      "set log_directory to a folder that can be written"),
     (["log_directory=c.yaml/deeper"], "cannot make the run's folder in 'c.yaml/deeper': Not a directory",
      "set log_directory to a folder that can be written"),
-    (["dataset.num_workers=2"], "dataset.num_workers asks for 2 threads that prepare batches ahead, which is not "
-     "available in this version", "set it to 0"),
-    (["training.profile_iteration=3"], "training.profile_iteration asks for a profile of update 3, which is not "
-     "available in this version", "leave it out"),
-    (["training.exit_after_profile=true"], "training.exit_after_profile asks for an end after the profile, which is "
-     "not available in this version", "set it to false"),
+    (["training.profile_iteration=5"], "training.profile_iteration is 5, but the run ends after update 4",
+     "profile one of the updates 1 to 4, or let the run be longer"),
+    (["training.exit_after_profile=true"], "training.exit_after_profile is true, but no profile_iteration says which "
+     "update is profiled", "set profile_iteration, or leave it out"),
     (["parallel.stage_to_rank_map={0: [0], 1: [0]}"], "parallel.stage_to_rank_map.1 puts stage 1 on rank 0, where "
      "stage 0 is already", "give each stage ranks of its own: 2 of them are numbered 0 to 1"),
     (["x"], "'x' does not set a key (--set x)", "write --set training.learning_rate=3e-4"),

@@ -104,7 +104,20 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--schedules", metavar="NAME,...", help="schedules, with the config's partition and recompute")
     compare.add_argument("--memory", metavar="SIZE", help="what a rank of a system may hold, such as 8GiB; the "
                          "config's parallel.memory, else its part of the device's when left out")
+    compare.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the CSV there, too")
     compare.set_defaults(run=_compare)
+
+    bench = commands.add_parser("bench", help="models and schedules, each a run, one after the other; "
+                                "one table, one CSV")
+    bench.add_argument("--models", required=True, metavar="NAME,...", help="configs: gpt_small is "
+                       "configs/gpt_small.yaml; or paths of YAML files")
+    bench.add_argument("--schedules", metavar="NAME,...", help="schedules; each config's own when left out")
+    bench.add_argument("--steps", type=int, metavar="N", help="steps of each run; each config's when left out")
+    bench.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
+                       help="override a key of all configs, such as training.threads=2; may be repeated")
+    bench.add_argument("-o", "--output", type=Path, metavar="FILE", help="where the CSV goes; into the folder of the "
+                       "runs when left out")
+    bench.set_defaults(run=_bench)
 
     profile = commands.add_parser("profile", help="measure what every layer takes and keeps, on the ranks of a config")
     _add_config(profile)
@@ -290,6 +303,12 @@ def _compare(options: argparse.Namespace) -> None:
     from vpipe.commands.compare import run_compare
 
     run_compare(options)
+
+
+def _bench(options: argparse.Namespace) -> None:
+    from vpipe.commands.bench import run_bench
+
+    run_bench(options)
 
 
 def _profile(options: argparse.Namespace) -> None:

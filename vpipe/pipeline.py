@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vpipe.errors import UserError
+from vpipe.errors import Problem, UserError
 from vpipe.launch.world import join_world
 from vpipe.model.layer import Model
 from vpipe.model.split import balanced, parameter_counts, split, ties_between
@@ -18,9 +18,11 @@ from vpipe.plan.plan import Plan
 from vpipe.plan.recompute import Recompute, recomputed_layers
 from vpipe.runtime.compress import Compression
 from vpipe.runtime.engine import Engine
+from vpipe.runtime.executor import check_executor, last_first
 from vpipe.runtime.feed import Batch
 from vpipe.runtime.one_checkpoint import OneCheckpoint
 from vpipe.runtime.position import Position
+from vpipe.runtime.precision import Precision
 from vpipe.runtime.settings import Settings
 from vpipe.runtime.step import Step
 from vpipe.schedules.arrange import Wanted
@@ -76,6 +78,12 @@ class Pipeline:
             ``bf16`` or ``int8``; one word, or one for each of the ``stages - 1`` cuts. It changes the numbers.
         compress_rounding: of ``int8``: ``nearest`` or ``stochastic``.
         compress_feedback: whether what coding a gradient lost is added to the next microbatch's.
+        precision: in which numbers layers compute: ``fp32``; ``bf16`` or ``fp16``, each layer under torch.autocast;
+            ``bf16_pure``, weights and gradients in bf16 too, with fp32 masters. In the last three a tensor between
+            layers is rounded, wherever the model is cut. ``fp16`` leaves out an update that overflows.
+        loss_scale: by which ``fp16`` multiplies losses; found while training when not given.
+        executor: how a rank does its actions: ``overlapped``, ``naive`` (each has ended when the next begins) or, with
+            the schedule ``gpipe``, ``async_threaded``. The numbers are the same; see docs/executors.md.
 
     Raises:
         UserError: the numbers do not fit the model, the schedule or the processes.
@@ -90,7 +98,8 @@ class Pipeline:
                  learning_rate_factor: Callable[[int], float] = lambda update: 1.0, grad_clip: float | None = None,
                  skip_not_finite: bool = False,
                  device: torch.device | str = "cpu", timeout_s: float = 60.0, compress: str | Sequence[str] = "none",
-                 compress_rounding: str = "nearest", compress_feedback: bool = True) -> None:
+                 compress_rounding: str = "nearest", compress_feedback: bool = True,
+                 precision: str = "fp32", loss_scale: float | None = None, executor: str = "overlapped") -> None:
         if plan is not None:
             plan.check_fits(len(model))
             partition = plan.partition
@@ -99,6 +108,7 @@ class Pipeline:
             placement = placement or plan.stage_to_rank_map or None
             microbatches = plan.microbatches if microbatches is None else microbatches
             update_every = plan.update_every if update_every is None else update_every
+        computed = Precision.of(precision, loss_scale)
         self.schedule = schedule or "1f1b"
         self.microbatches = microbatches = 1 if microbatches is None else microbatches
         places = _places(placement)
@@ -108,16 +118,22 @@ class Pipeline:
         specs = split(model, self.partition)
         self.recomputed = recomputed_layers(recompute, self.partition)
         world = join_world(timeout_s=timeout_s)
+        compression = Compression.of(compress, compress_rounding, compress_feedback, len(self.partition), seed)
+        self.executor = check_executor(executor, self.schedule, compression is not None, compress_feedback)
         lowered = Wanted(
             self.schedule, len(self.partition), microbatches, update_every,
             places, chunks, world if world > 1 else None, replicas,
             {owner: tuple(borrowers) for owner, borrowers in ties_between(specs).items()},
             [stage for stage, layers in enumerate(self.recomputed) if layers],
-            grad_clip is not None or skip_not_finite).arranged()
+            grad_clip is not None or skip_not_finite or computed.scaled,
+            last_first=last_first(self.executor, self.schedule)).arranged()
         self.placement, self.update_every = lowered.placement, lowered.update_every
-        compression = Compression.of(compress, compress_rounding, compress_feedback, len(self.partition), seed)
+        if refused := [Problem(f"{name} {what}", hint) for name, what, hint in computed.refused(
+                compression.codecs if compression is not None else (), compress_feedback)]:
+            raise UserError.all_of(refused)
         settings = Settings(microbatches, self.recomputed, learning_rate_factor, grad_clip, seed,
-                            torch.device(device), timeout_s, compression, skip_not_finite)
+                            torch.device(device), timeout_s, compression, skip_not_finite, computed,
+                            self.executor)
         self._model, self._seed = model, seed
         self.engine = Engine(model, specs, lowered, _from_named(optimizer), settings, distributed=world > 1)
         self.rank = dist.get_rank() if world > 1 else 0

@@ -21,24 +21,25 @@ CUTS = ((10, 8), (11, 7), (12, 6), (13, 5), (14, 4))
 QUARTERED = ((5, 6, 6, 1), (6, 5, 6, 1), (6, 6, 5, 1), (7, 6, 4, 1), (7, 5, 5, 1), (6, 5, 5, 2), (7, 4, 5, 2))
 
 
-def contest(only: str) -> list[Entrant]:
+def contest(only: str, precision: str) -> list[Entrant]:
     """Those whose names match; those of vpipe and of torch alternate."""
-    field = list(plain_entrants())
+    field = list(plain_entrants(precision))
     for m in sorted({*STREAMED, *MICROBATCHES}):
         flushed = (m,) if m in MICROBATCHES else ()
-        field += [*stream_entrants((m,) if m in STREAMED else (), CUT), *torch_entrants(flushed, CUT, QUARTERS),
-                  *vpipe_entrants(flushed, CUT)]
+        field += [*stream_entrants((m,) if m in STREAMED else (), CUT, precision),
+                  *torch_entrants(flushed, CUT, QUARTERS, precision), *vpipe_entrants(flushed, CUT, precision)]
     return [entrant for entrant in field if re.search(only, entrant.name)]
 
 
-def cuts(only: str) -> list[Entrant]:
+def cuts(only: str, precision: str) -> list[Entrant]:
     """1F1B, PipeDream and interleaved 1F1B cut in many ways, to find the best."""
     field = []
     for cut in CUTS:
-        every = (*vpipe_entrants((8,), cut), *torch_entrants((8,), cut, QUARTERS), *stream_entrants((2, 4), cut))
+        every = (*vpipe_entrants((8,), cut, precision), *torch_entrants((8,), cut, QUARTERS, precision),
+                 *stream_entrants((2, 4), cut, precision))
         field += [replace(entrant, name=f"{entrant.name} {cut}") for entrant in every
                   if "1f1b" in entrant.name or "pipedream" in entrant.name]
     for quarters in QUARTERED:
         field += [replace(entrant, name=f"{entrant.name} {quarters}")
-                  for entrant in torch_entrants((4,), CUT, quarters) if "interleaved" in entrant.name]
+                  for entrant in torch_entrants((4,), CUT, quarters, precision) if "interleaved" in entrant.name]
     return [entrant for entrant in field if re.search(only, entrant.name)]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vpipe import Layer, Model
+from vpipe.model.attention import attention
 
 BLOCKS, HIDDEN, HEADS, VOCABULARY, TOKENS = 8, 256, 8, 8192, 128
 SEED = 0
@@ -40,7 +41,7 @@ class Attention(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         qkv_3bhtd = self.qkv(self.norm(h)).unflatten(-1, (3, HEADS, HIDDEN // HEADS)).permute(2, 0, 3, 1, 4)
-        mixed_bhtd = F.scaled_dot_product_attention(*qkv_3bhtd, is_causal=True)
+        mixed_bhtd = attention(*qkv_3bhtd, causal=True)
         return h + self.out(mixed_bhtd.transpose(1, 2).flatten(2))
 
 

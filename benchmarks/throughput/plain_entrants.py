@@ -11,11 +11,12 @@ import torch.distributed as dist
 from batches import batches
 from entrant import Entrant, Updates
 from model import adamw, loss_of, whole
+from precision import autocast
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
-def _updates(microbatches: int, replicated: bool) -> Updates:
+def _updates(microbatches: int, replicated: bool, precision: str) -> Updates:
     module: nn.Module = whole()
     optimizer = adamw(list(module.parameters()))
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if replicated else (0, 1)
@@ -27,7 +28,8 @@ def _updates(microbatches: int, replicated: bool) -> Updates:
         for i in range(microbatches):
             silent = isinstance(module, DistributedDataParallel) and i < microbatches - 1
             with module.no_sync() if silent else nullcontext():
-                loss = loss_of(module(ids[i]), labels[i]) / microbatches
+                with autocast(precision):
+                    loss = loss_of(module(ids[i]), labels[i]) / microbatches
                 loss.backward()
             losses.append(loss.detach())
         optimizer.step()
@@ -36,9 +38,10 @@ def _updates(microbatches: int, replicated: bool) -> Updates:
         yield None if replicated else float(loss)  # a replica knows only its half of the loss
 
 
-def plain_entrants() -> Iterator[Entrant]:
+def plain_entrants(precision: str) -> Iterator[Entrant]:
     """Each with the batch in one piece and in four, because large pieces cost page faults."""
     for m in (1, 4):
-        yield Entrant(f"one process, 1 thread, m{m}", "plain", partial(_updates, m, False), ranks=(0,))
-        yield Entrant(f"one process, 2 threads, m{m}", "plain", partial(_updates, m, False), ranks=(0,), threads=2)
-        yield Entrant(f"DDP 2 x 1 thread, m{m}", "plain", partial(_updates, m, True))
+        yield Entrant(f"one process, 1 thread, m{m}", "plain", partial(_updates, m, False, precision), ranks=(0,))
+        yield Entrant(f"one process, 2 threads, m{m}", "plain", partial(_updates, m, False, precision), ranks=(0,),
+                      threads=2)
+        yield Entrant(f"DDP 2 x 1 thread, m{m}", "plain", partial(_updates, m, True, precision))

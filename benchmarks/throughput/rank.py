@@ -1,10 +1,10 @@
-"""One of the two ranks: all entrants live in the same two processes and take turns."""
+"""One of the two ranks of a world: its entrants live in the same two processes and take turns."""
 
 from __future__ import annotations
 
 import json
 import os
-import resource
+import sys
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -14,10 +14,14 @@ import torch
 import torch.distributed as dist
 from entrant import Entrant, Updates
 from machine import busy_s
+from processes import KEEPS, OUT, SAYS
 
 from vpipe.errors import VpipeError
+from vpipe.launch.memory import keep_memory
 
-TIMEOUT_S = 120
+TIMEOUT_S = 1800
+"""Of the ranks' transfers: a world waits while the other has its turn."""
+
 HEAD, TAIL = 1, 1
 """Updates of a turn before and after those that count: a pipeline that stays full must be full at both ends."""
 
@@ -41,7 +45,7 @@ class Result:
 
 
 def turn(entrant: Entrant, updates: Updates | None, result: Result, steps: int) -> None:
-    """Let an entrant make its updates; the rank that has no part in it waits at the next barrier."""
+    """Let an entrant make its updates; the rank that has no part in it waits for the next order."""
     dist.barrier()
     if updates is None:
         return
@@ -58,31 +62,34 @@ def turn(entrant: Entrant, updates: Updates | None, result: Result, steps: int) 
     result.losses += [loss for loss in losses if loss is not None]
 
 
-def work(entrants: list[Entrant], rounds: int, steps: int, out: Path) -> None:
-    """Round 0 warms up; then ``rounds`` times every entrant in turn. Writes the results of this rank as JSON."""
+def work(entrants: list[Entrant], steps: int) -> None:
+    """Do what the lines of standard input say, until they end: a turn of an entrant; forget what was measured so far,
+    which was to warm up; write the results of this rank as JSON."""
+    if os.environ[KEEPS] == "1":
+        print(f"  vpipe: {keep_memory()}", flush=True)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
-    rank, parent = dist.get_rank(), os.getppid()
-    results = {entrant.name: Result([], [], [], []) for entrant in entrants}
-    running = {entrant.name: entrant.start() if rank in entrant.ranks else None for entrant in entrants}
-    started = perf_counter()
-    for number in range(rounds + 1):
-        for entrant in entrants:
-            if os.getppid() != parent:
-                raise SystemExit(f"rank {rank}: the program that started it is gone")
+    rank, says = dist.get_rank(), int(os.environ[SAYS])
+    named = {entrant.name: entrant for entrant in entrants}
+    results = {name: Result([], [], [], []) for name in named}
+    running = {name: entrant.start() if rank in entrant.ranks else None for name, entrant in named.items()}
+    for line in sys.stdin:
+        order = json.loads(line)
+        if "turn" in order:
+            name = order["turn"]
             try:
-                turn(entrant, running[entrant.name], results[entrant.name], steps)
+                turn(named[name], running[name], results[name], steps)
             except VpipeError as error:
-                raise SystemExit(f"rank {rank}, {entrant.name}: {error}") from error
-        if number == 0:
+                print(f"rank {rank}, {name}: {error}", file=sys.stderr, flush=True)
+                os._exit(1)
+        elif "forget" in order:
             for result in results.values():
                 for values in (result.seconds, result.cpu_seconds, result.busy_seconds):
                     values.clear()
-        if rank == 0:
-            print(f"  round {number} of {rounds}, {perf_counter() - started:.0f} s", flush=True)
-    dist.barrier()
-    out.write_text(json.dumps({
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "results": {name: asdict(result) for name, result in results.items()}}))
+        else:
+            dist.barrier()
+            Path(os.environ[OUT]).write_text(json.dumps(
+                {"results": {name: asdict(result) for name, result in results.items()}}))
+        os.write(says, b".")
     # The streams still hold microbatches: leaving now is the one way to stop them that costs nothing.
     os._exit(0)

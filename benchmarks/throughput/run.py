@@ -1,6 +1,6 @@
 """Throughput of vpipe against torch.distributed.pipelining on two ranks of one thread each. See README.md.
 
-python benchmarks/throughput/run.py [--rounds N] [--steps N] [--malloc default|raised|both] [--json out.json]
+python benchmarks/throughput/run.py [--precision fp32|bf16] [--malloc own|default|raised] [--rounds N] [--only REGEX]
 """
 
 from __future__ import annotations
@@ -9,17 +9,25 @@ import argparse
 import json
 import os
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from entrant import Entrant
 from field import contest, cuts
 from machine import description
-from processes import run_ranks
+from precision import BF16, FP32
+from processes import GROUPS, RANKS, worlds
 from rank import HEAD, TAIL, work
 from table import Row, check_losses, rows, text
 
-GENEROUS_S = 3.0
-"""Per update, for the timeout."""
+GENEROUS_S = 5.0
+"""Per update, for the timeout of a turn."""
+STARTS_S = 300.0
+"""For the first one of a world, whose ranks start and make the models of all their entrants."""
+MALLOC = {"own": "vpipe's raised by its launcher's keep_memory, the others' as glibc comes", "default": "default",
+          "raised": "raised"}
 
 
 def arguments() -> argparse.Namespace:
@@ -27,32 +35,54 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10, help="turns of every entrant, after one to warm up")
     parser.add_argument("--steps", type=int, default=4, help="updates per turn that count")
-    parser.add_argument("--malloc", choices=("default", "raised", "both"), default="both",
-                        help="glibc's malloc thresholds, for all entrants")
+    parser.add_argument("--precision", choices=(FP32, BF16), default=FP32,
+                        help="of all entrants; bf16: vpipe's bf16 and bf16_pure, the others under autocast")
+    parser.add_argument("--malloc", choices=(*MALLOC, "all"), default="all",
+                        help="glibc's malloc thresholds: equal for all, or of each its own, in two worlds")
     parser.add_argument("--only", default="", metavar="REGEX", help="only the entrants whose names match")
     parser.add_argument("--cuts", action="store_true", help="instead: 1F1B cut in many ways, to find the best cut")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     return parser.parse_args()
 
 
+def measured(field: list[Entrant], malloc: str, rounds: int, steps: int) -> list[dict[str, Any]]:
+    """What each of the two ranks wrote of every entrant; round 0 warms up, then all take turns, round after round."""
+    started = time.monotonic()
+    timeout_s = STARTS_S + GENEROUS_S * (HEAD + steps + TAIL)
+    with worlds(sys.argv, malloc, sorted({entrant.group for entrant in field})) as made:
+        for number in range(rounds + 1):
+            for entrant in field:
+                [world] = [world for world in made if entrant.group in world.groups]
+                world.do({"turn": entrant.name}, timeout_s)
+            if number == 0:
+                for world in made:
+                    world.do({"forget": "what warmed up"}, timeout_s)
+            print(f"  round {number} of {rounds}, {time.monotonic() - started:.0f} s", flush=True)
+        for world in made:
+            world.do({"write": "results"}, timeout_s)
+        of_rank = zip(*(world.results() for world in made), strict=True)
+        return [{name: result for part in parts for name, result in part.items()} for parts in of_rank]
+
+
 def main() -> None:
     """As the parent: start the ranks and print what they measured. As a rank: work."""
     options = arguments()
-    field = (cuts if options.cuts else contest)(options.only)
+    field = (cuts if options.cuts else contest)(options.only, options.precision)
     if not field:
         raise SystemExit(f"no entrant's name matches '{options.only}'")
-    if "THROUGHPUT_OUT" in os.environ:
-        work(field, options.rounds, options.steps, Path(os.environ["THROUGHPUT_OUT"]))
-    timeout_s = 60 + GENEROUS_S * len(field) * (options.rounds + 1) * (HEAD + options.steps + TAIL)
-    print(f"{len(field)} entrants, {options.rounds} rounds of {options.steps} updates\n{description()}", flush=True)
+    if GROUPS in os.environ:
+        work([entrant for entrant in field if entrant.group in os.environ[GROUPS].split()], options.steps)
+    print(f"{len(field)} entrants, {options.rounds} rounds of {options.steps} updates, {options.precision}\n"
+          f"{description()}", flush=True)
     tables: dict[str, list[Row]] = {}
-    for malloc in ("default", "raised") if options.malloc == "both" else (options.malloc,):
-        print(f"malloc thresholds: {malloc}", flush=True)
-        wrote = run_ranks(sys.argv, malloc, timeout_s)
-        tables[malloc] = rows(field, os.cpu_count() or 1, [rank["results"] for rank in wrote])
-        print(check_losses(tables[malloc]))
+    for malloc in MALLOC if options.malloc == "all" else (options.malloc,):
+        print(f"malloc thresholds: {MALLOC[malloc]}", flush=True)
+        wrote = measured(field, malloc, options.rounds, options.steps)
+        assert len(wrote) == RANKS
+        tables[malloc] = rows(field, os.cpu_count() or 1, wrote)
+        print(check_losses(tables[malloc], options.precision))
     for malloc, table in tables.items():
-        print(f"\nmalloc thresholds: {malloc}\n\n{text(table)}")
+        print(f"\n{options.precision}, malloc thresholds: {MALLOC[malloc]}\n\n{text(table)}")
     print(f"\n{description()}\n{' '.join(['python', *sys.argv])}")
     if options.json:
         options.json.write_text(json.dumps({

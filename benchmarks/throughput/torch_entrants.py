@@ -12,6 +12,7 @@ import torch.distributed as dist
 from batches import batches
 from entrant import Entrant, Updates
 from model import adamw, loss_of, part
+from precision import autocast
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
@@ -19,7 +20,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 PARTS = {ScheduleGPipe: "gpipe", Schedule1F1B: "1f1b", ScheduleInterleaved1F1B: "interleaved"}
 
 
-def _updates(kind: type[Any], microbatches: int, cut: Sequence[int]) -> Updates:
+def _updates(kind: type[Any], microbatches: int, cut: Sequence[int], precision: str) -> Updates:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     ends = list(accumulate(cut))
     own = range(rank, len(cut), ranks)
@@ -34,18 +35,20 @@ def _updates(kind: type[Any], microbatches: int, cut: Sequence[int]) -> Updates:
     optimizer = adamw(list(chain.from_iterable(module.parameters() for module in parts)))
     for batch in batches():
         losses: list[Tensor] = []
-        if rank == 0:
-            schedule.step(batch["ids"], return_outputs=False)
-        else:
-            schedule.step(target=batch["labels"], losses=losses, return_outputs=False)
+        with autocast(precision):  # of the whole step, so that weights are cast once in it
+            if rank == 0:
+                schedule.step(batch["ids"], return_outputs=False)
+            else:
+                schedule.step(target=batch["labels"], losses=losses, return_outputs=False)
         optimizer.step()
         optimizer.zero_grad()
         yield float(torch.stack(losses).detach().double().sum()) if losses else None
 
 
-def torch_entrants(microbatches: Sequence[int], cut: Sequence[int], quarters: Sequence[int]) -> Iterator[Entrant]:
+def torch_entrants(microbatches: Sequence[int], cut: Sequence[int], quarters: Sequence[int],
+                   precision: str) -> Iterator[Entrant]:
     """1F1B, GPipe and interleaved 1F1B (two stages per rank) for every number of microbatches."""
     for m in microbatches:
         for kind, name in PARTS.items():
             layers = quarters if kind is ScheduleInterleaved1F1B else cut
-            yield Entrant(f"torch {name} m{m}", "torch", partial(_updates, kind, m, layers))
+            yield Entrant(f"torch {name} m{m}", "torch", partial(_updates, kind, m, layers, precision))

@@ -8,28 +8,40 @@ from functools import partial
 from batches import batches
 from entrant import Entrant, Updates
 from model import SEED, adamw, gpt
+from precision import BF16
 
 from vpipe import Pipeline
 
 
-def _updates(schedule: str, microbatches: int, update_every: int | None, cut: Sequence[int]) -> Updates:
+def _updates(schedule: str, microbatches: int, update_every: int | None, cut: Sequence[int],
+             precision: str) -> Updates:
     pipe = Pipeline(gpt(), schedule=schedule, microbatches=microbatches, update_every=update_every, partition=cut,
-                    optimizer=adamw, seed=SEED)
+                    optimizer=adamw, seed=SEED, precision=precision)
     for step in pipe.train(batches()):
         yield step.loss
 
 
-def vpipe_entrants(microbatches: Sequence[int], cut: Sequence[int]) -> Iterator[Entrant]:
+def _kinds(precision: str) -> Iterator[tuple[str, str]]:
+    """What a precision is called here, and how its name goes on in that of an entrant."""
+    yield precision, ""
+    if precision == BF16:
+        yield "bf16_pure", " pure"
+
+
+def vpipe_entrants(microbatches: Sequence[int], cut: Sequence[int], precision: str) -> Iterator[Entrant]:
     """1F1B and GPipe for every number of microbatches."""
     for m in microbatches:
         for schedule in ("1f1b", "gpipe"):
-            yield Entrant(f"vpipe {schedule} m{m}", "vpipe", partial(_updates, schedule, m, None, cut))
+            for kind, more in _kinds(precision):
+                yield Entrant(f"vpipe {schedule} m{m}{more}", "vpipe", partial(_updates, schedule, m, None, cut, kind))
 
 
-def stream_entrants(microbatches: Sequence[int], cut: Sequence[int]) -> Iterator[Entrant]:
+def stream_entrants(microbatches: Sequence[int], cut: Sequence[int], precision: str) -> Iterator[Entrant]:
     """PipeDream: an update of 16 samples like the others, but without waiting for the pipeline to empty.
 
     It goes on as one long stream from turn to turn, so it needs no more than one microbatch per update.
     """
     for m in microbatches:
-        yield Entrant(f"vpipe pipedream m{m}", "vpipe", partial(_updates, "pipedream", m, m, cut), exact=False)
+        for kind, more in _kinds(precision):
+            yield Entrant(f"vpipe pipedream m{m}{more}", "vpipe", partial(_updates, "pipedream", m, m, cut, kind),
+                          exact=False)

@@ -1,9 +1,10 @@
-"""BERT there and back: the same logits in ``transformers``, bit for bit, and the same weights back again."""
+"""Every family there and back: the same logits in ``transformers``, bit for bit, and the same weights back again."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,19 +12,28 @@ from torch import Tensor, nn
 
 from vpipe.checkpoint.export import export_huggingface
 from vpipe.checkpoint.huggingface import find_model, imported
+from vpipe.cli import main
 from vpipe.data.wordpiece import train_wordpiece
-from vpipe.model.bert import Head, bert_from_settings
 from vpipe.model.layer import Model
 from vpipe.model.registry import HuggingFace, ModelSettings, family_named
 
-transformers = pytest.importorskip("transformers")
+LLAMA = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
+         "intermediate_size": 40, "max_position_embeddings": 16, "rope_theta": 300.0, "rms_norm_eps": 1e-5}
+LLAMA_31 = {**LLAMA, "num_key_value_heads": 6, "rope_scaling": {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8}}
+GPT = {"n_embd": 24, "n_layer": 3, "n_head": 3, "n_inner": 40, "n_positions": 16, "layer_norm_epsilon": 1e-6,
+       "activation_function": "gelu_pytorch_tanh"}
+BERT = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 40,
+        "max_position_embeddings": 16, "type_vocab_size": 3, "layer_norm_eps": 1e-7}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("bert", BERT), "gpt": ("gpt", GPT), "gpt-new": ("gpt", {**GPT, "activation_function": "gelu_new"}),
+    "gpt-exact": ("gpt", {**GPT, "activation_function": "gelu"}),
+    "llama": ("llama", LLAMA), "llama-3.1": ("llama", LLAMA_31)}
 
-SIZES = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 40,
-         "max_position_embeddings": 16, "type_vocab_size": 3, "layer_norm_eps": 1e-7}
 
-
-def names_of_bert() -> HuggingFace:
-    found = family_named("bert").huggingface
+def names_of(family: str) -> HuggingFace:
+    found = family_named(family).huggingface
     assert found is not None
     return found
 
@@ -40,74 +50,105 @@ def batch() -> dict[str, Tensor]:
     mask[1:, -3:] = 0
     return {"input_ids": torch.randint(1, 50, (4, 11), generator=generator) * mask,
             "segment_ids": torch.randint(0, 3, (4, 11), generator=generator), "input_mask": mask,
-            "masked_lm_positions": torch.arange(11).expand(4, 11), "masked_lm_ids": torch.ones(4, 11).long(),
-            "next_sentence_labels": torch.zeros(4).long()}
+            "masked_lm_positions": torch.arange(11).expand(4, 11)}
 
 
 @torch.no_grad()
-def our_logits(model: Model, modules: nn.ModuleDict, fields: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Of every word [B, S, V], and of the next sentence [B, 2]."""
+def our_logits(model: Model, modules: nn.ModuleDict, fields: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """Of every word [B, S, V]; and BERT's of the next sentence [B, 2]."""
     tensors = dict(fields)
     for layer in model.layers[:-1]:
         tensors["h"] = modules[layer.name](*(tensors[name] for name in layer.inputs))
-    head = modules["head"]
-    assert isinstance(head, Head)
-    return head.scores(tensors["h"], tensors["masked_lm_positions"])
+    inputs = [tensors[name] for name in model.layers[-1].inputs if name in tensors]
+    found = modules["head"].scores(*inputs)
+    return found if isinstance(found, tuple) else (found,)
 
 
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers shows bars; what it logs as a warning is looked at."""
-    transformers.utils.logging.disable_progress_bar()
+@torch.no_grad()
+def their_logits(theirs: Any, fields: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    if theirs.config.model_type != "bert":
+        return (theirs.eval()(fields["input_ids"]).logits,)
+    found = theirs.eval()(fields["input_ids"], fields["input_mask"], fields["segment_ids"])
+    return found.prediction_logits, found.seq_relationship_logits
+
+
+@pytest.fixture
+def transformers() -> Any:
+    """Imported by who tests with it alone, for it takes seconds; it shows bars, and its warnings are looked at."""
+    found = pytest.importorskip("transformers")
+    found.utils.logging.disable_progress_bar()
+    return found
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_exported_bert_gives_the_same_logits(tied: bool, tmp_path: Path) -> None:
-    settings = ModelSettings(50, tie_weights=tied, overrides=SIZES)
-    model = bert_from_settings(settings)
+@pytest.mark.parametrize("name", MODELS)
+def test_an_exported_model_gives_the_same_logits(name: str, tied: bool, transformers: Any, tmp_path: Path) -> None:
+    family, sizes = MODELS[name]
+    settings = ModelSettings(50, tie_weights=tied, overrides=sizes)
+    model = family_named(family).factory(settings)
     torch.manual_seed(1)
     modules = model.materialize().eval()
     for parameter in modules.parameters():  # norms and biases, too, so that a swap of two is seen
         nn.init.normal_(parameter, std=0.3)
     tokenizer = train_wordpiece([["the quick brown fox", "jumps over a dog"]], 60)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    export_huggingface(weights_of(model, modules), names_of_bert(), settings, tmp_path / "out",
+    export_huggingface(weights_of(model, modules), names_of(family), settings, tmp_path / "out",
                        tmp_path / "tokenizer.json" if tied else None)
 
-    theirs, report = transformers.BertForPreTraining.from_pretrained(tmp_path / "out", output_loading_info=True)
+    theirs, report = getattr(transformers, names_of(family).architecture).from_pretrained(
+        tmp_path / "out", output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
     fields = batch()
-    with torch.no_grad():
-        found = theirs.eval()(fields["input_ids"], fields["input_mask"], fields["segment_ids"])
-    words, sentence = our_logits(model, modules, fields)
-    assert torch.equal(found.prediction_logits, words)
-    assert torch.equal(found.seq_relationship_logits, sentence)
+    assert all(map(torch.equal, their_logits(theirs, fields), our_logits(model, modules, fields)))
+    assert theirs.config.tie_word_embeddings == tied
+    assert theirs.config.hidden_dropout_prob == 0.1 if family == "bert" else theirs.config.eos_token_id is None
     if tied:
         read = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("The fox: a dog", "jumps").input_ids
+        ids = tokenizer.encode("The fox: a dog").ids, tokenizer.encode("jumps").ids
         cls, sep = (tokenizer.token_to_id(name) for name in ("[CLS]", "[SEP]"))
-        assert read == [cls, *tokenizer.encode("The fox: a dog").ids, sep, *tokenizer.encode("jumps").ids, sep]
-    assert (theirs.config.hidden_dropout_prob, theirs.config.tie_word_embeddings) == (0.1, tied)
+        assert read == ([cls, *ids[0], sep, *ids[1], sep] if family == "bert" else [*ids[0], *ids[1]])
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_what_transformers_saved_comes_back(tied: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_what_transformers_saved_comes_back(name: str, tied: bool, transformers: Any, tmp_path: Path) -> None:
+    family, sizes = MODELS[name]
     torch.manual_seed(2)
-    theirs = transformers.BertForPreTraining(
-        transformers.BertConfig(vocab_size=50, tie_word_embeddings=tied, **SIZES)).eval()
-    theirs.save_pretrained(tmp_path, max_shard_size="20KB")
+    kind = getattr(transformers, names_of(family).architecture)
+    theirs = kind(kind.config_class(vocab_size=50, tie_word_embeddings=tied, **sizes)).eval()
+    theirs.save_pretrained(tmp_path, max_shard_size="10KB")
     assert (tmp_path / "model.safetensors.index.json").exists(), "several files, as large models come in"
 
     found = find_model(tmp_path)
-    assert (found.family, found.settings.tie_weights) == ("bert", tied)
-    model = bert_from_settings(found.settings)
-    weights = imported(tmp_path, names_of_bert(), found.settings, say=pytest.fail)
+    assert (found.family, found.settings.tie_weights) == (family, tied)
+    model = family_named(family).factory(found.settings)
+    weights = imported(tmp_path, names_of(family), found.settings, say=pytest.fail)
     modules = model.materialize().eval()
     assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == {
         name: tuple(tensor.shape) for name, tensor in weights_of(model, modules).items()}
     modules.load_state_dict(weights, strict=False)
     fields = batch()
-    with torch.no_grad():
-        expected = theirs(fields["input_ids"], fields["input_mask"], fields["segment_ids"])
-    words, sentence = our_logits(model, modules, fields)
-    assert torch.equal(expected.prediction_logits, words)
-    assert torch.equal(expected.seq_relationship_logits, sentence)
+    assert all(map(torch.equal, their_logits(theirs, fields), our_logits(model, modules, fields)))
+
+
+@pytest.mark.parametrize("name", ["gpt-new", "llama-3.1"])
+def test_the_command_takes_every_family(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """BERT's is tested with its runs; this is what a family changes. No transformers in it."""
+    monkeypatch.chdir(tmp_path)
+    family, sizes = MODELS[name]
+    settings = ModelSettings(50, tie_weights=True, overrides=sizes)
+    model = family_named(family).factory(settings)
+    export_huggingface(weights_of(model, model.materialize(3)), names_of(family), settings, Path("hf"))
+    assert main(["checkpoint", "import", "hf", "-o", "own"]) == 0
+    assert main(["checkpoint", "export", "own", "--format", "huggingface", "-o", "again"]) == 0
+    for file in ("model.safetensors", "config.json"):
+        assert Path("again", file).read_bytes() == Path("hf", file).read_bytes(), file
+
+
+@pytest.mark.parametrize(("family", "theirs", "ours"), [
+    ("gpt", "h.0.attn.c_attn.weight", "transformer.h.0.attn.c_attn.weight"),
+    ("gpt", "lm_head.weight", "lm_head.weight"),
+    ("gpt", "h.0.attn.c_attn.bias", "transformer.h.0.attn.c_attn.bias"), ("gpt", "transformer.h.0.attn.bias", None),
+    ("gpt", "h.11.attn.masked_bias", None), ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq", None)])
+def test_older_files_spell_differently(family: str, theirs: str, ours: str | None) -> None:
+    assert names_of(family).spelled(theirs) == ours

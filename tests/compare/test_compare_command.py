@@ -15,6 +15,7 @@ from vpipe.cli import main
                                             "hint: did you mean 'pipedream'?"),
     (["--systems", "gpipe", "--memory", "-1GiB"], None, "--memory is -1GiB"),
     (["--schedules", "1f1b,zbv"], None, "hint: did you mean 'zb_v'?"),
+    (["--schedules", "1f1b", "-o", "nowhere/a.csv"], None, "error: cannot write 'nowhere/a.csv': it is in no folder"),
     ([], None, "takes --systems or --schedules, and there is neither"),
     (["--system", "gpipe", "--set", "training.learning_rat=1"], None, "did you mean 'learning_rate'?"),
     (["--systems", "gpipe"], ["localhost:0", "elsewhere:0"], "on this host alone, but machines names 1 more"),

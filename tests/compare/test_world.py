@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,14 @@ def test_every_contender_trains_as_if_it_were_alone(tmp_path: Path, capsys: pyte
     assert "1f1b: 5/5 updates" in said.err
     assert "2 stages on each rank, balanced by parameters" in said.out
     assert (tmp_path / "comparison.svg").read_text().startswith("<svg")
+    rows = list(csv.DictReader((tmp_path / "comparison.csv").read_text().splitlines()))
+    assert [(row["contender"], row["parallel.schedule"], row["steps"]) for row in rows] == [
+        (name, name, "5") for name in losses]
+    assert json.loads(rows[2]["parallel.partition"]) == [1, 1, 1, 2]
+    for row, outcome in zip(rows, found["outcomes"], strict=True):
+        assert float(row["samples_per_s"]) == outcome["samples_per_s"]
+        assert float(row["held_bytes"]) == outcome["peak_bytes"]
+        assert 0 < float(row["mfu"]) == float(row["hfu"]) < 1  # nothing is recomputed
 
 
 def test_memory_is_counted_for_each(tmp_path: Path) -> None:
@@ -64,6 +73,8 @@ def test_one_that_does_not_fit_the_config_is_named_and_the_others_go_on(tmp_path
     found = compared(job, tmp_path, of_schedules(job, ("1f1b", "interleaved")))
     assert [outcome["name"] for outcome in found["outcomes"]] == ["1f1b"]
     assert "8 stages" in found["refused"]["interleaved"]
+    assert [row["failed"] == found["refused"].get(row["contender"], "") for row in
+            csv.DictReader((tmp_path / "comparison.csv").read_text().splitlines())] == [True, True]
 
 
 def test_nobody_can_take_part(tmp_path: Path) -> None:

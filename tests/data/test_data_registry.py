@@ -6,10 +6,10 @@ import pytest
 
 import vpipe.data
 from vpipe.data import registry
-from vpipe.data.bert_text import bert_text
 from vpipe.data.dataset import Dataset, DatasetSettings
 from vpipe.data.registry import dataset_named, dataset_names, prepare, register_dataset
 from vpipe.data.synthetic import synthetic_bert
+from vpipe.data.text import text
 from vpipe.errors import UserError
 
 MODULES = sorted(Path(vpipe.data.__path__[0]).glob("*.py"))
@@ -17,7 +17,7 @@ MODULES = sorted(Path(vpipe.data.__path__[0]).glob("*.py"))
 
 def test_the_built_in_data_sets_are_found() -> None:
     assert {"text", "bert_hdf5", "synthetic"} <= set(dataset_names())
-    assert dataset_named("text") is bert_text
+    assert dataset_named("text") is text
 
 
 def test_an_unknown_name_gets_the_nearest() -> None:

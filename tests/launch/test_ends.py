@@ -47,6 +47,10 @@ class Launched:
         ssh.parent.mkdir()
         ssh.write_text('#!/bin/bash\nbash -c "${@: -1}"\n')
         ssh.chmod(0o755)
+        python = ssh.with_name("python")
+        python.write_text(f'#!/bin/sh\nexec {sys.executable} -S {zygote.__file__} "$@"\n')
+        python.chmod(0o755)
+        more += ["--set", f"launch.python={python}"]
         self.path = f"{ssh.parent}:{os.environ['PATH']}"
         with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
             self.process = subprocess.Popen([VPIPE, "train", config, *(more if hosts else [])], stdout=out, stderr=err,
@@ -56,14 +60,6 @@ class Launched:
     def find_ranks(self) -> bool:
         self.ranks.update({int(environment["RANK"]): pid for pid, environment in zygote.running().items()
                            if environment["PATH"] == self.path and "RANK" in environment})
-        for process in Path("/proc").glob("[0-9]*"):  # those of the other host
-            try:
-                environment = (process / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if f"PATH={self.path}".encode() in environment and b"prepare" not in (process / "cmdline").read_bytes():
-                self.ranks.update({int(entry[5:]): int(process.name) for entry in environment
-                                   if entry.startswith(b"RANK=")})
         return len(self.ranks) == 2
 
     def start(self) -> None:
@@ -73,6 +69,8 @@ class Launched:
         self.start()
         until(lambda: any(path.read_text().count("\n") > 3 for path in self.folder.glob("runs/*/metrics.jsonl")), 60,
               "a few updates")
+        self.ranks.clear()  # one of the other host may have been there only to look at the config
+        assert self.find_ranks()
 
     def ends(self, seconds: float) -> int:
         """The exit status, once nothing of the run is left."""

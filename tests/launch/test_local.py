@@ -33,6 +33,7 @@ REPORT = "import json, os, sys, time; folder = sys.argv[1]\n" \
          "    open(f'{folder}/part{rank}', 'w').write(text)\n" \
          "    os.replace(f'{folder}/part{rank}', f'{folder}/rank{rank}.failure.json')\n" \
          "    sys.exit(1)\n"
+GRACE_S = 0.6
 STUCK = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); open(f'{folder}/ready', 'w'); time.sleep(60)"
 
 
@@ -44,7 +45,7 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *programs: str) -> float:
         return [sys.executable, "-S", "-c", REPORT + chosen, str(folder)]
 
     monkeypatch.setattr(HostRanks, "command", command)
-    monkeypatch.setattr(local, "GRACE_S", 1.0)
+    monkeypatch.setattr(local, "GRACE_S", GRACE_S)
     started = time.monotonic()
     local.run_ranks(HostRanks.alone(len(programs), free_port(None), threads=1), folder,
                     lambda rank: f"rank {rank} (stage {9 - rank})")
@@ -63,6 +64,7 @@ def test_a_rank_that_is_stopped_for_long_is_a_failure(monkeypatch: pytest.Monkey
     """One rank has no other that would notice."""
     program = "import os, signal, time; os.kill(os.getpid(), signal.SIGSTOP); time.sleep(60)"
     monkeypatch.setattr(HostRanks, "command", lambda ranks, folder: [sys.executable, "-S", "-c", program])
+    monkeypatch.setattr(local, "GRACE_S", GRACE_S)
     with pytest.raises(RunError, match=r"rank 0 has been stopped for 0.3 s"):
         local.run_ranks(HostRanks.alone(1, free_port(None), threads=1), tmp_path, str, halted=Halted(0.3))
 
@@ -96,12 +98,12 @@ def test_a_rank_that_says_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 def test_the_cause_goes_before_what_others_saw_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     error = failed(monkeypatch, tmp_path, "report(0, 'lost rank 1', blames=True)",
-                   "time.sleep(0.5); report(1, 'ran dry')", "report(2, 'lost rank 1', blames=True)")
+                   "time.sleep(0.2); report(1, 'ran dry')", "report(2, 'lost rank 1', blames=True)")
     assert str(error) == "error: ran dry\nhint: look there"
 
 
 def test_a_dead_rank_goes_before_what_others_saw_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    error = failed(monkeypatch, tmp_path, "report(0, 'lost rank 1', blames=True)", "time.sleep(0.3); os._exit(7)")
+    error = failed(monkeypatch, tmp_path, "report(0, 'lost rank 1', blames=True)", "time.sleep(0.2); os._exit(7)")
     assert str(error).startswith("error: rank 1 (stage 8) ended with exit status 7\n")
 
 
@@ -153,7 +155,7 @@ def test_hosts_are_closed_at_the_same_time() -> None:
 
 def test_a_signal_ends_all_and_the_handlers_come_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM))
     timer.start()
     with pytest.raises(Interrupted, match="SIGTERM") as caught:
         run(monkeypatch, tmp_path, "time.sleep(60)", "time.sleep(60)")
@@ -193,7 +195,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, folder: Path, *programs: str, s
         until(lambda: len(list(folder.glob("ready*"))) == len(programs), 20, "all are ready")
         for number in (signal.SIGUSR1, signal.SIGINT)[:signals]:
             os.kill(os.getpid(), number)
-            time.sleep(0.3)
+            time.sleep(0.1)
 
     monkeypatch.setattr(local, "run_ranks", partial(run_ranks, stop_s=stop_s))
     thread = threading.Thread(target=send)
@@ -250,7 +252,7 @@ def test_a_rank_that_is_lost_to_the_signal_before_it_trains_is_no_failure(monkey
 def test_a_signal_to_a_rank_ends_the_run_in_good_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """However long the other ranks take to end."""
     with pytest.raises(Interrupted) as caught:
-        run(monkeypatch, tmp_path, "sys.exit(128 + 10)", "time.sleep(1.5)")
+        run(monkeypatch, tmp_path, "sys.exit(128 + 10)", f"time.sleep({1.5 * GRACE_S})")
     assert (caught.value.number, caught.value.saved) == (signal.SIGUSR1, True)
 
 

@@ -71,7 +71,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(hosts_module, "is_this_host", lambda name: name == "hostA")
-    monkeypatch.setattr(local, "GRACE_S", 1.0)
+    monkeypatch.setattr(local, "GRACE_S", 0.6)
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     until(lambda: not any(alive(int(file.read_text())) for file in record.glob("*.pid")), 20, "ssh has ended")

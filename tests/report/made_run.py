@@ -50,11 +50,12 @@ def make_run(folder: Path, name: str = "1f1b", ranks: int = 4, microbatches: int
 
 
 def write_metrics(folder: Path, updates: int) -> None:
-    lines: list[dict[str, float]] = []
+    lines: list[dict[str, Any]] = []
     for step in range(updates):
         lines.append({"step": step, "loss": 4 * 0.99**step, "learning_rate": 1e-3, "time_s": 0.3 * (step + 1),
                       "tokens_per_s": 4000.0 + step % 7})
     lines.append({"step": updates - 1, "evaluation_loss": 4 * 0.99**updates, "time_s": 0.3 * updates})
+    lines.append({"step": updates - 1, "summary": {"steps": updates, "mfu": None}})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 

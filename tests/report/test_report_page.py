@@ -212,7 +212,7 @@ def test_metrics_that_break_off_or_lack_are_said(tmp_path: Path, capsys: pytest.
     metrics = folder / "metrics.jsonl"
     metrics.write_text(metrics.read_text()[:-9])
     assert main(["trace", str(folder)]) == 0
-    assert "note: metrics.jsonl breaks off in line 4" in capsys.readouterr().out
+    assert "note: metrics.jsonl breaks off in line 5" in capsys.readouterr().out
     metrics.unlink()
     assert main(["trace", str(folder)]) == 0
     assert "note: There is no metrics.jsonl" in capsys.readouterr().out

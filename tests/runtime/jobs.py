@@ -56,7 +56,7 @@ def train(*, model: str, batches: int = 3, samples: int = 8, lengths: Sequence[i
     """
     pipe = pipeline(MODELS[model](), **arguments)
     data = rich_batches(batches + more, samples, lengths=tuple(lengths))
-    held_out = rich_batches(3, samples, seed=9)
+    held_out = rich_batches(2, samples, seed=9)
     if hide:
         data, held_out = hidden(data, pipe), hidden(held_out, pipe)
     steps, evaluations = [], []

@@ -20,7 +20,7 @@ TRANSFER = (r"(waiting for|sending|receiving) (the (loss|gradients|activations|t
 @pytest.fixture
 def four(tmp_path: Path) -> Iterator[World]:
     """Four ranks that a short silence makes give up."""
-    some = World(4, tmp_path, gloo_timeout_s=12)
+    some = World(4, tmp_path, gloo_timeout_s=8)
     yield some
     some.kill()
 
@@ -39,11 +39,11 @@ def run_some_steps(world: World, schedule: str, timeout_s: float) -> None:
 
 
 def test_a_pause_is_survived_and_a_killed_rank_named_by_all(four: World) -> None:
-    run_some_steps(four, "1f1b", 12)
+    run_some_steps(four, "1f1b", 8)
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for rank in (0, 2):
             four.signal(rank, number)
-        time.sleep(2.5)
+        time.sleep(1.5)
     four.signal(2, signal.SIGKILL)
     for rank in (0, 1, 3):  # rank 0 has nothing to do with rank 2
         error = run_error(four.outcome(rank, 10))
@@ -55,7 +55,7 @@ def test_a_pause_is_survived_and_a_killed_rank_named_by_all(four: World) -> None
 
 
 def test_when_rank_0_is_stopped_all_others_say_so(four: World) -> None:
-    run_some_steps(four, "pipedream", 12)
+    run_some_steps(four, "pipedream", 8)
     four.signal(0, signal.SIGSTOP)
     for rank in (1, 2, 3):
         error = run_error(four.outcome(rank, 20))
@@ -112,7 +112,7 @@ def test_shapes_that_follow_from_values_are_the_users_mistake(pair: World) -> No
 
 
 def test_ranks_that_wait_for_one_another_are_a_deadlock_not_slow(pair: World) -> None:
-    pair.begin(jobs.evaluates_alone, timeout_s=6)
+    pair.begin(jobs.evaluates_alone, timeout_s=4)
     for rank in (0, 1):
         error = run_error(pair.outcome(rank, 30))
         assert re.search(r"^error: rank [01] \(stage [01]\), rank [01] \(stage [01]\) wait for one another: a "

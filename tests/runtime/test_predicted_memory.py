@@ -16,13 +16,15 @@ from vpipe.profiling.measure import measure
 from vpipe.runtime.trace import Recorded
 
 
-def test_a_pipeline_holds_what_was_predicted() -> None:
-    """Every byte: activations of all microbatches in flight and versions of weights, as counted while it runs."""
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_pure"])
+def test_a_pipeline_holds_what_was_predicted(precision: str) -> None:
+    """Every byte: activations of all microbatches in flight and versions of weights, as counted while it runs; and
+    gradients, master weights and the optimizer's state."""
     model, adamw = rich_model(), partial(torch.optim.AdamW, lr=1e-3)
     batches = rich_batches(2, 32)
     microbatch = {name: field[:4] for name, field in batches[0].items()}
     identity = identify(model, microbatch, model_name="rich", optimizer="adamw", device="cpu", ranks_per_host=1,
-                        backend="gloo")
+                        backend="gloo", precision=precision)
     made, = measure(model, [microbatch], lambda named: adamw(list(named.values())) if named else None,
                     identities=[identity], budget_s=0.0)
     cut = (2, 2, len(model) - 4)
@@ -30,7 +32,7 @@ def test_a_pipeline_holds_what_was_predicted() -> None:
                           ("pipedream", ((0, 1), (), (4,)))):
         plan = Plan(cut, recompute_layers=dropped, schedule=name, microbatches=8)
         prediction = predict(made, plan).prediction
-        pipe = Pipeline(model, plan=plan, microbatches=8, optimizer=adamw)
+        pipe = Pipeline(model, plan=plan, microbatches=8, optimizer=adamw, precision=precision)
         recorders = pipe.engine.record(limit=10_000)
         for _ in pipe.train(batches):
             pass
@@ -39,5 +41,6 @@ def test_a_pipeline_holds_what_was_predicted() -> None:
             held = max(note.held_bytes + note.versions * recorder.weight_bytes()[stage] for note in notes)
             memory = prediction.stages[stage].memory
             expected = memory.activations + memory.weights + memory.stashed
+            assert recorder.static_bytes()[stage] == memory.gradients + memory.optimizer
             # Between halves the recorder counts the whole batch's field of which a microbatch has a part.
             assert expected == (pytest.approx(held, rel=0.15) if name == "zb_h1" else held), f"{plan}, stage {stage}"

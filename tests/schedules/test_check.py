@@ -352,13 +352,13 @@ def proved(draw: st.DrawFn) -> Schedule:
     return prove(name, placement, microbatches, every, ties, draw(st.booleans()), recompute)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(proved())
 def test_every_placement_and_tie_passes(schedule: Schedule) -> None:
     assert execute(Reading.of(schedule), rendezvous=True) == ([len(program) for program in schedule.programs], [])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(proved(), st.data())
 def test_no_action_can_be_left_out(schedule: Schedule, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, schedule.ranks - 1))

@@ -51,7 +51,7 @@ def proved(draw: st.DrawFn, name: str) -> Schedule | None:
 
 
 @pytest.mark.parametrize("name", schedule_names())
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 @given(data=st.data())
 def test_every_size_passes_or_is_refused(name: str, data: st.DataObject) -> None:
     schedule = data.draw(proved(name))

@@ -102,7 +102,7 @@ def any_order(draw: st.DrawFn) -> tuple[Schedule, bool]:
                         st.booleans())
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(any_order())
 def test_any_order_that_can_be_computed_can_be_lowered(order: tuple[Schedule, bool]) -> None:
     schedule, norm = order

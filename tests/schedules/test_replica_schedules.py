@@ -70,7 +70,7 @@ def cases(draw: st.DrawFn, names: tuple[str, ...] = ANY_WIDTHS) -> Case:
     return Case(name, widths, placement, microbatches, every, ties, recipe.flush and draw(st.booleans()))
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=60)
 @given(cases())
 def test_any_widths_are_proved_and_every_microbatch_goes_to_its_replica(case: Case) -> None:
     schedule = prove(case.name, case.placement, case.microbatches, case.every, case.ties, case.norm)

@@ -56,7 +56,7 @@ def _in_training(reached: Callable[[str], bool], trigger: dict[str, Any], notes:
 
     def made(self: Worker, *arguments: Any, **more: Any) -> None:
         make(self, *arguments, **more)
-        forward, backward, step = (self._operations[op] for op in (Op.FORWARD, Op.BACKWARD, Op.STEP))
+        forward, backward, step = (self.operations[op] for op in (Op.FORWARD, Op.BACKWARD, Op.STEP))
         if 0 in self.stages:
             samples = (notes / f"samples{attempt}").open("a", buffering=1)
 
@@ -87,7 +87,7 @@ def _in_training(reached: Callable[[str], bool], trigger: dict[str, Any], notes:
                 go_wrong(trigger)
             step(stage, update)
 
-        self._operations |= {Op.FORWARD: forwards, Op.BACKWARD: backwards, Op.STEP: steps}
+        self.operations |= {Op.FORWARD: forwards, Op.BACKWARD: backwards, Op.STEP: steps}
 
     Worker.__init__ = made  # type: ignore[method-assign]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,23 @@ def test_a_models_file_gives_sizes(tmp_path: Path) -> None:
                  parallel__partition=[4, 3])
     assert len(job.model) == 7
     assert job.config.model.vocab_size == job.dataset.vocab_size == 40
+
+
+@pytest.mark.parametrize(("model", "fields"), [("bert", {"masked_lm_ids", "next_sentence_labels"}),
+                                               ("gpt", {"input_ids", "labels"})])
+def test_the_data_are_made_for_what_the_model_reads(tmp_path: Path, model: str, fields: set[str]) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("\n\n".join(
+        f"The river number {number} is quiet. It has {number} stones. Winter comes." for number in range(80)))
+    job = job_of(tmp_path, model__name=model, model__preset=None, model__num_layers=2, model__num_heads=2,
+                 model__vocab_size=-1, dataset__name="text", dataset__path=str(tmp_path / "text"),
+                 dataset__cache_directory=str(tmp_path / "cache"), dataset__batch_size=2,
+                 training__num_microbatches=2)
+    assert fields <= set(job.dataset.fields)
+    assert set(job.model.batch) <= set(job.dataset.fields)
+    assert job.config.model.vocab_size == job.dataset.vocab_size != 8192
+    [batch] = islice(job.training_batches(job.model.batch), 1)
+    assert all(batch[name].max() < job.dataset.vocab_size for name in job.model.batch)
 
 
 def test_more_tokens_in_the_data_than_in_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,7 @@ def test_the_learning_rate_is_told_when_the_first_stage_has_nothing_to_train(
     model = Model([Layer("start", AsNumbers, inputs=("input_ids",), outputs=("h",)),
                    Layer("end", lambda: Score(16, 1), inputs=("h",), outputs=("loss",))], batch=("input_ids",))
     monkeypatch.setattr("vpipe.train.job.model_named", lambda name: lambda settings: model)
+    monkeypatch.setattr("vpipe.train.efficiency.layer_flops", lambda job: None)  # of the family it is not
     run(tmp_path, parallel__partition=[1, 1])
     check_updates(tmp_path, 4)
     assert {line["learning_rate"] for line in metrics(tmp_path)[0]} == {0.01}

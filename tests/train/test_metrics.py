@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from vpipe.errors import LastingError
+from vpipe.profiling.peak import Peak
 from vpipe.runtime.step import Step
 from vpipe.train import metrics as module
-from vpipe.train.metrics import Metrics, Past, mean
+from vpipe.train.efficiency import Efficiency
+from vpipe.train.metrics import Metrics, Past, Worth, mean
 
 
 class Clock:
@@ -40,19 +42,20 @@ def read(path: Path) -> list[dict[str, float]]:
 
 def test_a_line_is_there_as_soon_as_its_update_has_ended(tmp_path: Path, clock: Clock) -> None:
     path = tmp_path / "m.jsonl"
-    with Metrics(path, 64) as metrics:
+    with Metrics(path, Worth(4, 64)) as metrics:
         clock.now += 0.5
         metrics.update(step(0, 2.5))
-        assert read(path) == [{"step": 0, "loss": 2.5, "learning_rate": 0.5, "time_s": 0.5, "tokens_per_s": 128.0}]
+        assert read(path) == [{"step": 0, "loss": 2.5, "learning_rate": 0.5, "time_s": 0.5, "step_s": 0.5,
+                               "samples_per_s": 8.0, "tokens_per_s": 128.0}]
         clock.now += 0.25
         metrics.update(step(1, 1.5, norm=3.0))
-        assert read(path)[1] == {"step": 1, "loss": 1.5, "learning_rate": 0.5, "time_s": 0.75, "tokens_per_s": 256.0,
-                                 "gradient_norm": 3.0}
+        assert read(path)[1] == {"step": 1, "loss": 1.5, "learning_rate": 0.5, "time_s": 0.75, "step_s": 0.25,
+                                 "samples_per_s": 16.0, "tokens_per_s": 256.0, "gradient_norm": 3.0}
     assert (metrics.losses, metrics.update_s) == ([2.5, 1.5], [0.5, 0.25])
 
 
 def test_the_time_of_an_evaluation_does_not_count(tmp_path: Path, clock: Clock) -> None:
-    with Metrics(tmp_path / "m.jsonl", 64) as metrics:
+    with Metrics(tmp_path / "m.jsonl", Worth(4, 64)) as metrics:
         clock.now += 1
         metrics.update(step(0))
         clock.now += 50
@@ -66,7 +69,7 @@ def test_the_time_of_an_evaluation_does_not_count(tmp_path: Path, clock: Clock) 
 
 
 def test_updates_that_end_together_share_their_time(tmp_path: Path, clock: Clock) -> None:
-    with Metrics(tmp_path / "m.jsonl", 10) as metrics:
+    with Metrics(tmp_path / "m.jsonl", Worth(1, 10)) as metrics:
         clock.now += 3
         metrics.update(step(0), step(1), step(2))
         metrics.update()
@@ -75,7 +78,7 @@ def test_updates_that_end_together_share_their_time(tmp_path: Path, clock: Clock
 
 
 def test_recent_speed_is_of_the_last_twenty(clock: Clock) -> None:
-    metrics = Metrics(None, 10)
+    metrics = Metrics(None, Worth(1, 10))
     assert metrics.recent_tokens_per_s == 0
     for i in range(40):
         clock.now += 1 if i < 20 else 0.5
@@ -83,8 +86,34 @@ def test_recent_speed_is_of_the_last_twenty(clock: Clock) -> None:
     assert metrics.recent_tokens_per_s == 20
 
 
+EFFICIENCY = Efficiency((3e6, 7e6), 7e6, Peak(0.01, 2, "fp32", "measured"))
+"""30 MFLOP a token, 37 with what is computed again, of 2 x 10 GFLOP/s."""
+
+
+def test_lines_say_how_well_an_update_used_the_devices(tmp_path: Path, clock: Clock) -> None:
+    with Metrics(tmp_path / "m.jsonl", Worth(4, 64, EFFICIENCY)) as metrics:
+        clock.now += 0.5
+        metrics.update(step(0))
+        metrics.summary({"mfu": 0.2, "stages": []})
+    line, last = read(tmp_path / "m.jsonl")
+    assert (line["mfu"], line["hfu"]) == (0.192, 0.2368)  # 128 tokens/s
+    assert last == {"step": 0, "summary": {"mfu": 0.2, "stages": []}}
+
+
+def test_a_speed_that_cannot_be_is_doubted_once(clock: Clock) -> None:
+    metrics = Metrics(None, Worth(4, 64, EFFICIENCY))
+    said = []
+    for index in range(45):
+        clock.now += 0.2 if index < 21 else 0.05  # 48 % of the peak, then 192 %
+        metrics.update(step(index))
+        said += metrics.warnings()
+    assert said == [
+        "the HFU of 101 % cannot be: the peak is wrong (2 x 0.01 TFLOP/s fp32, measured); the devices reached 0.01008 "
+        "TFLOP/s each, so set metrics.peak_tflops to more than that"]
+
+
 def test_other_ranks_write_no_file(clock: Clock) -> None:
-    with Metrics(None, 10) as metrics:
+    with Metrics(None, Worth(1, 10)) as metrics:
         clock.now += 1
         metrics.update(step(0))
     assert metrics.losses == [1.0]
@@ -99,7 +128,7 @@ def test_a_full_disk_is_told_once_and_at_the_end(tmp_path: Path, clock: Clock, m
         return written(file, data)
 
     monkeypatch.setattr("vpipe.train.lines.os.write", write)
-    with Metrics(tmp_path / "m.jsonl", 64) as metrics:
+    with Metrics(tmp_path / "m.jsonl", Worth(4, 64)) as metrics:
         for index in range(2):
             clock.now += 1
             metrics.update(step(index))

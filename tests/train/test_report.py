@@ -7,38 +7,81 @@ from pathlib import Path
 import pytest
 from small_run import job_of
 
+from vpipe.profiling.peak import Peak
 from vpipe.runtime.step import Step
 from vpipe.runtime.usage import StageUsage
 from vpipe.train import metrics as module
-from vpipe.train.metrics import Metrics
+from vpipe.train.efficiency import Efficiency
+from vpipe.train.metrics import Metrics, Worth
 from vpipe.train.report import summary
+from vpipe.train.run_figures import RunFigures
+
+USAGES = [StageUsage(forward_s=0.4, backward_s=0.8, step_s=0.08, communication_s=0.008, idle_s=idle, bytes_sent=n,
+                     versions=2, staleness=1, peak_activations=2, peak_memory_bytes=3.5e9)
+          for idle, n in ((0.016, 8000), (0.16, 16_000_000))]
+PLACEMENT = ((0,), (1,))
+TABLE = [
+    "",
+    "stage  layers  forward  backward     step    comm     idle    sent  versions  staleness  in flight   memory",
+    "    0     0-2  50.0 ms  100.0 ms  10.0 ms  1.0 ms   2.0 ms  1.0 kB         2          1          2  3.50 GB",
+    "    1     3-4  50.0 ms  100.0 ms  10.0 ms  1.0 ms  20.0 ms  2.0 MB         2          1          2  3.50 GB",
+    "(per update; idle is waiting for other stages; memory is the peak of the process)"]
 
 
-def test_the_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _a_quarter_each(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(100))
     monkeypatch.setattr(module, "perf_counter", lambda: next(now) / 4)
-    job = job_of(tmp_path, parallel__partition=[3, 2])
-    metrics = Metrics(None, job.tokens_per_update)
-    for i in range(8):
+
+
+def trained(worth: Worth, updates: int = 8) -> Metrics:
+    metrics = Metrics(None, worth)
+    for i in range(updates):
         metrics.update(Step(i, 8.0 - i, 0.1, None, stop=False))
-    metrics.evaluation(7, 2.0)
-    usages = [StageUsage(forward_s=0.4, backward_s=0.8, step_s=0.08, communication_s=0.008, idle_s=0.016, bytes_sent=n,
-                         versions=2, staleness=1, peak_activations=2, peak_memory_bytes=3.5e9) for n in (8000, 1.6e7)]
-    assert summary(job, metrics, usages).splitlines() == [
-        "8 updates in 2.0 s: 32.0 samples/s, 512 tokens/s, 250 ms per update (median)",
+    metrics.evaluation(updates - 1, 2.0)
+    return metrics
+
+
+@pytest.mark.usefixtures("_a_quarter_each")
+def test_the_summary(tmp_path: Path) -> None:
+    job = job_of(tmp_path, parallel__partition=[3, 2])
+    efficiency = Efficiency((1e6, 1e6), 5e5, Peak(0.01, 2, "fp32", "measured"))  # 512 tokens/s: 3.072 GFLOP/s of 20
+    metrics = trained(Worth(8, 128, efficiency))
+    text = summary(job, metrics, RunFigures.of(metrics, USAGES, PLACEMENT), ["1 checkpoint"])
+    assert [line.rstrip() for line in text.splitlines()] == [
+        "8 updates in 2.0 s",
         "training loss 7.500 -> 1.500 (mean of the first 2, mean of the last 2)",
         "evaluation loss after 8 updates: 2.0000",
+        "1 checkpoint",
         "",
-        "stage  layers  forward  backward     step    comm    idle    sent  versions  staleness  in flight   memory",
-        "    0     0-2  50.0 ms  100.0 ms  10.0 ms  1.0 ms  2.0 ms  1.0 kB         2          1          2  3.50 GB",
-        "    1     3-4  50.0 ms  100.0 ms  10.0 ms  1.0 ms  2.0 ms  2.0 MB         2          1          2  3.50 GB",
-        "(per update; idle is waiting for other stages; memory is the peak of the process)"]
+        "samples/s  tokens/s  median     p95     MFU     HFU  bubble   memory    sent",
+        "     32.0       512  250 ms  250 ms  15.4 %  16.6 %   6.1 %  3.50 GB  2.0 MB",
+        "(bubble: share of time in which ranks wait for others; memory: of the fullest rank; sent: by all, per update)",
+        "(speeds without the first 2 updates; MFU, HFU: of 2 x 0.01 TFLOP/s fp32, measured)",
+        *TABLE]
 
 
-def test_the_summary_of_one_update(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("_a_quarter_each")
+def test_a_utilization_that_cannot_be_is_never_shown_without_a_warning(tmp_path: Path) -> None:
+    job = job_of(tmp_path, parallel__partition=[3, 2])
+    metrics = trained(Worth(8, 128, Efficiency((1e6, 1e6), 0.0, Peak(0.001, 2, "fp32", "as metrics.peak_tflops says"))))
+    lines = summary(job, metrics, RunFigures.of(metrics, USAGES, PLACEMENT)).splitlines()
+    assert "  153.6 % (!)  153.6 % (!)  " in lines[5]
+    assert lines[8] == ("warning: the MFU of 154 % cannot be: the peak is wrong (2 x 0.001 TFLOP/s fp32, as "
+                        "metrics.peak_tflops says); the devices reached 0.001536 TFLOP/s each, so set "
+                        "metrics.peak_tflops to more than that")
+
+
+def test_the_summary_of_one_update_of_a_family_that_says_no_operations(tmp_path: Path) -> None:
     job = job_of(tmp_path)
-    metrics = Metrics(None, job.tokens_per_update)
+    metrics = Metrics(None, Worth(8, 128))
     metrics.update(Step(0, 3.0, 0.1, None, stop=True))
-    lines = summary(job, metrics, [StageUsage.empty()] * 2).splitlines()
-    assert lines[0].startswith("1 update in 0.0 s: ")
-    assert lines[1] == "training loss 3.000 -> 3.000 (mean of the first 1, mean of the last 1)"
+    lines = summary(job, metrics, RunFigures.of(metrics, [StageUsage.empty()] * 2, PLACEMENT)).splitlines()
+    assert lines[:2] == ["1 update in 0.0 s", "training loss 3.000 -> 3.000 (mean of the first 1, mean of the last 1)"]
+    assert lines[6] == "(no MFU: the family does not say what its layers compute)"
+
+
+def test_the_summary_of_no_update(tmp_path: Path) -> None:
+    metrics = Metrics(None, Worth(8, 128))
+    assert RunFigures.of(metrics, USAGES, PLACEMENT) is None
+    assert summary(job_of(tmp_path), metrics, None, ["no checkpoint"]) == "no checkpoint"

@@ -38,6 +38,23 @@ def test_bert_under_every_schedule_is_what_its_oracle_says(name: str, tmp_path: 
                    for difference in compare(in_process(job, batches), reference.trail))
 
 
+@pytest.mark.parametrize(("precision", "words"), [
+    ("bf16", " under torch.autocast(bfloat16)"), ("bf16_pure", " with bfloat16 layers and float32 master weights"),
+    ("fp16", " under torch.autocast(float16) with loss scaling")])
+@pytest.mark.parametrize("name", ["1f1b", "pipedream"])
+def test_bert_in_every_precision_is_what_its_oracle_says(name: str, precision: str, words: str, tmp_path: Path) -> None:
+    job = job_of(tmp_path, parallel__schedule=name, training__precision=precision)
+    batches = batches_of(job, 2)
+    exact, *plain = references(job, batches)
+    ours = in_process(job, batches)
+    assert exact.name.startswith(("plain PyTorch" if name == "1f1b" else "the sequential oracle") + words)
+    assert exact.bound == 0
+    assert all(difference.within(0) for difference in compare(ours, exact.trail))
+    assert len(plain) == (name == "1f1b")
+    assert all(difference.within(reference.bound) for reference in plain
+               for difference in compare(ours, reference.trail))
+
+
 @pytest.mark.usefixtures("forked")
 def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path, parallel__schedule="zb_v", parallel__model_parallel_size=4)
@@ -139,6 +156,12 @@ def test_what_counts_as_a_difference() -> None:
         assert hidden.weight_difference == math.inf
         assert not hidden.within(1.0)
         assert not hidden.within(0.0)
+    overflowed, other = trail_of(2.0, 1.0), trail_of(2.0, 1.0)
+    overflowed.norms[0]["a"], other.norms[0]["a"] = math.inf, math.nan
+    [skipped] = compare(overflowed, other)
+    assert skipped.within(0)
+    [alone] = compare(overflowed, trail_of(2.0, 1.0))
+    assert not alone.within(1.0)
     with pytest.raises(RunError, match="the run made 1 steps, its oracle 2"):
         list(compare(trail_of(2.0, 1.0), Trail([2.0, 2.0])))
     [both_nan] = compare(trail_of(math.nan, 1.0), trail_of(math.nan, 1.0))

@@ -16,7 +16,7 @@ from vpipe.watch.watch import Watch
 WITHIN_S = 20.0
 """What takes milliseconds here; a loaded machine takes longer."""
 
-PACE = Pace(beat_s=0.05, silent_s=2.0, grace_s=0.3, long_s=30.0)
+PACE = Pace(beat_s=0.05, silent_s=1.2, grace_s=0.3, long_s=30.0)
 
 
 @dataclass(frozen=True)

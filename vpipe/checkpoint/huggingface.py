@@ -56,7 +56,8 @@ def exported(huggingface: HuggingFace, settings: ModelSettings,
     tensors: dict[str, Tensor] = {}
     written: set[str] = set()
     for theirs, ours in huggingface.names(config).items():
-        tensors[theirs] = weights[ours].clone() if ours in written else weights[ours]  # tensors of a file share nothing
+        tensor = weights[ours].clone() if ours in written else weights[ours]  # tensors of a file share nothing
+        tensors[theirs] = tensor.t().contiguous() if theirs.endswith(huggingface.transposed) else tensor
         written.add(ours)
     return content, tensors
 
@@ -115,7 +116,8 @@ def imported(folder: Path, huggingface: HuggingFace, settings: ModelSettings,
     for name, tensor in _tensors(folder).items():
         spelled = huggingface.spelled(name)
         if spelled is not None and (spelled in names or spelled in copies):
-            found[spelled] = tensor
+            turned = tensor.dim() == 2 and spelled.endswith(huggingface.transposed)
+            found[spelled] = tensor.t().contiguous() if turned else tensor
         else:
             strangers.append(name)
     weights = {ours: found[theirs] for theirs, ours in names.items() if theirs in found}

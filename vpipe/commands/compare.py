@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 from vpipe.compare.ask import Ask
 from vpipe.errors import UserError
@@ -14,7 +16,9 @@ from vpipe.launch.local import run_ranks
 from vpipe.launch.machine import check_gpus, hosts_of, ranks_of
 from vpipe.launch.network import free_port
 from vpipe.launch.ranks import ranks_here
+from vpipe.runtime.executor import THREADED
 from vpipe.train.config import load_config
+from vpipe.train.csv_rows import check_output
 
 
 def run_compare(options: argparse.Namespace) -> None:
@@ -23,8 +27,13 @@ def run_compare(options: argparse.Namespace) -> None:
     Raises:
         VpipeError: what was asked, the config or the run is at fault.
     """
+    if options.output is not None:
+        check_output(options.output)
     ask = Ask.of(options.systems, options.schedules, options.memory)
     config = load_config(options.config, options.settings, options.scheduler)
+    if config.parallel.executor == THREADED:
+        raise UserError(f"vpipe compare runs schedules that {THREADED} cannot, and notes when each action ran",
+                        hint="add --set parallel.executor=overlapped, or leave --scheduler out")
     check_alone("vpipe compare", os.environ)
     hosts = hosts_of(config)
     if hosts is not None and hosts.others:
@@ -42,5 +51,17 @@ def run_compare(options: argparse.Namespace) -> None:
     print(f"run folder: {folder}", flush=True)
     try:
         run_ranks(here, folder, job.describe)
+        if options.output is not None:
+            _copy(folder, options.output)
     finally:
         print(f"run folder: {folder}", flush=True)
+
+
+def _copy(folder: Path, output: Path) -> None:
+    from vpipe.compare.world import CSV  # which reads torch
+
+    try:
+        shutil.copyfile(folder / CSV, output)
+    except OSError as error:
+        raise UserError(f"cannot write '{output}': {error.strerror}",
+                        hint=f"copy it yourself: {folder / CSV}") from None

@@ -157,7 +157,7 @@ def described(profile: Profile) -> str:
     noisy = max(getattr(layer, figure).spread for layer in profile.layers for _, figure in _COLUMNS
                 if getattr(layer, figure).median > profile.dispatch_s)
     lines = [f"{identity.model_name}: {counted(identity.layers, 'layer')}, {len(kinds)} distinct; microbatches of "
-             f"{counted(identity.microbatch_size, 'sample')}, {identity.optimizer}",
+             f"{counted(identity.microbatch_size, 'sample')}, {identity.optimizer}, {identity.precision}",
              f"{identity.device}, {counted(identity.threads, 'thread')} per rank, "
              f"{counted(identity.ranks_per_host, 'rank')} on a host busy at the same time, torch {identity.torch}", "",
              *table(head, rows, left=1), "",

@@ -187,8 +187,8 @@ def _compare(options: argparse.Namespace, costs: RankCosts) -> None:
     widths, microbatches = _sizes(options)
     found: dict[str, Summary | str] = {}
     for name in schedule_names():
-        recipe = recipe_named(name)
         try:
+            recipe = recipe_named(name)
             schedule = _built(recipe, widths, microbatches, options.chunks if recipe.any_chunks else None,
                               None if recipe.flush else options.update_every, costs,
                               None if recipe.search is None else options.memory)

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from vpipe.compare.entry import Entry, Field
 from vpipe.compare.outcome import Comparison, Outcome
 from vpipe.compare.picture import draw
+from vpipe.compare.rows import rows
 from vpipe.compare.table import text
 from vpipe.compare.turns import Course, take_turns
 from vpipe.errors import PlanningError, Problem, UserError, counted
@@ -25,7 +26,9 @@ from vpipe.pipeline import Pipeline
 from vpipe.profiling.world import World
 from vpipe.runtime.step import Step
 from vpipe.runtime.trace import Recorded, Recorder
+from vpipe.train.csv_rows import csv_text
 from vpipe.train.device import device_of
+from vpipe.train.efficiency import Efficiency
 from vpipe.train.job import Job
 from vpipe.train.loop import build
 
@@ -34,11 +37,13 @@ RECORDED = 20_000
 EVERY_S = 5.0
 """Between two lines of progress where there is no terminal."""
 _NO_UPDATE = Problem("made no update", "give more samples, epochs or minutes")
-FILES = ("comparison.json", "comparison.svg")
+CSV = "comparison.csv"
+FILES = ("comparison.json", "comparison.svg", CSV)
 
 
 def compare(job: Job, folder: Path, field_of: Callable[[World], Field]) -> None:
-    """Compare; rank 0 shows progress and the table, and writes ``comparison.json`` and ``comparison.svg``.
+    """Compare; rank 0 shows progress and the table, and writes ``comparison.json``, ``comparison.svg`` and
+    ``comparison.csv``.
 
     All ranks call this.
 
@@ -64,6 +69,7 @@ def compare(job: Job, folder: Path, field_of: Callable[[World], Field]) -> None:
     if not contenders:
         raise PlanningError.all_of([Problem(f"nobody can take part: {name}: {why.what}", why.hint)
                                     for name, why in refused.items()])
+    efficiency = Efficiency.of(job)
     with _Progress(contenders, world.rank == 0) as progress:
         take_turns([contender.course for contender in contenders], lambda: None if world.ranks == 1 else dist.barrier(),
                    perf_counter, progress.show, warmed=lambda: _mark(contenders))
@@ -82,12 +88,15 @@ def compare(job: Job, folder: Path, field_of: Callable[[World], Field]) -> None:
                 for contender, ranks, loss in zip(contenders, zip(*measured, strict=True), losses, strict=True)]
     comparison = Comparison(
         f"{config.model.name}: {counted(len(job.model), 'layer')} on {counted(job.schedule.ranks, 'rank')}, "
-        f"{counted(config.dataset.batch_size, 'sample')} per update", entered.memory_bytes, outcomes,
-        {name: why.what for name, why in refused.items()})
-    content = (json.dumps(comparison.as_json(), indent=1) + "\n", draw(comparison))
+        f"{counted(config.dataset.batch_size, 'sample')} per update"
+        + ("" if config.training.precision == "fp32" else f", {config.training.precision}"),
+        entered.memory_bytes, outcomes, {name: why.what for name, why in refused.items()})
+    content = (json.dumps(comparison.as_json(), indent=1) + "\n", draw(comparison),
+               csv_text(rows(comparison, [contender.job for contender in contenders], efficiency)))
     for name, written in zip(FILES, content, strict=True):
         (folder / name).write_text(written)
-    print(text(comparison) + f"picture: {folder / FILES[1]}", flush=True)
+    print(text(comparison) + f"picture: {folder / FILES[1]}\nas CSV, with the config of each: {folder / CSV}",
+          flush=True)
 
 
 @dataclass(frozen=True)

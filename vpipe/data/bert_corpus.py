@@ -12,7 +12,8 @@ from vpipe.data.bert_fields import Samples, check_lengths, default_max_predictio
 from vpipe.data.bert_samples import make_samples
 from vpipe.data.plain_text import read_documents
 from vpipe.data.prose import PACKAGES, Document, machine_prose
-from vpipe.data.wordpiece import DEFAULT_VOCAB_SIZE, load_wordpiece, train_wordpiece
+from vpipe.data.tokenizer_file import DEFAULT_VOCAB_SIZE, model_vocab_size
+from vpipe.data.wordpiece import load_wordpiece, train_wordpiece
 from vpipe.errors import UserError
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ def build_corpus(wanted: BertText) -> BertCorpus:
     counts = {"documents": len(documents), "test_documents": len(test), "sentences": sum(map(len, documents)),
               "words": sum(len(sentence.split()) for document in documents for sentence in document),
               "train_samples": len(train_samples["input_ids"]), "test_samples": len(test_samples["input_ids"])}
-    return BertCorpus(train_samples, test_samples, tokenizer, _vocab_size(wanted, tokenizer.get_vocab_size()), counts)
+    vocab_size = model_vocab_size(wanted.vocab_size, tokenizer.get_vocab_size(), wanted.tokenizer)
+    return BertCorpus(train_samples, test_samples, tokenizer, vocab_size, counts)
 
 
 def split_documents(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
@@ -90,13 +92,3 @@ def split_documents(documents: Sequence[Document]) -> tuple[list[Document], list
     held_out = set(by_digest[:max(_FEWEST_DOCUMENTS // 2, len(documents) // _TEST_SHARE)])
     return ([document for number, document in enumerate(documents) if number not in held_out],
             [documents[number] for number in sorted(held_out)])
-
-
-def _vocab_size(wanted: BertText, words: int) -> int:
-    """The size asked for; for -1 that of the tokenizer, rounded up to a multiple of 8 for the matrix units."""
-    if wanted.vocab_size == -1:
-        return -(-words // 8) * 8
-    if wanted.vocab_size < words:
-        raise UserError(f"vocab_size is {wanted.vocab_size}, but the tokenizer has {words} tokens",
-                        hint="use vocab_size: -1 to take the tokenizer's", where=str(wanted.tokenizer))
-    return wanted.vocab_size

@@ -1,15 +1,14 @@
-"""The data set ``text``: BERT samples from a folder of .txt files, or from the prose inside installed packages."""
+"""BERT samples from a folder of .txt files, or from the prose inside installed packages."""
 
 from __future__ import annotations
 
+from vpipe.data.arrays import first_samples
 from vpipe.data.bert_arrays import BertArrays
 from vpipe.data.bert_cache import prepare_text
 from vpipe.data.bert_corpus import BertText
 from vpipe.data.dataset import DatasetSettings, Split
-from vpipe.data.registry import register_dataset
 
 
-@register_dataset("text")
 def bert_text(settings: DatasetSettings) -> BertArrays:
     """Prepare (or find prepared) samples and open them. ``sequence_length`` -1 means 128.
 
@@ -18,9 +17,6 @@ def bert_text(settings: DatasetSettings) -> BertArrays:
     wanted = BertText(settings.path, 128 if settings.sequence_length == -1 else settings.sequence_length,
                       settings.vocab_size, settings.max_predictions, settings.seed, settings.tokenizer)
     cache = prepare_text(wanted, settings.cache_directory)
-    train = cache.samples("train")
-    counts: dict[Split, int] = {
-        "train": train if settings.samples is None else min(train, settings.samples),
-        "test": cache.samples("test")}
-    return BertArrays(cache.vocab_size, wanted.sequence_length, wanted.predictions, counts, cache.array,
-                      cache.tokenizer_path)
+    counts: dict[Split, int] = {"train": cache.samples("train"), "test": cache.samples("test")}
+    return BertArrays(cache.vocab_size, wanted.sequence_length, wanted.predictions,
+                      first_samples(counts, settings.samples), cache.array, cache.tokenizer_path)

@@ -75,6 +75,9 @@ class DatasetSettings:
     ``cache_directory``: where prepared data is kept; None = ``.cache/vpipe`` in the user's home.
     ``max_predictions``: most masked tokens per sample, P; None = 15 % of the sequence, rounded up.
     ``tokenizer``: a ``tokenizer.json`` to use; None = train one on the data.
+    ``fields``: of a batch, that the model reads. A data set that can be made for several kinds of model chooses by
+    them: with ``labels`` among them the samples are those of a language model (:mod:`vpipe.data.token_fields`),
+    otherwise BERT's.
     """
 
     path: Path | None = None
@@ -85,3 +88,4 @@ class DatasetSettings:
     cache_directory: Path | None = None
     max_predictions: int | None = None
     tokenizer: Path | None = None
+    fields: tuple[str, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from vpipe.data.sentences import split_sentences
@@ -27,10 +28,19 @@ def text_files(folder: Path) -> list[Path]:
 def read_documents(folder: Path) -> list[list[str]]:
     """Documents of at least two sentences, in the order of the files' names.
 
-    Blank lines separate documents; the end of a file does too. Lines within a document are joined, so they may be
-    wrapped or hold one sentence each. Raises :class:`UserError` for a folder without text, or text that is not UTF-8.
+    Lines within a document are joined, so they may be wrapped or hold one sentence each. Raises as
+    :func:`read_blocks` does.
     """
-    documents = []
+    documents = (split_sentences(" ".join(block)) for block in read_blocks(folder))
+    return [document for document in documents if len(document) >= 2]
+
+
+def read_blocks(folder: Path) -> Iterator[list[str]]:
+    """The lines of every document, in the order of the files' names.
+
+    Blank lines separate documents; the end of a file does too. Raises :class:`UserError` for a folder without text, or
+    text that is not UTF-8.
+    """
     for path in text_files(folder):
         try:
             text = path.read_text(encoding="utf-8")
@@ -42,8 +52,5 @@ def read_documents(folder: Path) -> list[list[str]]:
             if line.strip():
                 block.append(line)
             elif block:
-                document = split_sentences(" ".join(block))
-                if len(document) >= 2:
-                    documents.append(document)
+                yield block
                 block = []
-    return documents

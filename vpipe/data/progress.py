@@ -12,9 +12,12 @@ Item = TypeVar("Item")
 _PATIENCE_S = 2.0
 
 
-def progress(items: Iterable[Item], what: str, *, unit: str) -> Iterable[Item]:
-    """``items``, with a line on stderr that appears only if going through them takes over two seconds."""
-    total = len(items) if isinstance(items, Sized) else None
+def progress(items: Iterable[Item], what: str, *, unit: str, total: int | None = None) -> Iterable[Item]:
+    """``items``, with a line on stderr that appears only if going through them takes over two seconds.
+
+    ``total``: how many there are, where it is known and ``items`` has no length.
+    """
+    total = len(items) if isinstance(items, Sized) else total
     interval_s = 0.1 if sys.stderr.isatty() else 10.0  # a log file wants few lines
     return tqdm(items, desc=what, unit=unit, total=total, delay=_PATIENCE_S, mininterval=interval_s,
                 file=sys.stderr, leave=False)

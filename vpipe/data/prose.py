@@ -8,22 +8,18 @@ A document is a list of sentences in their order, taken from one docstring or on
 from __future__ import annotations
 
 import ast
-import importlib.util
-import sysconfig
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from vpipe.data.docstring import prose_paragraphs
+from vpipe.data.installed import STANDARD_LIBRARY, parsed, sources
 from vpipe.data.progress import progress
 from vpipe.data.sentences import split_sentences
 from vpipe.errors import UserError
 
 Document = list[str]
 
-STANDARD_LIBRARY = "stdlib"
 PACKAGES = (STANDARD_LIBRARY, "torch", "numpy", "sympy", "networkx", "mpmath", "jinja2", "fsspec")
-_SKIPPED_FOLDERS = frozenset({"site-packages", "test", "tests", "lib2to3", "__pycache__"})
 
 
 def machine_prose(packages: Sequence[str] = PACKAGES) -> list[Document]:
@@ -33,10 +29,10 @@ def machine_prose(packages: Sequence[str] = PACKAGES) -> list[Document]:
     seen before (licences, inherited docstrings) is dropped, as is a document left with fewer than two sentences.
     Raises :class:`UserError` when nothing at all is found.
     """
-    sources = [source for package in packages for source in _sources(package)]
+    files = [source for package in packages for source in sources(package)]
     documents: list[Document] = []
     seen: set[str] = set()
-    for source in progress(sources, "reading docstrings", unit="file"):
+    for source in progress(files, "reading docstrings", unit="file"):
         for text in _texts(source):
             fresh = [paragraph for paragraph in prose_paragraphs(text) if paragraph not in seen]
             seen.update(fresh)
@@ -44,34 +40,17 @@ def machine_prose(packages: Sequence[str] = PACKAGES) -> list[Document]:
             if len(document) >= 2:
                 documents.append(document)
     if not documents:
-        raise UserError(f"no prose in the docstrings of {', '.join(packages) or 'no package'} ({len(sources)} files)",
+        raise UserError(f"no prose in the docstrings of {', '.join(packages) or 'no package'} ({len(files)} files)",
                         hint="name a folder of .txt files as dataset.path, or packages whose sources are installed")
     return documents
 
 
-def _sources(package: str) -> list[Path]:
-    """The Python files of a package, sorted, without its tests; none when it is not installed."""
-    if package == STANDARD_LIBRARY:
-        roots = [Path(sysconfig.get_path("stdlib"))]
-    else:
-        spec = importlib.util.find_spec(package)
-        if spec is None:
-            return []
-        if not spec.submodule_search_locations:
-            return [Path(spec.origin)] if spec.origin and spec.origin.endswith(".py") else []
-        roots = [Path(location) for location in spec.submodule_search_locations]
-    return [path for root in roots for path in sorted(root.rglob("*.py"))
-            if _SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts)]
-
-
 def _texts(source: Path) -> Iterator[str]:
     """The docstrings (or articles) in one file; none when it is not valid Python of this version."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # old sources hold escapes that newer Pythons warn about
-            tree = ast.parse(source.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError):
+    module = parsed(source)
+    if module is None:
         return
+    _, tree = module
     if source.parts[-2:] == ("pydoc_data", "topics.py"):
         yield from _articles(tree)
     yield from _docstrings(tree)

@@ -13,11 +13,11 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from functools import cache
-from importlib.metadata import entry_points
 
 import vpipe.data
 from vpipe.data.dataset import Dataset, DatasetSettings
 from vpipe.errors import UserError, nearest
+from vpipe.packages import announced, load, unregistered
 
 Factory = Callable[[DatasetSettings], Dataset]
 ENTRY_POINTS = "vpipe.datasets"
@@ -38,15 +38,23 @@ def register_dataset(name: str) -> Callable[[Factory], Factory]:
 
 def dataset_names() -> list[str]:
     """Every name that :func:`dataset_named` knows, sorted."""
-    _find_all()
-    return sorted(_factories)
+    _find_own()
+    return sorted({*_factories, *announced(ENTRY_POINTS)})
 
 
 def dataset_named(name: str) -> Factory:
-    """The factory registered as ``name``. Raises :class:`UserError` that names the nearest known one."""
-    names = dataset_names()
+    """The factory registered as ``name``.
+
+    Raises:
+        UserError: there is none, with the nearest known name; or the package that has it cannot be imported, or is not
+            the only one.
+    """
+    _find_own()
+    own = name in _factories and _factories[name].__module__.startswith("vpipe.")
+    entry = load(ENTRY_POINTS, "data set", name, own=own)
     if name not in _factories:
-        raise UserError(f"no data set is called '{name}'", hint=nearest(name, names))
+        raise UserError(f"no data set is called '{name}'", hint=nearest(name, dataset_names())) if entry is None \
+            else unregistered(entry, "data set")
     return _factories[name]
 
 
@@ -60,9 +68,7 @@ def prepare(name: str, settings: DatasetSettings) -> int:
 
 
 @cache
-def _find_all() -> None:
-    """Import every module of this folder, and what installed packages announce, so that decorators run."""
+def _find_own() -> None:
+    """Import every module of this folder, so that its decorators run."""
     for module in pkgutil.iter_modules(vpipe.data.__path__, prefix="vpipe.data."):
         importlib.import_module(module.name)
-    for entry_point in entry_points(group=ENTRY_POINTS):
-        entry_point.load()

@@ -1,4 +1,4 @@
-"""The data set ``synthetic``: random BERT samples, for timing and for tests. Nothing is read."""
+"""The data set ``synthetic``: random samples for BERT or a language model, for timing and tests. Nothing is read."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from vpipe.data.dataset import DatasetSettings, Split
 from vpipe.data.epoch import generator
 from vpipe.data.masking import mask_tokens
 from vpipe.data.registry import register_dataset
+from vpipe.data.synthetic_tokens import synthetic_tokens
+from vpipe.data.token_arrays import TokenArrays
+from vpipe.data.token_fields import for_language_model
+from vpipe.data.tokenizer_file import DEFAULT_VOCAB_SIZE
 from vpipe.errors import UserError
 
 _SPECIAL = 5  # ids 0 .. 4: padding, unknown, [CLS], [SEP], [MASK]
 _CLS, _SEP, _MASK = 2, 3, 4
-_DEFAULT_VOCAB_SIZE = 8192
 _DEFAULT_SAMPLES = 1024
 _TEST_SHARE = 8  # one test sample for so many training samples
 
@@ -36,9 +39,7 @@ def synthetic_bert(vocab_size: int, sequence_length: int, samples: int = _DEFAUL
     if vocab_size <= _SPECIAL:
         raise UserError(f"vocab_size is {vocab_size}, but {_SPECIAL} ids are special tokens",
                         hint=f"use at least {_SPECIAL + 1}")
-    if samples < 1:
-        raise UserError(f"samples is {samples}", hint="a data set holds at least 1 sample")
-    counts: dict[Split, int] = {"train": samples, "test": max(1, samples // _TEST_SHARE)}
+    counts = _counts(samples)
 
     @cache
     def made(split: Split) -> Samples:
@@ -66,10 +67,21 @@ def random_pairs(count: int, vocab_size: int, sequence_length: int, rng: np.rand
             for row, middle, length, label in zip(words, middles, lengths, labels, strict=True)]
 
 
+def _counts(samples: int) -> dict[Split, int]:
+    """Samples of each split."""
+    if samples < 1:
+        raise UserError(f"samples is {samples}", hint="a data set holds at least 1 sample")
+    return {"train": samples, "test": max(1, samples // _TEST_SHARE)}
+
+
 @register_dataset("synthetic")
-def synthetic(settings: DatasetSettings) -> BertArrays:
-    """Random samples of the sizes in ``settings``; for -1 a vocabulary of 8192 and sequences of 128."""
-    return synthetic_bert(_DEFAULT_VOCAB_SIZE if settings.vocab_size == -1 else settings.vocab_size,
-                          128 if settings.sequence_length == -1 else settings.sequence_length,
-                          _DEFAULT_SAMPLES if settings.samples is None else settings.samples,
-                          seed=settings.seed, max_predictions=settings.max_predictions)
+def synthetic(settings: DatasetSettings) -> BertArrays | TokenArrays:
+    """Random samples of the sizes in ``settings``, for the model that reads ``settings.fields``; for -1 a vocabulary of
+    8192 and sequences of 128."""
+    vocab_size = DEFAULT_VOCAB_SIZE if settings.vocab_size == -1 else settings.vocab_size
+    length = 128 if settings.sequence_length == -1 else settings.sequence_length
+    samples = _DEFAULT_SAMPLES if settings.samples is None else settings.samples
+    if for_language_model(settings.fields):
+        counts = _counts(samples)
+        return synthetic_tokens(vocab_size, length, counts["train"], counts["test"], seed=settings.seed)
+    return synthetic_bert(vocab_size, length, samples, seed=settings.seed, max_predictions=settings.max_predictions)

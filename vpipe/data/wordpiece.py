@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vpipe.data.tokenizer_file import load_tokenizer
 from vpipe.errors import UserError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 PAD, UNKNOWN, CLS, SEP, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-DEFAULT_VOCAB_SIZE = 8192
 _LARGEST_ALPHABET = 1000  # rarer characters become [UNK]
 
 
@@ -56,13 +56,7 @@ def train_wordpiece(documents: Iterable[Sequence[str]], vocab_size: int) -> Toke
 
 def load_wordpiece(path: Path) -> Tokenizer:
     """A tokenizer saved as JSON. Raises :class:`UserError` when the file is none, or lacks BERT's special tokens."""
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises bare Exception for every mistake
-        raise UserError(f"{path.name} is not a tokenizer: {error}",
-                        hint="write it with Tokenizer.save of the package tokenizers", where=str(path)) from error
+    tokenizer = load_tokenizer(path)
     missing = [token for token in SPECIAL if tokenizer.token_to_id(token) is None]
     if missing:
         raise UserError(f"{path.name} has no {', '.join(missing)}", hint="BERT needs all five special tokens",

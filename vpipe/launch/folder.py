@@ -30,6 +30,9 @@ PROFILE = "profile.json"
 METRICS = "metrics.jsonl"
 """A line per step."""
 
+SUMMARY = "summary.csv"
+"""The config and the figures of the run that has ended, on one row."""
+
 EARLIER = "earlier"
 """What earlier attempts left: ``earlier/1`` is that of the first."""
 
@@ -122,7 +125,7 @@ def begin_attempt(folder: Path, attempt: str, config: str, lines: Iterable[str])
         for name in (CONFIG, METRICS, PLAN, PROFILE):
             if (folder / name).exists():
                 shutil.copyfile(folder / name, earlier / name)
-        for path in [*sorted(folder.glob("rank*.failure.json")), folder / "trace"]:
+        for path in [*sorted(folder.glob("rank*.failure.json")), folder / SUMMARY, folder / "trace"]:
             if path.exists():
                 path.rename(earlier / path.name)
         _replace(folder / METRICS, "".join(f"{line}\n" for line in lines))

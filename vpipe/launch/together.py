@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from vpipe.launch.local import GRACE_S
 from vpipe.launch.machine import check_gpus, own_device, ranks_of
 from vpipe.launch.meeting import Meeting
 from vpipe.launch.member import Member
+from vpipe.launch.memory import keep_memory
 from vpipe.launch.network import check_interfaces, interface_towards
 from vpipe.launch.ranks import interface_variables
 from vpipe.launch.starter import Starter
@@ -31,6 +33,8 @@ from vpipe.train.job import Job
 from vpipe.train.loop import train
 from vpipe.train.report import headline
 from vpipe.train.resume import Start
+
+log = logging.getLogger("vpipe")
 
 
 def train_together(member: Member, config: Config | VpipeError, start: Start | None = None,
@@ -109,6 +113,8 @@ def _train(member: Member, config: Config | VpipeError, start: Start | None, res
     stopped: list[Stopped | None] = [None]
 
     def work() -> None:
+        if job.config.launch.keep_memory:
+            log.info(keep_memory())
         stopped[0] = train(job, folder, None if concluded.checkpoint is None else Path(concluded.checkpoint))
 
     failure = do(folder, member.rank, work)

@@ -17,10 +17,13 @@ from pathlib import Path
 from vpipe.errors import RunError, VpipeError
 from vpipe.launch.failure import read_report, write_report
 from vpipe.launch.folder import CONFIG, FINGERPRINT, log_path
+from vpipe.launch.memory import keep_memory
 from vpipe.launch.rank_log import RankLog
 from vpipe.launch.stops import Stopped, ask, end_as_decided, listen, stopped_status
 from vpipe.launch.variables import PARENT_PIPE
 from vpipe.watch.current import announce, report_to
+
+log = logging.getLogger("vpipe")
 
 
 def main(folder: Path, task: str, *arguments: str) -> int:
@@ -41,7 +44,10 @@ def main(folder: Path, task: str, *arguments: str) -> int:
         from vpipe.train.loop import train
         from vpipe.train.verify import leave_trail
 
-        job = Job.of(load_config(folder / CONFIG))
+        config = load_config(folder / CONFIG)
+        if config.launch.keep_memory:
+            log.info(keep_memory())
+        job = Job.of(config)
         if task == "verify":
             leave_trail(job, folder, int(arguments[0]))
         elif task == "train":
@@ -71,7 +77,6 @@ def do(folder: Path, rank: int, work: Callable[[], None]) -> VpipeError | None:
     """Do a rank's work, with its log in ``folder``; returns why it failed."""
     logging.basicConfig(handlers=[RankLog(log_path(folder, rank))], level=logging.INFO,
                         format="%(asctime)s %(levelname)s %(message)s")
-    log = logging.getLogger("vpipe")
 
     def ended(error: RunError) -> None:
         log.error("rank %d is ended in the middle of its work: %s", rank, error)

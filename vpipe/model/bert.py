@@ -10,8 +10,9 @@ D = H / A head size, I intermediate size, V vocabulary size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,25 +20,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vpipe.errors import Problem, UserError, nearest
+from vpipe.errors import UserError
+from vpipe.model.attention import attention
 from vpipe.model.bert_names import huggingface_copies, huggingface_names, huggingface_spelled, stage_file_order
+from vpipe.model.keys import Keys, check_length, check_no_groups
 from vpipe.model.layer import LOSS, Layer, Model
 from vpipe.model.registry import HuggingFace, ModelSettings, register_model
 
-# Blocks, hidden size, heads. Turc et al. 2019, arXiv:1908.08962, table 1; base and large: Devlin et al., section 3.
-_PRESETS = {"tiny": (2, 128, 2), "mini": (4, 256, 4), "small": (4, 512, 8), "medium": (8, 512, 8),
-            "base": (12, 768, 12), "large": (24, 1024, 16)}
+KEYS = Keys(
+    "BERT",
+    # Turc et al. 2019, arXiv:1908.08962, table 1; base and large: Devlin et al., section 3.
+    presets={name: {"num_hidden_layers": blocks, "hidden_size": hidden, "num_attention_heads": heads}
+             for name, blocks, hidden, heads in (
+                 ("tiny", 2, 128, 2), ("mini", 4, 256, 4), ("small", 4, 512, 8), ("medium", 8, 512, 8),
+                 ("base", 12, 768, 12), ("large", 24, 1024, 16))},
+    fixed={"hidden_act": "gelu", "position_embedding_type": "absolute", "pad_token_id": 0, "model_type": "bert",
+           "is_decoder": False, "add_cross_attention": False, "is_encoder_decoder": False, "pruned_heads": {},
+           "chunk_size_feed_forward": 0, "directionality": "bidi", "pooler_type": "first_token_transform"},
+    silent={"architectures", "transformers_version", "torch_dtype", "dtype", "use_cache", "gradient_checkpointing",
+            "_name_or_path", "classifier_dropout", "id2label", "label2id", "output_all_encoded_layers",
+            "output_attentions", "output_hidden_states", "return_dict", "pooler_fc_size",
+            "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "problem_type",
+            "bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id"},
+    choices={})
 
-# Keys of a bert_config.json that are no setting here: these must agree with what this file computes, ...
-_FIXED = {"hidden_act": "gelu", "position_embedding_type": "absolute", "pad_token_id": 0, "model_type": "bert",
-          "is_decoder": False, "add_cross_attention": False, "is_encoder_decoder": False, "pruned_heads": {},
-          "chunk_size_feed_forward": 0, "directionality": "bidi", "pooler_type": "first_token_transform"}
-# ... and these say nothing about the pre-training computation, or nothing that any implementation reads.
-_SILENT = {"architectures", "transformers_version", "torch_dtype", "dtype", "use_cache", "gradient_checkpointing",
-           "_name_or_path", "classifier_dropout", "id2label", "label2id", "output_all_encoded_layers",
-           "output_attentions", "output_hidden_states", "return_dict", "pooler_fc_size",
-           "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "problem_type",
-           "bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id"}
+PREDICTED_SHARE = 0.15
+"""Of the tokens of a sample: the most that the head scores (Devlin et al., section 3.1)."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +70,7 @@ class BertConfig:
     tie_word_embeddings: bool = True
 
     def __post_init__(self) -> None:
-        problems = list(_config_problems(self))
-        if problems:
-            raise UserError.all_of(problems)
+        KEYS.check(self, "hidden_size num_attention_heads")
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> BertConfig:
@@ -72,15 +78,10 @@ class BertConfig:
 
         The intermediate size is 4 H unless it is given. Raises UserError for an unknown preset or field.
         """
-        if name not in _PRESETS:
-            raise UserError(f"BERT has no preset '{name}'", hint=nearest(name, list(_PRESETS)))
-        known = [field.name for field in fields(cls)]
-        unknown = [Problem(f"a BERT config has no '{key}'", nearest(key, known))
-                   for key in overrides if key not in known]
-        if unknown:
-            raise UserError.all_of(unknown)
-        blocks, hidden, heads = _PRESETS[name]
-        values = {"num_hidden_layers": blocks, "hidden_size": hidden, "num_attention_heads": heads} | overrides
+        return cls._filled(KEYS.values(cls, name, overrides, {}))
+
+    @classmethod
+    def _filled(cls, values: dict[str, Any]) -> BertConfig:
         if "intermediate_size" not in values and type(values["hidden_size"]) is int:
             values["intermediate_size"] = 4 * values["hidden_size"]
         return cls(**values)
@@ -122,14 +123,29 @@ def _from_huggingface(config: Mapping[str, object]) -> ModelSettings:
 
 def _huggingface_config(settings: ModelSettings) -> dict[str, object]:
     """Every field of the config, and what this BERT computes where Hugging Face's could compute something else."""
-    return {**vars(config_of(settings)), "hidden_act": _FIXED["hidden_act"], "pad_token_id": _FIXED["pad_token_id"]}
+    return {**vars(config_of(settings)), "hidden_act": KEYS.fixed["hidden_act"],
+            "pad_token_id": KEYS.fixed["pad_token_id"]}
 
 
 def _stage_order(settings: ModelSettings) -> list[str]:
     return stage_file_order(config_of(settings).num_hidden_layers)
 
 
-@register_model("bert", stage_order=_stage_order, huggingface=HuggingFace(
+def _flops(settings: ModelSettings) -> list[int]:
+    """The head scores a share of the tokens, 15 % of a sample rounded up, and one sentence: its operations are spread
+    over all tokens of the sample, to the nearest integer."""
+    config = config_of(settings)
+    h, i, v = config.hidden_size, config.intermediate_size, config.vocab_size
+    s = settings.sequence_length or config.max_position_embeddings
+    norm = 2 * h
+    attention = 2 * (4 * h * h + 4 * h + norm) + 4 * h * s
+    mlp = 2 * (2 * h * i + i + h + norm)
+    words, sentence = 2 * (h * h + h + norm + v * h + v), 2 * (h * h + h + 2 * h + 2)
+    head = round((math.ceil(PREDICTED_SHARE * s) * words + sentence) / s)
+    return [2 * norm + attention, mlp, *(attention, mlp) * (config.num_hidden_layers - 1), head]
+
+
+@register_model("bert", stage_order=_stage_order, flops=_flops, huggingface=HuggingFace(
     "bert", "BertForPreTraining", "BertTokenizer", _from_huggingface, _huggingface_config, huggingface_names,
     huggingface_copies, huggingface_spelled))
 def bert_from_settings(settings: ModelSettings) -> Model:
@@ -139,7 +155,7 @@ def bert_from_settings(settings: ModelSettings) -> Model:
     """
     config = config_of(settings)
     if settings.sequence_length is not None:
-        _check_length(settings.sequence_length, config.max_position_embeddings)
+        check_length("BERT", settings.sequence_length, config.max_position_embeddings, "max_position_embeddings")
     return bert(config)
 
 
@@ -149,19 +165,13 @@ def config_of(settings: ModelSettings) -> BertConfig:
 
     Raises UserError for a key of ``overrides`` that is unknown or asks for what this BERT does not compute.
     """
-    values: dict[str, Any] = {key: value for key, value in settings.overrides.items()
-                              if key not in _SILENT and key not in _FIXED}
-    differing = [Problem(f"'{key}' is {settings.overrides[key]!r}, but this BERT computes {fixed!r} only",
-                         f"set '{key}' to {fixed!r} or leave it out")
-                 for key, fixed in _FIXED.items() if settings.overrides.get(key, fixed) != fixed]
-    if differing:
-        raise UserError.all_of(differing)
-    own = {"vocab_size": settings.vocab_size, "hidden_size": settings.hidden_size,
-           "num_hidden_layers": settings.num_layers, "num_attention_heads": settings.num_heads,
-           "hidden_dropout_prob": settings.dropout, "attention_probs_dropout_prob": settings.dropout,
-           "tie_word_embeddings": settings.tie_weights}
-    values |= {key: value for key, value in own.items() if value is not None}
-    return BertConfig.preset("large" if settings.preset is None else settings.preset, **values)
+    check_no_groups("BERT", settings)
+    preset = "large" if settings.preset is None else settings.preset
+    return BertConfig._filled(KEYS.values(BertConfig, preset, settings.overrides, {
+        "vocab_size": settings.vocab_size, "hidden_size": settings.hidden_size,
+        "num_hidden_layers": settings.num_layers, "num_attention_heads": settings.num_heads,
+        "hidden_dropout_prob": settings.dropout, "attention_probs_dropout_prob": settings.dropout,
+        "tie_word_embeddings": settings.tie_weights}))
 
 
 class Embeddings(nn.Module):
@@ -178,7 +188,7 @@ class Embeddings(nn.Module):
 
     def forward(self, input_ids: Tensor, segment_ids: Tensor) -> Tensor:
         length = input_ids.shape[1]
-        _check_length(length, self.position.num_embeddings)
+        check_length("BERT", length, self.position.num_embeddings, "max_position_embeddings")
         embedded: Tensor = self.word(input_ids) + self.segment(segment_ids)  # Hugging Face's order of the sum
         return self.dropout(self.norm(embedded + self.position.weight[:length]))  # type: ignore[no-any-return]
 
@@ -202,8 +212,8 @@ class Attention(nn.Module):
     def forward(self, h: Tensor, input_mask: Tensor) -> Tensor:
         query, key, value = (projection(h).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, A, S, D]
                              for projection in (self.query, self.key, self.value))
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=(input_mask != 0)[:, None, None, :],
-                                               dropout_p=self.attention_dropout if self.training else 0.0)
+        mixed = attention(query, key, value, mask=(input_mask != 0)[:, None, None, :],
+                          dropout=self.attention_dropout if self.training else 0.0)
         mixed = self.output(mixed.transpose(1, 2).flatten(2))
         return self.norm(self.dropout(mixed) + h)  # type: ignore[no-any-return]
 
@@ -277,26 +287,3 @@ def _initialise(module: nn.Module, std: float) -> None:
         nn.init.zeros_(module.bias)
     if isinstance(module, nn.Embedding) and module.padding_idx is not None:
         nn.init.zeros_(module.weight[module.padding_idx])
-
-
-def _check_length(length: int, positions: int) -> None:
-    if length > positions:
-        raise UserError(f"the sequence length is {length}, but BERT has position embeddings for {positions} tokens",
-                        hint=f"shorten the sequences to {positions}, or raise max_position_embeddings to {length}")
-
-
-def _config_problems(config: BertConfig) -> Iterable[Problem]:
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if field.type == "int" and not (type(value) is int and value >= 1):
-            yield Problem(f"BERT's {field.name} is {value!r}", "it must be an integer of at least 1")
-        if field.type == "float" and not (type(value) in (int, float) and 0 <= value < 1):
-            yield Problem(f"BERT's {field.name} is {value!r}", "it must be a number from 0 up to, not including, 1")
-        if field.type == "bool" and type(value) is not bool:
-            yield Problem(f"BERT's {field.name} is {value!r}", "it must be true or false")
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    if type(hidden) is int and type(heads) is int and heads >= 1 and hidden % heads:
-        divisors = [n for n in range(1, hidden + 1) if hidden % n == 0]
-        yield Problem(f"BERT's hidden_size {hidden} is not divisible by its {heads} attention heads",
-                      f"choose a number of heads that divides {hidden}, "
-                      f"such as {min(divisors, key=lambda n: abs(n - heads))}")

@@ -164,7 +164,8 @@ def _shared(children: Mapping[str, nn.Module]) -> dict[str, dict[str, str]]:
 class _WithLoss(nn.Module):
     """The last child of a sequential model followed by its loss.
 
-    It shares the child's tables, so that parameters keep the names they have in the ``nn.Sequential``.
+    It shares the child's tables, so that parameters keep the names they have in the ``nn.Sequential``. The loss is
+    computed in fp32 at least.
     """
 
     def __init__(self, child: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -180,7 +181,12 @@ class _WithLoss(nn.Module):
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         child, loss = self._own
-        return loss(child(hidden), target)
+        return loss(_in_full(child(hidden)), _in_full(target))
+
+
+def _in_full(value: Tensor) -> Tensor:
+    """In fp32, if it has less."""
+    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
 
 
 def _problems(layers: tuple[Layer, ...], batch: tuple[str, ...]) -> Iterable[Problem]:

@@ -11,15 +11,15 @@ the module or the factory::
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 
 import vpipe.model
 from vpipe.errors import UserError, nearest
 from vpipe.model.layer import Model
+from vpipe.packages import announced, load, unregistered
 
 ENTRY_POINT_GROUP = "vpipe.models"
 
@@ -29,8 +29,9 @@ class ModelSettings:
     """What a config file says about a model; None = the family's own default.
 
     ``vocab_size`` is known by now (-1, "ask the data set", is answered before). ``num_layers`` counts blocks as
-    in config files, not the layers a pipeline cuts between. ``dropout`` is a probability and replaces every
-    dropout of the family. ``overrides`` holds the family's own keys, such as a Hugging Face config's.
+    in config files, not the layers a pipeline cuts between. ``num_kv_heads`` counts the heads of keys and values,
+    which groups of the ``num_heads`` share. ``dropout`` is a probability and replaces every dropout of the family.
+    ``overrides`` holds the family's own keys, such as a Hugging Face config's.
     """
 
     vocab_size: int
@@ -38,6 +39,7 @@ class ModelSettings:
     hidden_size: int | None = None
     num_layers: int | None = None
     num_heads: int | None = None
+    num_kv_heads: int | None = None
     sequence_length: int | None = None
     dropout: float | None = None
     tie_weights: bool | None = None
@@ -63,6 +65,8 @@ class HuggingFace:
         copies: such a config -> further names that a file may have for weights that are tied: not written, and equal
             where they are read.
         spelled: a name in a file -> as ``names`` has it; None for what is no weight of this computation.
+        transposed: ends of their names of the matrices that they store the other way round: [inputs, outputs], where
+            ours are [outputs, inputs].
     """
 
     model_type: str
@@ -73,6 +77,7 @@ class HuggingFace:
     names: Callable[[Mapping[str, object]], dict[str, str]]
     copies: Callable[[Mapping[str, object]], dict[str, str]]
     spelled: Callable[[str], str | None]
+    transposed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,37 +90,55 @@ class Family:
         stage_order: settings -> weights, as ``<layer>.<parameter>``, in the order of the files
             ``checkpoint.<stage>.pth.tar`` that the first VPipe wrote of this family, all stages behind each other.
             Weights that it had not are left out. None for a family that it had not.
+        flops: settings -> floating-point operations of the forward per token, of every layer, for samples of
+            ``sequence_length`` tokens (of as many as the model has positions for where that is None): 2 for each weight
+            that a token is multiplied with, biases and norms too, look-up tables not, and 4 H S for the scores and the
+            mixing of attention (H = the width of all heads together, S = tokens; nothing is taken off for a causal
+            mask). A backward has twice as many. None for a family that does not say.
     """
 
     factory: Factory
     huggingface: HuggingFace | None = None
     stage_order: Callable[[ModelSettings], list[str]] | None = None
+    flops: Callable[[ModelSettings], Sequence[int]] | None = None
 
 
 _families: dict[str, Family] = {}
 
 
 def register_model(name: str, *, huggingface: HuggingFace | None = None,
-                   stage_order: Callable[[ModelSettings], list[str]] | None = None) -> Callable[[Factory], Factory]:
-    """Decorator: make a factory the family ``name``. Raises UserError if another module's has that name."""
+                   stage_order: Callable[[ModelSettings], list[str]] | None = None,
+                   flops: Callable[[ModelSettings], Sequence[int]] | None = None) -> Callable[[Factory], Factory]:
+    """Decorator: make a factory the family ``name``; the rest as in :class:`Family`.
+
+    Raises UserError if another module's has that name.
+    """
 
     def register(factory: Factory) -> Factory:
         holder = _families[name].factory.__module__ if name in _families else factory.__module__
         if holder != factory.__module__:  # the same module again is a reload
             raise UserError(f"two modules register the model '{name}': {holder} and {factory.__module__}",
                             hint="give one of them another name")
-        _families[name] = Family(factory, huggingface, stage_order)
+        _families[name] = Family(factory, huggingface, stage_order, flops)
         return factory
 
     return register
 
 
 def family_named(name: str) -> Family:
-    """The family ``name``. Raises UserError, with the nearest name, when there is none."""
+    """The family ``name``.
+
+    Raises:
+        UserError: there is none, with the nearest name; or the package that has it cannot be imported, or is not the
+            only one.
+    """
+    if name not in _families and name.isidentifier() and find_spec(f"vpipe.model.{name}") is not None:
+        import_module(f"vpipe.model.{name}")
+    own = name in _families and _families[name].factory.__module__.startswith("vpipe.")
+    entry = load(ENTRY_POINT_GROUP, "model", name, own=own)
     if name not in _families:
-        _import_family(name)
-    if name not in _families:
-        raise UserError(f"there is no model '{name}'", hint=nearest(name, model_names()))
+        raise UserError(f"there is no model '{name}'", hint=nearest(name, model_names())) if entry is None \
+            else unregistered(entry, "model")
     return _families[name]
 
 
@@ -128,12 +151,4 @@ def model_names() -> list[str]:
     """Every family: built in, registered so far, and announced by installed packages."""
     for module in pkgutil.iter_modules(vpipe.model.__path__, prefix="vpipe.model."):
         import_module(module.name)
-    return sorted({*_families, *(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))})
-
-
-def _import_family(name: str) -> None:
-    if name.isidentifier() and find_spec(f"vpipe.model.{name}") is not None:
-        import_module(f"vpipe.model.{name}")
-        return
-    for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
-        entry.load()
+    return sorted({*_families, *announced(ENTRY_POINT_GROUP)})

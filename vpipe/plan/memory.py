@@ -18,9 +18,9 @@ class StageMemory:
         weights: the latest version, which is also the optimizer's, and what is never trained.
         stashed: older versions that microbatches in flight still use.
         gradients: of the weights.
-        optimizer: what it keeps beside the weights.
+        optimizer: what it keeps beside the weights, master weights among it where these are rounded.
         activations: of all microbatches in flight, with what waits between the halves of backwards.
-        working: the most that one backward needs for a while.
+        working: the most that one backward, or one step, needs for a while.
     """
 
     weights: int
@@ -67,4 +67,13 @@ def stage_memory(profile: Profile, layers: range, recomputed: Collection[int], i
     return StageMemory(
         weights=weights + sum(layer.frozen_bytes for layer in own), stashed=(versions - 1) * weights, gradients=weights,
         optimizer=sum(layer.optimizer_bytes for layer in own), activations=activations + waiting,
-        working=max((layer.working_bytes for layer in own), default=0))
+        working=max(step_working(profile, sum(layer.parameter_bytes for layer in own)),
+                    *(layer.working_bytes for layer in own)))
+
+
+def step_working(profile: Profile, weights: int) -> int:
+    """What a step of so many bytes of weights needs for a while, beside their gradients.
+
+    Gradients of rounded weights become as wide as the master weights then, twice as wide.
+    """
+    return weights if profile.identity.pure else 0

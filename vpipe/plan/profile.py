@@ -59,7 +59,7 @@ class LayerProfile:
         recompute: a dropped forward again.
         step: one optimizer step of the layer's own parameters.
         parameter_bytes: of its own parameters that are trained; a tied one counts where it is owned.
-        optimizer_bytes: of what the optimizer keeps for them.
+        optimizer_bytes: of what the optimizer keeps for them, master weights among it where the layers' are rounded.
         reads: the names of the tensors and batch fields that it reads.
         writes: the tensors that it writes.
         saved_bytes: kept for backward by this layer's graph, each storage once, without weights and without what
@@ -125,6 +125,7 @@ class Identity:
         vpipe: its version.
         code: a digest of the source of the layers' classes; None where it cannot be read, or where a layer has an
             object among its settings that does not say what is in it. Such a profile is not kept for other processes.
+        precision: of its numbers, as ``training.precision`` says.
     """
 
     model: str
@@ -143,6 +144,12 @@ class Identity:
     device_bytes: int = 0
     vpipe: str = ""
     code: str | None = ""
+    precision: str = "fp32"
+
+    @property
+    def pure(self) -> bool:
+        """Whether the layers' weights are rounded, so that there are master weights beside them."""
+        return self.precision == "bf16_pure"
 
     @property
     def digest(self) -> str:
@@ -163,12 +170,13 @@ class Profile:
         cores: how many ranks of a host can compute at once without slowing each other; None where each has a device of
             its own.
         dispatch_s: what carrying out one action takes beside what is computed.
-        copy_bytes_per_s: of weights, when an update needs a further version of them: bytes of the version per second.
+        copy_bytes_per_s: of weights, when an update needs a further version of them: bytes of the version per second;
+            0 where a step makes its version from master weights, so that a further one takes no longer.
         accumulate_bytes_per_s: of gradients of weights that are added to what was accumulated before. ``backward`` and
             ``weight_half`` hold it; the first microbatch after an update does not need it.
         device_bytes: memory of a device; on a processor, that of the host.
-        peak_flops_per_s: the most that the device reached in a large product of matrices, one rank alone on its core
-            or device.
+        peak_flops_per_s: the most that the device reached in a large product of matrices in the run's precision, one
+            rank alone on its core or device.
         checked: the largest difference found between a layer and the equal one measured in its place, relative.
         took_s: how long measuring took.
     """

@@ -11,6 +11,7 @@ from torch import Tensor
 from vpipe.model.layer import LOSS, Model
 from vpipe.model.split import StageSpec, alive
 from vpipe.profiling.kinds import owners
+from vpipe.runtime.precision import FP32, Precision
 from vpipe.runtime.record import Record
 from vpipe.runtime.stage import Stage
 
@@ -35,9 +36,11 @@ class Bench:
 
     Args:
         number: of the layer in the model.
+        precision: in which it computes.
     """
 
-    def __init__(self, model: Model, number: int, device: torch.device, seed: int) -> None:
+    def __init__(self, model: Model, number: int, device: torch.device, seed: int,
+                 precision: Precision = FP32) -> None:
         layer = model.layers[number]
         self.number, self.name = number, layer.name
         self.reads = tuple(dict.fromkeys(name for name in layer.inputs if name not in model.batch))
@@ -47,7 +50,7 @@ class Bench:
         borrowed = {f"{layer.name}.{own}": (owner, f"{model.layers[owner].name}.{parameter}")
                     for own, (owner, parameter) in tied.items()}
         spec = StageSpec(number, range(number, number + 1), self.reads, self.writes, self.fields, borrowed)
-        self.stage = Stage(model, spec, seed=seed, device=device, recomputed=())
+        self.stage = Stage(model, spec, seed=seed, device=device, recomputed=(), precision=precision)
         self.tied_bytes = {own: self.stage.modules[number].get_parameter(own).nbytes for own in tied}
 
     def forward(self, given: Given, *, split: bool = False) -> tuple[dict[str, Tensor], Record]:

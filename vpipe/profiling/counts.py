@@ -113,9 +113,11 @@ def _optimizer_bytes(bench: Bench, given: Given, make_optimizer: MakeOptimizer) 
         return 0
     bench.backward(bench.forward(given)[1], given.gradients)
     bench.step(optimizer)
+    weights = bench.stage.weights
+    masters = list(weights.masters.values())  # of rounded weights they have memory of their own
     state = [t for values in optimizer.state.values() for t in values.values() if isinstance(t, Tensor)]
-    weights = _sizes(bench.stage.weights.masters.values())
-    return sum(size for storage, size in _sizes(state).items() if storage not in weights)
+    own = _sizes([*masters, *state])
+    return sum(size for storage, size in own.items() if storage not in _sizes(weights.values(weights.names)))
 
 
 def still(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:

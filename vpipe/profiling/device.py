@@ -87,9 +87,9 @@ def copied_bytes_per_s(device: torch.device) -> float:
     return _BYTES / median(_seconds(lambda: torch._foreach_copy_(target, source), device))
 
 
-def added_bytes_per_s(device: torch.device) -> float:
+def added_bytes_per_s(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
     """How fast a gradient of weights is added to what was accumulated: bytes of the gradient."""
-    source, target = _weights(device), _weights(device)
+    source, target = _weights(device, dtype), _weights(device, dtype)
 
     def add() -> None:
         for total, gradient in zip(target, source, strict=True):
@@ -101,8 +101,8 @@ def added_bytes_per_s(device: torch.device) -> float:
 _BYTES, _PARTS = 32 << 20, 8
 
 
-def _weights(device: torch.device) -> list[Tensor]:
-    return [torch.ones(_BYTES // _PARTS // 4, device=device) for _ in range(_PARTS)]
+def _weights(device: torch.device, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.ones(_BYTES // _PARTS // dtype.itemsize, device=device, dtype=dtype) for _ in range(_PARTS)]
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> list[float]:

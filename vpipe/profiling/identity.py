@@ -16,12 +16,13 @@ from vpipe.profiling.kinds import code, digest, structure
 
 _MUST_AGREE = {"model_name": "the model", "layers": "the number of layers", "model": "the digest of the layers",
                "microbatch_size": "the microbatch size", "optimizer": "the optimizer", "device": "the device",
-               "threads": "the threads per rank"}
+               "threads": "the threads per rank", "precision": "the precision"}
 
 
 def identify(model: Model, microbatch: Mapping[str, Tensor], *, model_name: str, optimizer: str,
              device: torch.device | str, ranks_per_host: int, backend: str, threads: int | None = None,
-             ranks: int | None = None, hosts: int = 1, cores: int | None = None) -> Identity:
+             ranks: int | None = None, hosts: int = 1, cores: int | None = None,
+             precision: str = "fp32") -> Identity:
     """The identity of a profile that would be measured here and now.
 
     Args:
@@ -31,6 +32,7 @@ def identify(model: Model, microbatch: Mapping[str, Tensor], *, model_name: str,
         threads: per rank; those of this process when left out.
         ranks: of all hosts; those of one when left out.
         cores: how many ranks of a host can compute at once; on a processor what this process may use when left out.
+        precision: of the numbers.
     """
     device, structures = torch.device(device), [structure(layer) for layer in model.layers]
     threads = threads or torch.get_num_threads()
@@ -41,7 +43,8 @@ def identify(model: Model, microbatch: Mapping[str, Tensor], *, model_name: str,
         layers=len(model), microbatch_size=len(microbatch[model.batch[0]]) if model.batch else 0, optimizer=optimizer,
         device=device_name(device), threads=threads, ranks_per_host=ranks_per_host, backend=backend,
         torch=str(torch.__version__), ranks=ranks or ranks_per_host, hosts=hosts, cores=cores,
-        device_bytes=memory_bytes(device), vpipe=version("vpipe"), code=code(model, structures))
+        device_bytes=memory_bytes(device), vpipe=version("vpipe"), code=code(model, structures),
+        precision=precision)
 
 
 def require(profile: Profile, wanted: Identity, where: str | None = None) -> None:
@@ -54,7 +57,7 @@ def require(profile: Profile, wanted: Identity, where: str | None = None) -> Non
         where: the file that it comes from, for messages.
 
     Raises:
-        UserError: it is of another model, microbatch size, optimizer or device; the text has both.
+        UserError: it is of another model, microbatch size, optimizer, precision or device; the text has both.
     """
     for name, what in _MUST_AGREE.items():
         found, needed = getattr(profile.identity, name), getattr(wanted, name)

@@ -29,6 +29,7 @@ from vpipe.profiling.overhead import Overhead, measure_overhead
 from vpipe.profiling.survey import Survey, survey
 from vpipe.profiling.walk import Samples, Walk, summary, until_sure
 from vpipe.profiling.world import World
+from vpipe.runtime.precision import FP32, Precision
 from vpipe.runtime.settings import MakeOptimizer
 
 BUDGET_S = 8.0
@@ -50,7 +51,7 @@ def measure(model: Model, microbatches: Sequence[Mapping[str, Tensor]], make_opt
 
     Args:
         make_optimizer: named parameters -> their optimizer, or None.
-        identities: what the profiles are of, in the order of the microbatches.
+        identities: what the profiles are of, in the order of the microbatches; all in one precision.
         seed: of initialisation and dropout.
         timeout_s: how long a transfer may take.
         budget_s: for the times at one size.
@@ -62,8 +63,9 @@ def measure(model: Model, microbatches: Sequence[Mapping[str, Tensor]], make_opt
     Raises:
         UserError, RunError: a layer cannot be run.
     """
-    return list(_Measurement(model, make_optimizer, torch.device(device), seed, timeout_s, budget_s, tell)
-                .profiles(microbatches, identities))
+    precision, = {identity.precision for identity in identities}
+    return list(_Measurement(model, make_optimizer, torch.device(device), seed, timeout_s, budget_s, tell,
+                             Precision.of(precision)).profiles(microbatches, identities))
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,9 @@ class _Rest:
 class _Measurement:
 
     def __init__(self, model: Model, make_optimizer: MakeOptimizer, device: torch.device, seed: int, timeout_s: float,
-                 budget_s: float, tell: Tell) -> None:
+                 budget_s: float, tell: Tell, precision: Precision = FP32) -> None:
         self._model, self._make_optimizer, self._device, self._seed = model, make_optimizer, device, seed
-        self._timeout_s, self._budget_s, self._tell = timeout_s, budget_s, tell
+        self._timeout_s, self._budget_s, self._tell, self._precision = timeout_s, budget_s, tell, precision
         self._world, self._clock = World(device), clock_of(device)
         self._structures = [structure(layer) for layer in model.layers]
         self._room_bytes = (min(self._world.share(free_bytes(device)))  # all must cut their windows alike
@@ -98,7 +100,8 @@ class _Measurement:
         rest = self._rest()
         for microbatch, identity in zip(microbatches, identities, strict=True):
             self._tell(f"counting what {len(self._model)} layers keep of {identity.microbatch_size} samples")
-            seen = survey(self._model, self._structures, microbatch, self._bench, self._device, self._make_optimizer)
+            seen = survey(self._model, self._structures, microbatch, self._bench, self._device, self._make_optimizer,
+                          self._precision)
             samples = self._times(seen, identity.microbatch_size)
             profile = self._profile(identity, seen, samples, rest, perf_counter() - started)
             yield profile
@@ -108,7 +111,7 @@ class _Measurement:
         """A layer, built once, unless there is no room for all that are needed."""
         if number in self._benches:
             return self._benches[number]
-        bench = Bench(self._model, number, self._device, self._seed)
+        bench = Bench(self._model, number, self._device, self._seed, self._precision)
         if sum(map(_weight_bytes, self._benches.values())) + _weight_bytes(bench) <= self._room_bytes // 2:
             self._benches[number] = bench
         return bench
@@ -116,9 +119,12 @@ class _Measurement:
     def _rest(self) -> _Rest:
         self._tell("measuring transfers between ranks" if self._world.ranks > 1 else "measuring the device")
         link, links = measure_links(self._world, self._device, self._timeout_s)
-        overhead = measure_overhead(self._device, self._clock, self._make_optimizer)
-        shared = self._world.share([dict(overhead.calls), overhead.step, copied_bytes_per_s(self._device),
-                                    added_bytes_per_s(self._device), matrix_flops_per_s(self._device, torch.float32)])
+        overhead = measure_overhead(self._device, self._clock, self._make_optimizer, self._precision)
+        pure, dtype = self._precision.pure, self._precision.dtype or torch.float32
+        shared = self._world.share([dict(overhead.calls), overhead.step,
+                                    0.0 if pure else copied_bytes_per_s(self._device),
+                                    added_bytes_per_s(self._device, dtype if pure else torch.float32),
+                                    matrix_flops_per_s(self._device, dtype)])
         calls = {figure: median(theirs[0][figure] for theirs in shared) for figure in overhead.calls}
         step, copied, added = (median(theirs[place] for theirs in shared) for place in (1, 2, 3))
         return _Rest(Overhead(calls, step), link, links, copied, added, max(theirs[4] for theirs in shared))

@@ -16,6 +16,7 @@ from vpipe.model.split import StageSpec
 from vpipe.profiling.bench import Bench
 from vpipe.profiling.counts import still
 from vpipe.profiling.device import Clock
+from vpipe.runtime.precision import Precision
 from vpipe.runtime.settings import MakeOptimizer
 from vpipe.runtime.stage import Stage
 
@@ -43,24 +44,25 @@ class Overhead:
         return (self.calls["forward"] + self.calls["backward"]) / 2
 
 
-def measure_overhead(device: torch.device, clock: Clock, make_optimizer: MakeOptimizer) -> Overhead:
+def measure_overhead(device: torch.device, clock: Clock, make_optimizer: MakeOptimizer,
+                     precision: Precision) -> Overhead:
     """A stage of one layer that does nothing, less what its layer takes: what a second one adds."""
-    one, two = (_times(layers, device, clock) for layers in (1, 2))
+    one, two = (_times(layers, device, clock, precision) for layers in (1, 2))
     return Overhead({figure: max(0.0, 2 * one[figure] - two[figure]) for figure in one},
-                    _step(device, clock, make_optimizer))
+                    _step(device, clock, make_optimizer, precision))
 
 
-def _times(layers: int, device: torch.device, clock: Clock) -> dict[str, float]:
+def _times(layers: int, device: torch.device, clock: Clock, precision: Precision) -> dict[str, float]:
     model = Model([Layer("first", nn.Identity, ("x",)), Layer("second", nn.Identity), Layer("third", nn.Identity),
                    Layer("last", nn.Identity, outputs=("loss",))], batch=("x",))
     spec = StageSpec(1, range(1, 1 + layers), ("h",), ("h",), (), {})
-    stage = Stage(model, spec, seed=0, device=device, recomputed=())
-    gradients = {"h": torch.ones(1, device=device)}
+    stage = Stage(model, spec, seed=0, device=device, recomputed=(), precision=precision)
+    gradients = {"h": torch.ones(1, device=device, dtype=precision.dtype)}
     found: dict[str, list[float]] = {figure: [] for figure in ("forward", "backward", "input_half", "weight_half",
                                                                "recompute")}
     for again in range(_TIMES):
         for split in (False, True):
-            received = [torch.ones(1, device=device, requires_grad=True)]
+            received = [torch.ones(1, device=device, dtype=precision.dtype, requires_grad=True)]
             marks = [clock()]
             _, record = stage.forward(received, {}, (0, 0), {}, split=split)
             marks.append(clock())
@@ -83,9 +85,9 @@ def _times(layers: int, device: torch.device, clock: Clock) -> dict[str, float]:
     return {figure: median(seconds) for figure, seconds in found.items()}
 
 
-def _step(device: torch.device, clock: Clock, make_optimizer: MakeOptimizer) -> float:
+def _step(device: torch.device, clock: Clock, make_optimizer: MakeOptimizer, precision: Precision) -> float:
     model = Model([Layer("tiny", partial(nn.Linear, 1, 1), ("x",), ("loss",))], batch=("x",))
-    bench = Bench(model, 0, device, 0)
+    bench = Bench(model, 0, device, 0, precision)
     optimizer = still(make_optimizer(bench.stage.weights.masters))
     for leaf in bench.stage.weights.graded():
         leaf.grad = torch.ones_like(leaf)

@@ -12,6 +12,8 @@ from vpipe.errors import RunError, VpipeError
 from vpipe.model.layer import Model
 from vpipe.profiling.bench import Bench, Given, gradients_for, read_later
 from vpipe.profiling.counts import Counts, count
+from vpipe.runtime.precision import FP32, Precision
+from vpipe.runtime.rounding import Rounding
 from vpipe.runtime.settings import MakeOptimizer
 
 INSTANCES = 2
@@ -38,17 +40,21 @@ class Survey:
 
 
 def survey(model: Model, structures: Sequence[str], microbatch: Mapping[str, Tensor],
-           bench_of: Callable[[int], Bench], device: torch.device, make_optimizer: MakeOptimizer) -> Survey:
+           bench_of: Callable[[int], Bench], device: torch.device, make_optimizer: MakeOptimizer,
+           precision: Precision = FP32) -> Survey:
     """Send a microbatch through the model, running one layer of each kind; the others hand on what that one made.
 
     Args:
         structures: of the layers.
         bench_of: builds a layer.
+        precision: in which layers compute.
 
     Raises:
         RunError: a layer fails on the microbatch.
     """
     fields = {name: microbatch[name].to(device) for name in model.batch}
+    if precision.pure and precision.dtype is not None:
+        fields = {name: Rounding(precision.dtype).rounded(tensor) for name, tensor in fields.items()}
     tensors: dict[str, Tensor] = {}
     firsts: dict[tuple[object, ...], int] = {}
     made: dict[int, list[Tensor]] = {}

@@ -161,27 +161,34 @@ class Utilization:
     model: float
     hardware: float
 
+    @classmethod
+    def of(cls, forward_flops: float, again_flops: float, per_s: float, peak_flops_per_s: float) -> Utilization:
+        """With f the floating-point operations of a forward of something (a token, a microbatch) through all layers, r
+        those of its layers that are recomputed, n how many of it pass per second, and P the operations per second that
+        all devices reach together:
+
+            MFU = 3 f n / P        HFU = (3 f + r) n / P
+
+        A backward takes twice the operations of a forward.
+
+        Source: Chowdhery et al., PaLM (2022), appendix B; Korthikanti et al., Reducing Activation Recomputation (2022).
+        """
+        rate = per_s / peak_flops_per_s
+        return cls(3 * forward_flops * rate, (3 * forward_flops + again_flops) * rate)
+
 
 def utilization(profile: Profile, recomputed: Sequence[Sequence[int]], microbatches: int, step_s: float,
                 ranks: int) -> Utilization | None:
-    """How well a step used the devices; None where the profile knows no peak.
+    """How well a step of so many microbatches used the devices of so many ranks; None where the profile knows no peak.
 
-    With f the floating-point operations of a forward of one microbatch through all layers, r those of the recomputed
-    ones, m the microbatches of a step, t its seconds, n the ranks and P the operations per second that one device
-    reached in a large product of matrices:
-
-        MFU = 3 f m / (t n P)        HFU = (3 f + r) m / (t n P)
-
-    A backward takes twice the operations of a forward. Where ranks share cores, n P is more than the machine has.
-
-    Source: Chowdhery et al., PaLM (2022), appendix B; Korthikanti et al., Reducing Activation Recomputation (2022).
+    The peak of one device is what it reached in a large product of matrices. Where ranks share cores, that of all
+    together is more than the machine has.
     """
     forward = sum(layer.forward_flops for layer in profile.layers)
     if not profile.peak_flops_per_s or not step_s or not forward:
         return None
     again = sum(profile.layers[number].forward_flops for numbers in recomputed for number in numbers)
-    able = step_s * ranks * profile.peak_flops_per_s
-    return Utilization(3 * forward * microbatches / able, (3 * forward + again) * microbatches / able)
+    return Utilization.of(forward, again, microbatches / step_s, ranks * profile.peak_flops_per_s)
 
 
 def in_window(curves: Mapping[int, Points], window: Window) -> dict[int, Points]:

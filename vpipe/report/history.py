@@ -55,7 +55,7 @@ def read_history(folder: Path) -> History:
                 notes.append(f"metrics.jsonl breaks off in line {number}: the run was ended, or is still going.")
                 break
             raise _damaged(path, number, line) from None
-        if isinstance(entry, dict) and "checkpoint" in entry:
+        if isinstance(entry, dict) and ("checkpoint" in entry or "summary" in entry):
             continue
         if isinstance(entry, dict):  # what is not finite is null
             entry |= {key: nan for key in ("loss", "evaluation_loss") if key in entry and entry[key] is None}

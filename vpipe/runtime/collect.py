@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
 from vpipe.errors import UserError
 from vpipe.model.layer import set_parameter
@@ -29,13 +29,14 @@ def share_ties(modules: Mapping[int, nn.Module], names: Mapping[int, str],
                 set_parameter(modules[i], own, shared)
 
 
-def collect(modules: Mapping[int, nn.Module], names: Mapping[int, str],
-            borrowed: Mapping[str, tuple[int, str]]) -> tuple[Weights, dict[int, Weights]]:
+def collect(modules: Mapping[int, nn.Module], names: Mapping[int, str], borrowed: Mapping[str, tuple[int, str]],
+            unrounded: Mapping[int, Tensor] | None = None) -> tuple[Weights, dict[int, Weights]]:
     """Own trainable parameters, and those borrowed from other stages (by owner), with the slots that hold them.
 
     Args:
         modules, names: see :func:`share_ties`.
         borrowed: see :class:`~vpipe.model.split.StageSpec`.
+        unrounded: of rounded parameters, what they were before, by their ids.
 
     Raises:
         UserError: a tied parameter is frozen.
@@ -63,5 +64,7 @@ def collect(modules: Mapping[int, nn.Module], names: Mapping[int, str],
         # Several parameters here may be tied to the same one there: they are one value.
         lent.setdefault(owner, {}).setdefault(target, parameters.pop(own))
         lent_slots.setdefault(owner, {}).setdefault(target, []).extend(slots.pop(own))
-    return (Weights(parameters, slots),
+    masters = None if unrounded is None else {
+        name: unrounded[id(p)] if id(p) in unrounded else p.data.clone() for name, p in parameters.items()}
+    return (Weights(parameters, slots, masters),
             {owner: Weights(lent[owner], lent_slots[owner]) for owner in sorted(lent)})

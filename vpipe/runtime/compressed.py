@@ -77,6 +77,9 @@ class Compressed:
         specs = self._expected.pop((peer, key))
         return decode(codec, tensors[len(tensors) - len(specs):], specs)
 
+    def settle(self, kind: str) -> None:
+        self._inner.settle(kind)
+
     def finish(self) -> None:
         self._inner.finish()
 

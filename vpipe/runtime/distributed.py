@@ -76,6 +76,9 @@ class Distributed:
         self._generation = next(_generations)
         self._posted: dict[tuple[int, Key], _Posted] = {}
         self._sent: dict[tuple[int, str], deque[tuple[Key, list[dist.Work], list[Tensor]]]] = defaultdict(deque)
+        # By peer and stage, microbatches with announced shapes of which no gradient came back: until then the peer may
+        # not have learned them, and holds up the receives behind.
+        self._announced: dict[tuple[int, int], set[int]] = defaultdict(set)
 
     def send(self, peer: int, key: Key, tensors: Sequence[Tensor], announce: bool = False) -> None:
         carried = [t.detach().to(self._carrier).contiguous() for t in tensors]
@@ -84,6 +87,8 @@ class Distributed:
             work = [self._isend(_header(tensors).to(self._carrier), peer, key, MOST_TENSORS)] if announce else []
             work += [self._isend(t, peer, key, i) for i, t in enumerate(carried) if t.numel()]
         self.bytes_sent += sum(t.nbytes for t in carried)
+        if announce:
+            self._announced[peer, key.stage].add(key.number)
         behind = self._sent[peer, key.kind]
         behind.append((key, work, carried))
         while len(behind) > self._behind[key.kind]:  # only now: the peer waits for what was just sent
@@ -117,15 +122,30 @@ class Distributed:
         with self._failing(peer, key, "waiting for"):
             self._wait(posted.work)
         self.wait_s += perf_counter() - started
+        if key.kind == "B":
+            self._announced[peer, key.stage + 1].discard(key.number)
         assert posted.specs is not None, "what is announced is learned first"
         return [buffer.to(self._device).requires_grad_(spec.wants_gradient)
                 for buffer, spec in zip(posted.buffers, posted.specs, strict=True)]
+
+    def settle(self, kind: str) -> None:
+        started = perf_counter()
+        for (peer, of), behind in self._sent.items():
+            if of == kind:
+                for _ in range(len(behind)):
+                    sent = behind.popleft()
+                    if kind == "F" and self._announced[peer, sent[0].stage]:
+                        behind.append(sent)
+                    else:
+                        self._complete(peer, *sent)
+        self.wait_s += perf_counter() - started
 
     def finish(self) -> None:
         started = perf_counter()
         for (peer, _), behind in self._sent.items():
             while behind:
                 self._complete(peer, *behind.popleft())
+        self._announced.clear()
         self.wait_s += perf_counter() - started
         if self._posted:
             keys = ", ".join(str(key) for _, key in list(self._posted)[:3])

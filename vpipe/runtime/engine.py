@@ -20,12 +20,14 @@ from vpipe.runtime.all_ranks import AllRanks
 from vpipe.runtime.compressed import Compressed
 from vpipe.runtime.crew import Crew
 from vpipe.runtime.distributed import Distributed
+from vpipe.runtime.executor import NO_TIMELINE, THREADED
 from vpipe.runtime.feed import Batch, Feed
 from vpipe.runtime.outcome import Outcomes
 from vpipe.runtime.position import Position
 from vpipe.runtime.programs import Programs
 from vpipe.runtime.reduce import count_buckets
 from vpipe.runtime.saved import parts_of
+from vpipe.runtime.scaling import Scaling
 from vpipe.runtime.segment import Segment
 from vpipe.runtime.settings import MakeOptimizer, Settings
 from vpipe.runtime.stage import Stage
@@ -35,6 +37,7 @@ from vpipe.runtime.trace import MOST_ACTIONS, Recorder
 from vpipe.runtime.transport import InProcess, Mailroom, Transport
 from vpipe.runtime.update import Update
 from vpipe.runtime.worker import Worker
+from vpipe.runtime.workers import worker_of
 from vpipe.schedules.order import Schedule, describe_rank
 from vpipe.schedules.registry import Recipe
 from vpipe.schedules.rounds import Rounds
@@ -65,11 +68,13 @@ class Engine:
         ranks = [dist.get_rank()] if distributed else list(range(len(schedule.programs)))
         room: Mailroom = {}
         ties = ties_between(specs)
-        self.workers = {}
+        make_worker = worker_of(settings.executor, distributed)
+        self.workers: dict[int, Worker] = {}
         for rank in ranks:
             own = [spec for spec in specs if rank in self._placement[spec.index]]
             stages = {spec.index: Stage(model, spec, seed=settings.seed, device=settings.device,
-                                        recomputed=settings.recompute[spec.index]) for spec in own}
+                                        recomputed=settings.recompute[spec.index],
+                                        precision=settings.precision) for spec in own}
             optimizers = {s: make_optimizer(stage.weights.masters) for s, stage in stages.items()}
             transport: Transport = (Distributed(settings.device, settings.timeout_s,
                                                 max(schedule.peak_activations),
@@ -78,10 +83,12 @@ class Engine:
                                     if distributed else InProcess(rank, room))
             if settings.compression is not None:
                 transport = Compressed(transport, settings.compression)
-            self.workers[rank] = Worker(rank, self._placement, stages, Update(optimizers, settings.clip, settings.skip),
-                                        ties, transport, settings.factor)
+            scaling = Scaling.of(settings.precision, stages, schedule)
+            self.workers[rank] = make_worker(rank, self._placement, stages,
+                                             Update(optimizers, settings.clip, settings.skip, scaling),
+                                             ties, transport, settings.factor)
         self.all_ranks = AllRanks(self.workers, specs, self._placement, settings.device, distributed)
-        if (settings.clip is not None or settings.skip) and schedule.flush:
+        if settings.needs_norms and schedule.flush:
             self.all_ranks.agree_on_norms()
         self.parts = parts_of(self.workers, specs, self._placement)
         self.position = Position(0, 0, 0)
@@ -187,7 +194,12 @@ class Engine:
 
         Args:
             limit: how many actions of a rank are noted.
+
+        Raises:
+            UserError: forwards go on in threads, so that actions have no times of their own.
         """
+        if self._settings.executor == THREADED:
+            raise UserError(NO_TIMELINE[0], hint=NO_TIMELINE[1])
         assert self._stream is None, "what is in flight was not recorded"
         self._crew.recorders = {rank: Recorder(worker, limit) for rank, worker in self.workers.items()}
         return self._crew.recorders

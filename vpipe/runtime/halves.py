@@ -16,6 +16,14 @@ import torch
 from torch import Tensor, nn
 
 
+@dataclass(slots=True, eq=False)
+class Cast:
+    """A parameter in the precision of autocast, which a layer casts once for all its operations. Their gradients are
+    summed in that precision, and the sum is one contribution to the parameter's."""
+
+    parameter: nn.Parameter
+
+
 @dataclass(slots=True)
 class Deferred:
     """The weight gradients of one operation, put off.
@@ -27,7 +35,7 @@ class Deferred:
         versions: of the operands, as counted by autograd, when they were kept.
     """
 
-    leaves: Sequence[nn.Parameter]
+    leaves: Sequence[nn.Parameter | Cast]
     compute: Callable[[], Sequence[Tensor | None]]
     operands: Sequence[Tensor]
     versions: Sequence[int]
@@ -52,6 +60,7 @@ class WeightHalf:
         self._elsewhere: set[int] = set()
         self._later: deque[Deferred] = deque()
         self._now: list[tuple[nn.Parameter, Tensor]] = []
+        self._casts: dict[int, tuple[Tensor, Cast]] = {}  # until the input half is done
 
     def __len__(self) -> int:
         """How many operations wait."""
@@ -68,6 +77,12 @@ class WeightHalf:
         """These have contributions that cannot wait; then none waits: a sum depends on the order."""
         self._elsewhere.update(map(id, parameters))
 
+    def cast(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        """A parameter as operations under autocast take it."""
+        tensor = parameter.to(dtype)
+        self._casts[id(tensor)] = tensor, Cast(parameter)
+        return tensor
+
     def begin(self) -> None:
         """The input half begins: gradients wait. They do not in a backward that a layer runs in its forward."""
         self._gathering = True
@@ -76,22 +91,44 @@ class WeightHalf:
         """The input half ends; these gradients did not wait. They, too, are added by the weight half."""
         self._gathering = False
         self._now += now
+        self._casts.clear()
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether an operation's argument is a parameter that wants a gradient, or the cast of one."""
+        return self._target(tensor) is not None
 
     def takes(self, tensor: Tensor) -> bool:
         """Whether the gradient of an operation's argument waits."""
-        return (self._gathering and is_trained(tensor) and id(tensor) not in self._elsewhere
+        target = self._target(tensor)
+        parameter = target.parameter if isinstance(target, Cast) else target
+        return (self._gathering and parameter is not None and id(parameter) not in self._elsewhere
                 and not torch.is_grad_enabled())  # as it is where that gradient wants a gradient itself
 
     def put_off(self, leaves: Sequence[Tensor], compute: Callable[[], Sequence[Tensor | None]],
                 operands: Sequence[Tensor]) -> None:
         """Let the gradients of some parameters wait; in the order of the engine."""
-        parameters = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
-        self._later.append(Deferred(parameters, compute, operands, [t._version for t in operands]))
+        targets = [target for leaf in leaves if (target := self._target(leaf)) is not None]
+        self._later.append(Deferred(targets, compute, operands, [t._version for t in operands]))
 
     def accumulate(self) -> None:
         """Compute what was put off and add it to the gradients; each operation's memory goes as soon as it is used."""
         waiting = Counter(id(leaf) for deferred in self._later for leaf in deferred.leaves)
+        casts = {id(leaf): leaf for deferred in self._later for leaf in deferred.leaves if isinstance(leaf, Cast)}
+        waiting.update(id(cast.parameter) for cast in casts.values())
         totals: dict[int, Tensor] = {}
+
+        def take(leaf: nn.Parameter | Cast, contribution: Tensor | None) -> None:
+            if contribution is not None:
+                before = totals.pop(id(leaf), None)
+                totals[id(leaf)] = contribution if before is None else before + contribution
+            waiting[id(leaf)] -= 1
+            if not waiting[id(leaf)]:
+                total = totals.pop(id(leaf), None)
+                if isinstance(leaf, Cast):
+                    take(leaf.parameter, None if total is None else total.to(leaf.parameter.dtype))
+                elif total is not None:
+                    _add(leaf, total)
+
         for leaf, gradient in self._now:
             if waiting[id(leaf)]:
                 totals[id(leaf)] = gradient
@@ -100,13 +137,14 @@ class WeightHalf:
         self._now.clear()
         while self._later:
             deferred = self._later.popleft()
-            for leaf, contribution in zip(deferred.leaves, deferred.gradients(), strict=True):
-                if contribution is not None:
-                    before = totals.pop(id(leaf), None)
-                    totals[id(leaf)] = contribution if before is None else before + contribution
-                waiting[id(leaf)] -= 1
-                if not waiting[id(leaf)] and id(leaf) in totals:
-                    _add(leaf, totals.pop(id(leaf)))
+            for target, contribution in zip(deferred.leaves, deferred.gradients(), strict=True):
+                take(target, contribution)
+
+    def _target(self, tensor: Tensor | None) -> nn.Parameter | Cast | None:
+        """Whose gradient that of an operation's argument is, if it is a parameter's."""
+        if isinstance(tensor, nn.Parameter) and is_trained(tensor):
+            return tensor
+        return self._casts[id(tensor)][1] if id(tensor) in self._casts else None
 
 
 def is_trained(argument: object) -> bool:

@@ -14,8 +14,9 @@ autograd Functions, scripted modules and compiled code do inside; what runs unde
 (:mod:`torch.utils.checkpoint`, ``save_on_cpu``); parameters that also take part in any of these where it can be seen.
 
 The gradients are those of the whole backward bit for bit, except for rounding, because a sum has another order, of a
-parameter that (1) is in ``PUT_OFF`` and at least twice where nobody sees it, in a custom Function or scripted module;
-(2) is used several times under autocast (summed in its own precision, not in the lower one); (3) is used in several
+parameter that (1) is in ``PUT_OFF`` and at least twice where nobody sees it, in a custom Function or scripted module,
+under autocast at least once; (2) is used several times in an autocast that a layer opens itself, outside that of its
+precision (summed in its own precision, not in the lower one); (3) is used in several
 reentrant checkpoints (summed before it is added to earlier microbatches); (4) has a part in a gradient of a gradient
 that a layer takes in its forward (torch sums both parts where they meet).
 """
@@ -47,12 +48,21 @@ PUT_OFF: frozenset[Function] = frozenset({
 """Their weight gradient costs about as much as their input gradient, and shares no work with it."""
 
 
-class Interception(TorchFunctionMode):
-    """While active, operations put the gradients of their parameters off until ``half`` is accumulated."""
+CASTS: frozenset[Function] = PUT_OFF - {F.bilinear, torch.embedding, torch.einsum, torch.tensordot}
+"""Autocast casts what they are given; a parameter once for all of them."""
 
-    def __init__(self, half: WeightHalf) -> None:
+
+class Interception(TorchFunctionMode):
+    """While active, operations put the gradients of their parameters off until ``half`` is accumulated.
+
+    Args:
+        autocasts: whether it is active around one autocast.
+    """
+
+    def __init__(self, half: WeightHalf, autocasts: bool = False) -> None:
         super().__init__()
-        self._half = half
+        self._half, self._autocasts = half, autocasts
+        self._casts: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def __torch_function__(self, func: Function, types: Iterable[type], args: Sequence[Any] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -61,6 +71,8 @@ class Interception(TorchFunctionMode):
         if not trained or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         if func in PUT_OFF and _worth_it(args, kwargs) and not _hooked():
+            if self._autocasts and func in CASTS:
+                args, kwargs = [self._cast(a) for a in args], {name: self._cast(a) for name, a in kwargs.items()}
             return _put_off(self._half, func, args, kwargs)
         if (inside := _opened(func)) is not None:
             with self:
@@ -69,6 +81,20 @@ class Interception(TorchFunctionMode):
         if any(isinstance(t, Tensor) and t.requires_grad for t in _flat((result,))):
             self._half.used_elsewhere(trained)
         return result
+
+    def _cast(self, argument: Any) -> Any:
+        """An argument as autocast, where it is on, gives it to an operation of :data:`CASTS`."""
+        if not isinstance(argument, Tensor) or not torch.is_autocast_enabled(argument.device.type):
+            return argument
+        dtype = torch.get_autocast_dtype(argument.device.type)
+        if argument.dtype in (dtype, torch.float64) or not argument.is_floating_point():
+            return argument
+        if not isinstance(argument, nn.Parameter) or not is_trained(argument) or argument.dtype is not torch.float32:
+            return argument.to(dtype)
+        key = id(argument), dtype
+        if key not in self._casts:
+            self._casts[key] = self._half.cast(argument, dtype)
+        return self._casts[key]
 
 
 def _flat(values: Iterable[Any]) -> Iterable[Any]:
@@ -141,7 +167,10 @@ def _nobody(*_: Any) -> bool:
 def _linear(half: WeightHalf, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:  # noqa: A002
     """``input [N, in] or [N, M, in], weight [out, in], bias [out]``; None for what torch computes in another way."""
     if (input.dim() not in (2, 3) or weight.dim() != 2 or not input.is_contiguous()
-            or (bias is not None and bias.dim() != 1) or torch.is_autocast_enabled(input.device.type)):
+            or (bias is not None and bias.dim() != 1)
+            or (torch.is_autocast_enabled(input.device.type)
+                and {t.dtype for t in (input, weight, bias) if t is not None}
+                != {torch.get_autocast_dtype(input.device.type)})):  # it would cast them
         return None
     result: Tensor = _Linear.apply(half, input, weight, bias)  # type: ignore[no-untyped-call]
     return result
@@ -169,18 +198,18 @@ class _Linear(torch.autograd.Function):
         leaves = [t for t in (leaf, ctx.bias) if t is not None and half.takes(t)]
         if leaves:
             kept = x.detach()  # not x itself, which would hold the graph behind it
-            half.put_off(leaves, lambda: [_dw(kept, gradient) if t is leaf else _db(gradient) for t in leaves],
-                         (kept, gradient))
+            makes = [_dw if t is leaf else _db for t in leaves]  # not t itself, which may be a cast
+            half.put_off(leaves, lambda: [make(kept, gradient) for make in makes], (kept, gradient))
         later = set(map(id, leaves))
         return (None, dx, _dw(x, gradient) if wants_weight and id(leaf) not in later else None,
-                _db(gradient) if wants_bias and id(ctx.bias) not in later else None)
+                _db(x, gradient) if wants_bias and id(ctx.bias) not in later else None)
 
 
 def _dw(x: Tensor, gradient: Tensor) -> Tensor:
     return gradient.reshape(-1, gradient.shape[-1]).t().mm(x.reshape(-1, x.shape[-1]))
 
 
-def _db(gradient: Tensor) -> Tensor:
+def _db(_: Tensor, gradient: Tensor) -> Tensor:
     return gradient.reshape(-1, gradient.shape[-1]).sum(0)
 
 
@@ -197,7 +226,7 @@ class _AnyOperation(torch.autograd.Function):
         with torch.enable_grad():
             output = call(cut)
         ctx.half, ctx.call, ctx.cut, ctx.edge = half, call, cut, get_gradient_edge(output)
-        ctx.leaves = [t if is_trained(t) else None for t in tensors]  # hooks for saved tensors hand back other objects
+        ctx.leaves = [t if half.knows(t) else None for t in tensors]  # hooks for saved tensors hand back other objects
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         return output.detach()

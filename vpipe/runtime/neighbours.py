@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence, Sized
 
+import torch
 from torch import Tensor
 
 from vpipe.errors import UserError
@@ -16,15 +17,22 @@ _Seen = tuple[int, int, bool, Signature]
 """Stage, peer, whether in training, the shapes of the batch's fields: what the shapes of activations follow from."""
 
 
+SCALE = ""
+"""Stands among the names of gradients for the scale that they have, where it travels with them; no tensor's name."""
+
+
 class Neighbours:
     """One rank's part in the transfers between stages.
 
     Stages on the same rank pass tensors without a transfer. Shapes are announced with the first transfer of their
     kind, so the receives behind it wait for that announcement, in the order of sending.
+
+    Args:
+        scales: whether the scale of gradients travels behind them.
     """
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+    def __init__(self, transport: Transport, scales: bool = False) -> None:
+        self._transport, self._scales = transport, scales
         self._arrived: dict[Key, list[Tensor]] = {}  # from a stage on this same rank
         self._leaving: dict[Key, list[Tensor]] = {}
         self._shapes: dict[Key, Signature] = {}  # of the batch that the activations about to leave come from
@@ -86,6 +94,8 @@ class Neighbours:
         """
         if self._segment.training:
             wanted = [(name, Spec.of(t)) for name, t in zip(names, outputs, strict=True) if t.requires_grad]
+            if self._scales:
+                wanted.append((SCALE, Spec((1,), torch.float32, wants_gradient=False)))
             self._returning[stage, microbatch] = ([name for name, _ in wanted], [spec for _, spec in wanted])
         key = Key("F", stage + 1, self._segment.number(microbatch))
         self._pass_on(key, microbatch, outputs)

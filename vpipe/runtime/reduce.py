@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from math import isnan, nan
 
 import torch
 from torch import Tensor
 
 from vpipe.errors import RunError, UserError
+from vpipe.runtime.scaling import Scaling
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport import Key, Spec, Transport
 from vpipe.runtime.weights import Weights
@@ -28,7 +30,8 @@ BUCKET_BYTES = 4 << 20
 class _Bucket:
     """Some of a stage's gradients as the rows of a matrix, one per replica.
 
-    Behind the gradients stands a number for each: whether the replica has one, which sums tell of all of them.
+    Behind the gradients stands a number for each: whether the replica has one, which sums tell of all of them. It is
+    NaN where the replica has lost the update by something else than its gradients.
     """
 
     def __init__(self, members: Sequence[int], leaves: Sequence[Tensor], width: int) -> None:
@@ -49,7 +52,7 @@ class _Bucket:
         """Where this replica's sums of an update are."""
         return self._sums[update % 2]
 
-    def fill(self, gradients: Sequence[Tensor | None], names: Sequence[str]) -> None:
+    def fill(self, gradients: Sequence[Tensor | None], names: Sequence[str], lost: bool) -> None:
         flat = self.rows.view(-1)
         ends = sum(self._sizes)
         for part, i in zip(torch.split(flat[:ends], self._sizes), self.members, strict=True):
@@ -62,16 +65,18 @@ class _Bucket:
             else:
                 part.copy_(gradient.reshape(-1))
         there = [float(gradients[i] is not None) for i in self.members]
+        if lost:
+            there[there.index(1.0) if 1.0 in there else 0] = nan
         flat[ends:ends + len(there)].copy_(torch.tensor(there))
 
-    def gradients(self) -> list[Tensor | None]:
-        """Of the members, once the rows are sums; None where no replica has one."""
+    def gradients(self) -> tuple[list[Tensor | None], bool]:
+        """Of the members, once the rows are sums; None where no replica has one. And whether one lost the update."""
         flat = self.rows.view(-1)
         ends = sum(self._sizes)
         present = flat[ends:ends + len(self.members)].tolist()
         parts = torch.split(flat[:ends], self._sizes)
         return [part.view(shape) if there else None
-                for part, shape, there in zip(parts, self._shapes, present, strict=True)]
+                for part, shape, there in zip(parts, self._shapes, present, strict=True)], any(map(isnan, present))
 
 
 class Reduction:
@@ -83,10 +88,12 @@ class Reduction:
         late: names of those whose gradients are not final before the whole backward is done.
         ranks: of the replicas, in order.
         transport: of this rank.
+        scaling: of the losses, where it tells what is lost.
     """
 
     def __init__(self, stage: int, weights: Weights, late: Sequence[str], ranks: Sequence[int],
-                 transport: Transport) -> None:
+                 transport: Transport, scaling: Scaling | None = None) -> None:
+        self._scaling = scaling
         self._stage, self._weights, self._ranks, self._transport = stage, weights, ranks, transport
         self._late = {weights.names.index(name) for name in late}
         self._me = ranks.index(transport.rank)
@@ -144,7 +151,8 @@ class Reduction:
         bucket, key = self._buckets[number], self._key("D", update, number)
         contributes = self._transport.rank in contributors
         if contributes:
-            bucket.fill(self._weights.gradients, self._weights.names)
+            bucket.fill(self._weights.gradients, self._weights.names,
+                        self._scaling is not None and self._scaling.is_lost(self._stage))
         self._exchange(key, {rank: bucket.rows[i] for i, rank in enumerate(self._ranks) if contributes},
                        contributors, bucket.spec)
 
@@ -196,7 +204,10 @@ class Reduction:
             for row, rank in zip(bucket.rows, self._ranks, strict=True):
                 own = rank == self._transport.rank
                 row.copy_(bucket.sum(update) if own else self._transport.take(rank, self._key("S", update, number))[0])
-            gradients.update(zip(bucket.members, bucket.gradients(), strict=True))
+            sums, lost = bucket.gradients()
+            gradients.update(zip(bucket.members, sums, strict=True))
+            if lost and self._scaling is not None:
+                self._scaling.lose(self._stage)
         self._weights.put_gradients([gradients[i] for i in range(len(self._weights.names))])
 
     def _key(self, kind: str, update: int, bucket: int) -> Key:

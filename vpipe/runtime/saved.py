@@ -7,6 +7,7 @@ all there are. So a checkpoint is one flat table, whatever the partition, the wi
     optim.<layer>.<parameter>.<state>                   ...#int and ...#float: a number, without dimensions
     buffers.<replica>.<layer>.<buffer>                  of replicas from 1 on; those of replica 0 are the model's
     feedback.<layer behind the cut>.<replica>.<tensor>  what coding a gradient lost where it left that replica
+    loss_scale.<first layer of the stage>.value, .good  of fp16; with a flush one for all, layer 0's
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from vpipe.errors import UserError, counted
 from vpipe.model.split import StageSpec
 from vpipe.runtime.compressed import Compressed
+from vpipe.runtime.scaling import LossScale
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.size import Placement
@@ -65,7 +67,7 @@ def parts_of(workers: Mapping[int, Worker], specs: Sequence[StageSpec], placemen
     """All parts of the stages on these ranks, in the order in which they are to be loaded."""
     held = [Held(worker, stage, placement[number].index(rank))
             for rank, worker in workers.items() for number, stage in worker.stages.items()]
-    return [ModelState(held), OptimizerState(held), ReplicaBuffers(held), Feedback(held, specs)]
+    return [ModelState(held), OptimizerState(held), ReplicaBuffers(held), Feedback(held, specs), LossScales(held)]
 
 
 class ModelState:
@@ -196,6 +198,44 @@ class Feedback:
             if number > 0 and isinstance(each.worker.transport, Compressed):
                 layer = self._specs[number].layers.start
                 yield f"feedback.{layer}.{each.replica}.", number - 1, each.worker.transport.coder
+
+
+class LossScales:
+    """The scales of losses that training has found, and for how many updates in a row they were good.
+
+    Another partition, or a flush where there was none: a stage goes on with that of the last layer at or before its
+    first one.
+    """
+
+    def __init__(self, held: Sequence[Held]) -> None:
+        self._held = held
+
+    def state(self) -> dict[str, Tensor]:
+        return {name: tensor for layer, replica, scale in self._all() if replica == 0 for name, tensor in (
+            (f"loss_scale.{layer}.value", torch.tensor(scale.value, dtype=torch.float64)),
+            (f"loss_scale.{layer}.good", torch.tensor(scale.good)))}
+
+    def wants(self, name: str) -> bool:
+        return name.startswith("loss_scale.") and any(True for _ in self._all())
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        layers = sorted({int(name.split(".")[1]) for name in tensors})
+        for layer, _, scale in self._all():
+            if before := [other for other in layers if other <= layer]:
+                scale.value = float(tensors[f"loss_scale.{before[-1]}.value"])
+                scale.good = int(tensors[f"loss_scale.{before[-1]}.good"])
+
+    def _all(self) -> Iterator[tuple[int, int, LossScale]]:
+        """Layers, replicas and scales; one for all stages is in the first one, and on ranks without that has no
+        replica that keeps it."""
+        for each in self._held:
+            scaling = each.worker.update.scaling
+            if scaling is not None and scaling[each.stage.spec.index].dynamic:
+                number, first = each.stage.spec.index, each.stage.spec.layers.start
+                if scaling.travels:
+                    yield first, each.replica, scaling[number]
+                else:
+                    yield 0, each.replica if number == 0 else -1, scaling[number]
 
 
 def _readings(name: str) -> Iterator[tuple[str, str]]:

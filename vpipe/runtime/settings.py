@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from vpipe.runtime.compress import Compression
+from vpipe.runtime.executor import Executor
+from vpipe.runtime.precision import FP32, Precision
 
 MakeOptimizer = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer | None]
 """Named parameters of a stage -> its optimizer."""
@@ -28,6 +30,8 @@ class Settings:
         timeout_s: how long a transfer may take.
         compression: how tensors travel between stages; None: as they are.
         skip: whether an update from a loss or a gradient that is not finite is left out.
+        precision: in which numbers layers compute.
+        executor: how actions are carried out.
     """
 
     microbatches: int
@@ -39,3 +43,10 @@ class Settings:
     timeout_s: float
     compression: Compression | None
     skip: bool = False
+    precision: Precision = FP32
+    executor: Executor = "overlapped"
+
+    @property
+    def needs_norms(self) -> bool:
+        """Whether an update depends on the norms of gradients: with a flush on those of all stages."""
+        return self.clip is not None or self.skip or self.precision.scaled

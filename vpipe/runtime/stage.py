@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -16,7 +17,9 @@ from vpipe.model.split import StageSpec, alive
 from vpipe.runtime.collect import collect, share_ties
 from vpipe.runtime.halves import WeightHalf
 from vpipe.runtime.intercept import Interception
+from vpipe.runtime.precision import FP32, Precision
 from vpipe.runtime.record import DropoutKey, Graph, Held, Record, Span
+from vpipe.runtime.rounding import Rounding
 from vpipe.runtime.weights import Weights
 
 
@@ -30,17 +33,23 @@ class Stage:
         device: where to compute.
         recomputed: the numbers, in the model, of the layers whose activations are dropped in forward and recomputed
             in backward.
+        precision: in which numbers they compute.
     """
 
     def __init__(self, model: Model, spec: StageSpec, *, seed: int, device: torch.device,
-                 recomputed: Collection[int]) -> None:
+                 recomputed: Collection[int], precision: Precision = FP32) -> None:
         assert set(recomputed) <= set(spec.layers), "they are the stage's own"
-        self.spec, self.seed, self.device = spec, seed, device
+        self.spec, self.seed, self.device, self.precision = spec, seed, device, precision
+        self._rounding = None if precision.dtype is None else Rounding(precision.dtype)
+        self._rounds_weights = self._rounding if precision.pure else None
+        self._compute = self._call if self._rounding is None else partial(self._call_reduced, self._rounding)
+        self._autocast = torch.autocast(device.type, precision.dtype) if precision.autocasts else None
         self.modules = {i: model.layers[i].materialize(i, seed).to(device) for i in spec.layers}
         self.layer_names = {i: model.layers[i].name for i in spec.layers}
         self._ties = {i: model.layers[i].ties for i in spec.layers}
         share_ties(self.modules, self.layer_names, self._ties)
-        self.weights, self.borrowed = collect(self.modules, self.layer_names, spec.borrowed)
+        unrounded = None if self._rounds_weights is None else self._rounds_weights.round(self.modules.values())
+        self.weights, self.borrowed = collect(self.modules, self.layer_names, spec.borrowed, unrounded)
         self._spans = list(self._cut(model, recomputed))
         self._trained = {i for i, module in self.modules.items() if any(p.requires_grad for p in module.parameters())}
         self.recomputes = bool(recomputed)
@@ -84,7 +93,7 @@ class Stage:
             and the record for :meth:`backward`, or :meth:`backward_input` and :meth:`backward_weight`.
         """
         tensors = dict(zip(self.spec.inputs, received, strict=True))
-        record = Record([], {name: fields[name] for name in self.spec.fields}, key, pins, split)
+        record = Record([], self._own(fields), key, pins, split)
         with self._random_state():
             for span in self._spans:
                 inputs = {name: tensors[name] for name in span.inputs}
@@ -96,11 +105,17 @@ class Stage:
     def evaluate(self, received: Sequence[Tensor], fields: Mapping[str, Tensor], key: DropoutKey) -> list[Tensor]:
         """One microbatch forward with the latest weights; nothing is kept. As :meth:`forward` otherwise."""
         tensors = dict(zip(self.spec.inputs, received, strict=True))
-        record = Record([], {name: fields[name] for name in self.spec.fields}, key, {}, split=False)
+        record = Record([], self._own(fields), key, {}, split=False)
         with self._random_state():
             for span in self._spans:
                 tensors = self._run(span, {name: tensors[name] for name in span.inputs}, record)
         return [_in_memory(tensors[name]) for name in self.spec.outputs]
+
+    def _own(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The fields that this stage reads, as its layers read them."""
+        if self._rounds_weights is not None:
+            return {name: self._rounds_weights.rounded(fields[name]) for name in self.spec.fields}
+        return {name: fields[name] for name in self.spec.fields}
 
     def _forward_span(self, span: Span, inputs: dict[str, Tensor],
                       record: Record) -> tuple[Graph | None, dict[str, Tensor]]:
@@ -127,8 +142,9 @@ class Stage:
         for i, layer, module in span.layers:
             self._seed(record.key, i)
             # Not where nothing is trained: modules may compute other numbers when they see that they are watched.
-            with nullcontext() if half is None or i not in self._trained else Interception(half):
-                result = self._call(layer, module, [tensors[name] for name in layer.inputs])
+            with (nullcontext() if half is None or i not in self._trained
+                  else Interception(half, self.precision.autocasts)):
+                result = self._compute(layer, module, [tensors[name] for name in layer.inputs])
             tensors.update(zip(layer.outputs, result, strict=True))
         for tensor, version in zip(given, before, strict=True):
             if tensor._version != version:
@@ -149,6 +165,14 @@ class Stage:
                             f"{len(layer.outputs)} outputs {list(layer.outputs)}",
                             hint="forward must return one tensor per name in outputs, as a tuple if there are several")
         return outputs
+
+    def _call_reduced(self, rounding: Rounding, layer: Layer, module: nn.Module,
+                      arguments: list[Tensor]) -> tuple[Tensor, ...]:
+        """As :meth:`_call`, in the reduced precision. The autocast is the layer's own, and ends with it: weights that
+        layers share are cast by each of them, so that gradients do not depend on which of them are in one stage."""
+        with self._autocast or nullcontext():
+            outputs = self._call(layer, module, arguments)
+        return tuple(rounding.handed_on(name, t) for name, t in zip(layer.outputs, outputs, strict=True))
 
     def _in_place(self, layer: str) -> UserError:
         return UserError(f"stage {self.spec.index}, which starts at layer '{layer}', changes its input in place",
@@ -276,14 +300,20 @@ class Stage:
                 module.training = mode
 
     def state(self) -> dict[str, Tensor]:
-        """Parameters (latest version) and buffers of the stage's layers; a tied parameter only where it is owned."""
+        """Parameters (latest version) and buffers of the stage's layers; a tied parameter only where it is owned.
+
+        Of rounded weights the masters; what else was rounded is given in fp32.
+        """
         self.use_latest()
         state = {f"{self.layer_names[i]}.{name}": value for i, module in self.modules.items()
-                 for name, value in module.state_dict().items() if name not in self._ties[i]}
+                 for name, value in module.state_dict(keep_vars=True).items() if name not in self._ties[i]}
         for name, value in state.items():
             if not isinstance(value, Tensor):
                 raise UserError(f"'{name}' in the state of its layer is {type(value).__name__}, not a tensor",
                                 hint="let the layer keep a buffer instead of an extra state")
+        if self._rounds_weights is not None:
+            masters = dict(zip(map(id, self.weights.leaves()), self.weights.masters.values(), strict=True))
+            state = {name: masters.get(id(value), self._rounds_weights.widened(value)) for name, value in state.items()}
         return {name: value.detach() for name, value in state.items()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -293,6 +323,9 @@ class Stage:
             prefix = f"{self.layer_names[i]}."
             module.load_state_dict({name.removeprefix(prefix): value for name, value in state.items()
                                     if name.startswith(prefix)}, strict=False)  # ties are their owner's
+        if self._rounds_weights is not None:
+            for name, value in self.state().items():
+                value.copy_(state[name])
 
     def use_latest(self) -> None:
         """Point the modules to the latest weights."""

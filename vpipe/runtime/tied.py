@@ -7,7 +7,8 @@ those of the owner. Where both stages live on one rank, tensors change hands the
 owner holds a version until its own backward of a microbatch, which comes after the borrower's.
 
 With replicas each rank that borrows gets its versions from one of the owner's ranks, and sends its gradients to all of
-them: every replica of the owner adds the same numbers in the same order.
+them: every replica of the owner adds the same numbers in the same order. Where each stage scales its losses by a number
+of its own, gradients travel unscaled.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from vpipe.errors import UserError
 from vpipe.model.split import Ties
+from vpipe.runtime.scaling import Scaling
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport import Key, Spec, Transport
 from vpipe.runtime.weights import Weights
@@ -31,8 +33,11 @@ from vpipe.schedules.size import Placement
 class TiedWeights:
     """One rank's part in the exchange of tied weights. Updates and versions count from :meth:`begin`."""
 
-    def __init__(self, ties: Ties, placement: Placement, stages: Mapping[int, Stage], transport: Transport) -> None:
+    def __init__(self, ties: Ties, placement: Placement, stages: Mapping[int, Stage], transport: Transport,
+                 scaling: Scaling | None = None) -> None:
+        """``scaling``: of the losses, where stages differ in it."""
         self._ties, self._placement, self._stages, self._transport = ties, placement, stages, transport
+        self._scaling = scaling
         self._number = {pair: i for i, pair in enumerate(sorted((owner, b) for owner in ties for b in ties[owner]))}
         self._lender = {owner: next(rank for rank in placement[owner]
                                     if transport.rank in borrowing_ranks(placement, owner, ties[owner], rank))
@@ -96,6 +101,8 @@ class TiedWeights:
                     gradient = gradient + part[i]
                 total[name] = total[name] + gradient if name in total else gradient
         for name, gradient in total.items():
+            if self._scaling is not None:
+                gradient = gradient * self._scaling[owner].value
             self._stages[owner].weights.add_gradient(name, gradient)
 
     # -- the borrower's side
@@ -142,6 +149,8 @@ class TiedWeights:
         for borrower, weights in self._borrowed(owner):
             gradients = [torch.zeros_like(value) if gradient is None else gradient for value, gradient in
                          zip(weights.values(weights.names), weights.take_gradients(), strict=True)]
+            if self._scaling is not None:
+                torch._foreach_mul_(gradients, 1 / self._scaling[borrower].value)
             for rank in self._placement[owner]:
                 self._send(rank, self._key("G", owner, borrower, update), gradients)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from vpipe.errors import RunError
 from vpipe.runtime.feed import Signature
 from vpipe.runtime.kept import Kept
+from vpipe.runtime.stage import Stage
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import PER_MICROBATCH, Action, Op
 
@@ -162,11 +163,10 @@ class Recorder:
                            for leaf in weights.leaves()) for index, stage in self.worker.stages.items()}
 
     def static_bytes(self) -> dict[int, int]:
-        """The gradients of those weights, the optimizer's state as it is now, parameters that are not trained."""
+        """The gradients of those weights, the optimizer's state as it is now, master weights where those are rounded,
+        parameters that are not trained."""
         return {index: size + _state_bytes(self.worker.update.optimizers[index])
-                + sum(p.nbytes for module in self.worker.stages[index].modules.values()
-                      for p in module.parameters() if not p.requires_grad)
-                for index, size in self.weight_bytes().items()}
+                + _beside_versions(self.worker.stages[index]) for index, size in self.weight_bytes().items()}
 
     # -- what is kept
 
@@ -208,6 +208,13 @@ def _counted(worker: Worker, action: Action, kept: Kept) -> None:
         raise RunError(error.what, rank=error.rank, stage=error.stage, action=error.action, peer=error.peer,
                        hint="what such a layer keeps cannot be counted for the timeline of the run: set trace to false"
                        ) from error
+
+
+def _beside_versions(stage: Stage) -> int:
+    """The master weights that do not share the memory of the latest version; parameters that are not trained."""
+    masters = stage.weights.masters.values() if stage.precision.pure else ()
+    return sum(master.nbytes for master in masters) + sum(
+        p.nbytes for module in stage.modules.values() for p in module.parameters() if not p.requires_grad)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer | None) -> int:

@@ -72,6 +72,10 @@ class Transport(Protocol):
     def take(self, peer: int, key: Key) -> list[Tensor]:
         """What was posted, waiting for it; leaves, those requiring a gradient whose spec says so."""
 
+    def settle(self, kind: str) -> None:
+        """Wait until every transfer of a kind that was sent has arrived, but for those whose receiver gets ready only
+        when it has learned shapes that were announced before."""
+
     def finish(self) -> None:
         """Wait until everything sent has arrived, and complain if something posted was never taken."""
 
@@ -103,6 +107,9 @@ class InProcess:
 
     def take(self, peer: int, key: Key) -> list[Tensor]:
         return self._room.pop((peer, self.rank, key))
+
+    def settle(self, kind: str) -> None:
+        """What was sent is in the mailroom."""
 
     def finish(self) -> None:
         left = [str(key) for _, peer, key in self._room if peer == self.rank]

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from vpipe.runtime.scaling import Scaling
 from vpipe.runtime.transport import Key, Spec, Transport
 from vpipe.runtime.weights import Weights
 
@@ -22,11 +23,12 @@ class Update:
         optimizers: per stage of this rank; None for a stage with nothing to train.
         clip: greatest norm of the gradients, or None.
         skip: whether an update with a norm that is not finite is left out.
+        scaling: of the losses; with it such an update is left out, too. None: they are not scaled.
     """
 
     def __init__(self, optimizers: Mapping[int, torch.optim.Optimizer | None], clip: float | None,
-                 skip: bool = False) -> None:
-        self.optimizers, self.skip = optimizers, skip
+                 skip: bool = False, scaling: Scaling | None = None) -> None:
+        self.optimizers, self.skip, self.scaling = optimizers, skip, scaling
         self._clip = clip
         self._audience: Mapping[int, Sequence[int]] = {}
         self._others: dict[int, tuple[int, int]] = {}  # stages elsewhere: their rank, and how many norms they publish
@@ -70,16 +72,21 @@ class Update:
         if optimizer is not None:
             for group in optimizer.param_groups:
                 group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
-        if self.global_norm or self._clip is not None or self.skip:
+        if self.global_norm or self._clip is not None or self.skip or self.scaling is not None:
             norms = self._norms_of_all(transport, number) if self.global_norm else _norms(weights)
             if self._clip is not None:
                 self._scale(weights, norms)
-            if self.skip and not norms.isfinite().all():
+            if self._leaves_out(stage, norms):
                 weights.take_gradients()
                 weights.step(None)
                 return False
         weights.step(optimizer)
         return True
+
+    def _leaves_out(self, stage: int, norms: Tensor) -> bool:
+        if self.scaling is not None:
+            return self.scaling.is_lost(stage) or not norms.isfinite().all()
+        return self.skip and not norms.isfinite().all()
 
     def _norms_of_all(self, transport: Transport, number: int) -> Tensor:
         """The norms of every stage, in their order; taken in at the first step of this rank and let go at its last."""

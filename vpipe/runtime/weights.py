@@ -10,6 +10,9 @@ holds p - s (Narayanan et al., PipeDream, SOSP 2019, section 3.3).
 Autograd never sees a change: every version has parameters ("leaves") of its own, which share no
 version counter with the masters, and the modules' slots are pointed to the leaves of the version
 in use. That is right for any layer, also for one that computes ``x @ self.w``.
+
+Versions may be rounded. Then the masters have memory of their own, a step takes the gradients in their precision, and
+rounds them into the next version.
 """
 
 from __future__ import annotations
@@ -32,14 +35,18 @@ class Weights:
     Args:
         parameters: the first version, by name.
         slots: for every name, the places in modules that hold the parameter.
+        unrounded: where versions are rounded, what the first one is the rounding of, by name.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], slots: Mapping[str, Sequence[Slot]]) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], slots: Mapping[str, Sequence[Slot]],
+                 unrounded: Mapping[str, Tensor] | None = None) -> None:
         self.names = tuple(parameters)
         self.slots = {name: tuple(slots[name]) for name in self.names}
         self.latest = 0
         self._leaves: dict[int, list[nn.Parameter]] = {0: list(parameters.values())}
         self._active = self._graded = self._leaves[0]
+        self._unrounded = unrounded
+        self._settled: list[nn.Parameter] | None = None  # that have the gradients of the step at hand
         self._pins: Counter[int] = Counter()
         self._chosen: int | None = None
         self._free: list[list[nn.Parameter]] = []
@@ -47,7 +54,9 @@ class Weights:
 
     @cached_property
     def masters(self) -> dict[str, nn.Parameter]:
-        """What the optimizer steps: always the memory of the latest version."""
+        """What the optimizer steps: always the memory of the latest version, or what that is the rounding of."""
+        if self._unrounded is not None:
+            return {name: nn.Parameter(value) for name, value in self._unrounded.items()}
         return {name: nn.Parameter(leaf.data)
                 for name, leaf in zip(self.names, self._leaves[self.latest], strict=True)}
 
@@ -114,7 +123,15 @@ class Weights:
     @property
     def gradients(self) -> list[Tensor | None]:
         """The gradients accumulated since the last step, in the order of ``names``."""
-        return [leaf.grad for leaf in self._graded]
+        return [holder.grad for holder in self._settled or self._graded]
+
+    def settle(self) -> None:
+        """All gradients of a step are there: from now on they have the precision of the masters."""
+        if self._unrounded is None:
+            return
+        self._settled = list(self.masters.values())
+        for master, leaf in zip(self._settled, self._graded, strict=True):
+            master.grad, leaf.grad = None if leaf.grad is None else leaf.grad.to(master.dtype), None
 
     def graded(self) -> list[nn.Parameter]:
         """The parameters whose gradients are accumulating, in the order of ``names``."""
@@ -127,7 +144,7 @@ class Weights:
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply what was accumulated."""
-        if present := [leaf.grad for leaf in self._graded if leaf.grad is not None]:
+        if present := [gradient for gradient in self.gradients if gradient is not None]:
             torch._foreach_mul_(present, factor)
 
     def leaves(self) -> list[nn.Parameter]:
@@ -169,8 +186,9 @@ class Weights:
     def take_gradients(self) -> list[Tensor | None]:
         """The accumulated gradients, which start from nothing again."""
         gradients = self.gradients
-        for leaf in self._graded:
-            leaf.grad = None
+        for holder in self._settled or self._graded:
+            holder.grad = None
+        self._settled = None
         return gradients
 
     def install(self, version: int, tensors: Sequence[Tensor]) -> None:
@@ -186,9 +204,21 @@ class Weights:
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Apply the accumulated gradients to the latest version, which makes the next one."""
-        self._make_next()
-        if optimizer is None:
+        if self._unrounded is not None:
+            if optimizer is not None:
+                if self._settled is None:
+                    self.settle()
+                self._apply(optimizer)
+            self._make_next()
+            if self.names:
+                torch._foreach_copy_([leaf.data for leaf in self.leaves()],
+                                     [master.data for master in self.masters.values()])
             return
+        self._make_next()
+        if optimizer is not None:
+            self._apply(optimizer)
+
+    def _apply(self, optimizer: torch.optim.Optimizer) -> None:
         for master, gradient in zip(self.masters.values(), self.take_gradients(), strict=True):
             master.grad = gradient
         optimizer.step()
@@ -202,10 +232,10 @@ class Weights:
             self.latest += 1
             return
         fresh = self._free.pop() if self._free else [nn.Parameter(torch.empty_like(leaf)) for leaf in latest]
-        if latest:
+        if latest and self._unrounded is None:
             torch._foreach_copy_([leaf.data for leaf in fresh], [leaf.data for leaf in latest])
-        for master, leaf in zip(self.masters.values(), fresh, strict=True):
-            master.data = leaf.data
+            for master, leaf in zip(self.masters.values(), fresh, strict=True):
+                master.data = leaf.data
         self._advance(self.latest + 1, fresh)
         self._count()
 

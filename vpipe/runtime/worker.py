@@ -7,16 +7,18 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from time import perf_counter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.model.split import Ties
-from vpipe.runtime.neighbours import Neighbours
-from vpipe.runtime.record import Record
+from vpipe.runtime.feed import Signature
+from vpipe.runtime.neighbours import SCALE, Neighbours
+from vpipe.runtime.record import DropoutKey, Record
 from vpipe.runtime.reduce import Reduction
+from vpipe.runtime.scaling import Scaling
 from vpipe.runtime.segment import Segment
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.tied import TiedWeights
@@ -34,6 +36,17 @@ IsSplit = Callable[[int, int], bool]
 """(stage, microbatch) -> whether its backward comes in two halves."""
 
 
+class Given(NamedTuple):
+    """What a forward is given, and the shapes of the batch that it comes from; ``pins`` are the weight versions in
+    use, None in an evaluation."""
+
+    received: list[Tensor]
+    fields: dict[str, Tensor]
+    signature: Signature
+    key: DropoutKey
+    pins: dict[int, int] | None
+
+
 class Observer(Protocol):
     """Sees what every update does to a stage: for comparison with an oracle."""
 
@@ -41,7 +54,7 @@ class Observer(Protocol):
         """The gradients about to be applied, before clipping."""
 
     def weights(self, update: int, named: Mapping[str, Tensor]) -> None:
-        """The weights that the update made; they must not be kept but as copies."""
+        """The weights that the update made, unrounded; they must not be kept but as copies."""
 
 
 class Worker:
@@ -55,9 +68,11 @@ class Worker:
         """``factor`` tells the learning rate of a step, relative to the optimizer's own."""
         self.rank, self.stages, self.transport, self.update = rank, stages, transport, update
         self._factor = factor
-        self.tied = TiedWeights(ties, placement, stages, transport)
-        self._neighbours = Neighbours(transport)
-        self.reductions = {s: Reduction(s, stage.weights, stage.summed_late, placement[s], transport)
+        scaling = update.scaling
+        self._own_scales = scaling if scaling is not None and scaling.travels else None  # where stages differ in it
+        self.tied = TiedWeights(ties, placement, stages, transport, self._own_scales)
+        self._neighbours = Neighbours(transport, scales=self._own_scales is not None)
+        self.reductions = {s: Reduction(s, stage.weights, stage.summed_late, placement[s], transport, self._own_scales)
                            for s, stage in stages.items() if len(placement[s]) > 1}
         self._last = len(placement) - 1
         self.skipped: set[int] = set()  # steps of which an update was left out
@@ -72,7 +87,7 @@ class Worker:
         self.segment: Segment
         self._version_of: VersionOf
         self.is_split: IsSplit
-        self._operations: dict[Op, Callable[[int, int], None]] = {
+        self.operations: dict[Op, Callable[[int, int], None]] = {
             Op.FORWARD: self._forward, Op.BACKWARD: self._backward, Op.STEP: self._step, Op.NORM: self._norm,
             Op.INPUT: self._input_half, Op.WEIGHT: self._weight_half, Op.RECOMPUTE: self._recompute, Op.USE: self._use,
             Op.REDUCE: self._reduce,
@@ -96,7 +111,7 @@ class Worker:
         waited, started = self.transport.wait_s, perf_counter()
         work.now = action, started
         try:
-            self._operations[action.op](action.stage, action.microbatch)
+            self.operations[action.op](action.stage, action.microbatch)
         except RunError as error:
             raise self._failed(error.what, error.hint, action, error.peer) from error
         except VpipeError:
@@ -169,6 +184,16 @@ class Worker:
     # -- forward and backward --------------------------------------------------------------------------
 
     def _forward(self, stage_index: int, microbatch: int) -> None:
+        given, stage = self._begin_forward(stage_index, microbatch), self.stages[stage_index]
+        if given.pins is None:
+            self._end_forward(stage_index, microbatch, given,
+                              stage.evaluate(given.received, given.fields, given.key))
+        else:
+            outputs, record = stage.forward(given.received, given.fields, given.key, given.pins,
+                                            split=self.is_split(stage_index, microbatch))
+            self._end_forward(stage_index, microbatch, given, outputs, record)
+
+    def _begin_forward(self, stage_index: int, microbatch: int) -> Given:
         segment, stage = self.segment, self.stages[stage_index]
         number, signature = segment.number(microbatch), segment.signature(microbatch)
         # What needs no activations comes before waiting for them.
@@ -180,21 +205,23 @@ class Worker:
             for owner, version in versions.items():
                 self.tied.install(owner, version)
             pins = stage.pin({owner: self.tied.version(owner, version) for owner, version in versions.items()})
-            received = self._neighbours.take_activations(stage_index, microbatch)
-            outputs, record = stage.forward(received, fields, key, pins,
-                                            split=self.is_split(stage_index, microbatch))
+            return Given(self._neighbours.take_activations(stage_index, microbatch), fields, signature, key, pins)
+        stage.use_latest()
+        return Given(self._neighbours.take_activations(stage_index, microbatch), fields, signature,
+                     (-1 - key[0], key[1]), None)
+
+    def _end_forward(self, stage_index: int, microbatch: int, given: Given, outputs: list[Tensor],
+                     record: Record | None = None) -> None:
+        if record is not None:
             self.records[stage_index, microbatch] = record
             self._activations[stage_index] += 1
             self.peak_activations[stage_index] = max(self.peak_activations[stage_index],
                                                      self._activations[stage_index])
-        else:
-            stage.use_latest()
-            received = self._neighbours.take_activations(stage_index, microbatch)
-            outputs = stage.evaluate(received, fields, (-1 - key[0], key[1]))
         if stage_index == self._last:
-            self._keep_loss(number, outputs[0])
+            self._keep_loss(self.segment.number(microbatch), outputs[0])
             return
-        self._neighbours.pass_activations(stage_index, microbatch, signature, stage.spec.outputs, outputs)
+        self._neighbours.pass_activations(stage_index, microbatch, given.signature,
+                                          self.stages[stage_index].spec.outputs, outputs)
 
     def _keep_loss(self, number: int, loss: Tensor) -> None:
         if loss.numel() != 1:
@@ -206,7 +233,8 @@ class Worker:
         stage, record = self.stages[stage_index], self.records.pop((stage_index, microbatch))
         gradients = self._begin_return(stage_index, microbatch, record)
         with self._completing(stage_index, microbatch, whole=not record.split):
-            returned = stage.backward(record, gradients)
+            returned = (stage.backward(record, gradients) if self._own_scales is None
+                        else self._watched(stage, record, gradients, self._own_scales))
         stage.unpin(record.pins)
         self._end_return(stage_index, microbatch, returned)
 
@@ -222,6 +250,17 @@ class Worker:
             stage.backward_weight(record)
         stage.unpin(record.pins)
 
+    def _watched(self, stage: Stage, record: Record, gradients: Mapping[str, Tensor], scales: Scaling) -> list[Tensor]:
+        """A backward, where stages differ in their scales: it is seen whether all that leaves the stage is finite."""
+        with ExitStack() as alone:
+            borrowed = stage.borrowed.values()
+            for weights in borrowed:
+                alone.enter_context(weights.added_at_once(weights.names))
+            returned = stage.backward(record, gradients)
+            lent = [gradient for weights in borrowed for gradient in weights.gradients if gradient is not None]
+            scales.watch(stage.spec.index, [*returned, *lent])
+        return returned
+
     def _completing(self, stage: int, microbatch: int, whole: bool) -> AbstractContextManager[None]:
         """While weight gradients are made; those of a replica that are its last of an update go out.
 
@@ -236,7 +275,8 @@ class Worker:
             return nullcontext()
         del self._completed[stage]
         number, contributors = self._update_number(stage, update), self._contributors(stage, update)
-        sending = reduction.during_backward if whole else reduction.after_backward
+        early = whole and self._own_scales is None  # not before it is known whether the update is lost
+        sending = reduction.during_backward if early else reduction.after_backward
         return sending(number, contributors)
 
     def _recompute(self, stage_index: int, microbatch: int) -> None:
@@ -250,14 +290,22 @@ class Worker:
         stage.prepare_backward(record.pins)
         if stage_index == self._last:
             loss = self.losses[number]
-            share = torch.full_like(loss, 1 / self.segment.every)
+            scale = 1 if self.update.scaling is None else self.update.scaling[stage_index].value
+            share = torch.full_like(loss, scale / self.segment.every)
             # So every stage sees it in its gradients, also where the backward alone would give finite ones.
             return {"loss": share.masked_fill_(~loss.isfinite(), math.nan) if self.update.skip else share}
-        return self._neighbours.take_gradients(stage_index, microbatch)
+        gradients = self._neighbours.take_gradients(stage_index, microbatch)
+        if self._own_scales is not None:
+            factor = self._own_scales.factor(stage_index, float(gradients.pop(SCALE)))
+            if factor != 1:
+                gradients = {name: gradient * factor for name, gradient in gradients.items()}
+        return gradients
 
     def _end_return(self, stage_index: int, microbatch: int, returned: list[Tensor]) -> None:
         self._activations[stage_index] -= 1
         if stage_index > 0:
+            if self._own_scales is not None:
+                returned = [*returned, self._own_scales.sent(stage_index, self.stages[stage_index].device)]
             self._neighbours.pass_gradients(stage_index, microbatch, returned)
 
     # -- updates ---------------------------------------------------------------------------------------
@@ -277,10 +325,15 @@ class Worker:
         if self.observer is not None:
             self.observer.gradients(number, dict(zip(weights.names, weights.gradients, strict=True)))
         step = update * self._rounds.span(stage) // self._rounds.per_step
-        if not self.update.step(self.transport, stage, weights, number, self._rate(stage, step)):
+        applied = self.update.step(self.transport, stage, weights, number, self._rate(stage, step))
+        if not applied:
             self.skipped.add(self.segment.steps_before + step)
+        if self.update.scaling is not None:
+            factor = self.update.scaling.updated(stage, number, applied)
+            for borrowed in self.stages[stage].borrowed.values() if factor != 1 else ():
+                borrowed.scale_gradients(factor)
         if self.observer is not None:
-            self.observer.weights(number, dict(zip(weights.names, weights.values(weights.names), strict=True)))
+            self.observer.weights(number, {name: master.data for name, master in weights.masters.items()})
         work.rest()  # what follows a step may be the program that runs the pipeline
 
     def _gather_gradients(self, stage: int, update: int) -> None:
@@ -288,9 +341,12 @@ class Worker:
         if stage in self.reductions:
             self.reductions[stage].collect(self._update_number(stage, update))
         self.tied.add_gradients(stage, update)
-        count = len(self._rounds.of_update(stage, update))
+        weights, count = self.stages[stage].weights, len(self._rounds.of_update(stage, update))
+        weights.settle()
         if count != self._rounds.update_every:
-            self.stages[stage].weights.scale_gradients(self._rounds.update_every / count)
+            weights.scale_gradients(self._rounds.update_every / count)
+        if self.update.scaling is not None:
+            weights.scale_gradients(1 / self.update.scaling[stage].value)
 
     def _rate(self, stage: int, step: int) -> float:
         """The learning rate of a step at a stage, relative to the optimizer's own.

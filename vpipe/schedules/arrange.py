@@ -62,6 +62,8 @@ class Wanted:
         norm: whether gradients are clipped by the norm over all stages.
         costs: what a searched schedule is made for; equal ones when None.
         limits: what each rank of a searched schedule may hold.
+        last_first: whether its backwards run from the last microbatch to the first; see
+            :mod:`vpipe.schedules.reversal`.
     """
 
     schedule: str
@@ -77,6 +79,7 @@ class Wanted:
     norm: bool = False
     costs: Costs | None = None
     limits: Limits = None
+    last_first: bool = False
 
     def arranged(self) -> Schedule:
         """The schedule: lowered, and proved right before a process is started.
@@ -99,7 +102,7 @@ class Wanted:
         seat = seats(recipe, placement, self.microbatches, self.update_every)[placement[0][0]]
         every = None if recipe.flush else seat.size.update_every
         return prove(self.schedule, placement, self._to_prove(placement, seat.size, every), every, self.ties,
-                     self.norm and recipe.flush, self.recompute, self.costs, self.limits)
+                     self.norm and recipe.flush, self.recompute, self.costs, self.limits, self.last_first)
 
     def _to_prove(self, placement: Placement, size: Size, every: int | None) -> int:
         """The microbatches of a batch, or of a stream so many that what holds for them holds for all.

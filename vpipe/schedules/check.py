@@ -12,6 +12,7 @@ from vpipe.schedules.lower import lower
 from vpipe.schedules.order import Schedule, build
 from vpipe.schedules.reading import Reading
 from vpipe.schedules.registry import Limits
+from vpipe.schedules.reversal import backwards_last_first
 from vpipe.schedules.rules.bounds import peak_activations, weight_versions
 from vpipe.schedules.rules.structure import completeness, indices, placement
 from vpipe.schedules.rules.transfers import (
@@ -30,8 +31,11 @@ from vpipe.schedules.size import Placement
 
 def prove(name: str, placement: Placement, microbatches: int, update_every: int | None = None,
           ties: Mapping[int, tuple[int, ...]] | None = None, norm: bool = False,
-          recompute: Collection[int] = (), costs: Costs | None = None, limits: Limits = None) -> Schedule:
+          recompute: Collection[int] = (), costs: Costs | None = None, limits: Limits = None,
+          last_first: bool = False) -> Schedule:
     """The schedule ``name``, built, lowered and checked; what to call before a process is started.
+
+    ``last_first``: with :func:`~vpipe.schedules.reversal.backwards_last_first` in between.
 
     A stream (a schedule without a flush) is proved by a finite part of it. After the warm-up its programs
     repeat: the actions of the next :attr:`~vpipe.schedules.rounds.Rounds.per_step` microbatches are those of the ones
@@ -45,7 +49,8 @@ def prove(name: str, placement: Placement, microbatches: int, update_every: int 
         UserError: the numbers do not fit the schedule.
         CheckError: the schedule breaks a rule.
     """
-    schedule = lower(build(name, placement, microbatches, update_every, ties, recompute, costs, limits), norm)
+    schedule = build(name, placement, microbatches, update_every, ties, recompute, costs, limits)
+    schedule = lower(backwards_last_first(schedule) if last_first else schedule, norm)
     check(schedule)
     return schedule
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from vpipe.errors import UserError, VpipeError, counted
 from vpipe.schedules.action import Action
 from vpipe.schedules.recompute import with_recompute
-from vpipe.schedules.registry import Limits, Recipe, recipe_named, schedule_names
+from vpipe.schedules.registry import Limits, Recipe, recipe_named, recipes
 from vpipe.schedules.rounds import Rounds
 from vpipe.schedules.seat import Seat, as_stream, seats
 from vpipe.schedules.simulation.costs import Costs
@@ -93,7 +93,7 @@ def check_chunks(recipe: Recipe, chunks: int | None, key: str = "chunks") -> Non
         return
     if recipe.any_chunks:
         raise UserError(f"{key} is {chunks}", hint="give a whole number, 1 or more")
-    others = [other for other in schedule_names() if recipe_named(other).any_chunks]
+    others = [other.name for other in recipes() if other.any_chunks]
     raise UserError(f"{key} is {chunks}, but '{recipe.name}' holds {counted(recipe.chunks, 'stage')} on each "
                     "rank", hint=f"leave {key} out" + (f", or choose a schedule with any number: "
                                                             f"{', '.join(others)}" if others else ""))

@@ -1,4 +1,8 @@
-"""Schedules by name: a generator of actions and what it promises. One file in ``library/`` adds a schedule."""
+"""Schedules by name: a generator of actions and what it promises.
+
+One file in ``library/`` adds a schedule. So does an installed package, by an entry point of the schedule's name in the
+group ``vpipe.schedules`` that points to the module with the decorated generator.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import vpipe.schedules.library
 from vpipe.errors import Problem, UserError, nearest
+from vpipe.packages import announced, load, unregistered
 from vpipe.schedules.action import Action
 from vpipe.schedules.simulation.costs import Costs, Number
 from vpipe.schedules.size import Layout, Placement, Size
@@ -77,6 +82,7 @@ class Recipe:
     search: Search | None = None
 
 
+ENTRY_POINTS = "vpipe.schedules"
 _LIBRARY = "vpipe.schedules.library."
 _RECIPES: dict[str, Recipe] = {}
 
@@ -129,21 +135,39 @@ def recipe_named(name: str) -> Recipe:
     """The schedule called ``name``.
 
     Raises:
-        UserError: there is none; the hint names the nearest.
+        UserError: there is none, and the hint names the nearest; or the package that has it cannot be imported, or is
+            not the only one.
     """
     if not isinstance(name, str):
         raise UserError(f"the schedule is {name!r}, which is no name",
                         hint="give the name of a schedule, such as 1f1b, or the path of a CSV file, as text")
-    names = schedule_names()
-    if name not in names:
-        raise UserError(f"no schedule is called '{name}'", hint=nearest(name, names))
+    _find_all()
+    own = name in _RECIPES and _definition(_RECIPES[name].program).startswith(_LIBRARY)
+    entry = load(ENTRY_POINTS, "schedule", name, own=own)
+    if name not in _RECIPES:
+        raise UserError(f"no schedule is called '{name}'", hint=nearest(name, schedule_names())) if entry is None \
+            else unregistered(entry, "schedule")
     return _RECIPES[name]
 
 
-def schedule_names() -> list[str]:
-    """Every name that :func:`recipe_named` knows."""
+def recipe_if_any(name: str) -> Recipe | None:
+    """The schedule called ``name``; None where :func:`recipe_named` would refuse it."""
+    try:
+        return recipe_named(name)
+    except UserError:
+        return None
+
+
+def recipes() -> list[Recipe]:
+    """Those that can be had at once, by name: of packages the ones that were imported."""
     _find_all()
-    return sorted(_RECIPES)
+    return [_RECIPES[name] for name in sorted(_RECIPES)]
+
+
+def schedule_names() -> list[str]:
+    """Every name that :func:`recipe_named` knows; a package that announces one is not imported for that."""
+    _find_all()
+    return sorted({*_RECIPES, *announced(ENTRY_POINTS)})
 
 
 @cache

@@ -10,8 +10,8 @@ from vpipe.train.config import Config
 from vpipe.train.sections import CheckpointSection
 from vpipe.train.yaml_file import describe, parse
 
-_ALWAYS = {"training.num_microbatches", "parallel.compress", "parallel.compress_rounding",
-           "parallel.compress_feedback"}
+_ALWAYS = {"training.num_microbatches", "training.precision", "training.loss_scale", "parallel.compress",
+           "parallel.compress_rounding", "parallel.compress_feedback"}
 """Settings of how a run is arranged that change its numbers under every schedule."""
 
 _WITHOUT_FLUSH = {"parallel.partition", "parallel.update_every", "parallel.stage_to_rank_map",

@@ -9,14 +9,17 @@ from pydantic import Field
 
 from vpipe.errors import UserError
 from vpipe.launch.hosts import machine_mistakes
+from vpipe.runtime.executor import NO_TIMELINE, THREADED
+from vpipe.schedules.reversal import REVERSIBLE
 from vpipe.train.flat_config import FLAT_KEYS, is_flat, to_native
-from vpipe.train.parallel import ParallelSection
+from vpipe.train.parallel import SCHEDULERS, ParallelSection
 from vpipe.train.plan_file import drop_what_follows, put_plan
 from vpipe.train.sections import (
     CheckpointSection,
     DatasetSection,
     FilePath,
     LaunchSection,
+    MetricsSection,
     ModelSection,
     Texts,
     TrainingSection,
@@ -35,7 +38,9 @@ class Config(Section):
     parallel: ParallelSection = Field(description="how the model is cut into stages, and their schedule")
     checkpoint: CheckpointSection | None = Field(None, description="when the state of the run is written")
     launch: LaunchSection = Field(default_factory=lambda: LaunchSection.model_validate({}),
-                                  description="how the ranks of other hosts are started")
+                                  description="how ranks are started, those of other hosts above all")
+    metrics: MetricsSection = Field(default_factory=lambda: MetricsSection.model_validate({}),
+                                    description="what the run says of itself")
     machines: Texts | None = Field(None, description="host:gpu of each rank, such as [hostA:0, hostA:1, hostB:0]; the "
                                                      "first is this host, the others are reached over ssh; null runs "
                                                      "all ranks here")
@@ -71,6 +76,13 @@ class Config(Section):
                           f"is {every}, which does not divide the {microbatches} microbatches of a batch",
                           f"use one of {divisors}, or make training.num_microbatches a multiple of {every}")
 
+        codecs = self.parallel.compress if isinstance(self.parallel.compress, tuple) else (self.parallel.compress,)
+        for key, what, hint in self.training.computed.refused(codecs, self.parallel.compress_feedback):
+            yield Mistake(("parallel", key), what, hint)
+
+        if self.trace and self.parallel.executor == THREADED:
+            yield Mistake(("trace",), f"is true, but {NO_TIMELINE[0]}", NO_TIMELINE[1])
+
     def with_parallel(self, **changes: object) -> Config:
         """With other values of ``parallel``, which are right already."""
         return self.model_copy(update={"parallel": self.parallel.model_copy(update=changes)})
@@ -85,7 +97,8 @@ def load_config(path: Path, overrides: Sequence[str] = (), scheduler: str | None
     """The config in the file at ``path``, native or flat.
 
     ``overrides`` are the texts of ``--set``, such as ``training.learning_rate=3e-4``: native keys, and in
-    a flat file also its own. ``scheduler`` is the value of ``--scheduler``. ``resolved``: the file is that of a run,
+    a flat file also its own. ``scheduler`` is the value of ``--scheduler``, which goes before the schedule and the
+    executor of the file. ``resolved``: the file is that of a run,
     which says every key; what follows from a key that is set goes with it. All mistakes in the files and on
     the command line are raised together as one :class:`~vpipe.errors.UserError`.
     """
@@ -99,7 +112,12 @@ def load_config(path: Path, overrides: Sequence[str] = (), scheduler: str | None
         tree = to_native(tree, path.parent)
     if scheduler is not None:
         place = Place("--scheduler", "--scheduler", "--scheduler")
+        told = {key for key, _ in settings}
         settings.append(("parallel.scheduler", Tree.leaf(scheduler, place)))
+        if scheduler in SCHEDULERS:
+            meant = {"parallel.schedule": REVERSIBLE, "parallel.executor": scheduler}
+            settings += [(key, Tree.leaf(value, place)) for key, value in meant.items() if key not in told]
+            drop_what_follows(tree, {"parallel.schedule": REVERSIBLE})
     if resolved:
         drop_what_follows(tree, {key: part.value for key, part in settings})
     for key, part in settings:

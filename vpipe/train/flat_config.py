@@ -21,7 +21,7 @@ from pydantic import Field
 
 from vpipe.errors import Problem, UserError
 from vpipe.launch.hosts import machine_mistakes
-from vpipe.schedules.registry import recipe_named, schedule_names
+from vpipe.schedules.registry import recipe_if_any
 from vpipe.train.sections import FilePath, Ints, Layers, Ratios, Texts
 from vpipe.train.validation import Mistake, Section, checked, unavailable
 from vpipe.train.yaml_file import Place, Tree, read_json
@@ -84,7 +84,7 @@ class FlatConfig(Section):
             yield unavailable("verbose_frequency", f"verbose lines every {self.verbose_frequency} updates",
                               "set it to 0")
         yield from machine_mistakes(self.machines)
-        if self.schedule in schedule_names() and recipe_named(self.schedule).flush != (self.sync_mode == "bsp"):
+        if _contradicts(self.schedule, self.sync_mode):
             other, kind = ("bsp", "with") if self.sync_mode == "asp" else ("asp", "without")
             yield Mistake(("schedule",), f"is {self.schedule}, which updates {kind} a flush, but sync_mode is "
                                          f"{self.sync_mode}", f"write sync_mode: {other}, or leave schedule out")
@@ -122,6 +122,12 @@ class RankFile(Section):
 
 FLAT_KEYS = frozenset(FlatConfig.model_fields) - {"container", "log_directory", "trace"}
 """The keys that only the flat form has."""
+
+
+def _contradicts(schedule: str | None, sync_mode: str) -> bool:
+    """Whether a schedule, if it is one of this version, updates in the other way."""
+    recipe = None if schedule is None else recipe_if_any(schedule)
+    return recipe is not None and recipe.flush != (sync_mode == "bsp")
 
 
 def is_flat(values: Iterable[str], native: Iterable[str]) -> bool:
@@ -254,7 +260,7 @@ def _contradictions(flat: FlatConfig, layers: PartitionFile, ranks: RankFile, tr
         yield wrong(f"names {len(named)} stages, but the partition has {stages}: {list(layers.partition)}")
     elif named != list(range(stages)) or len(entries) != stages + 1 or entries[-1] != entries[-2]:
         yield wrong(f"is {list(entries)}; {stages} stages need {stages + 1} entries, one per stage and the loss")
-    if layers.schedule in schedule_names() and recipe_named(layers.schedule).flush != (flat.sync_mode == "bsp"):
+    if _contradicts(layers.schedule, flat.sync_mode):
         other, kind = ("bsp", "with") if flat.sync_mode == "asp" else ("asp", "without")
         yield Problem(f"schedule is {layers.schedule}, which updates {kind} a flush, but sync_mode is "
                       f"{flat.sync_mode}", f"write sync_mode: {other}, or plan for {flat.sync_mode}",

@@ -22,13 +22,18 @@ from vpipe.model.split import balanced, parameter_counts, split, ties_between
 from vpipe.plan.plan import Plan
 from vpipe.plan.recompute import recomputed_layers
 from vpipe.profiling.cache import by_digest
+from vpipe.runtime.executor import last_first
 from vpipe.schedules.arrange import Wanted
 from vpipe.schedules.order import Schedule, describe_rank
 from vpipe.schedules.size import Placement
 from vpipe.train.config import Config
+from vpipe.train.events import check_tensorboard
 from vpipe.train.model_of import model_file, model_settings
 from vpipe.train.optimizers import OptimizerSettings
 from vpipe.train.policies import Policy
+
+_STAND_IN = 8192
+"""A vocabulary for a model that is only asked what it reads, before the data set has said how large theirs is."""
 
 
 @dataclass(frozen=True)
@@ -68,19 +73,24 @@ class Job:
         Raises:
             UserError: something in the config does not fit the data, the model or this machine.
         """
+        if config.metrics.tensorboard:
+            check_tensorboard()
         overrides = model_file(config.model)
         vocab_size = config.model.vocab_size
         if vocab_size == -1:
             vocab_size = _integer(overrides.get("vocab_size", -1))
+        describe = model_named(config.model.name)
+        model = describe(model_settings(config.model, _STAND_IN if vocab_size == -1 else vocab_size, overrides))
         dataset = dataset_named(config.dataset.name)(DatasetSettings(
             path=config.dataset.path, sequence_length=config.model.sequence_length, vocab_size=vocab_size,
-            samples=config.dataset.samples, cache_directory=config.dataset.cache_directory, seed=_data_seed(config)))
+            samples=config.dataset.samples, cache_directory=config.dataset.cache_directory, seed=_data_seed(config),
+            fields=model.batch))
         if vocab_size == -1:
             vocab_size = dataset.vocab_size
+            model = describe(model_settings(config.model, vocab_size, overrides))
         elif dataset.vocab_size > vocab_size:
             raise UserError(f"the data set has {dataset.vocab_size} tokens, but the model only {vocab_size}",
                             hint=f"set model.vocab_size to {dataset.vocab_size} or more, or to -1")
-        model = model_named(config.model.name)(model_settings(config.model, vocab_size, overrides))
         _check_fields(model, dataset, config)
         config = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": vocab_size})})
         plan = None
@@ -93,6 +103,7 @@ class Job:
             from vpipe.train.profiled import check_planned_for  # which needs a job
 
             check_planned_for(job)
+        job.check_profile()
         job.policy()
         job.evaluation_batches(())
         next(dataset.batches("train", config.dataset.batch_size, seed=0, fields=()))
@@ -112,7 +123,8 @@ class Job:
             parallel.schedule, len(partition), training.num_microbatches, parallel.update_every, parallel.placement,
             parallel.chunks, None, 1 if parallel.placement else parallel.data_parallel_size,
             {owner: tuple(borrowers) for owner, borrowers in ties_between(specs).items()},
-            [stage for stage, layers in enumerate(recomputed) if layers], training.needs_norms).arranged()
+            [stage for stage, layers in enumerate(recomputed) if layers], training.needs_norms,
+            last_first=last_first(parallel.executor, parallel.schedule)).arranged()
         config = config.with_parallel(update_every=None if schedule.flush else schedule.update_every)
         if "partition" not in to_plan:
             config = config.with_parallel(partition=partition)
@@ -187,6 +199,17 @@ class Job:
     @property
     def tokens_per_update(self) -> int:
         return self.samples_per_update * self.config.model.sequence_length
+
+    def check_profile(self) -> None:
+        """Refuse to profile a step that the run never comes to.
+
+        Raises:
+            UserError: with both numbers.
+        """
+        wanted, last = self.config.training.profile_iteration, self.updates
+        if wanted is not None and last is not None and wanted > last:
+            raise UserError(f"training.profile_iteration is {wanted}, but the run ends after {self.step_name} {last}",
+                            hint=f"profile one of the {self.step_name}s 1 to {last}, or let the run be longer")
 
     def policy(self) -> Policy:
         """The learning rate over the run, relative to ``training.learning_rate``."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from itertools import count
 from math import inf
 from pathlib import Path
 from time import perf_counter
@@ -15,22 +14,29 @@ import torch
 import torch.distributed as dist
 
 from vpipe.checkpoint.manifest import Manifest
-from vpipe.errors import RunError, UserError, counted
-from vpipe.launch.folder import METRICS, running
+from vpipe.errors import counted
+from vpipe.launch.folder import METRICS, SUMMARY, running
 from vpipe.launch.stops import Stopped, in_good_order
 from vpipe.launch.world import join_world
 from vpipe.pipeline import Pipeline
+from vpipe.runtime.executor import NO_GAIN, THREADED
 from vpipe.runtime.feed import Batch
 from vpipe.runtime.step import Step
 from vpipe.slow import said_when_slow
+from vpipe.train.csv_rows import config_row, csv_text
 from vpipe.train.device import device_of
 from vpipe.train.divergence import Divergence
+from vpipe.train.efficiency import Efficiency
+from vpipe.train.events import Events
 from vpipe.train.job import Job
-from vpipe.train.metrics import Metrics, Past
+from vpipe.train.metrics import Metrics, Past, Worth
 from vpipe.train.progress import Progress
+from vpipe.train.reading import reading
 from vpipe.train.replan import Replanning
 from vpipe.train.report import summary
+from vpipe.train.run_figures import RunFigures
 from vpipe.train.saving import Cadence, Saving, from_first, restore
+from vpipe.train.torch_profile import TorchProfile
 from vpipe.train.trace import Trace
 from vpipe.watch.current import at_work, forget_stop, note_to, stop_asked
 
@@ -99,28 +105,46 @@ class _Run:
         past.time_s, last = from_first([past.time_s, past.evaluations[-1:]], pipe)
         self._evaluated = last[0][0] + 1 if last else 0  # steps when the latest evaluation was made
         done, name = job.steps_done, job.step_name
-        with Metrics(folder / METRICS if show else None, job.tokens_per_update, past, done) as self._metrics, \
-                Progress(job.updates, training.print_frequency, show, name, done) as self._progress, \
-                Trace(folder if job.config.trace else None, pipe, job.samples_per_update) as self._trace, \
+        worth = Worth(job.samples_per_update, job.tokens_per_update, Efficiency.of(job))
+        events = Events(folder, done) if show and job.config.metrics.tensorboard else None
+        with Metrics(folder / METRICS if show else None, worth, past, done, events) as self._metrics:
+            with Progress(job.updates, training.print_frequency, show, name, done) as self._progress, \
+                    Trace(folder if job.config.trace else None, pipe, job.samples_per_update) as self._trace, \
+                    ExitStack() as self._at_end, \
+                    TorchProfile(job, pipe, folder, self._progress.note) as self._profile, \
                 Saving(job, pipe, folder, self._metrics, self._progress.note) as self._saving, in_good_order():
-            note_to(self._progress.show)
-            self._divergence = Divergence(job, self._saving, self._progress.note)
-            self._balance = Replanning(job, pipe, folder, self._progress.note)
-            stopped = self._steps()
-            self._saving.finish()
-            self._trace.end()
-            ended = None if stopped is None else Stopped(stopped, self._saving.is_saved)
-            if ended is not None:
-                self._progress.note(self._words(ended))
-        pipe.engine.all_ranks.check_replicas()
-        usages = pipe.engine.all_ranks.usage()
+                note_to(self._progress.show)
+                if job.config.parallel.executor == THREADED and device_of(job.config).type == "cpu":
+                    self._progress.note(NO_GAIN)
+                self._divergence = Divergence(job, self._saving, self._progress.note)
+                self._balance = Replanning(job, pipe, folder, self._progress.note)
+                stopped = self._steps()
+                self._saving.finish()
+                self._trace.end()
+                ended = None if stopped is None else Stopped(stopped, self._saving.is_saved)
+                if ended is not None:
+                    self._progress.note(self._words(ended))
+            pipe.engine.all_ranks.check_replicas()
+            usages = pipe.engine.all_ranks.usage()
+            if show:
+                self._conclude(RunFigures.of(self._metrics, usages, job.placement))
         if show:
-            text = summary(job, self._metrics, usages, self._saving.summary())
-            log.info("summary\n%s", text)
-            print(text, flush=True)
             self._saving.check_end()
             self._metrics.check_end()
         return ended
+
+    def _conclude(self, figures: RunFigures | None) -> None:
+        """Show what the run came to, and write it down wherever it belongs."""
+        text = summary(self._job, self._metrics, figures, self._saving.summary())
+        log.info("summary\n%s", text)
+        print(text, flush=True)
+        if figures is None:
+            return
+        self._metrics.summary(figures.as_json())
+        try:
+            (self._folder / SUMMARY).write_text(csv_text([config_row(self._job.config) | figures.as_row()]))
+        except OSError as error:  # what it says is in the log, too
+            self._progress.note(f"warning: cannot write '{self._folder / SUMMARY}': {error.strerror}")
 
     def _steps(self) -> str | None:
         """Train to the end, or until a signal; its name."""
@@ -145,15 +169,17 @@ class _Run:
         if left == 0:
             self._progress.note(f"nothing is left to do: {counted(job.steps_done, job.step_name)} are done; a larger "
                                 "training.max_steps or epochs goes on")
-        batches = _reading(job.training_batches(self._fields), "batch", self._pipe)
+        batches = self._at_end.enter_context(self._reading(job.training_batches(self._fields), "batch"))
+        self._profile.before(job.steps_done)
         for step in engine.train(batches, left, stop, self._cadence) if left != 0 else ():
             if step.index < metrics.steps:
                 continue  # a pause drained it, and it was recorded then
             self._record(step)
-            if step.stop:
+            if step.stop or self._profile.ends_run:
                 break
             if self._is_due(step.index, step.index + 1):
                 self._pause(step.index)
+            self._profile.before(metrics.steps)
         self._balance.interrupted()
         self._record(*engine.drain())
         self._balance.end()
@@ -173,6 +199,8 @@ class _Run:
         training = self._job.config.training
         steps = tuple(replace(step, learning_rate=training.learning_rate * self._policy(step.index)) for step in steps)
         self._metrics.update(*steps)
+        if self._profile.after(self._metrics.steps):
+            self._metrics.not_training()
         for step in steps:
             self._progress.update(step, self._metrics)
             self._balance.step()
@@ -204,11 +232,15 @@ class _Run:
         self._balance.filled_again()
 
     def _evaluate(self) -> None:
-        loss = self._pipe.evaluate(_reading(self._job.evaluation_batches(self._fields), "evaluation batch", self._pipe))
+        with self._reading(self._job.evaluation_batches(self._fields), "evaluation batch") as batches:
+            loss = self._pipe.evaluate(batches)
         steps = self._evaluated = self._metrics.steps
         self._metrics.evaluation(steps - 1, loss)
         self._progress.note(f"evaluation loss after {counted(steps, self._job.step_name)}: {loss:.4f}")
         self._divergence.evaluation(steps, loss)
+
+    def _reading(self, batches: Iterable[Batch], what: str) -> AbstractContextManager[Iterator[Batch]]:
+        return reading(batches, what, self._pipe, self._job.config.dataset.num_workers if self._fields else 0)
 
     def _words(self, stopped: Stopped) -> str:
         steps = self._metrics.steps
@@ -229,21 +261,5 @@ def build(job: Job) -> Pipeline:
                     device=device_of(config),
                     timeout_s=config.parallel.timeout_s, compress=config.parallel.compress,
                     compress_rounding=config.parallel.compress_rounding,
-                    compress_feedback=config.parallel.compress_feedback)
-
-
-def _reading(batches: Iterable[Batch], what: str, pipe: Pipeline) -> Iterator[Batch]:
-    """The batches; one that cannot be read (a file that has gone) ends the run with the place."""
-    stages = [stage.spec.index for stage in pipe.engine.local_stages]
-    source = iter(batches)
-    for number in count():
-        try:
-            batch = next(source)
-        except StopIteration:
-            return
-        except UserError as error:
-            problem = error.problems[0]
-            raise RunError(problem.what + (f" ({problem.where})" if problem.where else ""), hint=problem.hint,
-                           rank=pipe.rank, stage=stages[0] if len(stages) == 1 else None,
-                           action=f"reading {what} {number}") from error
-        yield batch
+                    compress_feedback=config.parallel.compress_feedback, executor=config.parallel.executor,
+                    precision=config.training.precision, loss_scale=config.training.computed.loss_scale)

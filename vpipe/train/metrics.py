@@ -1,25 +1,31 @@
-"""``metrics.jsonl``: one JSON object per update."""
+"""What a run writes of its steps: ``metrics.jsonl``, one JSON object per update, and the same as events."""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 from types import TracebackType
+from typing import Any
 
 from vpipe.errors import LastingError, counted
 from vpipe.runtime.step import Step
+from vpipe.train.efficiency import Efficiency
+from vpipe.train.events import Events
 from vpipe.train.lines import Lines
 
 log = logging.getLogger("vpipe")
 
 Number = float | None
 Line = dict[str, float | str | bool | None]
+
+RECENT = 20
+"""Updates whose speed is shown while training."""
 
 
 @dataclass
@@ -70,28 +76,49 @@ class Past:
             self.lacking.append((expected, step - 1))
 
 
+@dataclass(frozen=True)
+class Worth:
+    """What a step is worth.
+
+    Attributes:
+        samples, tokens: that it trains on.
+        efficiency: what its MFU follows from; None where nobody knows it.
+    """
+
+    samples: int
+    tokens: int
+    efficiency: Efficiency | None = None
+
+
 class Metrics:
     """Writes one line per update, at once, and keeps what the summary needs.
 
     The keys: ``step`` (from 0), ``loss``, ``learning_rate``, ``time_s`` (since training began, evaluation left
-    out), ``tokens_per_s`` (of this update), ``gradient_norm`` where it is clipped over all stages, and ``skipped``
-    where it was left out; a number that is not finite is ``null``. Lines of an evaluation hold ``step``,
-    ``evaluation_loss`` and ``time_s``; those of a checkpoint what :meth:`checkpoint` says.
+    out); of this update ``step_s``, ``samples_per_s``, ``tokens_per_s``, and ``mfu`` and ``hfu`` where they are known;
+    ``gradient_norm`` where it is clipped over all stages, and ``skipped`` where it was left out; a number that is not
+    finite is ``null``. Lines of an evaluation hold ``step``, ``evaluation_loss`` and ``time_s``; those of a checkpoint
+    what :meth:`checkpoint` says; the last one what :meth:`summary` does.
 
     Args:
         path: of the file, which is continued; None writes nothing. While it cannot be written, lines wait.
         past: what is in it already.
+        first: steps that are done already.
+        events: written the same; None where nobody wants them.
 
     Attributes:
+        worth: of a step.
         update_s, losses: of the updates since this object was made.
         skipped: how many of those were left out.
         evaluations: the same, by the step each came after.
     """
 
-    def __init__(self, path: Path | None, tokens_per_update: int, past: Past | None = None, first: int = 0) -> None:
+    def __init__(self, path: Path | None, worth: Worth, past: Past | None = None, first: int = 0,
+                 events: Events | None = None) -> None:
         self._path, self._file = path, None if path is None else Lines(path, anew=past is None)
+        self._events = events
         self._told = False  # that lines wait
-        self._tokens = tokens_per_update
+        self._doubted = self._events_told = False
+        self.worth = worth
         self.past = past or Past()
         self._started = self._last = perf_counter()
         self._started -= self.past.time_s
@@ -119,8 +146,8 @@ class Metrics:
     @property
     def recent_tokens_per_s(self) -> float:
         """Over the last updates."""
-        recent = self.update_s[-20:]
-        return self._tokens * len(recent) / sum(recent) if recent else 0.0
+        recent = self.update_s[-RECENT:]
+        return self.worth.tokens * len(recent) / sum(recent) if recent else 0.0
 
     def update(self, *steps: Step) -> None:
         """Record training steps that have just ended; those of a draining pipeline end together and share the time."""
@@ -132,7 +159,12 @@ class Metrics:
             self.losses.append(step.loss)
             line: Line = {
                 "step": step.index, "loss": _finite(step.loss), "learning_rate": step.learning_rate,
-                "time_s": round(self.time_s, 4), "tokens_per_s": round(self._tokens / seconds, 1)}
+                "time_s": round(self.time_s, 4), "step_s": round(seconds, 6),
+                "samples_per_s": round(self.worth.samples / seconds, 2),
+                "tokens_per_s": round(self.worth.tokens / seconds, 1)}
+            if self.worth.efficiency is not None:
+                used = self.worth.efficiency.at(self.worth.tokens / seconds)
+                line |= {"mfu": float(f"{used.model:.4g}"), "hfu": float(f"{used.hardware:.4g}")}
             if step.gradient_norm is not None:
                 line["gradient_norm"] = _finite(step.gradient_norm)
             if step.skipped:
@@ -140,11 +172,15 @@ class Metrics:
                 self.skipped += 1
             self._write(line)
 
-    def evaluation(self, step: int, loss: float) -> None:
-        """Record an evaluation after update ``step``; its time does not count as training."""
+    def not_training(self) -> None:
+        """The time since the last update, or since this was said, does not count as training."""
         now = perf_counter()
         self._started += now - self._last
         self._last = now
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """Record an evaluation after update ``step``; its time does not count as training."""
+        self.not_training()
         self.evaluations.append((step, loss))
         self._write({"step": step, "evaluation_loss": _finite(loss), "time_s": round(self.time_s, 4)})
 
@@ -154,7 +190,12 @@ class Metrics:
         self._write({"step": step, "checkpoint": name, **facts})
 
     def median_update_s(self) -> float:
+        """Seconds of an update, of at least one in this attempt."""
         return median(self.update_s)
+
+    def summary(self, figures: Mapping[str, Any]) -> None:
+        """Record what the run comes to at its end, behind everything else."""
+        self._write({"step": self.steps - 1, "summary": figures})
 
     def sync(self) -> None:
         """Let the lines so far reach the disk, as a checkpoint of the same steps will; another thread may call it."""
@@ -166,12 +207,22 @@ class Metrics:
 
     def warnings(self) -> list[str]:
         """What the user should know, each thing once."""
+        found = []
         error = self._file.error if self._file is not None else None
-        if (error is not None) == self._told:
-            return []
-        self._told = error is not None
-        return [f"cannot write '{self._path}': {error}; training goes on, and the lines wait until there is room"
-                if error is not None else f"'{self._path}' is whole again"]
+        if (error is not None) != self._told:
+            self._told = error is not None
+            found.append(f"cannot write '{self._path}': {error}; training goes on, and the lines wait until there is "
+                         "room" if error is not None else f"'{self._path}' is whole again")
+        if self._events is not None and self._events.error is not None and not self._events_told:
+            self._events_told = True
+            found.append(f"cannot write the events of TensorBoard: {self._events.error}; training goes on without them")
+        efficiency = self.worth.efficiency
+        if efficiency is not None and not self._doubted and len(self.update_s) >= RECENT:
+            doubt = efficiency.doubt(efficiency.at(self.recent_tokens_per_s))
+            if doubt is not None:
+                self._doubted = True
+                found.append(doubt)
+        return found
 
     def check_end(self) -> None:
         """Once the file is closed, a run of which lines are lost is none that went well.
@@ -184,9 +235,11 @@ class Metrics:
             raise LastingError(f"the last {lines} of '{self._path}' could not be written: {self._file.error}",
                                hint="make room for the next run; weights and checkpoints are as they should be")
 
-    def _write(self, line: Line) -> None:
+    def _write(self, line: Mapping[str, Any]) -> None:
         if self._file is not None:
             self._file.write(json.dumps(line))
+        if self._events is not None:
+            self._events.line(line)
 
     def __enter__(self) -> Metrics:
         return self
@@ -195,6 +248,8 @@ class Metrics:
                  trace: TracebackType | None) -> None:
         if self._file is not None:
             self._file.close()
+        if self._events is not None:
+            self._events.close()
 
 
 def _finite(value: float) -> Number:

@@ -36,8 +36,8 @@ def model_settings(section: ModelSection, vocab_size: int, overrides: Mapping[st
     """
     return ModelSettings(
         vocab_size=vocab_size, preset=section.preset, hidden_size=section.hidden_size, num_layers=section.num_layers,
-        num_heads=section.num_heads, sequence_length=section.sequence_length, dropout=section.dropout,
-        tie_weights=section.tie_weights, overrides=overrides)
+        num_heads=section.num_heads, num_kv_heads=section.num_kv_heads, sequence_length=section.sequence_length,
+        dropout=section.dropout, tie_weights=section.tie_weights, overrides=overrides)
 
 
 def model_differences(name: str, here: ModelSettings, there: ModelSettings) -> list[str]:

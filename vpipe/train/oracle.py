@@ -5,12 +5,13 @@ work, no transfers. With a flush it is plain PyTorch with gradient accumulation.
 that each stage gives a microbatch follow from its number alone: see :data:`~vpipe.train.versions.VERSIONS`; gradients
 go to the latest version.
 
-In fp32 on one CPU thread the pipeline's losses and weights equal the oracle's bit for bit. Two things need a word,
-because a pipeline adds up the gradients of an update in another order than plain PyTorch, which takes one
-microbatch after the other. A stage of several replicas sums those of each replica, then the sums. A weight tied across
-two stages sums those of each side, then the sums. The order of a sum of m numbers (2m with a tie, for m microbatches)
-is all that differs, at most as many rounding errors of the gradient, none for m = 1. The asynchronous oracle sums
-in the pipeline's order; the flush oracle does when given ``sides_apart``, and is plain PyTorch to the letter otherwise.
+On one CPU thread the pipeline's losses and weights equal the oracle's bit for bit, in any precision. Two
+things need a word, because a pipeline adds up the gradients of an update in another order than plain PyTorch, which
+takes one microbatch after the other. A stage of several replicas sums those of each replica, then the sums. A weight
+tied across two stages sums those of each side, then the sums. The order of a sum of m numbers (2m with a tie,
+for m microbatches) is all that differs, at most as many rounding errors of the gradient, none for m = 1. The
+asynchronous oracle sums in the pipeline's order; the flush oracle does when given ``sides_apart``, and is plain PyTorch
+to the letter otherwise.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from vpipe.model.layer import LOSS, Model, seed_of
+from vpipe.train.arithmetic import FP32, Arithmetic
+from vpipe.train.handover import hand_over, handed_over
+from vpipe.train.loss_scale import LossScale
 from vpipe.train.start import Start, kept
 from vpipe.train.sums import GradientSums
 from vpipe.train.trail import Trail
@@ -43,11 +47,13 @@ NOTHING = Start()
 class Run:
     """What an oracle computed: the loss of every step, the gradient norms where clipped, the weights at the end.
 
-    ``kept`` is what a checkpoint there holds, by its names there; less what coding gradients lost.
+    ``skipped`` are the steps in which an update was left out. ``kept`` is what a checkpoint there holds, by its names
+    there; less what coding gradients lost.
     """
 
     losses: list[float] = field(default_factory=list)
     gradient_norms: list[float] = field(default_factory=list)
+    skipped: set[int] = field(default_factory=set)
     state: dict[str, Tensor] = field(default_factory=dict)
     kept: dict[str, Tensor] = field(default_factory=dict)
 
@@ -70,30 +76,36 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: Training, sides
         start: what was done before; at the end of a batch.
     """
     partition = [len(model)] if sides_apart is None else sides_apart
-    whole = Whole(model, recipe.seed, partition, widths or [1] * len(partition))
+    arithmetic = recipe.arithmetic
+    whole = Whole(model, recipe.seed, partition, widths or [1] * len(partition), arithmetic)
     whole.fill(start.tensors)
-    sides, parameters = whole.split_sides(), whole.parameters
+    sides, parameters, masters = whole.split_sides(), whole.parameters, whole.masters
     sums = GradientSums(whole.stage_of, whole.owners, whole.widths)
-    optimizer = recipe.optimizer(parameters)
-    start.fill(optimizer, parameters)
-    run = Run()
+    optimizer = recipe.optimizer(masters)
+    start.fill(optimizer, masters)
+    run, scale = Run(), LossScale.of(arithmetic, 0, start.tensors)
     for update, batch in enumerate(batches):
         losses, number = [], update + start.microbatches // recipe.microbatches
         for m, fields in enumerate(_microbatches(batch, recipe.microbatches)):
             with whole.replica(m):
                 loss = _forward(model, fields, lambda i, arguments: whole.layers[i](*arguments),
-                                (recipe.seed, number, m), partial(recipe.cross, number * recipe.microbatches + m, m))
-                recipe.backward(loss, recipe.microbatches)
+                                (recipe.seed, number, m), partial(recipe.cross, number * recipe.microbatches + m, m),
+                                arithmetic)
+                recipe.backward(loss, recipe.microbatches, scale)
             losses.append(loss.detach())
             sums.add(m, _taken(parameters | sides))
-        norm = recipe.apply(sums.take(parameters), parameters, optimizer, update, recipe.factor(start.steps + update))
-        if norm is not None:
-            run.gradient_norms.append(norm)
+        made = recipe.apply(sums.take(parameters), masters, optimizer, update, recipe.factor(start.steps + update),
+                            scale)
+        if made.norm is not None:
+            run.gradient_norms.append(made.norm)
+        if made.skipped:
+            run.skipped.add(start.steps + update)
+        whole.take_over()
         with torch.no_grad():
             for side, value in sides.items():
                 value.copy_(parameters[whole.owners[side]])
         run.ends_step(losses, recipe.trail)
-    run.state, run.kept = whole.state(), whole.kept() | kept([(optimizer, parameters)])
+    run.state, run.kept = whole.state(), whole.kept() | kept([(optimizer, masters)]) | _kept([scale])
     return run
 
 
@@ -107,6 +119,10 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
     step, which has one loss, ends when that comes out even for all stages. A tied weight follows the stage
     that owns it: its versions, and which microbatches make an update.
 
+    In fp16 every stage has a loss scale of its own. What comes back through a cut is multiplied with that of the stage
+    that it comes to, and divided by that of the one it comes from. A stage that hands on a gradient that is not finite,
+    through a cut or of a tied weight, skips its update and halves its scale like one whose weights got it.
+
     Args:
         update_every: k, microbatches per update and replica.
         drained_at: microbatches, counted over the whole run, before which the pipeline was empty (evaluation, a
@@ -116,11 +132,14 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
         widths: replicas per stage; one of each when not given.
         start: what was done before.
     """
-    whole = Whole(model, recipe.seed, partition, widths or [1] * len(partition))
+    arithmetic = recipe.arithmetic
+    whole = Whole(model, recipe.seed, partition, widths or [1] * len(partition), arithmetic)
     whole.fill(start.tensors)
     sums, work = GradientSums(whole.stage_of, whole.owners, whole.widths), _Work(whole.layers)
-    stages = [Versions(whole.of_stage(s), recipe, update_every, width, width / whole.widths[0], start)
+    first = [0, *accumulate(partition)]  # layers
+    stages = [Versions(whole.of_stage(s), recipe, update_every, width, width / whole.widths[0], start, first[s])
               for s, width in enumerate(whole.widths)]
+    cuts = {first[s]: (stages[s - 1], stages[s]) for s in range(1, len(stages))} if arithmetic.dynamic else {}
     round_of_all = update_every * math.lcm(*whole.widths)
     run, empty = Run(), start.microbatches  # the microbatch before which the pipeline was last empty
     losses: list[Tensor] = []  # of the step that is not complete yet
@@ -129,7 +148,9 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
         """Make the updates and the step for which the microbatches are there; at the end from those there are."""
         for stage in stages:
             if stage.seen == stage.span or (ending and stage.seen):
-                stage.update(sums.take(stage.parameters), step=start.steps + len(run.losses))
+                step = start.steps + len(run.losses)
+                if not stage.update(sums.take(stage.parameters), step):
+                    run.skipped.add(step)
         if len(losses) == round_of_all or (ending and losses):
             run.ends_step(losses, recipe.trail)
             losses.clear()
@@ -151,26 +172,38 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
 
         def microbatch(fields: Batch = fields, key: tuple[int, int, int] = key, number: int = i,
                        since: int = i - empty) -> Tensor:
-            loss = _forward(model, fields, lambda at, arguments: work.layers[at](*arguments), key,
-                            partial(recipe.cross, number, since))
-            recipe.backward(loss, update_every)
+            def cross(before: int, tensors: dict[str, Tensor]) -> None:
+                if before in cuts:
+                    hand_over(tensors, *cuts[before])
+                recipe.cross(number, since, before, tensors)
+
+            loss = _forward(model, fields, lambda at, arguments: work.layers[at](*arguments), key, cross, arithmetic)
+            recipe.backward(loss, update_every, stages[-1].scale)
             return loss.detach()
 
         with whole.replica(i - empty):
             losses.append(functional_call(work, weights, (microbatch,), tie_weights=False))
-        sums.add(i - empty, {name: leaf.grad for name, leaf in leaves.items()})
+        gradients = {name: leaf.grad for name, leaf in leaves.items()}
+        if arithmetic.dynamic:
+            for side, owner in whole.owners.items():
+                gradients[side] = handed_over(gradients[side], stages[whole.stage_of[owner]],
+                                              stages[whole.stage_of[side]])
+        sums.add(i - empty, gradients)
         for stage in stages:
             stage.seen += 1
         complete()
     complete(ending=True)
     run.state = whole.state()
-    run.kept = whole.kept() | kept((stage.optimizer, stage.parameters) for stage in stages)
+    run.kept = whole.kept() | kept((stage.optimizer, stage.parameters) for stage in stages) | _kept(
+        stage.scale for stage in stages)
     return run
 
 
-def evaluate_oracle(model: Model, state: Mapping[str, Tensor], batches: Iterable[Batch], microbatches: int) -> float:
+def evaluate_oracle(model: Model, state: Mapping[str, Tensor], batches: Iterable[Batch], microbatches: int,
+                    arithmetic: Arithmetic = FP32) -> float:
     """Mean loss of a model with the given weights over all samples, in evaluation mode."""
     whole = model.materialize(0)
+    arithmetic.round(whole.values())
     for i, layer in enumerate(model.layers):
         prefix = model.layers[i].name + "."
         own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
@@ -181,7 +214,8 @@ def evaluate_oracle(model: Model, state: Mapping[str, Tensor], batches: Iterable
         for batch in batches:
             for fields in _microbatches(batch, microbatches):
                 size = len(next(iter(fields.values())))
-                loss = _forward(model, fields, lambda i, arguments: whole[model.layers[i].name](*arguments), (0, 0, 0))
+                loss = _forward(model, fields, lambda i, arguments: whole[model.layers[i].name](*arguments), (0, 0, 0),
+                                arithmetic=arithmetic)
                 total, samples = total + float(loss) * size, samples + size
     return total / samples
 
@@ -201,15 +235,28 @@ class _Work(nn.Module):
 
 
 def _forward(model: Model, fields: Batch, call: Callable[[int, list[Tensor]], object],
-             key: tuple[int, int, int], cross: Callable[[int, dict[str, Tensor]], None] = lambda *_: None) -> Tensor:
+             key: tuple[int, int, int], cross: Callable[[int, dict[str, Tensor]], None] = lambda *_: None,
+             arithmetic: Arithmetic = FP32) -> Tensor:
     """All layers in order, each under its own seed."""
-    tensors = dict(fields)
+    tensors = arithmetic.fields(fields)
     for i, layer in enumerate(model.layers):
         cross(i, tensors)
-        torch.manual_seed(seed_of(*key, i))
-        result = call(i, [tensors[name] for name in layer.inputs])
-        tensors.update(zip(layer.outputs, result if isinstance(result, tuple) else (result,), strict=True))
+        _seed(seed_of(*key, i))
+        arguments = [tensors[name] for name in layer.inputs]
+        tensors |= arithmetic.outputs(layer.outputs, partial(call, i, arguments))
     return tensors[LOSS]
+
+
+def _seed(seed: int) -> None:
+    """As ``torch.manual_seed``, which formats the stack of its caller, too, for a CUDA that is not there: a quarter of
+    an oracle's time on a small model."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
+
+
+def _kept(scales: Iterable[LossScale | None]) -> dict[str, Tensor]:
+    return {name: tensor for scale in scales if scale is not None for name, tensor in scale.kept().items()}
 
 
 def _microbatches(batch: Batch, microbatches: int) -> Iterator[dict[str, Tensor]]:

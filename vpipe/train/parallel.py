@@ -9,13 +9,18 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from vpipe.errors import UserError, nearest
 from vpipe.plan.recompute import ranges
+from vpipe.runtime.executor import Executor, refusal
 from vpipe.schedules.arrange import has_flush, is_file
-from vpipe.schedules.registry import recipe_named, schedule_names
+from vpipe.schedules.registry import recipe_if_any, schedule_names
+from vpipe.schedules.reversal import REVERSIBLE
 from vpipe.schedules.size import Placement
 from vpipe.sizes import parse_size
 from vpipe.train.sections import FilePath, Ints, as_tuple
 from vpipe.train.validation import Mistake, MistakesError, Section, unavailable
 from vpipe.train.yaml_file import describe
+
+Scheduler = Literal["naive", "async_threaded"]
+SCHEDULERS: tuple[str, ...] = get_args(Scheduler)
 
 AUTO = "auto"
 """What is measured and planned when the run starts."""
@@ -75,6 +80,11 @@ def _codecs(value: Any) -> Any:
     return as_tuple(value)
 
 
+def used_codecs(compress: Codec | tuple[Codec, ...]) -> tuple[Codec, ...]:
+    """What ``parallel.compress`` names."""
+    return compress if isinstance(compress, tuple) else (compress,)
+
+
 Codec = Literal["none", "bf16", "int8"]
 Codecs = Annotated[Codec | tuple[Codec, ...], BeforeValidator(_codecs)]
 Recomputed = Annotated[float | tuple[float | tuple[int, ...], ...] | Literal["auto"], BeforeValidator(_recompute)]
@@ -94,11 +104,15 @@ class ParallelSection(Section):
     chunks: int | None = Field(None, ge=1, description="stages per rank, for schedules that may have any number of "
                                                        "them (interleaved, looped_bfs, hanayo); null takes the "
                                                        "schedule's own")
-    scheduler: Literal["naive", "async_threaded"] | None = Field(
-        None, description="OurGPipe's name for schedule gpipe with this executor")
+    scheduler: Scheduler | None = Field(None, description="OurGPipe's name for schedule gpipe with this executor; "
+                                                          "--scheduler on the command line goes before the config's "
+                                                          "schedule and executor")
     use_orion_scheduler: bool = Field(False, description="whether Orion shares a GPU between microbatches")
-    executor: Literal["overlapped", "naive", "async_threaded"] = Field(
-        "overlapped", description="how a rank does its actions; overlapped sends and receives during compute")
+    executor: Executor = Field("overlapped", description="how a rank does its actions, with the same numbers: "
+                                                         "overlapped sends and receives during compute; naive ends "
+                                                         "each action before the next; async_threaded, for gpipe on "
+                                                         "GPUs, runs the forwards in a thread and a stream per "
+                                                         "microbatch")
     partition: Annotated[tuple[int, ...] | Literal["auto"], BeforeValidator(_layers_or_auto)] = Field(
         "auto", description="layers per stage; auto measures the layers when the run starts, and takes the fastest; "
                             "under a schedule from a file it balances the stages by their parameters")
@@ -164,6 +178,25 @@ class ParallelSection(Section):
         ranks = self.stage_to_rank_map
         return None if ranks is None else tuple(ranks[str(stage)] for stage in range(len(ranks)))
 
+    @property
+    def order(self) -> str:
+        """The schedule, and the executor where that is not the usual one, for messages."""
+        return self.schedule + ("" if self.executor == "overlapped" else f", executor {self.executor}")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_both(cls, data: Any) -> Any:
+        """Write out what ``scheduler`` stands for."""
+        if not isinstance(data, dict) or data.get("scheduler") not in SCHEDULERS:
+            return data
+        scheduler = data["scheduler"]
+        meant = {"schedule": REVERSIBLE, "executor": scheduler}
+        wrong = [Mistake((key,), f"is {describe(data[key])}, but scheduler: {scheduler} means {key}: {value}",
+                         "leave one of the two out") for key, value in meant.items() if data.get(key, value) != value]
+        if wrong:
+            raise MistakesError(wrong)
+        return {**data, **meant, "scheduler": None}
+
     @model_validator(mode="before")
     @classmethod
     def _count_stages(cls, data: Any) -> Any:
@@ -192,6 +225,9 @@ class ParallelSection(Section):
                               f"stages {', '.join(str(len(own)) for own in self.stage_to_rank_map.values())} ranks",
                               "leave it out: the map says it")
         yield from self._schedule()
+        compressed = any(codec != "none" for codec in used_codecs(self.compress))
+        if refused := refusal(self.executor, self.schedule, compressed, self.compress_feedback):
+            yield Mistake(("executor",), f"is {refused[0]}", refused[1])
         named = self.stage_to_rank_map or {}
         widths = [len(named.get(str(stage), ())) or self.data_parallel_size for stage in range(stages)]
         depths = tuple((sum(widths[stage:]) - 1) // width for stage, width in enumerate(widths))
@@ -217,8 +253,7 @@ class ParallelSection(Section):
         if isinstance(self.compress, tuple) and len(self.compress) != cuts:
             yield Mistake(("compress",), f"has {_count(self.compress)} for the {cuts} cuts between "
                           f"{self.model_parallel_size} stages", "give one word, or one entry per cut")
-        used = self.compress if isinstance(self.compress, tuple) else (self.compress,)
-        if self.compress_rounding != "nearest" and "int8" not in used:
+        if self.compress_rounding != "nearest" and "int8" not in used_codecs(self.compress):
             yield Mistake(("compress_rounding",), f"is {self.compress_rounding}, but nothing is sent as int8",
                           "leave it out, or set compress: int8")
 
@@ -247,19 +282,12 @@ class ParallelSection(Section):
     def _unavailable(self) -> Iterator[Mistake]:
         if self.use_orion_scheduler:
             yield unavailable("use_orion_scheduler", "the Orion scheduler", "set it to false")
-        if self.scheduler:
-            yield unavailable("scheduler", f"the executor {self.scheduler}", "leave it out and write schedule: gpipe, "
-                              "which runs with the executor overlapped and gives the same losses")
-        if self.executor != "overlapped":
-            yield unavailable("executor", f"the executor {self.executor}", "use overlapped: it gives the same losses")
 
     def _one_stage_per_rank(self) -> bool:
         if self.schedule == AUTO:
             return True
-        if self.schedule not in schedule_names():
-            return False  # a file, or a name that is refused anyway
-        recipe = recipe_named(self.schedule)
-        return recipe.chunks == 1 and not recipe.any_chunks
+        recipe = recipe_if_any(self.schedule)  # None of a file, or a name that is refused anyway
+        return recipe is not None and recipe.chunks == 1 and not recipe.any_chunks
 
     def _placement(self, ranks: dict[str, tuple[int, ...]]) -> Iterator[Mistake]:
         key, stages = "stage_to_rank_map", self.model_parallel_size

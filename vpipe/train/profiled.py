@@ -121,7 +121,7 @@ def identity_of(job: Job, size: int, ranks_per_host: int, ranks: int | None = No
     return identify(job.model, microbatch_of(job, size), model_name=_model_name(job),
                     optimizer=_optimizer(job.optimizer()), device=device_of(config), ranks_per_host=ranks_per_host,
                     backend=config.parallel.backend, threads=config.training.threads, ranks=ranks, hosts=hosts,
-                    cores=cores)
+                    cores=cores, precision=config.training.precision)
 
 
 def identities_of(job: Job, sizes: Sequence[int], ranks_per_host: int, ranks: int | None = None, hosts: int = 1,
@@ -160,9 +160,11 @@ def check_planned_for(job: Job, say: Say = to_stderr) -> None:
         raise UserError(f"the plan is for another model: {made_for.get('model_name')} (digest {made_for.get('model')}) "
                         f"there, {_model_name(job)} (digest {here}) here",
                         hint="vpipe plan CONFIG makes a plan for the model of a config")
-    wanted: dict[str, object] = {"microbatch_size": job.config.microbatch_size}
+    wanted: dict[str, object] = {"microbatch_size": job.config.microbatch_size,
+                                 "precision": job.config.training.precision}
     if job.config.parallel.backend == "gloo":  # of a GPU only its ranks know the name
         wanted["device"] = device_name(torch.device("cpu"))
+    made_for = {"precision": "fp32", **made_for}  # plans were not always made in several
     others = [f"{name.replace('_', ' ')} {made_for.get(name)}, not {value}" for name, value in wanted.items()
               if made_for.get(name) != value]
     if others:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from vpipe.train.validation import Mistake, MistakesError, Section, unavailable
+from vpipe.runtime.precision import Precision, PrecisionName
+from vpipe.train.validation import Mistake, MistakesError, Section
 from vpipe.train.yaml_file import describe
 
 
@@ -33,30 +35,44 @@ def _ratios(value: Any) -> Any:
     return tuple(map(float, ratios)) if several else float(value)
 
 
+def _scale(value: Any) -> Any:
+    if value == "dynamic":
+        return value
+    if type(value) not in (int, float) or not 0 < value < inf:
+        raise MistakesError([Mistake((), f"must be a number above 0, or dynamic, got {describe(value)}",
+                                     "loss_scale: by what fp16 multiplies the loss, such as 1024; dynamic finds it")])
+    return float(value)
+
+
 Ints = Annotated[tuple[int, ...], BeforeValidator(as_tuple)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
 Layers = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(as_tuple), Field(min_length=1)]
 Ratios = Annotated[float | tuple[float, ...], BeforeValidator(_ratios)]
 FilePath = Annotated[Path, Field(strict=False)]
 Absolute = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Path(os.path.abspath(path)))]
+LossScale = Annotated[float | Literal["dynamic"], BeforeValidator(_scale)]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 
 class ModelSection(Section):
     """What is trained. Sizes written here go before those of ``preset`` or ``config_file``."""
 
-    name: str = Field(min_length=1, description="family of the model, such as bert")
+    name: str = Field(min_length=1, description="family of the model, such as bert, gpt or llama")
     preset: str | None = Field(None, description="named sizes of the family; for bert tiny, mini, small, medium, "
-                                                 "base or large")
+                                                 "base or large; for gpt small, medium, large or xl; for llama 15m, "
+                                                 "110m, 135m, 360m, 1b, 7b or 13b")
     hidden_size: int | None = Field(None, ge=1, description="width of a layer's output, in features")
     num_layers: int | None = Field(None, ge=1, description="number of transformer blocks; each is cut into two layers")
     num_heads: int | None = Field(None, ge=1, description="attention heads per block; must divide hidden_size")
+    num_kv_heads: int | None = Field(None, ge=1, description="heads of keys and values per block, for llama: groups of "
+                                                            "num_heads share one; null gives every head its own")
     sequence_length: int = Field(128, ge=1, description="tokens per sample")
     vocab_size: int = Field(-1, ge=-1, description="tokens in the vocabulary; -1 takes it from config_file, else from "
                                                    "the data set")
     dropout: float | None = Field(None, ge=0, lt=1, description="share of activations dropped in training; null keeps "
                                                                 "the family's own")
-    tie_weights: bool = Field(True, description="whether the output layer shares the weights of the word embeddings")
+    tie_weights: bool | None = Field(None, description="whether the output layer shares the weights of the word "
+                                                       "embeddings; null keeps the family's own, or config_file's")
     config_file: FilePath | None = Field(None, description="path of a Hugging Face config such as bert_config.json "
                                                            "that gives the sizes, from the current folder")
 
@@ -75,21 +91,18 @@ class ModelSection(Section):
 class DatasetSection(Section):
     """What it is trained on."""
 
-    name: str = Field(min_length=1, description="registered data set, such as text, bert_hdf5 or synthetic")
+    name: str = Field(min_length=1, description="registered data set, such as text, code_search_net, bert_hdf5, "
+                                                "huggingface or synthetic")
     path: FilePath | None = Field(None, description="file or folder of the data, from the current folder")
     batch_size: int = Field(ge=1, description="samples per batch, which is cut into num_microbatches microbatches; "
                                               "with a flush one update per batch")
-    num_workers: int = Field(0, ge=0, description="threads that prepare batches ahead on each reading rank; 0 prepares "
-                                                  "them in the training loop")
+    num_workers: int = Field(0, ge=0, description="batches that a thread prepares ahead on each rank that reads some; "
+                                                  "0 prepares each when it is due")
     samples: int | None = Field(None, ge=1, description="training samples: at most so many; a synthetic data set "
                                                              "makes exactly so many")
     cache_directory: FilePath | None = Field(None, description="folder for prepared data and tokenizers; null "
                                                                "takes ~/.cache/vpipe")
     seed: Seed | None = Field(None, description="seed of the order and of masking; null takes training.seed")
-
-    def mistakes(self) -> Iterator[Mistake]:
-        if self.num_workers:
-            yield unavailable("num_workers", f"{self.num_workers} threads that prepare batches ahead", "set it to 0")
 
 
 class TrainingSection(Section):
@@ -118,12 +131,18 @@ class TrainingSection(Section):
     on_nan: Literal["stop", "skip"] = Field("stop", description="what a loss or gradient that is not finite does: stop "
                                                                 "ends the run; skip leaves out the update, with a "
                                                                 "flush on all stages, without one where it is")
+    precision: PrecisionName = Field("fp32", description="numbers that layers compute with; bf16 and fp16 under "
+                                                         "autocast, bf16_pure with the weights rounded, too, beside "
+                                                         "fp32 masters")
+    loss_scale: LossScale = Field("dynamic", description="by what fp16 multiplies the loss; dynamic finds it while "
+                                                         "training, leaving out updates that overflow")
     seed: Seed = Field(0, description="seed of initial weights and dropout")
     evaluate_every: int | None = Field(None, ge=1, description="steps between evaluations; there is always one at "
                                                                "the end")
     evaluation_batches: int = Field(8, ge=1, description="batches per evaluation")
-    profile_iteration: int | None = Field(None, ge=1, description="update that the profiler records")
-    exit_after_profile: bool = Field(False, description="whether the run ends after profile_iteration")
+    profile_iteration: int | None = Field(None, ge=1, description="update that torch's profiler records on every rank, "
+                                                                  "counted from 1 as in the lines of progress")
+    exit_after_profile: bool = Field(False, description="whether the run ends, in good order, after profile_iteration")
     print_frequency: int = Field(10, ge=1, description="updates between two lines of progress in the ranks' logs, and "
                                                        "on the screen where it is no terminal with a progress bar")
     threads: int = Field(1, ge=1, description="CPU threads per rank")
@@ -131,7 +150,12 @@ class TrainingSection(Section):
     @property
     def needs_norms(self) -> bool:
         """Whether the stages tell each other the norms of their gradients, where the schedule has a flush."""
-        return self.grad_clip is not None or self.on_nan == "skip"
+        return self.grad_clip is not None or self.on_nan == "skip" or self.computed.scaled
+
+    @property
+    def computed(self) -> Precision:
+        """In which numbers layers compute."""
+        return Precision(self.precision, None if self.loss_scale == "dynamic" else self.loss_scale)
 
     def warmup_updates(self, total: int) -> int:
         """The updates of the warm-up in a run of ``total`` updates."""
@@ -156,13 +180,15 @@ class TrainingSection(Section):
                                              "alone does not tell their number", remedy)
         if self.warmup_steps > 1 and self.warmup_steps % 1:
             yield Mistake(("warmup_steps",), f"is {self.warmup_steps}", "give whole updates, or a share below 1")
+        if self.loss_scale != "dynamic" and self.precision != "fp16":
+            yield Mistake(("loss_scale",), f"is {self.loss_scale:g}, but the precision is {self.precision}",
+                          "only fp16 scales its loss: leave it out, or set precision: fp16")
         if self.momentum != 0.9 and self.optimizer != "sgd":
             yield Mistake(("momentum",), f"is {self.momentum}, but the optimizer is {self.optimizer}",
                           "momentum belongs to sgd: leave it out, or set optimizer: sgd")
-        if self.profile_iteration is not None:
-            yield unavailable("profile_iteration", f"a profile of update {self.profile_iteration}", "leave it out")
-        if self.exit_after_profile:
-            yield unavailable("exit_after_profile", "an end after the profile", "set it to false")
+        if self.exit_after_profile and self.profile_iteration is None:
+            yield Mistake(("exit_after_profile",), "is true, but no profile_iteration says which update is profiled",
+                          "set profile_iteration, or leave it out")
 
 
 def neighbours(size: int, divisor: int) -> tuple[int, int]:
@@ -172,7 +198,7 @@ def neighbours(size: int, divisor: int) -> tuple[int, int]:
 
 
 class LaunchSection(Section):
-    """How the ranks of other hosts are started."""
+    """How ranks are started: those of other hosts, and what is set for each."""
 
     ssh_options: Texts = Field((), description="options for ssh, such as [-p, '2222', -i, /home/me/.ssh/cluster]; ssh "
                                                "is never let ask for a password")
@@ -180,6 +206,8 @@ class LaunchSection(Section):
                                                                "one")
     directory: str | None = Field(None, min_length=1, description="folder on the other hosts from which paths are "
                                                                   "taken; null takes the path of this one")
+    keep_memory: bool = Field(True, description="whether a rank keeps memory that it has freed for its next tensors, "
+                                                "on every host, where the C library is glibc")
 
 
 class CheckpointSection(Section):
@@ -196,3 +224,12 @@ class CheckpointSection(Section):
     def makes_any(self) -> bool:
         """Whether a run writes checkpoints at all."""
         return self.at_end or self.every_steps is not None
+
+
+class MetricsSection(Section):
+    """What a run says of itself, beside ``metrics.jsonl``."""
+
+    peak_tflops: float | None = Field(None, gt=0, description="what one device computes at most, in 10^12 operations "
+                                                              "per second, for MFU and HFU; null takes it from a table "
+                                                              "of GPUs, else measures it")
+    tensorboard: bool = Field(False, description="whether the run writes events for TensorBoard into its folder")

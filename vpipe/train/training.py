@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from vpipe.train.arithmetic import FP32, Arithmetic
+from vpipe.train.loss_scale import LossScale
 from vpipe.train.trail import Trail
 
 MakeOptimizer = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer | None]
@@ -20,6 +23,18 @@ the tensors before that layer, put in their place."""
 
 def uncompressed(number: int, microbatch: int, layer: int, tensors: dict[str, Tensor]) -> None:
     """All tensors arrive as they are."""
+
+
+class Applied(NamedTuple):
+    """What came of an update.
+
+    Attributes:
+        norm: of the gradients before clipping, if they are clipped.
+        skipped: whether they were not applied.
+    """
+
+    norm: float | None
+    skipped: bool
 
 
 @dataclass(frozen=True)
@@ -34,27 +49,39 @@ class Training:
     trail: Trail | None = None  # where to note every update
     cross: Cross = uncompressed
     skip: bool = False  # an update whose losses and gradient norms are not all finite
+    arithmetic: Arithmetic = FP32
 
-    def backward(self, loss: Tensor, parts: int) -> None:
+    def backward(self, loss: Tensor, parts: int, scale: LossScale | None = None) -> None:
         """Of a microbatch's share of the mean. One that is not finite is NaN to every gradient, when that counts."""
-        lost = self.skip and not loss.isfinite()
-        torch.autograd.backward(loss / parts, torch.full_like(loss, math.nan) if lost else None)
+        lost = torch.full_like(loss, math.nan) if self.skip and not loss.isfinite() else None
+        if scale is None:
+            torch.autograd.backward(loss / parts, lost)
+        else:
+            torch.autograd.backward(loss, torch.full_like(loss, scale.value / parts) if lost is None else lost)
 
     def apply(self, gradients: Mapping[str, Tensor | None], parameters: Mapping[str, nn.Parameter],
-              optimizer: torch.optim.Optimizer | None, update: int, factor: float) -> float | None:
-        """Make an update of these parameters, or skip it; the norm of the gradients before clipping, if they are.
+              optimizer: torch.optim.Optimizer | None, update: int, factor: float,
+              scale: LossScale | None = None, overflow: bool = False) -> Applied:
+        """Make an update of these parameters, or skip it.
 
         Args:
-            gradients: by the names of the parameters.
+            gradients: by the names of the parameters, which may hold more bits; multiplied with the scale.
             update: its number, for the trail.
             factor: of the learning rate.
+            overflow: whether something else than these gradients is not finite.
         """
+        gradients = {name: None if gradient is None else gradient.to(parameters[name].dtype)
+                     for name, gradient in gradients.items()}
+        if scale is not None:
+            gradients = {name: None if gradient is None else gradient * (1.0 / scale.value)
+                         for name, gradient in gradients.items()}
         for name, gradient in gradients.items():
             parameters[name].grad = gradient
         if self.trail is not None:
             self.trail.gradients(update, gradients)
-        skipped = self.skip and not all(bool(torch.linalg.vector_norm(gradient).isfinite())
-                                        for gradient in gradients.values() if gradient is not None)
+        overflow = overflow or not all(bool(torch.linalg.vector_norm(gradient).isfinite())
+                                       for gradient in gradients.values() if gradient is not None)
+        skipped = overflow and (self.skip or scale is not None)
         norm = None if self.clip is None else float(nn.utils.clip_grad_norm_(parameters.values(), self.clip))
         if optimizer is not None and not skipped:
             for group in optimizer.param_groups:
@@ -64,4 +91,6 @@ class Training:
             parameter.grad = None
         if self.trail is not None:
             self.trail.weights(update, parameters)
-        return norm
+        if scale is not None:
+            scale.updated(overflow)
+        return Applied(norm, skipped)

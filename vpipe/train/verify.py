@@ -1,12 +1,13 @@
 """A run beside its oracle: the same few updates, and whether they give the same numbers.
 
-With a flush the oracle is plain PyTorch on one device, without one the sequential program of
-:mod:`vpipe.train.oracle`. In fp32 on one CPU thread both give the same bits. The one exception is a sum whose terms
-come in another order. A weight tied across two stages has such a sum: the pipeline adds up each side's gradients
-of an update before the two sides meet; so does a stage with several replicas, which adds up those of each. The oracle
-does the same and must be met to the bit; plain PyTorch, which goes microbatch by microbatch, is compared
-within :attr:`Reference.bound`. A schedule from a file may complete its microbatches out of order; then that bound is
-all that holds, for losses and norms. The replicas of a stage must equal each other in any case.
+With a flush the oracle is plain PyTorch on one device (in a reduced precision under ``torch.autocast``, or with rounded
+layers and master weights), without one the sequential program of :mod:`vpipe.train.oracle`. On one CPU thread both give
+the same bits, in any precision. The one exception is a sum whose terms come in another order. A weight tied across two
+stages has such a sum: the pipeline adds up each side's gradients of an update before the two sides meet; so does a
+stage with several replicas, which adds up those of each. The oracle does the same and must be met to the bit; plain
+PyTorch, which goes microbatch by microbatch, is compared within :attr:`Reference.bound`. A schedule from a file may
+complete its microbatches out of order; then that bound is all that holds, for losses and norms. The replicas of a stage
+must equal each other in any case.
 
 With compression the oracle codes and decodes at the cuts what the pipeline sends. Then it is all or nothing: where a
 sum differs in its last bit, a number between two codes becomes another one.
@@ -28,14 +29,17 @@ from vpipe.launch.world import join_world
 from vpipe.model.split import split, ties_between
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.compress import Compression
+from vpipe.runtime.executor import last_first
 from vpipe.schedules.action import COMPLETES
 from vpipe.schedules.arrange import is_file
 from vpipe.schedules.order import Schedule, build
 from vpipe.schedules.reading import Reading
+from vpipe.train.arithmetic import Arithmetic
 from vpipe.train.crossing import Crossing
 from vpipe.train.job import Job
 from vpipe.train.loop import build as build_pipeline
 from vpipe.train.oracle import asynchronous_oracle, flush_oracle
+from vpipe.train.sections import TrainingSection
 from vpipe.train.trail import Trail
 from vpipe.train.training import Training, uncompressed
 from vpipe.train.versions import VERSIONS, VersionRule
@@ -69,7 +73,8 @@ class Difference:
     Attributes:
         step: its number.
         loss, gradient_norm: of the run; the norm before clipping, of all the step's updates.
-        loss_difference, norm_difference: from the reference, relative to it.
+        loss_difference, norm_difference: from the reference, relative to it; norms that are both not finite, such as
+            those of an update that an overflow made impossible, do not differ: the weights say what came of it.
         weight_difference: the largest of any weight after any update, absolutely; infinite where one is no number.
         weight: where that is; None when there is no difference.
     """
@@ -105,8 +110,10 @@ def references(job: Job, batches: int) -> Iterator[Reference]:
     parallel, training, partition = config.parallel.standing_in, config.training, job.partition
     widths = [len(ranks) for ranks in job.placement]
     data, microbatches = _batches(job, batches), batches * training.num_microbatches
-    rounding = 2 * training.num_microbatches * steps_of(job, batches) * torch.finfo(torch.float32).eps
-    bound = 0.0 if _in_order(schedule) else rounding
+    arithmetic = arithmetic_of(training)
+    rounding = _rounding(arithmetic, training.num_microbatches) * steps_of(job, batches)
+    # The executor that turns the backwards of gpipe round keeps gradients apart and adds them in order.
+    bound = 0.0 if _in_order(schedule) or last_first(parallel.executor, parallel.schedule) else rounding
     compression = Compression.of(parallel.compress, parallel.compress_rounding, parallel.compress_feedback,
                                  len(partition), training.seed)
     if compression is not None and bound:
@@ -116,7 +123,7 @@ def references(job: Job, batches: int) -> Iterator[Reference]:
 
     def recipe(trail: Trail) -> Training:
         return Training(job.optimizer().from_named, training.num_microbatches, training.seed, job.policy(),
-                        training.grad_clip, trail, cross, training.on_nan == "skip")
+                        training.grad_clip, trail, cross, training.on_nan == "skip", arithmetic)
 
     trail = Trail()
     if schedule.flush:
@@ -125,16 +132,17 @@ def references(job: Job, batches: int) -> Iterator[Reference]:
             ("tensors coded at the cuts", compression is not None)) if there]
         flush_oracle(model, data, recipe(trail), partition if regrouped else None,
                      widths if regrouped else None)
-        yield Reference(", ".join(["plain PyTorch on one device", *regrouped]), trail, bound)
+        plain = f"plain PyTorch{arithmetic.words} on one device"
+        yield Reference(", ".join([plain, *regrouped]), trail, bound)
         if regrouped and compression is None:
             trail = Trail()
             flush_oracle(model, data, recipe(trail))
-            yield Reference("plain PyTorch on one device", trail, rounding)
+            yield Reference(plain, trail, rounding)
         return
     drained = range(0, microbatches, schedule.microbatches) if is_file(parallel.schedule) else ()
     asynchronous_oracle(model, data, recipe(trail), partition, schedule.update_every, drained,
                         _version_rule(parallel.schedule, schedule, microbatches), widths)
-    yield Reference("the sequential oracle", trail, bound)
+    yield Reference(f"the sequential oracle{arithmetic.words}", trail, bound)
 
 
 def compare(trail: Trail, reference: Trail) -> Iterator[Difference]:
@@ -156,8 +164,9 @@ def compare(trail: Trail, reference: Trail) -> Iterator[Difference]:
             if difference > largest:
                 weight, largest = name, difference
         loss, norm = trail.losses[step], trail.norm(made)
-        yield Difference(step, loss, norm, _relative(loss, reference.losses[step]),
-                         _relative(norm, reference.norm(made)), largest, weight)
+        theirs = reference.norm(made)
+        off = 0.0 if not math.isfinite(norm) and not math.isfinite(theirs) else _relative(norm, theirs)
+        yield Difference(step, loss, norm, _relative(loss, reference.losses[step]), off, largest, weight)
 
 
 def in_process(job: Job, batches: int) -> Trail:
@@ -182,6 +191,22 @@ def _observed(pipe: Pipeline, job: Job, batches: int) -> dict[int, Trail]:
     for trail in trails.values():
         trail.losses = losses
     return trails
+
+
+def arithmetic_of(training: TrainingSection) -> Arithmetic:
+    """What a config computes with."""
+    return Arithmetic(training.precision, None if training.loss_scale == "dynamic" else training.loss_scale)
+
+
+def _rounding(arithmetic: Arithmetic, microbatches: int) -> float:
+    """How far a step may be from one whose gradients are added in another order, relatively.
+
+    A sum of 2m numbers has as many roundings. Where layers round weights, one that differs in its last bit may become
+    the next number of the reduced precision; that such steps do not add up to more is measured, not derived.
+    """
+    added = arithmetic.dtype if arithmetic.pure else None
+    sums = 2 * microbatches * torch.finfo(added or torch.float32).eps
+    return sums if arithmetic.dtype is None else max(sums, torch.finfo(arithmetic.dtype).eps)
 
 
 def _batches(job: Job, batches: int) -> list[Mapping[str, Tensor]]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
+from vpipe.train.loss_scale import LossScale
 from vpipe.train.start import Start
 from vpipe.train.training import Training
 
@@ -36,23 +37,28 @@ class Versions:
     """The versions of the parameters of one stage, and what makes the next one.
 
     Args:
+        parameters: what its optimizer steps.
         every: microbatches of an update per replica.
         width: replicas.
         rate: learning rate relative to that of the first stage.
         start: what was done before.
+        layer: its first one.
 
     Attributes:
         span: microbatches of an update, over all replicas.
         seen: microbatches since the last update.
         first: the version that was the latest when the pipeline began to fill.
+        scale: what its gradients are multiplied with; None where losses are not scaled.
+        overflow: whether, since the last update, a gradient that it handed on was not finite.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], recipe: Training, every: int, width: int,
-                 rate: float, start: Start) -> None:
+                 rate: float, start: Start, layer: int = 0) -> None:
         self.parameters, self.span, self.seen, self.first = parameters, every * width, 0, 0
         self._recipe, self._every, self._rate = recipe, every, rate
         self.optimizer = recipe.optimizer(parameters)
         start.fill(self.optimizer, parameters)
+        self.scale, self.overflow = LossScale.of(recipe.arithmetic, layer, start.tensors), False
         self._versions = [self._now()]
 
     @property
@@ -63,15 +69,21 @@ class Versions:
         """The parameters for one microbatch, in the version that was made so many updates after the first one."""
         return {name: value.clone().requires_grad_() for name, value in self._versions[self.first + version].items()}
 
-    def update(self, gradients: Mapping[str, Tensor | None], step: int) -> None:
-        """Apply the mean over the microbatches seen of gradients that are sums divided by ``every``."""
+    def update(self, gradients: Mapping[str, Tensor | None], step: int) -> bool:
+        """Apply the mean over the microbatches seen of gradients that are sums divided by ``every``; or skip it.
+
+        Returns:
+            Whether they were applied.
+        """
         if self.seen != self._every:
             share = self._every / self.seen
-            gradients = {name: None if each is None else each * share for name, each in gradients.items()}
-        self._recipe.apply(gradients, self.parameters, self.optimizer, self.latest,
-                           self._recipe.factor(step) * self._rate)
+            gradients = {name: None if each is None else each.to(self.parameters[name].dtype) * share
+                         for name, each in gradients.items()}
+        made = self._recipe.apply(gradients, self.parameters, self.optimizer, self.latest,
+                                  self._recipe.factor(step) * self._rate, self.scale, self.overflow)
         self._versions.append(self._now())
-        self.seen = 0
+        self.seen, self.overflow = 0, False
+        return not made.skipped
 
     def _now(self) -> dict[str, Tensor]:
-        return {name: p.detach().clone() for name, p in self.parameters.items()}
+        return {name: self._recipe.arithmetic.weight(p.detach()).clone() for name, p in self.parameters.items()}

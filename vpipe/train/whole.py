@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from vpipe.model.layer import Model, set_parameter, split_target
 from vpipe.model.split import split
+from vpipe.train.arithmetic import FP32, Arithmetic
 
 
 class Whole:
@@ -19,23 +20,30 @@ class Whole:
         seed: of the initial weights.
         partition: layers per stage.
         widths: replicas per stage.
+        arithmetic: whether layers are rounded.
 
     Attributes:
         layers: modules, in order.
         parameters: trainable ones by ``"<layer>.<parameter>"``, tied ones once, under the first name.
+        masters: what an optimizer steps; the parameters themselves, or, where these are rounded, unrounded ones.
         owners: the far sides of ties, in the order of the stages -> the parameter. All uses of a weight in a stage
             that borrows it are one value, called ``"<parameter>@<stage>"``.
         stage_of: parameters and sides -> their stage.
         names: per layer, its own names of parameters -> what each goes by: a side's name, or the parameter's.
     """
 
-    def __init__(self, model: Model, seed: int, partition: Sequence[int], widths: Sequence[int]) -> None:
+    def __init__(self, model: Model, seed: int, partition: Sequence[int], widths: Sequence[int],
+                 arithmetic: Arithmetic = FP32) -> None:
         self._model, self._modules, self.widths = model, model.materialize(seed), tuple(widths)
         self.layers = [self._modules[layer.name] for layer in model.layers]
         specs = split(model, partition)
         assert len(specs) == len(widths), "one width per stage"
         self._stage = [spec.index for spec in specs for _ in spec.layers]
         self.parameters = self._named()
+        self.masters = self.parameters if not arithmetic.pure else {
+            name: nn.Parameter(p.detach().clone()) for name, p in self.parameters.items()}
+        self._kinds = {name: value.dtype for name, value in self._held().items()}
+        arithmetic.round(self.layers)
         sides = {own: f"{target}@{spec.index}" for spec in specs for own, (_, target) in spec.borrowed.items()}
         self.owners = {side: side.rpartition("@")[0] for side in sides.values()}
         self.stage_of = {name: self._stage[model.index(split_target(name, model.layers)[0])]
@@ -51,6 +59,10 @@ class Whole:
         buffers of gets the first one's."""
         if not tensors:
             return
+        if self.masters is not self.parameters:
+            with torch.no_grad():
+                for name, master in self.masters.items():
+                    master.copy_(tensors[f"model.{name}"])
         for layer, module, others in zip(self._model.layers, self.layers, self._buffers, strict=True):
             prefix = f"model.{layer.name}."
             module.load_state_dict({name.removeprefix(prefix): value for name, value in tensors.items()
@@ -69,8 +81,15 @@ class Whole:
         return tensors
 
     def of_stage(self, stage: int) -> dict[str, nn.Parameter]:
-        """The parameters that a stage owns."""
-        return {name: p for name, p in self.parameters.items() if self.stage_of[name] == stage}
+        """What the optimizer of a stage steps."""
+        return {name: p for name, p in self.masters.items() if self.stage_of[name] == stage}
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Make the parameters what the masters are, rounded where the layers are."""
+        if self.masters is not self.parameters:
+            for name, parameter in self.parameters.items():
+                parameter.copy_(self.masters[name])
 
     def split_sides(self) -> dict[str, nn.Parameter]:
         """Put a parameter of its own into the layers for every side of a tie, so that it gets a gradient of its own."""
@@ -89,8 +108,13 @@ class Whole:
         self._turn(microbatch)
 
     def state(self) -> dict[str, Tensor]:
-        """Parameters and buffers as ``Pipeline.state_dict`` names them; buffers are replica 0's."""
-        return {f"{layer.name}.{name}": value.detach().clone() for layer in self._model.layers
+        """Parameters, unrounded, and buffers as ``Pipeline.state_dict`` names them, of the kind they had before they
+        were rounded; buffers are replica 0's."""
+        return {name: self.masters.get(name, value).detach().to(self._kinds[name], copy=True)
+                for name, value in self._held().items()}
+
+    def _held(self) -> dict[str, Tensor]:
+        return {f"{layer.name}.{name}": value for layer in self._model.layers
                 for name, value in self._modules[layer.name].state_dict().items() if name not in layer.ties}
 
     @torch.no_grad()

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vpipe.plan.held import Held
+from vpipe.plan.memory import step_working
 from vpipe.plan.profile import Profile
 from vpipe.plan.solve.sets import START, Choices, End, Fan, best_sets, extended, fitting_set, opened, positions, turn
 
@@ -236,7 +237,7 @@ class Spans:
         kept, and with everything dropped."""
         done = len(self._known)
         if done < len(self._nodes):
-            rows = [(node.optimizer + node.working, node.weights + sum(node.borrowed.values()), node.halves,
+            rows = [(node.optimizer + self._working(node), node.weights + sum(node.borrowed.values()), node.halves,
                      sum(self.profile.fields[name] for name in node.fields), node.keeping[1], node.dropping[1])
                     for node in self._nodes[done:]]
             self._known = np.concatenate([self._known, np.array(rows, float)])
@@ -245,8 +246,11 @@ class Spans:
     def _rest(self, node: _Node, hold: Hold) -> int:
         """Everything that is there whatever is recomputed."""
         weights = node.weights + sum(node.borrowed.values())
-        return ((hold.versions + 1) * weights + node.optimizer + node.working + hold.weight_halves * node.halves
+        return ((hold.versions + 1) * weights + node.optimizer + self._working(node) + hold.weight_halves * node.halves
                 + sum(self.profile.fields[name] for name in node.fields) * hold.in_flight)
+
+    def _working(self, node: _Node) -> int:
+        return max(node.working, step_working(self.profile, node.weights))
 
     def _fan(self, number: int) -> Fan:
         chain = []

@@ -16,7 +16,7 @@ from vpipe.errors import CheckError, UserError, counted
 from vpipe.schedules.action import RETURNS, Action, Op
 from vpipe.schedules.facts import rank_facts
 from vpipe.schedules.order import Schedule, build
-from vpipe.schedules.registry import Limits, recipe_named, schedule_names
+from vpipe.schedules.registry import Limits, recipe_if_any, schedule_names
 from vpipe.schedules.searching.greedy import HAIR, ROUNDING, First, Rules, Turn, Work, greedy
 from vpipe.schedules.simulation.costs import Costs, Number
 from vpipe.schedules.simulation.simulate import simulate
@@ -159,8 +159,8 @@ class _Problem:
 
     def _hand_made(self) -> Iterator[Schedule]:
         for name in schedule_names():
-            recipe = recipe_named(name)
-            if recipe.flush and recipe.search is None:
+            recipe = recipe_if_any(name)
+            if recipe is not None and recipe.flush and recipe.search is None:
                 try:
                     yield build(name, self._placement, self._microbatches)
                 except UserError:

@@ -1,0 +1,177 @@
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_jsonl import write
+from tokenizers import Tokenizer, models
+
+from vpipe.data import code_search_net as data_set
+from vpipe.data.code_search_net import code_search_net
+from vpipe.data.corpus import Corpus, Document
+from vpipe.data.dataset import Dataset, DatasetSettings, Tokenized
+from vpipe.data.functions import machine_functions
+from vpipe.data.text import text
+from vpipe.data.token_cache import prepare_tokens
+from vpipe.errors import UserError
+
+READS = ("input_ids", "labels")
+WORDS = ("river", "stone", "winter", "signal", "copper", "engine")
+
+
+def function(number: int) -> str:
+    return f"def {WORDS[number % 6]}_{number}(x):\n    return {WORDS[number // 6 % 6]}(x) + {number}\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path / "code" / "train.jsonl.gz", *[{"code": function(n), "language": "python"} for n in range(60)])
+    write(tmp_path / "code" / "test.jsonl", *[{"code": function(n), "language": "python"} for n in range(60, 70)])
+    write(tmp_path / "code" / "valid.jsonl", {"code": "def left_out(): ...", "language": "python"})
+    return tmp_path / "code"
+
+
+@pytest.fixture
+def settings(folder: Path, tmp_path: Path) -> DatasetSettings:
+    return DatasetSettings(folder, sequence_length=16, vocab_size=300, cache_directory=tmp_path / "cache",
+                           fields=READS)
+
+
+def corpus(*documents: Document) -> Corpus:
+    return Corpus("the texts", {"numbers": len(documents)}, lambda: documents)
+
+
+def test_documents_lie_behind_each_other_each_with_its_end(settings: DatasetSettings, tmp_path: Path) -> None:
+    dataset = code_search_net(settings)
+    assert isinstance(dataset, Dataset)
+    assert isinstance(dataset, Tokenized)
+    assert dataset.vocab_size == 300
+    path = dataset.tokenizer_path
+    assert path is not None
+    tokenizer = Tokenizer.from_file(str(path))
+    manifest = json.loads((path.parent / "manifest.json").read_text())
+    assert manifest["languages"] == {"python": 71}
+    assert manifest["counts"]["left_out_documents"] == 1
+    assert manifest["dtype"] == "uint16"
+    whole = np.fromfile(path.parent / "test.bin", np.uint16)
+    assert len(whole) == manifest["counts"]["test_tokens"]
+    ends = np.flatnonzero(whole == tokenizer.token_to_id("<|endoftext|>"))
+    starts = [0, *(ends + 1)]
+    assert starts.pop() == len(whole)
+    assert [tokenizer.decode(whole[start:end]) for start, end in zip(starts, ends, strict=True)] == [
+        function(number) for number in range(60, 70)]
+    rows = torch.cat([batch["input_ids"] for batch in dataset.batches("test", 1, seed=0)]).flatten()
+    assert rows.tolist() == whole[:len(rows)].tolist()
+    assert len(whole) - len(rows) <= 16
+
+
+def test_what_was_made_is_found_again_for_any_length(settings: DatasetSettings, tmp_path: Path) -> None:
+    path = code_search_net(settings).tokenizer_path
+    assert path is not None
+    written = path.stat().st_mtime_ns
+    longer = code_search_net(replace(settings, sequence_length=-1, samples=2, seed=5))
+    assert (longer.tokenizer_path, path.stat().st_mtime_ns) == (path, written)
+    assert (longer.sequence_length, longer.samples("train")) == (128, 2)
+    assert code_search_net(replace(settings, vocab_size=-1)).tokenizer_path != path
+    elsewhere = code_search_net(replace(settings, cache_directory=tmp_path / "elsewhere")).tokenizer_path
+    assert elsewhere is not None
+    assert all((path.parent / name).read_bytes() == (elsewhere.parent / name).read_bytes()
+               for name in ("manifest.json", "tokenizer.json", "train.bin", "test.bin"))
+
+
+def test_other_files_or_a_damaged_folder_are_tokenized_anew(settings: DatasetSettings, folder: Path,
+                                                            capsys: pytest.CaptureFixture[str]) -> None:
+    path = code_search_net(settings).tokenizer_path
+    assert path is not None
+    good = (path.parent / "test.bin").read_bytes()
+    (path.parent / "test.bin").write_bytes(good[:-2])
+    assert code_search_net(settings).tokenizer_path == path
+    assert (path.parent / "test.bin").read_bytes() == good
+    assert "vpipe: prepared data is built again: test.bin has" in capsys.readouterr().err
+    write(folder / "more.jsonl", {"code": "def more(): ..."})
+    assert code_search_net(settings).tokenizer_path != path
+
+
+def test_the_tokenizer_is_trained_on_what_is_trained_on(tmp_path: Path) -> None:
+    documents = [Document("stone stone stone", "train"), Document("river river river", "test")]
+    words = Tokenizer.from_file(str(prepare_tokens(corpus(*documents), 280, None, tmp_path).tokenizer_path)).get_vocab()
+    assert "stone" in words
+    assert not any("riv" in word for word in words)
+
+
+def test_the_vocabulary_is_the_tokenizers(settings: DatasetSettings, tmp_path: Path) -> None:
+    dataset = code_search_net(replace(settings, vocab_size=-1))
+    path = dataset.tokenizer_path
+    assert path is not None
+    words = Tokenizer.from_file(str(path)).get_vocab_size()
+    assert 257 < words < 1000
+    assert dataset.vocab_size == -(-words // 8) * 8
+    assert code_search_net(replace(settings, vocab_size=3000)).vocab_size == 3000
+    given = replace(settings, tokenizer=path, vocab_size=-1)
+    assert code_search_net(given).vocab_size == dataset.vocab_size
+    with pytest.raises(UserError, match=f"vocab_size is 270, but the tokenizer has {words} tokens"):
+        code_search_net(replace(given, vocab_size=270))
+
+
+def test_a_large_vocabulary_takes_wider_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    for largest, dtype in ((65535, np.uint16), (65536, np.uint32)):
+        Tokenizer(models.WordLevel({"the": 1, "</s>": largest}, unk_token="the")).save(str(path))  # with a gap
+        cache = prepare_tokens(corpus(Document("the", "train"), Document("the", "test")), -1, path, tmp_path)
+        assert cache.tokens("train").tolist() == [1, largest]
+        assert cache.tokens("test").dtype == dtype
+        assert cache.vocab_size == -(-(largest + 1) // 8) * 8
+
+
+def test_a_text_that_spells_the_end_is_text(tmp_path: Path) -> None:
+    documents = [Document("a <|endoftext|> b", "train"), Document("c", "test")]
+    cache = prepare_tokens(corpus(*documents), -1, None, tmp_path)
+    assert cache.tokens("train").tolist().count(0) == 1
+    assert cache.tokens("train")[-1] == 0
+
+
+def test_nothing_is_left_of_data_at_fault(settings: DatasetSettings, folder: Path, tmp_path: Path) -> None:
+    write(folder / "more.jsonl", "{")
+    with pytest.raises(UserError) as caught:
+        code_search_net(settings)
+    assert caught.value.problems[0].where == f"{folder / 'more.jsonl'}:1"
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+def test_plain_text_is_for_either_model(text_folder: Path, tmp_path: Path) -> None:
+    settings = DatasetSettings(text_folder, sequence_length=32, vocab_size=300, cache_directory=tmp_path / "cache")
+    bert, gpt = text(settings), text(replace(settings, fields=READS))
+    assert "masked_lm_ids" in bert.fields
+    assert list(gpt.fields) == list(READS)
+    assert isinstance(gpt, Tokenized)
+    assert gpt.tokenizer_path is not None
+    counts = json.loads((gpt.tokenizer_path.parent / "manifest.json").read_text())["counts"]
+    assert (counts["documents"], counts["test_documents"]) == (40, 2)
+    tokens = [row for batch in gpt.batches("test", 1, seed=0) for row in batch["input_ids"].flatten().tolist()]
+    shown = Tokenizer.from_file(str(gpt.tokenizer_path)).decode(tokens, skip_special_tokens=False)
+    lines = {line for path in text_folder.iterdir() for line in path.read_text().splitlines()}
+    assert shown.splitlines()[0] in lines  # lines stay as they are
+
+
+def test_without_a_path_functions_are_gathered_here(settings: DatasetSettings,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    def few(cache_directory: Path | None) -> object:
+        return machine_functions(cache_directory, ("json", "argparse"))
+
+    monkeypatch.setattr(data_set, "machine_functions", few)
+    dataset = code_search_net(replace(settings, path=None))
+    assert dataset.samples("train") > 10
+    assert dataset.samples("test") > 1
+
+
+def test_no_process_reads_what_another_prepared(settings: DatasetSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    code_search_net(settings)
+
+    def never(*arguments: object) -> Iterator[Document]:
+        raise AssertionError
+
+    monkeypatch.setattr(data_set, "read_functions", never)
+    assert code_search_net(settings).samples("train") > 10

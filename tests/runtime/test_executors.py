@@ -1,0 +1,252 @@
+"""Executors change how actions are carried out, never what they compute."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import executor_jobs
+import jobs
+import pytest
+import torch
+from jobs import AdamW, pipeline
+from models import WIDTH, norm_model, rich_batches, rich_model
+from torch import Tensor, nn
+from world import World
+
+from vpipe import Layer, Model, Pipeline
+from vpipe.errors import RunError, UserError
+from vpipe.runtime.executor import EXECUTORS
+from vpipe.runtime.threaded import ThreadedWorker, _add_up
+from vpipe.runtime.weights import Weights
+from vpipe.schedules.action import Action, Op
+
+EVEN = [2, 2, 2, 2]
+RUNS: Mapping[str, Mapping[str, Any]] = {
+    "ties-dropout-recompute-clip": {"model": "rich", "partition": EVEN, "recompute": 0.5, "grad_clip": 0.5,
+                                    "evaluate_after": [1], "lengths": [6, 9]},
+    "one-stage": {"model": "rich", "partition": [8], "recompute": [[2, 3, 6]]},
+    "replicas": {"model": "untied", "partition": [2, 2, 4], "placement": [[0, 1], [2], [3, 4]], "grad_clip": 0.5},
+    "running-statistics": {"model": "norm", "stages": 2}}
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_all_executors_give_the_same_bits(run: Mapping[str, Any]) -> None:
+    expected, *others = (jobs.train(schedule="gpipe", microbatches=4, batches=2, executor=executor, **run)
+                         for executor in EXECUTORS)
+    assert others == [expected] * 2
+
+
+def test_all_executors_give_the_same_bits_over_gloo(world: World) -> None:
+    """Where the threads of a rank and its transfers go on at one time; a stage has two replicas."""
+    run: dict[str, Any] = {
+        "model": "rich", "schedule": "gpipe", "microbatches": 4, "batches": 2, "partition": [2, 2, 4],
+        "placement": [[0], [1, 2], [3]], "recompute": [1.0, 0.5, 0.0], "grad_clip": 0.5, "evaluate_after": [0]}
+    expected = jobs.train(**run)
+    for executor in ("naive", "async_threaded"):
+        assert world.run(jobs.train, executor=executor, **run) == [expected] * 4, executor
+
+
+def test_naive_streams_over_gloo_as_in_one_process(world: World) -> None:
+    run: dict[str, Any] = {"model": "rich", "schedule": "pipedream", "microbatches": 4, "partition": EVEN,
+                           "executor": "naive", "batches": 2, "lengths": [6, 9]}
+    assert world.run(jobs.train, **run) == [jobs.train(**{**run, "executor": "overlapped"})] * 4
+
+
+def test_naive_leaves_no_send_behind(world: World) -> None:
+    assert world.run(executor_jobs.most_behind, executor="naive", schedule="1f1b") == [0] * 4
+    assert max(world.run(executor_jobs.most_behind, executor="overlapped", schedule="1f1b")) > 0
+
+
+@pytest.mark.parametrize("announce", [False, True])
+def test_to_settle_is_to_wait_until_the_receiver_is_ready_unless_it_must_learn_first(world: World,
+                                                                                   announce: bool) -> None:
+    assert world.run(executor_jobs.settles, announce=announce)[0] is not announce
+
+
+# -- async_threaded ------------------------------------------------------------------------------------------
+
+
+class Told(torch.autograd.Function):
+    """Tells in which thread its forward and its backward run."""
+
+    threads: ClassVar[list[tuple[str, int]]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        Told.threads.append(("F", threading.get_ident()))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        Told.threads.append(("B", threading.get_ident()))
+        return gradients[0]
+
+
+class Tells(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Told.apply(self.linear(x))  # type: ignore[no-any-return,no-untyped-call]
+
+
+class Loss(nn.Module):
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return (x - target).square().mean()
+
+
+def told_model() -> Model:
+    return Model([Layer("tells", Tells, ("x",), ("h",)), Layer("loss", Loss, ("h", "target"), ("loss",))],
+                 batch=("x", "target"))
+
+
+def batch(samples: int = 8) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(1)
+    return {name: torch.randn(samples, WIDTH, generator=random) for name in ("x", "target")}
+
+
+def out_of_turn(pipe: Pipeline) -> Pipeline:
+    """Threads go on as in a process of its own."""
+    for worker in pipe.engine.workers.values():
+        assert isinstance(worker, ThreadedWorker)
+        worker._in_turn = False
+    return pipe
+
+
+def test_forwards_have_threads_of_their_own_and_autograd_the_callers() -> None:
+    Told.threads.clear()
+    pipe = out_of_turn(pipeline(told_model(), stages=1, schedule="gpipe", microbatches=4, executor="async_threaded"))
+    list(pipe.train([batch(), batch()]))
+    forwards = [thread for op, thread in Told.threads if op == "F"]
+    assert forwards[:4] == forwards[4:], "a microbatch's thread is that of the batch before"
+    assert len(set(forwards)) == 4
+    assert threading.get_ident() not in forwards
+    assert {thread for op, thread in Told.threads if op == "B"} == {threading.get_ident()}
+    usage = pipe.engine.workers[0].usage(0)
+    assert usage.forward_s > 0
+    assert usage.communication_s == 0
+
+
+def test_threads_of_one_rank_give_the_same_bits_when_they_go_on_at_one_time() -> None:
+    states, losses = [], []
+    for model in (rich_model, norm_model):
+        for executor in ("overlapped", "async_threaded"):
+            pipe = pipeline(model(), stages=1, schedule="gpipe", microbatches=8, executor=executor)
+            if executor == "async_threaded":
+                out_of_turn(pipe)
+            losses.append([step.loss for step in pipe.train(rich_batches(3, 16))])
+            states.append(jobs.fingerprint(pipe.state_dict()))
+    assert losses[0] == losses[1]
+    assert losses[2] == losses[3]
+    assert states[0] == states[1]
+    assert states[2] == states[3]
+
+
+class Raises(nn.Module):
+    """Of four forwards the third is wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 3:
+            raise IndexError("the third is wrong")
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_a_failure_in_a_thread_is_named_as_any(in_turn: bool) -> None:
+    model = Model([Layer("raises", Raises, ("x",), ("h",)), Layer("loss", Loss, ("h", "target"), ("loss",))],
+                  batch=("x", "target"))
+    pipe = pipeline(model, stages=1, schedule="gpipe", microbatches=4, executor="async_threaded")
+    if not in_turn:
+        out_of_turn(pipe)
+    with pytest.raises(RunError) as caught:
+        list(pipe.train([batch()]))
+    assert str(caught.value) == ("error: IndexError: the third is wrong (rank 0, stage 0, action 0F2)\n"
+                                 "hint: the log of the rank has the traceback")
+    assert pipe.engine.local_stages[0].modules[0].calls == 3, "what came behind it did not run"
+
+
+def test_a_failure_in_a_thread_is_told_to_all_ranks(pair: World) -> None:
+    pair.begin(executor_jobs.layer_raises, executor="async_threaded")
+    kind, error = pair.outcome(1, 30)
+    assert (kind, error["type"]) == ("error", "RunError")
+    assert error["text"].startswith("error: IndexError: Target 10000 is out of bounds. (rank 1, stage 1, action 1F1)")
+    kind, told = pair.outcome(0, 10)
+    assert (kind, told["type"]) == ("error", "RunError")
+    assert told["text"].startswith("error: rank 1 (stage 1) failed: IndexError: Target 10000 is out of bounds. (action "
+                                   "1F1); rank 0 (stage 0) was ")
+
+
+def test_gradients_are_added_in_the_order_of_the_microbatches() -> None:
+    """1 is lost beside 1e8, unless the two large ones have met before."""
+    weights = Weights({"w": nn.Parameter(torch.zeros(1)), "v": nn.Parameter(torch.zeros(1))}, {"w": [], "v": []})
+    w = [torch.tensor([value]) for value in (1e8, 1.0, -1e8)]
+    v = [None, torch.tensor([2.0]), torch.tensor([3.0])]
+    _add_up([weights], {number: [[w[number], v[number]]] for number in (2, 1, 0)})
+    assert weights.gradients == [torch.tensor([0.0]), torch.tensor([5.0])]
+
+
+def test_the_turned_program_is_what_runs() -> None:
+    pipe = pipeline(rich_model(), stages=2, schedule="gpipe", microbatches=3, executor="async_threaded")
+    done: list[Action] = []
+    for worker in pipe.engine.workers.values():
+        execute = worker.execute
+        worker.execute = lambda action, execute=execute: (done.append(action), execute(action))  # type: ignore
+    list(pipe.train(rich_batches(1, 6)))
+    for stage in (0, 1):
+        assert [action.microbatch for action in done if (action.op, action.stage) == (Op.BACKWARD, stage)] == [2, 1, 0]
+
+
+def test_what_an_executor_cannot_do_is_refused() -> None:
+    def refused(**arguments: Any) -> tuple[str, str]:
+        with pytest.raises(UserError) as caught:
+            Pipeline(rich_model(), stages=2, microbatches=4, optimizer=AdamW(), **arguments)
+        [problem] = caught.value.problems
+        return problem.what, problem.hint
+
+    assert refused(executor="native") == ("no executor is called 'native'", "did you mean 'naive'?")
+    assert refused(executor="async_threaded", schedule="1f1b") == (
+        "the executor is async_threaded, which runs the schedule gpipe alone, but the schedule is 1f1b",
+        "use the schedule gpipe, or the executor overlapped, which runs any")
+    what, hint = refused(executor="async_threaded", schedule="gpipe", compress="int8")
+    assert what.startswith("the executor is async_threaded, under which gradients travel from the last microbatch")
+    assert hint == "switch compress_feedback off, or use the executor overlapped"
+    pipe = pipeline(rich_model(), stages=2, schedule="gpipe", executor="async_threaded")
+    with pytest.raises(UserError, match="there is no timeline of actions"):
+        pipe.engine.record()
+
+
+def test_coded_without_feedback_gives_the_same_bits() -> None:
+    run: dict[str, Any] = {"model": "untied", "stages": 2, "schedule": "gpipe", "microbatches": 4, "batches": 2,
+                           "compress": "int8", "compress_rounding": "stochastic", "compress_feedback": False}
+    assert jobs.train(executor="async_threaded", **run) == jobs.train(**run)
+
+
+# -- on a GPU ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("executor", ["naive", "async_threaded"])
+@pytest.mark.parametrize("apart", [False, True])
+def test_on_a_gpu_executors_give_the_numbers_of_overlapped(executor: str, apart: bool) -> None:
+    """In one process; with streams going on at one time where one rank has all layers."""
+    def run(executor: str) -> tuple[list[float], dict[str, Tensor]]:
+        pipe = pipeline(rich_model(), stages=1 if apart else 2, schedule="gpipe", microbatches=4, executor=executor,
+                        device="cuda", recompute=0.5, grad_clip=0.5)
+        if apart and executor == "async_threaded":
+            out_of_turn(pipe)
+        return [step.loss for step in pipe.train(rich_batches(4, 16))], pipe.state_dict()
+
+    losses, state = run("overlapped")
+    others, other_state = run(executor)
+    assert others == pytest.approx(losses, rel=1e-5)
+    for name, tensor in state.items():
+        torch.testing.assert_close(other_state[name], tensor, rtol=1e-4, atol=1e-5)

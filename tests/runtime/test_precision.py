@@ -1,0 +1,374 @@
+"""What each precision computes, against loops written out by hand; loss scales; halves under autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import test_halves as halves
+import torch
+from models import rich_batches, rich_model
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vpipe import Layer, Model, Pipeline
+from vpipe.errors import UserError
+from vpipe.model.split import split
+from vpipe.runtime import scaling
+from vpipe.runtime.position import Position
+from vpipe.runtime.precision import Precision
+from vpipe.runtime.stage import Stage
+from vpipe.runtime.update import Update
+
+WORDS, WIDTH, SAMPLES = 12, 8, 8
+BF16 = torch.bfloat16
+
+
+class Block(nn.Module):
+    """A residual: ``h [B, S, W] -> [B, S, W]``; its buffer counts, and is no number of autocast's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("third", torch.full((WIDTH,), 1 / 3))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + F.gelu(self.linear(self.norm(h))) * self.third
+
+
+class End(nn.Module):
+    """The loss; ``weight [B]``, fp32, is a field of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, h: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
+        losses = F.cross_entropy(self.scores(h).flatten(0, 1).float(), labels.flatten(), reduction="none")
+        return (losses.view(labels.shape).mean(1) * weight).mean()
+
+
+def model() -> Model:
+    return Model([Layer("words", lambda: nn.Embedding(WORDS, WIDTH), ("ids",)), Layer("a", Block), Layer("b", Block),
+                  Layer("end", End, ("h", "labels", "weight"), ("loss",))], batch=("ids", "labels", "weight"))
+
+
+def batches(count: int) -> list[dict[str, Tensor]]:
+    random = torch.Generator().manual_seed(4)
+    return [{"ids": torch.randint(WORDS, (SAMPLES, 3), generator=random),
+             "labels": torch.randint(WORDS, (SAMPLES, 3), generator=random),
+             "weight": torch.rand(SAMPLES, generator=random)} for _ in range(count)]
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.3, momentum=0.9)
+
+
+def pipeline(precision: str, built: Model | None = None, **arguments: Any) -> Pipeline:
+    return Pipeline(built or model(), precision=precision, **{"optimizer": sgd, "seed": 5, "microbatches": 4,
+                                                              **arguments})
+
+
+class ByHand:
+    """One device, one loop, torch alone."""
+
+    def __init__(self, precision: str, scale: float = 1.0) -> None:
+        self.precision, self.scale = precision, scale
+        self.dtype = torch.float16 if precision == "fp16" else BF16
+        self.layers = [layer.materialize(i, 5) for i, layer in enumerate(model().layers)]
+        parameters = [p for layer in self.layers for p in layer.parameters()]
+        self.masters = parameters
+        if precision == "bf16_pure":
+            self.masters = [nn.Parameter(p.detach().clone()) for p in parameters]
+            for layer in self.layers:
+                layer.to(BF16)
+        self.parameters, self.optimizer = parameters, sgd(self.masters)
+
+    def loss(self, part: Mapping[str, Tensor]) -> Tensor:
+        pure = self.precision == "bf16_pure"
+        last, h = len(self.layers) - 1, part["ids"]
+        for i, layer in enumerate(self.layers):
+            weight = part["weight"].to(BF16) if pure else part["weight"]
+            with torch.autocast("cpu", self.dtype, enabled=not pure):
+                h = layer(h) if i < last else layer(h, part["labels"], weight)
+            h = h.float() if i == last else h.to(self.dtype)
+        return h
+
+    def train(self, data: Sequence[Mapping[str, Tensor]]) -> Iterator[float]:
+        for batch in data:
+            losses = []
+            for m in range(4):
+                loss = self.loss({name: field.chunk(4)[m] for name, field in batch.items()})
+                loss.backward(torch.full_like(loss, self.scale / 4))  # type: ignore[no-untyped-call]
+                losses.append(loss.item())
+            for parameter, master in zip(self.parameters, self.masters, strict=True):
+                assert parameter.grad is not None
+                gradient, parameter.grad = parameter.grad.float() * (1 / self.scale), None
+                master.grad = gradient
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            with torch.no_grad():
+                for parameter, master in zip(self.parameters, self.masters, strict=True):
+                    parameter.copy_(master)
+            yield sum(losses) / 4
+
+
+@pytest.mark.parametrize("arguments", [{"partition": [4]}, {"partition": [1, 2, 1]},
+                                       {"partition": [2, 2], "schedule": "zb_h1", "recompute": 0.5}],
+                         ids=["whole", "three stages", "halves and recompute"])
+@pytest.mark.parametrize("precision", ["bf16", "bf16_pure", "fp16"])
+def test_equals_a_loop_by_hand(precision: str, arguments: dict[str, Any]) -> None:
+    scale = 48.0 if precision == "fp16" else None  # no power of two: unscaling rounds, in one way alone
+    pipe = pipeline(precision, loss_scale=scale, **arguments)
+    by_hand = ByHand(precision, scale or 1.0)
+    assert [step.loss for step in pipe.train(batches(3))] == list(by_hand.train(batches(3)))
+    trained = [value for name, value in pipe.state_dict().items() if not name.endswith("third")]
+    for value, master in zip(trained, by_hand.masters, strict=True):
+        assert value.dtype is torch.float32
+        assert torch.equal(value, master)
+    held_out = batches(1)
+    parts = [{name: field.chunk(4)[m] for name, field in held_out[0].items()} for m in range(4)]
+    with torch.no_grad():
+        assert pipe.evaluate(held_out) == sum(by_hand.loss(part).item() for part in parts) / 4
+
+
+def test_pure_versions_take_half_the_bytes_and_masters_none_of_the_rounding() -> None:
+    pipe = pipeline("bf16_pure", partition=[2, 2])
+    before = {name: value.clone() for name, value in pipe.state_dict().items()}
+    assert torch.equal(before["a.linear.weight"], model().layers[1].materialize(1, 5).get_parameter("linear.weight"))
+    stage = pipe.engine.local_stages[0]
+    assert {p.dtype for module in stage.modules.values() for p in module.parameters()} == {BF16}
+    assert stage.modules[1].get_buffer("third").dtype is BF16
+    assert torch.equal(before["a.third"], torch.full((WIDTH,), 1 / 3).to(BF16).float())
+    assert all(v.dtype is torch.float32 for v in pipe.engine.saved().values() if v.is_floating_point())
+    pipe.engine.restore(Position(0, 0, 0), {name: value + (1e-4 if name == "model.a.norm.weight" else 0)
+                                            for name, value in pipe.engine.saved().items()})
+    after = pipe.state_dict()
+    assert torch.equal(after["a.norm.weight"], before["a.norm.weight"] + 1e-4), "bf16 would lose that"
+
+
+def test_between_stages_go_half_the_bytes() -> None:
+    sent = {}
+    for precision in ("fp32", "bf16", "bf16_pure", "fp16"):
+        pipe = pipeline(precision, partition=[2, 2], schedule="pipedream")
+        list(pipe.train(batches(1)))
+        sent[precision] = sum(worker.transport.bytes_sent for worker in pipe.engine.workers.values())
+    gradients = 4 * 4  # a scale for each microbatch
+    assert sent["fp32"] == 2 * sent["bf16"] == 2 * sent["bf16_pure"] == 2 * (sent["fp16"] - gradients)
+
+
+def test_other_numbers_stay() -> None:
+    """A float64 tensor and an integer cross a cut, and a parameter in float64 is a master of its own."""
+
+    class Double(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones((), dtype=torch.float64) / 3)
+
+        def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+            return ids * self.w, ids + 1
+
+    def loss(h: Tensor, n: Tensor) -> Tensor:
+        assert (h.dtype, n.dtype) == (torch.float64, torch.int64)
+        return (h * n).mean()
+
+    class Last(nn.Module):
+        def forward(self, h: Tensor, n: Tensor) -> Tensor:
+            return loss(h, n)
+
+    layers = [Layer("double", Double, ("ids",), ("h", "n")), Layer("last", Last, ("h", "n"), ("loss",))]
+    runs = []
+    for precision in ("fp32", "bf16", "bf16_pure"):
+        pipe = pipeline(precision, Model(layers, ("ids",)), partition=[1, 1], schedule="pipedream")
+        losses = [step.loss for step in pipe.train([{"ids": torch.arange(8)}] * 2)]
+        runs.append((losses, pipe.state_dict()["double.w"].item()))
+    assert runs[0] == runs[1] == runs[2]
+
+
+# -- loss scales -------------------------------------------------------------------------------------------
+
+
+def scales(pipe: Pipeline) -> list[float]:
+    """Of every stage on every rank."""
+    return [worker.update.scaling[stage].value for worker in pipe.engine.workers.values()
+            for stage in worker.stages if worker.update.scaling is not None]
+
+
+def test_an_overflow_anywhere_skips_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaling, "INITIAL_SCALE", 2.0**24)
+    pipe = pipeline("fp16", partition=[1, 2, 1])
+    [data] = batches(1)
+    steps = list(pipe.train([data] * 12))
+    skipped = [step.skipped for step in steps]
+    count = skipped.index(False)
+    assert 2 < count < 10
+    assert skipped == [True] * count + [False] * (12 - count)
+    assert len({step.loss for step in steps[:count + 1]}) == 1, "weights and optimizers are as they were"
+    assert steps[-1].loss < steps[0].loss
+    assert scales(pipe) == [2.0**(24 - count)] * 3
+    fixed = pipeline("fp16", partition=[4], loss_scale=2.0**24)
+    assert all(step.skipped for step in fixed.train([data] * 2))
+    assert scales(fixed) == [2.0**24]
+
+
+def test_a_scale_grows_to_a_limit_and_falls_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaling, "GROWTH_UPDATES", 2)
+    scale = scaling.LossScale(None)
+    seen = []
+    for applied in [True, True, True, False, True, True] + [True] * 40 + [False] * 30:
+        scale.updated(applied)
+        seen.append(scale.value)
+    assert seen[:6] == [65536.0, 131072.0, 131072.0, 65536.0, 65536.0, 131072.0]
+    assert (max(seen), seen[-1], scale.good) == (2.0**24, 1.0, 0)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_without_a_flush_stages_may_differ_in_their_scales(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Powers of two change nothing, as long as nothing is too large or too small; one is changed in the middle."""
+    monkeypatch.setattr(scaling, "INITIAL_SCALE", 2.0**12)
+    runs = []
+    for factors in ((1, 1, 1), (2, 1, 0.25)):
+        pipe = pipeline("fp16", rich_model(tied), partition=[3, 3, 2], schedule="pipedream", update_every=2)
+        for worker, factor in zip(pipe.engine.workers.values(), factors, strict=True):
+            assert worker.update.scaling is not None
+            for stage in worker.stages:
+                worker.update.scaling[stage].value *= factor
+        losses = [step.loss for step in pipe.train(rich_batches(3, 8))]
+        runs.append((losses, pipe.state_dict()))
+        assert scales(pipe) == [2.0**12 * factor for factor in factors]
+    assert runs[0][0] == pytest.approx(runs[1][0], rel=1e-3)
+    fixed = pipeline("fp16", rich_model(tied), partition=[3, 3, 2], schedule="pipedream", update_every=2,
+                     loss_scale=2.0**12)  # which no gradient brings along
+    assert [step.loss for step in fixed.train(rich_batches(3, 8))] == runs[0][0]
+    for name, value in fixed.state_dict().items():
+        assert torch.equal(runs[0][1][name], value)
+        torch.testing.assert_close(runs[1][1][name], value, rtol=2e-2, atol=2e-3)
+
+
+class Steep(nn.Module):
+    """Its own gradient is small; that of its input is ``factor`` times as large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, h: Tensor, factor: Tensor) -> Tensor:
+        return (h.float() * factor[:, None] + self.bias).mean()
+
+
+def steep(count: int) -> tuple[Model, list[dict[str, Tensor]]]:
+    """The microbatches of 2 samples are steep in turn."""
+    data = {"x": torch.full((8, WIDTH), 0.5), "factor": torch.tensor([1024.0, 1024.0, 1.0, 1.0] * 2)}
+    return Model([Layer("front", lambda: nn.Linear(WIDTH, WIDTH), ("x",)),
+                  Layer("steep", Steep, ("h", "factor"), ("loss",))], ("x", "factor")), [data] * count
+
+
+@pytest.mark.parametrize("last", [[1], [1, 2]], ids=["one rank", "replicas"])
+def test_what_overflows_as_it_is_handed_on_lowers_the_scale_of_its_stage(last: list[int]) -> None:
+    """Only replica 0 of the last stage meets steep microbatches; both halve their scales together."""
+    built, data = steep(8)
+    pipe = pipeline("fp16", built, partition=[1, 1], schedule="pipedream", placement=[[0], last])
+    before = pipe.state_dict()["front.weight"]
+    assert {step.skipped for step in pipe.train(data)} >= {True}
+    last_scales = scales(pipe)[1:]
+    assert last_scales == [last_scales[0]] * len(last)
+    assert last_scales[0] * 1024 / 16 < 65504
+    assert not torch.equal(pipe.state_dict()["front.weight"], before), "stages before can train"
+    pipe.engine.all_ranks.check_replicas()
+
+
+def test_scales_go_with_a_checkpoint_into_another_partition() -> None:
+    pipe = pipeline("fp16", partition=[1, 2, 1], schedule="pipedream")
+    for stage, worker in pipe.engine.workers.items():
+        assert worker.update.scaling is not None
+        worker.update.scaling[stage].value, worker.update.scaling[stage].good = 2.0**stage, 7 + stage
+    saved = pipe.engine.saved()
+    assert {name: value.item() for name, value in saved.items() if name.startswith("loss_scale.")} == {
+        "loss_scale.0.value": 1.0, "loss_scale.0.good": 7, "loss_scale.1.value": 2.0, "loss_scale.1.good": 8,
+        "loss_scale.3.value": 4.0, "loss_scale.3.good": 9}
+    for schedule, partition, values in (("pipedream", [2, 2], [1.0, 2.0]), ("pipedream", [1, 1, 2], [1.0, 2.0, 2.0]),
+                                        ("1f1b", [3, 1], [1.0, 1.0])):
+        other = pipeline("fp16", partition=partition, schedule=schedule)
+        other.engine.restore(Position(0, 0, 0), saved)
+        assert scales(other) == values
+    assert [name for name in other.engine.saved() if name.startswith("loss_scale.")] == [
+        "loss_scale.0.value", "loss_scale.0.good"]
+    plain = pipeline("bf16", partition=[4])
+    assert not plain.engine.wants("loss_scale.0.value")
+
+
+def test_reported_norms_are_those_of_the_unscaled_gradients() -> None:
+    norms = []
+    for scale in (256.0, 1024.0):
+        [step] = pipeline("fp16", partition=[2, 2], loss_scale=scale, grad_clip=100.0).train(batches(1))
+        norms.append(step.gradient_norm)
+    [step] = pipeline("fp32", partition=[2, 2], grad_clip=100.0).train(batches(1))
+    assert norms == pytest.approx([step.gradient_norm] * 2, rel=1e-2)
+
+
+# -- halves ------------------------------------------------------------------------------------------------
+
+UNDER_AUTOCAST = ["linear", "linear 2d", "linear not contiguous", "at", "matmul", "mm", "addmm", "einsum", "conv2d",
+                  "embedding", "layer norm", "attention", "encoder", "used three times", "frozen bias", "lstm",
+                  "used in ways that can wait and that cannot", "a bias that another operation uses",
+                  "reentrant checkpoint", "custom autocast"]
+
+
+@pytest.mark.parametrize("name", UNDER_AUTOCAST)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_two_halves_equal_the_whole_under_autocast(name: str, precision: str) -> None:
+    """Parameters that a layer uses several times, too: autocast casts them once, and sums their gradients there."""
+    build = halves.MODULES[{"custom autocast": "autocast"}.get(name, name)]
+    built, dtype = halves.between(Layer("a", build)), Precision(precision).dtype
+
+    def stage() -> Stage:
+        return Stage(built, split(built, [1, 1, 1])[1], seed=1, device=torch.device("cpu"), recomputed=(),
+                     precision=Precision(precision))
+
+    given = [([t.detach().to(dtype).requires_grad_() for t in received], fields)
+             for received, fields in halves.hidden(3)]
+    halves.assert_same(halves.run(stage(), given, True), halves.run(stage(), given, False))
+    outputs, record = (one := stage()).forward(*given[0], (0, 0), one.pin({}), split=True)
+    one.prepare_backward(record.pins)
+    one.backward_input(record, {"h": torch.ones_like(outputs[0])})
+    assert [len(half) for half in record.halves] == [halves.WAITING.get(name, len(record.halves[0]))]
+
+
+# -- what is refused ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("arguments", "what", "hint"), [
+    ({"precision": "fp61"}, "precision is 'fp61'", "did you mean"),
+    ({"precision": "bf16", "loss_scale": 8.0}, "loss_scale is 8.0, but the precision is bf16", "only fp16"),
+    ({"precision": "fp16", "loss_scale": 0}, "loss_scale is 0", "a number above 0"),
+    ({"precision": "fp16", "loss_scale": True}, "loss_scale is True", "a number above 0"),
+    ({"precision": "bf16", "compress": "bf16"}, "compress is bf16, but in precision bf16 tensors between stages",
+     "leave it out"),
+    ({"precision": "fp16", "compress": "int8"}, "compress_feedback is on", "set loss_scale to a number")])
+def test_refusals(arguments: dict[str, Any], what: str, hint: str) -> None:
+    with pytest.raises(UserError, match=what) as caught:
+        pipeline(**{"partition": [2, 2], **arguments})
+    assert hint in str(caught.value)
+
+
+def test_a_stage_that_could_not_know_its_scale_is_refused(tmp_path: Any) -> None:
+    built, _ = steep(1)
+    frozen = Model([built.layers[0], Layer("steep", lambda: Steep().requires_grad_(False), ("h", "factor"), ("loss",))],
+                   built.batch)
+    with pytest.raises(UserError, match="stage 1 trains nothing, so its 2 replicas"):
+        pipeline("fp16", frozen, partition=[1, 1], schedule="pipedream", placement=[[0], [1, 2]])
+    file = tmp_path / "split.csv"
+    file.write_text("0F0,0I0,0W0,0STEP0,0F1,0I1,0W1,0STEP1\n1F0,1I0,1W0,1STEP0,1F1,1I1,1W1,1STEP1\n")
+    with pytest.raises(UserError, match="no flush and backwards in two halves"):
+        pipeline("fp16", built, partition=[1, 1], schedule=str(file), microbatches=2)
+    pipeline("fp16", built, partition=[1, 1], schedule=str(file), microbatches=2, loss_scale=64.0)
+
+
+def test_fp32_knows_nothing_of_it() -> None:
+    pipe = pipeline("fp32", partition=[2, 2])
+    update: Update = pipe.engine.workers[0].update
+    assert update.scaling is None
+    assert not update.global_norm
+    assert all(master.data_ptr() == leaf.data_ptr() for stage in pipe.engine.local_stages for master, leaf in
+               zip(stage.weights.masters.values(), stage.weights.leaves(), strict=True))

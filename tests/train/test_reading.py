@@ -1,0 +1,61 @@
+"""Batches that a thread prepares ahead: the same run, to its end, its error or its checkpoint."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from threading import enumerate as threads
+from typing import Any
+
+import pytest
+from attempts import begin, go_on
+from small_run import job_of, losses, metrics
+
+from vpipe.errors import RunError, UserError
+from vpipe.train.job import Job
+from vpipe.train.loop import train
+
+GPT: dict[str, Any] = {"model__name": "gpt", "model__preset": None, "model__num_layers": 1, "model__num_heads": 2,
+                       "model__vocab_size": -1, "training__evaluation_batches": 1}
+
+
+def check_thread_ended() -> None:
+    assert "vpipe-batches" not in [thread.name for thread in threads()]
+
+
+def run(folder: Path, **changes: Any) -> list[float]:
+    """The losses, the last of an evaluation."""
+    folder.mkdir()
+    train(job_of(folder, **GPT, **changes), folder)
+    check_thread_ended()
+    return [*losses(folder), metrics(folder)[1][-1]["evaluation_loss"]]
+
+
+@pytest.mark.parametrize("changes", [{}, {"parallel__schedule": "pipedream", "training__evaluate_every": 3}])
+def test_the_numbers_are_those_without_the_thread(tmp_path: Path, changes: dict[str, Any]) -> None:
+    assert run(tmp_path / "with", dataset__num_workers=3, **changes) == run(tmp_path / "without", **changes)
+
+
+def test_a_run_goes_on_with_the_batch_that_is_due(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", training__max_steps=4)
+    begun = begin(tmp_path, **GPT, dataset__num_workers=3, training__max_steps=2, checkpoint__at_end=True)
+    go_on(begun, "training.max_steps=4")
+    assert [*losses(begun), metrics(begun)[1][-1]["evaluation_loss"]] == whole
+
+
+def test_a_batch_that_cannot_be_read_has_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(tmp_path, **GPT, parallel__model_parallel_size=1, dataset__num_workers=4)
+    batches = list(islice(job.training_batches(job.model.batch), 2))
+
+    def gone(self: Job, fields: tuple[str, ...]) -> Any:
+        yield from batches
+        raise UserError("the shard a.hdf5 is missing", hint="copy it again", where="data/a.hdf5")
+
+    monkeypatch.setattr(Job, "training_batches", gone)
+    with pytest.raises(RunError) as caught:
+        train(job, tmp_path)
+    assert str(caught.value) == (
+        "error: the shard a.hdf5 is missing (data/a.hdf5) (rank 0, stage 0, action reading batch 2)\n"
+        "hint: copy it again")
+    assert len(losses(tmp_path)) == 2
+    check_thread_ended()

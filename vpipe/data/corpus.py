@@ -1,0 +1,97 @@
+"""Texts for a language model, and which of them are held out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from vpipe.data.dataset import Split
+from vpipe.data.progress import progress
+from vpipe.errors import UserError, counted
+
+Part = Literal["train", "valid", "test"]
+PARTS: Mapping[str, Part] = {"train": "train", "training": "train", "test": "test", "testing": "test",
+                             "valid": "valid", "validation": "valid", "val": "valid", "dev": "valid"}
+"""What a part of a corpus is called by those who publish them."""
+_HELD_OUT = 20  # one document in so many, where nothing says which
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text; ``part``: where its publisher put it, None where nothing says so; ``language``: of a program."""
+
+    text: str
+    part: Part | None = None
+    language: str = ""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents that can be read again and again, in the same order.
+
+    Attributes:
+        name: for messages.
+        facts: all that decides the documents; another corpus has other ones.
+        read: the documents, as they are read. Raises UserError for what cannot be.
+    """
+
+    name: str
+    facts: Mapping[str, Any]
+    read: Callable[[], Iterable[Document]]
+
+
+@dataclass(frozen=True)
+class Divided:
+    """A corpus whose documents are divided into what is trained on and what is held out.
+
+    Training takes what is marked ``train`` or not marked. Held out is what is marked ``test``; without that, ``valid``;
+    without either, the twentieth of the training documents (one at least) whose text has the smallest SHA-256.
+    So the choice depends on the texts alone, and equal texts are on one side.
+    """
+
+    corpus: Corpus
+    held_out: Part | None
+    border: int  # digests up to here are held out
+    counts: dict[str, int]
+    languages: dict[str, int]
+
+    @classmethod
+    def of(cls, corpus: Corpus) -> Divided:
+        """Read all of it once. Raises UserError when nothing is left to train on, or to hold out."""
+        marked: Counter[Part | None] = Counter()
+        languages: Counter[str] = Counter()
+        digests, characters = set(), 0
+        for document in progress(corpus.read(), "reading documents", unit="document"):
+            marked[document.part] += 1
+            characters += len(document.text)
+            if document.language:
+                languages[document.language] += 1
+            if document.part in (None, "train"):
+                digests.add(_digest(document.text))
+        named: list[Part] = [part for part in ("test", "valid") if marked[part]]
+        fewest = 1 if named else 2
+        if len(digests) < fewest:
+            parts = ", ".join(f"{marked[part]} marked {part}" for part in ("train", "valid", "test"))
+            raise UserError(f"{corpus.name}: {counted(len(digests), 'different document')} to train on ({parts}, "
+                            f"{marked[None]} not marked), of the {fewest} that are needed", hint="add documents")
+        border = -1 if named else sorted(digests)[max(1, len(digests) // _HELD_OUT) - 1]
+        counts = {"documents": marked.total(), "characters": characters,
+                  "left_out_documents": sum(marked[part] for part in named[1:])}
+        return cls(corpus, named[0] if named else None, border, counts, dict(sorted(languages.items())))
+
+    def split_of(self, document: Document) -> Split | None:
+        """Where a document belongs; None: it is left out."""
+        if document.part in (None, "train"):
+            return "test" if self.held_out is None and _digest(document.text) <= self.border else "train"
+        return "test" if document.part == self.held_out else None
+
+    def texts(self, split: Split) -> Iterator[str]:
+        """The texts of a split, in their order."""
+        return (document.text for document in self.corpus.read() if self.split_of(document) == split)
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")

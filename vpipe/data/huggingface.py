@@ -1,0 +1,78 @@
+"""The data set ``huggingface``: a folder that ``save_to_disk`` of the package ``datasets`` wrote, for a language model.
+
+That package is large, so vpipe does not bring it along; where it is missing, a folder that was tokenized before can
+still be opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from vpipe.data.corpus import PARTS, Corpus, Document
+from vpipe.data.dataset import DatasetSettings
+from vpipe.data.jsonl import CODE
+from vpipe.data.prepared import states
+from vpipe.data.registry import register_dataset
+from vpipe.data.token_arrays import TokenArrays
+from vpipe.data.token_cache import token_dataset
+from vpipe.errors import UserError
+
+_COLUMNS = ("text", "content", *CODE)
+_MARKS = ("dataset_dict.json", "dataset_info.json")
+
+
+@register_dataset("huggingface")
+def huggingface(settings: DatasetSettings) -> TokenArrays:
+    """The texts of a folder: the column ``text``, ``content``, ``func_code_string`` or ``code`` of every row.
+
+    Splits called train, validation and test are divided as :class:`~vpipe.data.corpus.Divided` says. Raises
+    :class:`UserError` for a folder that is none, or has other splits or columns, and where ``datasets`` is needed but
+    missing.
+    """
+    path = settings.path
+    if path is None:
+        raise UserError("the data set 'huggingface' has no path",
+                        hint="name the folder that save_to_disk wrote as dataset.path")
+    if not any((path / mark).is_file() for mark in _MARKS):
+        raise UserError(f"{path} is no folder that save_to_disk wrote (no {' or '.join(_MARKS)} in it)",
+                        hint="load the data set with the package datasets, and save it with save_to_disk(FOLDER)")
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    return token_dataset(Corpus(str(path), {"huggingface": states(files, path)}, partial(_read, path)), settings)
+
+
+def _read(path: Path) -> Iterator[Document]:
+    for name, rows in _splits(path).items():
+        if name and name not in PARTS:
+            raise UserError(f"the data set in {path} has a split '{name}'; known are {', '.join(PARTS)}",
+                            hint="save what is to be trained on and held out under those names", where=str(path))
+        column = next((column for column in _COLUMNS if column in rows.column_names), None)
+        if column is None:
+            raise UserError(f"the data set in {path} has no column of texts (its columns: "
+                            f"{', '.join(rows.column_names)})", hint=f"call it one of {', '.join(_COLUMNS)}",
+                            where=str(path))
+        for number, row in enumerate(rows.select_columns([column])):
+            text = row[column]
+            if not isinstance(text, str):
+                raise UserError(f"row {number} of the column '{column}' is a {type(text).__name__}, not a text",
+                                hint="remove rows without a text", where=str(path))
+            if text.strip():
+                yield Document(text, PARTS.get(name))
+
+
+def _splits(path: Path) -> dict[str, Any]:
+    """Rows by the name of their split; a folder of a single one has no names."""
+    try:
+        load_from_disk: Callable[[str], Any] = import_module("datasets").load_from_disk
+    except ImportError as error:
+        raise UserError(f"reading {path} needs the package datasets, which cannot be imported: {error}",
+                        hint="install it: pip install datasets") from error
+    try:
+        loaded = load_from_disk(str(path))
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"the package datasets cannot read {path}: {error}",
+                        hint="save the data set again, with this version of the package") from error
+    return dict(loaded) if isinstance(loaded, dict) else {"": loaded}

@@ -1,0 +1,159 @@
+"""Functions in the public CodeSearchNet layout: files with a JSON object per line, gzipped or not.
+
+    {"code": "def f(): ...", "docstring": "...", "language": "python", "partition": "train", ...}
+
+The code is ``func_code_string``, ``code`` or ``whole_func_string``, the documentation ``func_documentation_string``
+or ``docstring``; where a line belongs say ``partition``, ``split`` or ``split_name``, or else the name of its file
+or of a folder above it. Other keys are not looked at, other files (the layout has pickles) not opened.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vpipe.data.corpus import PARTS, Document, Part
+from vpipe.errors import Problem, UserError
+
+SUFFIXES = (".jsonl", ".jsonl.gz")
+CODE = ("func_code_string", "code", "whole_func_string")
+DOCUMENTATION = ("func_documentation_string", "docstring")
+PARTITION = ("partition", "split", "split_name")
+_MOST_PROBLEMS = 10
+
+
+def jsonl_files(path: Path) -> list[Path]:
+    """The file itself, or those in the folder and below, sorted. Raises :class:`UserError` when there are none."""
+    if not path.exists():
+        raise UserError(f"{path} does not exist", hint="name a file or a folder of *.jsonl or *.jsonl.gz files as "
+                                                       "dataset.path")
+    if path.is_file():
+        if not path.name.endswith(SUFFIXES):
+            raise UserError(f"{path} is no *.jsonl or *.jsonl.gz file", hint="name one, or a folder that holds some")
+        return [path]
+    files = sorted(file for file in path.rglob("*") if file.name.endswith(SUFFIXES) and file.is_file())
+    if not files:
+        others = sum(1 for _ in path.iterdir())
+        raise UserError(f"no *.jsonl or *.jsonl.gz file in {path} or below it ({others} other entries)",
+                        hint="unpack the data there: a JSON object with the key 'code' per line")
+    return files
+
+
+def read_functions(files: Sequence[Path], root: Path) -> Iterator[Document]:
+    """The function of every line, in order; blank lines are passed over.
+
+    Args:
+        root: folder below which the names of files and folders tell the part.
+
+    Raises:
+        UserError: at the end, or after ten, names the lines that are no such objects, as ``file:line``.
+    """
+    problems: list[Problem] = []
+    for file in files:
+        told = _told(file.relative_to(root))
+        for number, line in _lines(file, problems):
+            try:
+                yield _document(line, told)
+            except ValueError as error:
+                problems.append(Problem(str(error), "mend or remove the line", f"{file}:{number}"))
+                if len(problems) == _MOST_PROBLEMS:
+                    raise UserError.all_of(problems) from None
+    if problems:
+        raise UserError.all_of(problems)
+
+
+def _lines(file: Path, problems: list[Problem]) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank, with their numbers from 1 on; a file that ends too early is a problem."""
+    number = 0
+    try:
+        with gzip.open(file) if file.name.endswith(".gz") else file.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield number, line
+    except (OSError, EOFError, zlib.error) as error:
+        problems.append(Problem(f"{file.name} cannot be read on: {error}", "copy or download it again",
+                                f"{file}:{number + 1}"))
+
+
+def _document(line: bytes, told: Part | None) -> Document:
+    """Raises ValueError that says what is wrong with the line."""
+    try:
+        record = json.loads(line.rstrip().decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the line is not UTF-8 (byte {error.start})") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"the line is not JSON: {error.msg} (column {error.colno})") from error
+    except RecursionError as error:
+        raise ValueError("the line is nested too deeply") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"the line is a JSON {_kind(record)}, not an object")
+    code = _text(record, CODE)
+    if code is None or not code.strip():
+        keys = ", ".join(sorted(record)) or "none"
+        raise ValueError(f"the line has no '{CODE[0]}' or '{CODE[1]}' (its keys: {keys})" if code is None else
+                         "the code is empty")
+    return Document(with_documentation(code, _text(record, DOCUMENTATION)), _part(record) or told,
+                    _text(record, ("language",)) or "")
+
+
+def with_documentation(code: str, documentation: str | None) -> str:
+    """The code, behind its documentation where that is not a part of it already, as in Python it is."""
+    opening = documentation.strip().split("\n", 1)[0].rstrip() if documentation else ""
+    return code if opening in code else f"{documentation}\n{code}"
+
+
+def _text(record: Mapping[str, Any], keys: Sequence[str]) -> str | None:
+    """The first of the keys that is there, as text that can be written down."""
+    for key in keys:
+        value = record.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, str):
+            raise ValueError(f"'{key}' is a JSON {_kind(value)}, not a string")
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"'{key}' holds half of a surrogate pair (character {error.start})") from error
+        return value
+    return None
+
+
+def _part(record: Mapping[str, Any]) -> Part | None:
+    name = _text(record, PARTITION)
+    if name is None:
+        return None
+    if name.lower() not in PARTS:
+        raise ValueError(f"the part is '{name}', not train, valid or test")
+    return PARTS[name.lower()]
+
+
+def _told(path: Path) -> Part | None:
+    """What the name of the file tells, or else that of the nearest folder.
+
+    ``python_train_0.jsonl.gz`` and ``train/0.jsonl`` are ``train``. A name that holds two such words tells nothing.
+    """
+    for name in reversed(path.parts):
+        found = {PARTS[word] for word in re.split(r"[^a-z]+", name.lower()) if word in PARTS}
+        if len(found) == 1:
+            return found.pop()
+    return None
+
+
+def _kind(value: Any) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int() | float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+    return "object"

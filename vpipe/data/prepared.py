@@ -1,0 +1,115 @@
+"""A folder of prepared data in the cache directory: made once, whole or not there, found again by what it is made from.
+
+    <cache directory>/<kind>-<key>/manifest.json ...        <kind>-<key>.lock
+
+The key is a hash of facts: parameters, the Python version, the state of what is read. So other data are another folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vpipe.data.manifest import damage, read_manifest, write_manifest
+from vpipe.errors import UserError
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A whole, checked folder."""
+
+    folder: Path
+    manifest: dict[str, Any]
+
+
+def prepared(kind: str, facts: Mapping[str, Any], build: Callable[[Path], Mapping[str, Any]],
+             cache_directory: Path | None) -> Prepared:
+    """The folder of ``kind`` that ``facts`` decide, found in the cache or built now.
+
+    Any number of processes may ask at once: one builds, the others wait. A folder that does not match its manifest
+    is built again, and a line on stderr says so.
+
+    Args:
+        build: writes the files of an empty folder, and returns what the manifest says besides them.
+        cache_directory: None = ``.cache/vpipe`` in the user's home.
+
+    Raises:
+        UserError: the cache directory cannot be written; and what ``build`` raises.
+    """
+    directory = Path.home() / ".cache" / "vpipe" if cache_directory is None else cache_directory
+    name = f"{kind}-{_key(facts)}"
+    folder = directory / name
+    found, _ = _open(folder)
+    if found is not None:
+        return found
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with _lock(directory / f"{name}.lock"):
+            found, trouble = _open(folder)  # another process may have built it while this one waited
+            if found is None:
+                if trouble:
+                    print(f"vpipe: prepared data is built again: {trouble} ({folder})", file=sys.stderr)
+                _build(build, folder)
+                found, trouble = _open(folder)
+                assert found is not None, f"the cache that was just built is damaged: {trouble}"
+    except OSError as error:
+        raise UserError(f"preparing data in {directory} failed: {error}",
+                        hint="mend that, or name a folder that can be written as dataset.cache_directory") from error
+    return found
+
+
+def states(paths: list[Path], root: Path) -> list[tuple[str, int, int]]:
+    """Files as facts: name below ``root``, size and time of change, not the content."""
+    return [(str(path.relative_to(root)), *state(path)) for path in paths]
+
+
+def state(path: Path) -> tuple[int, int]:
+    """The size of a file in bytes, and when it changed, in nanoseconds."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def _open(folder: Path) -> tuple[Prepared | None, str | None]:
+    """What is in ``folder`` if it is whole; otherwise what is wrong with it, None meaning that it is not there."""
+    if not folder.exists():
+        return None, None
+    manifest = read_manifest(folder)
+    trouble = "manifest.json cannot be read" if manifest is None else damage(folder, manifest)
+    return (None, trouble) if manifest is None or trouble else (Prepared(folder, manifest), None)
+
+
+def _build(build: Callable[[Path], Mapping[str, Any]], folder: Path) -> None:
+    """Build beside ``folder`` and put the result in its place in one step. The caller holds the lock."""
+    growing, old = folder.with_suffix(".new"), folder.with_suffix(".old")
+    for leftover in (growing, old):  # of a process that was killed
+        shutil.rmtree(leftover, ignore_errors=True)
+    growing.mkdir()
+    try:
+        write_manifest(growing, **build(growing))
+    except UserError:  # nothing of it will do
+        shutil.rmtree(growing, ignore_errors=True)
+        raise
+    if folder.exists():
+        folder.rename(old)  # processes that have its arrays mapped keep them
+    growing.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _key(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold a lock between processes; the system gives it back if this one dies."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

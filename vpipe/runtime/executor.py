@@ -1,0 +1,63 @@
+"""Executors by name: how a rank does its actions, apart from which actions these are."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from vpipe.errors import UserError, nearest
+from vpipe.schedules.reversal import REVERSIBLE
+
+Executor = Literal["overlapped", "naive", "async_threaded"]
+"""``overlapped``: transfers go on behind the compute. ``naive``: an action has ended, with all that it began, when the
+next begins. ``async_threaded``: the forwards of a batch in a thread each, on a GPU in a stream each, then the backwards
+from the last to the first. The numbers are the same to the bit."""
+
+EXECUTORS: tuple[Executor, ...] = get_args(Executor)
+THREADED: Executor = "async_threaded"
+
+NO_GAIN = ("executor async_threaded: on a CPU it brings no gain over overlapped, which takes less memory; it is for "
+           "GPUs, where each microbatch gets a stream")
+"""What a run on a CPU is told."""
+
+NO_TIMELINE = (
+    "the forwards of the executor async_threaded go on in threads, several at one time: there is no timeline of "
+    "actions one after the other", "use the executor overlapped, which computes the same numbers")
+"""What goes wrong with a record of such a run, and what to do instead."""
+
+
+def last_first(executor: Executor, schedule: str) -> bool:
+    """Whether an executor runs the backwards of a batch from the last microbatch to the first."""
+    return executor == THREADED and schedule == REVERSIBLE
+
+
+def refusal(executor: Executor, schedule: str, compressed: bool, feedback: bool) -> tuple[str, str] | None:
+    """Why an executor cannot run a schedule, and what to do instead; None when it can.
+
+    Args:
+        compressed: whether tensors between stages travel coded.
+        feedback: whether what coding a gradient lost is added to the next microbatch's.
+    """
+    if executor != THREADED:
+        return None
+    if schedule != REVERSIBLE:
+        return (f"{THREADED}, which runs the schedule {REVERSIBLE} alone, but the schedule is {schedule}",
+                f"use the schedule {REVERSIBLE}, or the executor overlapped, which runs any")
+    if compressed and feedback:
+        return (f"{THREADED}, under which gradients travel from the last microbatch to the first: what coding one lost "
+                "would be added to other ones than under the other executors",
+                "switch compress_feedback off, or use the executor overlapped")
+    return None
+
+
+def check_executor(executor: str, schedule: str, compressed: bool, feedback: bool) -> Executor:
+    """The executor of that name, for a schedule that it can run; see :func:`refusal`.
+
+    Raises:
+        UserError: there is none, or it cannot.
+    """
+    known = next((each for each in EXECUTORS if each == executor), None)
+    if known is None:
+        raise UserError(f"no executor is called {executor!r}", hint=nearest(str(executor), EXECUTORS))
+    if refused := refusal(known, schedule, compressed, feedback):
+        raise UserError(f"the executor is {refused[0]}", hint=refused[1])
+    return known

@@ -1,0 +1,39 @@
+"""The executor ``naive``: what an action began has ended when the next one begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from vpipe.runtime.worker import Worker
+from vpipe.schedules.action import Op
+
+_SENT = {Op.SEND_F: "F", Op.SEND_B: "B", Op.SEND_W: "W", Op.SEND_G: "G"}
+"""The kind of transfer that a send makes."""
+
+
+class NaiveWorker(Worker):
+    """Waits for what it sends, and on a GPU for the device after every action.
+
+    A receive is got ready where the program says, which takes no time; the checker has proved that sends which wait
+    for that never deadlock (:func:`~vpipe.schedules.rules.transfers.no_deadlock_rendezvous`). While the receiver is
+    still learning shapes it gets ready later, so sends go on behind until the first gradient has come back. What goes
+    along with an update and is no send of the program (norms, losses, sums over replicas) is waited for where it is
+    taken.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.operations = {op: partial(self._to_its_end, op, operation) for op, operation in self.operations.items()}
+
+    def _to_its_end(self, op: Op, operation: Callable[[int, int], None], stage: int, index: int) -> None:
+        operation(stage, index)
+        for here in self.stages.values():
+            if here.device.type == "cuda":
+                torch.cuda.synchronize(here.device)
+                break
+        if op in _SENT:
+            self.transport.settle(_SENT[op])

@@ -1,0 +1,97 @@
+"""In which numbers layers compute, and what they hand on.
+
+Rounding goes with the layer, not with the stage: a tensor between two layers has the reduced precision wherever the
+model is cut, so every partition computes the same numbers, and transfers take half the bytes.
+
+``bf16`` and ``fp16`` compute under :class:`torch.autocast`, layer by layer, with weights and gradients in fp32.
+``bf16_pure`` holds weights, gradients and floating buffers in bf16, and fp32 masters that the optimizer steps
+(Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.1). ``fp16`` scales the loss (section 3.2 there).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import isfinite
+from typing import TYPE_CHECKING, Literal, get_args
+
+from vpipe.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    import torch
+
+PrecisionName = Literal["fp32", "bf16", "bf16_pure", "fp16"]
+
+_DTYPES = {"bf16": "bfloat16", "bf16_pure": "bfloat16", "fp16": "float16"}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How a pipeline computes.
+
+    Attributes:
+        name: a :data:`PrecisionName`.
+        loss_scale: by which ``fp16`` multiplies the loss; None: found while training.
+    """
+
+    name: str
+    loss_scale: float | None = None
+
+    @classmethod
+    def of(cls, name: str, loss_scale: float | None = None) -> Precision:
+        """From what the user wrote.
+
+        Raises:
+            UserError: no such precision, or a loss scale that means nothing.
+        """
+        if name not in get_args(PrecisionName):
+            raise UserError(f"precision is {name!r}", hint=nearest(str(name), get_args(PrecisionName)))
+        if loss_scale is not None:
+            if name != "fp16":
+                raise UserError(f"loss_scale is {loss_scale!r}, but the precision is {name}",
+                                hint="only fp16 scales its loss: leave it out")
+            if type(loss_scale) not in (int, float) or not isfinite(loss_scale) or loss_scale <= 0:
+                raise UserError(f"loss_scale is {loss_scale!r}",
+                                hint="give a number above 0, such as 1024, or leave it out: training finds it")
+            return cls(name, float(loss_scale))
+        return cls(name)
+
+    @cached_property
+    def dtype(self) -> torch.dtype | None:
+        """The reduced one; None for fp32."""
+        import torch  # which whoever only reads a config does without
+
+        return getattr(torch, _DTYPES[self.name]) if self.name in _DTYPES else None
+
+    @property
+    def pure(self) -> bool:
+        """Whether weights are held in the reduced precision, beside fp32 masters."""
+        return self.name == "bf16_pure"
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether every layer runs in an autocast of its own."""
+        return self.dtype is not None and not self.pure
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the loss is scaled."""
+        return self.name == "fp16"
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale of the loss is found while training."""
+        return self.scaled and self.loss_scale is None
+
+    def refused(self, codecs: Collection[str], feedback: bool) -> Iterator[tuple[str, str, str]]:
+        """How tensors between stages cannot travel in it: the argument, what is wrong with it, the remedy."""
+        if self.dtype is not None and "bf16" in codecs:
+            yield ("compress", f"is bf16, but in precision {self.name} tensors between stages have 16 bits already",
+                   "leave it out, or send them as int8")
+        if self.dynamic and "int8" in codecs and feedback:
+            yield ("compress_feedback", "is on, but what is kept of a gradient's coding has the loss scale of its "
+                   "update, which changes", "switch it off, or set loss_scale to a number such as 1024")
+
+
+FP32 = Precision("fp32")

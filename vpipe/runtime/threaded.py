@@ -1,0 +1,195 @@
+"""The executor ``async_threaded``: the forwards of a batch in a thread each, then the backwards in reverse order."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from vpipe.errors import RunError
+from vpipe.runtime.record import Record
+from vpipe.runtime.streams import streams_of
+from vpipe.runtime.weights import Weights
+from vpipe.runtime.worker import Given, Worker
+from vpipe.schedules.action import Action, Op
+from vpipe.watch.current import work
+
+_Gradients = list[list[Tensor | None]]
+"""Of the stage's own weights and of those that it borrows, in order."""
+
+_GOES_ON = frozenset({Op.FORWARD, Op.SEND_F, Op.RECV_F})
+"""Actions that may come while forwards are under way; every other one waits for them."""
+
+
+class ThreadedWorker(Worker):
+    """Carries out GPipe with its backwards turned round (:mod:`vpipe.schedules.reversal`).
+
+    A forward of a batch starts a thread, which queues the microbatch's work, on a GPU in a stream of its own
+    (:mod:`vpipe.runtime.streams`). The threads take turns in the order of the microbatches: random numbers are drawn,
+    and buffers written, in the order in which they are without threads, so each works under the lock of the one before.
+    All else is the calling thread's: receiving, sending, which so overlaps the threads' work, and autograd.
+
+    Every microbatch's gradients are kept apart until all are there, then added in the order of the microbatches: the
+    operations, and so the bits, of any other executor. Costs as many times the gradients as there are microbatches.
+
+    Args:
+        in_turn: ranks of one process take turns; then a forward ends before the next rank goes on.
+    """
+
+    def __init__(self, *arguments: Any, in_turn: bool, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._in_turn = in_turn
+        self._streams = streams_of(next(iter(self.stages.values())).device)
+        self._threads: dict[int, ThreadPoolExecutor] = {}  # one thread each, by microbatch
+        self._latest: Future[tuple[list[Tensor], Record]] | None = None
+        self._under_way: dict[tuple[int, int], tuple[Given, Future[tuple[list[Tensor], Record]]]] = {}
+        self._deferred: deque[Action] = deque()  # ends of forwards and their sends, in the program's order
+        self._apart: dict[int, dict[int, _Gradients]] = defaultdict(dict)  # by stage and microbatch
+        self._at_fault: Action | None = None  # whose failure shows in a later action
+        plain = self.operations
+        self.operations = {op: operation if op in _GOES_ON else partial(self._after_forwards, operation)
+                           for op, operation in plain.items()}
+        self.operations[Op.SEND_F] = self._send_forward
+        self.operations[Op.SEND_B] = partial(self._send_backward, self.operations[Op.SEND_B])
+
+    # -- forwards, in threads --------------------------------------------------------------------------
+
+    def _forward(self, stage_index: int, microbatch: int) -> None:
+        if not self.segment.training:
+            super()._forward(stage_index, microbatch)
+            return
+        if 0 < stage_index < self._last:
+            self._catch_up()  # what others wait for goes out before this rank waits for them
+        with self._streams.taking():
+            given = self._begin_forward(stage_index, microbatch)
+        self._streams.begin(microbatch, (*given.received, *given.fields.values()))
+        if microbatch not in self._threads:
+            self._threads[microbatch] = ThreadPoolExecutor(1, thread_name_prefix=f"microbatch-{microbatch}")
+        self._latest = self._threads[microbatch].submit(self._compute, stage_index, microbatch, given, self._latest,
+                                                        torch.get_num_threads())
+        self._under_way[stage_index, microbatch] = given, self._latest
+        self._deferred.append(Action(Op.FORWARD, stage_index, microbatch))
+        if self._in_turn or self._decides(stage_index, microbatch):
+            self._gather()
+
+    def _decides(self, stage_index: int, microbatch: int) -> bool:
+        """Whether losses are told after this forward: all of the batch are known then."""
+        return (stage_index == self._last
+                and microbatch == self._rounds.share(stage_index, 0, stage_index, self.rank)[-1])
+
+    def _compute(self, stage_index: int, microbatch: int, given: Given,
+                 before: Future[tuple[list[Tensor], Record]] | None, threads: int) -> tuple[list[Tensor], Record]:
+        """In the microbatch's thread: the forward, once the one before has been queued."""
+        if before is not None and before.exception() is not None:  # known when that one has ended
+            raise RunError(f"the microbatch before {microbatch} failed", hint="see there")
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)  # OpenMP keeps the number by thread, and sums depend on it
+        assert given.pins is not None, "evaluations have no threads"
+        with self._streams.computing(microbatch), self._labelled(Action(Op.FORWARD, stage_index, microbatch)):
+            return self.stages[stage_index].forward(given.received, given.fields, given.key, given.pins,
+                                                    split=self.is_split(stage_index, microbatch))
+
+    def _gather(self) -> None:
+        """Go on when all forwards have ended, or on a GPU are queued before all that the calling thread will queue."""
+        self._catch_up()
+        self._streams.gather()
+
+    def _labelled(self, action: Action) -> AbstractContextManager[None]:
+        """While an action is done outside of its place in the program: what torch's profiler, if it runs, calls it."""
+        return record_function(f"{action.stage}{action.op}{self.segment.number(action.microbatch)}")
+
+    def _catch_up(self) -> None:
+        """Wait for the threads and do what was put off until their ends."""
+        while self._deferred:
+            action = self._deferred.popleft()
+            try:
+                if action.op is Op.FORWARD:
+                    self._take_in(action.stage, action.microbatch)
+                else:
+                    with self._streams.sending(action.microbatch), self._labelled(action):
+                        self._neighbours.send_forward(action.stage, action.microbatch)
+            except Exception:
+                self._at_fault = action
+                raise
+
+    def _take_in(self, stage_index: int, microbatch: int) -> None:
+        given, future = self._under_way.pop((stage_index, microbatch))
+        started = perf_counter()
+        outputs, record = future.result()
+        waited = perf_counter() - started
+        if self._latest is future:
+            self._latest = None  # it holds what it gave
+        self.seconds[stage_index, Op.FORWARD] += waited
+        now, _ = work.now
+        if isinstance(now, Action):
+            self.seconds[now.stage, now.op] -= waited
+        self._streams.computed(microbatch)
+        self._streams.lend(outputs)
+        self._end_forward(stage_index, microbatch, given, outputs, record)
+
+    def _send_forward(self, stage_index: int, microbatch: int) -> None:
+        if not self.segment.training:
+            self._neighbours.send_forward(stage_index, microbatch)
+            return
+        self._deferred.append(Action(Op.SEND_F, stage_index, microbatch))
+        if self._in_turn:
+            self._catch_up()
+
+    def _after_forwards(self, operation: Callable[[int, int], None], stage_index: int, index: int) -> None:
+        self._gather()
+        operation(stage_index, index)
+
+    # -- backwards, in the calling thread ----------------------------------------------------------------
+
+    def _begin_return(self, stage_index: int, microbatch: int, record: Record) -> dict[str, Tensor]:
+        with self._streams.taking():
+            gradients = super()._begin_return(stage_index, microbatch, record)
+        self._streams.begin(microbatch, gradients.values())
+        return gradients
+
+    def _end_return(self, stage_index: int, microbatch: int, returned: list[Tensor]) -> None:
+        self._streams.lend(returned)
+        super()._end_return(stage_index, microbatch, returned)
+
+    def _send_backward(self, operation: Callable[[int, int], None], stage_index: int, microbatch: int) -> None:
+        with self._streams.sending(None):
+            operation(stage_index, microbatch)
+
+    @contextmanager
+    def _completing(self, stage_index: int, microbatch: int, whole: bool) -> Iterator[None]:
+        stage = self.stages[stage_index]
+        everything = [stage.weights, *stage.borrowed.values()]
+        last = not any(other == stage_index for other, _ in self.records)
+        with super()._completing(stage_index, microbatch, whole=False):
+            yield
+            self._apart[stage_index][microbatch] = [weights.take_gradients() for weights in everything]
+            if last:
+                _add_up(everything, self._apart.pop(stage_index))
+
+    # -- failures ----------------------------------------------------------------------------------------
+
+    def _failed(self, what: str, hint: str, action: Action, peer: int | None = None) -> RunError:
+        at_fault, self._at_fault = self._at_fault or action, None
+        return super()._failed(what, hint, at_fault, peer)
+
+
+def _add_up(everything: list[Weights], apart: dict[int, _Gradients]) -> None:
+    """Make the sums, in the order of the microbatches, the gradients of weights."""
+    for number, weights in enumerate(everything):
+        total: list[Tensor | None] = [None] * len(weights.names)
+        for microbatch in sorted(apart):
+            gradients = apart[microbatch][number]
+            both = [(mine, more) for mine, more in zip(total, gradients, strict=True)
+                    if mine is not None and more is not None]
+            if both:
+                torch._foreach_add_([mine for mine, _ in both], [more for _, more in both])
+            total = [more if mine is None else mine for mine, more in zip(total, gradients, strict=True)]
+        weights.put_gradients(total)

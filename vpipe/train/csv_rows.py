@@ -1,0 +1,62 @@
+"""Runs as rows of CSV: the whole config of each and its figures, so that a spreadsheet can compare any of them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vpipe.errors import UserError
+from vpipe.train.config import Config
+
+Row = Mapping[str, Any]
+
+
+def config_row(config: Config) -> dict[str, Any]:
+    """Every key of a config by its path, such as ``training.learning_rate``, in their order."""
+    whole = config.model_copy(update={"checkpoint": config.saving})  # so that every row has the same columns
+    return dict(_flat("", whole.model_dump(mode="json")))
+
+
+def _flat(prefix: str, section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        if isinstance(value, dict) and key != "stage_to_rank_map":
+            yield from _flat(f"{prefix}{key}.", value)
+        else:
+            yield prefix + key, value
+
+
+def check_output(path: Path) -> None:
+    """Refuse a place that CSV cannot go to, before any work is done.
+
+    Raises:
+        UserError: it is a folder, or in none.
+    """
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UserError(f"cannot write '{path}': it is {'a folder' if path.is_dir() else 'in no folder'}",
+                        hint="name a file in a folder that exists as -o")
+
+
+def csv_text(rows: Sequence[Row]) -> str:
+    """A header and a line per row; a column for each key that any of them has, in the order of their first appearance.
+
+    None is an empty cell, as is a key that a row has not; lists are JSON; true and false are as in YAML.
+    """
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows([_cell(row.get(column)) for column in columns] for row in rows)
+    return out.getvalue()
+
+
+def _cell(value: Any) -> str | int | float:
+    if value is None:
+        return ""
+    if isinstance(value, (bool, list, tuple, dict)):
+        return json.dumps(value)
+    assert isinstance(value, (str, int, float)), "a config and figures hold nothing else"
+    return value

@@ -1,0 +1,82 @@
+"""How much of what its devices could compute a run does compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import torch
+
+from vpipe.errors import UserError, counted
+from vpipe.model.registry import family_named
+from vpipe.profiling.peak import Peak, peak_of
+from vpipe.profiling.world import World
+from vpipe.report.figures import Utilization
+from vpipe.train.device import device_of
+from vpipe.train.job import Job
+from vpipe.train.model_of import model_file, model_settings
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """What MFU and HFU of a run follow from, once its tokens per second are known.
+
+    Attributes:
+        layer_flops: operations of a token's forward, per layer.
+        again_flops: those of the layers that are recomputed.
+        peak: of the devices.
+    """
+
+    layer_flops: tuple[float, ...]
+    again_flops: float
+    peak: Peak
+
+    @classmethod
+    def of(cls, job: Job) -> Efficiency | None:
+        """Every rank of a run calls this: where nobody knows the peak they measure it together.
+
+        Returns:
+            The same on every rank; None of a family that does not say what its layers compute.
+        """
+        layers = layer_flops(job)
+        if layers is None:
+            return None
+        config, device = job.config, device_of(job.config)
+        dtype = config.training.computed.dtype or torch.float32
+        peak = peak_of(World(device), device, dtype, config.metrics.peak_tflops)
+        return cls(tuple(layers), 0.0, peak).recomputing(job.recomputed)
+
+    def recomputing(self, layers: Iterable[Iterable[int]]) -> Efficiency:
+        """The same where these layers are recomputed, per stage by their numbers in the model."""
+        return replace(self, again_flops=sum(self.layer_flops[number] for number in chain.from_iterable(layers)))
+
+    def at(self, tokens_per_s: float) -> Utilization:
+        """At a speed of the run."""
+        return Utilization.of(sum(self.layer_flops), self.again_flops, tokens_per_s, self.peak.flops_per_s)
+
+    def doubt(self, used: Utilization) -> str | None:
+        """What is to be said wherever shares are shown that cannot be; None of those that can."""
+        name, share = ("MFU", used.model) if used.model > 1 else ("HFU", used.hardware)
+        if share <= 1:
+            return None
+        least = share * self.peak.tflops
+        return (f"the {name} of {100 * share:.0f} % cannot be: the peak is wrong ({self.peak}); the devices reached "
+                f"{least:,.4g} TFLOP/s each, so set metrics.peak_tflops to more than that")
+
+
+def layer_flops(job: Job) -> list[int] | None:
+    """Operations of a token's forward, per layer; None of a family that does not say them.
+
+    Raises:
+        UserError: the family says them of other layers than its model has.
+    """
+    model = job.config.model
+    flops = family_named(model.name).flops
+    if flops is None:
+        return None
+    layers = list(flops(model_settings(model, model.vocab_size, model_file(model))))
+    if len(layers) != len(job.model):
+        raise UserError(f"the model '{model.name}' has {counted(len(job.model), 'layer')}, but its family says the "
+                        f"operations of {len(layers)}", hint="let its flops give a number for every layer, in order")
+    return layers

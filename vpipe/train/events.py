@@ -1,0 +1,88 @@
+"""TensorBoard's event files, in the run's folder: every line of ``metrics.jsonl`` as scalars of the same names."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from vpipe.errors import UserError
+
+FOLDER = "tensorboard"
+
+
+def check_tensorboard() -> None:
+    """Refuse a run that asks for events where nothing can write them.
+
+    Raises:
+        UserError: the package is not installed.
+    """
+    if find_spec("tensorboard") is None:
+        raise UserError("metrics.tensorboard is true, but the package 'tensorboard' is not installed",
+                        hint="pip install 'vpipe[tensorboard]', or set metrics.tensorboard to false")
+
+
+class Events:
+    """Writes events, each at once: they are few, and a thread of TensorBoard's own would take the time of training.
+
+    An event that cannot be written, the disk being full, ends the events of this attempt, and not the training: what is
+    behind a torn one cannot be read.
+
+    Args:
+        run: the run's folder.
+        first: the first step of this attempt; TensorBoard forgets what earlier attempts said of it and later ones.
+
+    Attributes:
+        error: why there are no more events, in words; None while there are.
+    """
+
+    def __init__(self, run: Path, first: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary = Event, Summary
+        self.error: str | None = None
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        try:
+            (run / FOLDER).mkdir(exist_ok=True)
+            self._records = RecordWriter((run / FOLDER / name).open("wb"))
+        except OSError as error:
+            raise UserError(f"cannot write events into '{run / FOLDER}': {error.strerror}",
+                            hint="make it writable, or set metrics.tensorboard to false") from None
+        self._write(file_version="brain.Event:2")
+        if first:
+            self._write(step=first, session_log=SessionLog(status=SessionLog.START))
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        """The numbers of a line of ``metrics.jsonl``; those of a checkpoint or of the summary under that name."""
+        group = next((f"{key}/" for key in ("checkpoint", "summary") if key in line), "")
+        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in _scalars(line, group)]
+        self._write(step=int(line["step"]), summary=self._summary(value=values))
+
+    def close(self) -> None:
+        """No more events."""
+        with suppress(OSError):  # of what could not be written, either
+            self._records.close()
+
+    def _write(self, **content: Any) -> None:
+        if self.error is not None:
+            return
+        try:
+            self._records.write(self._event(wall_time=time.time(), **content).SerializeToString())
+            self._records.flush()
+        except OSError as error:
+            self.error = error.strerror or str(error)
+
+
+def _scalars(line: Mapping[str, Any], group: str) -> Iterator[tuple[str, float]]:
+    for key, value in line.items():
+        if isinstance(value, Mapping):
+            yield from _scalars(value, group)
+        elif isinstance(value, (int, float)) and key != "step":
+            yield group + key, value

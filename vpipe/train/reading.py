@@ -1,0 +1,40 @@
+"""The batches of a run on one rank, as its data set gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import count
+
+from vpipe.data.ahead import Ahead
+from vpipe.errors import RunError, UserError
+from vpipe.pipeline import Pipeline
+from vpipe.runtime.feed import Batch
+
+
+@contextmanager
+def reading(batches: Iterable[Batch], what: str, pipe: Pipeline, ahead: int) -> Iterator[Iterator[Batch]]:
+    """The batches; one that cannot be read (a file that has gone) ends the run with the place.
+
+    Args:
+        what: a batch is called, for messages.
+        ahead: so many are prepared in a thread before they are asked for; 0: each when it is asked for. The thread ends
+            with the context.
+    """
+    with Ahead(batches, ahead) if ahead else nullcontext(iter(batches)) as source:
+        yield _placed(source, what, pipe)
+
+
+def _placed(source: Iterator[Batch], what: str, pipe: Pipeline) -> Iterator[Batch]:
+    stages = [stage.spec.index for stage in pipe.engine.local_stages]
+    for number in count():
+        try:
+            batch = next(source)
+        except StopIteration:
+            return
+        except UserError as error:
+            problem = error.problems[0]
+            raise RunError(problem.what + (f" ({problem.where})" if problem.where else ""), hint=problem.hint,
+                           rank=pipe.rank, stage=stages[0] if len(stages) == 1 else None,
+                           action=f"reading {what} {number}") from error
+        yield batch
