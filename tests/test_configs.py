@@ -25,7 +25,8 @@ LAYERS = {"bert_4gpipe.yml": 49, "bert_4pipedream.yml": 49, "bert_4vpipe.yml": 4
           "llama_small.yaml": 17}
 """The others have 9."""
 
-TINY = ["model.hidden_size=16", "model.num_heads=4", "model.sequence_length=8", "model.vocab_size=64"]
+TINY = ["metrics.peak_tflops=1", "model.hidden_size=16", "model.num_heads=4", "model.sequence_length=8",
+        "model.vocab_size=64"]
 WORDS = ("river", "stone", "cloud", "grass", "lantern", "window", "copper", "garden", "whisper", "mountain", "harbour",
          "silver", "thread", "candle")
 AS_ITS_USERS_WRITE_IT = """\
@@ -93,7 +94,7 @@ def test_the_nested_form_runs_as_its_users_write_it(tmp_path: Path) -> None:
             file.write(json.dumps({"code": code, "docstring": f"The {word} of a {other}.", "language": "python",
                                    "partition": "train" if number % 8 else "test"}) + "\n")
     job = Job.of(load_config(tmp_path / "c.yaml", [
-        *TINY[:3], f"dataset.path={tmp_path}", f"dataset.cache_directory={tmp_path / 'cache'}", "model.vocab_size=300",
+        *TINY[:4], f"dataset.path={tmp_path}", f"dataset.cache_directory={tmp_path / 'cache'}", "model.vocab_size=300",
         "training.profile_iteration=2", f"log_directory={tmp_path}"]))
     assert len(job.model) == 33
     train(job, tmp_path)

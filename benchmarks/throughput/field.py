@@ -22,13 +22,17 @@ QUARTERED = ((5, 6, 6, 1), (6, 5, 6, 1), (6, 6, 5, 1), (7, 6, 4, 1), (7, 5, 5, 1
 
 
 def contest(only: str, precision: str) -> list[Entrant]:
-    """Those whose names match; those of vpipe and of torch alternate."""
+    """Those whose names match; vpipe's and the others alternate."""
     field = list(plain_entrants(precision))
     for m in sorted({*STREAMED, *MICROBATCHES}):
         flushed = (m,) if m in MICROBATCHES else ()
         field += [*stream_entrants((m,) if m in STREAMED else (), CUT, precision),
                   *torch_entrants(flushed, CUT, QUARTERS, precision), *vpipe_entrants(flushed, CUT, precision)]
-    return [entrant for entrant in field if re.search(only, entrant.name)]
+    chosen = [entrant for entrant in field if re.search(only, entrant.name)]
+    ours = [entrant for entrant in chosen if entrant.group == "vpipe"]
+    others = [entrant for entrant in chosen if entrant.group != "vpipe"]
+    place = {entrant: (i + 0.5) / len(side) for side in (ours, others) for i, entrant in enumerate(side)}
+    return sorted(chosen, key=place.__getitem__)
 
 
 def cuts(only: str, precision: str) -> list[Entrant]:

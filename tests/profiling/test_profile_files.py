@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ from vpipe.cli import main
 from vpipe.commands.profile import described, profiles_of
 from vpipe.errors import UserError
 from vpipe.model.layer import Layer, Model
+from vpipe.plan.plan import Plan
 from vpipe.plan.profile import LinkProfile, Profile, Seconds
 from vpipe.profiling.cache import by_digest, cached, path_of, store
 from vpipe.profiling.identity import require
 from vpipe.profiling.kinds import code, structure
 from vpipe.train import profiled
-from vpipe.train.profiled import identity_of, microbatch_of, profile_job
+from vpipe.train.profiled import check_planned_for, identity_of, microbatch_of, profile_job
 
 MADE = replace(made_profile(3, cores=2), links={(0, 1): LinkProfile(1e-4, 2e9, 0.05), (1, 0): LinkProfile(2e-4, 1e9)},
                layers=tuple(replace(layer, tied={0: 8} if number == 2 else {}, frozen_bytes=number)
@@ -81,7 +82,8 @@ def test_what_is_no_profile(tmp_path: Path, content: str) -> None:
     ({"layers": 9}, "the number of layers is 3 there, and 9 here"),
     ({"microbatch_size": 8}, "the microbatch size is 4 there, and 8 here"),
     ({"device": "H100"}, "the device is none there, and H100 here"),
-    ({"optimizer": "sgd"}, "the optimizer is adamw there, and sgd here")])
+    ({"optimizer": "sgd"}, "the optimizer is adamw there, and sgd here"),
+    ({"precision": "bf16_pure"}, "the precision is fp32 there, and bf16_pure here")])
 def test_a_profile_of_something_else_is_refused_with_both(change: dict[str, Any], says: str) -> None:
     require(MADE, MADE.identity)
     require(MADE, replace(MADE.identity, ranks_per_host=8, torch="3"))
@@ -143,6 +145,22 @@ def test_more_samples_than_a_batch_repeat(tmp_path: Path) -> None:
     ids = microbatch_of(job, 20)["input_ids"]
     assert ids.shape[0] == 20
     assert ids[8:16].equal(ids[:8])
+
+
+def test_a_profile_is_of_the_config_s_precision_and_says_it(tmp_path: Path) -> None:
+    identities = [identity_of(job_of(tmp_path, training__precision=name), 1, 1) for name in ("fp32", "bf16_pure")]
+    assert [identity.precision for identity in identities] == ["fp32", "bf16_pure"]
+    assert len({identity.digest for identity in identities}) == 2
+    assert "adamw, bf16_pure\n" in described(replace(MADE, identity=replace(MADE.identity, precision="bf16_pure")))
+
+
+def test_a_plan_made_for_another_precision_is_followed_with_a_warning(tmp_path: Path) -> None:
+    job, said = job_of(tmp_path, training__precision="bf16"), list[str]()
+    made_for = asdict(identity_of(job, job.config.microbatch_size, 1))
+    for precision in ("bf16", "fp32"):
+        plan = Plan(job.partition, schedule="1f1b", profiled=made_for | {"precision": precision})
+        check_planned_for(replace(job, plan=plan), said.append)
+    assert said == ["warning: the plan was made for precision fp32, not bf16: its predictions do not hold here"]
 
 
 def test_noise_is_marked() -> None:

@@ -96,8 +96,8 @@ def test_pure_and_fp16(precision: str, arguments: dict[str, Any], scale: float |
     assert_same(pipe, steps, oracle(rich_model(), rich_batches(3, 8), recipe(precision, scale), pipe))
 
 
-@pytest.mark.parametrize("precision", REDUCED)
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+@pytest.mark.parametrize(("schedule", "precision"), [("1f1b", "bf16"), ("1f1b", "bf16_pure"), ("pipedream", "fp16"),
+                                                     ("zb_h1", "bf16")])
 def test_a_weight_that_three_stages_share(schedule: str, precision: str) -> None:
     pipe = pipeline(thrice_tied_model(), precision, schedule=schedule, partition=[2, 1, 2, 1])
     steps = list(pipe.train(rich_batches(2, 8)))
@@ -131,11 +131,11 @@ def pushed(pushes: Sequence[float]) -> list[dict[str, Tensor]]:
     return made
 
 
-@pytest.mark.parametrize(("scale", "skipped"), [(None, {1, 3, 4}), (4096.0, {3, 4})])
-@pytest.mark.parametrize(("schedule", "placement"), [("1f1b", None), ("zb_h1", None), ("gpipe", [[0, 1], [2]])])
+@pytest.mark.parametrize(("schedule", "placement", "scale", "skipped"), [
+    ("1f1b", None, None, {0, 2, 3}), ("gpipe", [[0, 1], [2]], None, {0, 2, 3}), ("zb_h1", None, 4096.0, {2, 3})])
 def test_with_a_flush_an_overflow_stops_the_step_on_all_stages(
         schedule: str, placement: list[list[int]] | None, scale: float | None, skipped: set[int]) -> None:
-    batches = pushed([1.0, 20.0, 1.0, 4000.0, 4000.0, 1.0])
+    batches = pushed([20.0, 1.0, 4000.0, 4000.0, 1.0])
     pipe = pipeline(pushed_model(), "fp16", loss_scale=scale, schedule=schedule, partition=[2, 4], placement=placement)
     steps = list(pipe.train(batches))
     run = oracle(pushed_model(), batches, recipe("fp16", scale), pipe)
@@ -147,12 +147,11 @@ def test_with_a_flush_an_overflow_stops_the_step_on_all_stages(
 
 
 @pytest.mark.parametrize(("tied", "arguments"), [
-    (False, {"partition": [2, 2, 2]}), (True, {"partition": [2, 2, 2]}), (False, {"partition": [6]}),
-    (True, {"partition": [2, 4], "placement": [[0, 1], [2]]}),
+    (False, {"partition": [6]}), (True, {"partition": [2, 4], "placement": [[0, 1], [2]]}),
     (False, {"partition": [2, 4], "placement": [[0], [1, 2]]}),
     (True, {"partition": [2, 2, 2], "update_every": 2, "recompute": 1.0})])
 def test_without_a_flush_each_stage_has_a_scale_of_its_own(tied: bool, arguments: dict[str, Any]) -> None:
-    batches = pushed([1.0, 20.0, 1.0, 4000.0, 4000.0, 1.0])
+    batches = pushed([20.0, 1.0, 4000.0, 1.0])
     pipe = pipeline(pushed_model(tied), "fp16", schedule="pipedream", **arguments)
     steps = list(pipe.train(batches))
     run = oracle(pushed_model(tied), batches, recipe("fp16"), pipe)
@@ -223,19 +222,19 @@ def saved(pipe: Pipeline) -> tuple[Position, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("precision", ["bf16_pure", "fp16"])
-@pytest.mark.parametrize("schedules", [("1f1b", "zb_h1"), ("pipedream", "2bw"), ("pipedream", "pipedream")])
+@pytest.mark.parametrize("schedules", [("1f1b", "zb_h1"), ("pipedream", "2bw")])
 def test_a_run_goes_on_under_another_partition(schedules: tuple[str, str], precision: str) -> None:
     """Masters unrounded, and every stage with the scale of the layers that it takes over."""
-    batches, model = pushed([20.0, 1.0, 4000.0, 20.0, 4000.0]), pushed_model(tied=True)
+    batches, model = pushed([20.0, 4000.0, 20.0, 4000.0]), pushed_model(tied=True)
     first = pipeline(model, precision, schedule=schedules[0], partition=[2, 2, 2])
-    list(first.train(batches[:3]))
+    list(first.train(batches[:2]))
     position, tensors = saved(first)
     assert any(name.startswith("loss_scale.") for name in tensors) == (precision == "fp16")
     second = pipeline(model, precision, schedule=schedules[1], partition=[3, 2, 1])
     second.engine.restore(position, tensors)
-    steps = list(second.train(batches[3:]))
+    steps = list(second.train(batches[2:]))
     start = Start(position.steps, position.microbatches, 0, tensors)
-    run = oracle(model, batches[3:], recipe(precision), second, start)
+    run = oracle(model, batches[2:], recipe(precision), second, start)
     assert_same(second, steps, run)
 
 

@@ -28,8 +28,9 @@ def test_a_pipeline_holds_what_was_predicted(precision: str) -> None:
     made, = measure(model, [microbatch], lambda named: adamw(list(named.values())) if named else None,
                     identities=[identity], budget_s=0.0)
     cut = (2, 2, len(model) - 4)
-    for name, dropped in (("1f1b", ((), (), ())), ("1f1b", ((1,), (2, 3), ())), ("zb_h1", ((), (3,), ())),
-                          ("pipedream", ((0, 1), (), (4,)))):
+    plans = [("1f1b", ((), (), ())), ("1f1b", ((1,), (2, 3), ())), ("zb_h1", ((), (3,), ())),
+             ("pipedream", ((0, 1), (), (4,)))]
+    for name, dropped in plans if precision == "fp32" else plans[-1:]:
         plan = Plan(cut, recompute_layers=dropped, schedule=name, microbatches=8)
         prediction = predict(made, plan).prediction
         pipe = Pipeline(model, plan=plan, microbatches=8, optimizer=adamw, precision=precision)

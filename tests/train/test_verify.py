@@ -38,10 +38,10 @@ def test_bert_under_every_schedule_is_what_its_oracle_says(name: str, tmp_path: 
                    for difference in compare(in_process(job, batches), reference.trail))
 
 
-@pytest.mark.parametrize(("precision", "words"), [
-    ("bf16", " under torch.autocast(bfloat16)"), ("bf16_pure", " with bfloat16 layers and float32 master weights"),
-    ("fp16", " under torch.autocast(float16) with loss scaling")])
-@pytest.mark.parametrize("name", ["1f1b", "pipedream"])
+@pytest.mark.parametrize(("name", "precision", "words"), [
+    ("1f1b", "bf16", " under torch.autocast(bfloat16)"),
+    ("pipedream", "bf16_pure", " with bfloat16 layers and float32 master weights"),
+    ("1f1b", "fp16", " under torch.autocast(float16) with loss scaling")])
 def test_bert_in_every_precision_is_what_its_oracle_says(name: str, precision: str, words: str, tmp_path: Path) -> None:
     job = job_of(tmp_path, parallel__schedule=name, training__precision=precision)
     batches = batches_of(job, 2)

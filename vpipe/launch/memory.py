@@ -12,12 +12,13 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Of ``malloc.h``."""
 
-NEVER, PAD_BYTES, NONE = -1, 64 << 20, 0
-"""The top of the heap is never given back, it grows by so much at a time, and no block is mapped by itself.
-(``M_MMAP_THRESHOLD`` would not do: it ends at 32 MiB, where logits begin.)"""
+NEVER, MOST_BYTES = -1, 32 << 20
+"""What is free at the end of the heap is never given back. Only blocks of more than this, the most that can be set, are
+still mapped by themselves, and given back: to keep those, too (``M_MMAP_MAX`` 0), leaves holes in the heap, which the
+next one does not fit once a smaller one was put there. It made a rank with logits of 64 MiB half as large again."""
 
 TUNABLES = "GLIBC_TUNABLES"
 
@@ -39,7 +40,6 @@ def keep_memory(environment: Mapping[str, str] = os.environ) -> str:
     library: Any = ctypes.CDLL(None)
     if not hasattr(library, "gnu_get_libc_version") or not hasattr(library, "mallopt"):
         return "the C library is not glibc: malloc is left as it is"
-    settings = ((M_MMAP_MAX, NONE), (M_TRIM_THRESHOLD, NEVER), (M_TOP_PAD, PAD_BYTES))
-    for name, value in settings:
-        library.mallopt(name, value)
+    library.mallopt(M_MMAP_THRESHOLD, MOST_BYTES)
+    library.mallopt(M_TRIM_THRESHOLD, NEVER)
     return "malloc keeps what is freed"

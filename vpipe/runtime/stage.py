@@ -1,10 +1,9 @@
-"""A stage: builds its layers, runs them forward and backward on one microbatch."""
+"""A stage: runs its layers forward and backward on one microbatch."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import groupby
 
 import torch
@@ -12,14 +11,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from vpipe.errors import UserError
-from vpipe.model.layer import Layer, Model, seed_of
+from vpipe.model.layer import Model
 from vpipe.model.split import StageSpec, alive
-from vpipe.runtime.collect import collect, share_ties
+from vpipe.runtime.collect import collect
 from vpipe.runtime.halves import WeightHalf
-from vpipe.runtime.intercept import Interception
+from vpipe.runtime.layers import Layers
 from vpipe.runtime.precision import FP32, Precision
 from vpipe.runtime.record import DropoutKey, Graph, Held, Record, Span
-from vpipe.runtime.rounding import Rounding
 from vpipe.runtime.weights import Weights
 
 
@@ -39,19 +37,12 @@ class Stage:
     def __init__(self, model: Model, spec: StageSpec, *, seed: int, device: torch.device,
                  recomputed: Collection[int], precision: Precision = FP32) -> None:
         assert set(recomputed) <= set(spec.layers), "they are the stage's own"
-        self.spec, self.seed, self.device, self.precision = spec, seed, device, precision
-        self._rounding = None if precision.dtype is None else Rounding(precision.dtype)
-        self._rounds_weights = self._rounding if precision.pure else None
-        self._compute = self._call if self._rounding is None else partial(self._call_reduced, self._rounding)
-        self._autocast = torch.autocast(device.type, precision.dtype) if precision.autocasts else None
-        self.modules = {i: model.layers[i].materialize(i, seed).to(device) for i in spec.layers}
-        self.layer_names = {i: model.layers[i].name for i in spec.layers}
-        self._ties = {i: model.layers[i].ties for i in spec.layers}
-        share_ties(self.modules, self.layer_names, self._ties)
-        unrounded = None if self._rounds_weights is None else self._rounds_weights.round(self.modules.values())
-        self.weights, self.borrowed = collect(self.modules, self.layer_names, spec.borrowed, unrounded)
+        self.spec, self.device, self.precision = spec, device, precision
+        self._layers = Layers(model, spec, seed=seed, device=device, precision=precision)
+        self.modules, self.layer_names = self._layers.modules, self._layers.names
+        self.weights, self.borrowed = collect(self.modules, self.layer_names, spec.borrowed,
+                                              self._layers.round_weights())
         self._spans = list(self._cut(model, recomputed))
-        self._trained = {i for i, module in self.modules.items() if any(p.requires_grad for p in module.parameters())}
         self.recomputes = bool(recomputed)
         self._shared = [(weights, names) for weights in (self.weights, *self.borrowed.values())
                         if (names := self._in_several_spans(weights))]
@@ -93,8 +84,8 @@ class Stage:
             and the record for :meth:`backward`, or :meth:`backward_input` and :meth:`backward_weight`.
         """
         tensors = dict(zip(self.spec.inputs, received, strict=True))
-        record = Record([], self._own(fields), key, pins, split)
-        with self._random_state():
+        record = Record([], self._layers.fields_read(fields), key, pins, split)
+        with self._layers.undisturbed():
             for span in self._spans:
                 inputs = {name: tensors[name] for name in span.inputs}
                 graph, tensors = self._forward_span(span, inputs, record)
@@ -105,17 +96,11 @@ class Stage:
     def evaluate(self, received: Sequence[Tensor], fields: Mapping[str, Tensor], key: DropoutKey) -> list[Tensor]:
         """One microbatch forward with the latest weights; nothing is kept. As :meth:`forward` otherwise."""
         tensors = dict(zip(self.spec.inputs, received, strict=True))
-        record = Record([], self._own(fields), key, {}, split=False)
-        with self._random_state():
+        record = Record([], self._layers.fields_read(fields), key, {}, split=False)
+        with self._layers.undisturbed():
             for span in self._spans:
-                tensors = self._run(span, {name: tensors[name] for name in span.inputs}, record)
+                tensors = self._layers.run(span, {name: tensors[name] for name in span.inputs}, record)
         return [_in_memory(tensors[name]) for name in self.spec.outputs]
-
-    def _own(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The fields that this stage reads, as its layers read them."""
-        if self._rounds_weights is not None:
-            return {name: self._rounds_weights.rounded(fields[name]) for name in self.spec.fields}
-        return {name: fields[name] for name in self.spec.fields}
 
     def _forward_span(self, span: Span, inputs: dict[str, Tensor],
                       record: Record) -> tuple[Graph | None, dict[str, Tensor]]:
@@ -123,7 +108,7 @@ class Stage:
         if span.recomputed:
             # With a graph that saves nothing, not without one: some layers compute other numbers then (nn.LSTM does).
             with saved_tensors_hooks(_save_nothing, _unused):
-                outputs = self._run(span, inputs, record)
+                outputs = self._layers.run(span, inputs, record)
         else:
             graph, outputs = self._with_graph(span, inputs, record)
         return graph, {name: t.detach().requires_grad_(t.requires_grad) for name, t in outputs.items()}
@@ -131,53 +116,8 @@ class Stage:
     def _with_graph(self, span: Span, inputs: Mapping[str, Tensor],
                     record: Record) -> tuple[Graph, dict[str, Tensor]]:
         half = WeightHalf() if record.split else None
-        outputs = self._run(span, inputs, record, half)
+        outputs = self._layers.run(span, inputs, record, half)
         return Graph({name: get_gradient_edge(t) for name, t in outputs.items() if t.requires_grad}, half), outputs
-
-    def _run(self, span: Span, inputs: Mapping[str, Tensor], record: Record,
-             half: WeightHalf | None = None) -> dict[str, Tensor]:
-        tensors = {**record.fields, **inputs}
-        before = [t._version for t in tensors.values()]
-        given = list(tensors.values())
-        for i, layer, module in span.layers:
-            self._seed(record.key, i)
-            # Not where nothing is trained: modules may compute other numbers when they see that they are watched.
-            with (nullcontext() if half is None or i not in self._trained
-                  else Interception(half, self.precision.autocasts)):
-                result = self._compute(layer, module, [tensors[name] for name in layer.inputs])
-            tensors.update(zip(layer.outputs, result, strict=True))
-        for tensor, version in zip(given, before, strict=True):
-            if tensor._version != version:
-                raise self._in_place(span.layers[0][1].name)
-        return {name: tensors[name] for name in span.outputs}
-
-    def _call(self, layer: Layer, module: nn.Module, arguments: list[Tensor]) -> tuple[Tensor, ...]:
-        try:
-            result = module(*arguments)
-        except RuntimeError as error:
-            if "leaf Variable that requires grad" in str(error):
-                raise self._in_place(layer.name) from error
-            raise
-        outputs = result if isinstance(result, tuple) else (result,)
-        if len(outputs) != len(layer.outputs) or not all(isinstance(t, Tensor) for t in outputs):
-            kinds = ", ".join(type(t).__name__ for t in outputs)
-            raise UserError(f"layer '{layer.name}' returned {len(outputs)} value(s) ({kinds}) for its "
-                            f"{len(layer.outputs)} outputs {list(layer.outputs)}",
-                            hint="forward must return one tensor per name in outputs, as a tuple if there are several")
-        return outputs
-
-    def _call_reduced(self, rounding: Rounding, layer: Layer, module: nn.Module,
-                      arguments: list[Tensor]) -> tuple[Tensor, ...]:
-        """As :meth:`_call`, in the reduced precision. The autocast is the layer's own, and ends with it: weights that
-        layers share are cast by each of them, so that gradients do not depend on which of them are in one stage."""
-        with self._autocast or nullcontext():
-            outputs = self._call(layer, module, arguments)
-        return tuple(rounding.handed_on(name, t) for name, t in zip(layer.outputs, outputs, strict=True))
-
-    def _in_place(self, layer: str) -> UserError:
-        return UserError(f"stage {self.spec.index}, which starts at layer '{layer}', changes its input in place",
-                         hint="use the operation that is not in place there (inplace=False): "
-                              "the input is needed again, by recompute or by another layer")
 
     def backward(self, record: Record, gradients: Mapping[str, Tensor]) -> list[Tensor]:
         """One microbatch backward.
@@ -262,42 +202,15 @@ class Stage:
         """The span's forward again, with a graph: same inputs, weights and random numbers; buffers untouched."""
         buffers = [buffer for _, _, module in span.layers for buffer in module.buffers()]
         saved = [buffer.clone() for buffer in buffers]
-        with self._random_state():
+        with self._layers.undisturbed():
             graph, _ = self._with_graph(span, held.inputs, record)
         for buffer, value in zip(buffers, saved, strict=True):
             buffer.data.copy_(value)
         return graph
 
-    def _seed(self, key: DropoutKey, layer: int) -> None:
-        seed = seed_of(self.seed, *key, layer)
-        torch.default_generator.manual_seed(seed)
-        if self.device.type == "cuda":
-            torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
-
-    @contextmanager
-    def _random_state(self) -> Iterator[None]:
-        """Leaves the process's random state as it was: data loading must not depend on how layers are cut."""
-        cuda = self.device.type == "cuda"
-        state = torch.default_generator.get_state()
-        cuda_state = torch.cuda.get_rng_state(self.device) if cuda else None
-        try:
-            yield
-        finally:
-            torch.default_generator.set_state(state)
-            if cuda_state is not None:
-                torch.cuda.set_rng_state(cuda_state, self.device)
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> AbstractContextManager[None]:
         """Every module in evaluation mode, and back to the mode it was in."""
-        modes = {module: module.training for layer in self.modules.values() for module in layer.modules()}
-        for layer in self.modules.values():
-            layer.eval()
-        try:
-            yield
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
+        return self._layers.evaluating()
 
     def state(self) -> dict[str, Tensor]:
         """Parameters (latest version) and buffers of the stage's layers; a tied parameter only where it is owned.
@@ -306,14 +219,15 @@ class Stage:
         """
         self.use_latest()
         state = {f"{self.layer_names[i]}.{name}": value for i, module in self.modules.items()
-                 for name, value in module.state_dict(keep_vars=True).items() if name not in self._ties[i]}
+                 for name, value in module.state_dict(keep_vars=True).items() if name not in self._layers.ties[i]}
         for name, value in state.items():
             if not isinstance(value, Tensor):
                 raise UserError(f"'{name}' in the state of its layer is {type(value).__name__}, not a tensor",
                                 hint="let the layer keep a buffer instead of an extra state")
-        if self._rounds_weights is not None:
+        rounding = self._layers.rounds_weights
+        if rounding is not None:
             masters = dict(zip(map(id, self.weights.leaves()), self.weights.masters.values(), strict=True))
-            state = {name: masters.get(id(value), self._rounds_weights.widened(value)) for name, value in state.items()}
+            state = {name: masters.get(id(value), rounding.widened(value)) for name, value in state.items()}
         return {name: value.detach() for name, value in state.items()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -323,7 +237,7 @@ class Stage:
             prefix = f"{self.layer_names[i]}."
             module.load_state_dict({name.removeprefix(prefix): value for name, value in state.items()
                                     if name.startswith(prefix)}, strict=False)  # ties are their owner's
-        if self._rounds_weights is not None:
+        if self._layers.rounds_weights is not None:
             for name, value in self.state().items():
                 value.copy_(state[name])
 

@@ -64,7 +64,8 @@ class Arithmetic:
         """Round parameters and buffers, where the layers are rounded themselves."""
         if self.pure:
             for module in modules:
-                module._apply(self.weight)
+                for tensor in (*module.parameters(), *module.buffers()):
+                    tensor.data = self.weight(tensor.data)
 
     def weight(self, master: Tensor) -> Tensor:
         """What a layer has of its own, as it computes with it."""

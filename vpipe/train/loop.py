@@ -105,7 +105,8 @@ class _Run:
         past.time_s, last = from_first([past.time_s, past.evaluations[-1:]], pipe)
         self._evaluated = last[0][0] + 1 if last else 0  # steps when the latest evaluation was made
         done, name = job.steps_done, job.step_name
-        worth = Worth(job.samples_per_update, job.tokens_per_update, Efficiency.of(job))
+        with said_when_slow("measuring what the devices can do", show):
+            worth = Worth(job.samples_per_update, job.tokens_per_update, Efficiency.of(job))
         events = Events(folder, done) if show and job.config.metrics.tensorboard else None
         with Metrics(folder / METRICS if show else None, worth, past, done, events) as self._metrics:
             with Progress(job.updates, training.print_frequency, show, name, done) as self._progress, \

@@ -1,0 +1,138 @@
+"""The layers of a stage: built on its device, called in its precision, each under a seed of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from vpipe.errors import UserError
+from vpipe.model.layer import Layer, Model, seed_of
+from vpipe.model.split import StageSpec
+from vpipe.runtime.collect import share_ties
+from vpipe.runtime.halves import WeightHalf
+from vpipe.runtime.intercept import Interception
+from vpipe.runtime.precision import Precision
+from vpipe.runtime.record import DropoutKey, Record, Span
+from vpipe.runtime.rounding import Rounding
+
+
+class Layers:
+    """Builds the layers of a stage and runs them forward; what autograd makes of that is the stage's.
+
+    Attributes:
+        modules, names, ties: by the layer's number in the model.
+        rounds_weights: how weights are rounded, where the precision holds them reduced; None elsewhere.
+
+    Args:
+        model, spec, seed, device, precision: see :class:`~vpipe.runtime.stage.Stage`.
+    """
+
+    def __init__(self, model: Model, spec: StageSpec, *, seed: int, device: torch.device, precision: Precision) -> None:
+        self._spec, self._run_seed, self._device = spec, seed, device
+        rounding = None if precision.dtype is None else Rounding(precision.dtype)
+        self.rounds_weights = rounding if precision.pure else None
+        self._compute = self._call if rounding is None else partial(self._call_reduced, rounding)
+        self._autocasts = precision.autocasts
+        self._autocast = torch.autocast(device.type, precision.dtype) if precision.autocasts else None
+        self.modules = {i: model.layers[i].materialize(i, seed).to(device) for i in spec.layers}
+        self.names = {i: model.layers[i].name for i in spec.layers}
+        self.ties = {i: model.layers[i].ties for i in spec.layers}
+        share_ties(self.modules, self.names, self.ties)
+        self._trained = {i for i, module in self.modules.items() if any(p.requires_grad for p in module.parameters())}
+
+    def round_weights(self) -> dict[int, Tensor] | None:
+        """Round parameters and buffers if the precision wants it; what the parameters were before, by their ids."""
+        return None if self.rounds_weights is None else self.rounds_weights.round(self.modules.values())
+
+    def fields_read(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The fields that the stage reads, as its layers read them."""
+        if self.rounds_weights is not None:
+            return {name: self.rounds_weights.rounded(fields[name]) for name in self._spec.fields}
+        return {name: fields[name] for name in self._spec.fields}
+
+    def run(self, span: Span, inputs: Mapping[str, Tensor], record: Record,
+            half: WeightHalf | None = None) -> dict[str, Tensor]:
+        """One span forward: its outputs, by name.
+
+        Args:
+            half: where weight gradients that can wait go, if the backward comes in two halves.
+
+        Raises:
+            UserError: a layer changes an input in place, or does not return the tensors that it is to return.
+        """
+        tensors = {**record.fields, **inputs}
+        before = [t._version for t in tensors.values()]
+        given = list(tensors.values())
+        for i, layer, module in span.layers:
+            self._seed(record.key, i)
+            # Not where nothing is trained: modules may compute other numbers when they see that they are watched.
+            with nullcontext() if half is None or i not in self._trained else Interception(half, self._autocasts):
+                result = self._compute(layer, module, [tensors[name] for name in layer.inputs])
+            tensors.update(zip(layer.outputs, result, strict=True))
+        for tensor, version in zip(given, before, strict=True):
+            if tensor._version != version:
+                raise self._in_place(span.layers[0][1].name)
+        return {name: tensors[name] for name in span.outputs}
+
+    def _call(self, layer: Layer, module: nn.Module, arguments: list[Tensor]) -> tuple[Tensor, ...]:
+        try:
+            result = module(*arguments)
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" in str(error):
+                raise self._in_place(layer.name) from error
+            raise
+        outputs = result if isinstance(result, tuple) else (result,)
+        if len(outputs) != len(layer.outputs) or not all(isinstance(t, Tensor) for t in outputs):
+            kinds = ", ".join(type(t).__name__ for t in outputs)
+            raise UserError(f"layer '{layer.name}' returned {len(outputs)} value(s) ({kinds}) for its "
+                            f"{len(layer.outputs)} outputs {list(layer.outputs)}",
+                            hint="forward must return one tensor per name in outputs, as a tuple if there are several")
+        return outputs
+
+    def _call_reduced(self, rounding: Rounding, layer: Layer, module: nn.Module,
+                      arguments: list[Tensor]) -> tuple[Tensor, ...]:
+        """As :meth:`_call`, in the reduced precision. The autocast is the layer's own, and ends with it: weights that
+        layers share are cast by each of them, so that gradients do not depend on which of them are in one stage."""
+        with self._autocast or nullcontext():
+            outputs = self._call(layer, module, arguments)
+        return tuple(rounding.handed_on(name, t) for name, t in zip(layer.outputs, outputs, strict=True))
+
+    def _in_place(self, layer: str) -> UserError:
+        return UserError(f"stage {self._spec.index}, which starts at layer '{layer}', changes its input in place",
+                         hint="use the operation that is not in place there (inplace=False): "
+                              "the input is needed again, by recompute or by another layer")
+
+    def _seed(self, key: DropoutKey, layer: int) -> None:
+        seed = seed_of(self._run_seed, *key, layer)
+        torch.default_generator.manual_seed(seed)
+        if self._device.type == "cuda":
+            torch.cuda.default_generators[self._device.index or 0].manual_seed(seed)
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Leaves the process's random state as it was: data loading must not depend on how layers are cut."""
+        cuda = self._device.type == "cuda"
+        state = torch.default_generator.get_state()
+        cuda_state = torch.cuda.get_rng_state(self._device) if cuda else None
+        try:
+            yield
+        finally:
+            torch.default_generator.set_state(state)
+            if cuda_state is not None:
+                torch.cuda.set_rng_state(cuda_state, self._device)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Every module in evaluation mode, and back to the mode it was in."""
+        modes = {module: module.training for layer in self.modules.values() for module in layer.modules()}
+        for layer in self.modules.values():
+            layer.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
