@@ -68,11 +68,11 @@ class Outcomes:
         norm = next(iter(self._workers.values())).update.gradient_norm
         # Computed anew: within one process a later stage may already have set the rate of its next update.
         here = sorted((stage, rank) for rank, worker in self._workers.items() for stage in worker.stages)
-        rates = (self._workers[rank].learning_rate(stage, step) for stage, rank in here)
+        rates = (self._workers[rank].updates.learning_rate(stage, step) for stage, rank in here)
         rate = next((rate for rate in rates if rate is not None), None)
-        skipped = [number in worker.skipped for worker in self._workers.values()]
+        skipped = [number in worker.updates.skipped for worker in self._workers.values()]
         for worker in self._workers.values():
-            worker.skipped.discard(number)
+            worker.updates.skipped.discard(number)
         return Step(number, loss, rate, None if norm is None else float(norm), stop, any(skipped))
 
     def _hear(self, segment: Segment, step: int) -> tuple[float, bool]:

@@ -83,7 +83,7 @@ class ThreadedWorker(Worker):
     def _decides(self, stage_index: int, microbatch: int) -> bool:
         """Whether losses are told after this forward: all of the batch are known then."""
         return (stage_index == self._last
-                and microbatch == self._rounds.share(stage_index, 0, stage_index, self.rank)[-1])
+                and microbatch == self.segment.rounds.share(stage_index, 0, stage_index, self.rank)[-1])
 
     def _compute(self, stage_index: int, microbatch: int, given: Given,
                  before: Future[tuple[list[Tensor], Record]] | None, threads: int) -> tuple[list[Tensor], Record]:

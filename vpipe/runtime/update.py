@@ -37,6 +37,11 @@ class Update:
         self._norms: dict[int, dict[int, Tensor]] = defaultdict(dict)  # by update and stage, own and others'
         self._steps: Counter[int] = Counter()  # of own stages, by update
 
+    @property
+    def own_scales(self) -> Scaling | None:
+        """The scales of losses, where stages differ in theirs; None elsewhere."""
+        return self.scaling if self.scaling is not None and self.scaling.travels else None
+
     def clip_globally(self, others: Mapping[int, tuple[int, int]], audience: Mapping[int, Sequence[int]]) -> None:
         """Clip, and skip, by the norms of all stages, as a schedule with a flush can.
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +17,13 @@ from vpipe.model.split import Ties
 from vpipe.runtime.feed import Signature
 from vpipe.runtime.neighbours import SCALE, Neighbours
 from vpipe.runtime.record import DropoutKey, Record
-from vpipe.runtime.reduce import Reduction
 from vpipe.runtime.scaling import Scaling
 from vpipe.runtime.segment import Segment
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.tied import TiedWeights
 from vpipe.runtime.transport import Key, Transport
 from vpipe.runtime.update import Update
+from vpipe.runtime.updates import Updates
 from vpipe.runtime.usage import StageUsage, peak_memory_bytes
 from vpipe.schedules.action import RECEIVES, RETURNS, SENDS, Action, Op
 from vpipe.schedules.size import Placement
@@ -47,16 +47,6 @@ class Given(NamedTuple):
     pins: dict[int, int] | None
 
 
-class Observer(Protocol):
-    """Sees what every update does to a stage: for comparison with an oracle."""
-
-    def gradients(self, update: int, named: Mapping[str, Tensor | None]) -> None:
-        """The gradients about to be applied, before clipping."""
-
-    def weights(self, update: int, named: Mapping[str, Tensor]) -> None:
-        """The weights that the update made, unrounded; they must not be kept but as copies."""
-
-
 class Worker:
     """The runtime of one rank.
 
@@ -67,20 +57,14 @@ class Worker:
                  ties: Ties, transport: Transport, factor: Callable[[int], float]) -> None:
         """``factor`` tells the learning rate of a step, relative to the optimizer's own."""
         self.rank, self.stages, self.transport, self.update = rank, stages, transport, update
-        self._factor = factor
-        scaling = update.scaling
-        self._own_scales = scaling if scaling is not None and scaling.travels else None  # where stages differ in it
+        self._own_scales = update.own_scales
         self.tied = TiedWeights(ties, placement, stages, transport, self._own_scales)
         self._neighbours = Neighbours(transport, scales=self._own_scales is not None)
-        self.reductions = {s: Reduction(s, stage.weights, stage.summed_late, placement[s], transport, self._own_scales)
-                           for s, stage in stages.items() if len(placement[s]) > 1}
+        self.updates = Updates(rank, placement, stages, update, self.tied, transport, factor)
         self._last = len(placement) - 1
-        self.skipped: set[int] = set()  # steps of which an update was left out
-        self._completed: Counter[int] = Counter()  # by replicated stage: gradients of the update at hand
         self.records: dict[tuple[int, int], Record] = {}
         self.losses: dict[int, Tensor] = {}  # of the last stage, by microbatch
         self._activations = dict.fromkeys(stages, 0)
-        self.observer: Observer | None = None
         self.seconds: dict[tuple[int, Op], float] = defaultdict(float)  # by stage
         self.peak_activations = dict.fromkeys(stages, 0)
         self._staleness = dict.fromkeys(stages, 0)
@@ -88,9 +72,10 @@ class Worker:
         self._version_of: VersionOf
         self.is_split: IsSplit
         self.operations: dict[Op, Callable[[int, int], None]] = {
-            Op.FORWARD: self._forward, Op.BACKWARD: self._backward, Op.STEP: self._step, Op.NORM: self._norm,
-            Op.INPUT: self._input_half, Op.WEIGHT: self._weight_half, Op.RECOMPUTE: self._recompute, Op.USE: self._use,
-            Op.REDUCE: self._reduce,
+            Op.FORWARD: self._forward, Op.BACKWARD: self._backward, Op.RECOMPUTE: self._recompute,
+            Op.INPUT: self._input_half, Op.WEIGHT: self._weight_half,
+            Op.REDUCE: self.updates.reduce, Op.NORM: self.updates.norm, Op.STEP: self.updates.step,
+            Op.USE: self.updates.use,
             Op.SEND_F: self._neighbours.send_forward, Op.RECV_F: self._neighbours.post_forward,
             Op.SEND_B: self._neighbours.send_backward, Op.RECV_B: self._neighbours.post_backward,
             Op.SEND_W: self.tied.send_version, Op.RECV_W: self.tied.post_version,
@@ -101,8 +86,7 @@ class Worker:
     def begin(self, segment: Segment, version_of: VersionOf, is_split: IsSplit) -> None:
         """What the following actions are about: versions of borrowed weights, and which microbatches are split."""
         self.segment, self._version_of, self.is_split = segment, version_of, is_split
-        self._rounds = segment.rounds
-        self._updates_before = {s: stage.weights.latest for s, stage in self.stages.items()}
+        self.updates.begin(segment)
         self.tied.begin(segment.rounds)
         self._neighbours.begin(segment)
 
@@ -127,11 +111,7 @@ class Worker:
         for peer, key in self._needs(action):
             if not self._ready(peer, key):
                 return f"{key} from rank {peer}"
-        if action.op is Op.STEP:
-            number = self._update_number(action.stage, action.microbatch)
-            if not self.update.ready(self.transport, number):
-                return f"the gradient norms of update {number}"
-        return None
+        return self.updates.norms_awaited(action.stage, action.microbatch) if action.op is Op.STEP else None
 
     def _ready(self, peer: int, key: Key) -> bool:
         if key.kind in "WG":
@@ -261,23 +241,9 @@ class Worker:
             scales.watch(stage.spec.index, [*returned, *lent])
         return returned
 
-    def _completing(self, stage: int, microbatch: int, whole: bool) -> AbstractContextManager[None]:
-        """While weight gradients are made; those of a replica that are its last of an update go out.
-
-        Of a whole backward, as they are made; halves put them aside first.
-        """
-        reduction = self.reductions.get(stage)
-        if reduction is None:
-            return nullcontext()
-        update = microbatch // self._rounds.span(stage)
-        self._completed[stage] += 1
-        if self._completed[stage] < len(self._rounds.share(stage, update, stage, self.rank)):
-            return nullcontext()
-        del self._completed[stage]
-        number, contributors = self._update_number(stage, update), self._contributors(stage, update)
-        early = whole and self._own_scales is None  # not before it is known whether the update is lost
-        sending = reduction.during_backward if early else reduction.after_backward
-        return sending(number, contributors)
+    def _completing(self, stage_index: int, microbatch: int, whole: bool) -> AbstractContextManager[None]:
+        """While weight gradients are made; ``whole``: by a backward that is not in two halves."""
+        return self.updates.completing(stage_index, microbatch, whole)
 
     def _recompute(self, stage_index: int, microbatch: int) -> None:
         self.stages[stage_index].recompute(self.records[stage_index, microbatch])
@@ -308,64 +274,7 @@ class Worker:
                 returned = [*returned, self._own_scales.sent(stage_index, self.stages[stage_index].device)]
             self._neighbours.pass_gradients(stage_index, microbatch, returned)
 
-    # -- updates ---------------------------------------------------------------------------------------
-
-    def _reduce(self, stage: int, update: int) -> None:
-        self.reductions[stage].add(self._update_number(stage, update), self._contributors(stage, update))
-
-    def _norm(self, stage: int, update: int) -> None:
-        number = self._update_number(stage, update)
-        self._gather_gradients(stage, update)
-        self.update.publish_norms(self.transport, stage, self.stages[stage].weights, number)
-
-    def _step(self, stage: int, update: int) -> None:
-        weights, number = self.stages[stage].weights, self._update_number(stage, update)
-        if not self.update.global_norm:
-            self._gather_gradients(stage, update)
-        if self.observer is not None:
-            self.observer.gradients(number, dict(zip(weights.names, weights.gradients, strict=True)))
-        step = update * self._rounds.span(stage) // self._rounds.per_step
-        applied = self.update.step(self.transport, stage, weights, number, self._rate(stage, step))
-        if not applied:
-            self.skipped.add(self.segment.steps_before + step)
-        if self.update.scaling is not None:
-            factor = self.update.scaling.updated(stage, number, applied)
-            for borrowed in self.stages[stage].borrowed.values() if factor != 1 else ():
-                borrowed.scale_gradients(factor)
-        if self.observer is not None:
-            self.observer.weights(number, {name: master.data for name, master in weights.masters.items()})
-        work.rest()  # what follows a step may be the program that runs the pipeline
-
-    def _gather_gradients(self, stage: int, update: int) -> None:
-        """Of all replicas and borrowers; without a flush their mean over the microbatches that there are."""
-        if stage in self.reductions:
-            self.reductions[stage].collect(self._update_number(stage, update))
-        self.tied.add_gradients(stage, update)
-        weights, count = self.stages[stage].weights, len(self._rounds.of_update(stage, update))
-        weights.settle()
-        if count != self._rounds.update_every:
-            weights.scale_gradients(self._rounds.update_every / count)
-        if self.update.scaling is not None:
-            weights.scale_gradients(1 / self.update.scaling[stage].value)
-
-    def _rate(self, stage: int, step: int) -> float:
-        """The learning rate of a step at a stage, relative to the optimizer's own.
-
-        Without a flush a stage with more replicas makes fewer updates, from more microbatches: larger ones, then.
-        Source: PipeDream's code, which multiplies by the replicas of the stage over those of the first.
-        """
-        share = 1 if self._rounds.flush else self._rounds.width(stage) / self._rounds.width(0)
-        return self._factor(self.segment.steps_before + step) * share
-
-    def learning_rate(self, stage: int, step: int) -> float | None:
-        """Of a step of the segment, in the stage's first parameter group; None where nothing is trained."""
-        optimizer = self.update.optimizers[stage]
-        return None if optimizer is None else float(optimizer.param_groups[0]["initial_lr"]) * self._rate(stage, step)
-
-    def _use(self, stage: int, version: int) -> None:
-        self.stages[stage].weights.choose(self._update_number(stage, version))
-
-    # -- names and numbers -----------------------------------------------------------------------------
+    # -- what is awaited, what failed ------------------------------------------------------------------
 
     def _needs(self, action: Action) -> Iterator[tuple[int, Key]]:
         """The transfers that an action takes, with the rank they come from."""
@@ -378,21 +287,8 @@ class Worker:
                     yield from self.tied.versions_needed(owner, self._version_of(owner, index))
         elif action.op in RETURNS and stage < self._last:
             yield self._neighbours.gradients(stage, index)
-        elif action.op is Op.REDUCE:
-            yield from self.reductions[stage].shares_needed(self._update_number(stage, index),
-                                                            self._contributors(stage, index))
-        elif action.op is (Op.NORM if self.update.global_norm else Op.STEP):
-            if stage in self.reductions:
-                yield from self.reductions[stage].sums_needed(self._update_number(stage, index))
-            yield from self.tied.gradients_needed(stage, index)
-
-    def _contributors(self, stage: int, update: int) -> list[int]:
-        """The replicas with a microbatch of an update."""
-        return self._rounds.contributors(stage, update, stage)
-
-    def _update_number(self, stage: int, update: int) -> int:
-        """The run's number of an update, or version, of a stage."""
-        return self._updates_before[stage] + update
+        else:
+            yield from self.updates.needs(action)
 
     def _failed(self, what: str, hint: str, action: Action, peer: int | None = None) -> RunError:
         work.rest()

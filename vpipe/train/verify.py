@@ -186,7 +186,7 @@ def _observed(pipe: Pipeline, job: Job, batches: int) -> dict[int, Trail]:
     """What each rank of this process sees of its training."""
     trails = {rank: Trail() for rank in pipe.engine.workers}
     for rank, worker in pipe.engine.workers.items():
-        worker.observer = trails[rank]
+        worker.updates.observer = trails[rank]
     losses = [step.loss for step in pipe.train(_batches(job, batches))]
     for trail in trails.values():
         trail.losses = losses
