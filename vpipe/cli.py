@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
 
-from vpipe.errors import UserError, VpipeError, nearest
-from vpipe.slow import READING_TORCH, said_when_slow
+from vpipe.commands.checkpoint_parser import add_checkpoint
+from vpipe.commands.parser import Parser, Version, add_config
+from vpipe.errors import VpipeError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,12 +59,12 @@ def _defect(error: Exception) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="vpipe", description="Pipeline-parallel training for PyTorch in which a schedule is data.")
-    parser.add_argument("--version", action=_Version, nargs=0, help="say which version this is")
+    parser = Parser(prog="vpipe", description="Pipeline-parallel training for PyTorch in which a schedule is data.")
+    parser.add_argument("--version", action=Version, nargs=0, help="say which version this is")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="train as a config says, or go on with a run")
-    _add_config(train, needed=False)
+    add_config(train, needed=False)
     train.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this folder from its newest "
                        "checkpoint, or from the one named; its own config when none is given")
     train.add_argument("--restarts", type=int, metavar="N", help="start again up to N times when the run fails, from "
@@ -74,11 +73,11 @@ def _parser() -> argparse.ArgumentParser:
 
     launch = commands.add_parser("launch", help="show what train would start, on which host")
     launch.add_argument("--print", action="store_true", required=True, help="print the commands; starts nothing")
-    _add_config(launch)
+    add_config(launch)
     launch.set_defaults(run=_launch)
 
     slurm = commands.add_parser("slurm", help="write a batch script for SLURM, or submit it")
-    _add_config(slurm)
+    add_config(slurm)
     slurm.add_argument("--nodes", type=int, required=True, metavar="N", help="nodes of the job")
     slurm.add_argument("--ranks-per-node", type=int, metavar="R", help="ranks on each; the schedule's ranks divided by "
                        "the nodes when left out")
@@ -92,13 +91,13 @@ def _parser() -> argparse.ArgumentParser:
     slurm.set_defaults(run=_slurm)
 
     verify = commands.add_parser("verify", help="a few updates of a config beside plain PyTorch: the same numbers?")
-    _add_config(verify)
+    add_config(verify)
     verify.add_argument("--steps", type=int, default=3, metavar="N", help="updates to compare; 3 when left out, more "
                         "where a schedule without a flush needs them to show every weight version")
     verify.set_defaults(run=_verify)
 
     compare = commands.add_parser("compare", help="systems or schedules beside each other, in the same processes")
-    _add_config(compare)
+    add_config(compare)
     compare.add_argument("--systems", metavar="NAME,...", help="gpipe, pipedream, vpipe: each as its users ran it, "
                          "planned within the memory")
     compare.add_argument("--schedules", metavar="NAME,...", help="schedules, with the config's partition and recompute")
@@ -120,14 +119,14 @@ def _parser() -> argparse.ArgumentParser:
     bench.set_defaults(run=_bench)
 
     profile = commands.add_parser("profile", help="measure what every layer takes and keeps, on the ranks of a config")
-    _add_config(profile)
+    add_config(profile)
     profile.add_argument("--again", action="store_true", help="measure even if it was measured before")
     profile.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the profile there, too, such as "
                          "profile.json")
     profile.set_defaults(run=_profile)
 
     plan = commands.add_parser("plan", help="the fastest cut, recomputation and schedule within your memory, explained")
-    _add_config(plan)
+    add_config(plan)
     plan.add_argument("--memory", metavar="SIZE", help="what a rank may hold, such as 8GiB or 500MB; the config's "
                       "parallel.memory, else its device's when left out")
     plan.add_argument("--ranks", type=int, metavar="N", help="plan for as many; the config's when left out")
@@ -141,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     trace.set_defaults(run=_trace)
 
     checkpoint = commands.add_parser("checkpoint", help="look at what a run has saved, check it, take it elsewhere")
-    _add_checkpoint(checkpoint.add_subparsers(required=True, metavar="COMMAND"))
+    add_checkpoint(checkpoint.add_subparsers(required=True, metavar="COMMAND"))
 
     schedule = commands.add_parser("schedule", help="draw a schedule, or compare all of them")
     schedule.add_argument("name", nargs="?", metavar="NAME|FILE.csv", help="a schedule by its name, or in a file")
@@ -182,97 +181,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_config(parser: argparse.ArgumentParser, needed: bool = True) -> None:
-    parser.add_argument("config", type=Path, nargs=None if needed else "?",
-                        help="a YAML file, native or VPipe's flat form")
-    _add_overrides(parser)
-
-
-def _add_overrides(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
-                        help="override a key of the config, such as training.learning_rate=3e-4; may be repeated")
-    parser.add_argument("--scheduler", help="OurGPipe's scheduler, instead of the config's")
-
-
-def _add_checkpoint(commands: Any) -> None:
-    """The commands of ``vpipe checkpoint``."""
-    where = "folder of a run, or one of its checkpoints"
-
-    ls = commands.add_parser("ls", help="the checkpoints of a run")
-    ls.add_argument("folder", type=Path, metavar="RUN", help=where)
-    ls.set_defaults(run=_checkpoint_ls)
-
-    show = commands.add_parser("show", help="what is in a checkpoint: sizes, layers, files, config")
-    show.add_argument("folder", type=Path, metavar="RUN|STEP", help=f"{where}; of a run the newest")
-    show.set_defaults(run=_checkpoint_show)
-
-    verify = commands.add_parser("verify", help="read every byte and compare; status 1 when one has changed")
-    verify.add_argument("folder", type=Path, metavar="RUN|STEP", help=f"{where}; of a run all")
-    verify.set_defaults(run=_checkpoint_verify)
-
-    export = commands.add_parser("export", help="write the whole model for other programs")
-    export.add_argument("folder", type=Path, metavar="RUN|STEP", help=f"{where}; of a run the newest")
-    export.add_argument("--format", choices=("safetensors", "torch", "huggingface"), required=True,
-                        help="one file of tensors; a state dict for torch.load; a folder for transformers")
-    export.add_argument("-o", "--output", type=Path, required=True, metavar="OUT", help="a file; a folder of "
-                        "huggingface. It must not exist")
-    export.set_defaults(run=_checkpoint_export)
-
-    take = commands.add_parser("import", help="a checkpoint at step 0, of weights alone, from those of others")
-    take.add_argument("source", type=Path, metavar="FOLDER", help="one of Hugging Face's, or one with VPipe's "
-                      "checkpoint.<stage>.pth.tar")
-    take.add_argument("-o", "--output", type=Path, required=True, metavar="OUT", help="where the checkpoint goes; it "
-                      "must not exist")
-    take.add_argument("--config", type=Path, help="the config that will train it; needed for VPipe's files, and "
-                      "otherwise compared with what the folder says")
-    _add_overrides(take)
-    take.set_defaults(run=_checkpoint_import)
-
-
 def _add_costs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--costs", default="1,1,1,0", metavar="F,I,W,TRANSFER",
                         help="times of a microbatch on a whole rank: forward, input half of the backward, weight half "
                              "(a whole backward takes both), and from rank to rank; 1,1,1,0 when left out")
-
-
-class _Version(argparse.Action):
-    """``--version``; looked up only when asked."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        from importlib.metadata import version
-
-        print(f"vpipe {version('vpipe')}")
-        parser.exit()
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse whose errors look like all others."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._negative_number_matcher = re.compile(r"-\.?\d")  # --costs -1,1,1 is a value, and a wrong one
-
-    def error(self, message: str) -> NoReturn:
-        self._refuse(message, f"{self.prog} --help says how")
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        known, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            option = unknown[0].partition("=")[0]
-            remedy = nearest(option, [name for name in self._option_string_actions if name.startswith("--")])
-            self._refuse(f"{self.prog} knows no '{option}'",
-                         remedy if option.startswith("-") else f"{self.prog} --help says how")
-        return known, unknown
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
-            option = "/".join(action.option_strings)
-            self._refuse(f"{self.prog} has no {option or 'command'} '{value}'",
-                         nearest(str(value), list(action.choices)))
-
-    def _refuse(self, what: str, hint: str) -> NoReturn:
-        print(UserError(what, hint=hint), file=sys.stderr)
-        sys.exit(UserError.exit_status)
 
 
 def _verify(options: argparse.Namespace) -> None:
@@ -329,44 +241,6 @@ def _trace(options: argparse.Namespace) -> None:
     run_trace(options)
 
 
-def _checkpoint_ls(options: argparse.Namespace) -> None:
-    from vpipe.commands.checkpoint import run_ls
-
-    run_ls(options)
-
-
-def _checkpoint_show(options: argparse.Namespace) -> None:
-    from vpipe.commands.checkpoint import run_show
-
-    run_show(options)
-
-
-def _checkpoint_verify(options: argparse.Namespace) -> None:
-    from vpipe.commands.checkpoint import run_verify
-
-    run_verify(options)
-
-
-def _checkpoint_export(options: argparse.Namespace) -> None:
-    from vpipe.checkpoint.output import check_free
-
-    check_free(options.output)  # before torch is read from the disk
-    with said_when_slow(READING_TORCH):
-        from vpipe.commands.checkpoint_files import run_export
-
-    run_export(options)
-
-
-def _checkpoint_import(options: argparse.Namespace) -> None:
-    from vpipe.checkpoint.output import check_free
-
-    check_free(options.output)
-    with said_when_slow(READING_TORCH):
-        from vpipe.commands.checkpoint_files import run_import
-
-    run_import(options)
-
-
 def _schedule(options: argparse.Namespace) -> None:
     from vpipe.commands.schedule import run_schedule
 
@@ -386,17 +260,9 @@ def _simulate(options: argparse.Namespace) -> None:
 
 
 def _build_bert(options: argparse.Namespace) -> None:
-    from vpipe.data.bert_corpus import BertText
-    from vpipe.data.build_bert import build_bert
+    from vpipe.commands.build_bert import run_build_bert
 
-    wanted = BertText(options.text, options.sequence_length, options.vocab_size, seed=options.seed)
-    try:
-        content = build_bert(wanted, options.out)
-    except OSError as error:
-        raise UserError(f"cannot write the folder '{options.out}': {error.strerror}",
-                        hint="name a folder that can be made and written as --out") from None
-    counts = ", ".join(f"{count:,} {what}" for what, count in content["counts"].items())
-    print(f"{options.out}: {counts}; {content['vocab_size']:,} tokens")
+    run_build_bert(options)
 
 
 if __name__ == "__main__":

@@ -22,14 +22,15 @@ from test_ends import alive, until
 from vpipe.cli import main
 from vpipe.errors import RunError, UserError
 from vpipe.launch import hosts as hosts_module
-from vpipe.launch import local
+from vpipe.launch import local, reach
 from vpipe.launch import ssh as ssh_module
 from vpipe.launch.hosts import Hosts
 from vpipe.launch.local import Interrupted, close_all, run_ranks
 from vpipe.launch.messages import decoded, encoded
 from vpipe.launch.network import free_port
 from vpipe.launch.ranks import HostRanks, ranks_here
-from vpipe.launch.ssh import Remote, connect, hello_s, prepare, ssh_command
+from vpipe.launch.reach import connect, prepare
+from vpipe.launch.ssh import Remote, hello_s, ssh_command
 from vpipe.train.config import Config, load_config
 
 SSH = """\
@@ -228,7 +229,7 @@ def test_a_host_that_falls_silent_before_the_run(here: Path, monkeypatch: pytest
                                                  capsys: pytest.CaptureFixture[str]) -> None:
     """Its ssh has ended, too, but something holds its output open, as a shared connection may."""
     monkeypatch.setattr(ssh_module, "SLOW_S", 0.1)
-    monkeypatch.setattr(ssh_module, "SILENT_S", 1.0)
+    monkeypatch.setattr(reach, "SILENT_S", 1.0)
     monkeypatch.setattr(ssh_module, "GRACE_S", 0.3)
     monkeypatch.setattr(Remote, "differs", lambda remote, container: [])
     quiet = here / "bin" / "quiet"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import executor_jobs
@@ -17,7 +19,9 @@ from world import World
 
 from vpipe import Layer, Model, Pipeline
 from vpipe.errors import RunError, UserError
+from vpipe.runtime import threaded
 from vpipe.runtime.executor import EXECUTORS
+from vpipe.runtime.streams import CudaStreams
 from vpipe.runtime.threaded import ThreadedWorker, _add_up
 from vpipe.runtime.weights import Weights
 from vpipe.schedules.action import Action, Op
@@ -232,14 +236,78 @@ def test_coded_without_feedback_gives_the_same_bits() -> None:
 # -- on a GPU ------------------------------------------------------------------------------------------------
 
 
+class Clocks:
+    """Of a stream that does nothing: how far it is, and how far others were that it has waited for."""
+
+    here = threading.local()
+
+    def __init__(self, *device: torch.device) -> None:
+        self.known: dict[Clocks, int] = {}
+
+    def tick(self) -> tuple[Clocks, dict[Clocks, int]]:
+        self.known[self] = self.known.get(self, 0) + 1
+        return self, dict(self.known)
+
+    def wait_event(self, event: dict[Clocks, int]) -> None:
+        self.known.update({stream: max(time, self.known.get(stream, 0)) for stream, time in event.items()})
+
+    def record_event(self) -> dict[Clocks, int]:
+        return dict(self.known)
+
+    def wait_stream(self, other: Clocks) -> None:
+        self.wait_event(other.known)
+
+
+class Kept(nn.Linear):
+    """Counts its calls in a buffer."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("calls", torch.zeros(()), persistent=persistent)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_streams_are_ordered_where_a_buffer_may_be_written_and_only_there(persistent: bool,
+                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    default = Clocks()
+
+    @contextmanager
+    def within(stream: Clocks) -> Iterator[None]:
+        Clocks.here.stream = stream
+        yield
+        Clocks.here.stream = default
+
+    def current(device: torch.device | None = None) -> Clocks:
+        return getattr(Clocks.here, "stream", default)
+
+    monkeypatch.setattr(torch.cuda, "Stream", Clocks)
+    monkeypatch.setattr(torch.cuda, "stream", within)
+    monkeypatch.setattr(torch.cuda, "current_stream", current)
+    monkeypatch.setattr(threaded, "streams_of", CudaStreams)
+    model = Model([Layer("kept", lambda: Kept(persistent), ("x",), ("h",)), Layer("loss", Loss, ("h", "target"),
+                                                                                  ("loss",))], batch=("x", "target"))
+    pipe = out_of_turn(pipeline(model, stages=1, schedule="gpipe", microbatches=4, executor="async_threaded"))
+    calls = []
+    pipe.engine.local_stages[0].modules[0].register_forward_hook(lambda *_: calls.append(current().tick()))
+    list(pipe.train([batch(), batch()]))
+    assert len({stream for stream, _ in calls}) == 4
+    for first in (0, 4):
+        for (before, then), (_, now) in pairwise(calls[first:first + 4]):
+            assert (now.get(before, 0) >= then[before]) is persistent
+    (last, then), (_, now) = calls[3:5]
+    assert now[last] >= then[last], "the next batch comes after all of this one"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("executor", ["naive", "async_threaded"])
 @pytest.mark.parametrize("apart", [False, True])
-def test_on_a_gpu_executors_give_the_numbers_of_overlapped(executor: str, apart: bool) -> None:
+@pytest.mark.parametrize("model", [rich_model, norm_model])
+def test_on_a_gpu_executors_give_the_numbers_of_overlapped(executor: str, apart: bool,
+                                                           model: Callable[[], Model]) -> None:
     """In one process; with streams going on at one time where one rank has all layers."""
     def run(executor: str) -> tuple[list[float], dict[str, Tensor]]:
-        pipe = pipeline(rich_model(), stages=1 if apart else 2, schedule="gpipe", microbatches=4, executor=executor,
+        pipe = pipeline(model(), stages=1 if apart else 2, schedule="gpipe", microbatches=4, executor=executor,
                         device="cuda", recompute=0.5, grad_clip=0.5)
         if apart and executor == "async_threaded":
             out_of_turn(pipe)

@@ -180,8 +180,8 @@ def test_overrides_take_native_and_flat_keys(flat: Path) -> None:
 
 def test_scheduler_option(flat: Path) -> None:
     flat.write_text(GOOD)
-    with pytest.raises(UserError, match="--scheduler asks for the executor naive, which is not available"):
-        load_config(flat, scheduler="naive")
+    parallel = load_config(flat, scheduler="naive").parallel
+    assert (parallel.schedule, parallel.executor) == ("gpipe", "naive")
 
 
 def test_all_mistakes_of_the_flat_file_at_once(flat: Path) -> None:

@@ -138,21 +138,3 @@ def test_what_the_screen_and_the_log_show(tmp_path: Path, capsys: pytest.Capture
     assert [record.message for record in caplog.records][1:4] == shown
     assert out.startswith("4 updates in ")
     assert "evaluation loss after 4 updates" in out
-
-
-def test_a_batch_that_cannot_be_read_ends_the_run_with_its_place(tmp_path: Path,
-                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
-    job = job_of(tmp_path, parallel__model_parallel_size=1)
-    batches = list(islice(job.training_batches(tuple(job.dataset.fields)), 2))
-
-    def gone(self: Job, fields: tuple[str, ...]) -> Any:
-        yield from batches
-        raise UserError("the shard a.hdf5 is missing", hint="copy it again", where="data/a.hdf5")
-
-    monkeypatch.setattr(Job, "training_batches", gone)
-    with pytest.raises(RunError) as caught:
-        train(job, tmp_path)
-    assert str(caught.value) == (
-        "error: the shard a.hdf5 is missing (data/a.hdf5) (rank 0, stage 0, action reading batch 2)\n"
-        "hint: copy it again")
-    assert len(losses(tmp_path)) == 2

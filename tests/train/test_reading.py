@@ -43,8 +43,10 @@ def test_a_run_goes_on_with_the_batch_that_is_due(tmp_path: Path) -> None:
     assert [*losses(begun), metrics(begun)[1][-1]["evaluation_loss"]] == whole
 
 
-def test_a_batch_that_cannot_be_read_has_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = job_of(tmp_path, **GPT, parallel__model_parallel_size=1, dataset__num_workers=4)
+@pytest.mark.parametrize("workers", [0, 4])
+def test_a_batch_that_cannot_be_read_ends_the_run_with_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                 workers: int) -> None:
+    job = job_of(tmp_path, **GPT, parallel__model_parallel_size=1, dataset__num_workers=workers)
     batches = list(islice(job.training_batches(job.model.batch), 2))
 
     def gone(self: Job, fields: tuple[str, ...]) -> Any:

@@ -28,14 +28,6 @@ _FORMAT = 1  # raised when the same parameters come to mean other samples
 class BertCache(Prepared):
     """A whole, checked folder of samples."""
 
-    @property
-    def vocab_size(self) -> int:
-        return int(self.manifest["vocab_size"])
-
-    @property
-    def tokenizer_path(self) -> Path:
-        return self.folder / "tokenizer.json"
-
     def samples(self, split: Split) -> int:
         """How many samples the split holds."""
         return int(self.manifest["counts"][f"{split}_samples"])

@@ -24,10 +24,18 @@ from vpipe.errors import UserError
 
 @dataclass(frozen=True)
 class Prepared:
-    """A whole, checked folder."""
+    """A whole, checked folder, with the tokenizer that made what is in it."""
 
     folder: Path
     manifest: dict[str, Any]
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.manifest["vocab_size"])
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.folder / "tokenizer.json"
 
 
 def prepared(kind: str, facts: Mapping[str, Any], build: Callable[[Path], Mapping[str, Any]],

@@ -40,14 +40,6 @@ _SPLITS: tuple[Split, ...] = ("train", "test")
 class TokenCache(Prepared):
     """A whole, checked folder of tokens."""
 
-    @property
-    def vocab_size(self) -> int:
-        return int(self.manifest["vocab_size"])
-
-    @property
-    def tokenizer_path(self) -> Path:
-        return self.folder / "tokenizer.json"
-
     def count(self, split: Split) -> int:
         """How many tokens the split has."""
         return int(self.manifest["counts"][f"{split}_tokens"])

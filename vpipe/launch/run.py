@@ -20,8 +20,9 @@ from vpipe.launch.local import Interrupted
 from vpipe.launch.machine import check_gpus, hosts_of, ranks_of
 from vpipe.launch.network import free_port
 from vpipe.launch.ranks import ranks_here
+from vpipe.launch.reach import UnreachableError, connect, prepare
 from vpipe.launch.restart import Failure, announced, last_step, newest_intact, over
-from vpipe.launch.ssh import Remote, UnreachableError, connect, prepare
+from vpipe.launch.ssh import Remote
 from vpipe.launch.starting import Starting
 from vpipe.launch.unsaved import why_unsaved
 from vpipe.train.config import Config

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from queue import Empty, SimpleQueue
@@ -20,10 +20,9 @@ from threading import Event, Lock, Thread
 from typing import Any
 
 from vpipe.errors import Problem, RunError, UserError, VpipeError
-from vpipe.launch.hosts import Hosts, host_of
-from vpipe.launch.local import GRACE_S, close_all
+from vpipe.launch.hosts import host_of
+from vpipe.launch.local import GRACE_S
 from vpipe.launch.messages import BEAT_S, decoded, encoded, identity
-from vpipe.launch.network import listening
 from vpipe.launch.ranks import HostRanks
 from vpipe.train.sections import LaunchSection
 
@@ -31,9 +30,8 @@ CONNECT_S = 10
 HELLO_S = 20.0
 """For a host to say what it is, after the connection; Python starts slowly from a cold network folder."""
 
-PREPARE_S, SLOW_S, SILENT_S = 3600.0, 20.0, 30.0
-"""For a host to look at the config, where it may prepare a large text; until this is said to the user; and without a
-sign of life from its launcher meanwhile."""
+SLOW_S = 20.0
+"""Until the user is told that a host still looks at the config."""
 
 ALIVE_S = 15
 NO_DIRECTORY = 96
@@ -284,60 +282,3 @@ class Remote:
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("ab") as file:
             file.write(data)
-
-
-class UnreachableError(UserError):
-    """Hosts that cannot take part.
-
-    Attributes:
-        by_login: what is wrong with each.
-    """
-
-    by_login: Mapping[str, Sequence[Problem]]
-
-    @classmethod
-    def because(cls, by_login: Mapping[str, Sequence[Problem]]) -> UserError:
-        """All that is wrong, as one error."""
-        error = cls.all_of([problem for problems in by_login.values() for problem in problems])
-        assert isinstance(error, cls)
-        error.by_login = by_login
-        return error
-
-
-def connect(hosts: Hosts, settings: LaunchSection, *, container: bool) -> list[Remote]:
-    """The launchers of other hosts, all reached at the same time.
-
-    Raises:
-        UnreachableError: all that keeps any of them from it.
-        UserError: there is no ssh here.
-    """
-    remotes: list[Remote] = []
-    try:
-        for login in hosts.others:
-            remotes.append(Remote(login, hosts.on(login), settings))
-        found = {remote.login: remote.problems("hello", hello_s(settings)) or remote.differs(container)
-                 for remote in remotes}
-        if any(found.values()):
-            raise UnreachableError.because({login: problems for login, problems in found.items() if problems})
-    except BaseException:
-        close_all(remotes)
-        raise
-    return remotes
-
-
-def prepare(remotes: Sequence[Remote], config: str, here: HostRanks, silence_s: float, fingerprint: str) -> None:
-    """Tell other hosts what is to be run, and wait until all can.
-
-    Args:
-        fingerprint: of this host's data.
-
-    Raises:
-        UnreachableError: all that keeps any of them from it, other data among it.
-    """
-    with listening(here.port):
-        for remote in remotes:
-            remote.tell(config, here, silence_s)
-        found = {remote.login: remote.problems("ready", PREPARE_S, SILENT_S) or remote.other_data(fingerprint)
-                 for remote in remotes}
-    if any(found.values()):
-        raise UnreachableError.because({login: problems for login, problems in found.items() if problems})

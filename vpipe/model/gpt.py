@@ -20,10 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vpipe.model.attention import attention
+from vpipe.model.decoder import decoder
 from vpipe.model.gpt_config import GptConfig, config_of, from_huggingface, huggingface_config
 from vpipe.model.gpt_names import TRANSPOSED, huggingface_copies, huggingface_names, huggingface_spelled
 from vpipe.model.keys import check_length
-from vpipe.model.layer import LOSS, Layer, Model
+from vpipe.model.layer import Model
 from vpipe.model.loss import next_token_loss
 from vpipe.model.registry import HuggingFace, ModelSettings, register_model
 
@@ -33,20 +34,11 @@ GELU: dict[str, Callable[[Tensor], Tensor]] = {
     # As published files name it: that approximation in the order of operations that they were trained with.
     "gelu_new": lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))}
 
-def gpt(config: GptConfig) -> Model:
-    """GPT with the loss of the next token as 2n + 1 layers for n blocks.
 
-    Batch fields, int64 [B, S]: ``input_ids``, and ``labels``, of every token the one that follows it; -100 where there
-    is none to learn. The only tensor between layers is ``h`` [B, S, H].
-    """
-    layers = [Layer("block0.attention", partial(EmbeddingsAndAttention, config), inputs=("input_ids",))]
-    for i in range(config.n_layer):
-        if i > 0:
-            layers.append(Layer(f"block{i}.attention", partial(Attention, config)))
-        layers.append(Layer(f"block{i}.mlp", partial(Mlp, config)))
-    ties = {"decoder.weight": "block0.attention.embeddings.token.weight"} if config.tie_word_embeddings else {}
-    layers.append(Layer("head", partial(Head, config), inputs=("h", "labels"), outputs=(LOSS,), ties=ties))
-    return Model(layers, batch=("input_ids", "labels"))
+def gpt(config: GptConfig) -> Model:
+    """GPT with the loss of the next token as 2n + 1 layers for n blocks: see :func:`~vpipe.model.decoder.decoder`."""
+    return decoder(config.n_layer, partial(EmbeddingsAndAttention, config), partial(Attention, config),
+                   partial(Mlp, config), partial(Head, config), tied=config.tie_word_embeddings)
 
 
 def _flops(settings: ModelSettings) -> list[int]:

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vpipe.model.attention import attention
+from vpipe.model.decoder import decoder
 from vpipe.model.keys import check_length
-from vpipe.model.layer import LOSS, Layer, Model
+from vpipe.model.layer import Model
 from vpipe.model.llama_config import LlamaConfig, config_of, from_huggingface, huggingface_config
 from vpipe.model.llama_names import huggingface_copies, huggingface_names, huggingface_spelled
 from vpipe.model.loss import next_token_loss
@@ -29,24 +30,16 @@ from vpipe.model.rotary import rotary_tables, rotate
 
 
 def llama(config: LlamaConfig, length: int | None = None) -> Model:
-    """LLaMA with the loss of the next token as 2n + 1 layers for n blocks.
-
-    Batch fields, int64 [B, S]: ``input_ids``, and ``labels``, of every token the one that follows it; -100 where there
-    is none to learn. The only tensor between layers is ``h`` [B, S, H].
+    """LLaMA with the loss of the next token as 2n + 1 layers for n blocks: see :func:`~vpipe.model.decoder.decoder`.
 
     Args:
         length: tokens of the longest sample, for which each attention layer keeps the rotary tables; None for as many
             as there are positions.
     """
     positions = config.max_position_embeddings if length is None else length
-    layers = [Layer("block0.attention", partial(EmbeddingsAndAttention, config, positions), inputs=("input_ids",))]
-    for i in range(config.num_hidden_layers):
-        if i > 0:
-            layers.append(Layer(f"block{i}.attention", partial(Attention, config, positions)))
-        layers.append(Layer(f"block{i}.mlp", partial(Mlp, config)))
-    ties = {"decoder.weight": "block0.attention.embeddings.token.weight"} if config.tie_word_embeddings else {}
-    layers.append(Layer("head", partial(Head, config), inputs=("h", "labels"), outputs=(LOSS,), ties=ties))
-    return Model(layers, batch=("input_ids", "labels"))
+    return decoder(config.num_hidden_layers, partial(EmbeddingsAndAttention, config, positions),
+                   partial(Attention, config, positions), partial(Mlp, config), partial(Head, config),
+                   tied=config.tie_word_embeddings)
 
 
 def _flops(settings: ModelSettings) -> list[int]:

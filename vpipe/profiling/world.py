@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from vpipe.profiling.device import usable_cores
-from vpipe.runtime.distributed import share_tensors, talking_with
+from vpipe.runtime.talk import share_tensors, talking_with
 
 PATIENCE_S = 3600.0
 """How long ranks wait for others that measure; one that is gone is noticed at once all the same."""

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from vpipe.errors import RunError
 from vpipe.model.split import StageSpec
-from vpipe.runtime.distributed import share_tensors
 from vpipe.runtime.stage import Stage
+from vpipe.runtime.talk import share_tensors
 from vpipe.runtime.usage import StageUsage
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.size import Placement

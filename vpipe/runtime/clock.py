@@ -7,7 +7,7 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from vpipe.runtime.distributed import talking_with
+from vpipe.runtime.talk import talking_with
 
 ROUND_TRIPS = 40
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
@@ -16,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vpipe.errors import RunError, UserError
+from vpipe.runtime.talk import failure_of, note
 from vpipe.runtime.transport import Key, Spec
 from vpipe.watch.current import watch_of_process
-from vpipe.watch.seen import Doing
-from vpipe.watch.watch import Watch
 
 SENDS_BEHIND = 4
 """Transfers per peer and kind that may be under way before a further send waits for the oldest, or as many as a rank
@@ -184,12 +182,12 @@ class Distributed:
 
     def failure(self, error: RuntimeError, peer: int | None, key: Key, doing: str) -> RunError:
         """What a transfer's failure means to the user."""
-        return _failure(error, self.rank, peer, f"{doing} {key}", self._describe, self._watch,
-                        self._timeout.total_seconds())
+        return failure_of(error, self.rank, peer, f"{doing} {key}", self._describe, self._watch,
+                          self._timeout.total_seconds())
 
     def doing(self, transfer: _Failing | None) -> None:
         """Note what this rank is at, for the others."""
-        _now(self._watch, transfer)
+        note(self._watch, transfer)
 
     def describe(self, rank: int) -> str:
         """A rank with its stages, for messages."""
@@ -228,29 +226,6 @@ class _Failing:
                 "receiving": f"to receive {what} from"}[self._doing]
 
 
-def _failure(error: RuntimeError, rank: int, peer: int | None, doing: str, describe: Callable[[int], str],
-             watch: Watch | None, timeout_s: float | None) -> RunError:
-    """A transfer's failure: that a peer did not answer in time, or is gone; and who is to blame, if that is known.
-
-    Args:
-        doing: ``"waiting for the loss of update 3"``.
-        watch: knows whether another rank failed before the peer; without it the peer is blamed.
-        timeout_s: how long a peer is waited for, where it is not the process group that says so.
-    """
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    timed_out = "imed out" in text or "imeout" in text
-    me, other = describe(rank), "all ranks" if peer is None else describe(peer)
-    gave_up = f"{me} gave up {doing} with {other}" + (f" after {timeout_s:g} s" if timeout_s else "")
-    if watch is not None:
-        fault = watch.explain(peer, (timeout_s or watch.pace.silent_s) if timed_out else None)
-        return watch.error(fault, gave_up if timed_out else f"{me} was {doing} with {other}")
-    if timed_out:
-        return RunError(gave_up, hint="a rank is stuck or much slower than the others: look at its log; "
-                                      "a slow start needs a larger parallel.timeout_s", rank=rank, peer=peer)
-    return RunError(f"{me} lost {other} while {doing}: {text}", hint="that rank ended first: its log says why",
-                    rank=rank, peer=peer)
-
-
 def _tag(key: Key, tensor: int, generation: int) -> int:
     """A number below 2**31 for a tensor of a transfer, unique among those under way at one time."""
     turn = generation % 16 * 256 + key.number % 256
@@ -271,79 +246,3 @@ def _header(tensors: Sequence[Tensor]) -> Tensor:
 def _specs(header: Tensor) -> list[Spec]:
     return [Spec(tuple(shape), getattr(torch, dtype), wants)
             for shape, dtype, wants in json.loads(bytes(header.cpu().numpy()).decode())]
-
-
-def share_tensors(tensors: Mapping[str, Tensor], source: int, device: torch.device) -> dict[str, Tensor]:
-    """Named tensors of one rank, on every rank, in host memory. All ranks must call it; only the source gives any.
-
-    Sent from rank to rank, as everything else: the worker threads behind gloo's collectives may outlive the
-    interpreter and then abort the process at its exit.
-
-    Raises:
-        RunError: a rank did not answer in the process group's time, or is gone.
-    """
-    carrier = torch.device("cpu") if dist.get_backend() == "gloo" else device
-    if dist.get_rank() != source:
-        with talking_with(source, _SHARING):
-            return _receive_shared(source, carrier)
-    content = [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()]
-    text = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8).to(carrier)
-    for peer in (other for other in range(dist.get_world_size()) if other != source):
-        with talking_with(peer, _SHARING):
-            for tensor in (torch.tensor([text.numel()], device=carrier), text, *tensors.values()):
-                if tensor.numel():
-                    dist.send(tensor.to(carrier).contiguous(), peer)
-    return {name: t.cpu().clone() for name, t in tensors.items()}
-
-
-_SHARING = "sharing what each has"
-
-
-@contextmanager
-def talking_with(peer: int, doing: str) -> Iterator[None]:
-    """While this rank talks with another outside of any schedule; ``doing`` says what about, for messages.
-
-    Raises:
-        RunError: in place of what torch.distributed raises.
-    """
-    watch = watch_of_process()
-    _now(watch, _Talk(peer, doing))
-    try:
-        yield
-    except RuntimeError as error:
-        raise _failure(error, dist.get_rank(), peer, doing, lambda rank: f"rank {rank}", watch, None) from error
-    finally:
-        _now(watch, None)
-
-
-@dataclass(frozen=True)
-class _Talk:
-    peer: int
-    doing: str
-
-    def __str__(self) -> str:
-        return f"{self.doing} with rank {self.peer}"
-
-    @property
-    def said(self) -> str:
-        return f"{self.doing} with"
-
-
-def _now(watch: Watch | None, doing: Doing | None) -> None:
-    """Let the other ranks know what this one waits for."""
-    if watch is not None:
-        watch.doing = doing
-
-
-def _receive_shared(source: int, carrier: torch.device) -> dict[str, Tensor]:
-    size = torch.empty(1, dtype=torch.int64, device=carrier)
-    dist.recv(size, source)
-    text = torch.empty(int(size), dtype=torch.uint8, device=carrier)
-    dist.recv(text, source)
-    received: dict[str, Tensor] = {}
-    for name, shape, dtype in json.loads(bytes(text.cpu().numpy()).decode()):
-        value = torch.empty(shape, dtype=getattr(torch, dtype), device=carrier)
-        if value.numel():
-            dist.recv(value, source)
-        received[name] = value.cpu()
-    return received

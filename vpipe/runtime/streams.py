@@ -5,6 +5,8 @@ What holds on a GPU:
 - A stream waits for another by an event, never the host, so that forwards of several microbatches run at one time.
 - A tensor that is used in another stream than it was allocated in is recorded there (``Tensor.record_stream``), or its
   memory could be given away while it is still read.
+- Forwards of a stage with buffers that are saved (running statistics) have their streams in the order of the
+  microbatches: each writes what the next one reads.
 - Autograd runs the backward of an operation in the stream of its forward, waits where tensors cross, and lets the
   stream in which ``backward`` was called wait for the leaves at its end (PyTorch, CUDA semantics: stream semantics of
   backward passes). So gradients may be read where the backward was called.
@@ -29,8 +31,12 @@ class Streams:
     def begin(self, microbatch: int, given: Iterable[Tensor]) -> None:
         """Let a microbatch's stream wait for the caller's, in which it was ``given`` tensors."""
 
-    def computing(self, microbatch: int) -> AbstractContextManager[None]:
-        """While the forward of a microbatch is queued, in whatever thread."""
+    def computing(self, microbatch: int, *, ordered: bool) -> AbstractContextManager[None]:
+        """While the forward of a microbatch is queued, in whatever thread.
+
+        Args:
+            ordered: it is computed after the one that was queued before it, whatever the stream.
+        """
         return nullcontext()
 
     def computed(self, microbatch: int) -> None:
@@ -59,6 +65,7 @@ class CudaStreams(Streams):
         self._receives, self._sends = _stream(device), _stream(device)
         self._of: dict[int, torch.cuda.Stream] = {}
         self._ends: dict[int, torch.cuda.Event] = {}
+        self._newest: torch.cuda.Stream | None = None  # that a forward was queued in
         # The microbatches' graphs share the nodes that accumulate a weight's gradient; they have the stream of one of
         # them. Autograd waits there as it should; that it is a mismatch is meant.
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
@@ -79,8 +86,12 @@ class CudaStreams(Streams):
         _record(given, caller, stream)
 
     @contextmanager
-    def computing(self, microbatch: int) -> Iterator[None]:
-        with torch.cuda.stream(self._of[microbatch]):
+    def computing(self, microbatch: int, *, ordered: bool) -> Iterator[None]:
+        stream = self._of[microbatch]
+        if ordered and self._newest is not None:
+            stream.wait_stream(self._newest)
+        self._newest = stream
+        with torch.cuda.stream(stream):
             yield
 
     def computed(self, microbatch: int) -> None:

@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import record_function
 
 from vpipe.errors import RunError
@@ -35,6 +35,8 @@ class ThreadedWorker(Worker):
     A forward of a batch starts a thread, which queues the microbatch's work, on a GPU in a stream of its own
     (:mod:`vpipe.runtime.streams`). The threads take turns in the order of the microbatches: random numbers are drawn,
     and buffers written, in the order in which they are without threads, so each works under the lock of the one before.
+    On a GPU that orders what is queued, not what is computed; so a stage whose layers have buffers that are saved has
+    its streams ordered, too. Those that are not saved (``persistent=False``) are taken for constants.
     All else is the calling thread's: receiving, sending, which so overlaps the threads' work, and autograd.
 
     Every microbatch's gradients are kept apart until all are there, then added in the order of the microbatches: the
@@ -48,6 +50,7 @@ class ThreadedWorker(Worker):
         super().__init__(*arguments, **options)
         self._in_turn = in_turn
         self._streams = streams_of(next(iter(self.stages.values())).device)
+        self._ordered = {index for index, stage in self.stages.items() if any(map(_keeps, stage.modules.values()))}
         self._threads: dict[int, ThreadPoolExecutor] = {}  # one thread each, by microbatch
         self._latest: Future[tuple[list[Tensor], Record]] | None = None
         self._under_way: dict[tuple[int, int], tuple[Given, Future[tuple[list[Tensor], Record]]]] = {}
@@ -93,7 +96,8 @@ class ThreadedWorker(Worker):
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)  # OpenMP keeps the number by thread, and sums depend on it
         assert given.pins is not None, "evaluations have no threads"
-        with self._streams.computing(microbatch), self._labelled(Action(Op.FORWARD, stage_index, microbatch)):
+        with (self._streams.computing(microbatch, ordered=stage_index in self._ordered),
+              self._labelled(Action(Op.FORWARD, stage_index, microbatch))):
             return self.stages[stage_index].forward(given.received, given.fields, given.key, given.pins,
                                                     split=self.is_split(stage_index, microbatch))
 
@@ -179,6 +183,12 @@ class ThreadedWorker(Worker):
     def _failed(self, what: str, hint: str, action: Action, peer: int | None = None) -> RunError:
         at_fault, self._at_fault = self._at_fault or action, None
         return super()._failed(what, hint, at_fault, peer)
+
+
+def _keeps(module: nn.Module) -> bool:
+    """Whether it has buffers that its forward may write: what it writes must be saved with it."""
+    saved = module.state_dict()
+    return any(name in saved for name, _ in module.named_buffers())
 
 
 def _add_up(everything: list[Weights], apart: dict[int, _Gradients]) -> None:

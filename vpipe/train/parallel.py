@@ -11,10 +11,11 @@ from vpipe.errors import UserError, nearest
 from vpipe.plan.recompute import ranges
 from vpipe.runtime.executor import Executor, refusal
 from vpipe.schedules.arrange import has_flush, is_file
-from vpipe.schedules.registry import recipe_if_any, schedule_names
+from vpipe.schedules.registry import schedule_names
 from vpipe.schedules.reversal import REVERSIBLE
 from vpipe.schedules.size import Placement
 from vpipe.sizes import parse_size
+from vpipe.train.rank_map import rank_map_mistakes
 from vpipe.train.sections import FilePath, Ints, as_tuple
 from vpipe.train.validation import Mistake, MistakesError, Section, unavailable
 from vpipe.train.yaml_file import describe
@@ -218,7 +219,7 @@ class ParallelSection(Section):
         yield from self._recomputed()
         yield from self._compression()
         if self.stage_to_rank_map is not None:
-            yield from self._placement(self.stage_to_rank_map)
+            yield from rank_map_mistakes(self.stage_to_rank_map, stages, self.schedule)
             if self.data_parallel_size > 1 and any(len(own) != self.data_parallel_size
                                                    for own in self.stage_to_rank_map.values()):
                 yield Mistake(("data_parallel_size",), f"is {self.data_parallel_size}, but stage_to_rank_map gives the "
@@ -282,45 +283,6 @@ class ParallelSection(Section):
     def _unavailable(self) -> Iterator[Mistake]:
         if self.use_orion_scheduler:
             yield unavailable("use_orion_scheduler", "the Orion scheduler", "set it to false")
-
-    def _one_stage_per_rank(self) -> bool:
-        if self.schedule == AUTO:
-            return True
-        recipe = recipe_if_any(self.schedule)  # None of a file, or a name that is refused anyway
-        return recipe is not None and recipe.chunks == 1 and not recipe.any_chunks
-
-    def _placement(self, ranks: dict[str, tuple[int, ...]]) -> Iterator[Mistake]:
-        key, stages = "stage_to_rank_map", self.model_parallel_size
-        expected = [str(stage) for stage in range(stages)]
-        if set(ranks) != set(expected):
-            yield Mistake((key,), f"names the stages {', '.join(sorted(ranks)) or 'none'}; there are {stages}: "
-                                  f"{', '.join(expected)}",
-                                  "name each stage once, as \"0\", \"1\", ..., or correct model_parallel_size")
-            return
-        places = [(stage, i, rank) for stage in expected for i, rank in enumerate(ranks[stage])]
-        highest = max((rank for _, _, rank in places), default=0)
-        hint = f"give each stage ranks of its own: {len(places)} of them are numbered 0 to {len(places) - 1}"
-        held: dict[int, str] = {}
-        for stage in expected:
-            if not ranks[stage]:
-                yield Mistake((key, stage), f"puts stage {stage} on no rank", "give the stage a rank, or several")
-        for stage, _, rank in places:
-            other = held.setdefault(rank, stage)
-            if rank < 0:
-                yield Mistake((key, stage), f"puts stage {stage} on rank {rank}", hint)
-            elif ranks[stage].count(rank) > 1:
-                yield Mistake((key, stage), f"names rank {rank} twice for stage {stage}", hint)
-                return
-            elif other != stage and (self._one_stage_per_rank() or ranks[other] != ranks[stage]):
-                yield Mistake((key, stage), f"puts stage {stage} on rank {rank}, where stage {other} is already; "
-                              + (f"{self.schedule} holds one stage on each rank" if self._one_stage_per_rank() else
-                                 f"stage {other} has ranks {list(ranks[other])}, stage {stage} {list(ranks[stage])}"),
-                              f"{hint}, or choose a schedule with several stages per rank, such as interleaved"
-                              if self._one_stage_per_rank() else
-                              "let the two share all of their ranks, in the same order, or none")
-        if missing := sorted(set(range(highest + 1)) - {rank for _, _, rank in places}):
-            yield Mistake((key,), f"names ranks up to {highest}, but never rank {missing[0]}",
-                          "number the ranks from 0 without a gap")
 
 
 def _count(entries: tuple[object, ...]) -> str:

@@ -18,7 +18,7 @@ from vpipe.pipeline import Pipeline
 from vpipe.plan.plan import Plan
 from vpipe.plan.prediction import Prediction, StagePrediction
 from vpipe.plan.profile import Profile
-from vpipe.runtime.distributed import talking_with
+from vpipe.runtime.talk import talking_with
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import Op
 from vpipe.schedules.arrange import is_file
