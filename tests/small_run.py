@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
+from vpipe.model.layer import Model
+from vpipe.model.registry import Family, ModelSettings
 from vpipe.train.config import load_config
 from vpipe.train.job import Job
 from vpipe.train.oracle import Run, Training, asynchronous_oracle, flush_oracle
@@ -46,6 +49,14 @@ def write_config(folder: Path, **changes: Any) -> Path:
 
 def job_of(folder: Path, **changes: Any) -> Job:
     return Job.of(load_config(write_config(folder, **changes)))
+
+
+def put_in(monkeypatch: pytest.MonkeyPatch, model: Model,
+           flops: Callable[[ModelSettings], Sequence[int]] | None = None) -> None:
+    """A model in place of the config's, whatever its settings."""
+    family = Family(lambda settings: model, flops=flops)
+    monkeypatch.setattr("vpipe.train.job.model_named", lambda name: family.factory)
+    monkeypatch.setattr("vpipe.train.model_of.family_named", lambda name: family)
 
 
 def only_run(runs: Path) -> Path:

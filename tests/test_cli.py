@@ -116,8 +116,8 @@ def settings(*texts: str) -> list[str]:
      "recompute: the share of a stage's layers"),
     (["dataset.batch_size=10"], "dataset.batch_size is 10, which the 4 microbatches of training.num_microbatches",
      "the nearest batch sizes are 8 and 12"),
-    (["dataset.batch_size=800"], "the test split holds 8 samples, fewer than one batch of 800",
-     "use a batch size of at most 8, or more data"),
+    (["dataset.batch_size=800"], "the train split holds 64 samples, fewer than one batch of 800",
+     "use a batch size of at most 64, or more data"),
     (["model.sequence_length=600"], "the sequence length is 600, but BERT has position embeddings for 512 tokens",
      "shorten the sequences to 512, or raise max_position_embeddings to 600"),
     (["model.name=bertt"], "there is no model 'bertt'", "did you mean 'bert'?"),
@@ -305,6 +305,15 @@ def test_nccl_without_gpus(refused: Refused, flat: Path, monkeypatch: pytest.Mon
     assert refused("train", "c.yaml", "--set", "distributed_backend=nccl") == [
         ("backend nccl needs a GPU per rank: 2 ranks, 1 GPU",
          "set parallel.backend to gloo (in VPipe's form, 'distributed_backend': 'gloo')")]
+
+
+def test_a_gpu_where_there_is_none(refused: Refused, flat: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert refused("train", "c.yaml", "--set", "parallel.device=cuda") == [
+        ("parallel.device is cuda, but this host has no GPU", "leave it out, or set it to cpu")]
+    assert refused("train", "c.yaml", "--set", "parallel.device=cpu", "--set", "distributed_backend=nccl") == [
+        ("parallel.device is cpu, but nccl carries tensors of GPUs only (--set parallel.device)",
+         "write backend: gloo, or leave device out")]
 
 
 def test_build_bert_where_nothing_can_be_written(refused: Refused, here: Path) -> None:

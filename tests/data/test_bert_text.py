@@ -109,13 +109,24 @@ def test_the_data_set_reads_what_was_prepared(text_folder: Path, tmp_path: Path)
     assert bert_text(replace(settings, samples=7)).samples("train") == 7
 
 
-def test_only_needed_files_are_read(text_folder: Path, tmp_path: Path) -> None:
+def test_a_folder_that_goes_is_read_to_the_end(text_folder: Path, tmp_path: Path) -> None:
     settings = DatasetSettings(text_folder, sequence_length=32, cache_directory=tmp_path / "cache")
     dataset = bert_text(settings)
+    before = [batch["masked_lm_ids"].tolist() for batch in dataset.batches("train", 4, seed=0)]
     for path in (tmp_path / "cache").glob("*/*.npy"):
         os.unlink(path)
-    batch = next(dataset.batches("train", 4, seed=0, fields=[]))
-    assert all(tensor.is_meta for tensor in batch.values())
+    after = list(dataset.batches("train", 4, seed=0, fields=["masked_lm_ids"]))
+    assert [batch["masked_lm_ids"].tolist() for batch in after] == before
+    assert after[0]["input_ids"].is_meta
+
+
+def test_ranks_find_what_the_launcher_prepared(text_folder: Path, tmp_path: Path) -> None:
+    """It asks with -1, they with the number that came of it."""
+    asked = prepare_text(BertText(text_folder, 32), tmp_path / "cache")
+    told = BertText(text_folder, 32, vocab_size=asked.vocab_size)
+    assert prepare_text(told, tmp_path / "cache") == asked
+    assert prepare_text(replace(told, seed=1), tmp_path / "cache") != asked
+    assert prepare_text(told, tmp_path / "elsewhere").manifest["files"] == asked.manifest["files"]
 
 
 def test_the_machines_own_prose_works(tmp_path: Path) -> None:

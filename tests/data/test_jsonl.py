@@ -98,6 +98,8 @@ def test_a_file_that_ends_too_early_is_named_with_the_line(tmp_path: Path) -> No
     assert where.startswith(f"{path}:")
     path.write_bytes(b"no gzip")
     assert problems(tmp_path)[0][1] == f"{path}:1"
+    path.write_bytes(b"")
+    assert problems(tmp_path) == [("a.jsonl.gz cannot be read on: it has 0 bytes", f"{path}:1")]
 
 
 def test_paths_without_such_files(tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+from errno import EIO
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,18 @@ def test_a_missing_folder_and_a_file_are_errors(tmp_path: Path) -> None:
     (tmp_path / "file.txt").write_text("x")
     with pytest.raises(UserError, match=r"file\.txt is a file, not a folder"):
         read_documents(tmp_path / "file.txt")
+
+
+def test_text_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: object, **options: object) -> str:
+        raise OSError(EIO, "Input/output error")
+
+    (tmp_path / "a.txt").write_text("A file. Of two.")
+    monkeypatch.setattr(Path, "read_text", broken)
+    with pytest.raises(UserError) as caught:
+        read_documents(tmp_path)
+    assert str(caught.value) == (f"error: a.txt cannot be read: Input/output error ({tmp_path / 'a.txt'})\n"
+                                 "hint: mend that, or take it away")
 
 
 def test_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:

@@ -77,6 +77,18 @@ def test_settings_fill_in_sizes() -> None:
     assert (dataset.vocab_size, dataset.sequence_length, dataset.max_predictions) == (8192, 64, 10)
 
 
+@pytest.mark.parametrize("fields", [(), ("input_ids", "labels")])
+def test_there_is_enough_for_some_batches(fields: tuple[str, ...]) -> None:
+    def counts(samples: int | None, batch_size: int) -> tuple[int, int]:
+        dataset = synthetic(DatasetSettings(sequence_length=8, samples=samples, fields=fields, batch_size=batch_size))
+        return dataset.samples("train"), dataset.samples("test")
+
+    assert counts(None, 4) == counts(None, 128) == (1024, 128)
+    assert counts(None, 512) == (4096, 512)  # a flat file's minibatches of 16, 32 of them
+    assert counts(64, 8) == (64, 8)
+    assert counts(64, 16) == (64, 16)
+
+
 def test_impossible_requests_are_errors() -> None:
     dataset = synthetic_bert(100, 32, 64)
     with pytest.raises(UserError, match="the train split holds 64 samples, fewer than one batch of 65") as caught:

@@ -1,6 +1,8 @@
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from errno import ENOSPC
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +12,14 @@ from test_jsonl import write
 from tokenizers import Tokenizer, models
 
 from vpipe.data import code_search_net as data_set
+from vpipe.data import token_cache
 from vpipe.data.code_search_net import code_search_net
 from vpipe.data.corpus import Corpus, Document
 from vpipe.data.dataset import Dataset, DatasetSettings, Tokenized
 from vpipe.data.functions import machine_functions
 from vpipe.data.text import text
 from vpipe.data.token_cache import prepare_tokens
+from vpipe.data.tokenizer_file import save_tokenizer
 from vpipe.errors import UserError
 
 READS = ("input_ids", "labels")
@@ -114,6 +118,64 @@ def test_the_vocabulary_is_the_tokenizers(settings: DatasetSettings, tmp_path: P
     assert code_search_net(given).vocab_size == dataset.vocab_size
     with pytest.raises(UserError, match=f"vocab_size is 270, but the tokenizer has {words} tokens"):
         code_search_net(replace(given, vocab_size=270))
+
+
+def test_ranks_find_what_the_launcher_prepared(settings: DatasetSettings, tmp_path: Path) -> None:
+    """It asks with -1, they with the number that came of it."""
+    asked = code_search_net(replace(settings, vocab_size=-1))
+    told = replace(settings, vocab_size=asked.vocab_size)
+    path, found = asked.tokenizer_path, code_search_net(told)
+    assert path is not None
+    assert (found.tokenizer_path, found.vocab_size) == (path, asked.vocab_size)
+    assert code_search_net(replace(told, vocab_size=asked.vocab_size + 8)).tokenizer_path != path
+    anew = code_search_net(replace(told, cache_directory=tmp_path / "elsewhere")).tokenizer_path
+    assert anew is not None
+    assert all((path.parent / name).read_bytes() == (anew.parent / name).read_bytes()
+               for name in ("tokenizer.json", "train.bin", "test.bin")), "it is what they would have made"
+
+
+def test_a_folder_that_goes_is_read_to_the_end(settings: DatasetSettings) -> None:
+    dataset = code_search_net(settings)
+    before = [batch["labels"].tolist() for batch in dataset.batches("train", 4, seed=1)]
+    assert dataset.tokenizer_path is not None
+    shutil.rmtree(dataset.tokenizer_path.parent)
+    assert [batch["labels"].tolist() for batch in dataset.batches("train", 4, seed=1)] == before
+    assert next(dataset.batches("test", 1, seed=1))["labels"].shape == (1, 16)
+
+
+@pytest.mark.parametrize("edit", [{"files": {}}, {"files": {"train.bin": None}}, {"counts": {}}, {"vocab_size": 10},
+                                  {"sha256": None}])
+def test_a_manifest_that_was_changed_is_noticed(settings: DatasetSettings, capsys: pytest.CaptureFixture[str],
+                                                edit: dict[str, object]) -> None:
+    path = code_search_net(settings).tokenizer_path
+    assert path is not None
+    manifest = path.parent / "manifest.json"
+    good = manifest.read_text()
+    manifest.write_text(json.dumps(json.loads(good) | edit))
+    assert code_search_net(settings).vocab_size == 300
+    assert manifest.read_text() == good
+    assert "built again: manifest.json was changed" in capsys.readouterr().err
+
+
+def test_nothing_is_left_where_the_disk_was_full(settings: DatasetSettings, tmp_path: Path,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(tokenizer: Tokenizer, path: Path) -> None:
+        path.write_text("{")
+        raise OSError(ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(token_cache, "save_tokenizer", full)
+    with pytest.raises(UserError, match=r"preparing data in .*cache failed: .*No space left on device"):
+        code_search_net(settings)
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+def test_a_tokenizer_is_saved_as_its_package_does(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"é": 0}, unk_token="é"))
+    tokenizer.save(str(tmp_path / "theirs"))
+    save_tokenizer(tokenizer, tmp_path / "ours")
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    with pytest.raises(OSError, match="No such file"):
+        save_tokenizer(tokenizer, tmp_path / "nowhere" / "ours")
 
 
 def test_a_large_vocabulary_takes_wider_numbers(tmp_path: Path) -> None:

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from small_run import job_of
+from small_run import job_of, put_in
 
 from vpipe.data.synthetic import synthetic_bert
 from vpipe.errors import UserError
 from vpipe.model.layer import Layer, Model
+from vpipe.model.registry import ModelSettings
 from vpipe.train.config import load_config
+from vpipe.train.model_of import model_flops
 
 
 def refused(folder: Path, **changes: Any) -> str:
@@ -136,6 +138,27 @@ def test_more_tokens_in_the_data_than_in_the_model(tmp_path: Path, monkeypatch: 
 
 def test_a_model_that_reads_what_the_data_do_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model([Layer("only", torch.nn.Identity, inputs=("pixels",), outputs=("loss",))], batch=("pixels",))
-    monkeypatch.setattr("vpipe.train.job.model_named", lambda name: lambda settings: model)
+    put_in(monkeypatch, model)
     assert "the model 'bert' reads ['pixels'], which the data set 'synthetic' does not hold" in refused(
         tmp_path, parallel__model_parallel_size=1)
+
+
+def out_of_the_settings(settings: ModelSettings) -> list[int]:
+    """As a package may have it."""
+    return [int(str(settings.overrides["vocab"]))]
+
+
+@pytest.mark.parametrize(("flops", "what"), [
+    (lambda settings: [1, 2], "the model 'bert' has 1 layer, but its family says the operations of 2"),
+    (lambda settings: [float("nan")], "the family of the model 'bert' says that layer 0 has nan operations per token"),
+    (lambda settings: [None], "the family of the model 'bert' says that layer 0 has None operations per token"),
+    (lambda settings: [-1], "the family of the model 'bert' says that layer 0 has -1 operations per token"),
+    (out_of_the_settings, "the family of the model 'bert' cannot tell the operations of its layers: KeyError: 'vocab'")])
+def test_operations_that_cannot_be_are_refused_before_the_start(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flops: Any, what: str) -> None:
+    model = Model([Layer("only", torch.nn.Identity, inputs=("input_ids",), outputs=("loss",))], batch=("input_ids",))
+    put_in(monkeypatch, model, flops)
+    changes = {"parallel__model_parallel_size": 1, "parallel__partition": [1]}
+    assert refused(tmp_path, **changes).startswith(f"error: {what}\nhint: let the flops of its register_model give")
+    put_in(monkeypatch, model, lambda settings: [6])
+    assert model_flops(job_of(tmp_path, **changes).config.model, 1) == [6]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small_run import check_updates, job_of, losses, metrics, oracle
+from small_run import check_updates, job_of, losses, metrics, oracle, put_in
 from torch import Tensor, nn
 
-from vpipe.errors import RunError, UserError
 from vpipe.model.layer import Layer, Model
 from vpipe.train.job import Job
 from vpipe.train.loop import train
@@ -73,8 +71,7 @@ def test_the_learning_rate_is_told_when_the_first_stage_has_nothing_to_train(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model([Layer("start", AsNumbers, inputs=("input_ids",), outputs=("h",)),
                    Layer("end", lambda: Score(16, 1), inputs=("h",), outputs=("loss",))], batch=("input_ids",))
-    monkeypatch.setattr("vpipe.train.job.model_named", lambda name: lambda settings: model)
-    monkeypatch.setattr("vpipe.train.efficiency.layer_flops", lambda job: None)  # of the family it is not
+    put_in(monkeypatch, model)
     run(tmp_path, parallel__partition=[1, 1])
     check_updates(tmp_path, 4)
     assert {line["learning_rate"] for line in metrics(tmp_path)[0]} == {0.01}

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from threading import enumerate as threads
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from attempts import begin, go_on
 from small_run import job_of, losses, metrics
+from torch import Tensor
+from torch.utils.data import DataLoader
 
 from vpipe.errors import RunError, UserError
 from vpipe.train.job import Job
 from vpipe.train.loop import train
+from vpipe.train.reading import reading
 
 GPT: dict[str, Any] = {"model__name": "gpt", "model__preset": None, "model__num_layers": 1, "model__num_heads": 2,
                        "model__vocab_size": -1, "training__evaluation_batches": 1}
@@ -61,3 +67,43 @@ def test_a_batch_that_cannot_be_read_ends_the_run_with_its_place(tmp_path: Path,
         "hint: copy it again")
     assert len(losses(tmp_path)) == 2
     check_thread_ended()
+
+
+@pytest.mark.parametrize("draws", [lambda: torch.randperm(4), lambda: torch.manual_seed(7),
+                                   lambda: DataLoader([0, 1], shuffle=True)])
+def test_numbers_that_dropout_would_miss_are_not_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                       draws: Callable[[], object]) -> None:
+    job = job_of(tmp_path, **GPT, parallel__model_parallel_size=1, dataset__num_workers=2)
+    batches = list(islice(job.training_batches(job.model.batch), 2))
+
+    def drawn(self: Job, fields: tuple[str, ...]) -> Iterator[Any]:
+        made = draws()
+        list(made if isinstance(made, DataLoader) else [])
+        yield from batches
+
+    monkeypatch.setattr(Job, "training_batches", drawn)
+    with pytest.raises(RunError) as caught:
+        train(job, tmp_path)
+    assert str(caught.value) == (
+        "error: the data set draws random numbers from torch's default generator, or seeds it, which a thread beside "
+        "the training must not (rank 0, stage 0, action reading batch 0)\n"
+        "hint: give it a torch.Generator of its own, or set dataset.num_workers to 0")
+    check_thread_ended()
+
+
+def test_a_generator_of_its_own_may_be_drawn_from() -> None:
+    def batches() -> Iterator[dict[str, Tensor]]:
+        random = torch.Generator().manual_seed(3)
+        for _ in range(4):
+            yield {"rows": torch.randperm(9, generator=random)}
+
+    rank = SimpleNamespace(rank=0, engine=SimpleNamespace(local_stages=[]))
+    for ahead in (0, 1, 3):
+        with reading(batches(), "batch", rank, ahead) as given:  # type: ignore[arg-type]
+            assert [batch["rows"].tolist() for batch in given] == [batch["rows"].tolist() for batch in batches()]
+        check_thread_ended()
+        with reading(batches(), "batch", rank, ahead) as given:  # type: ignore[arg-type]
+            next(given)
+        check_thread_ended()
+        with reading([], "batch", rank, ahead) as given:  # type: ignore[arg-type]
+            assert list(given) == []

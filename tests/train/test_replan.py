@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from made_profile import made_profile
-from small_run import job_of
+from small_run import job_of, put_in
 from torch import Tensor, nn
 
 from vpipe.model.layer import Layer, Model
@@ -50,7 +50,7 @@ def sleeping_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: tuple
     model = Model([Layer("first", First, ("input_ids",), ("h",)),
                    *(Layer(f"slow{i}", lambda s=s: Slow(s)) for i, s in enumerate(seconds)),
                    Layer("last", Last, ("h",), ("loss",))], batch=("input_ids",))
-    monkeypatch.setattr("vpipe.train.job.model_named", lambda name: lambda settings: model)
+    put_in(monkeypatch, model)
     return job_of(tmp_path, **{"parallel__partition": [3, 3], "training__num_microbatches": 2, **changes})
 
 

@@ -115,10 +115,10 @@ def profiles_of(job: Job, sizes: Sequence[int], *, again: bool = False) -> dict[
     if not missing:
         return found
     cores = os.cpu_count() or 1
-    if config.parallel.backend == "gloo" and ranks > max(MOST_RANKS, PER_CORE * cores):
+    if not config.parallel.on_gpu and ranks > max(MOST_RANKS, PER_CORE * cores):
         raise UserError(f"{ranks} ranks would be started to be measured, on {counted(cores, 'core')}",
                         hint=f"measure {max(MOST_RANKS, PER_CORE * cores)} ranks at most, or on a larger host")
-    if config.parallel.backend == "nccl":
+    if config.parallel.on_gpu:
         check_gpus(config, range(ranks) if hosts is None else hosts.on(None).values())
     print(f"measuring {config.model.name} on {counted(ranks, 'rank')}, microbatches of "
           f"{', '.join(map(str, missing))} samples", file=sys.stderr, flush=True)

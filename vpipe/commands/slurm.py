@@ -22,7 +22,7 @@ def run_slurm(options: argparse.Namespace) -> None:
     """
     config = load_config(options.config, options.settings, options.scheduler)
     per_node = ranks_per_node(ranks_of(config), options.nodes, options.ranks_per_node)
-    wanted = Nodes(options.nodes, per_node, config.training.threads, config.parallel.backend == "nccl",
+    wanted = Nodes(options.nodes, per_node, config.training.threads, config.parallel.on_gpu,
                    options.partition, options.time, config.machines is not None, options.restarts)
     overrides = [word for setting in options.settings for word in ("--set", setting)]
     if options.scheduler is not None:

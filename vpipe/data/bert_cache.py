@@ -16,10 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vpipe.data.bert_corpus import BertText, build_corpus
+from vpipe.data.bert_fields import STORAGE
 from vpipe.data.dataset import Split
 from vpipe.data.manifest import package_versions
 from vpipe.data.plain_text import text_files
-from vpipe.data.prepared import Prepared, prepared, state, states
+from vpipe.data.prepared import Prepared, prepared_for_vocabulary, state, states
+from vpipe.data.tokenizer_file import save_tokenizer
 
 _FORMAT = 1  # raised when the same parameters come to mean other samples
 
@@ -31,6 +33,11 @@ class BertCache(Prepared):
     def samples(self, split: Split) -> int:
         """How many samples the split holds."""
         return int(self.manifest["counts"][f"{split}_samples"])
+
+    def arrays(self) -> dict[tuple[Split, str], NDArray[np.generic]]:
+        """Every field of both splits, as :meth:`array` gives it: all files are open, and the folder may go."""
+        splits: tuple[Split, ...] = ("train", "test")
+        return {(split, field): self.array(split, field) for split in splits for field in STORAGE}
 
     def array(self, split: Split, field: str) -> NDArray[np.generic]:
         """One field of one split ``[N, *shape]``, mapped from disk: only the rows that are indexed are read."""
@@ -44,13 +51,13 @@ def prepare_text(wanted: BertText, cache_directory: Path | None = None) -> BertC
     Does not import torch. Raises :class:`UserError` for text that cannot work and for a cache directory that cannot be
     written; see :func:`~vpipe.data.prepared.prepared`.
     """
-    found = prepared("bert", _facts(wanted), partial(_build, wanted), cache_directory)
+    found = prepared_for_vocabulary("bert", _facts(wanted), partial(_build, wanted), cache_directory)
     return BertCache(found.folder, found.manifest)
 
 
 def _build(wanted: BertText, folder: Path) -> dict[str, Any]:
     corpus = build_corpus(wanted)
-    corpus.tokenizer.save(str(folder / "tokenizer.json"))
+    save_tokenizer(corpus.tokenizer, folder / "tokenizer.json")
     for split, samples in (("train", corpus.train), ("test", corpus.test)):
         for name, array in samples.items():
             np.save(folder / f"{split}_{name}.npy", array, allow_pickle=False)

@@ -70,14 +70,15 @@ class DatasetSettings:
     """What a config says about its data; every registered factory takes one.
 
     ``path``: file or folder of the data, or None. ``sequence_length``: tokens per sample; -1 = ask the data set.
-    ``vocab_size``: -1 = ask the data set. ``samples``: at most so many training samples (synthetic: exactly so many);
-    None = all. ``seed``: of whatever the data set makes up (masks, pairs); shuffling has the seed of the epoch.
+    ``vocab_size``: -1 = ask the data set; a run's ranks ask with the number that it told the launcher.
+    ``samples``: at most so many training samples (synthetic: exactly so many); None = all.
+    ``seed``: of whatever the data set makes up (masks, pairs); shuffling has the seed of the epoch.
     ``cache_directory``: where prepared data is kept; None = ``.cache/vpipe`` in the user's home.
     ``max_predictions``: most masked tokens per sample, P; None = 15 % of the sequence, rounded up.
     ``tokenizer``: a ``tokenizer.json`` to use; None = train one on the data.
     ``fields``: of a batch, that the model reads. A data set that can be made for several kinds of model chooses by
     them: with ``labels`` among them the samples are those of a language model (:mod:`vpipe.data.token_fields`),
-    otherwise BERT's.
+    otherwise BERT's. ``batch_size``: samples of a batch; a data set that is made up has enough for some batches.
     """
 
     path: Path | None = None
@@ -89,3 +90,4 @@ class DatasetSettings:
     max_predictions: int | None = None
     tokenizer: Path | None = None
     fields: tuple[str, ...] = ()
+    batch_size: int = 1

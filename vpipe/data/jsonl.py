@@ -71,6 +71,8 @@ def _lines(file: Path, problems: list[Problem]) -> Iterator[tuple[int, bytes]]:
     """The lines that are not blank, with their numbers from 1 on; a file that ends too early is a problem."""
     number = 0
     try:
+        if file.name.endswith(".gz") and not file.stat().st_size:
+            raise EOFError("it has 0 bytes")  # which gzip takes for the end of the last member
         with gzip.open(file) if file.name.endswith(".gz") else file.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():

@@ -15,10 +15,11 @@ _SMALL_BYTES = 1 << 20  # files up to here are hashed whenever a folder is opene
 
 
 def write_manifest(folder: Path, **facts: Any) -> None:
-    """Write the manifest of a finished folder: ``facts``, this Python, and size and SHA-256 of every file in it."""
+    """Write the manifest of a finished folder: ``facts``, this Python, size and SHA-256 of every file in it, and the
+    SHA-256 of all this."""
     files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(folder.iterdir())}
     manifest = {**facts, "python": platform.python_version(), "files": files}
-    (folder / NAME).write_text(json.dumps(manifest, indent=2) + "\n")
+    (folder / NAME).write_text(json.dumps({**manifest, "sha256": _digest(manifest)}, indent=2) + "\n")
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -31,7 +32,9 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def damage(folder: Path, manifest: dict[str, Any]) -> str | None:
-    """What is wrong with the files of a folder, or None: every size is checked, and the content of the small files."""
+    """What is wrong with a folder, or None: the manifest is checked, every size, and the content of the small files."""
+    if manifest.get("sha256") != _digest({key: value for key, value in manifest.items() if key != "sha256"}):
+        return f"{NAME} was changed, or is another version's (its SHA-256 differs)"
     for name, fact in manifest["files"].items():
         path = folder / name
         if not path.is_file():
@@ -52,6 +55,10 @@ def package_versions(names: Iterable[str]) -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return versions
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _sha256(path: Path) -> str:

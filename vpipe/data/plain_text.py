@@ -38,8 +38,8 @@ def read_documents(folder: Path) -> list[list[str]]:
 def read_blocks(folder: Path) -> Iterator[list[str]]:
     """The lines of every document, in the order of the files' names.
 
-    Blank lines separate documents; the end of a file does too. Raises :class:`UserError` for a folder without text, or
-    text that is not UTF-8.
+    Blank lines separate documents; the end of a file does too. Raises :class:`UserError` for a folder without text, a
+    file that cannot be read, or text that is not UTF-8.
     """
     for path in text_files(folder):
         try:
@@ -47,6 +47,9 @@ def read_blocks(folder: Path) -> Iterator[list[str]]:
         except UnicodeDecodeError as error:
             raise UserError(f"{path.name} is not UTF-8 (byte {error.start})",
                             hint="convert it: iconv -f LATIN1 -t UTF-8", where=str(path)) from error
+        except OSError as error:
+            raise UserError(f"{path.name} cannot be read: {error.strerror}", hint="mend that, or take it away",
+                            where=str(path)) from error
         block: list[str] = []
         for line in [*text.splitlines(), ""]:
             if line.strip():

@@ -52,15 +52,14 @@ def prepared(kind: str, facts: Mapping[str, Any], build: Callable[[Path], Mappin
     Raises:
         UserError: the cache directory cannot be written; and what ``build`` raises.
     """
-    directory = Path.home() / ".cache" / "vpipe" if cache_directory is None else cache_directory
-    name = f"{kind}-{_key(facts)}"
-    folder = directory / name
+    folder = _place(kind, facts, cache_directory)
+    directory = folder.parent
     found, _ = _open(folder)
     if found is not None:
         return found
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with _lock(directory / f"{name}.lock"):
+        with _lock(directory / f"{folder.name}.lock"):
             found, trouble = _open(folder)  # another process may have built it while this one waited
             if found is None:
                 if trouble:
@@ -72,6 +71,20 @@ def prepared(kind: str, facts: Mapping[str, Any], build: Callable[[Path], Mappin
         raise UserError(f"preparing data in {directory} failed: {error}",
                         hint="mend that, or name a folder that can be written as dataset.cache_directory") from error
     return found
+
+
+def prepared_for_vocabulary(kind: str, facts: Mapping[str, Any], build: Callable[[Path], Mapping[str, Any]],
+                            cache_directory: Path | None) -> Prepared:
+    """As :func:`prepared`, for facts with a ``vocab_size``, which the manifest has as well.
+
+    A launcher asks with -1 and its ranks with the number that came of it: what was prepared for -1 is theirs, since a
+    tokenizer that stops at that number, or is given, is the same one.
+    """
+    if facts["vocab_size"] != -1:
+        found, _ = _open(_place(kind, {**facts, "vocab_size": -1}, cache_directory))
+        if found is not None and found.manifest["vocab_size"] == facts["vocab_size"]:
+            return found
+    return prepared(kind, facts, build, cache_directory)
 
 
 def states(paths: list[Path], root: Path) -> list[tuple[str, int, int]]:
@@ -102,17 +115,18 @@ def _build(build: Callable[[Path], Mapping[str, Any]], folder: Path) -> None:
     growing.mkdir()
     try:
         write_manifest(growing, **build(growing))
-    except UserError:  # nothing of it will do
+    except BaseException:  # nothing of it will do, and it may be what filled the disk
         shutil.rmtree(growing, ignore_errors=True)
         raise
     if folder.exists():
-        folder.rename(old)  # processes that have its arrays mapped keep them
+        folder.rename(old)  # processes that have opened it keep what they have mapped
     growing.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _key(facts: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+def _place(kind: str, facts: Mapping[str, Any], cache_directory: Path | None) -> Path:
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return (Path.home() / ".cache" / "vpipe" if cache_directory is None else cache_directory) / f"{kind}-{key}"
 
 
 @contextmanager

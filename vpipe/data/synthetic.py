@@ -28,8 +28,9 @@ _TEST_SHARE = 8  # one test sample for so many training samples
 
 
 def synthetic_bert(vocab_size: int, sequence_length: int, samples: int = _DEFAULT_SAMPLES, *, seed: int = 0,
-                   max_predictions: int | None = None) -> BertArrays:
-    """``samples`` training samples of random words, half a length to a full one, and an eighth as many test samples.
+                   max_predictions: int | None = None, batch_size: int = 1) -> BertArrays:
+    """``samples`` training samples of random words, half a length to a full one, and an eighth as many test samples,
+    but no fewer than ``batch_size``.
 
     The arguments decide every value. They are made when an epoch first needs one, and kept in memory:
     6 S + 8 P + 1 bytes a sample. Raises :class:`UserError` for sizes that no sample can have.
@@ -39,7 +40,7 @@ def synthetic_bert(vocab_size: int, sequence_length: int, samples: int = _DEFAUL
     if vocab_size <= _SPECIAL:
         raise UserError(f"vocab_size is {vocab_size}, but {_SPECIAL} ids are special tokens",
                         hint=f"use at least {_SPECIAL + 1}")
-    counts = _counts(samples)
+    counts = _counts(samples, batch_size)
 
     @cache
     def made(split: Split) -> Samples:
@@ -67,21 +68,23 @@ def random_pairs(count: int, vocab_size: int, sequence_length: int, rng: np.rand
             for row, middle, length, label in zip(words, middles, lengths, labels, strict=True)]
 
 
-def _counts(samples: int) -> dict[Split, int]:
-    """Samples of each split."""
+def _counts(samples: int, batch_size: int) -> dict[Split, int]:
+    """Samples of each split; the test split, for which nobody asks a number, holds a batch at least."""
     if samples < 1:
         raise UserError(f"samples is {samples}", hint="a data set holds at least 1 sample")
-    return {"train": samples, "test": max(1, samples // _TEST_SHARE)}
+    return {"train": samples, "test": max(batch_size, samples // _TEST_SHARE)}
 
 
 @register_dataset("synthetic")
 def synthetic(settings: DatasetSettings) -> BertArrays | TokenArrays:
     """Random samples of the sizes in ``settings``, for the model that reads ``settings.fields``; for -1 a vocabulary of
-    8192 and sequences of 128."""
+    8192 and sequences of 128, for None 1024 samples, or 8 batches where those are more."""
     vocab_size = DEFAULT_VOCAB_SIZE if settings.vocab_size == -1 else settings.vocab_size
     length = 128 if settings.sequence_length == -1 else settings.sequence_length
-    samples = _DEFAULT_SAMPLES if settings.samples is None else settings.samples
+    size = settings.batch_size
+    samples = max(_DEFAULT_SAMPLES, _TEST_SHARE * size) if settings.samples is None else settings.samples
     if for_language_model(settings.fields):
-        counts = _counts(samples)
+        counts = _counts(samples, size)
         return synthetic_tokens(vocab_size, length, counts["train"], counts["test"], seed=settings.seed)
-    return synthetic_bert(vocab_size, length, samples, seed=settings.seed, max_predictions=settings.max_predictions)
+    return synthetic_bert(vocab_size, length, samples, seed=settings.seed, max_predictions=settings.max_predictions,
+                          batch_size=size)

@@ -23,10 +23,10 @@ from vpipe.data.byte_bpe import end_of_text, load_with_end, train_byte_bpe
 from vpipe.data.corpus import Corpus, Divided
 from vpipe.data.dataset import DatasetSettings, Split
 from vpipe.data.manifest import package_versions
-from vpipe.data.prepared import Prepared, prepared, state
+from vpipe.data.prepared import Prepared, prepared_for_vocabulary, state
 from vpipe.data.progress import progress
 from vpipe.data.token_arrays import TokenArrays, Tokens, samples_in
-from vpipe.data.tokenizer_file import DEFAULT_VOCAB_SIZE, ids_in, model_vocab_size
+from vpipe.data.tokenizer_file import DEFAULT_VOCAB_SIZE, ids_in, model_vocab_size, save_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -51,15 +51,17 @@ class TokenCache(Prepared):
 
 
 def token_dataset(corpus: Corpus, settings: DatasetSettings) -> TokenArrays:
-    """Prepare (or find prepared) the tokens of a corpus and open them. ``sequence_length`` -1 means 128.
+    """Prepare (or find prepared) the tokens of a corpus and open them: the folder may go while they are in use.
 
+    ``sequence_length`` -1 means 128.
     Raises :class:`UserError` for a corpus or sizes that cannot work, and as
     :func:`~vpipe.data.prepared.prepared` does. Does not import torch.
     """
     length = 128 if settings.sequence_length == -1 else settings.sequence_length
     cache = prepare_tokens(corpus, settings.vocab_size, settings.tokenizer, settings.cache_directory)
     counts: dict[Split, int] = {split: samples_in(cache.count(split), length) for split in _SPLITS}
-    return TokenArrays(cache.vocab_size, length, first_samples(counts, settings.samples), cache.tokens,
+    opened: dict[Split, Tokens] = {split: cache.tokens(split) for split in _SPLITS}
+    return TokenArrays(cache.vocab_size, length, first_samples(counts, settings.samples), opened.__getitem__,
                        cache.tokenizer_path)
 
 
@@ -74,7 +76,7 @@ def prepare_tokens(corpus: Corpus, vocab_size: int = -1, tokenizer: Path | None 
     facts = {"corpus": dict(corpus.facts), "vocab_size": vocab_size, "format": _FORMAT,
              "python": platform.python_version(), "tokenizers": package_versions(["tokenizers"]),
              "tokenizer": state(tokenizer) if tokenizer is not None and tokenizer.is_file() else tokenizer}
-    found = prepared("tokens", facts, partial(_build, corpus, vocab_size, tokenizer), cache_directory)
+    found = prepared_for_vocabulary("tokens", facts, partial(_build, corpus, vocab_size, tokenizer), cache_directory)
     return TokenCache(found.folder, found.manifest)
 
 
@@ -85,7 +87,7 @@ def _build(corpus: Corpus, vocab_size: int, given: Path | None, folder: Path) ->
     size = model_vocab_size(vocab_size, words, given)
     dtype = np.dtype("uint16" if words <= 1 << 16 else "uint32")
     counts = dict(divided.counts)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    save_tokenizer(tokenizer, folder / "tokenizer.json")
     for split in _SPLITS:
         counts |= _write(divided, split, tokenizer, folder / f"{split}.bin", dtype)
     return {"corpus": corpus.name, "tokenizer": None if given is None else str(given), "vocab_size": size,

@@ -24,6 +24,11 @@ def load_tokenizer(path: Path) -> Tokenizer:
                         hint="write it with Tokenizer.save of the package tokenizers", where=str(path)) from error
 
 
+def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
+    """Write a ``tokenizer.json``. Raises OSError, where ``Tokenizer.save`` has a bare Exception for a full disk."""
+    path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+
+
 def ids_in(tokenizer: Tokenizer) -> int:
     """One more than the largest id; a tokenizer may have gaps below."""
     return 1 + max(tokenizer.get_vocab().values())

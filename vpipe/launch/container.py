@@ -58,7 +58,7 @@ class Container:
                 raise UserError(f"container names the image '{image}', but there is no such file",
                                 hint=f"copy it to {os.path.abspath(image)}, or write the path that it has")
             image = os.path.abspath(image)
-        return cls(program, image, config.parallel.backend == "nccl", tuple(_bound(config)))
+        return cls(program, image, config.parallel.on_gpu, tuple(_bound(config)))
 
     @property
     def environment(self) -> dict[str, str]:

@@ -44,7 +44,7 @@ def hosts_of(config: Config) -> Hosts | None:
 
 def own_device(config: Config, device: int) -> int:
     """The number of a rank's GPU, whose starter may show each rank one GPU only and yet count the ranks of a host."""
-    if config.parallel.backend != "nccl":
+    if not config.parallel.on_gpu:
         return device
     import torch
 
@@ -52,7 +52,7 @@ def own_device(config: Config, device: int) -> int:
 
 
 def check_gpus(config: Config, devices: Iterable[int]) -> None:
-    """Refuse backend nccl where a rank has no GPU of its own.
+    """Refuse to compute on GPUs where there is none, and backend nccl where a rank has none of its own.
 
     Args:
         devices: the number of each rank's GPU on this host.
@@ -60,11 +60,15 @@ def check_gpus(config: Config, devices: Iterable[int]) -> None:
     Raises:
         UserError: a GPU is missing, or two ranks want the same one.
     """
-    if config.parallel.backend != "nccl":
+    if not config.parallel.on_gpu:
         return
     import torch
 
     wanted, gpus = list(devices), torch.cuda.device_count()
+    if config.parallel.backend == "gloo":
+        if not gpus:
+            raise UserError("parallel.device is cuda, but this host has no GPU", hint="leave it out, or set it to cpu")
+        return
     hint = "set parallel.backend to gloo (in VPipe's form, 'distributed_backend': 'gloo')"
     if len(set(wanted)) < len(wanted):
         raise UserError(f"backend nccl needs a GPU per rank, but two ranks of a host are given the same: {wanted}",

@@ -10,35 +10,27 @@ from functools import partial
 from itertools import chain, islice
 from operator import gt
 
-import torch.distributed as dist
 from torch import Tensor
 
 from vpipe.errors import UserError, counted
 from vpipe.model.layer import Model
-from vpipe.model.split import StageSpec, ties_between
+from vpipe.model.split import StageSpec
 from vpipe.runtime.all_ranks import AllRanks
-from vpipe.runtime.compressed import Compressed
 from vpipe.runtime.crew import Crew
-from vpipe.runtime.distributed import Distributed
 from vpipe.runtime.executor import NO_TIMELINE, THREADED
 from vpipe.runtime.feed import Batch, Feed
 from vpipe.runtime.outcome import Outcomes
 from vpipe.runtime.position import Position
 from vpipe.runtime.programs import Programs
-from vpipe.runtime.reduce import count_buckets
 from vpipe.runtime.saved import parts_of
-from vpipe.runtime.scaling import Scaling
 from vpipe.runtime.segment import Segment
 from vpipe.runtime.settings import MakeOptimizer, Settings
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.step import Step
 from vpipe.runtime.stream import Stream
 from vpipe.runtime.trace import MOST_ACTIONS, Recorder
-from vpipe.runtime.transport import InProcess, Mailroom, Transport
-from vpipe.runtime.update import Update
-from vpipe.runtime.worker import Worker
-from vpipe.runtime.workers import worker_of
-from vpipe.schedules.order import Schedule, describe_rank
+from vpipe.runtime.workers import make_workers
+from vpipe.schedules.order import Schedule
 from vpipe.schedules.registry import Recipe
 from vpipe.schedules.rounds import Rounds
 from vpipe.schedules.size import Placement
@@ -65,28 +57,7 @@ class Engine:
         self._schedule, self._settings, self._fields = schedule, settings, model.batch
         self._placement: Placement = schedule.placement
         self._programs = Programs(schedule, [stage for stage, layers in enumerate(settings.recompute) if layers])
-        ranks = [dist.get_rank()] if distributed else list(range(len(schedule.programs)))
-        room: Mailroom = {}
-        ties = ties_between(specs)
-        make_worker = worker_of(settings.executor, distributed)
-        self.workers: dict[int, Worker] = {}
-        for rank in ranks:
-            own = [spec for spec in specs if rank in self._placement[spec.index]]
-            stages = {spec.index: Stage(model, spec, seed=settings.seed, device=settings.device,
-                                        recomputed=settings.recompute[spec.index],
-                                        precision=settings.precision) for spec in own}
-            optimizers = {s: make_optimizer(stage.weights.masters) for s, stage in stages.items()}
-            transport: Transport = (Distributed(settings.device, settings.timeout_s,
-                                                max(schedule.peak_activations),
-                                                1 if len(set(self._placement)) == schedule.stages else schedule.stages,
-                                                self.describe, count_buckets(stages.values()))
-                                    if distributed else InProcess(rank, room))
-            if settings.compression is not None:
-                transport = Compressed(transport, settings.compression)
-            scaling = Scaling.of(settings.precision, stages, schedule)
-            self.workers[rank] = make_worker(rank, self._placement, stages,
-                                             Update(optimizers, settings.clip, settings.skip, scaling),
-                                             ties, transport, settings.factor)
+        self.workers = make_workers(model, specs, schedule, make_optimizer, settings, distributed)
         self.all_ranks = AllRanks(self.workers, specs, self._placement, settings.device, distributed)
         if settings.needs_norms and schedule.flush:
             self.all_ranks.agree_on_norms()
@@ -315,10 +286,6 @@ class Engine:
             raise UserError(f"the checkpoint was made after {begun} of the {self._settings.microbatches} microbatches "
                             f"of a batch, but '{self._schedule.name}' takes whole ones",
                             hint="go on with the schedule that made it, or from a checkpoint at the end of a batch")
-
-    def describe(self, rank: int) -> str:
-        """A rank with its stages, for messages."""
-        return describe_rank(self._placement, rank)
 
 
 def _has(feed: Feed, first: int, microbatch: int) -> bool:

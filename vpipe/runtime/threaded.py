@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,15 @@ _Gradients = list[list[Tensor | None]]
 
 _GOES_ON = frozenset({Op.FORWARD, Op.SEND_F, Op.RECV_F})
 """Actions that may come while forwards are under way; every other one waits for them."""
+
+
+class _Done(NamedTuple):
+    """What a forward gave, and when its thread worked, in seconds of ``perf_counter``."""
+
+    outputs: list[Tensor]
+    record: Record
+    began: float
+    ended: float
 
 
 class ThreadedWorker(Worker):
@@ -52,8 +61,9 @@ class ThreadedWorker(Worker):
         self._streams = streams_of(next(iter(self.stages.values())).device)
         self._ordered = {index for index, stage in self.stages.items() if any(map(_keeps, stage.modules.values()))}
         self._threads: dict[int, ThreadPoolExecutor] = {}  # one thread each, by microbatch
-        self._latest: Future[tuple[list[Tensor], Record]] | None = None
-        self._under_way: dict[tuple[int, int], tuple[Given, Future[tuple[list[Tensor], Record]]]] = {}
+        self._latest: Future[_Done] | None = None
+        self._under_way: dict[tuple[int, int], tuple[Given, Future[_Done]]] = {}
+        self._waits: list[tuple[float, float]] = []  # for other ranks, while forwards may have gone on
         self._deferred: deque[Action] = deque()  # ends of forwards and their sends, in the program's order
         self._apart: dict[int, dict[int, _Gradients]] = defaultdict(dict)  # by stage and microbatch
         self._at_fault: Action | None = None  # whose failure shows in a later action
@@ -71,8 +81,11 @@ class ThreadedWorker(Worker):
             return
         if 0 < stage_index < self._last:
             self._catch_up()  # what others wait for goes out before this rank waits for them
+        waited = self.transport.wait_s
         with self._streams.taking():
-            given = self._begin_forward(stage_index, microbatch)
+            given = self._begin_forward(stage_index, microbatch)  # which waits last
+        now = perf_counter()
+        self._waits.append((now - (self.transport.wait_s - waited), now))
         self._streams.begin(microbatch, (*given.received, *given.fields.values()))
         if microbatch not in self._threads:
             self._threads[microbatch] = ThreadPoolExecutor(1, thread_name_prefix=f"microbatch-{microbatch}")
@@ -89,17 +102,19 @@ class ThreadedWorker(Worker):
                 and microbatch == self.segment.rounds.share(stage_index, 0, stage_index, self.rank)[-1])
 
     def _compute(self, stage_index: int, microbatch: int, given: Given,
-                 before: Future[tuple[list[Tensor], Record]] | None, threads: int) -> tuple[list[Tensor], Record]:
+                 before: Future[_Done] | None, threads: int) -> _Done:
         """In the microbatch's thread: the forward, once the one before has been queued."""
         if before is not None and before.exception() is not None:  # known when that one has ended
             raise RunError(f"the microbatch before {microbatch} failed", hint="see there")
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)  # OpenMP keeps the number by thread, and sums depend on it
         assert given.pins is not None, "evaluations have no threads"
+        began = perf_counter()
         with (self._streams.computing(microbatch, ordered=stage_index in self._ordered),
               self._labelled(Action(Op.FORWARD, stage_index, microbatch))):
-            return self.stages[stage_index].forward(given.received, given.fields, given.key, given.pins,
-                                                    split=self.is_split(stage_index, microbatch))
+            outputs, record = self.stages[stage_index].forward(given.received, given.fields, given.key, given.pins,
+                                                               split=self.is_split(stage_index, microbatch))
+        return _Done(outputs, record, began, perf_counter())
 
     def _gather(self) -> None:
         """Go on when all forwards have ended, or on a GPU are queued before all that the calling thread will queue."""
@@ -126,18 +141,27 @@ class ThreadedWorker(Worker):
 
     def _take_in(self, stage_index: int, microbatch: int) -> None:
         given, future = self._under_way.pop((stage_index, microbatch))
-        started = perf_counter()
-        outputs, record = future.result()
-        waited = perf_counter() - started
+        before, started = work.now, perf_counter()
+        work.now = Action(Op.FORWARD, stage_index, microbatch), started  # should it hang, it is this one
+        done = future.result()
+        work.now, waited = before, perf_counter() - started
         if self._latest is future:
             self._latest = None  # it holds what it gave
-        self.seconds[stage_index, Op.FORWARD] += waited
+        self._account(stage_index, done, waited)
+        self._streams.computed(microbatch)
+        self._streams.lend(done.outputs)
+        self._end_forward(stage_index, microbatch, given, done.outputs, done.record)
+
+    def _account(self, stage_index: int, done: _Done, waited: float) -> None:
+        """Count a forward as what its thread took: neither as the action that ``waited`` for it, nor as idle."""
+        idle = sum(max(0.0, min(done.ended, end) - max(done.began, begin)) for begin, end in self._waits)
+        if not self._under_way:
+            self._waits.clear()
+        self.transport.wait_s -= idle
+        self.seconds[stage_index, Op.FORWARD] += done.ended - done.began
         now, _ = work.now
         if isinstance(now, Action):
-            self.seconds[now.stage, now.op] -= waited
-        self._streams.computed(microbatch)
-        self._streams.lend(outputs)
-        self._end_forward(stage_index, microbatch, given, outputs, record)
+            self.seconds[now.stage, now.op] -= waited + idle  # the latter, since it is no wait any more
 
     def _send_forward(self, stage_index: int, microbatch: int) -> None:
         if not self.segment.training:

@@ -1,23 +1,61 @@
-"""The worker that goes with an executor."""
+"""The workers of this process, of the kind that goes with the executor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch.distributed as dist
+
+from vpipe.model.layer import Model
+from vpipe.model.split import StageSpec, ties_between
+from vpipe.runtime.compressed import Compressed
+from vpipe.runtime.distributed import Distributed
 from vpipe.runtime.executor import Executor
 from vpipe.runtime.naive import NaiveWorker
+from vpipe.runtime.reduce import count_buckets
+from vpipe.runtime.scaling import Scaling
+from vpipe.runtime.settings import MakeOptimizer, Settings
+from vpipe.runtime.stage import Stage
 from vpipe.runtime.threaded import ThreadedWorker
+from vpipe.runtime.transport import InProcess, Mailroom, Transport
+from vpipe.runtime.update import Update
 from vpipe.runtime.worker import Worker
+from vpipe.schedules.order import Schedule, describe_rank
 
 
-def worker_of(executor: Executor, distributed: bool) -> Callable[..., Worker]:
-    """What makes the workers of this process.
+def make_workers(model: Model, specs: Sequence[StageSpec], schedule: Schedule, make_optimizer: MakeOptimizer,
+                 settings: Settings, distributed: bool) -> dict[int, Worker]:
+    """Build the stages of this process, and what carries out the programs of their ranks, by rank.
 
     Args:
         distributed: whether there are other processes; then this one has one rank, else all of them take turns.
+
+    Raises:
+        UserError: a layer cannot work, or not in this precision under this schedule.
     """
+    placement = schedule.placement
+    ranks = [dist.get_rank()] if distributed else list(range(len(schedule.programs)))
+    room: Mailroom = {}
+    ties = ties_between(specs)
     kinds: dict[Executor, Callable[..., Worker]] = {
         "overlapped": Worker, "naive": NaiveWorker,
         "async_threaded": partial(ThreadedWorker, in_turn=not distributed)}
-    return kinds[executor]
+    make = kinds[settings.executor]
+    workers: dict[int, Worker] = {}
+    for rank in ranks:
+        own = [spec for spec in specs if rank in placement[spec.index]]
+        stages = {spec.index: Stage(model, spec, seed=settings.seed, device=settings.device,
+                                    recomputed=settings.recompute[spec.index],
+                                    precision=settings.precision) for spec in own}
+        optimizers = {s: make_optimizer(stage.weights.masters) for s, stage in stages.items()}
+        transport: Transport = (Distributed(settings.device, settings.timeout_s, max(schedule.peak_activations),
+                                            1 if len(set(placement)) == schedule.stages else schedule.stages,
+                                            partial(describe_rank, placement), count_buckets(stages.values()))
+                                if distributed else InProcess(rank, room))
+        if settings.compression is not None:
+            transport = Compressed(transport, settings.compression)
+        scaling = Scaling.of(settings.precision, stages, schedule)
+        workers[rank] = make(rank, placement, stages, Update(optimizers, settings.clip, settings.skip, scaling),
+                             ties, transport, settings.factor)
+    return workers

@@ -10,9 +10,15 @@ from vpipe.train.config import Config
 
 
 def device_of(config: Config) -> torch.device:
-    """The device of this process: with nccl the GPU that its starter gave it, which becomes the current one."""
-    if config.parallel.backend != "nccl":
+    """The device of this process; of GPUs the one that its starter gave it, which becomes the current one.
+
+    With gloo a host may have fewer GPUs than ranks: then they share them, in turns.
+    """
+    if not config.parallel.on_gpu:
         return torch.device("cpu")
-    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
+    number = int(os.environ.get("LOCAL_RANK", "0"))
+    if config.parallel.backend == "gloo":
+        number %= max(1, torch.cuda.device_count())
+    device = torch.device(f"cuda:{number}")
     torch.cuda.set_device(device)
     return device

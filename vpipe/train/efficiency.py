@@ -8,14 +8,12 @@ from itertools import chain
 
 import torch
 
-from vpipe.errors import UserError, counted
-from vpipe.model.registry import family_named
 from vpipe.profiling.peak import Peak, peak_of
 from vpipe.profiling.world import World
 from vpipe.report.figures import Utilization
 from vpipe.train.device import device_of
 from vpipe.train.job import Job
-from vpipe.train.model_of import model_file, model_settings
+from vpipe.train.model_of import model_flops
 
 
 @dataclass(frozen=True)
@@ -66,17 +64,5 @@ class Efficiency:
 
 
 def layer_flops(job: Job) -> list[int] | None:
-    """Operations of a token's forward, per layer; None of a family that does not say them.
-
-    Raises:
-        UserError: the family says them of other layers than its model has.
-    """
-    model = job.config.model
-    flops = family_named(model.name).flops
-    if flops is None:
-        return None
-    layers = list(flops(model_settings(model, model.vocab_size, model_file(model))))
-    if len(layers) != len(job.model):
-        raise UserError(f"the model '{model.name}' has {counted(len(job.model), 'layer')}, but its family says the "
-                        f"operations of {len(layers)}", hint="let its flops give a number for every layer, in order")
-    return layers
+    """Operations of a token's forward, per layer; None of a family that does not say them."""
+    return model_flops(job.config.model, len(job.model))

@@ -28,7 +28,7 @@ from vpipe.schedules.order import Schedule, describe_rank
 from vpipe.schedules.size import Placement
 from vpipe.train.config import Config
 from vpipe.train.events import check_tensorboard
-from vpipe.train.model_of import model_file, model_settings
+from vpipe.train.model_of import model_file, model_flops, model_settings
 from vpipe.train.optimizers import OptimizerSettings
 from vpipe.train.policies import Policy
 
@@ -84,7 +84,7 @@ class Job:
         dataset = dataset_named(config.dataset.name)(DatasetSettings(
             path=config.dataset.path, sequence_length=config.model.sequence_length, vocab_size=vocab_size,
             samples=config.dataset.samples, cache_directory=config.dataset.cache_directory, seed=_data_seed(config),
-            fields=model.batch))
+            fields=model.batch, batch_size=config.dataset.batch_size))
         if vocab_size == -1:
             vocab_size = dataset.vocab_size
             model = describe(model_settings(config.model, vocab_size, overrides))
@@ -104,6 +104,7 @@ class Job:
 
             check_planned_for(job)
         job.check_profile()
+        model_flops(config.model, len(model))
         job.policy()
         job.evaluation_batches(())
         next(dataset.batches("train", config.dataset.batch_size, seed=0, fields=()))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isfinite
+from numbers import Real
 from typing import Any
 
-from vpipe.errors import UserError
+from vpipe.errors import UserError, counted
 from vpipe.model.registry import ModelSettings, family_named
 from vpipe.train.sections import ModelSection
 from vpipe.train.yaml_file import read_json
@@ -38,6 +40,38 @@ def model_settings(section: ModelSection, vocab_size: int, overrides: Mapping[st
         vocab_size=vocab_size, preset=section.preset, hidden_size=section.hidden_size, num_layers=section.num_layers,
         num_heads=section.num_heads, num_kv_heads=section.num_kv_heads, sequence_length=section.sequence_length,
         dropout=section.dropout, tie_weights=section.tie_weights, overrides=overrides)
+
+
+def model_flops(section: ModelSection, layers: int) -> list[int] | None:
+    """What the family says of the operations of a token's forward, per layer; None where it says nothing.
+
+    Args:
+        section: with the size of the vocabulary.
+        layers: of the model.
+
+    Raises:
+        UserError: they are those of other layers than the model has, are no numbers, or cannot be told at all.
+    """
+    flops = family_named(section.name).flops
+    if flops is None:
+        return None
+    settings = model_settings(section, section.vocab_size, model_file(section))
+    hint = "let the flops of its register_model give a number for every layer, in order, or leave them out"
+    try:
+        told = list(flops(settings))
+    except UserError:
+        raise
+    except Exception as error:  # of a package
+        raise UserError(f"the family of the model '{section.name}' cannot tell the operations of its layers: "
+                        f"{type(error).__name__}: {error}", hint=hint) from error
+    if len(told) != layers:
+        raise UserError(f"the model '{section.name}' has {counted(layers, 'layer')}, but its family says the "
+                        f"operations of {len(told)}", hint=hint)
+    for number, count in enumerate(told):
+        if not isinstance(count, Real) or not isfinite(count) or count < 0:
+            raise UserError(f"the family of the model '{section.name}' says that layer {number} has {count!r} "
+                            "operations per token", hint=hint)
+    return told
 
 
 def model_differences(name: str, here: ModelSettings, there: ModelSettings) -> list[str]:

@@ -134,6 +134,8 @@ class ParallelSection(Section):
                                                                         'replica i mod their number; null places them '
                                                                         'as the schedule does')
     backend: Literal["gloo", "nccl"] = Field("gloo", description="what carries tensors between ranks")
+    device: Literal["cpu", "cuda"] | None = Field(None, description="what ranks compute on: null takes GPUs with nccl, "
+                                                                    "else the processor; with gloo they may share one")
     master_port: int | None = Field(None, ge=1, le=65535, description="TCP port where ranks meet; null takes a free "
                                                                       "one")
     master_address: str | None = Field(None, min_length=1, description="name or address of the first rank's host, as "
@@ -167,6 +169,11 @@ class ParallelSection(Section):
         """With a schedule and nothing recomputed in place of what is to be planned; it has the same ranks."""
         return self.model_copy(update={"schedule": "1f1b" if self.schedule == AUTO else self.schedule,
                                        "recompute": 0.0 if self.recompute == AUTO else self.recompute})
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether ranks compute on GPUs."""
+        return self.device == "cuda" or (self.device is None and self.backend == "nccl")
 
     @property
     def asynchronous(self) -> bool:
@@ -216,6 +223,9 @@ class ParallelSection(Section):
                              ("warmup_depth", self.warmup_depth)):
             if isinstance(entries, tuple) and len(entries) != stages:
                 yield Mistake((key,), f"has {_count(entries)} for {stages} stages", "give one entry per stage")
+        if self.backend == "nccl" and self.device == "cpu":
+            yield Mistake(("device",), "is cpu, but nccl carries tensors of GPUs only", "write backend: gloo, or leave "
+                          "device out")
         yield from self._recomputed()
         yield from self._compression()
         if self.stage_to_rank_map is not None:

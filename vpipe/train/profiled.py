@@ -162,7 +162,7 @@ def check_planned_for(job: Job, say: Say = to_stderr) -> None:
                         hint="vpipe plan CONFIG makes a plan for the model of a config")
     wanted: dict[str, object] = {"microbatch_size": job.config.microbatch_size,
                                  "precision": job.config.training.precision}
-    if job.config.parallel.backend == "gloo":  # of a GPU only its ranks know the name
+    if not job.config.parallel.on_gpu:  # of a GPU only its ranks know the name
         wanted["device"] = device_name(torch.device("cpu"))
     made_for = {"precision": "fp32", **made_for}  # plans were not always made in several
     others = [f"{name.replace('_', ' ')} {made_for.get(name)}, not {value}" for name, value in wanted.items()

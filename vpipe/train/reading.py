@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing, contextmanager, nullcontext
 from itertools import count
+
+import torch
 
 from vpipe.data.ahead import Ahead
 from vpipe.errors import RunError, UserError
@@ -18,11 +20,30 @@ def reading(batches: Iterable[Batch], what: str, pipe: Pipeline, ahead: int) -> 
 
     Args:
         what: a batch is called, for messages.
-        ahead: so many are prepared in a thread before they are asked for; 0: each when it is asked for. The thread ends
-            with the context.
+        ahead: so many are prepared in a thread before they are asked for, from the second on; 0: each when it is asked
+            for. The thread ends with the context.
     """
-    with Ahead(batches, ahead) if ahead else nullcontext(iter(batches)) as source:
+    with closing(_prepared(batches, ahead)) if ahead else nullcontext(iter(batches)) as source:
         yield _placed(source, what, pipe)
+
+
+def _prepared(batches: Iterable[Batch], ahead: int) -> Generator[Batch]:
+    """The first when it is asked for, so that it shows what making a batch does; the others in a thread.
+
+    Raises:
+        UserError: it draws from torch's default generator. That is the process's, so what a thread draws would be
+            missing elsewhere, dropout for one, or come from there, as it happens.
+    """
+    source, before = iter(batches), torch.get_rng_state()
+    first = next(source, None)
+    if not torch.equal(torch.get_rng_state(), before):
+        raise UserError("the data set draws random numbers from torch's default generator, or seeds it, which a thread "
+                        "beside the training must not",
+                        hint="give it a torch.Generator of its own, or set dataset.num_workers to 0")
+    if first is not None:
+        with Ahead(source, ahead) as others:
+            yield first
+            yield from others
 
 
 def _placed(source: Iterator[Batch], what: str, pipe: Pipeline) -> Iterator[Batch]:

@@ -70,7 +70,7 @@ class Replanning:
         self._until_end = 2 * len(job.placement)
         self._counted: dict[int, Tensor] = {}
         self._under_way: dict[int, dist.Work] = {}  # by the other rank
-        self._ended = job.schedule.ranks == 1 or job.config.parallel.backend == "nccl"
+        self._ended = job.schedule.ranks == 1 or job.config.parallel.on_gpu
 
     def step(self) -> None:
         """Another step is done."""

@@ -99,7 +99,7 @@ class DatasetSection(Section):
     num_workers: int = Field(0, ge=0, description="batches that a thread prepares ahead on each rank that reads some; "
                                                   "0 prepares each when it is due")
     samples: int | None = Field(None, ge=1, description="training samples: at most so many; a synthetic data set "
-                                                             "makes exactly so many")
+                                                             "makes exactly so many, for null 1024 or 8 batches")
     cache_directory: FilePath | None = Field(None, description="folder for prepared data and tokenizers; null "
                                                                "takes ~/.cache/vpipe")
     seed: Seed | None = Field(None, description="seed of the order and of masking; null takes training.seed")

@@ -1,0 +1,65 @@
+"""The parser of the command line, and arguments that several commands have; it needs only the standard library."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from vpipe.errors import UserError, nearest
+
+
+class Version(argparse.Action):
+    """``--version``; looked up only when asked."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from importlib.metadata import version
+
+        print(f"vpipe {version('vpipe')}")
+        parser.exit()
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors look like all others."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # --costs -1,1,1 is a value, and a wrong one
+
+    def error(self, message: str) -> NoReturn:
+        self._refuse(message, f"{self.prog} --help says how")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            option = unknown[0].partition("=")[0]
+            remedy = nearest(option, [name for name in self._option_string_actions if name.startswith("--")])
+            self._refuse(f"{self.prog} knows no '{option}'",
+                         remedy if option.startswith("-") else f"{self.prog} --help says how")
+        return known, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            option = "/".join(action.option_strings)
+            self._refuse(f"{self.prog} has no {option or 'command'} '{value}'",
+                         nearest(str(value), list(action.choices)))
+
+    def _refuse(self, what: str, hint: str) -> NoReturn:
+        print(UserError(what, hint=hint), file=sys.stderr)
+        sys.exit(UserError.exit_status)
+
+
+def add_config(parser: argparse.ArgumentParser, needed: bool = True) -> None:
+    """A config, and what is said of it on the command line."""
+    parser.add_argument("config", type=Path, nargs=None if needed else "?",
+                        help="a YAML file, native or VPipe's flat form")
+    add_overrides(parser)
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """What overrides a config."""
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
+                        help="override a key of the config, such as training.learning_rate=3e-4; may be repeated")
+    parser.add_argument("--scheduler", help="OurGPipe's scheduler, instead of the config's")

@@ -1,0 +1,115 @@
+"""What ranks tell each other outside of any schedule; what it means to the user when torch.distributed fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vpipe.errors import RunError
+from vpipe.watch.current import watch_of_process
+from vpipe.watch.seen import Doing
+from vpipe.watch.watch import Watch
+
+_SHARING = "sharing what each has"
+
+
+def share_tensors(tensors: Mapping[str, Tensor], source: int, device: torch.device) -> dict[str, Tensor]:
+    """Named tensors of one rank, on every rank, in host memory. All ranks must call it; only the source gives any.
+
+    Sent from rank to rank, as everything else: the worker threads behind gloo's collectives may outlive the
+    interpreter and then abort the process at its exit.
+
+    Raises:
+        RunError: a rank did not answer in the process group's time, or is gone.
+    """
+    carrier = torch.device("cpu") if dist.get_backend() == "gloo" else device
+    if dist.get_rank() != source:
+        with talking_with(source, _SHARING):
+            return _receive_shared(source, carrier)
+    content = [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()]
+    text = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8).to(carrier)
+    for peer in (other for other in range(dist.get_world_size()) if other != source):
+        with talking_with(peer, _SHARING):
+            for tensor in (torch.tensor([text.numel()], device=carrier), text, *tensors.values()):
+                if tensor.numel():
+                    dist.send(tensor.to(carrier).contiguous(), peer)
+    return {name: t.cpu().clone() for name, t in tensors.items()}
+
+
+def _receive_shared(source: int, carrier: torch.device) -> dict[str, Tensor]:
+    size = torch.empty(1, dtype=torch.int64, device=carrier)
+    dist.recv(size, source)
+    text = torch.empty(int(size), dtype=torch.uint8, device=carrier)
+    dist.recv(text, source)
+    received: dict[str, Tensor] = {}
+    for name, shape, dtype in json.loads(bytes(text.cpu().numpy()).decode()):
+        value = torch.empty(shape, dtype=getattr(torch, dtype), device=carrier)
+        if value.numel():
+            dist.recv(value, source)
+        received[name] = value.cpu()
+    return received
+
+
+@contextmanager
+def talking_with(peer: int, doing: str) -> Iterator[None]:
+    """While this rank talks with another outside of any schedule; ``doing`` says what about, for messages.
+
+    Raises:
+        RunError: in place of what torch.distributed raises.
+    """
+    watch = watch_of_process()
+    note(watch, _Talk(peer, doing))
+    try:
+        yield
+    except RuntimeError as error:
+        raise failure_of(error, dist.get_rank(), peer, doing, lambda rank: f"rank {rank}", watch, None) from error
+    finally:
+        note(watch, None)
+
+
+@dataclass(frozen=True)
+class _Talk:
+    peer: int
+    doing: str
+
+    def __str__(self) -> str:
+        return f"{self.doing} with rank {self.peer}"
+
+    @property
+    def said(self) -> str:
+        return f"{self.doing} with"
+
+
+def note(watch: Watch | None, doing: Doing | None) -> None:
+    """Let the other ranks know what this one waits for."""
+    if watch is not None:
+        watch.doing = doing
+
+
+def failure_of(error: RuntimeError, rank: int, peer: int | None, doing: str, describe: Callable[[int], str],
+               watch: Watch | None, timeout_s: float | None) -> RunError:
+    """A transfer's failure: that a peer did not answer in time, or is gone; and who is to blame, if that is known.
+
+    Args:
+        doing: ``"waiting for the loss of update 3"``.
+        watch: knows whether another rank failed before the peer; without it the peer is blamed.
+        timeout_s: how long a peer is waited for, where it is not the process group that says so.
+    """
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    timed_out = "imed out" in text or "imeout" in text
+    me, other = describe(rank), "all ranks" if peer is None else describe(peer)
+    gave_up = f"{me} gave up {doing} with {other}" + (f" after {timeout_s:g} s" if timeout_s else "")
+    if watch is not None:
+        fault = watch.explain(peer, (timeout_s or watch.pace.silent_s) if timed_out else None)
+        return watch.error(fault, gave_up if timed_out else f"{me} was {doing} with {other}")
+    if timed_out:
+        return RunError(gave_up, hint="a rank is stuck or much slower than the others: look at its log; "
+                                      "a slow start needs a larger parallel.timeout_s", rank=rank, peer=peer)
+    return RunError(f"{me} lost {other} while {doing}: {text}", hint="that rank ended first: its log says why",
+                    rank=rank, peer=peer)
