@@ -40,6 +40,7 @@ def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                            "hint: did you mean 'small'?"),
     (["--models", "small,small"], "error: --models names 'small' 2 times\nhint: name it once"),
     (["--models", "x/y.yaml"], "error: --models names 'x/y.yaml', but there is no such file\nhint: "),
+    (["--models", ""], "error: --models '' names nothing in one place\nhint: give names or files of configs, with "),
     (["--models", "small", "--schedules", "1f1b,gpip"], "hint: did you mean 'gpipe'?"),
     (["--models", "small", "--steps", "0"], "error: --steps is 0\nhint: give a whole number, 1 or more"),
     (["--models", "small", "-o", "nowhere/a.csv"], "error: cannot write 'nowhere/a.csv': it is in no folder"),
@@ -73,8 +74,10 @@ def test_one_table_and_one_csv(configs: Path, capsys: pytest.CaptureFixture[str]
         (model, schedule, "out of memory (rank 1)" if schedule == "gpipe" else "")
         for model in ("small", "configs/small.yaml") for schedule in ("1f1b", "gpipe")]
     assert (rows[0]["training.learning_rate"], rows[0]["steps"], rows[0]["parallel.schedule"]) == ("0.5", "3", "1f1b")
-    assert rows[1]["steps"] == ""
+    assert (rows[1]["steps"], rows[1]["training.learning_rate"], rows[1]["parallel.schedule"]) == ("", "0.5", "gpipe")
     [runs] = (configs / "runs").iterdir()
+    assert sorted(path.name for path in runs.iterdir()) == ["1", "2", "3", "4", "bench.csv", "bench.json"]
+    assert (runs / "bench.csv").read_bytes() == (configs / "all.csv").read_bytes()
     [run] = (runs / "1").iterdir()
     assert len(losses(run)) == 3
     assert float(rows[0]["last_loss"]) == pytest.approx(losses(run)[-1], rel=1e-5)
@@ -92,3 +95,11 @@ def test_a_schedule_that_the_config_cannot_have_is_a_row(configs: Path, capsys: 
     assert "small, schedule gpipe: failed: parallel.update_every is " in out
     [runs] = (configs / "runs").iterdir()
     assert (runs / "bench.csv").read_text().count("\n") == 2  # what had come so far
+
+
+def test_a_copy_that_cannot_be_made_costs_no_figures(configs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--models", "small", "--steps", "1", "-o", "runs"]) == 2  # which becomes the runs' folder
+    [runs] = (configs / "runs").iterdir()
+    said = f"error: cannot write 'runs': Is a directory\nhint: copy it yourself: {runs}/bench.csv"
+    assert said in capsys.readouterr().err
+    assert (runs / "bench.csv").read_text().count("\n") == 2

@@ -39,7 +39,7 @@ parallel: {model_parallel_size: 4, data_parallel_size: 1, scheduler: async_threa
 
 def made_up(path: Path) -> list[str]:
     """Random batches instead of the data that a file names."""
-    return ["synthetic_data=true" if path.suffix == ".yml" else "dataset.name=synthetic", "dataset.samples=4096"]
+    return ["synthetic_data=true" if path.suffix == ".yml" else "dataset.name=synthetic"]
 
 
 def test_the_families_are_complete() -> None:

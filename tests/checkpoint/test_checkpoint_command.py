@@ -247,6 +247,22 @@ def test_the_tokenizer_goes_along_if_the_data_are_the_same(vpipe: Vpipe, tmp_pat
         assert said or tokenizer.read_bytes() == job.dataset.tokenizer_path.read_bytes()
 
 
+def test_a_text_ends_elsewhere_as_it_did_in_training(vpipe: Vpipe, tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("\n\n".join(f"The river {number} is quiet." for number in range(600)))
+    job = job_of(tmp_path, model__name="gpt", model__preset=None, model__num_layers=2, model__num_heads=2,
+                 model__vocab_size=-1, dataset__name="text", dataset__path=str(tmp_path / "text"),
+                 dataset__cache_directory=str(tmp_path / "cache"))
+    tensors = {f"model.{name}": tensor for name, tensor in weights_of(job).items()}
+    save_at(tmp_path / "one", About(3, 24, seed=0, data=job.fingerprint(), config=job.config.resolved_yaml()), tensors)
+    assert vpipe("export", "one", "--format", "huggingface", "-o", "hf")[0] == 0
+    said = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
+    assert (said["bos_token"], said["eos_token"]) == ("<|endoftext|>", "<|endoftext|>")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (0, 0)
+    assert vpipe("import", "hf", "-o", "again")[0] == 0
+
+
 def test_import_of_stages(vpipe: Vpipe, job: Job, tmp_path: Path) -> None:
     write_config(tmp_path)
     stages = tmp_path / "old"

@@ -75,6 +75,12 @@ def test_tables_by_split(settings: DatasetSettings) -> None:
     assert huggingface(settings).samples("train") > 5
 
 
+def test_rows_without_a_text_are_passed_over(settings: DatasetSettings) -> None:
+    plain, gaps = (huggingface(save(settings, {"train": [*rows(9), *more], "test": rows(9)}))
+                   for more in ([], [{"id": 9, "text": None}, {"id": 10, "text": " "}]))
+    assert gaps.samples("train") == plain.samples("train")
+
+
 def test_one_table_is_split_here(settings: DatasetSettings) -> None:
     save(settings, [*rows(40), {"id": 0, "text": " "}])
     assert counts(settings) == (38, 2)

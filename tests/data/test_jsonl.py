@@ -1,5 +1,6 @@
 import gzip
 import json
+from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def test_documentation_goes_before_code_that_has_it_not(code: str, documentation
 def test_every_malformed_line_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"code": CODE}, "{", "[1]", {"docstring": "x", "url": "u"}, {"code": 3},
                  {"code": " "}, {"code": CODE, "partition": "training set"}, b'{"code": "\xff"}',
-                 '{"code": "\\ud800"}', {"code": CODE, "language": ["go"]})
+                 '{"code": "\\ud800"}', {"code": CODE, "language": ["go"]}, {"code": None, "url": "u"})
     assert problems(tmp_path) == [
         ("the line is not JSON: Expecting property name enclosed in double quotes (column 2)",
          f"{path}:2"),
@@ -81,7 +82,15 @@ def test_every_malformed_line_is_named(tmp_path: Path) -> None:
         ("the part is 'training set', not train, valid or test", f"{path}:7"),
         ("the line is not UTF-8 (byte 10)", f"{path}:8"),
         ("'code' holds half of a surrogate pair (character 0)", f"{path}:9"),
-        ("'language' is a JSON array, not a string", f"{path}:10")]
+        ("'language' is a JSON array, not a string", f"{path}:10"),
+        ("the line has no 'func_code_string' or 'code' (its keys: url)", f"{path}:11")]
+    path = write(tmp_path / "a.jsonl", f'{{"code": {"1" * 5000}}}')
+    assert problems(tmp_path) == [("the line has a number with too many digits", f"{path}:1")]
+
+
+def test_a_mark_of_the_byte_order_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", BOM_UTF8 + json.dumps({"code": CODE}).encode(), {"code": CODE})
+    assert [document.text for document in read(tmp_path)] == [CODE, CODE]
 
 
 def test_no_more_than_ten_are_named(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from vpipe.data.plain_text import read_documents
+from vpipe.data.jsonl import jsonl_files
+from vpipe.data.plain_text import read_blocks, read_documents, text_files
 from vpipe.errors import UserError
 
 
@@ -31,6 +32,19 @@ def test_a_missing_folder_and_a_file_are_errors(tmp_path: Path) -> None:
     (tmp_path / "file.txt").write_text("x")
     with pytest.raises(UserError, match=r"file\.txt is a file, not a folder"):
         read_documents(tmp_path / "file.txt")
+
+
+def test_a_link_that_leads_nowhere_is_missing_data(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("A file. Of two.")
+    for name, files_of in (("b.txt", text_files), ("b.jsonl", jsonl_files)):
+        (tmp_path / name).symlink_to("gone")
+        with pytest.raises(UserError, match=rf"{name} is a link to gone, which is not there"):
+            files_of(tmp_path)
+
+
+def test_characters_that_are_no_end_of_a_line_are_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("one\x0ctwo\u2028three\r\nfour\x85\n\nfive".encode())
+    assert list(read_blocks(tmp_path)) == [["one\x0ctwo\u2028three", "four\x85"], ["five"]]
 
 
 def test_text_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

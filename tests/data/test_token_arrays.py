@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -28,6 +30,17 @@ def test_labels_are_the_tokens_that_follow_and_nothing_is_skipped(dtype: str) ->
     assert torch.equal(torch.cat([batch["labels"] for batch in batches]), rows + 1)
     assert sorted(rows[:, 0].tolist()) == [0, 4, 8, 12, 16]
     assert torch.equal(next(dataset.batches("test", 2, seed=9))["labels"], torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]))
+
+
+def test_a_token_out_of_the_vocabulary_is_noticed_when_it_is_read(tmp_path: Path) -> None:
+    rows = {"train": np.array([1, 2, 3, 4, 65535], np.uint16), "test": np.arange(5, dtype=np.uint16)}
+    dataset = TokenArrays(8, 2, {"train": 2, "test": 2}, rows.__getitem__, tmp_path / "tokenizer.json")
+    assert len(list(dataset.batches("train", 1, seed=0, fields=["input_ids"]))) == 2
+    with pytest.raises(UserError) as caught:
+        list(dataset.batches("train", 1, seed=0))
+    assert str(caught.value) == ("error: the train split has the token 65535, but the vocabulary ends at 7: the "
+                                 f"prepared data is damaged ({tmp_path})\nhint: remove its folder, and it is made anew")
+    assert len(list(dataset.batches("test", 1, seed=0))) == 2
 
 
 @pytest.mark.parametrize(("tokens", "samples"), [(0, 0), (1, 0), (4, 0), (5, 1), (8, 1), (9, 2)])

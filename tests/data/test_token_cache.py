@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from test_jsonl import write
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from vpipe.data import code_search_net as data_set
 from vpipe.data import token_cache
@@ -176,6 +177,32 @@ def test_a_tokenizer_is_saved_as_its_package_does(tmp_path: Path) -> None:
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
     with pytest.raises(OSError, match="No such file"):
         save_tokenizer(tokenizer, tmp_path / "nowhere" / "ours")
+
+
+def test_sequences_longer_than_the_data_are_refused_with_both_numbers(settings: DatasetSettings) -> None:
+    with pytest.raises(UserError, match=r"train split has \d+ tokens, but a batch of 1 sample of sequence_length 5000 "
+                                        r"takes 5001"):
+        code_search_net(replace(settings, sequence_length=5000))
+    with pytest.raises(UserError) as caught:
+        code_search_net(replace(settings, batch_size=50))
+    [problem] = caught.value.problems
+    assert re.search(r"the test split has \d+ tokens, but a batch of 50 samples of sequence_length 16 takes 801$",
+                     problem.what)
+    assert problem.hint == ("use a shorter model.sequence_length or a smaller dataset.batch_size, or add data; held "
+                            "out is what is marked test, else 1 document in 20")
+
+
+def test_a_tokenizer_that_cuts_and_fills_up_gives_whole_texts(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"the": 1, "</s>": 2, "pad": 3}, unk_token="the"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(pad_id=3, pad_token="pad", length=9)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    texts = corpus(Document("the the the the", "train"), Document("the", "test"))
+    cache = prepare_tokens(texts, -1, tmp_path / "tokenizer.json", tmp_path)
+    assert cache.tokens("train").tolist() == [1, 1, 1, 1, 2]
+    assert cache.tokens("test").tolist() == [1, 2]
+    assert prepare_tokens(texts, cache.vocab_size, tmp_path / "tokenizer.json", tmp_path).folder == cache.folder
 
 
 def test_a_large_vocabulary_takes_wider_numbers(tmp_path: Path) -> None:

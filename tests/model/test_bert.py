@@ -254,7 +254,7 @@ def test_sequence_too_long_says_both_numbers() -> None:
 @pytest.mark.parametrize(("wrong", "text"), [
     ({"hidden_size": 256, "num_attention_heads": 12},
      "error: BERT's hidden_size 256 is not divisible by its 12 attention heads\n"
-     "hint: choose a number of heads that divides 256, such as 8"),
+     "hint: set num_heads to a number that divides 256, such as 8"),
     ({"vocab_size": -1}, "error: BERT's vocab_size is -1\nhint: it must be an integer of at least 1"),
     ({"hidden_dropout_prob": 1.0},
      "error: BERT's hidden_dropout_prob is 1.0\nhint: it must be a number from 0 up to, not including, 1"),

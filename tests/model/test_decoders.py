@@ -266,7 +266,7 @@ def test_llama_31s_slower_turns() -> None:
 @pytest.mark.parametrize(("make", "text"), [
     (lambda: model_of("gpt", num_heads=5),
      "error: GPT's n_embd 24 is not divisible by its 5 attention heads\n"
-     "hint: choose a number of heads that divides 24, such as 4"),
+     "hint: set num_heads to a number that divides 24, such as 4"),
     (lambda: model_of("gpt", num_kv_heads=1),
      "error: num_kv_heads is 1, but every head of GPT has keys of its own\n"
      "hint: leave it out, or take the model llama"),

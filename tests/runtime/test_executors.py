@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import executor_jobs
@@ -22,9 +23,10 @@ from vpipe.errors import RunError, UserError
 from vpipe.runtime import threaded
 from vpipe.runtime.executor import EXECUTORS
 from vpipe.runtime.streams import CudaStreams
-from vpipe.runtime.threaded import ThreadedWorker, _add_up
+from vpipe.runtime.threaded import ThreadedWorker, _add_up, _Done
 from vpipe.runtime.weights import Weights
 from vpipe.schedules.action import Action, Op
+from vpipe.watch.current import work
 
 EVEN = [2, 2, 2, 2]
 RUNS: Mapping[str, Mapping[str, Any]] = {
@@ -175,6 +177,45 @@ def test_a_failure_in_a_thread_is_named_as_any(in_turn: bool) -> None:
     assert str(caught.value) == ("error: IndexError: the third is wrong (rank 0, stage 0, action 0F2)\n"
                                  "hint: the log of the rank has the traceback")
     assert pipe.engine.local_stages[0].modules[0].calls == 3, "what came behind it did not run"
+
+
+def test_a_forward_counts_as_long_as_its_thread_worked() -> None:
+    """From 2 to 5, of which the rank waited for others from 1 to 3, for the thread from 4 to 5."""
+    pipe = pipeline(told_model(), stages=1, schedule="gpipe", microbatches=4, executor="async_threaded")
+    [worker] = pipe.engine.workers.values()
+    assert isinstance(worker, ThreadedWorker)
+    worker._waits, worker.transport.wait_s = [(0.0, 0.5), (1.0, 3.0)], 2.5
+    worker._under_way[0, 3] = None  # type: ignore[assignment]
+    work.now = Action(Op.BACKWARD, 0, 3), 4.0
+    worker.seconds[0, Op.BACKWARD] = 0.0
+    worker._account(0, _Done([], None, 2.0, 5.0), waited=1.0)  # type: ignore[arg-type]
+    assert worker.transport.wait_s == 1.5
+    # What the action is given at its end, (5 - 4) - (1.5 - 2.5), makes it 0.
+    assert worker.seconds == {(0, Op.FORWARD): 3.0, (0, Op.BACKWARD): -2.0}
+    assert len(worker._waits) == 2, "another forward is under way"
+    worker._under_way.clear()
+    worker._account(0, _Done([], None, 5.0, 6.0), waited=1.0)  # type: ignore[arg-type]
+    assert worker.transport.wait_s == 1.5
+    assert worker._waits == []
+    work.rest()
+
+
+def test_who_waits_for_a_thread_is_at_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = pipeline(told_model(), stages=1, schedule="gpipe", microbatches=4, executor="async_threaded")
+    [worker] = pipe.engine.workers.values()
+    assert isinstance(worker, ThreadedWorker)
+    seen = []
+
+    def result() -> _Done:
+        seen.append(work.seen()[0])
+        return _Done([], None, 0.0, 0.0)  # type: ignore[arg-type]
+
+    worker._under_way[0, 2] = None, SimpleNamespace(result=result)  # type: ignore[assignment]
+    monkeypatch.setattr(worker, "_end_forward", lambda *given: seen.append(work.seen()[0]))
+    work.now = Action(Op.BACKWARD, 0, 3), 0.0
+    worker._take_in(0, 2)
+    work.rest()
+    assert seen == ["running 0F2", "running 0B3"]
 
 
 def test_a_failure_in_a_thread_is_told_to_all_ranks(pair: World) -> None:

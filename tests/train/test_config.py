@@ -188,9 +188,11 @@ def test_one_wrong_value(at: Path, line: str, what: str) -> None:
      "trace is true, but the forwards of the executor async_threaded go on in threads, several at one time: there is "
      "no timeline of actions one after the other", "use the executor overlapped, which computes the same numbers"),
     (["parallel.scheduler=async_threaded", "parallel.schedule=1f1b"],
-     "parallel.schedule is '1f1b', but scheduler: async_threaded means schedule: gpipe", "leave one of the two out"),
+     "parallel.schedule is '1f1b', but scheduler: async_threaded means schedule: gpipe",
+     "leave one of the two out, the scheduler of a file with --set parallel.scheduler=null"),
     (["parallel.scheduler=naive", "parallel.executor=overlapped"],
-     "parallel.executor is 'overlapped', but scheduler: naive means executor: naive", "leave one of the two out"),
+     "parallel.executor is 'overlapped', but scheduler: naive means executor: naive",
+     "leave one of the two out, the scheduler of a file with --set parallel.scheduler=null"),
     (["parallel.partition=[1, 1, 2, 2]", "parallel.recompute=[0.5, [1], [2, 4], [4, 6]]"],
      "parallel.recompute[2] names layer 4, but stage 2 has the layers 2 to 3",
      "layers are those of the model, counted from 0"),
@@ -380,7 +382,7 @@ def test_scheduler_option(at: Path) -> None:
     assert load(at, named.resolved_yaml()) == named
     assert errors(at, GOOD, "parallel.schedule=1f1b", scheduler="naive") == [
         ("parallel.schedule is '1f1b', but scheduler: naive means schedule: gpipe", "--set parallel.schedule",
-         "leave one of the two out")]
+         "leave one of the two out, the scheduler of a file with --set parallel.scheduler=null")]
     assert errors(at, GOOD, scheduler="nave") == [
         ("--scheduler must be 'naive' or 'async_threaded', got 'nave'", "--scheduler", "did you mean 'naive'?")]
 

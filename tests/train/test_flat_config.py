@@ -305,6 +305,14 @@ def test_depths_name_every_stage(flat: Path) -> None:
          'name each stage once, as "0", "1", ..., or leave it out')]
 
 
+def test_native_keys_that_the_flat_form_has_not_may_stand_in_it(flat: Path) -> None:
+    config = load(flat, {}, "checkpoint: {every_steps: 5}\n'metrics': {peak_tflops: 2}\nelastic: true\n")
+    assert config == load(flat, {}, "", "checkpoint.every_steps=5", "metrics.peak_tflops=2", "elastic=true")
+    [(what, where, hint)] = errors(flat, {}, "checkpoint: {every_step: 5}\n")
+    assert (what, where, hint) == ("unknown key 'checkpoint.every_step'", "configs/flat.yml:18:14",
+                                   "did you mean 'every_steps'?")
+
+
 def test_a_file_with_a_native_section_is_native(flat: Path) -> None:
     flat.write_text("model: {name: bert}\nbatch_size: 4\n")
     with pytest.raises(UserError) as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,15 @@ import pytest
 import torch
 from small_run import job_of, put_in
 
+from vpipe.checkpoint.manifest import Manifest
+from vpipe.data.byte_bpe import train_byte_bpe
 from vpipe.data.synthetic import synthetic_bert
 from vpipe.errors import UserError
 from vpipe.model.layer import Layer, Model
 from vpipe.model.registry import ModelSettings
 from vpipe.train.config import load_config
 from vpipe.train.model_of import model_flops
+from vpipe.train.resume import IMPORTED, other_tokens
 
 
 def refused(folder: Path, **changes: Any) -> str:
@@ -153,7 +157,8 @@ def out_of_the_settings(settings: ModelSettings) -> list[int]:
     (lambda settings: [float("nan")], "the family of the model 'bert' says that layer 0 has nan operations per token"),
     (lambda settings: [None], "the family of the model 'bert' says that layer 0 has None operations per token"),
     (lambda settings: [-1], "the family of the model 'bert' says that layer 0 has -1 operations per token"),
-    (out_of_the_settings, "the family of the model 'bert' cannot tell the operations of its layers: KeyError: 'vocab'")])
+    (out_of_the_settings,
+     "the family of the model 'bert' cannot tell the operations of its layers: KeyError: 'vocab'")])
 def test_operations_that_cannot_be_are_refused_before_the_start(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flops: Any, what: str) -> None:
     model = Model([Layer("only", torch.nn.Identity, inputs=("input_ids",), outputs=("loss",))], batch=("input_ids",))
@@ -162,3 +167,40 @@ def test_operations_that_cannot_be_are_refused_before_the_start(
     assert refused(tmp_path, **changes).startswith(f"error: {what}\nhint: let the flops of its register_model give")
     put_in(monkeypatch, model, lambda settings: [6])
     assert model_flops(job_of(tmp_path, **changes).config.model, 1) == [6]
+
+
+def write_story(folder: Path) -> Path:
+    (folder / "text").mkdir()
+    (folder / "text" / "a.txt").write_text("\n\n".join(f"The river {number} is quiet." for number in range(600)))
+    return folder / "text"
+
+
+def test_a_tokenizer_may_be_given_and_imported_weights_ask_for_theirs(tmp_path: Path) -> None:
+    gpt: dict[str, Any] = {
+        "model__name": "gpt", "model__preset": None, "model__num_layers": 2, "model__num_heads": 2,
+        "model__vocab_size": -1, "dataset__name": "text", "dataset__path": str(write_story(tmp_path)),
+        "dataset__samples": 16, "dataset__cache_directory": str(tmp_path / "cache")}
+    train_byte_bpe(["some other words than those of the river"], 290).save(str(tmp_path / "theirs.json"))
+    ours, theirs = job_of(tmp_path, **gpt), job_of(tmp_path, **gpt, dataset__tokenizer=str(tmp_path / "theirs.json"))
+    assert theirs.dataset.vocab_size < ours.dataset.vocab_size
+    weights = Manifest(0, 0, 0, arrangement={IMPORTED: True})
+    assert "unless that is the imported weights' tokenizer, an id means" in str(other_tokens(weights, ours))
+    assert other_tokens(weights, theirs) is None
+    assert other_tokens(replace(weights, arrangement={}), ours) is None
+    assert refused(tmp_path, dataset__tokenizer="a.json") == (
+        "error: dataset.tokenizer is 'a.json', but the data set 'synthetic' holds no text that it could cut\n"
+        "hint: leave it out, or choose a data set of text")
+
+
+def test_a_path_that_nothing_reads_is_refused(tmp_path: Path) -> None:
+    assert refused(tmp_path, dataset__path="corpus") == (
+        "error: dataset.path is 'corpus', but the data set 'synthetic' reads nothing\n"
+        "hint: leave it out, or name the data set that reads it as dataset.name")
+
+
+def test_a_models_file_of_another_family_is_told_by_its_kind(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "gpt2", "n_embd": 16, "summary_type": "cls_index"}))
+    assert refused(tmp_path, model__name="llama", model__preset=None, model__config_file=str(path)) == (
+        f"error: model.config_file names '{path}', which is of a gpt2, but model.name is llama\n"
+        "hint: set model.name to the family of that file, or name a file of this one")

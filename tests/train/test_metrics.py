@@ -15,6 +15,7 @@ from vpipe.runtime.step import Step
 from vpipe.train import metrics as module
 from vpipe.train.efficiency import Efficiency
 from vpipe.train.metrics import Metrics, Past, Worth, mean
+from vpipe.train.progress import Progress
 
 
 class Clock:
@@ -155,3 +156,20 @@ def test_lines_that_a_crash_lost_are_noticed(tmp_path: Path) -> None:
 
 def test_mean() -> None:
     assert mean(iter([1.0, 2.0, 6.0])) == 3.0
+
+
+@pytest.mark.parametrize(("steps", "minutes", "left"), [
+    (28, None, "00:02"), (50_000, 0.1, "00:03"), (28, 0.1, "00:02"), (None, 0.1, "00:03"), (None, None, None)])
+def test_the_time_left_is_that_of_the_steps_of_this_attempt(
+        clock: Clock, capsys: pytest.CaptureFixture[str], steps: int | None, minutes: float | None,
+        left: str | None) -> None:
+    """It begins after step 20 of another run, whose seconds nobody knows."""
+    metrics = Metrics(None, Worth(4, 64), first=20)
+    with Progress(steps, 1, True, "update", 20, minutes) as progress:
+        for index in (20, 21, 22, 23):
+            clock.now += 0.75 if index > 20 else 0.25
+            metrics.update(step(index))
+            progress.update(step(index), metrics)
+    of = "" if steps is None else f"/{steps}"
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"update 24{of}: loss 1.000  102 tokens/s  00:02" + ("" if left is None else f", {left} left")

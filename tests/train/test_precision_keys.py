@@ -54,6 +54,11 @@ def test_overflows_are_skipped_whatever_on_nan_says(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(divergence, "MOST_OVERFLOWS", 2)
     with pytest.raises(LastingError, match="2 updates in a row were skipped; a gradient is beyond") as caught:
         begin(tmp_path / "fixed", training__precision="fp16", training__loss_scale=2.0**30)
+    assert caught.value.hint == ("lower training.loss_scale, which is 1.07374e+09, or let it be found; there is no "
+                                 "checkpoint before it")
+    monkeypatch.setattr(scaling, "INITIAL_SCALE", 2.0**30)
+    with pytest.raises(LastingError) as caught:
+        begin(tmp_path / "found", training__precision="fp16")
     assert caught.value.hint == "bf16 has fp32's range; there is no checkpoint before it"
     assert len(metrics(only_run(tmp_path / "fixed" / "runs"))[0]) == 2
 

@@ -13,7 +13,7 @@ from vpipe.runtime.usage import StageUsage
 from vpipe.train import metrics as module
 from vpipe.train.efficiency import Efficiency
 from vpipe.train.metrics import Metrics, Worth
-from vpipe.train.report import summary
+from vpipe.train.report import headline, summary
 from vpipe.train.run_figures import RunFigures
 
 USAGES = [StageUsage(forward_s=0.4, backward_s=0.8, step_s=0.08, communication_s=0.008, idle_s=idle, bytes_sent=n,
@@ -59,6 +59,25 @@ def test_the_summary(tmp_path: Path) -> None:
         "(bubble: share of time in which ranks wait for others; memory: of the fullest rank; sent: by all, per update)",
         "(speeds without the first 2 updates; MFU, HFU: of 2 x 0.01 TFLOP/s fp32, measured)",
         *TABLE]
+
+
+def test_a_headline_says_what_is_not_usual(tmp_path: Path) -> None:
+    job = job_of(tmp_path, training__precision="bf16_pure", parallel__model_parallel_size=1, parallel__partition=[5],
+                 parallel__schedule="gpipe", parallel__executor="naive")
+    assert headline(job) == ("bert: 5 layers in 1 stage [5], schedule gpipe, executor naive, bf16_pure, one process "
+                             "per stage")
+
+
+def test_a_run_that_trained_nothing_says_so(tmp_path: Path) -> None:
+    metrics = Metrics(None, Worth(8, 128))
+    metrics.update(*(Step(index, 4.0, 0.1, None, stop=False, skipped=True) for index in range(3)))
+    job = job_of(tmp_path, training__precision="fp16", training__loss_scale=1e9)
+    said = summary(job, metrics, RunFigures.of(metrics, USAGES, PLACEMENT)).splitlines()
+    assert said[1:3] == ["3 of 3 updates were skipped: not finite", (
+        "warning: nothing was trained, and the speed below is that of nothing; lower training.loss_scale, which is "
+        "1e+09, or leave it out")]
+    metrics.update(Step(3, 4.0, 0.1, None, stop=False))
+    assert "nothing was trained" not in summary(job, metrics, RunFigures.of(metrics, USAGES, PLACEMENT))
 
 
 @pytest.mark.usefixtures("_a_quarter_each")

@@ -67,23 +67,27 @@ def export_torch(weights: Mapping[str, Tensor], model: Model | None, out: Path) 
 
 
 def export_huggingface(weights: Mapping[str, Tensor], huggingface: HuggingFace, settings: ModelSettings, out: Path,
-                       tokenizer: Path | None = None) -> None:
+                       tokenizer: Path | None = None, end: tuple[str, int] | None = None) -> None:
     """A folder for ``from_pretrained``.
 
     Args:
         tokenizer: a ``tokenizer.json`` to go with it.
+        end: its token between texts, and the id; so a text begins with it, too.
 
     Raises:
         UserError: as :func:`export_safetensors`.
     """
     config, tensors = exported(huggingface, settings, weights)
+    special = {} if end is None else {"bos_token": end[0], "eos_token": end[0]}
+    if end is not None:
+        config |= {"bos_token_id": end[1], "eos_token_id": end[1]}
     with _written(out) as partial:
         partial.mkdir()
         _write_json(partial / CONFIG, config)
         save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
         if tokenizer is not None:
             shutil.copyfile(tokenizer, partial / "tokenizer.json")
-            _write_json(partial / "tokenizer_config.json", {"tokenizer_class": huggingface.tokenizer})
+            _write_json(partial / "tokenizer_config.json", {"tokenizer_class": huggingface.tokenizer, **special})
 
 
 def make_checkpoint(out: Path, about: About, model: Model, weights: Mapping[str, Tensor],

@@ -6,6 +6,7 @@ import argparse
 import csv
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,12 +19,14 @@ from vpipe.launch.alone import check_alone
 from vpipe.launch.folder import METRICS, SUMMARY, leave, make_run_folder
 from vpipe.schedules.registry import schedule_names
 from vpipe.train.config import Config, load_config
-from vpipe.train.csv_rows import check_output, csv_text
+from vpipe.train.csv_rows import check_output, config_row, csv_text
 
 CONFIGS = Path("configs")
 """Where a config is looked for that is named without a folder."""
 
 FILE = "bench.csv"
+ASKED = "bench.json"
+"""In the folder: what the command line said."""
 
 
 @dataclass
@@ -82,8 +85,8 @@ def run_bench(options: argparse.Namespace) -> None:
     if len(wrong) == len(benches):
         raise UserError.all_of(list(dict.fromkeys(problem for error in wrong for problem in error.problems)))
     first = next(bench.config for bench in benches if bench.config is not None)
-    folder = make_run_folder(first.log_directory, json.dumps({"models": options.models, "schedules": options.schedules,
-                                                              "set": options.settings, "steps": options.steps}) + "\n")
+    asked = {"models": options.models, "schedules": options.schedules, "set": options.settings, "steps": options.steps}
+    folder = make_run_folder(first.log_directory, json.dumps(asked) + "\n", file=ASKED)
     try:
         for number, bench in enumerate(benches, 1):
             print(f"== {number} of {len(benches)}: {bench.name}", flush=True)
@@ -94,7 +97,7 @@ def run_bench(options: argparse.Namespace) -> None:
     finally:
         done = [bench for bench in benches if bench.row or bench.failed]
         if done:
-            _tell(done, options.output or folder / FILE)
+            _tell(done, folder / FILE, options.output)
     failed = [bench for bench in benches if bench.failed is not None]
     if failed:
         raise RunError(f"{len(failed)} of {counted(len(benches), 'run')} failed", hint="the table says why; "
@@ -112,6 +115,10 @@ def _models(text: str) -> dict[str, Path]:
     found: dict[str, Path] = {}
     problems = []
     for name in names:
+        if not name:
+            problems.append(Problem(f"--models '{text}' names nothing in one place",
+                                    "give names or files of configs, with commas between them"))
+            continue
         bare = Path(name).suffix not in (".yaml", ".yml")
         path = CONFIGS / f"{name}.yaml" if bare else Path(name)
         if bare and not path.is_file():
@@ -120,7 +127,7 @@ def _models(text: str) -> dict[str, Path]:
             problems.append(Problem(
                 f"--models names '{name}', but there is no file '{CONFIGS / name}.yaml'" if bare else
                 f"--models names '{name}', but there is no such file",
-                nearest(name, known) if bare and known else "name a config's file, such as configs/bert.yaml"))
+                nearest(name, known) if bare and known else "name the file of a config, with its folder"))
         elif name in found:
             problems.append(Problem(f"--models names '{name}' {names.count(name)} times", "name it once"))
         found[name] = path
@@ -164,16 +171,22 @@ def _figures(run: Path) -> Mapping[str, Any]:
     return summary
 
 
-def _tell(benches: Sequence[Bench], output: Path) -> None:
-    """The table, and the CSV."""
+def _tell(benches: Sequence[Bench], file: Path, copy: Path | None) -> None:
+    """The table, and the CSV: in the folder of the runs, and where else it is wanted."""
     print("\n".join(["", *_table(benches)]), flush=True)
-    rows = [{"model": bench.model, "schedule": bench.schedule, "failed": bench.why, **bench.row} for bench in benches]
+    rows = [{"model": bench.model, "schedule": bench.schedule, "failed": bench.why,
+             **(config_row(bench.config) if bench.config is not None else {}), **bench.row} for bench in benches]
+    written = file
     try:
-        output.write_text(csv_text(rows))
+        written.write_text(csv_text(rows))
+        if copy is not None:
+            written = copy
+            shutil.copyfile(file, copy)
     except OSError as error:
-        raise UserError(f"cannot write '{output}': {error.strerror}",
-                        hint="name a file in a folder that can be written as -o") from None
-    print(f"as CSV, with the config of each: {output}", flush=True)
+        raise UserError(f"cannot write '{written}': {error.strerror}",
+                        hint="the table above says the same" if written == file else f"copy it yourself: {file}"
+                        ) from None
+    print(f"as CSV, with the config of each: {written}", flush=True)
 
 
 def _table(benches: Sequence[Bench]) -> Iterator[str]:

@@ -22,7 +22,9 @@ from vpipe.checkpoint.huggingface import CONFIG, find_model, imported
 from vpipe.checkpoint.manifest import About, Manifest
 from vpipe.checkpoint.stage_files import Matched, matched, read_stages, stage_files
 from vpipe.commands.checkpoint import checkpoints_in, counted_in, reading
+from vpipe.data.byte_bpe import end_token
 from vpipe.data.dataset import Tokenized
+from vpipe.data.tokenizer_file import load_tokenizer
 from vpipe.errors import UserError, counted
 from vpipe.model.layer import Model
 from vpipe.model.registry import HuggingFace, ModelSettings, family_named
@@ -57,7 +59,8 @@ def run_export(options: argparse.Namespace) -> None:
         tokenizer, note = _tokenizer(manifest)
         if note:
             print(f"note: no tokenizer goes with it: {note}")
-        export_huggingface(weights, huggingface, found.settings, out, tokenizer)
+        end = None if tokenizer is None else end_token(load_tokenizer(tokenizer))
+        export_huggingface(weights, huggingface, found.settings, out, tokenizer, end)
         load = f"transformers.{huggingface.architecture}.from_pretrained({str(out)!r})"
     elif options.format == "torch":
         export_torch(weights, None if found is None else found.model(), out)
@@ -118,6 +121,9 @@ def run_import(options: argparse.Namespace) -> None:
     print(f"train it: {shlex.join(words)}")
     if job is None:
         print(f"CONFIG's model section: name: {find_model(source).family}, config_file: {out / CONFIG}")
+    tokenizer = source / "tokenizer.json"
+    if tokenizer.is_file() and (job is None or job.config.dataset.tokenizer is None):
+        print(f"its tokenizer, for data that are text: --set dataset.tokenizer={tokenizer}")
 
 
 def _from_huggingface(source: Path, job: Job | None, out: Path) -> None:

@@ -58,7 +58,12 @@ class Arrays:
                first: int) -> Iterator[dict[str, Tensor]]:
         arrays = {name: self._load(split, name) for name in self.fields if name in needed}
         for rows in islice(epoch_rows(self._counts[split], batch_size, seed=seed), first, None):
-            yield tensors(self.fields, batch_size, {name: array[rows] for name, array in arrays.items()})
+            taken = {name: array[rows] for name, array in arrays.items()}
+            self._check(split, taken)
+            yield tensors(self.fields, batch_size, taken)
+
+    def _check(self, split: Split, taken: Mapping[str, NDArray[np.generic]]) -> None:
+        """Raises :class:`UserError` for values that cannot be; to be overridden."""
 
 
 def first_samples(counts: Mapping[Split, int], samples: int | None) -> dict[Split, int]:

@@ -115,7 +115,7 @@ def find_shards(folder: Path) -> tuple[list[Shard], list[Shard]]:
     """Train and test shards of a folder, by name, all checked. Raises :class:`UserError` that lists what is wrong."""
     if not folder.exists():
         raise UserError(f"the folder {folder} does not exist",
-                        hint="name the folder of the HDF5 shards as dataset.path")
+                        hint="name the folder of the HDF5 shards as dataset.path (data_dir in a flat file)")
     if not folder.is_dir():
         raise UserError(f"{folder} is a file, not a folder", hint="name the folder that holds the shard")
     files = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES)
@@ -197,11 +197,14 @@ def _needed_vocab_size(shards: Sequence[Shard]) -> int:
 
 @register_dataset("bert_hdf5")
 def bert_hdf5(settings: DatasetSettings) -> BertHdf5:
-    """The shards in the folder ``path``; P and the tokenizer are theirs, whatever ``settings`` say.
+    """The shards in the folder ``path``; P is theirs, whatever ``settings`` say.
 
-    Raises :class:`UserError` without a path, and as :class:`BertHdf5` does.
+    Raises :class:`UserError` without a path or with a tokenizer, and as :class:`BertHdf5` does.
     """
     if settings.path is None:
         raise UserError("the data set 'bert_hdf5' has no path", hint="name the folder of the shards as dataset.path")
+    if settings.tokenizer is not None:
+        raise UserError(f"dataset.tokenizer is '{settings.tokenizer}', but shards of 'bert_hdf5' hold tokens already",
+                        hint="leave it out")
     return BertHdf5(settings.path, sequence_length=settings.sequence_length, vocab_size=settings.vocab_size,
                     samples=settings.samples)

@@ -55,10 +55,10 @@ def _read(path: Path) -> Iterator[Document]:
                             f"{', '.join(rows.column_names)})", hint=f"call it one of {', '.join(_COLUMNS)}",
                             where=str(path))
         for number, row in enumerate(rows.select_columns([column])):
-            text = row[column]
+            text = "" if row[column] is None else row[column]
             if not isinstance(text, str):
                 raise UserError(f"row {number} of the column '{column}' is a {type(text).__name__}, not a text",
-                                hint="remove rows without a text", where=str(path))
+                                hint="keep the texts in that column, as strings", where=str(path))
             if text.strip():
                 yield Document(text, PARTS.get(name))
 

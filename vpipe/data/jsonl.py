@@ -13,11 +13,13 @@ import gzip
 import json
 import re
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vpipe.data.corpus import PARTS, Document, Part
+from vpipe.data.prepared import files_among
 from vpipe.errors import Problem, UserError
 
 SUFFIXES = (".jsonl", ".jsonl.gz")
@@ -28,7 +30,8 @@ _MOST_PROBLEMS = 10
 
 
 def jsonl_files(path: Path) -> list[Path]:
-    """The file itself, or those in the folder and below, sorted. Raises :class:`UserError` when there are none."""
+    """The file itself, or those in the folder and below, sorted. Raises :class:`UserError` when there are none, or one
+    is a link that leads nowhere."""
     if not path.exists():
         raise UserError(f"{path} does not exist", hint="name a file or a folder of *.jsonl or *.jsonl.gz files as "
                                                        "dataset.path")
@@ -36,7 +39,7 @@ def jsonl_files(path: Path) -> list[Path]:
         if not path.name.endswith(SUFFIXES):
             raise UserError(f"{path} is no *.jsonl or *.jsonl.gz file", hint="name one, or a folder that holds some")
         return [path]
-    files = sorted(file for file in path.rglob("*") if file.name.endswith(SUFFIXES) and file.is_file())
+    files = files_among(file for file in path.rglob("*") if file.name.endswith(SUFFIXES))
     if not files:
         others = sum(1 for _ in path.iterdir())
         raise UserError(f"no *.jsonl or *.jsonl.gz file in {path} or below it ({others} other entries)",
@@ -75,6 +78,7 @@ def _lines(file: Path, problems: list[Problem]) -> Iterator[tuple[int, bytes]]:
             raise EOFError("it has 0 bytes")  # which gzip takes for the end of the last member
         with gzip.open(file) if file.name.endswith(".gz") else file.open("rb") as lines:
             for number, line in enumerate(lines, 1):
+                line = line.removeprefix(BOM_UTF8) if number == 1 else line
                 if line.strip():
                     yield number, line
     except (OSError, EOFError, zlib.error) as error:
@@ -90,13 +94,15 @@ def _document(line: bytes, told: Part | None) -> Document:
         raise ValueError(f"the line is not UTF-8 (byte {error.start})") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"the line is not JSON: {error.msg} (column {error.colno})") from error
+    except ValueError as error:
+        raise ValueError("the line has a number with too many digits") from error
     except RecursionError as error:
         raise ValueError("the line is nested too deeply") from error
     if not isinstance(record, dict):
         raise ValueError(f"the line is a JSON {_kind(record)}, not an object")
     code = _text(record, CODE)
     if code is None or not code.strip():
-        keys = ", ".join(sorted(record)) or "none"
+        keys = ", ".join(sorted(key for key, value in record.items() if value is not None)) or "none"
         raise ValueError(f"the line has no '{CODE[0]}' or '{CODE[1]}' (its keys: {keys})" if code is None else
                          "the code is empty")
     return Document(with_documentation(code, _text(record, DOCUMENTATION)), _part(record) or told,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from vpipe.data.prepared import files_among
 from vpipe.data.sentences import split_sentences
 from vpipe.errors import UserError
 
@@ -12,12 +13,13 @@ _PATTERN = "*.txt"
 
 
 def text_files(folder: Path) -> list[Path]:
-    """The .txt files in ``folder`` and below, sorted. Raises :class:`UserError` when there are none."""
+    """The .txt files in ``folder`` and below, sorted. Raises :class:`UserError` when there are none, or one is a link
+    that leads nowhere."""
     if not folder.exists():
         raise UserError(f"the folder {folder} does not exist", hint=f"name a folder that holds {_PATTERN} files")
     if not folder.is_dir():
         raise UserError(f"{folder} is a file, not a folder", hint=f"name the folder that holds the {_PATTERN} files")
-    files = sorted(path for path in folder.rglob(_PATTERN) if path.is_file())
+    files = files_among(folder.rglob(_PATTERN))
     if not files:
         others = sum(1 for _ in folder.iterdir())
         raise UserError(f"no {_PATTERN} file in {folder} or below it ({others} other entries)",
@@ -51,7 +53,7 @@ def read_blocks(folder: Path) -> Iterator[list[str]]:
             raise UserError(f"{path.name} cannot be read: {error.strerror}", hint="mend that, or take it away",
                             where=str(path)) from error
         block: list[str] = []
-        for line in [*text.splitlines(), ""]:
+        for line in [*text.split("\n"), ""]:  # of the characters that end a line these alone, and \r, are no text
             if line.strip():
                 block.append(line)
             elif block:

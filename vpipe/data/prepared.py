@@ -12,7 +12,7 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +85,16 @@ def prepared_for_vocabulary(kind: str, facts: Mapping[str, Any], build: Callable
         if found is not None and found.manifest["vocab_size"] == facts["vocab_size"]:
             return found
     return prepared(kind, facts, build, cache_directory)
+
+
+def files_among(paths: Iterable[Path]) -> list[Path]:
+    """Those that are files, sorted. Raises :class:`UserError` for a link that leads nowhere: its data is missing."""
+    known = sorted(paths)
+    for path in known:
+        if path.is_symlink() and not path.exists():
+            raise UserError(f"{path} is a link to {path.readlink()}, which is not there",
+                            hint="mount or copy what it leads to, or remove the link")
+    return [path for path in known if path.is_file()]
 
 
 def states(paths: list[Path], root: Path) -> list[tuple[str, int, int]]:

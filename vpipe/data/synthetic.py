@@ -79,6 +79,9 @@ def _counts(samples: int, batch_size: int) -> dict[Split, int]:
 def synthetic(settings: DatasetSettings) -> BertArrays | TokenArrays:
     """Random samples of the sizes in ``settings``, for the model that reads ``settings.fields``; for -1 a vocabulary of
     8192 and sequences of 128, for None 1024 samples, or 8 batches where those are more."""
+    if settings.path is not None:
+        raise UserError(f"dataset.path is '{settings.path}', but the data set 'synthetic' reads nothing",
+                        hint="leave it out, or name the data set that reads it as dataset.name")
     vocab_size = DEFAULT_VOCAB_SIZE if settings.vocab_size == -1 else settings.vocab_size
     length = 128 if settings.sequence_length == -1 else settings.sequence_length
     size = settings.batch_size

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from vpipe.data.arrays import Arrays
 from vpipe.data.dataset import Split
 from vpipe.data.token_fields import LABELS, check_length, token_fields
+from vpipe.errors import UserError
 
 Tokens = NDArray[np.generic]
 
@@ -30,6 +31,8 @@ class TokenArrays(Arrays):
     Args:
         counts: samples of each split, at most as many as its tokens have (:func:`samples_in`).
         tokens: split -> its tokens [T], of any type of integers; a map of a file is read where samples are asked for.
+
+    A batch with a token out of the vocabulary raises :class:`UserError`.
     """
 
     def __init__(self, vocab_size: int, sequence_length: int, counts: Mapping[Split, int],
@@ -43,6 +46,14 @@ class TokenArrays(Arrays):
 
         super().__init__(vocab_size, sequence_length, partial(token_fields, sequence_length), counts, load,
                          tokenizer_path)
+
+    def _check(self, split: Split, taken: Mapping[str, Tokens]) -> None:
+        largest = max((int(np.max(values)) for values in taken.values()), default=0)
+        if largest >= self.vocab_size:
+            kept = None if self.tokenizer_path is None else str(self.tokenizer_path.parent)
+            raise UserError(f"the {split} split has the token {largest}, but the vocabulary ends at "
+                            f"{self.vocab_size - 1}: the prepared data is damaged",
+                            hint="remove its folder, and it is made anew", where=kept)
 
 
 def samples_in(tokens: int, sequence_length: int) -> int:

@@ -27,6 +27,7 @@ from vpipe.data.prepared import Prepared, prepared_for_vocabulary, state
 from vpipe.data.progress import progress
 from vpipe.data.token_arrays import TokenArrays, Tokens, samples_in
 from vpipe.data.tokenizer_file import DEFAULT_VOCAB_SIZE, ids_in, model_vocab_size, save_tokenizer
+from vpipe.errors import UserError, counted
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -60,6 +61,14 @@ def token_dataset(corpus: Corpus, settings: DatasetSettings) -> TokenArrays:
     length = 128 if settings.sequence_length == -1 else settings.sequence_length
     cache = prepare_tokens(corpus, settings.vocab_size, settings.tokenizer, settings.cache_directory)
     counts: dict[Split, int] = {split: samples_in(cache.count(split), length) for split in _SPLITS}
+    for split, samples in counts.items():
+        if samples < settings.batch_size:
+            held_out = "" if split == "train" else "; held out is what is marked test, else 1 document in 20"
+            tokens, batch = counted(cache.count(split), "token"), counted(settings.batch_size, "sample")
+            raise UserError(f"{corpus.name}: the {split} split has {tokens}, but a batch of {batch} of sequence_length "
+                            f"{length} takes {settings.batch_size * length + 1}",
+                            hint="use a shorter model.sequence_length or a smaller dataset.batch_size, or add data"
+                                 f"{held_out}")
     opened: dict[Split, Tokens] = {split: cache.tokens(split) for split in _SPLITS}
     return TokenArrays(cache.vocab_size, length, first_samples(counts, settings.samples), opened.__getitem__,
                        cache.tokenizer_path)

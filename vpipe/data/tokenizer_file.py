@@ -14,14 +14,18 @@ DEFAULT_VOCAB_SIZE = 8192
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """A tokenizer saved as JSON. Raises :class:`UserError` when the file is none."""
+    """A tokenizer saved as JSON, which neither cuts texts nor fills them up, whatever the file says: samples are made
+    from whole ones. Raises :class:`UserError` when the file is none."""
     from tokenizers import Tokenizer
 
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises bare Exception for every mistake
         raise UserError(f"{path.name} is not a tokenizer: {error}",
                         hint="write it with Tokenizer.save of the package tokenizers", where=str(path)) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:

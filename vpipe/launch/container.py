@@ -85,8 +85,8 @@ def _bound(config: Config) -> list[Path]:
     for folder in filter(None, (cache, config.saving.directory)):
         folder.mkdir(parents=True, exist_ok=True)
     schedule = Path(config.parallel.schedule)
-    paths = [Path(), config.dataset.path, config.model.config_file, config.parallel.plan, cache,
-             config.saving.directory, schedule if schedule.is_file() else None, _checkout()]
+    paths = [Path(), config.dataset.path, config.dataset.tokenizer, config.model.config_file, config.parallel.plan,
+             cache, config.saving.directory, schedule if schedule.is_file() else None, _checkout()]
     return [path for path in paths if path is not None]
 
 

@@ -46,12 +46,14 @@ FINGERPRINT = "fingerprint"
 """Where a rank that looked at its host's data says which they are."""
 
 
-def make_run_folder(log_directory: Path, resolved_config: str, checkpoints: Path | None = None) -> Path:
+def make_run_folder(log_directory: Path, resolved_config: str, checkpoints: Path | None = None, *,
+                    file: str = CONFIG) -> Path:
     """``<log_directory>/<timestamp>/`` with the resolved config in it.
 
     Args:
         checkpoints: ``checkpoint.directory``, in which the folder of this name is made, too: runs of other log
             directories may share it, and begin in the same second.
+        file: what holds the config, by name; another one where what is to be done is said otherwise.
 
     Raises:
         UserError: a folder cannot be made or written.
@@ -68,7 +70,7 @@ def make_run_folder(log_directory: Path, resolved_config: str, checkpoints: Path
                 raise
             if checkpoints is not None and not _made(checkpoints / folder.name, folder):
                 continue
-            (folder / CONFIG).write_text(resolved_config)
+            (folder / file).write_text(resolved_config)
             return folder
     except OSError as error:
         raise UserError(f"cannot make the run's folder in '{log_directory}': {error.strerror}",

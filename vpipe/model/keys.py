@@ -79,7 +79,7 @@ class Keys:
             nearest_divisor = min((n for n in range(1, width + 1) if width % n == 0), key=lambda n: abs(n - number))
             problems.append(Problem(
                 f"{self.family}'s {heads.split()[0]} {width} is not divisible by its {number} attention heads",
-                f"choose a number of heads that divides {width}, such as {nearest_divisor}"))
+                f"set num_heads to a number that divides {width}, such as {nearest_divisor}"))
         if problems:
             raise UserError.all_of(problems)
 

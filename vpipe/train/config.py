@@ -109,7 +109,7 @@ def load_config(path: Path, overrides: Sequence[str] = (), scheduler: str | None
         settings = [(key, part) for key, part in settings if key not in FLAT_KEYS]
         for key, part in flat:
             tree.put((key,), part)
-        tree = to_native(tree, path.parent)
+        tree = to_native(tree, path.parent, Config.model_fields)
     if scheduler is not None:
         place = Place("--scheduler", "--scheduler", "--scheduler")
         told = {key for key, _ in settings}

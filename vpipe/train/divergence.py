@@ -53,6 +53,10 @@ class Divergence:
             if self._in_a_row < most:
                 return
             what = f"{most} {self._job.step_name}s in a row were skipped; {what}"
+            scale = self._job.config.training.computed.loss_scale
+            if overflow and scale is not None:
+                self._stop(f"{what} at step {step.index}", f"lower training.loss_scale, which is {scale:g}, or let it "
+                           "be found", "training.loss_scale=dynamic")
             if overflow:
                 self._stop(f"{what} at step {step.index}", "bf16 has fp32's range", "training.precision=bf16")
         self._stop(f"{what} at step {step.index}")

@@ -123,6 +123,9 @@ class RankFile(Section):
 FLAT_KEYS = frozenset(FlatConfig.model_fields) - {"container", "log_directory", "trace"}
 """The keys that only the flat form has."""
 
+SAID_OTHERWISE = frozenset({"model", "dataset", "training", "parallel"})
+"""Sections of a native file for which the flat form has keys of its own; it may have the others, too."""
+
 
 def _contradicts(schedule: str | None, sync_mode: str) -> bool:
     """Whether a schedule, if it is one of this version, updates in the other way."""
@@ -131,13 +134,20 @@ def _contradicts(schedule: str | None, sync_mode: str) -> bool:
 
 
 def is_flat(values: Iterable[str], native: Iterable[str]) -> bool:
-    """Whether a file with these top-level keys is of the flat form: it has flat keys and no native section."""
+    """Whether a file with these top-level keys is of the flat form: it has flat keys, and no section that this form
+    says otherwise."""
     keys = set(values)
-    return bool(keys & FLAT_KEYS) and not keys & (set(native) - set(FlatConfig.model_fields))
+    return bool(keys & (FLAT_KEYS - set(native))) and not keys & SAID_OTHERWISE
 
 
-def to_native(tree: Tree, folder: Path) -> Tree:
-    """The flat ``tree``, read from a file in ``folder``, as the tree of a native config."""
+def to_native(tree: Tree, folder: Path, native_keys: Iterable[str]) -> Tree:
+    """The flat ``tree``, read from a file in ``folder``, as the tree of a native config.
+
+    Such as ``checkpoint`` and ``metrics``, for which the flat form has no keys of its own, pass as they are.
+    """
+    passed = {key: tree.at((key,)) for key in native_keys if key in tree.value and key not in FlatConfig.model_fields}
+    for key in passed:
+        tree.drop((key,))
     flat, problems = checked(FlatConfig, tree)
     if flat is None:
         raise UserError.all_of(problems)
@@ -158,6 +168,8 @@ def to_native(tree: Tree, folder: Path) -> Tree:
     def derived(target: str, key: str, value: object) -> None:
         put(target, Tree.leaf(value, Place(tree.name((key,)), tree.where((key,)), tree.where((key,)))))
 
+    for key, part in passed.items():
+        put(key, part)
     for key, target in SAME_MEANING.items():
         if key in tree.value:
             put(target, tree.at((key,)))

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vpipe.data.dataset import Dataset, DatasetSettings
+from vpipe.data.dataset import Dataset, DatasetSettings, Tokenized
 from vpipe.data.registry import dataset_named
 from vpipe.errors import UserError
 from vpipe.launch.folder import PLAN, PROFILE
@@ -84,7 +84,8 @@ class Job:
         dataset = dataset_named(config.dataset.name)(DatasetSettings(
             path=config.dataset.path, sequence_length=config.model.sequence_length, vocab_size=vocab_size,
             samples=config.dataset.samples, cache_directory=config.dataset.cache_directory, seed=_data_seed(config),
-            fields=model.batch, batch_size=config.dataset.batch_size))
+            fields=model.batch, batch_size=config.dataset.batch_size, tokenizer=config.dataset.tokenizer))
+        _check_tokenizer(dataset, config)
         if vocab_size == -1:
             vocab_size = dataset.vocab_size
             model = describe(model_settings(config.model, vocab_size, overrides))
@@ -272,6 +273,13 @@ def _updates(config: Config, dataset: Dataset, schedule: Schedule, steps_done: i
         microbatches = training.epochs * batches * training.num_microbatches
         limits.append(-(-max(0, microbatches - microbatches_done) // per_step))
     return steps_done + min(limits) if limits else None
+
+
+def _check_tokenizer(dataset: Dataset, config: Config) -> None:
+    name, given = config.dataset.name, config.dataset.tokenizer
+    if given is not None and (not isinstance(dataset, Tokenized) or dataset.tokenizer_path is None):
+        raise UserError(f"dataset.tokenizer is '{given}', but the data set '{name}' holds no text that it could cut",
+                        hint="leave it out, or choose a data set of text")
 
 
 def _check_fields(model: Model, dataset: Dataset, config: Config) -> None:

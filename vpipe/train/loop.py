@@ -109,7 +109,8 @@ class _Run:
             worth = Worth(job.samples_per_update, job.tokens_per_update, Efficiency.of(job))
         events = Events(folder, done) if show and job.config.metrics.tensorboard else None
         with Metrics(folder / METRICS if show else None, worth, past, done, events) as self._metrics:
-            with Progress(job.updates, training.print_frequency, show, name, done) as self._progress, \
+            with Progress(job.updates, training.print_frequency, show, name, done,
+                          training.max_minutes) as self._progress, \
                     Trace(folder if job.config.trace else None, pipe, job.samples_per_update) as self._trace, \
                     ExitStack() as self._at_end, \
                     TorchProfile(job, pipe, folder, self._progress.note) as self._profile, \

@@ -144,10 +144,15 @@ class Metrics:
         return self.time_s - self.past.time_s
 
     @property
+    def recent_update_s(self) -> float:
+        """Seconds of an update, the mean of the last ones; 0 before the first."""
+        recent = self.update_s[-RECENT:]
+        return sum(recent) / len(recent) if recent else 0.0
+
+    @property
     def recent_tokens_per_s(self) -> float:
         """Over the last updates."""
-        recent = self.update_s[-RECENT:]
-        return self.worth.tokens * len(recent) / sum(recent) if recent else 0.0
+        return self.worth.tokens / self.recent_update_s if self.update_s else 0.0
 
     def update(self, *steps: Step) -> None:
         """Record training steps that have just ended; those of a draining pipeline end together and share the time."""

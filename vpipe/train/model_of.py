@@ -27,6 +27,10 @@ def model_file(section: ModelSection) -> Mapping[str, Any]:
     content = read_json(path)
     if content.problems:
         raise UserError.all_of(content.problems)
+    family, kind = family_named(section.name).huggingface, content.value.get("model_type")
+    if family is not None and isinstance(kind, str) and kind != family.model_type:
+        raise UserError(f"model.config_file names '{path}', which is of a {kind}, but model.name is {section.name}",
+                        hint="set model.name to the family of that file, or name a file of this one")
     return dict(content.value)
 
 

@@ -199,8 +199,9 @@ class ParallelSection(Section):
             return data
         scheduler = data["scheduler"]
         meant = {"schedule": REVERSIBLE, "executor": scheduler}
-        wrong = [Mistake((key,), f"is {describe(data[key])}, but scheduler: {scheduler} means {key}: {value}",
-                         "leave one of the two out") for key, value in meant.items() if data.get(key, value) != value]
+        hint = "leave one of the two out, the scheduler of a file with --set parallel.scheduler=null"
+        wrong = [Mistake((key,), f"is {describe(data[key])}, but scheduler: {scheduler} means {key}: {value}", hint)
+                 for key, value in meant.items() if data.get(key, value) != value]
         if wrong:
             raise MistakesError(wrong)
         return {**data, **meant, "scheduler": None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from contextlib import suppress
+from math import inf
 
 from tqdm import tqdm
 
@@ -23,25 +24,29 @@ class Progress:
         steps: of the run; None when nobody knows.
         name: what a step is called.
         done: steps that earlier attempts of the run have made.
+        minutes: after which the run ends, however many steps are left; None when it does not.
     """
 
-    def __init__(self, steps: int | None, every: int, show: bool, name: str, done: int = 0) -> None:
+    def __init__(self, steps: int | None, every: int, show: bool, name: str, done: int = 0,
+                 minutes: float | None = None) -> None:
         self._steps, self._every, self._show, self._name = steps, every, show, name
+        self._end_s = inf if minutes is None else 60 * minutes
         self._terminal = sys.stderr.isatty()
         self._bar = tqdm(total=steps, initial=done, disable=not show or not self._terminal, unit=name, file=sys.stderr,
                          dynamic_ncols=True, mininterval=0.2, smoothing=0.05,
-                         bar_format="{n_fmt}/{total_fmt} |{bar}| {desc} {elapsed}<{remaining}")
+                         bar_format="{n_fmt}/{total_fmt} |{bar}| {desc}")
 
     def update(self, step: Step, metrics: Metrics) -> None:
-        text = f"loss {step.loss:.3f}  {metrics.recent_tokens_per_s:,.0f} tokens/s"
+        done, total = step.index + 1, self._steps
+        left_s = min(self._end_s - metrics.time_s, inf if total is None else metrics.recent_update_s * (total - done))
+        left = "" if left_s == inf else f", {tqdm.format_interval(max(0, left_s))} left"
+        text = (f"loss {step.loss:.3f}  {metrics.recent_tokens_per_s:,.0f} tokens/s  "
+                f"{tqdm.format_interval(metrics.time_s)}{left}")
         self._bar.set_description_str(text, refresh=False)
         self._bar.update()
-        done, total = step.index + 1, self._steps
         if done % self._every == 0 or done == total:
             of = f"/{total}" if total else ""
-            left = f", {tqdm.format_interval(metrics.time_s / done * (total - done))} left" if total else ""
-            self.note(f"{self._name} {done}{of}: {text}  {tqdm.format_interval(metrics.time_s)}{left}",
-                      on_terminal=False)
+            self.note(f"{self._name} {done}{of}: {text}", on_terminal=False)
 
     def note(self, text: str, on_terminal: bool = True) -> None:
         """A line in the log; also on the screen, above the bar where there is one."""

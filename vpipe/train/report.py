@@ -20,12 +20,13 @@ def headline(job: Job) -> str:
     """What a run begins with."""
     ranks = job.schedule.ranks
     to_plan, parallel = job.config.parallel.to_plan, job.config.parallel.standing_in
-    return (f"{job.config.model.name}: {len(job.model)} layers in {len(job.placement)} stages"
+    return (f"{job.config.model.name}: {counted(len(job.model), 'layer')} in {counted(len(job.placement), 'stage')}"
             + ("" if "partition" in to_plan else f" {list(job.partition)}")
-            + ("" if "schedule" in to_plan else f", schedule {parallel.order}") + ", "
+            + ("" if "schedule" in to_plan else f", schedule {parallel.order}")
+            + ("" if (precision := job.config.training.precision) == "fp32" else f", {precision}") + ", "
             + (f"{', '.join(to_plan)} to be planned, " if to_plan else "")
             + ("one process per stage" if ranks == len(job.placement) == len(set(job.placement)) else
-               f"{ranks} processes"))
+               f"{ranks} process{'es' * (ranks > 1)}"))
 
 
 def summary(job: Job, metrics: Metrics, figures: RunFigures | None, saves: Sequence[str] = ()) -> str:
@@ -44,6 +45,10 @@ def summary(job: Job, metrics: Metrics, figures: RunFigures | None, saves: Seque
                      + f" in {figures.time_s:.1f} s")
     if metrics.skipped:
         lines.append(f"{metrics.skipped} of {counted(len(metrics.losses), job.step_name)} were skipped: not finite")
+    if metrics.skipped and metrics.skipped == len(metrics.losses):
+        scale = job.config.training.computed.loss_scale
+        lines.append("warning: nothing was trained, and the speed below is that of nothing" + (
+            "" if scale is None else f"; lower training.loss_scale, which is {scale:g}, or leave it out"))
     losses = [loss for loss in (*metrics.past.losses, *metrics.losses) if isfinite(loss)]
     if losses and figures is not None:
         few = few_of(losses)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from vpipe.checkpoint.folder import Checkpoints, find
 from vpipe.checkpoint.integrity import instead_of, newest_intact_before
 from vpipe.checkpoint.manifest import Manifest
+from vpipe.data.dataset import Tokenized
 from vpipe.errors import Problem, UserError, counted
 from vpipe.launch.folder import CONFIG, METRICS, PLAN, begin_attempt, make_run_folder, next_attempt, take
 from vpipe.launch.restart import last_step
@@ -224,6 +225,8 @@ def take_up(start: Start, job: Job) -> Path:
         job.keep_plan(folder)
         if manifest is not None:
             print(_begins_with(manifest, start), file=sys.stderr, flush=True)
+            if warning := other_tokens(manifest, job):
+                print(f"warning: {warning}", file=sys.stderr, flush=True)
         return folder
     from vpipe.train.metrics import Past  # which needs torch, as a job does
 
@@ -250,6 +253,16 @@ def _begins_with(manifest: Manifest, start: Start) -> str:
     if arrangement.get(IMPORTED):
         return f"begins with the weights in '{start.checkpoint}': {tensors} from {arrangement.get('from', 'elsewhere')}"
     return f"begins with the checkpoint '{start.checkpoint}': {tensors} after step {manifest.step}"
+
+
+def other_tokens(manifest: Manifest, job: Job) -> str | None:
+    """What is to be said of imported weights where nobody said that the data have their tokenizer."""
+    data, given = job.dataset, job.config.dataset.tokenizer
+    own = data.tokenizer_path if isinstance(data, Tokenized) else None
+    if not manifest.arrangement.get(IMPORTED) or given is not None or own is None:
+        return None
+    return (f"the data's tokens are those of '{own}'; unless that is the imported weights' tokenizer, an id means "
+            "another word to them: for text, give theirs with --set dataset.tokenizer=FOLDER/tokenizer.json")
 
 
 def _anew(step: str, steps: int, last: int | None, moved: Sequence[str], attempt: str) -> str:

@@ -100,6 +100,8 @@ class DatasetSection(Section):
                                                   "0 prepares each when it is due")
     samples: int | None = Field(None, ge=1, description="training samples: at most so many; a synthetic data set "
                                                              "makes exactly so many, for null 1024 or 8 batches")
+    tokenizer: FilePath | None = Field(None, description="tokenizer.json for text, such as that of imported weights, "
+                                                         "from the current folder; null trains one on the data")
     cache_directory: FilePath | None = Field(None, description="folder for prepared data and tokenizers; null "
                                                                "takes ~/.cache/vpipe")
     seed: Seed | None = Field(None, description="seed of the order and of masking; null takes training.seed")
