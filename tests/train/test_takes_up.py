@@ -15,7 +15,7 @@ from attempts import begin, go_on
 from small_run import metrics, write_config
 
 from vpipe.checkpoint.manifest import Manifest
-from vpipe.commands.train import _told
+from vpipe.commands.train import _tell_of_scheduler, _told
 from vpipe.errors import UserError
 from vpipe.launch import folder as folders
 from vpipe.launch.folder import LAUNCHED, leave, make_run_folder
@@ -194,3 +194,26 @@ def test_a_checkpoint_that_a_later_attempt_finds_removed(run: Path, monkeypatch:
     told.resume = run / "checkpoint" / "step-2"
     with pytest.raises(UserError, match="it does not exist"):
         _told(told)
+
+
+def test_a_checkpoint_of_another_family_is_told_by_name(run: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, model__name="gpt", model__preset=None, model__num_layers=1, model__num_heads=2,
+                          parallel__model_parallel_size=1)
+    start = start_of(run / "checkpoints" / "step-6")
+    with pytest.raises(UserError) as caught:
+        take_up(start, Job.of(resumed_config(start, config, [], None)))
+    assert [(problem.what, problem.hint) for problem in caught.value.problems] == [
+        ("the checkpoint is of the model 'bert', but model.name is 'gpt'",
+         "set model.name to bert, with its sizes: vpipe checkpoint show prints them")]
+
+
+@pytest.mark.parametrize(("schedule", "microbatches", "said"), [
+    ("pipedream", 1, "note: --scheduler naive takes gpipe instead of pipedream: 1 microbatch per flush, so most of the "
+     "2 stages wait; set training.num_microbatches\n"),
+    ("pipedream", 4, "note: --scheduler naive takes gpipe instead of pipedream: 4 microbatches per flush\n"),
+    ("1f1b", 1, "")])
+def test_a_scheduler_that_brings_a_flush_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str], schedule: str,
+                                                  microbatches: int, said: str) -> None:
+    path = write_config(tmp_path, parallel__schedule=schedule, training__num_microbatches=microbatches)
+    _tell_of_scheduler(argparse.Namespace(config=path, settings=[], scheduler="naive"), load_config(path, (), "naive"))
+    assert capsys.readouterr().err == said

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from vpipe.checkpoint.integrity import check_intact
-from vpipe.errors import UserError, VpipeError
+from vpipe.errors import UserError, VpipeError, counted
 from vpipe.launch.folder import leave
 from vpipe.launch.member import Member
 from vpipe.launch.starter import Starter
@@ -43,6 +43,7 @@ def _train(options: argparse.Namespace) -> None:
     except VpipeError as wrong:
         raise config if isinstance(config, VpipeError) else wrong from None
     if not isinstance(config, VpipeError) and (member is None or member.rank == 0):
+        _tell_of_scheduler(options, config)
         try:
             _check_intact(start)
         except VpipeError as damaged:
@@ -57,6 +58,20 @@ def _train(options: argparse.Namespace) -> None:
         from vpipe.launch.run import run
 
         run(config, start, options.restarts)
+
+
+def _tell_of_scheduler(options: argparse.Namespace, config: Config) -> None:
+    """Where ``--scheduler`` brings a flush to a file that was written for none, whose batch may be one microbatch."""
+    if options.scheduler is None or options.config is None:
+        return
+    with suppress(UserError):  # in a file that is wrong without it
+        written = configs.load_config(options.config, options.settings).parallel
+        if written.asynchronous:
+            few, stages = config.training.num_microbatches, config.parallel.model_parallel_size
+            print(f"note: --scheduler {options.scheduler} takes {config.parallel.schedule} instead of "
+                  f"{written.schedule}: {counted(few, 'microbatch')} per flush"
+                  + (f", so most of the {stages} stages wait; set training.num_microbatches" if few < stages else ""),
+                  file=sys.stderr, flush=True)
 
 
 def _told(options: argparse.Namespace) -> tuple[Start | None, Config]:

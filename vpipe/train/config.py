@@ -10,6 +10,7 @@ from pydantic import Field
 from vpipe.errors import UserError
 from vpipe.launch.hosts import machine_mistakes
 from vpipe.runtime.executor import NO_TIMELINE, THREADED
+from vpipe.schedules.registry import recipe_if_any
 from vpipe.schedules.reversal import REVERSIBLE
 from vpipe.train.flat_config import FLAT_KEYS, is_flat, to_native
 from vpipe.train.parallel import SCHEDULERS, ParallelSection
@@ -110,6 +111,9 @@ def load_config(path: Path, overrides: Sequence[str] = (), scheduler: str | None
         for key, part in flat:
             tree.put((key,), part)
         tree = to_native(tree, path.parent, Config.model_fields)
+    if scheduler is not None and scheduler not in SCHEDULERS and recipe_if_any(scheduler) is not None:
+        raise UserError(f"'{scheduler}' is a schedule; a scheduler is {' or '.join(SCHEDULERS)}",
+                        hint=f"write --set parallel.schedule={scheduler}", where="--scheduler")
     if scheduler is not None:
         place = Place("--scheduler", "--scheduler", "--scheduler")
         told = {key for key, _ in settings}

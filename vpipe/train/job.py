@@ -287,7 +287,8 @@ def _check_fields(model: Model, dataset: Dataset, config: Config) -> None:
     if missing:
         raise UserError(f"the model '{config.model.name}' reads {missing}, which the data set '{config.dataset.name}' "
                         f"does not hold (it holds {sorted(dataset.fields)})",
-                        hint="choose a data set made for this model")
+                        hint="choose a data set made for this model"
+                        + (", such as text or synthetic" if "input_ids" in model.batch else ""))
 
 
 def _integer(value: Any) -> int:

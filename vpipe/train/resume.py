@@ -285,6 +285,10 @@ def check_fits_job(manifest: Manifest, job: Job) -> None:
     """
     from vpipe.checkpoint.fits import check_fits
 
+    was = parse(manifest.config, "", "").get(("model", "name"))
+    if was is not None and was != job.config.model.name:
+        raise UserError(f"the checkpoint is of the model '{was}', but model.name is '{job.config.model.name}'",
+                        hint=f"set model.name to {was}, with its sizes: vpipe checkpoint show prints them")
     check_fits(manifest, job.model)
     if problems := list(_misfits(manifest, job)):
         raise UserError.all_of(problems)
