@@ -73,6 +73,17 @@ def test_in_training_it_is_asked_to_leave_off_and_the_first_signal_gives_the_rea
     assert (said, waiting.returncode) == ("SIGUSR1\n", 5)
 
 
+@pytest.mark.parametrize("waiting", [(0, "with in_good_order(): pass\nwait('ready'); time.sleep(0.1); print('told')\n"
+                                         "end_as_decided(); sys.exit(3)")], indirect=True)
+def test_a_signal_that_comes_when_the_others_have_left_off_already_changes_nothing(
+        waiting: subprocess.Popen[str]) -> None:
+    """It may take its time: each rank hears of a launcher's signal by itself, and one that hears suffices."""
+    waiting.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    said, _ = waiting.communicate("\n", timeout=30)
+    assert (said, waiting.returncode) == ("told\n", 3)
+
+
 @pytest.mark.parametrize("waiting", [(0.2, "print('ready', flush=True); time.sleep(0.1)\nwith in_good_order(): asked()"
                                            "\nsys.exit(5)")], indirect=True)
 def test_a_signal_from_a_moment_before_the_training_counts(waiting: subprocess.Popen[str]) -> None:

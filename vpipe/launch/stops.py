@@ -45,7 +45,7 @@ class _Stops:
 
     def __init__(self, patience_s: float) -> None:
         self.patience_s = patience_s
-        self.training = self.decided = False
+        self.training = self.concluding = self.decided = False
         self.asked: signal.Signals | None = None
         self._reader, writer = os.pipe()
         os.set_blocking(writer, False)
@@ -61,7 +61,7 @@ class _Stops:
                     self.ask(signal.Signals(byte))
 
     def ask(self, number: signal.Signals) -> None:
-        if self.decided:
+        if self.decided or (self.concluding and not self.patience_s):
             return
         self.asked = self.asked or number
         if self.training:
@@ -120,6 +120,9 @@ def in_good_order() -> Iterator[None]:
     """Training: a signal only asks all ranks to leave off, and the caller looks at
     :func:`~vpipe.watch.current.stop_asked`; a second one does nothing.
 
+    Afterwards the process is about to end by itself, and a launcher's signal does not end it sooner: it may be the very
+    one for which the other ranks have made all leave off.
+
     A process that does not :func:`listen` is left as it is.
     """
     stops = _stops
@@ -128,9 +131,10 @@ def in_good_order() -> Iterator[None]:
         return
     if stops.asked is not None and stops.patience_s:
         ask_stop(stops.asked.name)  # it came a moment ago
-    stops.training = True
+    stops.training, stops.concluding = True, False
     try:
         yield
+        stops.concluding = True
     except BaseException:
         if stops.asked is not None and stops.patience_s:
             stops.end_late(stops.asked)  # its starter ended it because another rank failed
