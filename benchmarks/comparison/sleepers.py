@@ -82,9 +82,6 @@ class Optimizers:
         """Of these."""
         return SleepingOptimizer(list(named.values()), sum(self._step_s[name] for name in named))
 
-    def __call__(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        raise NotImplementedError("made from names")
-
 
 def sleeping_model(profile: Profile, slower: float) -> Model:
     """The profile's layers; every second of it takes ``slower`` seconds."""
