@@ -54,33 +54,52 @@ def test_mistakes_are_refused(configs: Path, capsys: pytest.CaptureFixture[str],
     assert not (configs / "runs").exists()
 
 
-def test_one_table_and_one_csv(configs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_table_and_one_csv(configs: Path, capsys: pytest.CaptureFixture[str],
+                               monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
     words = ["bench", "--models", "small,configs/small.yaml", "--schedules", "1f1b,gpipe", "--steps", "3",
              "--set", "training.learning_rate=0.5", "--set", "metrics.peak_tflops=1e-9"]
     assert main([*words, "-o", "all.csv"]) == 1
     out, err = capsys.readouterr()
     assert "error: 2 of 4 runs failed\nhint: the table says why; the logs are in " in err
-    assert "== 4 of 4: configs/small.yaml, schedule gpipe\n" in out
+    assert ("== 4 of 4: configs/small.yaml, schedule gpipe\nthe same program as small, schedule gpipe, which has run\n"
+            in out)
     table = out[out.rindex("\nmodel "):].splitlines()[1:]
     assert table[0].split() == ["model", "schedule", "ranks", "samples/s", "tokens/s", "median", "p95", "MFU", "HFU",
                                 "bubble", "memory", "sent", "loss"]
     assert table[1].split()[:3] == ["small", "1f1b", "2"]
     assert " % (!) " in table[1]
     assert table[2].split() == ["small", "gpipe", *"-" * 11]
+    assert table[3].split()[:3] == ["configs/small.yaml", "1f1b", "(=)"]
+    assert table[3].split()[3:] == table[1].split()[2:]
     assert table[5].startswith("warning: small, schedule 1f1b: the MFU of ")
-    assert table[6] == "small, schedule gpipe: failed: out of memory (rank 1)"
+    assert table[6:9] == ["small, schedule gpipe: failed: out of memory (rank 1)", *(
+        f"(=) configs/small.yaml, schedule {name}: the same program as small, schedule {name}, which ran for both"
+        for name in ("1f1b", "gpipe"))]
     rows = list(csv.DictReader((configs / "all.csv").read_text().splitlines()))
     assert [(row["model"], row["schedule"], row["failed"]) for row in rows] == [
         (model, schedule, "out of memory (rank 1)" if schedule == "gpipe" else "")
         for model in ("small", "configs/small.yaml") for schedule in ("1f1b", "gpipe")]
     assert (rows[0]["training.learning_rate"], rows[0]["steps"], rows[0]["parallel.schedule"]) == ("0.5", "3", "1f1b")
+    assert [row["same_as"] for row in rows] == ["", "", "small, schedule 1f1b", "small, schedule gpipe"]
+    assert {key for key in rows[0] if rows[0][key] != rows[2][key]} == {"model", "same_as"}
     assert (rows[1]["steps"], rows[1]["training.learning_rate"], rows[1]["parallel.schedule"]) == ("", "0.5", "gpipe")
     [runs] = (configs / "runs").iterdir()
-    assert sorted(path.name for path in runs.iterdir()) == ["1", "2", "3", "4", "bench.csv", "bench.json"]
+    assert sorted(path.name for path in runs.iterdir()) == ["1", "2", "bench.csv", "bench.json"]
     assert (runs / "bench.csv").read_bytes() == (configs / "all.csv").read_bytes()
     [run] = (runs / "1").iterdir()
     assert len(losses(run)) == 3
     assert float(rows[0]["last_loss"]) == pytest.approx(losses(run)[-1], rel=1e-5)
+
+
+def test_another_schedule_may_be_the_same_program(configs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "--models", "small", "--schedules", "1f1b,gpipe", "--steps", "1"]
+    assert main([*words, "--set", "training.num_microbatches=1", "-o", "all.csv"]) == 0  # gpipe, which fails, never ran
+    assert "(=) small, schedule gpipe: the same program as small, schedule 1f1b, which ran for both" in (
+        capsys.readouterr().out)
+    first, second = csv.DictReader((configs / "all.csv").read_text().splitlines())
+    assert first["tokens_per_s"] == second["tokens_per_s"]
+    assert (first["parallel.schedule"], second["parallel.schedule"]) == ("1f1b", "gpipe")
 
 
 def test_a_schedule_that_the_config_cannot_have_is_a_row(configs: Path, capsys: pytest.CaptureFixture[str],

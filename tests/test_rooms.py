@@ -14,14 +14,15 @@ ROOT = Path(__file__).parent.parent / "vpipe"
 MAY_IMPORT = {
     "errors": set(),
     "sizes": {"errors"},
+    "measures": set(),
     "slow": set(),
     "packages": {"errors"},
     "schedules": {"errors", "packages", "schedules"},
     "model": {"errors", "packages", "model"},
     "draw": {"errors", "sizes", "schedules", "plan", "draw"},
     "data": {"errors", "packages", "slow", "data"},
-    "plan": {"errors", "sizes", "schedules", "plan"},
-    "report": {"errors", "sizes", "schedules", "draw", "plan", "report"},
+    "plan": {"errors", "sizes", "measures", "schedules", "plan"},
+    "report": {"errors", "sizes", "measures", "schedules", "draw", "plan", "report"},
     "watch": {"errors", "watch"},
     "checkpoint": {"errors", "sizes", "model", "checkpoint"},
     "runtime": {"errors", "schedules", "model", "checkpoint", "watch", "runtime"},
@@ -72,7 +73,7 @@ def test_the_files_of_a_room_import_only_what_it_may(room: str) -> None:
 
 def test_schedules_and_their_pictures_need_nothing_but_the_standard_library() -> None:
     for file in FILES:
-        if room_of(file) in ("errors", "schedules", "draw", "watch", "report") or \
+        if room_of(file) in ("errors", "measures", "schedules", "draw", "watch", "report") or \
                 file == ROOT / "commands" / "schedule.py":
             packages = {name.split(".")[0] for name in imported(file.read_text())}
             assert packages <= sys.stdlib_module_names | {"vpipe"}, file

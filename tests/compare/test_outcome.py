@@ -26,7 +26,8 @@ def prediction(peak: int) -> Prediction:
 
 def outcome(name: str, losses: Sequence[float], update_s: Sequence[float], peak: int | None = None) -> Outcome:
     return Outcome(name, f"how {name} works", "1f1b", (2, 1), (1, 0), 2, 4, None if peak is None else prediction(peak),
-                   tuple(losses), tuple(Turn(2, 2 * seconds) for seconds in update_s), (0.5, 0.25), (MIB, 2 * MIB), 3.5)
+                   tuple(losses), tuple(Turn(2, 2 * seconds) for seconds in update_s), ((1.0, 1.0), (1.0, 3.0)),
+                   (MIB, 2 * MIB), 3.5)
 
 
 FALLING = [10.0 - i / 10 for i in range(40)]
@@ -38,7 +39,7 @@ def test_throughput_is_the_median_and_spread_half_the_quartiles_distance() -> No
     assert FAST.samples_per_s == pytest.approx(8 / 1.5)
     assert FAST.spread == pytest.approx((1.75 - 1.25) / 2 / 1.5)
     assert SLOW.spread is None  # of one turn nobody knows
-    assert FAST.idle_share == 0.375
+    assert FAST.bubble == 0.375
     assert (FAST.peak_bytes, FAST.predicted_bytes, SLOW.predicted_bytes) == (2 * MIB, 3 * MIB, None)
 
 
@@ -79,17 +80,30 @@ def test_curves_have_few_points_and_the_same_mean() -> None:
     assert smoothed([1.0, 2.0, 3.0, 4.0], 2) == [(2, 1.5), (4, 3.5)]
 
 
-def test_the_table_says_all_of_it() -> None:
+def test_the_table_says_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
     said = text(Comparison("bert: 3 layers", 8 * MIB, [FAST, SLOW], {"other": "stage 0 needs 9 MiB"}))
     assert "each rank may use 8 MiB" in said
     assert "other: does not take part: stage 0 needs 9 MiB" in said
     assert "fast: how fast works" in said
     assert "4 microbatches of 2 samples per update, layers [2, 1], recomputed [1, 0]" in said
     [fast] = [line.split() for line in said.splitlines() if line.startswith("fast ")]
-    assert fast == ["fast", "5.3", "16.7", "%", "1.00x", "2", "MiB", "3", "MiB", "25.0", "%", "37.5", "%", "6.2500",
+    assert fast == ["fast", "5.3", "16.7", "%", "1.00x", "2", "MiB", "3", "MiB", "37.5", "%", "25.0", "%", "6.2500",
                     "6.2500", "3.5000"]
     [slow] = [line.split() for line in said.splitlines() if line.startswith("slow ")]
-    assert slow[2:8] == ["-", "0.50x", "2", "MiB", "-", "-"]
+    assert slow[2:10] == ["-", "0.50x", "2", "MiB", "-", "37.5", "%", "-"]
+
+
+def test_one_that_is_the_same_program_is_marked_and_has_the_same_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    twin = replace(FAST, name="twin", same_as="fast")
+    lines = text(Comparison("both", None, [FAST, twin, SLOW], {})).splitlines()
+    assert lines[lines.index("twin: how fast works") + 2] == "    (=) the same program as fast, which ran for both"
+    rows = {name: [line.removeprefix(name).split() for line in lines if line.startswith(f"{name} ")]
+            for name in ("fast", "twin (=)")}
+    assert rows["fast"] == rows["twin (=)"]
+    assert len(rows["fast"]) == 2  # the table in two parts, which fit
+    assert max(len(line) for line in lines if not line.startswith("    schedule")) <= 80
 
 
 def test_a_run_too_short_to_be_measured_is_said_so() -> None:
@@ -98,7 +112,7 @@ def test_a_run_too_short_to_be_measured_is_said_so() -> None:
     warning = "too short: 2 updates, 13 are needed for two counted turns"
     assert warning in text(short)
     assert warning in draw(short)
-    [row] = [line.split() for line in text(short).splitlines() if line.startswith("none ")][-1:]
+    [row] = [line.split() for line in text(short).splitlines() if line.startswith("none ")][:1]
     assert row[1:4] == ["-", "-", "-"]
     assert short.equal_time_s is None
     json.dumps(short.as_json())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,37 @@ def test_every_contender_trains_as_if_it_were_alone(tmp_path: Path, capsys: pyte
         assert 0 < float(row["mfu"]) == float(row["hfu"]) < 1  # nothing is recomputed
 
 
+def test_the_same_program_runs_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = job_of(tmp_path, training__max_steps=3)
+    stream, other = of_schedules(job, ("pipedream", "1f1b")).entries
+    entries = (stream, other, replace(stream, name="vpipe", words="planned", largest_size=2))
+    found = compared(job, tmp_path, Field(entries, {}, None))
+    first, _, twin = found["outcomes"]
+    assert [outcome["same_as"] for outcome in found["outcomes"]] == [None, None, "pipedream"]
+    assert twin == {**first, "name": "vpipe", "words": "planned", "largest_size": 2, "same_as": "pipedream"}
+    said = capsys.readouterr()
+    assert "pipedream: 3/3" in said.err
+    assert "vpipe: 3/3" not in said.err
+    assert "(=) the same program as pipedream, which ran for both" in said.out
+    rows = list(csv.DictReader((tmp_path / "comparison.csv").read_text().splitlines()))
+    assert [(row["contender"], row["same_as"]) for row in rows] == [("pipedream", ""), ("1f1b", ""),
+                                                                     ("vpipe", "pipedream")]
+    assert rows[0]["samples_per_s"] == rows[2]["samples_per_s"] != rows[1]["samples_per_s"]
+
+
+def test_schedules_that_order_one_microbatch_alike_are_the_same_program(tmp_path: Path) -> None:
+    job = job_of(tmp_path, training__num_microbatches=1)
+    jobs = [job.planned(entry.plan) for entry in of_schedules(job, ("1f1b", "gpipe", "pipedream")).entries]
+    assert jobs[0].same_program(jobs[1])
+    assert not jobs[0].same_program(jobs[2])  # which has no flush
+    four = job_of(tmp_path)
+    jobs = [four.planned(entry.plan) for entry in of_schedules(four, ("1f1b", "gpipe")).entries]
+    assert not jobs[0].same_program(jobs[1])
+
+
 def test_memory_is_counted_for_each(tmp_path: Path) -> None:
     job = job_of(tmp_path, training__max_steps=2, parallel__partition=[3, 2])
-    most = {outcome["name"]: outcome["memory_bytes"] for outcome in
+    most = {outcome["name"]: outcome["kept_bytes"] for outcome in
             compared(job, tmp_path, of_schedules(job, ("gpipe", "1f1b", "pipedream")))["outcomes"]}
     parameters = sum(p.numel() for layer in job.model.layers[:3] for p in layer.build().parameters())
     assert most["1f1b"][0] > 16 * parameters  # weights, gradients, two moments, and activations

@@ -9,7 +9,8 @@ import pytest
 from made_profile import MIB, made_profile
 
 from vpipe.draw.explain import Explained
-from vpipe.draw.plan_table import Column, alternatives_table, columns, filled, memory_table, peak_bytes
+from vpipe.draw.plan_table import Column, alternatives_table, columns, memory_table, peak_bytes
+from vpipe.draw.table import filled
 from vpipe.plan.memory import StageMemory
 from vpipe.plan.plan import Plan
 from vpipe.plan.prediction import Prediction, StagePrediction

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +49,13 @@ def make_run(folder: Path, name: str = "1f1b", ranks: int = 4, microbatches: int
     return folder
 
 
-def write_metrics(folder: Path, updates: int) -> None:
+def write_metrics(folder: Path, updates: int, summary: Mapping[str, Any] | None = None) -> None:
     lines: list[dict[str, Any]] = []
     for step in range(updates):
         lines.append({"step": step, "loss": 4 * 0.99**step, "learning_rate": 1e-3, "time_s": 0.3 * (step + 1),
-                      "tokens_per_s": 4000.0 + step % 7})
+                      "step_s": 0.3, "samples_per_s": 20.0, "tokens_per_s": 4000.0 + step % 7, "mfu": 0.5, "hfu": 0.5})
     lines.append({"step": updates - 1, "evaluation_loss": 4 * 0.99**updates, "time_s": 0.3 * updates})
-    lines.append({"step": updates - 1, "summary": {"steps": updates, "mfu": None}})
+    lines.append({"step": updates - 1, "summary": summary or {"steps": updates, "mfu": None}})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 

@@ -38,13 +38,13 @@ def idle(made: Recording, rank: int) -> list[tuple[float, float, Cause | None]]:
 
 def test_a_wait_is_bubble_until_its_input_is_made_and_the_transfers_from_then_on() -> None:
     made = recording([("0F0", 0, 10, 0)], [("1F0", 2, 30, 9)])  # waits from 2 to 11 for what is made at 10
-    assert idle(made, 1) == [(0, 2, Cause.BUBBLE), (2, 10, Cause.BUBBLE), (10, 11, Cause.TRANSFER)]
+    assert idle(made, 1) == [(0, 2, Cause.SCHEDULE), (2, 10, Cause.SCHEDULE), (10, 11, Cause.TRANSFER)]
 
 
 def test_what_a_producer_takes_longer_than_usual_is_a_stragglers_fault() -> None:
     made = recording([("0F0", 0, 10, 0), ("0F1", 10, 20, 0), ("0F2", 20, 35, 0)],
                      [("1F0", 0, 12, 11), ("1F1", 12, 22, 9), ("1F2", 22, 40, 14)])
-    assert idle(made, 1)[-3:] == [(22, 30, Cause.BUBBLE), (30, 35, Cause.STRAGGLER), (35, 36, Cause.TRANSFER)]
+    assert idle(made, 1)[-3:] == [(22, 30, Cause.SCHEDULE), (30, 35, Cause.STRAGGLER), (35, 36, Cause.TRANSFER)]
 
 
 def test_a_straggler_costs_no_more_than_the_wait() -> None:
@@ -55,7 +55,7 @@ def test_a_straggler_costs_no_more_than_the_wait() -> None:
 
 def test_the_wait_of_a_backward_is_for_the_stage_behind() -> None:
     made = recording([("0F0", 0, 1, 0), ("0B0", 1, 9, 6)], [("1F0", 0, 2, 1), ("1B0", 2, 6, 0)])
-    assert idle(made, 0) == [(1, 6, Cause.BUBBLE), (6, 7, Cause.TRANSFER)]
+    assert idle(made, 0) == [(1, 6, Cause.SCHEDULE), (6, 7, Cause.TRANSFER)]
 
 
 def test_the_wait_of_a_whole_backward_may_be_for_an_input_half() -> None:
@@ -65,19 +65,19 @@ def test_the_wait_of_a_whole_backward_may_be_for_an_input_half() -> None:
 
 def test_time_between_actions_is_dispatch_and_after_the_last_one_bubble() -> None:
     made = recording([("0F0", 0, 1, 0), ("0F1", 3, 4, 0)], [("1F0", 0, 2, 1), ("1F1", 2, 9, 3)])
-    assert idle(made, 0) == [(1, 3, Cause.DISPATCH), (4, 9, Cause.BUBBLE)]
+    assert idle(made, 0) == [(1, 3, Cause.DISPATCH), (4, 9, Cause.SCHEDULE)]
 
 
 def test_before_an_evaluation_the_pipeline_empties() -> None:
     made = recording([("0F0", 0, 1, 0), ("0F1", 7, 8, 0)], [("1F0", 0, 3, 1), ("1F1", 8, 9, 1)])
     made = replace(made, tracks=(replace(made.tracks[0], evaluations=[(3, 6)]), made.tracks[1]))
-    assert idle(made, 0) == [(1, 3, Cause.BUBBLE), (6, 7, Cause.DISPATCH), (8, 9, Cause.BUBBLE)]
+    assert idle(made, 0) == [(1, 3, Cause.SCHEDULE), (6, 7, Cause.DISPATCH), (8, 9, Cause.SCHEDULE)]
 
 
 def test_between_actions_a_rank_whose_input_is_not_made_yet_loses_nothing() -> None:
     """It may as well be held up there as in its next action."""
     made = recording([("0F0", 0, 10, 0)], [("1RECV_F0", 8, 8, 0), ("1F0", 12, 13, 0)])
-    assert idle(made, 1) == [(0, 8, Cause.BUBBLE), (8, 10, Cause.BUBBLE), (10, 12, Cause.DISPATCH)]
+    assert idle(made, 1) == [(0, 8, Cause.SCHEDULE), (8, 10, Cause.SCHEDULE), (10, 12, Cause.DISPATCH)]
 
 
 def test_a_wait_whose_producer_was_not_recorded_has_no_known_cause() -> None:
@@ -90,8 +90,8 @@ def test_replicas_wait_for_the_last_of_them() -> None:
                      [("0F1", 0, 3, 0), ("0B1", 3, 7, 0), ("0REDUCE_GRAD0", 7, 8, 0), ("0STEP0", 8, 12, 2)],
                      placement=((0, 1),), microbatches=2)
     # From 4 to 8 for the other's backward, which took 1 longer than the median of both.
-    assert idle(made, 0)[:3] == [(4, 6, Cause.BUBBLE), (6, 7, Cause.STRAGGLER), (7, 8, Cause.TRANSFER)]
-    assert idle(made, 1) == [(8, 9, Cause.BUBBLE), (9, 10, Cause.TRANSFER)]
+    assert idle(made, 0)[:3] == [(4, 6, Cause.SCHEDULE), (6, 7, Cause.STRAGGLER), (7, 8, Cause.TRANSFER)]
+    assert idle(made, 1) == [(8, 9, Cause.SCHEDULE), (9, 10, Cause.TRANSFER)]
 
 
 def test_nobody_is_late_in_a_simulation() -> None:
@@ -106,10 +106,10 @@ def test_nobody_is_late_in_a_simulation() -> None:
 def test_a_step_waits_for_the_last_norm() -> None:
     made = recording([("0F0", 0, 1, 0), ("0NORM0", 1, 2, 0), ("0STEP0", 2, 9, 5)],
                      [("1F0", 0, 5, 1), ("1NORM0", 5, 6, 0), ("1STEP0", 6, 7, 0)])
-    assert idle(made, 0) == [(2, 6, Cause.BUBBLE), (6, 7, Cause.TRANSFER)]
+    assert idle(made, 0) == [(2, 6, Cause.SCHEDULE), (6, 7, Cause.TRANSFER)]
     three = recording([("0F0", 0, 1, 0), ("0NORM0", 1, 2, 0), ("0STEP0", 2, 9, 5)],
                       [("1F0", 0, 3, 1), ("1NORM0", 3, 4, 0)], [("2F0", 0, 5, 3), ("2NORM0", 5, 6, 0)])
-    assert idle(three, 0)[0] == (2, 6, Cause.BUBBLE)
+    assert idle(three, 0)[0] == (2, 6, Cause.SCHEDULE)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "pipedream", "zb_v"])

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
-from made_run import TIMES, make_run
+from made_run import TIMES, make_run, write_metrics
 from profile_by_hand import made_profile
 
 from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
 from vpipe.report.causes import Cause, Producers, pieces
 from vpipe.report.evidence import gather
-from vpipe.report.figures import Figures, utilization
+from vpipe.report.figures import Figures
 from vpipe.report.planned import as_recording, in_a_row, replayed
 from vpipe.report.recorded import Recording, read_recording
 from vpipe.report.steady import steady, step_ends, step_times, typical
+from vpipe.report.totals import Totals
 from vpipe.schedules.action import Action, Op
 
 
@@ -79,7 +81,7 @@ def test_of_a_run_that_was_ended_only_what_all_ranks_recorded_is_measured(tmp_pa
     ends = [track.actions[-1].end_s for track in run.tracks]
     figures = Figures.of(run, Producers.of(run))
     assert figures.window.end_s <= run.covered_s == min(ends)
-    assert figures.idle_share(Cause.BUBBLE) == pytest.approx(whole.idle_share(Cause.BUBBLE), abs=0.02)
+    assert figures.bubble == pytest.approx(whole.bubble, abs=0.02)
     for track, end_s in zip(run.tracks, ends, strict=True):
         assert list(pieces(run, track, Producers.of(run)))[-1].end_s == end_s
     first, second, *_ = gather(folder, {}).notes
@@ -94,9 +96,9 @@ def test_figures_of_even_stages(tmp_path: Path) -> None:
     figures = Figures.of(run, Producers.of(run))
     stage = figures.stages[1]
     assert (stage.forward_s, stage.backward_s, stage.weight_s, stage.update_s) == pytest.approx((0.01, 0.02, 0, 0.003))
-    assert stage.peak_bytes == 3_000_000 + 8_000_000  # 3 microbatches in flight; weights, and the rest
+    assert stage.kept_bytes == 3_000_000 + 8_000_000  # 3 microbatches in flight; weights, and the rest
     assert figures.samples_per_s == pytest.approx(32 / figures.step_s, rel=0.01)
-    assert figures.idle_share(Cause.BUBBLE) == pytest.approx(3 / 11, abs=0.03)  # (p - 1) / (m + p - 1)
+    assert figures.bubble == pytest.approx(3 / 11, abs=0.03)  # (p - 1) / (m + p - 1)
 
 
 def test_staleness_is_counted(tmp_path: Path) -> None:
@@ -112,7 +114,7 @@ def test_a_run_without_noise_is_replayed_as_it_was(tmp_path: Path, name: str) ->
     again = as_recording(timeline, run)
     figures, replay = (Figures.of(one, Producers.of(one)) for one in (run, again))
     assert replay.step_s == pytest.approx(figures.step_s, rel=0.03)  # sending and gaps are not replayed
-    assert replay.idle_share(Cause.BUBBLE) == pytest.approx(figures.idle_share(Cause.BUBBLE), abs=0.02)
+    assert replay.bubble == pytest.approx(figures.bubble, abs=0.02)
 
 
 @pytest.mark.parametrize(("name", "stages"), [("1f1b", 4), ("zb_v", 8), ("pipedream", 4)])
@@ -133,7 +135,9 @@ def test_replicas_that_are_simulated_wait_for_known_causes(tmp_path: Path, name:
     run = as_recording(timeline if name == "pipedream" else in_a_row(timeline, 6), made(tmp_path, name))
     figures = Figures.of(run, Producers.of(run))
     assert run.placement == placement
-    assert figures.idle_share(Cause.UNKNOWN) == 0 < figures.idle_share(Cause.BUBBLE, Cause.TRANSFER)
+    causes = {cause for rank in figures.ranks for cause, seconds in rank.idle.items() if seconds}
+    assert Cause.UNKNOWN not in causes
+    assert causes & {Cause.SCHEDULE, Cause.TRANSFER}
 
 
 def test_without_a_profile_the_runs_own_medians_stand_there_and_it_is_said(tmp_path: Path) -> None:
@@ -141,7 +145,6 @@ def test_without_a_profile_the_runs_own_medians_stand_there_and_it_is_said(tmp_p
     assert evidence.expected is not None
     assert evidence.expected.prediction is None
     assert "There is no profile.json" in evidence.expected.basis
-    assert evidence.utilization is None
 
 
 def test_a_profile_of_another_model_does_not_serve_and_it_is_said(tmp_path: Path) -> None:
@@ -165,22 +168,52 @@ def test_a_plan_for_other_ranks_is_left_aside_and_it_is_said(tmp_path: Path) -> 
                               "aside.",)
 
 
-def test_a_profile_gives_the_plan_and_what_was_used_of_the_device(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", updates=4)
-    made_profile(12, peak_flops_per_s=1e9).save(folder / "profile.json")
+def test_a_profile_gives_the_plan(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", updates=4, took=even)
+    made_profile(12).save(folder / "profile.json")
     evidence = gather(folder, {})
     assert evidence.expected is not None
     assert evidence.expected.prediction is not None
     assert evidence.expected.figures.step_s == pytest.approx(evidence.expected.prediction.step_s)
-    assert evidence.utilization is not None
-    # 12 layers of a million operations, 8 microbatches, 4 ranks
-    assert evidence.utilization.model == pytest.approx(3 * 12e6 * 8 / (evidence.figures.step_s * 4 * 1e9))
+    assert evidence.expected.figures.bubble == pytest.approx(evidence.expected.prediction.bubble, abs=0.01)
 
 
-def test_recomputing_is_use_of_the_hardware_alone() -> None:
-    profile = made_profile(4, peak_flops_per_s=1e9)
-    used = utilization(profile, [[], [2, 3]], microbatches=2, step_s=0.1, ranks=2)
-    assert used is not None
-    assert used.model == pytest.approx(3 * 4e6 * 2 / (0.1 * 2 * 1e9))
-    assert used.hardware == pytest.approx((3 * 4e6 + 2e6) * 2 / (0.1 * 2 * 1e9))
-    assert utilization(made_profile(4), [[]], 2, 0.1, 2) is None
+def totals(folder: Path) -> Totals:
+    evidence = gather(folder, {})
+    return evidence.totals
+
+
+SUMMARY = {"samples_per_s": 7.5, "tokens_per_s": 75.0, "step_median_s": 0.25, "bubble": 0.375, "mfu": 1.25, "hfu": 1.5,
+           "memory_bytes": 5 << 20, "peak_is": "2 x 1 TFLOP/s", "doubt": "the MFU of 125 % cannot be"}
+
+
+def test_the_headline_is_what_the_run_said_at_its_end(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", updates=6)
+    write_metrics(folder, 6, SUMMARY)
+    assert totals(folder) == Totals(7.5, 75.0, 0.25, 0.375, 1.25, 1.5, 5 << 20, "2 x 1 TFLOP/s",
+                                    "the MFU of 125 % cannot be")
+    assert gather(folder, {}).notes == ("The MFU of 125 % cannot be.",)
+
+
+def test_the_headline_of_a_run_without_an_end_follows_from_its_updates(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", updates=6)
+    write_metrics(folder, 6, SUMMARY)
+    with (folder / "metrics.jsonl").open("a") as file:  # an attempt that went on, and was ended
+        file.writelines(json.dumps({"step": step, "loss": 1.0, "time_s": 1.0 + step, "step_s": seconds,
+                                    "samples_per_s": 6 / seconds, "tokens_per_s": 60 / seconds, "mfu": 0.6 / seconds,
+                                    "hfu": 0.6 / seconds}) + "\n" for step, seconds in ((6, 1.0), (7, 3.0)))
+    found = totals(folder)
+    # the four updates of 0.3 s that count, and these two
+    assert found.samples_per_s == pytest.approx((4 * 0.3 * 20 + 2 * 6) / (4 * 0.3 + 4))
+    assert found.mfu == found.hfu == pytest.approx((4 * 0.3 * 0.5 + 2 * 0.6) / (4 * 0.3 + 4))
+    assert found.step_s == 0.3
+    assert found.bubble == gather(folder, {}).figures.bubble
+    assert (found.memory_bytes, found.doubt) == (None, None)
+
+
+def test_without_metrics_the_recording_says_what_it_can(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", updates=6)
+    (folder / "metrics.jsonl").unlink()
+    found, figures = totals(folder), gather(folder, {}).figures
+    assert (found.samples_per_s, found.step_s, found.bubble) == (figures.samples_per_s, figures.step_s, figures.bubble)
+    assert (found.tokens_per_s, found.mfu, found.hfu) == (None, None, None)

@@ -65,7 +65,7 @@ def test_the_trace_is_well_formed_and_has_every_action(made: Recording, tmp_path
     sends = sum(done.op in (Op.SEND_F, Op.SEND_B) for track in made.tracks for done in track.actions)
     assert sum(event["ph"] == "s" for event in events) == sends > 0
     assert {event["name"] for event in events if event["tid" if "tid" in event else "pid"] == 3
-            and event["ph"] == "X"} >= {"bubble", "between actions"}
+            and event["ph"] == "X"} >= {"schedule", "between actions"}
 
 
 def test_processes_and_rows_have_names(made: Recording, tmp_path: Path) -> None:

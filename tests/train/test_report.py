@@ -22,10 +22,15 @@ USAGES = [StageUsage(forward_s=0.4, backward_s=0.8, step_s=0.08, communication_s
 PLACEMENT = ((0,), (1,))
 TABLE = [
     "",
-    "stage  layers  forward  backward     step    comm     idle    sent  versions  staleness  in flight   memory",
-    "    0     0-2  50.0 ms  100.0 ms  10.0 ms  1.0 ms   2.0 ms  1.0 kB         2          1          2  3.50 GB",
-    "    1     3-4  50.0 ms  100.0 ms  10.0 ms  1.0 ms  20.0 ms  2.0 MB         2          1          2  3.50 GB",
-    "(per update; idle is waiting for other stages; memory is the peak of the process)"]
+    "stage  rank  layers  forward  backward  step  comm  idle",
+    "    0     0     0-2     50.0     100.0  10.0   1.0   2.0",
+    "    1     1     3-4     50.0     100.0  10.0   1.0  20.0",
+    "",
+    "stage  rank      sent  versions  staleness  in flight    memory",
+    "    0     0    1000 B         2          1          2  3.26 GiB",
+    "    1     1  1.91 MiB         2          1          2  3.26 GiB",
+    "(forward to idle: milliseconds per update; idle: waiting for other ranks; sent: per",
+    "  update; in flight: microbatches)"]
 
 
 @pytest.fixture
@@ -43,7 +48,8 @@ def trained(worth: Worth, updates: int = 8) -> Metrics:
 
 
 @pytest.mark.usefixtures("_a_quarter_each")
-def test_the_summary(tmp_path: Path) -> None:
+def test_the_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "85")
     job = job_of(tmp_path, parallel__partition=[3, 2])
     efficiency = Efficiency((1e6, 1e6), 5e5, Peak(0.01, 2, "fp32", "measured"))  # 512 tokens/s: 3.072 GFLOP/s of 20
     metrics = trained(Worth(8, 128, efficiency))
@@ -54,11 +60,28 @@ def test_the_summary(tmp_path: Path) -> None:
         "evaluation loss after 8 updates: 2.0000",
         "1 checkpoint",
         "",
-        "samples/s  tokens/s  median     p95     MFU     HFU  bubble   memory    sent",
-        "     32.0       512  250 ms  250 ms  15.4 %  16.6 %   6.1 %  3.50 GB  2.0 MB",
-        "(bubble: share of time in which ranks wait for others; memory: of the fullest rank; sent: by all, per update)",
-        "(speeds without the first 2 updates; MFU, HFU: of 2 x 0.01 TFLOP/s fp32, measured)",
+        "samples/s  tokens/s  median     p95     MFU     HFU  bubble    memory      sent",
+        "     32.0       512  250 ms  250 ms  15.4 %  16.6 %   6.1 %  3.26 GiB  1.91 MiB",
+        "(bubble: share of time in which ranks wait for others; memory: peak of the fullest",
+        "  process; sent: by all, per update)",
+        "(without the first 2 updates; MFU, HFU: of 2 x 0.01 TFLOP/s fp32, measured)",
         *TABLE]
+
+
+@pytest.mark.usefixtures("_a_quarter_each")
+def test_tables_fit_the_terminal_and_name_every_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(tmp_path, parallel__data_parallel_size=2)
+    metrics = trained(Worth(8, 128, Efficiency((1e6,), 0.0, Peak(0.01, 2, "fp32", "measured"))))
+    figures = RunFigures.of(metrics, [USAGES[0], *USAGES, USAGES[1]], job.placement)
+    for columns, tables in ((40, 4), (60, 3), (80, 2), (100, 2), (140, 1)):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        lines = summary(job, metrics, figures).splitlines()[3:]
+        assert max(map(len, lines)) <= columns
+        cells = [line.split() for line in lines]
+        ranks = [tuple(row[:2]) for row in cells if row[:1] in (["0"], ["1"])]
+        assert ranks == [("0", "0"), ("0", "1"), ("1", "2"), ("1", "3")] * tables
+        heads = [word for row in cells if row[:2] == ["stage", "rank"] for word in row[2:]]
+        assert " ".join(heads) == ("layers forward backward step comm idle sent versions staleness in flight memory")
 
 
 def test_a_headline_says_what_is_not_usual(tmp_path: Path) -> None:
@@ -86,7 +109,7 @@ def test_a_utilization_that_cannot_be_is_never_shown_without_a_warning(tmp_path:
     metrics = trained(Worth(8, 128, Efficiency((1e6, 1e6), 0.0, Peak(0.001, 2, "fp32", "as metrics.peak_tflops says"))))
     lines = summary(job, metrics, RunFigures.of(metrics, USAGES, PLACEMENT)).splitlines()
     assert "  153.6 % (!)  153.6 % (!)  " in lines[5]
-    assert lines[8] == ("warning: the MFU of 154 % cannot be: the peak is wrong (2 x 0.001 TFLOP/s fp32, as "
+    assert lines[9] == ("warning: the MFU of 154 % cannot be: the peak is wrong (2 x 0.001 TFLOP/s fp32, as "
                         "metrics.peak_tflops says); the devices reached 0.001536 TFLOP/s each, so set "
                         "metrics.peak_tflops to more than that")
 
@@ -97,7 +120,7 @@ def test_the_summary_of_one_update_of_a_family_that_says_no_operations(tmp_path:
     metrics.update(Step(0, 3.0, 0.1, None, stop=True))
     lines = summary(job, metrics, RunFigures.of(metrics, [StageUsage.empty()] * 2, PLACEMENT)).splitlines()
     assert lines[:2] == ["1 update in 0.0 s", "training loss 3.000 -> 3.000 (mean of the first 1, mean of the last 1)"]
-    assert lines[6] == "(no MFU: the family does not say what its layers compute)"
+    assert lines[7] == "(no MFU: the family does not say what its layers compute)"
 
 
 def test_the_summary_of_no_update(tmp_path: Path) -> None:

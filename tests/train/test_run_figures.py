@@ -78,7 +78,7 @@ def test_the_same_figures_as_json_and_as_csv(monkeypatch: pytest.MonkeyPatch, tm
     figures = RunFigures.of(made(monkeypatch, [2.0, 2.0], efficiency=efficiency), [USAGE], ((0,),))
     assert figures is not None
     row, content = figures.as_row(), json.loads(json.dumps(figures.as_json()))
-    assert {**row, "stages": content["stages"]} == content
+    assert {**row, "usage_steps": 2, "stages": content["stages"]} == content
     assert (row["mfu"], row["hfu"], row["peak_tflops"], row["devices"]) == (7.2e-05, 9.6e-05, 0.333333, 4)
     assert row["peak_is"] == "4 x 0.3333 TFLOP/s bf16, measured"
     config = load_config(write_config(tmp_path))

@@ -8,12 +8,14 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vpipe.compare.systems import names_of
-from vpipe.draw.table import table
+from vpipe.compare.table import SAME
+from vpipe.draw.table import fitted, terminal_columns
 from vpipe.errors import Problem, RunError, UserError, VpipeError, counted, nearest
 from vpipe.launch.alone import check_alone
 from vpipe.launch.folder import METRICS, SUMMARY, leave, make_run_folder
@@ -38,6 +40,7 @@ class Bench:
         schedule: its name; None takes the config's.
         config: None where it cannot be read with this schedule.
         failed: why there are no figures; None where there are.
+        same_as: the one before it that is the same program, so that only that one runs.
         row: of CSV, once it has run.
         figures: by name, as :meth:`vpipe.train.run_figures.RunFigures.as_row` has them.
     """
@@ -46,6 +49,7 @@ class Bench:
     schedule: str | None
     config: Config | None = None
     failed: VpipeError | None = None
+    same_as: Bench | None = None
     row: Mapping[str, Any] = field(default_factory=dict)
     figures: Mapping[str, Any] = field(default_factory=dict)
 
@@ -91,7 +95,7 @@ def run_bench(options: argparse.Namespace) -> None:
         for number, bench in enumerate(benches, 1):
             print(f"== {number} of {len(benches)}: {bench.name}", flush=True)
             if bench.failed is None:
-                _run(bench, folder / str(number))
+                _run(bench, benches[:number - 1], folder / str(number))
             if bench.why is not None:
                 print(f"{bench.name}: failed: {bench.why}", flush=True)
     finally:
@@ -147,11 +151,32 @@ def _load(bench: Bench, path: Path, options: argparse.Namespace) -> None:
         bench.failed = error
 
 
-def _run(bench: Bench, folder: Path) -> None:
-    """Train; its run's folder is the one in ``folder``."""
+def _same_program(bench: Bench, before: Sequence[Bench]) -> Bench | None:
+    """The one before it that trains in the same way: from the same config, but for a schedule of another name."""
+    from vpipe.train.job import Job  # torch is slow to import
+
+    assert bench.config is not None, "it was read"
+    for other in before:
+        if other.same_as is None and other.config is not None and other.config.with_parallel(
+                schedule=bench.config.parallel.schedule) == bench.config:
+            if other.config == bench.config:
+                return other
+            with suppress(UserError):  # the run says it
+                if Job.of(other.config).same_program(Job.of(bench.config)):
+                    return other
+    return None
+
+
+def _run(bench: Bench, before: Sequence[Bench], folder: Path) -> None:
+    """Train; its run's folder is the one in ``folder``. What one ``before`` it did is not done again."""
     from vpipe.launch.run import run  # torch is slow to import
 
     assert bench.config is not None, "it was read"
+    if (same := _same_program(bench, before)) is not None:
+        print(f"the same program as {same.name}, which has run", flush=True)
+        bench.same_as, bench.failed, bench.figures = same, same.failed, same.figures
+        bench.row = same.row and {**same.row, "parallel.schedule": bench.config.parallel.schedule}
+        return
     try:
         run(bench.config.model_copy(update={"log_directory": folder}), None, None)
         [made] = folder.iterdir()
@@ -175,6 +200,7 @@ def _tell(benches: Sequence[Bench], file: Path, copy: Path | None) -> None:
     """The table, and the CSV: in the folder of the runs, and where else it is wanted."""
     print("\n".join(["", *_table(benches)]), flush=True)
     rows = [{"model": bench.model, "schedule": bench.schedule, "failed": bench.why,
+             "same_as": None if bench.same_as is None else bench.same_as.name,
              **(config_row(bench.config) if bench.config is not None else {}), **bench.row} for bench in benches]
     written = file
     try:
@@ -194,11 +220,15 @@ def _table(benches: Sequence[Bench]) -> Iterator[str]:
 
     shown = [figure_columns(bench.figures) if bench.figures else {} for bench in benches]
     heads = next((list(columns) for columns in shown if columns), [])
-    rows = [[bench.model, bench.schedule or "(the config's)", str(bench.figures.get("ranks", "-")),
+    rows = [[bench.model, (bench.schedule or "(the config's)") + f" {SAME}" * (bench.same_as is not None),
+             str(bench.figures.get("ranks", "-")),
              *(columns.get(head, "-") for head in heads), "-" if not bench.figures else _loss(bench.figures)]
             for bench, columns in zip(benches, shown, strict=True)]
-    yield from table(["model", "schedule", "ranks", *heads, "loss"], rows, left=2)
+    yield from fitted(["model", "schedule", "ranks", *heads, "loss"], rows, terminal_columns(), left=2, names=2)
     for bench in benches:
+        if bench.same_as is not None:
+            yield f"{SAME} {bench.name}: the same program as {bench.same_as.name}, which ran for both"
+            continue
         if bench.why is not None:
             yield f"{bench.name}: failed: {bench.why}"
         if bench.figures and bench.figures["doubt"]:

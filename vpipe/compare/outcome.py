@@ -12,6 +12,7 @@ from typing import Any
 
 from vpipe.compare.turns import NEEDED, Turn
 from vpipe.errors import counted
+from vpipe.measures import bubble
 from vpipe.plan.prediction import Prediction
 
 RECENT = 0.1
@@ -33,10 +34,12 @@ class Outcome:
         prediction: the planner's, if there is one.
         losses: of every update, in order.
         turns: those that count; none if it made no update after its warm-up.
-        idle: per rank, share of its training after the warm-up in which it waited for others.
-        memory_bytes: per rank, what was counted: weights, their versions, gradients, the optimizer's, activations.
+        rank_s: per rank, the seconds of its training after the warm-up in which it waited for others, and worked.
+        kept_bytes: per rank, the tensors that it kept at most: weights, their versions, gradients, the optimizer's,
+            activations.
         evaluation_loss: after all updates.
         largest_size: the largest microbatch that fits, where several were tried.
+        same_as: which contender before it is the same program, so that only that one ran; None of one that ran.
     """
 
     name: str
@@ -49,10 +52,11 @@ class Outcome:
     prediction: Prediction | None
     losses: tuple[float, ...]
     turns: tuple[Turn, ...]
-    idle: tuple[float, ...]
-    memory_bytes: tuple[int, ...]
+    rank_s: tuple[tuple[float, float], ...]
+    kept_bytes: tuple[int, ...]
     evaluation_loss: float
     largest_size: int | None = None
+    same_as: str | None = None
 
     @property
     def samples_per_update(self) -> int:
@@ -84,14 +88,14 @@ class Outcome:
         return self.samples_per_s / other.samples_per_s
 
     @property
-    def idle_share(self) -> float:
-        """Mean over ranks."""
-        return sum(self.idle) / len(self.idle)
+    def bubble(self) -> float:
+        """As it was measured."""
+        return bubble(self.rank_s)
 
     @property
     def peak_bytes(self) -> int:
-        """Counted, of the rank that holds most."""
-        return max(self.memory_bytes)
+        """Tensors of the rank that kept most."""
+        return max(self.kept_bytes)
 
     @property
     def predicted_bytes(self) -> int | None:
@@ -107,7 +111,7 @@ class Outcome:
         """As values that JSON has, with the figures that follow from them."""
         own = {**asdict(self), "prediction": None if self.prediction is None else self.prediction.as_json(),
                "losses": list(map(number, self.losses)), "evaluation_loss": number(self.evaluation_loss)}
-        return {**own, "samples_per_s": self.samples_per_s, "spread": self.spread, "idle_share": self.idle_share,
+        return {**own, "samples_per_s": self.samples_per_s, "spread": self.spread, "bubble": self.bubble,
                 "peak_bytes": self.peak_bytes, "predicted_bytes": self.predicted_bytes}
 
 

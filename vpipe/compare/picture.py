@@ -109,7 +109,7 @@ def _throughput(outcomes: Sequence[Outcome], box: _Box) -> Iterator[str]:
 def _memory(comparison: Comparison, box: _Box) -> Iterator[str]:
     outcomes, limit = comparison.outcomes, comparison.memory_bytes
     predicted = any(o.predicted_bytes is not None for o in outcomes)
-    yield (f'<text class="head" x="{box.x}" y="{box.y - 10}">memory of the fullest rank<tspan class="soft" '
+    yield (f'<text class="head" x="{box.x}" y="{box.y - 10}">kept tensors of the fullest rank<tspan class="soft" '
            f'font-weight="400">: counted{", and predicted (pale)" * predicted}</tspan></text>')
     sizes = [size for o in outcomes for size in (o.peak_bytes, o.predicted_bytes) if size is not None]
     # A limit far above all bars is said, not drawn: it would squeeze them.

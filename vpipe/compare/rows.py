@@ -14,7 +14,7 @@ from vpipe.train.job import Job
 def rows(comparison: Comparison, jobs: Sequence[Job], efficiency: Efficiency | None) -> list[Mapping[str, Any]]:
     """One for each that took part, then for each that did not.
 
-    A figure that a run leaves has its name here, too. ``held_bytes`` is what was counted on the rank that holds most;
+    A figure that a run leaves has its name here, too. ``held_bytes`` is of the tensors that the fullest rank kept;
     ``memory_bytes``, of a whole process, nobody knows of one contender among several.
 
     Args:
@@ -22,7 +22,8 @@ def rows(comparison: Comparison, jobs: Sequence[Job], efficiency: Efficiency | N
         efficiency: of the config's own job; None where nobody knows it.
     """
     made: list[Mapping[str, Any]] = [
-        {"contender": outcome.name, "failed": None, **config_row(job.config), **_figures(outcome, job, efficiency),
+        {"contender": outcome.name, "failed": None, "same_as": outcome.same_as, **config_row(job.config),
+         **_figures(outcome, job, efficiency),
          "last_loss": number(comparison.loss_after_equal_samples(outcome)), "loss_after": comparison.equal_samples}
         for outcome, job in zip(comparison.outcomes, jobs, strict=True)]
     return made + [{"contender": name, "failed": why} for name, why in comparison.refused.items()]
@@ -35,5 +36,5 @@ def _figures(outcome: Outcome, job: Job, efficiency: Efficiency | None) -> dict[
     return {"ranks": job.schedule.ranks, "steps": len(outcome.losses), "samples_per_s": outcome.samples_per_s,
             "tokens_per_s": tokens, "spread": outcome.spread, "step_median_s": outcome.update_s,
             "mfu": None if used is None else used.model, "hfu": None if used is None else used.hardware,
-            "doubt": None if own is None or used is None else own.doubt(used), "bubble": outcome.idle_share,
+            "doubt": None if own is None or used is None else own.doubt(used), "bubble": outcome.bubble,
             "held_bytes": outcome.peak_bytes, "evaluation_loss": number(outcome.evaluation_loss)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from time import perf_counter
@@ -24,8 +24,10 @@ from vpipe.errors import PlanningError, Problem, UserError, counted
 from vpipe.launch.world import join_world
 from vpipe.pipeline import Pipeline
 from vpipe.profiling.world import World
+from vpipe.runtime.all_ranks import LocalUsage
 from vpipe.runtime.step import Step
 from vpipe.runtime.trace import Recorded, Recorder
+from vpipe.runtime.usage import StageUsage
 from vpipe.train.csv_rows import csv_text
 from vpipe.train.device import device_of
 from vpipe.train.efficiency import Efficiency
@@ -59,11 +61,17 @@ def compare(job: Job, folder: Path, field_of: Callable[[World], Field]) -> None:
     join_world(config.parallel.backend, config.parallel.timeout_s)
     world = World(device_of(config))
     entered = Field.of_json(world.share(field_of(world).as_json())[0])
-    contenders = []
+    contenders: list[Contender] = []
+    twins: list[tuple[Entry, Contender]] = []  # the same program as one before
     refused = dict(entered.refused)
     for entry in entered.entries:
         try:
-            contenders.append(Contender.of(job, entry))
+            own = job.planned(entry.plan)
+            twin = next((one for one in contenders if one.job.same_program(own)), None)
+            if twin is None:
+                contenders.append(Contender.of(own, entry))
+            else:
+                twins.append((entry, twin))
         except UserError as error:  # the same on every rank: nothing was sent yet
             refused[entry.name] = error.problems[0]
     if not contenders:
@@ -75,7 +83,8 @@ def compare(job: Job, folder: Path, field_of: Callable[[World], Field]) -> None:
                    perf_counter, progress.show, warmed=lambda: _mark(contenders))
         for contender in contenders:
             if not contender.course.losses:  # on no rank
-                refused[contender.entry.name] = _NO_UPDATE
+                refused |= {entry.name: _NO_UPDATE for entry in (contender.entry, *(
+                    entry for entry, twin in twins if twin is contender))}
         contenders = [contender for contender in contenders if contender.course.losses]
         if not contenders:
             raise PlanningError("nobody made an update", hint=_NO_UPDATE.hint)
@@ -84,15 +93,20 @@ def compare(job: Job, folder: Path, field_of: Callable[[World], Field]) -> None:
     measured = world.share([contender.measured() for contender in contenders])
     if world.rank:
         return
-    outcomes = [contender.outcome(list(chain.from_iterable(ranks)), loss)
-                for contender, ranks, loss in zip(contenders, zip(*measured, strict=True), losses, strict=True)]
+    found = {contender.entry.name: (contender, contender.outcome(list(chain.from_iterable(ranks)), loss))
+             for contender, ranks, loss in zip(contenders, zip(*measured, strict=True), losses, strict=True)}
+    for entry, twin in twins:
+        if twin.entry.name in found:
+            found[entry.name] = twin, replace(found[twin.entry.name][1], name=entry.name, words=entry.words,
+                                              largest_size=entry.largest_size, same_as=twin.entry.name)
+    ran, outcomes = zip(*(found[entry.name] for entry in entered.entries if entry.name in found), strict=True)
     comparison = Comparison(
         f"{config.model.name}: {counted(len(job.model), 'layer')} on {counted(job.schedule.ranks, 'rank')}, "
         f"{counted(config.dataset.batch_size, 'sample')} per update"
         + ("" if config.training.precision == "fp32" else f", {config.training.precision}"),
         entered.memory_bytes, outcomes, {name: why.what for name, why in refused.items()})
     content = (json.dumps(comparison.as_json(), indent=1) + "\n", draw(comparison),
-               csv_text(rows(comparison, [contender.job for contender in contenders], efficiency)))
+               csv_text(rows(comparison, [contender.job for contender in ran], efficiency)))
     for name, written in zip(FILES, content, strict=True):
         (folder / name).write_text(written)
     print(text(comparison) + f"picture: {folder / FILES[1]}\nas CSV, with the config of each: {folder / CSV}",
@@ -104,7 +118,7 @@ class Contender:
     """One of those that take turns, on this rank.
 
     Attributes:
-        waited_s: per rank of this process, how long it had waited for others when it was warm.
+        warm: when it was warm, where the time had gone until then; empty before.
     """
 
     entry: Entry
@@ -112,51 +126,55 @@ class Contender:
     pipe: Pipeline
     course: Course
     recorders: Sequence[Recorder]
-    waited_s: list[float] = field(default_factory=list)
+    warm: list[LocalUsage] = field(default_factory=list)
 
     @classmethod
     def of(cls, job: Job, entry: Entry) -> Contender:
         """Cut and built; nothing has run yet.
 
+        Args:
+            job: as the plan of the entry says.
+
         Raises:
-            UserError: the plan does not fit the job.
+            UserError: it cannot be built.
         """
-        own = job.planned(entry.plan)
-        pipe = build(own)
-        course = Course(entry.name, iter(()), own.updates)
-        course.steps = _losses(own, pipe, course)
-        return cls(entry, own, pipe, course, tuple(pipe.engine.record(RECORDED).values()))
+        pipe = build(job)
+        course = Course(entry.name, iter(()), job.updates)
+        course.steps = _losses(job, pipe, course)
+        return cls(entry, job, pipe, course, tuple(pipe.engine.record(RECORDED).values()))
 
     def evaluate(self) -> float:
         """The loss on held-out batches, after all updates."""
         return self.pipe.evaluate(self.job.evaluation_batches(_fields(self.pipe)))
 
-    def measured(self) -> list[tuple[int, float]]:
-        """For each rank of this process the bytes that it held at most, and the share of its time that it waited: of
-        that after the warm-up, if there was any."""
-        seconds, before = self.course.seconds - self.course.warmed.seconds, self.waited_s
-        if not self.course.counted:
-            seconds, before = self.course.seconds, [0.0] * len(self.waited_s)
-        return [(_peak_bytes(recorder), (waited - earlier) / seconds)
-                for recorder, waited, earlier in zip(self.recorders, self.waits(), before, strict=True)]
+    def measured(self) -> list[tuple[int, float, float]]:
+        """For each rank of this process the bytes that it kept at most, and the seconds that it waited for others and
+        worked: of those after the warm-up, if there were any."""
+        found = []
+        before = self.warm[0] if self.course.counted else {}
+        for recorder, (rank, stages) in zip(self.recorders, self.usage().items(), strict=True):
+            spent = StageUsage.of_rank([usage.since(before[rank][stage]) if before else usage
+                                        for stage, usage in stages.items()])
+            found.append((_peak_bytes(recorder), spent.idle_s, spent.working_s))
+        return found
 
-    def waits(self) -> list[float]:
-        """For each rank of this process the seconds that it waited for others so far."""
-        return [recorder.worker.transport.wait_s for recorder in self.recorders]
+    def usage(self) -> LocalUsage:
+        """Where its time went so far, of the ranks of this process."""
+        return self.pipe.engine.all_ranks.local_usage()
 
-    def outcome(self, ranks: Sequence[tuple[int, float]], evaluation_loss: float) -> Outcome:
+    def outcome(self, ranks: Sequence[tuple[int, float, float]], evaluation_loss: float) -> Outcome:
         """All that is known of it."""
         plan, job = self.entry.plan, self.job
         return Outcome(
             self.entry.name, self.entry.words, self.pipe.schedule, job.partition, tuple(map(len, job.recomputed)),
             job.config.microbatch_size, job.schedule.rounds.per_step, plan.predictions, tuple(self.course.losses),
-            self.course.counted, tuple(idle for _, idle in ranks), tuple(size for size, _ in ranks), evaluation_loss,
-            self.entry.largest_size)
+            self.course.counted, tuple((waited, worked) for _, waited, worked in ranks),
+            tuple(size for size, *_ in ranks), evaluation_loss, self.entry.largest_size)
 
 
 def _mark(contenders: Sequence[Contender]) -> None:
     for contender in contenders:
-        contender.waited_s.extend(contender.waits())
+        contender.warm.append(contender.usage())
 
 
 def _losses(job: Job, pipe: Pipeline, course: Course) -> Iterator[float]:

@@ -9,7 +9,6 @@ from vpipe.draw.plan_table import (
     alternatives_table,
     cut_text,
     difference,
-    filled,
     held_together,
     memory_table,
     predicted,
@@ -17,6 +16,7 @@ from vpipe.draw.plan_table import (
     rate_text,
     times_table,
 )
+from vpipe.draw.table import filled
 from vpipe.errors import counted
 from vpipe.plan.plan import Plan
 from vpipe.plan.prediction import StagePrediction

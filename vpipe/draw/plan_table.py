@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vpipe.draw.table import table
-from vpipe.draw.words import listed
+from vpipe.draw.table import filled, table
+from vpipe.draw.words import listed, ms_text
 from vpipe.plan.memory import StageMemory, together
 from vpipe.plan.plan import Plan
 from vpipe.plan.prediction import Prediction, StagePrediction
@@ -64,13 +62,13 @@ def times_table(plan: Plan, width: int) -> list[str]:
     busy = [1 - stage.idle_s / found.step_s for stage in stages]
     return columns([
         *_named(plan, stages),
-        Column("forward", [_ms(stage.forward_s) for stage in stages]),
-        Column("backward", [_ms(stage.backward_s) for stage in stages]),
-        Column("recompute", [f"{_ms(stage.recompute_s)} ({count} of {stage.layers})" if count else "-"
+        Column("forward", [ms_text(stage.forward_s) for stage in stages]),
+        Column("backward", [ms_text(stage.backward_s) for stage in stages]),
+        Column("recompute", [f"{ms_text(stage.recompute_s)} ({count} of {stage.layers})" if count else "-"
                              for stage, count in zip(stages, again, strict=True)]),
-        Column("step", [_ms(stage.step_s) for stage in stages]),
-        Column("comm", [_ms(stage.communication_s) for stage in stages]),
-        Column("idle", [_ms(stage.idle_s) for stage in stages]),
+        Column("step", [ms_text(stage.step_s) for stage in stages]),
+        Column("comm", [ms_text(stage.communication_s) for stage in stages]),
+        Column("idle", [ms_text(stage.idle_s) for stage in stages]),
         Column("busy", [f"{100 * share:.0f} %" for share in busy], spare=True),
         Column("", [bar(share) for share in busy], spare=True)], width)
 
@@ -146,13 +144,6 @@ def cut_text(partition: Sequence[int], room: int) -> str:
     return f"{len(partition)} stages of {low}" + (f"-{high}" if low < high else "")
 
 
-def filled(text: str, width: int) -> list[str]:
-    """Lines of ``width`` at most, and of 120; a number stays with its unit."""
-    bound = re.sub(r"(?<=\d) (?=(?:%|ms|s|[KMGT]iB|B)(?!\w))", "\N{NO-BREAK SPACE}", text)
-    lines = textwrap.wrap(bound, max(40, min(width, 120)), subsequent_indent="  ", break_long_words=False)
-    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
-
-
 def _widths(plan: Plan) -> list[int]:
     """Replicas per stage."""
     return [len(ranks) for ranks in plan.stage_to_rank_map] or [1]
@@ -207,13 +198,6 @@ def predicted(plan: Plan) -> Prediction:
     """Its predictions, which it has."""
     assert plan.predictions is not None, "only a plan with predictions is explained"
     return plan.predictions
-
-
-def _ms(seconds: float) -> str:
-    value = 1e3 * seconds
-    if value < 0.005:
-        return "0"
-    return f"{value:,.0f}" if value >= 999.5 else f"{value:.1f}" if value >= 0.95 else f"{value:.2f}"
 
 
 def _in(unit: str, size: int) -> str:

@@ -1,13 +1,24 @@
-"""Tables of text, and the one that compares schedules."""
+"""Tables of text that fit the terminal, and the one that compares schedules."""
 
 from __future__ import annotations
 
+import re
+import shutil
+import textwrap
 from collections.abc import Mapping, Sequence
 
 from vpipe.draw.summary import Summary
 from vpipe.draw.words import number, percent
 from vpipe.schedules.order import stages_of_rank
 from vpipe.schedules.simulation.costs import ratio
+
+FILE_COLUMNS = 100
+"""Width of tables where there is no terminal: in logs, pipes and files."""
+
+
+def terminal_columns() -> int:
+    """Return the width that tables of a run may have."""
+    return shutil.get_terminal_size((FILE_COLUMNS, 24)).columns
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
@@ -16,6 +27,43 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 0) -> 
     return ["  ".join(cell.ljust(width) if column < left else cell.rjust(width)
                       for column, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
             for row in (head, *rows)]
+
+
+def fitted(head: Sequence[str], rows: Sequence[Sequence[str]], width: int, left: int = 0,
+           names: int = 1) -> list[str]:
+    """Lay out a table in lines of at most ``width``, where one of its columns allows it.
+
+    What does not fit stands in further tables below the first, as few as can be, of about the same width. Each begins
+    with the first ``names`` columns, which say what a row is about.
+    """
+    columns = list(zip(head, *rows, strict=True))
+    widths = [max(map(len, column)) + 2 for column in columns]
+    room = width + 2 - sum(widths[:names])
+
+    def cut(room: int) -> list[list[int]]:
+        parts: list[list[int]] = [[]]
+        for column in range(names, len(columns)):
+            if parts[-1] and sum(widths[own] for own in (*parts[-1], column)) > room:
+                parts.append([])
+            parts[-1].append(column)
+        return parts
+
+    parts = cut(room)
+    while room > max(widths) and len(even := cut(room - 1)) == len(parts):
+        parts, room = even, room - 1
+    lines: list[str] = []
+    for part in parts:
+        own = [columns[column] for column in (*range(names), *part)]
+        part_head, *part_rows = zip(*own, strict=True)
+        lines += [*([""] if lines else []), *table(part_head, part_rows, left)]
+    return lines
+
+
+def filled(text: str, width: int) -> list[str]:
+    """Return lines of ``width`` at most, and of 120; a number stays with its unit."""
+    bound = re.sub(r"(?<=\d) (?=(?:%|ms|s|[KMGT]iB|B)(?!\w))", "\N{NO-BREAK SPACE}", text)
+    lines = textwrap.wrap(bound, max(40, min(width, 120)), subsequent_indent="  ", break_long_words=False)
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
 
 
 def compare(found: Mapping[str, Summary | str]) -> str:

@@ -63,6 +63,14 @@ def number(value: Number) -> str:
     return str(int(value)) if value == int(value) and value < 10**9 else f"{float(value):.6g}"
 
 
+def ms_text(seconds: float) -> str:
+    """Milliseconds without their unit: ``1,234``, ``12.3``, ``0.42``."""
+    value = 1e3 * seconds
+    if value < 0.005:
+        return "0"
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.1f}" if value >= 0.95 else f"{value:.2f}"
+
+
 def percent(share: Number) -> str:
     """``27 %``; one decimal below ten."""
     value = Fraction(share) * 100

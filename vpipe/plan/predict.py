@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from vpipe.errors import UserError, counted
+from vpipe.measures import bubble
 from vpipe.plan.costs import costs_of
 from vpipe.plan.held import Held
 from vpipe.plan.loads import Load, heaviest
@@ -235,8 +236,8 @@ def _prediction(profile: Profile, partition: Sequence[int], recomputed: Sequence
             float(cost.recompute_s), float(cost.step_s), sending[stage],
             max(idle[rank] for rank in ranks), max(memories, key=lambda memory: memory.peak)))
     per_step = schedule.rounds.per_step
-    return Prediction(step_s, per_step * profile.identity.microbatch_size, sum(idle) / (len(idle) * step_s),
-                      tuple(stages))
+    return Prediction(step_s, per_step * profile.identity.microbatch_size,
+                      bubble(zip(idle, steps.working_s, strict=True)), tuple(stages))
 
 
 def _memory(profile: Profile, layers: range, recomputed: Collection[int], load: Load, held: Held) -> StageMemory:

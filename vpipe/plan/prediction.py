@@ -46,7 +46,7 @@ class Prediction:
         step_s: of one step of training. Without a flush that is, in the steady state, the fewest updates that are
             whole on every stage.
         samples_per_step: in it.
-        bubble: share of a step in which the ranks have nothing to do, mean over them.
+        bubble: see :func:`~vpipe.measures.bubble`.
         stages: in order.
     """
 

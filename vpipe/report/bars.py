@@ -107,7 +107,7 @@ def _stage_rows(evidence: Evidence, unit: str) -> Iterator[str]:
     for time in times:
         below = per.get(time, "per microbatch")
         yield f'<th scope="col">{names[time]}<br>{below}</th>'
-    yield ('<th scope="col">peak memory<br>of the rank</th><th scope="col">staleness</th></tr></thead>'
+    yield ('<th scope="col">kept tensors<br>of the rank</th><th scope="col">staleness</th></tr></thead>'
            "<tbody>")
     ends = list(accumulate(recording.partition))
     slowest = min(range(len(run.stages)), key=lambda stage: run.stages[stage].idle_s)
@@ -127,7 +127,7 @@ def _stage_rows(evidence: Evidence, unit: str) -> Iterator[str]:
                 below = _beside(getattr(expected.figures.stages[stage], time), seconds)
             yield f"<td{' class=hot' * (time == 'idle_s')}>{milliseconds(seconds)}{below}</td>"
         prediction = None if expected is None else expected.prediction
-        yield f"<td>{_memory(measured.peak_bytes, prediction, recording.placement, stage)}</td>"
+        yield f"<td>{_memory(measured.kept_bytes, prediction, recording.placement, stage)}</td>"
         yield f"<td>{measured.staleness}</td></tr>"
     yield "</tbody>"
 

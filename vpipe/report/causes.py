@@ -2,8 +2,8 @@
 
 A rank that is idle has a next action, and that mostly needs something that an action of another rank, its *producer*,
 has to make. Let the producer's action end at e. Until then the rank could do nothing: as much of that time as the
-producer's action took longer than the median of its kind on its stage is a straggler's fault, the rest is the bubble,
-which the order of the schedule and unequal stages make. Behind e the transfer is under way, as long as the rank waits
+producer's action took longer than the median of its kind on its stage is a straggler's fault, the rest is the
+schedule's: its order, and unequal stages. Behind e the transfer is under way, as long as the rank waits
 in its next action. What lies between two actions, behind e or without a producer, is dispatch: vpipe itself, reading
 data.
 """
@@ -25,7 +25,7 @@ from vpipe.schedules.action import COMPLETES, RECEIVES, RETURNS, SENDS, Op
 class Cause(StrEnum):
     """Why a rank is idle; the value is what readers see."""
 
-    BUBBLE = "bubble"
+    SCHEDULE = "schedule"
     TRANSFER = "waiting for a transfer"
     STRAGGLER = "straggler"
     DISPATCH = "between actions"
@@ -137,11 +137,11 @@ def pieces(recording: Recording, track: Track, producers: Producers) -> Iterator
     for number, done in enumerate(track.actions):
         if done.op is Op.USE:  # takes no time
             continue
-        between = Cause.DISPATCH if number else Cause.BUBBLE  # before its first action the pipeline fills
+        between = Cause.DISPATCH if number else Cause.SCHEDULE  # before its first action the pipeline fills
         while evaluation is not None and evaluation[0] < done.start_s:
             start_s, end_s = max(now, evaluation[0]), min(max(now, evaluation[1]), done.start_s)
             if start_s > now:  # the rank is done while the pipeline empties
-                yield Piece(now, start_s, Cause.BUBBLE, done)
+                yield Piece(now, start_s, Cause.SCHEDULE, done)
             if end_s > start_s:
                 yield Piece(start_s, end_s, None, None)
                 now = end_s
@@ -157,7 +157,7 @@ def pieces(recording: Recording, track: Track, producers: Producers) -> Iterator
         yield Piece(done.begun_s, done.end_s, None, done)
         now = done.end_s
     if track.whole and recording.end_s > now:
-        yield Piece(now, recording.end_s, Cause.BUBBLE, None)
+        yield Piece(now, recording.end_s, Cause.SCHEDULE, None)
 
 
 def _upcoming(actions: Sequence[Done], number: int) -> Done | None:
@@ -179,7 +179,7 @@ def _idle(start_s: float, end_s: float, done: Done, made: _Made | None, behind: 
         return
     arrives_s = min(max(made.end_s, start_s), end_s)
     late_s = min(max(made.end_s - made.excess_s, start_s), arrives_s)
-    for start, end, cause in ((start_s, late_s, Cause.BUBBLE), (late_s, arrives_s, Cause.STRAGGLER),
+    for start, end, cause in ((start_s, late_s, Cause.SCHEDULE), (late_s, arrives_s, Cause.STRAGGLER),
                               (arrives_s, end_s, behind)):
         if end > start:
             yield Piece(start, end, cause, done)

@@ -13,11 +13,12 @@ from vpipe.plan.predict import predict
 from vpipe.plan.prediction import Prediction
 from vpipe.plan.profile import Profile
 from vpipe.report.causes import Producers
-from vpipe.report.figures import Figures, Utilization, utilization
+from vpipe.report.figures import Figures
 from vpipe.report.history import History, read_history
 from vpipe.report.planned import as_recording, in_a_row, planned_memory, replayed
 from vpipe.report.recorded import Recording, read_recording
 from vpipe.report.steady import step_ends
+from vpipe.report.totals import Totals
 from vpipe.schedules.simulation.timeline import Timeline
 
 _IN_A_ROW, _FEWEST, _ACTIONS = 8, 4, 60_000  # simulated batches of a schedule with a flush; so many actions are quick
@@ -51,10 +52,10 @@ class Evidence:
     Attributes:
         name: of the run's folder.
         config: as it was resolved, as far as it was read.
-        recording, producers, figures, history: of the run.
+        recording, producers, history: of the run.
+        figures: of the steady part of the recording.
+        totals: of the whole run.
         expected: None where nothing can be simulated.
-        utilization: None without a profile that serves.
-        profiled: whether there is a profile.json.
         notes: what a reader has to know, as sentences.
     """
 
@@ -64,9 +65,8 @@ class Evidence:
     producers: Producers
     figures: Figures
     history: History
+    totals: Totals
     expected: Expected | None
-    utilization: Utilization | None
-    profiled: bool
     notes: Sequence[str]
 
 
@@ -89,12 +89,10 @@ def gather(folder: Path, config: Mapping[str, Any], say: Callable[[str], None] =
     plan = Plan.load(path) if (path := folder / "plan.json").is_file() else None
     say("simulating what was to be expected")
     expected, said = _expected(recording, producers, profile, plan)
-    used = None
-    if profile is not None and sum(recording.partition) == len(profile.layers):
-        used = utilization(profile, recording.recomputed, recording.rounds.per_step, figures.step_s,
-                           len(recording.tracks))
-    name = folder.resolve().name
-    return Evidence(name, config, recording, producers, figures, history, expected, used, profile is not None,
+    totals = Totals.of(history, figures)
+    if totals.doubt is not None:
+        notes.append(f"{totals.doubt[0].upper()}{totals.doubt[1:]}.")
+    return Evidence(folder.resolve().name, config, recording, producers, figures, history, totals, expected,
                     (*notes, *said))
 
 

@@ -1,13 +1,13 @@
-"""The figures of a report: of the run, and of the plan made in the same way."""
+"""What a recording comes to, of a run or of a plan that was simulated."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from vpipe.plan.profile import Profile
+from vpipe.measures import bubble
 from vpipe.report.causes import Cause, Producers, RankTime, medians, rank_times
 from vpipe.report.recorded import Recording
 from vpipe.report.steady import Window, steady, step_times
@@ -27,8 +27,7 @@ class StageFigures:
         update_s: usual optimizer step.
         transfers_s: per step, handing over and waiting for what is under way.
         idle_s: per step, all other idle time.
-        peak_bytes: the most that one of its ranks held: activations, weight versions, gradients, optimizer; None
-            where nobody knows.
+        kept_bytes: the most tensors that one of its ranks kept, see :func:`memory_curves`; None where nobody knows.
         staleness: the most that a backward's weights were behind.
     """
 
@@ -39,7 +38,7 @@ class StageFigures:
     update_s: float
     transfers_s: float
     idle_s: float
-    peak_bytes: float | None
+    kept_bytes: float | None
     staleness: int
 
 
@@ -51,6 +50,7 @@ class Figures:
         window: of which part.
         step_s: usual time of a step.
         samples_per_s: in that part.
+        bubble: of that part, see :func:`~vpipe.measures.bubble`.
         ranks: where their time went.
         stages: in order.
         memory: by rank, see :func:`memory_curves`.
@@ -59,6 +59,7 @@ class Figures:
     window: Window
     step_s: float
     samples_per_s: float
+    bubble: float
     ranks: Sequence[RankTime]
     stages: Sequence[StageFigures]
     memory: Mapping[int, Points]
@@ -89,17 +90,23 @@ class Figures:
                 (handing + waiting) / per, idle / per,
                 max((held for rank in ranks for _, held in memory.get(rank, ())), default=None), staleness[stage]))
         whole = window.steps * recording.samples_per_step
-        return cls(window, step_s, whole / counted_s if counted_s else 0.0, times, stages, memory)
+        return cls(window, step_s, whole / counted_s if counted_s else 0.0, bubble(_waiting(recording, window)), times,
+                   stages, memory)
 
     @property
-    def peak_bytes(self) -> dict[int, float]:
-        """By rank, the most that it held."""
+    def kept_bytes(self) -> dict[int, float]:
+        """By rank, the most tensors that it kept."""
         return {rank: max((held for _, held in curve), default=0.0) for rank, curve in self.memory.items()}
 
-    def idle_share(self, *causes: Cause) -> float:
-        """The share of the ranks' time that these causes, or all of them, took."""
-        span = sum(time.span for time in self.ranks)
-        return sum(time.idle.get(cause, 0.0) for time in self.ranks for cause in causes or Cause) / span if span else 0
+
+def _waiting(recording: Recording, window: Window) -> Iterator[tuple[float, float]]:
+    """For each rank the seconds of its actions in a window that it waited, and those that it worked."""
+    for track in recording.tracks:
+        waited = spent = 0.0
+        for done in track.actions:
+            if window.start_s < done.end_s <= window.end_s:
+                waited, spent = waited + done.waited_s, spent + done.end_s - done.start_s
+        yield waited, spent - waited
 
 
 def _staleness(recording: Recording) -> list[int]:
@@ -126,9 +133,8 @@ def _staleness(recording: Recording) -> list[int]:
 
 
 def memory_curves(recording: Recording) -> dict[int, Points]:
-    """By rank (second, bytes held from then on): activations, weight versions, gradients and optimizer state.
-
-    Ranks of which no bytes were recorded are left out.
+    """By rank (second, bytes of its kept tensors from then on): activations for backwards, weight versions, gradients
+    and optimizer state. Ranks of which no bytes were recorded are left out.
     """
     curves: dict[int, Points] = {}
     for track in recording.tracks:
@@ -147,48 +153,6 @@ def memory_curves(recording: Recording) -> dict[int, Points]:
                 curve.append((done.end_s, held))
         curves[track.rank] = curve
     return curves
-
-
-@dataclass(frozen=True)
-class Utilization:
-    """Shares of what the devices could have computed at their best.
-
-    Attributes:
-        model: MFU.
-        hardware: HFU.
-    """
-
-    model: float
-    hardware: float
-
-    @classmethod
-    def of(cls, forward_flops: float, again_flops: float, per_s: float, peak_flops_per_s: float) -> Utilization:
-        """With f the floating-point operations of a forward of something (a token, a microbatch) through all layers, r
-        those of its layers that are recomputed, n how many of it pass per second, and P the operations per second that
-        all devices reach together:
-
-            MFU = 3 f n / P        HFU = (3 f + r) n / P
-
-        A backward takes twice the operations of a forward.
-
-        Source: Chowdhery et al., PaLM (2022), appendix B; Korthikanti et al., Reducing Activation Recomputation (2022).
-        """
-        rate = per_s / peak_flops_per_s
-        return cls(3 * forward_flops * rate, (3 * forward_flops + again_flops) * rate)
-
-
-def utilization(profile: Profile, recomputed: Sequence[Sequence[int]], microbatches: int, step_s: float,
-                ranks: int) -> Utilization | None:
-    """How well a step of so many microbatches used the devices of so many ranks; None where the profile knows no peak.
-
-    The peak of one device is what it reached in a large product of matrices. Where ranks share cores, that of all
-    together is more than the machine has.
-    """
-    forward = sum(layer.forward_flops for layer in profile.layers)
-    if not profile.peak_flops_per_s or not step_s or not forward:
-        return None
-    again = sum(profile.layers[number].forward_flops for numbers in recomputed for number in numbers)
-    return Utilization.of(forward, again, microbatches / step_s, ranks * profile.peak_flops_per_s)
 
 
 def in_window(curves: Mapping[int, Points], window: Window) -> dict[int, Points]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
@@ -23,12 +23,16 @@ class History:
         losses: (step, loss) in training; of a run that diverged some are no numbers.
         evaluations: (step, loss).
         seconds: (second of training, tokens per second) of each step.
+        lines: of the steps, as they are in the file.
+        summary: what the run came to; None of one whose last attempt did not come to its end.
         notes: what a reader has to know.
     """
 
     losses: Sequence[tuple[float, float]] = ()
     evaluations: Sequence[tuple[float, float]] = ()
     seconds: Sequence[tuple[float, float]] = ()
+    lines: Sequence[Mapping[str, Any]] = ()
+    summary: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -39,7 +43,8 @@ def read_history(folder: Path) -> History:
         UserError: a line is damaged.
     """
     path = folder / "metrics.jsonl"
-    losses, evaluations, seconds, notes = [], [], [], list[str]()
+    losses, evaluations, seconds, updates, notes = [], [], [], list[Mapping[str, Any]](), list[str]()
+    summary = None
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -55,7 +60,9 @@ def read_history(folder: Path) -> History:
                 notes.append(f"metrics.jsonl breaks off in line {number}: the run was ended, or is still going.")
                 break
             raise _damaged(path, number, line) from None
+        summary = None  # the last line, where the run has ended
         if isinstance(entry, dict) and ("checkpoint" in entry or "summary" in entry):
+            summary = entry.get("summary")
             continue
         if isinstance(entry, dict):  # what is not finite is null
             entry |= {key: nan for key in ("loss", "evaluation_loss") if key in entry and entry[key] is None}
@@ -67,13 +74,14 @@ def read_history(folder: Path) -> History:
         elif _numbers(entry, "loss", "tokens_per_s"):
             losses.append((entry["step"], entry["loss"]))
             seconds.append((entry["time_s"], entry["tokens_per_s"]))
+            updates.append(entry)
         else:
             raise _damaged(path, number, line)
     if wrong := [step for step, loss in (*losses, *evaluations) if not is_number(loss)]:
         notes.append(f"Of {counted(len(losses) + len(evaluations), 'loss')} {len(wrong):,} "
                      f"{'is no number' if len(wrong) == 1 else 'are no numbers'} (infinite or NaN), the first in "
                      f"step {min(wrong):,.0f}. The charts leave them out.")
-    return History(losses, evaluations, seconds, tuple(notes))
+    return History(losses, evaluations, seconds, updates, summary, tuple(notes))
 
 
 def _numbers(entry: dict[str, Any], *keys: str) -> bool:

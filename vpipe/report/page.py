@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from html import escape
-from itertools import pairwise
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from vpipe.errors import counted
+from vpipe.measures import averaged_losses, share_text
 from vpipe.report.bars import idle_bars, stage_table
-from vpipe.report.causes import Cause
 from vpipe.report.chart import Line, chart, is_number, smooth, thinned
 from vpipe.report.evidence import Evidence
 from vpipe.report.figures import Points, in_window
 from vpipe.report.lanes import Lane, chunks, lanes
 from vpipe.report.steady import Window, steady, typical
 from vpipe.report.style import PATTERNS, SCRIPT, css
-from vpipe.report.words import compact, milliseconds, share
+from vpipe.report.words import compact, milliseconds
 from vpipe.sizes import parse_size, size_text
 
 _DRAWN, _FEWEST, _MOST = 800, 32, 48  # actions of all ranks together and of a rank, in each timeline
@@ -93,41 +92,37 @@ class _Page:
 
     def _headlines(self) -> Iterator[tuple[str, str, str]]:
         evidence, figures, expected = self._evidence, self._evidence.figures, self._evidence.expected
-        history, unit = evidence.history, self._unit
-        tokens = ""
-        if len(history.seconds) > 1:
-            # In a step, from how long it took and how fast it was.
-            each = median(speed * (now - before) for (before, _), (now, speed) in pairwise(history.seconds))
-            tokens = f"{compact(each / self._run.samples_per_step * figures.samples_per_s)} tokens/s"
-        yield "samples per second", compact(figures.samples_per_s), tokens
+        history, unit, totals = evidence.history, self._unit, evidence.totals
+        yield ("samples per second", f"{totals.samples_per_s:,.1f}",
+               "" if totals.tokens_per_s is None else f"{totals.tokens_per_s:,.0f} tokens/s")
         against = ""
         if expected is not None:
             planned_s = expected.figures.step_s if expected.prediction is None else expected.prediction.step_s
             word = "at medians" if expected.prediction is None else "predicted"
-            apart = f" ({(figures.step_s / planned_s - 1) * 100:+.1f} %)" if planned_s else ""
+            apart = f" ({(totals.step_s / planned_s - 1) * 100:+.1f} %)" if planned_s else ""
             against = f"{word} {milliseconds(planned_s)}{apart}"
-        yield f"time per {unit}", milliseconds(figures.step_s), against
-        word = "planned" if expected is not None and expected.prediction is not None else "at medians"
-        planned = "" if expected is None else f"{word} {share(expected.figures.idle_share(Cause.BUBBLE))}, "
-        yield "bubble", share(figures.idle_share(Cause.BUBBLE)), f"{planned}all idle time {share(figures.idle_share())}"
-        if evidence.utilization is None:
-            yield "MFU", "–", ("profile.json knows no peak of the device, or another model" if evidence.profiled else
-                               f"needs a profile: vpipe profile CONFIG -o {evidence.name}/profile.json")
-        else:
-            used = evidence.utilization
-            yield "MFU", share(used.model), f"HFU {share(used.hardware)}, of the peak that was measured"
+        yield f"median {unit}", milliseconds(totals.step_s), against
+        planned = ""
+        if expected is not None:
+            planned = (f"at medians {share_text(expected.figures.bubble)}" if expected.prediction is None else
+                       f"planned {share_text(expected.prediction.bubble)}")
+        yield "bubble", share_text(totals.bubble), planned
+        yield ("MFU", share_text(totals.mfu), "metrics.jsonl has none" if totals.mfu is None else
+               f"HFU {share_text(totals.hfu)}" + ("" if totals.peak is None else f", of {totals.peak}"))
         stale = [stage.staleness for stage in figures.stages]
         low, high = min(stale), max(stale)
         yield ("staleness", f"{low}–{high}" if low != high else str(high),
                "weight versions, by stage" if high else "every backward uses the latest weights")
-        peaks = figures.peak_bytes
+        if totals.memory_bytes is not None:
+            yield "memory", size_text(totals.memory_bytes), "peak of the fullest rank's process, or of its GPU"
+        peaks = figures.kept_bytes
         if peaks:
             worst = max(peaks, key=lambda rank: peaks[rank])
             limit = self._limit
-            yield ("peak memory", size_text(peaks[worst]),
-                   f"rank {worst}" + (f", of {size_text(limit)} allowed" if limit else ", counted: see Memory"))
+            yield ("kept tensors", size_text(peaks[worst]),
+                   f"at most, on rank {worst}" + (f", of {size_text(limit)} allowed" if limit else ""))
         if history.losses:
-            few = max(1, min(10, len(history.losses) // 4))
+            few = averaged_losses(len(history.losses))
             after = f", evaluation {_mean(history.evaluations[-1:])}" if history.evaluations else ""
             yield ("training loss", _mean(history.losses[-few:]), f"from {_mean(history.losses[:few])}{after}")
 
@@ -162,7 +157,7 @@ class _Page:
         window = self._evidence.figures.window
         yield ("<h2>Idle by cause</h2>"
                f'<p class="soft lead">Time per {self._unit} of each rank, mean over '
-               f"{counted(max(1, window.steps), self._unit)}. <em>Bubble</em>: the rank's input was not made yet. "
+               f"{counted(max(1, window.steps), self._unit)}. <em>Schedule</em>: the rank's input was not made yet. "
                "<em>Straggler</em>: it would have been, had its maker taken no longer than usual. <em>Waiting for a "
                "transfer</em>: it was on its way. <em>Between actions</em>: it was made, but vpipe was at other "
                "things, such as reading data.</p>")
@@ -212,14 +207,14 @@ class _Page:
             start_s = self._planned_window.start_s
             planned = {rank: [(second - start_s, held) for second, held in curve] for rank, curve in
                        in_window(dict(enumerate(expected.memory)), self._planned_window).items()}
-        peaks = self._evidence.figures.peak_bytes
+        peaks = self._evidence.figures.kept_bytes
         ranks = sorted(sorted(parts, key=lambda rank: -peaks[rank])[:_MOST_CURVES])
         limit = self._limit
         top = max([peaks[rank] for rank in ranks] + [held for rank in ranks for _, held in planned.get(rank, ())])
         close = limit is not None and limit < 2 * top  # a limit far above would flatten the curves
-        yield ("<h2>Memory</h2><p class='soft lead'>What each rank kept while the timeline above was recorded: "
+        yield ("<h2>Kept tensors</h2><p class='soft lead'>What each rank kept while the timeline above was recorded: "
                "activations for backwards, weight versions, gradients and optimizer state, counted. What a layer needs "
-               "for a while is not in it."
+               "for a while is not in it, nor what Python and torch take of the process's memory."
                + ("" if limit is None or close else f" The limit of {size_text(limit)} is above the charts.")
                + (f" Of {len(parts)} ranks the {_MOST_CURVES} that hold most." if len(parts) > len(ranks) else "")
                + '</p><div class="charts small">')

@@ -1,7 +1,7 @@
 """``RUN/trace.json``: the run in the trace-event format, which Perfetto opens.
 
 A process per rank with three rows: compute, transfers, idle. A flow leads from every send to what uses it; a counter
-shows the memory.
+shows the kept tensors.
 
 Source: Google, *Trace Event Format* (phases X, M, C, s, f; times in microseconds).
 """
@@ -123,7 +123,7 @@ def _of_rank(recording: Recording, track: Track, producers: Producers, flows: Ma
             held = done.held_bytes, sum(count * track.weight_bytes[stage] for stage, count in versions.items())
             if held != before:
                 before = held
-                yield end, {"ph": "C", "pid": rank, "ts": end, "name": "memory", "args": {
+                yield end, {"ph": "C", "pid": rank, "ts": end, "name": "kept tensors", "args": {
                     "activations": held[0], "weight versions": held[1], "gradients and optimizer": static}}
 
 

@@ -6,7 +6,7 @@ from vpipe.draw.svg import COLOURS, mixed
 from vpipe.report.causes import Cause
 from vpipe.schedules.action import Op
 
-FILLS = {Cause.BUBBLE: "var(--idle)", Cause.TRANSFER: "url(#transfer)", Cause.STRAGGLER: "url(#straggler)",
+FILLS = {Cause.SCHEDULE: "var(--idle)", Cause.TRANSFER: "url(#transfer)", Cause.STRAGGLER: "url(#straggler)",
          Cause.DISPATCH: "url(#dispatch)", Cause.UNKNOWN: "url(#unknown)"}
 
 _CSS = """

@@ -18,6 +18,9 @@ from vpipe.runtime.usage import StageUsage
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.size import Placement
 
+LocalUsage = Mapping[int, Mapping[int, StageUsage]]
+"""Of the ranks of a process, by rank and stage."""
+
 
 class AllRanks:
     """The ranks of this process, and with torch.distributed all others; then every rank must call the same.
@@ -59,13 +62,24 @@ class AllRanks:
         said = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
         return bytes(self._from(rank, {"words": said})["words"].numpy()).decode().strip()
 
-    def usage(self) -> list[StageUsage]:
-        """Where the time of training went so far: of every stage, and of each of its replicas."""
-        return [self._usage(stage, rank) for stage, ranks in enumerate(self._placement) for rank in ranks]
+    def local_usage(self) -> LocalUsage:
+        """Return where the time of training went so far, of the ranks of this process; nobody else is asked."""
+        return {rank: {stage: worker.usage(stage) for stage in worker.stages} for rank, worker in self._workers.items()}
 
-    def _usage(self, stage: int, rank: int) -> StageUsage:
-        worker = self._workers.get(rank)
-        mine = StageUsage.empty() if worker is None else worker.usage(stage)
+    def usage(self, before: LocalUsage | None = None) -> list[StageUsage]:
+        """Return where the time of training went: of every stage, and of each of its replicas.
+
+        Args:
+            before: what :meth:`local_usage` gave when the time began that counts; None: all of it does.
+        """
+        here = self.local_usage()
+        if before is not None:
+            here = {rank: {stage: usage.since(before[rank][stage]) for stage, usage in stages.items()}
+                    for rank, stages in here.items()}
+        return [self._usage(here, stage, rank) for stage, ranks in enumerate(self._placement) for rank in ranks]
+
+    def _usage(self, here: LocalUsage, stage: int, rank: int) -> StageUsage:
+        mine = here[rank][stage] if rank in here else StageUsage.empty()
         return StageUsage.of(self._from(rank, {"usage": mine.as_tensor()})["usage"])
 
     def agree_on_norms(self) -> None:

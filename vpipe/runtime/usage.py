@@ -1,10 +1,11 @@
-"""What a stage used: time, bytes, memory."""
+"""What a stage used in training: time, bytes, memory."""
 
 from __future__ import annotations
 
 import resource
 import sys
-from dataclasses import astuple, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -12,13 +13,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StageUsage:
-    """One stage's part in the training so far.
+    """One stage's part in the training so far, or in some of its updates. On a GPU, times are those of the host.
 
     Attributes:
         forward_s, backward_s, step_s: seconds in forwards, in backwards (recompute included), in optimizer steps.
-        communication_s: seconds in starting transfers and in summing gradients over replicas.
-        idle_s: seconds waiting for tensors of other ranks: bubble, imbalance and transfer time alike.
-        bytes_sent: by the stage's rank.
+        communication_s: seconds in which its rank started transfers and summed gradients over replicas.
+        idle_s: seconds in which its rank waited for tensors of other ranks.
+        bytes_sent: by its rank.
         versions: most weight versions held at once.
         staleness: most updates between a microbatch's forward and its backward.
         peak_activations: most microbatches whose activations were held at once.
@@ -48,6 +49,25 @@ class StageUsage:
 
     def as_tensor(self) -> Tensor:
         return torch.tensor(astuple(self), dtype=torch.float64)
+
+    @property
+    def working_s(self) -> float:
+        """Seconds of work of a rank with this stage only: all that it did but waiting."""
+        return self.forward_s + self.backward_s + self.step_s + self.communication_s
+
+    def since(self, before: StageUsage) -> StageUsage:
+        """Return the times and bytes since ``before``; what was most, was most of all."""
+        return replace(self, **{name: getattr(self, name) - getattr(before, name) for name in (*_OF_STAGE, *_OF_RANK)})
+
+    @classmethod
+    def of_rank(cls, stages: Sequence[StageUsage]) -> StageUsage:
+        """Return that of a rank with these stages."""
+        return cls(**{field.name: sum(getattr(stage, field.name) for stage in stages) if field.name in _OF_STAGE
+                      else max(getattr(stage, field.name) for stage in stages) for field in fields(cls)})
+
+
+_OF_STAGE = ("forward_s", "backward_s", "step_s")
+_OF_RANK = ("communication_s", "idle_s", "bytes_sent")
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -8,9 +8,9 @@ from itertools import chain
 
 import torch
 
+from vpipe.measures import Utilization
 from vpipe.profiling.peak import Peak, peak_of
 from vpipe.profiling.world import World
-from vpipe.report.figures import Utilization
 from vpipe.train.device import device_of
 from vpipe.train.job import Job
 from vpipe.train.model_of import model_flops

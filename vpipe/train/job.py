@@ -202,6 +202,12 @@ class Job:
     def tokens_per_update(self) -> int:
         return self.samples_per_update * self.config.model.sequence_length
 
+    def same_program(self, other: Job) -> bool:
+        """Whether both cut their model alike and do the same on every rank, whatever their schedules are called."""
+        mine, theirs = ((job.partition, job.recomputed, job.config.microbatch_size, job.config.parallel.executor,
+                         replace(job.schedule, name="", peak_activations=(), versions=())) for job in (self, other))
+        return mine == theirs
+
     def check_profile(self) -> None:
         """Refuse to profile a step that the run never comes to.
 

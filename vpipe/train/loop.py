@@ -18,7 +18,9 @@ from vpipe.errors import counted
 from vpipe.launch.folder import METRICS, SUMMARY, running
 from vpipe.launch.stops import Stopped, in_good_order
 from vpipe.launch.world import join_world
+from vpipe.measures import WARM_UP, counted_updates
 from vpipe.pipeline import Pipeline
+from vpipe.runtime.all_ranks import LocalUsage
 from vpipe.runtime.executor import NO_GAIN, THREADED
 from vpipe.runtime.feed import Batch
 from vpipe.runtime.step import Step
@@ -93,6 +95,7 @@ class _Run:
         self._policy = job.policy()
         self._fields = tuple(name for stage in pipe.engine.local_stages for name in stage.spec.fields)
         training = job.config.training
+        self._warm_usage: LocalUsage | None = None  # when the updates began that figures are of
         self._cadence = Cadence(job.config.saving.every_steps, training.evaluate_every, job.updates)
         log.info("stages %s, layers %s, batch fields %s", [s.spec.index for s in pipe.engine.local_stages],
                  [list(s.spec.layers) for s in pipe.engine.local_stages], list(self._fields))
@@ -127,9 +130,12 @@ class _Run:
                 if ended is not None:
                     self._progress.note(self._words(ended))
             pipe.engine.all_ranks.check_replicas()
-            usages = pipe.engine.all_ranks.usage()
+            counted_steps = len(counted_updates(self._metrics.update_s))
+            before = self._warm_usage if counted_steps < len(self._metrics.update_s) else None
+            usages = pipe.engine.all_ranks.usage(before)
             if show:
-                self._conclude(RunFigures.of(self._metrics, usages, job.placement))
+                self._conclude(RunFigures.of(self._metrics, usages, job.placement,
+                                             None if before is None else counted_steps))
         if show:
             self._saving.check_end()
             self._metrics.check_end()
@@ -201,6 +207,8 @@ class _Run:
         training = self._job.config.training
         steps = tuple(replace(step, learning_rate=training.learning_rate * self._policy(step.index)) for step in steps)
         self._metrics.update(*steps)
+        if len(self._metrics.update_s) == WARM_UP:
+            self._warm_usage = self._pipe.engine.all_ranks.local_usage()
         if self._profile.after(self._metrics.steps):
             self._metrics.not_training()
         for step in steps:

@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import isfinite
 
-from vpipe.draw.table import table
+from vpipe.draw.table import filled, fitted, terminal_columns
+from vpipe.draw.words import ms_text
 from vpipe.errors import counted
+from vpipe.measures import averaged_losses
+from vpipe.sizes import size_text
 from vpipe.train.job import Job
 from vpipe.train.metrics import Metrics
-from vpipe.train.run_figures import RunFigures, bytes_text, few_of, figure_columns
+from vpipe.train.run_figures import RunFigures, figure_columns
 
-_COLUMNS = ("stage", "layers", "forward", "backward", "step", "comm", "idle", "sent", "versions", "staleness",
+_COLUMNS = ("stage", "rank", "layers", "forward", "backward", "step", "comm", "idle", "sent", "versions", "staleness",
             "in flight", "memory")
 
 
@@ -30,9 +33,9 @@ def headline(job: Job) -> str:
 
 
 def summary(job: Job, metrics: Metrics, figures: RunFigures | None, saves: Sequence[str] = ()) -> str:
-    """Losses, a table of figures, and a row per stage. Times of a stage are milliseconds per update; ``in flight``
-    counts microbatches whose activations a stage held at once. Of a run that went on, times are those of this attempt,
-    finite losses those of all.
+    """Losses, a table of figures, and a row per stage and rank, in lines that fit the terminal. Times of a stage are
+    milliseconds per update; ``in flight`` counts microbatches whose activations a stage held at once. Of a run that
+    went on, times are those of this attempt, finite losses those of all.
 
     Args:
         figures: None of an attempt that made no step.
@@ -51,7 +54,7 @@ def summary(job: Job, metrics: Metrics, figures: RunFigures | None, saves: Seque
             "" if scale is None else f"; lower training.loss_scale, which is {scale:g}, or leave it out"))
     losses = [loss for loss in (*metrics.past.losses, *metrics.losses) if isfinite(loss)]
     if losses and figures is not None:
-        few = few_of(losses)
+        few = averaged_losses(len(losses))
         lines.append(f"training loss {figures.first_loss:.3f} -> {figures.last_loss:.3f} "
                      f"(mean of the first {few}, mean of the last {few})")
     lines += [f"evaluation loss after {counted(step + 1, job.step_name)}: {loss:.4f}"
@@ -63,26 +66,30 @@ def summary(job: Job, metrics: Metrics, figures: RunFigures | None, saves: Seque
 def _figures(job: Job, figures: RunFigures) -> list[str]:
     columns = figure_columns(figures.as_row())
     left_out = figures.steps - figures.counted_steps
-    notes = [f"speeds without the first {counted(left_out, job.step_name)}"] if left_out else []
+    notes = [f"without the first {counted(left_out, job.step_name)}"] if left_out else []
     notes.append("no MFU: the family does not say what its layers compute" if figures.peak is None else
                  f"MFU, HFU: of {figures.peak}")
-    lines = [*table(list(columns), [list(columns.values())]),
-             "(bubble: share of time in which ranks wait for others; memory: of the fullest rank; sent: by all, per "
-             f"{job.step_name})", f"({'; '.join(notes)})"]
+    width = terminal_columns()
+    lines = [*fitted(list(columns), [list(columns.values())], width, names=0),
+             *filled("(bubble: share of time in which ranks wait for others; memory: peak of the fullest "
+                     f"{'GPU' if job.config.parallel.on_gpu else 'process'}; sent: by all, per {job.step_name})",
+                     width),
+             *filled(f"({'; '.join(notes)})", width)]
     return lines if figures.doubt is None else [*lines, f"warning: {figures.doubt}"]
 
 
 def _stages(job: Job, figures: RunFigures) -> list[str]:
-    partition, steps = job.partition, figures.steps
+    partition, steps, width = job.partition, figures.usage_steps, terminal_columns()
     ends = list(accumulate(partition))
     homes = [(stage, rank) for stage, ranks in enumerate(job.placement) for rank in ranks]
     rows = []
     for (stage, rank), usage in zip(homes, figures.stages, strict=True):
-        name = str(stage) if len(job.placement[stage]) == 1 else f"{stage} (rank {rank})"
         times = (usage.forward_s, usage.backward_s, usage.step_s, usage.communication_s, usage.idle_s)
         first, end = ends[stage] - partition[stage], ends[stage]
-        rows.append([name, f"{first}-{end - 1}", *(f"{1e3 * t / steps:.1f} ms" for t in times),
-                     bytes_text(usage.bytes_sent / steps), str(usage.versions), str(usage.staleness),
-                     str(usage.peak_activations), bytes_text(usage.peak_memory_bytes)])
-    return [*table(_COLUMNS, rows),
-            f"(per {job.step_name}; idle is waiting for other stages; memory is the peak of the process)"]
+        rows.append([str(stage), str(rank), f"{first}-{end - 1}" if first < end - 1 else str(first),
+                     *(ms_text(seconds / steps) for seconds in times), size_text(usage.bytes_sent / steps),
+                     str(usage.versions), str(usage.staleness), str(usage.peak_activations),
+                     size_text(usage.peak_memory_bytes)])
+    return [*fitted(_COLUMNS, rows, width, names=2),
+            *filled(f"(forward to idle: milliseconds per {job.step_name}; idle: waiting for other ranks; sent: per "
+                    f"{job.step_name}; in flight: microbatches)", width)]

@@ -1,0 +1,73 @@
+"""Compute the figures of a run, one function per word; docs/metrics.md defines them.
+
+The screen, the files, the report, the planner and comparisons all call these, so that one word is one number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import quantiles
+
+WARM_UP = 2
+"""Updates at the beginning of an attempt that figures leave out, where as many again and one more follow: a process
+allocates and loads what it needs in them, and agrees on shapes."""
+
+
+def counted_updates(update_s: Sequence[float]) -> Sequence[float]:
+    """Return the times of the updates that figures are of: all but the first :data:`WARM_UP`."""
+    return update_s[WARM_UP:] if len(update_s) > 2 * WARM_UP else update_s
+
+
+def p95(values: Sequence[float]) -> float:
+    """Return what 95 % of at least one value do not exceed, interpolated between two of them."""
+    return values[0] if len(values) == 1 else quantiles(values, n=20, method="inclusive")[-1]
+
+
+def averaged_losses(count: int) -> int:
+    """Return how many of ``count`` losses are averaged at either end of a run."""
+    return max(1, min(10, count // 4))
+
+
+def bubble(ranks: Iterable[tuple[float, float]]) -> float:
+    """Return the share of the ranks' time in which they wait for other ranks, the mean over ranks.
+
+    Args:
+        ranks: of each rank the seconds in which it waited for others (the order of the schedule, unequal stages and
+            transfers alike) and those in which it worked: computed, updated, handed over.
+    """
+    shares = [waited / (waited + worked) if waited else 0.0 for waited, worked in ranks]
+    return sum(shares) / len(shares)
+
+
+@dataclass(frozen=True)
+class Utilization:
+    """Shares of what the devices could have computed at their best.
+
+    Attributes:
+        model: MFU.
+        hardware: HFU.
+    """
+
+    model: float
+    hardware: float
+
+    @classmethod
+    def of(cls, forward_flops: float, again_flops: float, per_s: float, peak_flops_per_s: float) -> Utilization:
+        """With f the floating-point operations of a forward of one token through all layers, r those of its layers
+        that are recomputed, n how many tokens pass per second, and P the operations per second that all devices reach
+        together:
+
+            MFU = 3 f n / P        HFU = (3 f + r) n / P
+
+        A backward takes twice the operations of a forward.
+
+        Source: Chowdhery et al., PaLM (2022), appendix B; Korthikanti et al., Reducing Activation Recomputation (2022).
+        """
+        rate = per_s / peak_flops_per_s
+        return cls(3 * forward_flops * rate, (3 * forward_flops + again_flops) * rate)
+
+
+def share_text(share: float | None) -> str:
+    """``27.0 %``; a utilization above 100 %, which cannot be, is marked."""
+    return "-" if share is None else f"{100 * share:.1f} %" + " (!)" * (share > 1)
