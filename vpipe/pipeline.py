@@ -23,7 +23,7 @@ from vpipe.runtime.feed import Batch
 from vpipe.runtime.one_checkpoint import OneCheckpoint
 from vpipe.runtime.position import Position
 from vpipe.runtime.precision import Precision
-from vpipe.runtime.settings import Settings
+from vpipe.runtime.settings import MakeOptimizer, Optimizers, Settings
 from vpipe.runtime.step import Step
 from vpipe.schedules.arrange import Wanted
 from vpipe.schedules.size import Placement
@@ -33,11 +33,11 @@ from vpipe.schedules.size import Placement
 class FromNamed(Protocol):
     """An optimizer factory that wants the parameters' names, for weight decay by name."""
 
-    def from_named(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer | None:
-        """The optimizer of a stage; None when the stage has nothing to train."""
+    def from_named(self, named: Mapping[str, nn.Parameter]) -> Optimizers:
+        """The optimizer of a stage, or several; None when the stage has nothing to train."""
 
 
-OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer] | FromNamed
+OptimizerFactory = Callable[[list[nn.Parameter]], Optimizers] | FromNamed
 
 
 class Pipeline:
@@ -56,8 +56,8 @@ class Pipeline:
         partition: layers per stage; balanced by parameters when not given.
         recompute: which layers are recomputed: a share of each stage's, from its end, as one number or one per stage;
             for a stage also a list of layers by their numbers in the model.
-        optimizer: makes a stage's optimizer from its parameters. Its learning rate is the base that
-            ``learning_rate_factor`` multiplies.
+        optimizer: makes a stage's optimizer, or a list of them, from its parameters; see docs/optimizers.md. Its
+            learning rate is the base that ``learning_rate_factor`` multiplies.
         seed: of initialisation and dropout; both are independent of the partition.
         plan: partition and recompute from a file, instead of the arguments; schedule, microbatches, placement and
             update_every, where the arguments do not say them.
@@ -227,7 +227,7 @@ def _partition(model: Model, stages: int | None, partition: Sequence[int] | None
     return tuple(partition)
 
 
-def _from_named(factory: OptimizerFactory) -> Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer | None]:
+def _from_named(factory: OptimizerFactory) -> MakeOptimizer:
     if isinstance(factory, FromNamed):
         return factory.from_named
     return lambda named: factory(list(named.values())) if named else None

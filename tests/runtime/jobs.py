@@ -29,6 +29,19 @@ class AdamW:
         return torch.optim.AdamW(named.values(), lr=3e-3, weight_decay=0.1, fused=True) if named else None
 
 
+class MuonAndAdamW:
+    """Muon for matrices, AdamW for the rest: none where a stage has none of them."""
+
+    def from_named(self, named: Mapping[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
+        matrices = [p for p in named.values() if p.dim() == 2]
+        others = {name: p for name, p in named.items() if p.dim() != 2}
+        return ([torch.optim.Muon(matrices, lr=0.02)] if matrices else []) + (
+            [AdamW().from_named(others)] if others else [])
+
+
+OPTIMIZERS = {"adamw": AdamW, "muon": MuonAndAdamW}
+
+
 def fingerprint(state: Mapping[str, Tensor]) -> dict[str, str]:
     """Every tensor by the sha256 of its bytes, with dtype and shape."""
     return {name: f"{t.dtype} {list(t.shape)} " + hashlib.sha256(
@@ -39,8 +52,10 @@ def decay(update: int) -> float:
     return 1.0 / (1 + update)
 
 
-def pipeline(model: Model, **arguments: Any) -> Pipeline:
-    return Pipeline(model, **{"optimizer": AdamW(), "seed": 2, "learning_rate_factor": decay, **arguments})
+def pipeline(model: Model, optimizer: Any = "adamw", **arguments: Any) -> Pipeline:
+    """``optimizer``: a name of :data:`OPTIMIZERS`, or a factory."""
+    factory = OPTIMIZERS[optimizer]() if isinstance(optimizer, str) else optimizer
+    return Pipeline(model, **{"optimizer": factory, "seed": 2, "learning_rate_factor": decay, **arguments})
 
 
 def train(*, model: str, batches: int = 3, samples: int = 8, lengths: Sequence[int] = (6,),

@@ -35,7 +35,7 @@ def here(**arguments: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("arguments", "stretches"), [
-    (ASYNCHRONOUS, (5, 10, 5)), (FLUSH, (2, 1, 3)),
+    (ASYNCHRONOUS, (5, 10, 5)), (FLUSH, (2, 1, 3)), ({**FLUSH, "optimizer": "muon"}, (1, 1)),
     ({"schedule": "pipedream", "partition": [4, 4], "placement": [[0, 1, 2], [3]], "cadence": 2}, (2, 4)),
     ({**ASYNCHRONOUS, "compress": "int8", "compress_rounding": "stochastic"}, (10, 5)),
     ({"schedule": "gpipe", "model": "norm", "partition": [2, 4], "placement": [[0, 1], [2, 3]]}, (3, 2))])
@@ -52,6 +52,9 @@ def test_stretches_in_turn_over_gloo_and_in_process(world: World, tmp_path: Path
     assert part["state"] == whole["state"]
     assert (part["position"], part["samples"]) == (whole["position"], whole["samples"])
     assert tensors_of(last) == tensors_of(tmp_path / "whole")
+    ours, theirs = (Manifest.load(folder).arrangement for folder in (last, tmp_path / "whole"))
+    assert [ours.get(key) for key in ("optimizers", "optimizer_of")] == [
+        theirs.get(key) for key in ("optimizers", "optimizer_of")]
     assert not damages(last)
 
 

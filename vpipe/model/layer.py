@@ -112,10 +112,10 @@ class Model:
         source = "input"
         layers = []
         for name in front:
-            layers.append(Layer(name, partial(copy.deepcopy, children[name]), (source,), ("h",), ties[name]))
+            layers.append(Layer(name, partial(_copied, children[name]), (source,), ("h",), ties[name]))
             source = "h"
         ending = _WithLoss(children[last], loss)
-        layers.append(Layer(last, partial(copy.deepcopy, ending), (source, "target"), (LOSS,), ties[last]))
+        layers.append(Layer(last, partial(_copied, ending), (source, "target"), (LOSS,), ties[last]))
         return cls(layers, batch=("input", "target"))
 
     def materialize(self, seed: int = 0) -> nn.ModuleDict:
@@ -147,6 +147,14 @@ def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
     """Put ``parameter`` where ``module`` keeps the one called ``name`` (dots lead into submodules)."""
     path, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(path), leaf, parameter)
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """A copy, with the attributes that were set on parameters: ``copy.deepcopy`` leaves them out."""
+    copied = copy.deepcopy(module)
+    for parameter, its_copy in zip(module.parameters(), copied.parameters(), strict=True):
+        its_copy.__dict__.update(parameter.__dict__)
+    return copied
 
 
 def _shared(children: Mapping[str, nn.Module]) -> dict[str, dict[str, str]]:

@@ -14,6 +14,7 @@ from vpipe.profiling.kinds import owners
 from vpipe.runtime.precision import FP32, Precision
 from vpipe.runtime.record import Record
 from vpipe.runtime.stage import Stage
+from vpipe.runtime.stage_optimizer import StageOptimizer
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Bench:
         """Its second half."""
         self.stage.backward_weight(record)
 
-    def step(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def step(self, optimizer: StageOptimizer) -> None:
         """One update of the layer's own weights; their gradients are there again afterwards."""
         weights = self.stage.weights
         gradients = weights.gradients

@@ -17,6 +17,8 @@ from vpipe.plan.profile import TensorBytes
 from vpipe.profiling.bench import Bench, Given
 from vpipe.runtime.kept import Kept
 from vpipe.runtime.settings import MakeOptimizer
+from vpipe.runtime.stage import Stage
+from vpipe.runtime.stage_optimizer import StageOptimizer
 
 
 @dataclass(frozen=True)
@@ -108,21 +110,19 @@ def _between_halves(bench: Bench, given: Given, shared: Collection[StorageWeakRe
 
 
 def _optimizer_bytes(bench: Bench, given: Given, make_optimizer: MakeOptimizer) -> int:
-    optimizer = still(make_optimizer(bench.stage.weights.masters))
-    if optimizer is None:
-        return 0
+    optimizer = still(make_optimizer, bench.stage)
     bench.backward(bench.forward(given)[1], given.gradients)
     bench.step(optimizer)
     weights = bench.stage.weights
     masters = list(weights.masters.values())  # of rounded weights they have memory of their own
-    state = [t for values in optimizer.state.values() for t in values.values() if isinstance(t, Tensor)]
-    own = _sizes([*masters, *state])
+    own = _sizes([*masters, *optimizer.state_tensors()])
     return sum(size for storage, size in own.items() if storage not in _sizes(weights.values(weights.names)))
 
 
-def still(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
+def still(make_optimizer: MakeOptimizer, stage: Stage) -> StageOptimizer:
     """An optimizer whose steps do all the work and change no weight: what is measured stays what it was."""
-    for group in () if optimizer is None else optimizer.param_groups:
+    optimizer = StageOptimizer.build(make_optimizer, stage.weights.masters, stage.spec.index)
+    for group in optimizer.groups:
         group["lr"] = group["lr"] * 0
     return optimizer
 

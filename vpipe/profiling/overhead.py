@@ -88,7 +88,7 @@ def _times(layers: int, device: torch.device, clock: Clock, precision: Precision
 def _step(device: torch.device, clock: Clock, make_optimizer: MakeOptimizer, precision: Precision) -> float:
     model = Model([Layer("tiny", partial(nn.Linear, 1, 1), ("x",), ("loss",))], batch=("x",))
     bench = Bench(model, 0, device, 0, precision)
-    optimizer = still(make_optimizer(bench.stage.weights.masters))
+    optimizer = still(make_optimizer, bench.stage)
     for leaf in bench.stage.weights.graded():
         leaf.grad = torch.ones_like(leaf)
     seconds = []

@@ -79,7 +79,7 @@ class Walk:
 
     def steps(self, make_optimizer: MakeOptimizer, times: int = 5) -> None:
         """Optimizer steps of all layers, one after another."""
-        optimizers = [still(make_optimizer(bench.stage.weights.masters)) for bench in self._benches]
+        optimizers = [still(make_optimizer, bench.stage) for bench in self._benches]
         for again in range(times + 1):
             for bench, optimizer, samples in zip(self._benches, optimizers, self.samples, strict=True):
                 started = self._clock()

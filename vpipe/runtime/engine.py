@@ -26,6 +26,7 @@ from vpipe.runtime.saved import parts_of
 from vpipe.runtime.segment import Segment
 from vpipe.runtime.settings import MakeOptimizer, Settings
 from vpipe.runtime.stage import Stage
+from vpipe.runtime.stage_optimizer import StageOptimizer, check_rescheduled
 from vpipe.runtime.step import Step
 from vpipe.runtime.stream import Stream
 from vpipe.runtime.trace import MOST_ACTIONS, Recorder
@@ -37,6 +38,9 @@ from vpipe.schedules.size import Placement
 
 Pauses = Callable[[int], int | None]
 """How many steps are done -> after how many in all the pipeline runs empty next; None: only when it must."""
+
+CHANGES_HINT = ("give learning rates as learning_rate_factor=lambda step: ..., change them between two calls of train, "
+                "or choose a schedule with a flush")
 
 
 class Engine:
@@ -110,7 +114,7 @@ class Engine:
             first += self._settings.microbatches
             self._close(segment, first, len(self._made))
             while self._made:
-                yield self._made.popleft()
+                yield from self._refusing_changes(self._made.popleft(), lambda step: bool(self._made))
 
     def _train_stream(self, feed: Feed, first: int, recipe: Recipe, pauses: Pauses) -> Iterator[Step]:
         while feed.has(first):
@@ -124,7 +128,9 @@ class Engine:
             segment = self._segment(feed, first, rounds)
             steps = self._crew.run(segment, self._programs.of_stream(rounds, recipe))
             stream = self._stream = Stream(segment, steps, self._outcomes)
-            yield from stream
+            in_flight = partial(_in_flight, stream, pause)
+            for step in stream:
+                yield from self._refusing_changes(step, in_flight)
             if stream.drained is None:
                 self._end(stream)
             else:
@@ -132,8 +138,25 @@ class Engine:
             first = feed.total
             feed.end = None
 
+    def _refusing_changes(self, step: Step, later_updates: Callable[[Step], bool]) -> Iterator[Step]:
+        """Yield a step, and refuse changed parameter groups where updates of later steps are made or under way.
+
+        Stages are then at different updates, so which of them sees a change would depend on the transport.
+        """
+        optimizers = self._optimizers
+        before = [optimizer.options() for optimizer in optimizers]
+        yield step
+        if later_updates(step) and [optimizer.options() for optimizer in optimizers] != before:
+            raise UserError(f"a parameter group of an optimizer was changed after step {step.index}, while "
+                            f"'{self._schedule.name}' has later updates under way", hint=CHANGES_HINT)
+
+    @property
+    def _optimizers(self) -> list[StageOptimizer]:
+        return [optimizer for worker in self.workers.values() for optimizer in worker.update.optimizers.values()]
+
     def _segment(self, feed: Feed, first: int, rounds: Rounds) -> Segment:
         """What is trained next, from an empty pipeline on."""
+        check_rescheduled(self._optimizers)
         return Segment(feed, first, self.position.microbatches, self.position.steps, rounds, training=True)
 
     def drain(self) -> Sequence[Step]:
@@ -286,6 +309,11 @@ class Engine:
             raise UserError(f"the checkpoint was made after {begun} of the {self._settings.microbatches} microbatches "
                             f"of a batch, but '{self._schedule.name}' takes whole ones",
                             hint="go on with the schedule that made it, or from a checkpoint at the end of a batch")
+
+
+def _in_flight(stream: Stream, pause: int | None, step: Step) -> bool:
+    """Whether microbatches of later steps than this one have entered the pipeline."""
+    return stream.drained is None and step.index + 1 != pause
 
 
 def _has(feed: Feed, first: int, microbatch: int) -> bool:

@@ -54,7 +54,7 @@ class OneCheckpoint:
                 problems += error.problems
         position = self._engine.position
         about = About(position.steps, position.samples, self._seed, numbers=position.as_numbers(self._batch),
-                      arrangement={**arrangement, "optimizers": self._optimizers()})
+                      arrangement={**arrangement, **self._optimizers()})
         with at_work("saving a checkpoint"):
             save_at(self._folder, about, tensors, self._rank, self._engine.all_ranks)
 
@@ -91,10 +91,17 @@ class OneCheckpoint:
     def _rank(self) -> int:
         return dist.get_rank() if dist.is_initialized() else 0
 
-    def _optimizers(self) -> list[str]:
-        """What they are called, of this process."""
-        return sorted({type(optimizer).__name__ for worker in self._engine.workers.values()
-                       for optimizer in worker.update.optimizers.values() if optimizer is not None})
+    def _optimizers(self) -> dict[str, Any]:
+        """What the optimizers of all ranks are called; where there are several kinds, which steps each parameter."""
+        kind_of = json.loads(self._engine.all_ranks.meet(json.dumps(self._own_kinds()), _united))
+        kinds = sorted(set(kind_of.values()))
+        return {"optimizers": kinds, **({"optimizer_of": kind_of} if len(kinds) > 1 else {})}
+
+    def _own_kinds(self) -> dict[str, str]:
+        """The kind of optimizer that steps each parameter of this process."""
+        return {name: type(optimizer).__name__ for worker in self._engine.workers.values()
+                for stage in worker.update.optimizers.values()
+                for name, (optimizer, _) in stage.of_parameter.items()}
 
     def _check_run(self, manifest: Manifest) -> None:
         if manifest.arrangement.get("imported"):  # weights alone
@@ -102,10 +109,22 @@ class OneCheckpoint:
         if manifest.seed != self._seed:
             raise UserError(f"the checkpoint is of a run with seed {manifest.seed}, this pipeline has {self._seed}",
                             hint=f"give it seed={manifest.seed}: dropout follows it")
-        theirs, mine = manifest.arrangement.get("optimizers", []), self._optimizers()
-        if theirs and mine and not set(theirs) & set(mine):
+        theirs, mine = manifest.arrangement.get("optimizers", []), self._own_kinds()
+        if theirs and mine and not set(theirs) & set(mine.values()):
             raise UserError(f"the checkpoint has the state of {' and '.join(theirs)}, this pipeline trains with "
-                            f"{' and '.join(mine)}", hint="give it an optimizer of the same kind")
+                            f"{' and '.join(sorted(set(mine.values())))}",
+                            hint="give it an optimizer of the same kind")
+        kind_of = manifest.arrangement.get("optimizer_of") or (
+            dict.fromkeys(mine, theirs[0]) if len(theirs) == 1 else {})
+        for name, kind in mine.items():
+            if kind_of.get(name, kind) != kind and any(key.startswith(f"optim.{name}.") for key in manifest.tensors):
+                raise UserError(f"the checkpoint has the state of {kind_of[name]} for '{name}', which {kind} steps in "
+                                "this pipeline", hint="give every parameter an optimizer of the kind that saved")
+
+
+def _united(found: list[str]) -> str:
+    """The entries of all ranks."""
+    return json.dumps({name: kind for part in found for name, kind in json.loads(part).items()})
 
 
 def _first(found: list[str]) -> str:

@@ -5,6 +5,7 @@ all there are. So a checkpoint is one flat table, whatever the partition, the wi
 
     model.<layer>.<parameter or buffer>                 a tied weight once, under its owner's name
     optim.<layer>.<parameter>.<state>                   ...#int and ...#float: a number, without dimensions
+    optim.<layer>.<parameter>.group.lr, .group.initial_lr  #float; of its parameter group, where that was changed
     buffers.<replica>.<layer>.<buffer>                  of replicas from 1 on; those of replica 0 are the model's
     feedback.<layer behind the cut>.<replica>.<tensor>  what coding a gradient lost where it left that replica
     loss_scale.<first layer of the stage>.value, .good  of fp16; with a flush one for all, layer 0's
@@ -12,6 +13,7 @@ all there are. So a checkpoint is one flat table, whatever the partition, the wi
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -24,14 +26,15 @@ from vpipe.model.split import StageSpec
 from vpipe.runtime.compressed import Compressed
 from vpipe.runtime.scaling import LossScale
 from vpipe.runtime.stage import Stage
+from vpipe.runtime.stage_optimizer import StageOptimizer
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.size import Placement
 
 NUMBERS = {"int": torch.int64, "float": torch.float64}
 """Kinds of numbers in an optimizer's state, and what holds each exactly."""
 
-_SET_ANEW = ("params", "lr", "initial_lr")
-"""Entries of a parameter group that follow from the run's arguments and its step."""
+_RATES = ("lr", "initial_lr")
+"""Entries of a parameter group that follow from the run's arguments, unless the user or a scheduler changes them."""
 
 
 class Part(Protocol):
@@ -102,44 +105,34 @@ class OptimizerState:
     """What the optimizers keep of every parameter they have stepped; equal on all replicas, so the first one's."""
 
     def __init__(self, held: Sequence[Held]) -> None:
-        self._held = held
-        self._options = {id(optimizer): _options(optimizer) for optimizer, _, _ in self._all()}
+        self._of_replicas = [(each.worker.update.optimizers[each.stage.spec.index], each.replica) for each in held]
+        self._made = [_beside_state(optimizer) for optimizer, _ in self._of_replicas]
 
     def state(self) -> dict[str, Tensor]:
         named: dict[str, Tensor] = {}
-        for optimizer, masters, replica in self._all():
-            self._check_options(optimizer)
-            if replica == 0:
-                for name, master in masters.items():
-                    for key, value in optimizer.state.get(master, {}).items():
-                        named.update([_as_tensor(f"optim.{name}.{key}", value)])
+        for (optimizers, replica), made in zip(self._of_replicas, self._made, strict=True):
+            _check_state(optimizers, made)
+            for name, (optimizer, group) in optimizers.of_parameter.items() if replica == 0 else ():
+                for key, value in optimizer.state.get(optimizers.parameters[name], {}).items():
+                    named.update([_as_tensor(f"optim.{name}.{key}", value)])
+                for key in _RATES if optimizers.rescheduled else ():
+                    if group.get(key) is not None:
+                        named.update([_as_tensor(_rate_name(name, key), float(group[key]))])
         return named
 
     def wants(self, name: str) -> bool:
-        return any(owner in masters for _, masters, _ in self._all() for owner, _ in _readings(name))
+        return any(owner in optimizers.of_parameter for optimizers, _ in self._of_replicas
+                   for owner, _ in _readings(name))
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        for optimizer, masters, _ in self._all():
-            groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+        for optimizers, _ in self._of_replicas:
+            _load_rates(optimizers, tensors)
             for name, tensor in tensors.items():
                 for owner, kept in _readings(name):
-                    if owner in masters:
-                        key, value = _as_value(kept, tensor, masters[owner], groups.get(masters[owner], {}))
-                        optimizer.state[masters[owner]][key] = value
-
-    def _all(self) -> Iterator[tuple[torch.optim.Optimizer, Mapping[str, nn.Parameter], int]]:
-        for each in self._held:
-            optimizer = each.worker.update.optimizers[each.stage.spec.index]
-            if optimizer is not None:
-                yield optimizer, each.stage.weights.masters, each.replica
-
-    def _check_options(self, optimizer: torch.optim.Optimizer) -> None:
-        for before, now in zip(self._options[id(optimizer)], _options(optimizer), strict=True):
-            changed = [key for key in now if key not in before or before[key] != now[key]]
-            if changed:
-                raise UserError(f"{type(optimizer).__name__} changes '{changed[0]}' of its parameter groups as it "
-                                "steps, which a checkpoint does not hold",
-                                hint="choose an optimizer that keeps its state per parameter")
+                    if owner in optimizers.of_parameter and not kept.startswith("group."):
+                        parameter, (optimizer, group) = optimizers.parameters[owner], optimizers.of_parameter[owner]
+                        key, value = _as_value(kept, tensor, parameter, group)
+                        optimizer.state[parameter][key] = value
 
 
 class ReplicaBuffers:
@@ -246,9 +239,64 @@ def _readings(name: str) -> Iterator[tuple[str, str]]:
             yield ".".join(words[:cut]), ".".join(words[cut:])
 
 
-def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What parameter groups hold beside parameters and learning rates: numbers that should stay as they are."""
-    return [{key: value for key, value in group.items() if key not in _SET_ANEW} for group in optimizer.param_groups]
+def _beside_state(optimizers: StageOptimizer) -> list[tuple[str, dict[str, Any]]]:
+    """Numbers that optimizers have beside the state of their parameters, and that should stay as they are."""
+    kinds = [type(optimizer).__name__ for optimizer in optimizers.optimizers for _ in optimizer.param_groups]
+    groups = [(f"of the parameter groups of {kind}", {key: value for key, value in group.items() if key not in _RATES})
+              for kind, group in zip(kinds, optimizers.options(), strict=True)]
+    return groups + [(f"among the attributes of {type(optimizer).__name__}",
+                      {name: value for name, value in vars(optimizer).items()
+                       if type(value) in (bool, int, float) and not name.startswith("_")})
+                     for optimizer in optimizers.optimizers]
+
+
+def _check_state(optimizers: StageOptimizer, made: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    """Refuse what optimizers keep elsewhere than with their parameters, where no checkpoint would hold it.
+
+    Args:
+        made: what :func:`_beside_state` said when they were made.
+    """
+    hint = "choose an optimizer that keeps its state per parameter"
+    for (where, before), (_, now) in zip(made, _beside_state(optimizers), strict=True):
+        changed = [key for key in now if key not in before or before[key] != now[key]]
+        if changed:
+            raise UserError(f"'{changed[0]}' {where} has changed since the start, which a checkpoint does not hold",
+                            hint=hint)
+    known = {id(parameter) for parameter in optimizers.parameters.values()}
+    for optimizer in optimizers.optimizers:
+        for key, state in optimizer.state.items():
+            if id(key) not in known and state:
+                raise UserError(f"{type(optimizer).__name__} keeps state that is of no parameter of its stage, but of "
+                                f"{type(key).__name__} {key!r}"[:200], hint=hint)
+
+
+def _rate_name(parameter: str, key: str) -> str:
+    return f"optim.{parameter}.group.{key}"
+
+
+def _load_rates(optimizers: StageOptimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Give parameter groups the learning rates that those of their parameters had, where they had been changed.
+
+    Raises:
+        UserError: the parameters of a group had different ones.
+    """
+    for key in _RATES:
+        found: dict[int, dict[float | None, str]] = defaultdict(dict)
+        for name, (_, group) in optimizers.of_parameter.items():
+            rate = tensors.get(f"{_rate_name(name, key)}#float")
+            found[id(group)].setdefault(None if rate is None else rate.item(), name)
+        for group in optimizers.groups:
+            rates = found[id(group)]
+            if len(rates) > 1:
+                (first, one), (second, other), *_ = rates.items()
+                raise UserError(f"'{one}' and '{other}' are in one parameter group, but the checkpoint has them with "
+                                f"different learning rates ({key}): {first or 'as made'} and {second or 'as made'}",
+                                hint="put them into different parameter groups, or keep the partition that saved")
+            if (only := next(iter(rates), None)) is not None:
+                if isinstance(group.get(key), Tensor):
+                    group[key].fill_(only)
+                else:
+                    group[key] = only
 
 
 def _as_tensor(name: str, value: object) -> tuple[str, Tensor]:

@@ -12,8 +12,11 @@ from vpipe.runtime.compress import Compression
 from vpipe.runtime.executor import Executor
 from vpipe.runtime.precision import FP32, Precision
 
-MakeOptimizer = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer | None]
-"""Named parameters of a stage -> its optimizer."""
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer | None] | None
+"""What an optimizer factory may return: an optimizer, a list of them, or None where nothing is to be trained."""
+
+MakeOptimizer = Callable[[Mapping[str, nn.Parameter]], Optimizers]
+"""Named parameters of a stage -> what steps them."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ class Step:
     Attributes:
         index: its number, from 0.
         loss: mean over its microbatches, on every rank.
-        learning_rate: of the first parameter group of this process's first stage that trains; None without.
+        learning_rate: of the first parameter group of this process's first stage that trains, with
+            ``learning_rate_factor``; None without.
         gradient_norm: of all stages, before clipping; None when not clipped globally.
         stop: whether the last stage's rank was told to leave off.
         skipped: whether an update of it was left out, since a loss or a gradient was not finite: with a flush on all

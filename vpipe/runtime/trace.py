@@ -9,9 +9,6 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from vpipe.errors import RunError
 from vpipe.runtime.feed import Signature
 from vpipe.runtime.kept import Kept
@@ -165,7 +162,7 @@ class Recorder:
     def static_bytes(self) -> dict[int, int]:
         """The gradients of those weights, the optimizer's state as it is now, master weights where those are rounded,
         parameters that are not trained."""
-        return {index: size + _state_bytes(self.worker.update.optimizers[index])
+        return {index: size + sum(tensor.nbytes for tensor in self.worker.update.optimizers[index].state_tensors())
                 + _beside_versions(self.worker.stages[index]) for index, size in self.weight_bytes().items()}
 
     # -- what is kept
@@ -215,8 +212,3 @@ def _beside_versions(stage: Stage) -> int:
     masters = stage.weights.masters.values() if stage.precision.pure else ()
     return sum(master.nbytes for master in masters) + sum(
         p.nbytes for module in stage.modules.values() for p in module.parameters() if not p.requires_grad)
-
-
-def _state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
-    states = () if optimizer is None else optimizer.state.values()
-    return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))

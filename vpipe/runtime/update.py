@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vpipe.runtime.scaling import Scaling
+from vpipe.runtime.stage_optimizer import StageOptimizer
 from vpipe.runtime.transport import Key, Spec, Transport
 from vpipe.runtime.weights import Weights
 
@@ -20,13 +21,13 @@ class Update:
     """How the weights of the stages of one rank are updated.
 
     Args:
-        optimizers: per stage of this rank; None for a stage with nothing to train.
+        optimizers: per stage of this rank.
         clip: greatest norm of the gradients, or None.
         skip: whether an update with a norm that is not finite is left out.
         scaling: of the losses; with it such an update is left out, too. None: they are not scaled.
     """
 
-    def __init__(self, optimizers: Mapping[int, torch.optim.Optimizer | None], clip: float | None,
+    def __init__(self, optimizers: Mapping[int, StageOptimizer], clip: float | None,
                  skip: bool = False, scaling: Scaling | None = None) -> None:
         self.optimizers, self.skip, self.scaling = optimizers, skip, scaling
         self._clip = clip
@@ -67,16 +68,12 @@ class Update:
             transport.send(rank, Key("N", stage, number), [self._norms[number][stage]])
 
     def step(self, transport: Transport, stage: int, weights: Weights, number: int, factor: float) -> bool:
-        """Make the next version of a stage's weights, at the optimizer's own learning rate times ``factor``.
+        """Make the next version of a stage's weights, at the optimizers' own learning rates times ``factor``.
 
         Returns:
             Whether the gradients were applied. A version that skips them equals the one before, and so does the state
-            of the optimizer.
+            of the optimizers.
         """
-        optimizer = self.optimizers[stage]
-        if optimizer is not None:
-            for group in optimizer.param_groups:
-                group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
         if self.global_norm or self._clip is not None or self.skip or self.scaling is not None:
             norms = self._norms_of_all(transport, number) if self.global_norm else _norms(weights)
             if self._clip is not None:
@@ -85,7 +82,8 @@ class Update:
                 weights.take_gradients()
                 weights.step(None)
                 return False
-        weights.step(optimizer)
+        with self.optimizers[stage].at_rate(factor):
+            weights.step(self.optimizers[stage])
         return True
 
     def _leaves_out(self, stage: int, norms: Tensor) -> bool:

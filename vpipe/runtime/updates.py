@@ -57,6 +57,9 @@ class Updates:
         """What the following actions are about."""
         self._segment, self._rounds = segment, segment.rounds
         self._before = {s: stage.weights.latest for s, stage in self._stages.items()}
+        if not self._rounds.flush:  # stages are at different updates until the pipeline is empty again
+            for optimizer in self._update.optimizers.values():
+                optimizer.hold_rates()
 
     def completing(self, stage: int, microbatch: int, whole: bool) -> AbstractContextManager[None]:
         """While weight gradients are made; those of a replica that are its last of an update go out.
@@ -111,6 +114,8 @@ class Updates:
             self._reductions[stage].collect(self._number(stage, update))
         self._tied.add_gradients(stage, update)
         weights, count = self._stages[stage].weights, len(self._rounds.of_update(stage, update))
+        for position in self._update.optimizers[stage].untrained:
+            weights.graded()[position].grad = None
         weights.settle()
         if count != self._rounds.update_every:
             weights.scale_gradients(self._rounds.update_every / count)
@@ -128,8 +133,8 @@ class Updates:
 
     def learning_rate(self, stage: int, step: int) -> float | None:
         """Of a step of the segment, in the stage's first parameter group; None where nothing is trained."""
-        optimizer = self._update.optimizers[stage]
-        return None if optimizer is None else float(optimizer.param_groups[0]["initial_lr"]) * self._rate(stage, step)
+        rate = self._update.optimizers[stage].learning_rate
+        return None if rate is None else rate * self._rate(stage, step)
 
     def use(self, stage: int, version: int) -> None:
         """Give the following microbatches this version."""

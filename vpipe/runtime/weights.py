@@ -21,12 +21,20 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 Slot = tuple[nn.Module, str]
 """A place where a module keeps a parameter."""
+
+
+class Steps(Protocol):
+    """What steps the masters by their gradients, such as an optimizer."""
+
+    def step(self) -> object:
+        """Change them in place."""
 
 
 class Weights:
@@ -54,11 +62,15 @@ class Weights:
 
     @cached_property
     def masters(self) -> dict[str, nn.Parameter]:
-        """What the optimizer steps: always the memory of the latest version, or what that is the rounding of."""
-        if self._unrounded is not None:
-            return {name: nn.Parameter(value) for name, value in self._unrounded.items()}
-        return {name: nn.Parameter(leaf.data)
-                for name, leaf in zip(self.names, self._leaves[self.latest], strict=True)}
+        """What the optimizer steps: always the memory of the latest version, or what that is the rounding of.
+
+        They have the attributes that were set on the parameters, such as ``p.no_decay = True``.
+        """
+        masters = {}
+        for name, leaf in zip(self.names, self._leaves[self.latest], strict=True):
+            masters[name] = nn.Parameter(leaf.data if self._unrounded is None else self._unrounded[name])
+            masters[name].__dict__.update(leaf.__dict__)
+        return masters
 
     def pin(self, version: int | None = None) -> int:
         """Hold a version (unless told, the chosen one, else the latest) for a microbatch; point the modules to it."""
@@ -202,7 +214,7 @@ class Weights:
         self._count()
 
     @torch.no_grad()
-    def step(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def step(self, optimizer: Steps | None) -> None:
         """Apply the accumulated gradients to the latest version, which makes the next one."""
         if self._unrounded is not None:
             if optimizer is not None:
@@ -218,7 +230,7 @@ class Weights:
         if optimizer is not None:
             self._apply(optimizer)
 
-    def _apply(self, optimizer: torch.optim.Optimizer) -> None:
+    def _apply(self, optimizer: Steps) -> None:
         for master, gradient in zip(self.masters.values(), self.take_gradients(), strict=True):
             master.grad = gradient
         optimizer.step()

@@ -17,6 +17,7 @@ from vpipe.runtime.reduce import count_buckets
 from vpipe.runtime.scaling import Scaling
 from vpipe.runtime.settings import MakeOptimizer, Settings
 from vpipe.runtime.stage import Stage
+from vpipe.runtime.stage_optimizer import StageOptimizer
 from vpipe.runtime.threaded import ThreadedWorker
 from vpipe.runtime.transport import InProcess, Mailroom, Transport
 from vpipe.runtime.update import Update
@@ -48,7 +49,7 @@ def make_workers(model: Model, specs: Sequence[StageSpec], schedule: Schedule, m
         stages = {spec.index: Stage(model, spec, seed=settings.seed, device=settings.device,
                                     recomputed=settings.recompute[spec.index],
                                     precision=settings.precision) for spec in own}
-        optimizers = {s: make_optimizer(stage.weights.masters) for s, stage in stages.items()}
+        optimizers = {s: StageOptimizer.build(make_optimizer, stage.weights.masters, s) for s, stage in stages.items()}
         transport: Transport = (Distributed(settings.device, settings.timeout_s, max(schedule.peak_activations),
                                             1 if len(set(placement)) == schedule.stages else schedule.stages,
                                             partial(describe_rank, placement), count_buckets(stages.values()))

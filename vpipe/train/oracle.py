@@ -81,8 +81,7 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: Training, sides
     whole.fill(start.tensors)
     sides, parameters, masters = whole.split_sides(), whole.parameters, whole.masters
     sums = GradientSums(whole.stage_of, whole.owners, whole.widths)
-    optimizer = recipe.optimizer(masters)
-    start.fill(optimizer, masters)
+    optimizers = recipe.optimizers(masters, start)
     run, scale = Run(), LossScale.of(arithmetic, 0, start.tensors)
     for update, batch in enumerate(batches):
         losses, number = [], update + start.microbatches // recipe.microbatches
@@ -94,7 +93,7 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: Training, sides
                 recipe.backward(loss, recipe.microbatches, scale)
             losses.append(loss.detach())
             sums.add(m, _taken(parameters | sides))
-        made = recipe.apply(sums.take(parameters), masters, optimizer, update, recipe.factor(start.steps + update),
+        made = recipe.apply(sums.take(parameters), masters, optimizers, update, recipe.factor(start.steps + update),
                             scale)
         if made.norm is not None:
             run.gradient_norms.append(made.norm)
@@ -105,7 +104,7 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: Training, sides
             for side, value in sides.items():
                 value.copy_(parameters[whole.owners[side]])
         run.ends_step(losses, recipe.trail)
-    run.state, run.kept = whole.state(), whole.kept() | kept([(optimizer, masters)]) | _kept([scale])
+    run.state, run.kept = whole.state(), whole.kept() | kept(optimizers, masters) | _kept([scale])
     return run
 
 
@@ -194,8 +193,9 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
         complete()
     complete(ending=True)
     run.state = whole.state()
-    run.kept = whole.kept() | kept((stage.optimizer, stage.parameters) for stage in stages) | _kept(
-        stage.scale for stage in stages)
+    run.kept = whole.kept() | _kept(stage.scale for stage in stages)
+    for stage in stages:
+        run.kept |= kept(stage.optimizers, stage.parameters)
     return run
 
 

@@ -31,10 +31,8 @@ class Start:
     begun: int = 0
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def fill(self, optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Put in the state of an optimizer that was just made of these parameters."""
-        if optimizer is None:
-            return
+    def fill(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Put in the state of an optimizer that was just made of some of these parameters."""
         content = optimizer.state_dict()
         for index, name in _numbered(optimizer, parameters).items():
             prefix = f"optim.{name}."
@@ -45,20 +43,19 @@ class Start:
         optimizer.load_state_dict(content)
 
 
-def kept(optimizers: Iterable[tuple[torch.optim.Optimizer | None, Mapping[str, nn.Parameter]]]) -> dict[str, Tensor]:
-    """The state of optimizers, each with its parameters, by the names that a checkpoint has for it; copies."""
+def kept(optimizers: Iterable[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """The state of optimizers of these parameters, by the names that a checkpoint has for it; copies."""
     tensors: dict[str, Tensor] = {}
-    for optimizer, parameters in optimizers:
-        if optimizer is not None:
-            names = _numbered(optimizer, parameters)
-            for index, state in optimizer.state_dict()["state"].items():
-                for key, value in state.items():
-                    full = f"optim.{names[index]}.{key}"
-                    if isinstance(value, Tensor):
-                        tensors[full] = value.clone()
-                    else:
-                        kind, dtype = NUMBERS[type(value)]
-                        tensors[f"{full}#{kind}"] = torch.tensor(value, dtype=dtype)
+    for optimizer in optimizers:
+        names = _numbered(optimizer, parameters)
+        for index, state in optimizer.state_dict()["state"].items():
+            for key, value in state.items():
+                full = f"optim.{names[index]}.{key}"
+                if isinstance(value, Tensor):
+                    tensors[full] = value.clone()
+                else:
+                    kind, dtype = NUMBERS[type(value)]
+                    tensors[f"{full}#{kind}"] = torch.tensor(value, dtype=dtype)
     return tensors
 
 

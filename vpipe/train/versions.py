@@ -56,8 +56,7 @@ class Versions:
                  rate: float, start: Start, layer: int = 0) -> None:
         self.parameters, self.span, self.seen, self.first = parameters, every * width, 0, 0
         self._recipe, self._every, self._rate = recipe, every, rate
-        self.optimizer = recipe.optimizer(parameters)
-        start.fill(self.optimizer, parameters)
+        self.optimizers = recipe.optimizers(parameters, start)
         self.scale, self.overflow = LossScale.of(recipe.arithmetic, layer, start.tensors), False
         self._versions = [self._now()]
 
@@ -79,7 +78,7 @@ class Versions:
             share = self._every / self.seen
             gradients = {name: None if each is None else each.to(self.parameters[name].dtype) * share
                          for name, each in gradients.items()}
-        made = self._recipe.apply(gradients, self.parameters, self.optimizer, self.latest,
+        made = self._recipe.apply(gradients, self.parameters, self.optimizers, self.latest,
                                   self._recipe.factor(step) * self._rate, self.scale, self.overflow)
         self._versions.append(self._now())
         self.seen, self.overflow = 0, False

@@ -1,0 +1,510 @@
+"""The optimizers of a stage: a list of them, parameters that none has, learning rates that the user changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import MuonAndAdamW
+from models import rich_batches, rich_model
+from test_exact import assert_same_state, decay
+from test_exact_in_every_precision import assert_same, oracle, recipe
+from torch import Tensor, nn
+from torch.optim import SGD, Muon, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LinearLR, LRScheduler, OneCycleLR, StepLR
+
+from vpipe import Layer, Model, Pipeline
+from vpipe.checkpoint.manifest import Manifest
+from vpipe.errors import UserError
+from vpipe.train.oracle import Training, asynchronous_oracle
+
+WIDTH = 6
+
+
+def both(parameters: list[nn.Parameter]) -> list[Optimizer | None]:
+    """None where a stage has none of a kind."""
+    matrices = [p for p in parameters if p.dim() == 2]
+    others = [p for p in parameters if p.dim() != 2]
+    return [Muon(matrices, lr=0.02) if matrices else None,
+            torch.optim.AdamW(others, lr=3e-3, fused=True) if others else None]
+
+
+def pipeline(model: Model | None = None, **arguments: Any) -> Pipeline:
+    return Pipeline(model or rich_model(), **{"microbatches": 4, "seed": 2, "learning_rate_factor": decay,
+                                              "grad_clip": 0.5, "optimizer": MuonAndAdamW(), **arguments})
+
+
+# -- a list of optimizers ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("arguments", "precision"), [
+    ({"schedule": "1f1b", "partition": [3, 3, 2]}, "fp32"),
+    ({"schedule": "gpipe", "partition": [8], "replicas": 2, "recompute": 0.5}, "fp32"),
+    ({"schedule": "zb_v", "partition": [2, 2, 2, 2]}, "bf16_pure"),
+    ({"schedule": "1f1b", "placement": [[0, 1], [2]], "partition": [3, 5]}, "fp16"),
+    ({"schedule": "pipedream", "partition": [2, 2, 2, 2]}, "fp32"),
+    ({"schedule": "pipedream", "placement": [[0, 1], [2]], "partition": [5, 3]}, "bf16"),
+    ({"schedule": "2bw", "partition": [3, 3, 2], "update_every": 4}, "fp16")])
+def test_a_list_of_optimizers_equals_the_oracle_with_the_same(arguments: dict[str, Any], precision: str) -> None:
+    pipe = pipeline(precision=precision, **arguments)
+    batches = rich_batches(4, 8)
+    steps = list(pipe.train(batches))
+    how = recipe(precision, optimizer=MuonAndAdamW().from_named)
+    assert_same(pipe, steps, oracle(rich_model(), batches, how, pipe))
+
+
+def small() -> list[nn.Module]:
+    torch.manual_seed(4)
+    return [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3)]
+
+
+def small_batches(count: int) -> list[dict[str, Tensor]]:
+    random = torch.Generator().manual_seed(5)
+    return [{"input": torch.randn(8, WIDTH, generator=random), "target": torch.randint(3, (8,), generator=random)}
+            for _ in range(count)]
+
+
+def small_pipeline(**arguments: Any) -> Pipeline:
+    return Pipeline(Model.sequential(nn.Sequential(*small()), nn.CrossEntropyLoss()),
+                    **{"partition": [2, 3], "microbatches": 2, **arguments})
+
+
+def plain_run(batches: Sequence[Mapping[str, Tensor]], make: Callable[[list[nn.Parameter]], list[Optimizer]],
+              schedulers: Callable[[Optimizer], LRScheduler] | None = None, trained: Sequence[str] | None = None,
+              clip: float | None = None) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """A loop as everybody writes it: losses, learning rates, weights. ``trained``: parameters with an optimizer."""
+    model = nn.Sequential(*small())
+    named = dict(model.named_parameters())
+    own = [p for name, p in named.items() if trained is None or name in trained]
+    optimizers = make(own)
+    driven = [schedulers(optimizer) for optimizer in optimizers] if schedulers else []
+    losses, rates = [], []
+    for batch in batches:
+        total = 0.0
+        for x, y in zip(batch["input"].chunk(2), batch["target"].chunk(2), strict=True):
+            loss = nn.functional.cross_entropy(model(x), y)
+            (loss / 2).backward()
+            total += float(loss.detach().double())
+        if clip is not None:
+            nn.utils.clip_grad_norm_(own, clip)
+        rates.append(optimizers[0].param_groups[0]["lr"])
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+        losses.append(total / 2)
+        for scheduler in driven:
+            scheduler.step()
+    return losses, rates, model.state_dict()
+
+
+def test_a_list_equals_a_loop_of_plain_pytorch() -> None:
+    pipe = small_pipeline(optimizer=both)
+    losses, rates, state = plain_run(small_batches(5), lambda own: [each for each in both(own) if each is not None])
+    steps = list(pipe.train(small_batches(5)))
+    assert [step.loss for step in steps] == losses
+    assert [step.learning_rate for step in steps] == rates == [0.02] * 5
+    assert_same_state(pipe.state_dict(), state)
+
+
+@pytest.mark.parametrize(("before", "after"), [
+    ({"schedule": "1f1b", "partition": [3, 3, 2]}, {"schedule": "gpipe", "partition": [1, 7]}),
+    ({"schedule": "pipedream", "partition": [3, 3, 2]}, {"schedule": "pipedream", "partition": [3, 3, 2]}),
+    ({"schedule": "1f1b", "partition": [3, 5], "precision": "bf16_pure"},
+     {"schedule": "zb_h1", "partition": [5, 3], "precision": "bf16_pure"})])
+def test_a_list_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path: Path, before: dict[str, Any],
+                                                                   after: dict[str, Any]) -> None:
+    """In another partition, too: each parameter's state finds the optimizer that has it now."""
+    batches, model = rich_batches(5, 8), rich_model(tied=False)
+    whole = pipeline(model, **before)
+    steps = list(whole.train(batches[:3]))
+    whole.state_dict()  # drains, as saving does
+    steps += whole.train(batches[3:])
+    first = pipeline(model, **before)
+    assert list(first.train(batches[:3])) == steps[:len(steps) * 3 // 5]
+    first.save(tmp_path / "point")
+    second = pipeline(model, **after)
+    second.load(tmp_path / "point")
+    assert [step.loss for step in second.train(batches[3:])] == [step.loss for step in steps[len(steps) * 3 // 5:]]
+    assert_same_state(second.state_dict(), whole.state_dict())
+    ours, theirs = second.engine.saved(), whole.engine.saved()
+    assert {name.rpartition(".")[2] for name in ours if name.startswith("optim.")} == {
+        "momentum_buffer", "step", "exp_avg", "exp_avg_sq"}
+    assert_same_state(dict(sorted(ours.items())), dict(sorted(theirs.items())))
+
+
+def test_state_of_another_optimizer_is_refused_by_the_parameter(tmp_path: Path) -> None:
+    """Also by a rank whose own optimizers are of a kind that the checkpoint has, for other parameters."""
+    pipe = small_pipeline(optimizer=both)
+    list(pipe.train(small_batches(1)))
+    pipe.save(tmp_path / "both")
+    arrangement = Manifest.load(tmp_path / "both").arrangement
+    assert arrangement["optimizers"] == ["AdamW", "Muon"]
+    assert arrangement["optimizer_of"] == {f"{layer}.{name}": "Muon" if name == "weight" and layer != 3 else "AdamW"
+                                           for layer in (0, 2, 3, 4) for name in ("weight", "bias")}
+    other = small_pipeline(optimizer=torch.optim.AdamW)
+    with pytest.raises(UserError) as error:
+        other.load(tmp_path / "both")
+    assert str(error.value) == (
+        "error: the checkpoint has the state of Muon for '0.weight', which AdamW steps in this pipeline\n"
+        "hint: give every parameter an optimizer of the kind that saved")
+    list(other.train(small_batches(1)))
+    other.save(tmp_path / "one")
+    with pytest.raises(UserError, match=r"has the state of AdamW for '0\.weight', which Muon steps"):
+        small_pipeline(optimizer=both).load(tmp_path / "one")
+
+
+class Wrapper:
+    """What people write around two optimizers."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.inner = [each for each in both(parameters) if each is not None]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for each in self.inner for group in each.param_groups]
+
+    def step(self) -> None:
+        for each in self.inner:
+            each.step()
+
+
+class Lookahead(Optimizer):
+    """An optimizer by its class, whose state is another's."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.base = SGD(parameters, lr=0.1, momentum=0.9)
+        super().__init__(self.base.param_groups, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+
+
+OTHERS = nn.Linear(2, 3)
+
+
+@pytest.mark.parametrize(("make", "text"), [
+    (Wrapper, "error: the optimizer of stage 0 is of the kind Wrapper, which is no torch.optim.Optimizer\n"
+              "hint: return a torch.optim.Optimizer, or a list of them: [Muon(matrices), AdamW(others)]"),
+    (Lookahead, "error: the optimizer Lookahead of stage 0 wraps SGD, whose state is not its own and would not be "
+                "saved\nhint: return a torch.optim.Optimizer, or a list of them: [Muon(matrices), AdamW(others)]"),
+    (torch.optim.LBFGS, "error: the optimizer LBFGS of stage 0 needs a closure that computes the loss again, which a "
+                        "pipeline does not have\nhint: choose an optimizer whose step() takes no arguments"),
+    (lambda own: [SGD(own[:2], 0.1), SGD(own[1:], 0.1)],
+     "error: '0.bias' of stage 0 is given to two optimizers, SGD and SGD\nhint: give every parameter to one of them"),
+    (lambda own: [SGD(own[:1], 0.1), SGD(own[2:], 0.1)] if len(own) > 2 else [SGD(own, 0.1)],
+     "error: 1 parameter of stage 1 in none of its 2 optimizers: '2.bias' [6]\nhint: give every parameter to one of "
+     "them; one that is not to be trained gets requires_grad_(False) where its layer is built"),
+    (lambda own: SGD(OTHERS.parameters(), 0.1),
+     "error: the optimizer of stage 0 has 2 tensors that are no parameters of this stage, of shape [3, 2], [3]\n"
+     "hint: make it of the parameters that the factory is given, a new one for every stage: "
+     "optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"),
+    (lambda own: [Muon([p for p in own if p.dim() > 2])],
+     "error: the optimizer of stage 0 cannot be made: ValueError: optimizer got an empty parameter list\n"
+     "hint: a stage may have no parameters of a kind: leave that optimizer out there, such as "
+     "[Muon(matrices)] * bool(matrices) + [AdamW(others)] * bool(others)"),
+    (Muon, "error: the optimizer of stage 0 cannot be made: ValueError: Muon only supports 2D parameters whereas we "
+           "found a parameter with size: torch.Size([6])\nhint: it is called once per stage, with the list of the "
+           "stage's parameters: here 2 tensors of shape [6, 6], [6]"),
+    (lambda own: {"a": SGD(own, 0.1)}, "the optimizer of stage 0 is of the kind dict, which is no torch.optim.Optim")])
+def test_optimizers_that_would_not_train_or_save_every_parameter_once_are_refused(make: Any, text: str) -> None:
+    with pytest.raises(UserError) as error:
+        small_pipeline(optimizer=make)
+    assert text in str(error.value)
+
+
+class Counting(SGD):
+    """Keeps a number of its own, which changes how it steps."""
+
+    rounds = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.rounds = self.rounds + 1
+        super().step()
+
+
+class Elsewhere(SGD):
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.state["all"]["rounds"] = 3
+
+
+@pytest.mark.parametrize(("make", "text"), [
+    (lambda own: Elsewhere(own, 0.1), "Elsewhere keeps state that is of no parameter of its stage, but of str 'all'"),
+    (lambda own: Counting(own, 0.1), "'rounds' among the attributes of Counting has changed since the start")])
+def test_state_beside_the_parameters_is_refused_when_it_is_saved(make: Any, text: str, tmp_path: Path) -> None:
+    pipe = small_pipeline(optimizer=make)
+    list(pipe.train(small_batches(1)))
+    with pytest.raises(UserError, match=text):
+        pipe.save(tmp_path / "point")
+    assert len(list(pipe.train(small_batches(1)))) == 1
+
+
+# -- what a factory sees -------------------------------------------------------------------------------
+
+
+class Marked(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.bias.no_decay = True
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_pure"])
+def test_attributes_of_parameters_reach_the_factory(precision: str) -> None:
+    """Of layers, and of an nn.Sequential, whose children are copied."""
+    modules = small()
+    modules[4].weight.scale = 3
+    modules[0].bias.no_decay = True
+    seen: list[dict[str, Any]] = []
+
+    def make(parameters: list[nn.Parameter]) -> Optimizer:
+        seen.extend(vars(parameter) for parameter in parameters)
+        return SGD(parameters, lr=0.1)
+
+    Pipeline(Model.sequential(nn.Sequential(*modules), nn.CrossEntropyLoss()), stages=2, optimizer=make,
+             precision=precision)
+    assert seen == [{}, {"no_decay": True}, {}, {}, {}, {}, {"scale": 3}, {}]
+    seen.clear()
+    Pipeline(Model([Layer("marked", Marked, ("x",)), Layer("mean", Mean, ("h",), ("loss",))], ("x",)), stages=1,
+             optimizer=make, precision=precision)
+    assert seen == [{}, {"no_decay": True}]
+
+
+# -- parameters without an optimizer -------------------------------------------------------------------
+
+FRONT = ["0.weight", "0.bias"]
+PARTS: dict[str, Any] = {
+    "a stage": lambda own: None if own[0].shape != (WIDTH, WIDTH) or len(own) > 2 else SGD(own, 0.1, momentum=0.9),
+    "one parameter": lambda own: SGD(own[:1], 0.1, momentum=0.9)}
+
+
+@pytest.mark.parametrize(("make", "trained"), [("a stage", FRONT), ("one parameter", ["0.weight", "2.weight"])])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_parameters_of_no_optimizer_stay_and_count_in_no_norm(make: str, trained: list[str], schedule: str) -> None:
+    """As in plain PyTorch, where the norm is clipped over what is trained and all gradients are cleared."""
+    losses, _, state = plain_run(small_batches(5), lambda own: [SGD(own, 0.1, momentum=0.9)], trained=trained, clip=0.3)
+    pipe = small_pipeline(optimizer=PARTS[make], schedule=schedule, grad_clip=0.3)
+    assert [step.loss for step in pipe.train(small_batches(5))] == losses
+    assert_same_state(pipe.state_dict(), state)
+    assert all(leaf.grad is None for stage in pipe.engine.local_stages for leaf in stage.weights.graded())
+
+
+class Front:
+    """Trains matrices alone, and nothing of the stage with the loss."""
+
+    def from_named(self, named: Mapping[str, nn.Parameter]) -> Optimizer | None:
+        kept = [p for name, p in named.items() if p.dim() == 2 and not name.startswith("mix2")]
+        return torch.optim.AdamW(kept, lr=3e-3, fused=True) if kept else None
+
+
+@pytest.mark.parametrize(("arguments", "precision"), [
+    ({"schedule": "1f1b", "partition": [3, 3, 2]}, "bf16_pure"),
+    ({"schedule": "pipedream", "partition": [2, 4, 2]}, "fp32"),
+    ({"schedule": "pipedream", "partition": [3, 5], "placement": [[0], [1, 2]]}, "fp16"),
+    ({"schedule": "2bw", "partition": [3, 3, 2], "update_every": 4}, "fp32")])
+def test_parameters_of_no_optimizer_equal_the_oracle(arguments: dict[str, Any], precision: str) -> None:
+    pipe = pipeline(precision=precision, optimizer=Front(), **arguments)
+    batches = rich_batches(4, 8)
+    steps = list(pipe.train(batches))
+    assert_same(pipe, steps, oracle(rich_model(), batches, recipe(precision, optimizer=Front().from_named), pipe))
+
+
+def test_a_gradient_of_no_optimizer_that_is_not_finite_leaves_nothing_out() -> None:
+    """As torch's GradScaler, which looks at the gradients of an optimizer's own parameters."""
+    torch.manual_seed(0)
+    model = Model([Layer("front", lambda: nn.Linear(3, 3), ("x",)), Layer("root", Root),
+                   Layer("loss", Mean, ("h",), ("loss",))], ("x",))
+    for all_of_them in (True, False):
+        pipe = Pipeline(model, partition=[1, 2], skip_not_finite=True, optimizer=lambda own, every=all_of_them:
+                        SGD(own, 0.1) if every or own[0].dim() > 1 else None)
+        assert [step.skipped for step in pipe.train([{"x": torch.ones(2, 3)}])] == [all_of_them]
+
+
+class Root(nn.Module):
+    """The gradient of its weight is infinite, that of its input is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + self.weight.sqrt()
+
+
+class Mean(nn.Module):
+    def forward(self, h: Tensor) -> Tensor:
+        return h.mean()
+
+
+# -- learning rates that the user changes --------------------------------------------------------------
+
+
+class Kept:
+    """A factory that keeps what it makes, and drives it."""
+
+    def __init__(self, drive: Callable[[Optimizer], LRScheduler] | None = None, **how: Any) -> None:
+        self._drive, self._how = drive, {"lr": 0.1, "momentum": 0.9, **how}
+        self.made: list[Optimizer] = []
+        self.schedulers: list[LRScheduler] = []
+
+    def __call__(self, parameters: list[nn.Parameter]) -> Optimizer:
+        self.made.append(SGD(parameters, **self._how))
+        if self._drive is not None:
+            self.schedulers.append(self._drive(self.made[-1]))
+        return self.made[-1]
+
+    def step(self) -> None:
+        for scheduler in self.schedulers:
+            scheduler.step()
+
+    def put(self, rate: float) -> None:
+        for group in (group for each in self.made for group in each.param_groups):
+            group["lr"] = rate
+
+
+DRIVES: dict[str, Callable[[Optimizer], LRScheduler]] = {
+    "steps": lambda optimizer: StepLR(optimizer, 2, gamma=0.3),
+    "warm-up": lambda optimizer: LinearLR(optimizer, 0.1, total_iters=4),
+    "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "cycle": lambda optimizer: OneCycleLR(optimizer, 0.3, total_steps=8)}
+
+
+@pytest.mark.parametrize("drive", DRIVES)
+def test_a_scheduler_of_torchs_equals_plain_pytorch(drive: str) -> None:
+    """OneCycleLR changes the momentum, too."""
+    losses, rates, state = plain_run(small_batches(7), lambda own: [SGD(own, 0.1, momentum=0.9)], DRIVES[drive])
+    kept = Kept(DRIVES[drive])
+    pipe = small_pipeline(optimizer=kept)
+    steps = []
+    for step in pipe.train(small_batches(7)):
+        steps.append(step)
+        kept.step()
+    assert [step.loss for step in steps] == losses
+    assert [step.learning_rate for step in steps] == rates
+    assert_same_state(pipe.state_dict(), state)
+
+
+def test_a_changed_rate_is_what_the_factor_multiplies_and_stays_as_it_was_put() -> None:
+    kept, rates = Kept(), [0.1, 0.05, 0.2, 0.01]
+    pipe = small_pipeline(optimizer=kept, learning_rate_factor=decay)
+    steps = []
+    for step in pipe.train(small_batches(4)):
+        steps.append(step)
+        assert {group["lr"] for each in kept.made for group in each.param_groups} == {rates[step.index]}
+        kept.put(rates[(step.index + 1) % 4])
+    expected = [rate * decay(number) for number, rate in enumerate(rates)]
+    assert [step.learning_rate for step in steps] == expected
+    same = small_pipeline(optimizer=Kept(lr=1.0), learning_rate_factor=lambda step: expected[step])
+    assert [step.loss for step in same.train(small_batches(4))] == [step.loss for step in steps]
+
+
+def test_schedulers_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+    """As in plain PyTorch: the rates come with the optimizers, the schedulers' own state is the user's."""
+    losses, rates, state = plain_run(small_batches(6), lambda own: [SGD(own, 0.1, momentum=0.9)], DRIVES["steps"])
+    kept = Kept(DRIVES["steps"])
+    pipe = small_pipeline(optimizer=kept)
+    for _ in pipe.train(small_batches(3)):
+        kept.step()
+    pipe.save(tmp_path / "point")
+    again = Kept(DRIVES["steps"])
+    pipe = small_pipeline(optimizer=again, partition=[1, 3, 1], schedule="gpipe")
+    pipe.load(tmp_path / "point")
+    for scheduler in again.schedulers:
+        scheduler.load_state_dict(kept.schedulers[0].state_dict())
+    steps = []
+    for step in pipe.train(small_batches(6)[3:]):
+        steps.append(step)
+        again.step()
+    assert [step.loss for step in steps] == losses[3:]
+    assert [step.learning_rate for step in steps] == rates[3:]
+    assert_same_state(pipe.state_dict(), state)
+
+
+def test_rates_that_no_group_can_have_together_are_refused(tmp_path: Path) -> None:
+    kept = Kept()
+    pipe = small_pipeline(optimizer=kept)
+    for optimizer, rate in zip(kept.made, (0.2, 0.3), strict=True):
+        optimizer.param_groups[0]["lr"] = rate
+    list(pipe.train(small_batches(1)))
+    pipe.save(tmp_path / "point")
+    with pytest.raises(UserError) as error:
+        small_pipeline(optimizer=Kept(), partition=[5]).load(tmp_path / "point")
+    assert str(error.value) == (
+        "error: '0.weight' and '2.weight' are in one parameter group, but the checkpoint has them with different "
+        "learning rates (lr): 0.2 and 0.3\n"
+        "hint: put them into different parameter groups, or keep the partition that saved")
+
+
+def test_without_a_flush_rates_change_while_the_pipeline_is_empty() -> None:
+    """Between two calls of train every stage has made the same updates: the oracle, drained there, at other rates."""
+    kept = Kept()
+    pipe = Pipeline(rich_model(), partition=[2, 2, 2, 2], schedule="pipedream", microbatches=4, optimizer=kept, seed=2)
+    batches = rich_batches(4, 8)
+    steps = list(pipe.train(batches[:2]))
+    kept.put(0.02)
+    steps += pipe.train(batches[2:])
+    oracle = asynchronous_oracle(
+        rich_model(), batches, Training(lambda named: SGD(named.values(), lr=1.0, momentum=0.9), 4, 2,
+                                        lambda step: 0.1 if step < 8 else 0.02), pipe.partition, drained_at=[8])
+    assert [step.loss for step in steps] == oracle.losses
+    assert [step.learning_rate for step in steps] == [0.1] * 8 + [0.02] * 8
+    assert_same_state(pipe.state_dict(), oracle.state)
+
+
+def test_without_a_flush_a_change_while_it_is_full_is_refused_and_counts_when_it_is_empty() -> None:
+    kept = Kept()
+    pipe = Pipeline(rich_model(), partition=[2, 2, 2, 2], schedule="pipedream", microbatches=4, optimizer=kept, seed=2)
+    batches = rich_batches(6, 8)
+    running = pipe.train(batches)
+    steps = [next(running) for _ in range(5)]
+    kept.put(0.02)
+    with pytest.raises(UserError) as error:
+        next(running)
+    assert str(error.value) == (
+        "error: a parameter group of an optimizer was changed after step 4, while 'pipedream' has later updates under "
+        "way\nhint: give learning rates as learning_rate_factor=lambda step: ..., change them between two calls of "
+        "train, or choose a schedule with a flush")
+    steps += pipe.engine.drain()
+    assert [step.learning_rate for step in steps] == [0.1] * len(steps)
+    how = Training(lambda named: SGD(named.values(), lr=0.1, momentum=0.9), 4, 2)
+    expected = asynchronous_oracle(rich_model(), batches[:3], how, pipe.partition)
+    assert [step.loss for step in steps] == expected.losses[:len(steps)]
+
+
+def test_a_scheduler_of_one_stage_among_several_is_refused() -> None:
+    """A script that keeps one optimizer is right under torchrun, and would train three of four stages without it."""
+    kept = Kept()
+    pipe = small_pipeline(optimizer=kept, partition=[1, 1, 1, 2])
+    scheduler = StepLR(kept.made[-1], 1)
+    with pytest.raises(UserError) as error:
+        next(pipe.train(small_batches(1)))
+    assert str(error.value) == (
+        "error: the learning rate of one optimizer was changed, but the factory made 3 of them in this process: one "
+        "per stage\nhint: keep all optimizers that the factory makes and change each of them, or use "
+        "learning_rate_factor=lambda step: ...")
+    assert scheduler.get_last_lr() == [0.1]
+    alone = Kept()
+    pipe = small_pipeline(optimizer=alone, partition=[5])
+    alone.put(0.5)
+    assert next(pipe.train(small_batches(1))).learning_rate == 0.5
+
+
+class Rateless(Optimizer):
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.add_(parameter.grad, alpha=-0.1)
+
+
+def test_an_optimizer_without_a_learning_rate_trains_unless_a_factor_is_given() -> None:
+    expected, _, _ = plain_run(small_batches(2), lambda own: [SGD(own, 0.1)])
+    steps = list(small_pipeline(optimizer=Rateless).train(small_batches(2)))
+    assert [step.loss for step in steps] == expected
+    assert steps[0].learning_rate is None
+    with pytest.raises(UserError, match=r"to be multiplied by 0\.5, but a parameter group of the optimizer has none"):
+        list(small_pipeline(optimizer=Rateless, learning_rate_factor=lambda step: 0.5).train(small_batches(1)))

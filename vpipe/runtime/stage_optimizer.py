@@ -1,0 +1,215 @@
+"""What steps the parameters of a stage: the torch optimizers that the user's factory makes of them.
+
+A parameter is stepped by at most one optimizer. A parameter of no optimizer is not trained: its gradient is dropped,
+and counts in no norm. With several optimizers every parameter must be in one of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from vpipe.errors import Problem, UserError, VpipeError, counted
+from vpipe.runtime.settings import MakeOptimizer
+
+_LIST_HINT = "return a torch.optim.Optimizer, or a list of them: [Muon(matrices), AdamW(others)]"
+
+
+class StageOptimizer:
+    """The optimizers of one stage, each parameter in at most one of them.
+
+    Args:
+        optimizers: in the order in which they step.
+        parameters: of the stage, by name; see :meth:`build` for what must hold.
+
+    Attributes:
+        of_parameter: the optimizer that steps a parameter and its parameter group, by the parameter's name.
+        untrained: positions, among the parameters, of those that no optimizer steps.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
+        self.optimizers, self.parameters = tuple(optimizers), parameters
+        held = {id(parameter): (optimizer, group) for optimizer in optimizers for group in optimizer.param_groups
+                for parameter in group["params"]}
+        self.of_parameter = {name: held[id(p)] for name, p in parameters.items() if id(p) in held}
+        self.untrained = [i for i, name in enumerate(parameters) if name not in self.of_parameter]
+        self._made = [_mark(group.get("lr")) for group in self.groups]
+        self._held: list[Any] | None = None  # learning rates that count until the pipeline is empty
+
+    @classmethod
+    def build(cls, make: MakeOptimizer, parameters: Mapping[str, nn.Parameter], stage: int) -> StageOptimizer:
+        """Call a factory, and check what it returns.
+
+        Raises:
+            UserError: it fails; or what it returns would not train the stage's parameters, each once, or would keep
+                state where no checkpoint finds it.
+        """
+        try:
+            made = make(parameters)
+        except VpipeError:
+            raise
+        except Exception as error:
+            raise UserError(f"the optimizer of stage {stage} cannot be made: {type(error).__name__}: {error}",
+                            hint=_failure_hint(error, parameters)) from error
+        entries: Sequence[object] = made if isinstance(made, (list, tuple)) else [made]
+        if problems := [problem for each in entries if each is not None for problem in _kind_problems(each, stage)]:
+            raise UserError.all_of(problems)
+        optimizers = [each for each in entries if isinstance(each, Optimizer)]
+        if problems := list(_share_problems(optimizers, parameters, stage)):
+            raise UserError.all_of(problems)
+        return cls(optimizers, parameters)
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all optimizers."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def state_tensors(self) -> list[Tensor]:
+        """The tensors that the optimizers keep."""
+        return [value for optimizer in self.optimizers for state in optimizer.state.values()
+                for value in state.values() if isinstance(value, Tensor)]
+
+    def step(self) -> None:
+        """Step every optimizer."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    @contextmanager
+    def at_rate(self, factor: float) -> Iterator[None]:
+        """Multiply the learning rate of every group by ``factor`` meanwhile.
+
+        Between steps a group has the learning rate that the user gave it, where a scheduler of torch's finds its own.
+
+        Raises:
+            UserError: a group has no learning rate.
+        """
+        if factor == 1 and self._held is None:
+            yield
+            return
+        groups = self.groups
+        before = [group.get("lr") for group in groups]
+        for group, rate in zip(groups, self._rates(), strict=True):
+            if rate is not None:
+                group["lr"] = rate * factor
+            elif factor != 1:
+                raise UserError(f"the learning rate is to be multiplied by {factor:g}, but a parameter group of the "
+                                "optimizer has none", hint="give it a learning rate, or leave learning_rate_factor out")
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, before, strict=True):
+                if rate is not None:
+                    group["lr"] = rate
+
+    def hold_rates(self) -> None:
+        """From now on step at the learning rates of now: changes count from the next call on."""
+        self._held = [rate.clone() if isinstance(rate := group.get("lr"), Tensor) else rate for group in self.groups]
+
+    @property
+    def learning_rate(self) -> float | None:
+        """Of the first parameter group; None where nothing is trained."""
+        rate = next(iter(self._rates()), None)
+        return None if rate is None else float(rate)
+
+    def _rates(self) -> list[Any]:
+        return [group.get("lr") for group in self.groups] if self._held is None else self._held
+
+    def options(self) -> list[dict[str, Any]]:
+        """What the parameter groups hold beside parameters, to compare later; a tensor by its identity and version."""
+        return [{key: _mark(value) for key, value in group.items() if key != "params"} for group in self.groups]
+
+    @property
+    def rescheduled(self) -> bool:
+        """Whether a learning rate was changed since the optimizers were made, or a scheduler of torch's drives one."""
+        return any("initial_lr" in group or _mark(group.get("lr")) != made
+                   for group, made in zip(self.groups, self._made, strict=True))
+
+
+def check_rescheduled(optimizers: Sequence[StageOptimizer]) -> None:
+    """Refuse a scheduler that drives the optimizer of one stage alone, where this process has several.
+
+    A script that keeps only the optimizer that its factory made last would train otherwise under torchrun.
+
+    Raises:
+        UserError: the learning rates of exactly one of them were changed.
+    """
+    training = [each for each in optimizers if each.optimizers]
+    if len(training) > 1 and sum(each.rescheduled for each in training) == 1:
+        raise UserError(f"the learning rate of one optimizer was changed, but the factory made {len(training)} of them "
+                        "in this process: one per stage",
+                        hint="keep all optimizers that the factory makes and change each of them, or use "
+                             "learning_rate_factor=lambda step: ...")
+
+
+def _mark(value: object) -> object:
+    """A value to compare with later; no tensor is read, which would make a GPU wait."""
+    return (id(value), value._version) if isinstance(value, Tensor) else value
+
+
+def _failure_hint(error: Exception, parameters: Mapping[str, nn.Parameter]) -> str:
+    if isinstance(error, ValueError) and "empty parameter list" in str(error):
+        return ("a stage may have no parameters of a kind: leave that optimizer out there, such as "
+                "[Muon(matrices)] * bool(matrices) + [AdamW(others)] * bool(others)")
+    shapes = ", ".join(str(list(p.shape)) for p in list(parameters.values())[:4]) + ", ..." * (len(parameters) > 4)
+    return (f"it is called once per stage, with the list of the stage's parameters: here "
+            f"{counted(len(parameters), 'tensor')} of shape {shapes}")
+
+
+def _kind_problems(made: object, stage: int) -> Iterator[Problem]:
+    """An entry that is no optimizer, or one that vpipe cannot step or save."""
+    kind = type(made).__name__
+    if not isinstance(made, Optimizer):
+        yield Problem(f"the optimizer of stage {stage} is of the kind {kind}, which is no torch.optim.Optimizer",
+                      _LIST_HINT)
+        return
+    inner = next((found for found in _optimizers_inside(made) if found.state is not made.state), None)
+    if inner is not None:
+        yield Problem(f"the optimizer {kind} of stage {stage} wraps {type(inner).__name__}, whose state is not its own "
+                      "and would not be saved", _LIST_HINT)
+    try:
+        inspect.signature(type(made).step).bind(made)
+    except TypeError:
+        yield Problem(f"the optimizer {kind} of stage {stage} needs a closure that computes the loss again, which a "
+                      "pipeline does not have", "choose an optimizer whose step() takes no arguments")
+
+
+def _optimizers_inside(optimizer: Optimizer) -> Iterator[Optimizer]:
+    for value in vars(optimizer).values():
+        values: Iterable[object] = (value.values() if isinstance(value, Mapping) else
+                                    value if isinstance(value, (list, tuple)) else (value,))
+        yield from (each for each in values if isinstance(each, Optimizer))
+
+
+def _share_problems(optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter],
+                    stage: int) -> Iterator[Problem]:
+    """Parameters of several optimizers, of none, or of another stage."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    first: dict[str, Optimizer] = {}
+    strange: list[str] = []
+    for optimizer in optimizers:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            name = names.get(id(parameter))
+            if name is None:
+                strange.append(str(list(parameter.shape)))
+            elif name in first:
+                yield Problem(f"'{name}' of stage {stage} is given to two optimizers, {type(first[name]).__name__} "
+                              f"and {type(optimizer).__name__}", "give every parameter to one of them")
+            else:
+                first[name] = optimizer
+    if strange:
+        yield Problem(f"the optimizer of stage {stage} has {counted(len(strange), 'tensor')} that are no parameters of "
+                      f"this stage, of shape {', '.join(strange[:3])}{', ...' * (len(strange) > 3)}",
+                      "make it of the parameters that the factory is given, a new one for every stage: "
+                      "optimizer=lambda params: torch.optim.SGD(params, lr=0.1)")
+    elif len(optimizers) > 1:
+        left = [f"'{name}' {list(p.shape)}" for name, p in parameters.items() if name not in first]
+        if left:
+            yield Problem(f"{counted(len(left), 'parameter')} of stage {stage} in none of its {len(optimizers)} "
+                          f"optimizers: {', '.join(left[:3])}{', ...' * (len(left) > 3)}",
+                          "give every parameter to one of them; one that is not to be trained gets "
+                          "requires_grad_(False) where its layer is built")
