@@ -26,7 +26,7 @@ def recorded() -> dict[str, Any]:
     offset_s = 0.0
     if dist.is_initialized():
         with patch("vpipe.runtime.clock.perf_counter", lambda: perf_counter() + 3600 * dist.get_rank()):
-            offset_s = clock_offset(torch.device("cpu"))
+            offset_s = clock_offset()
     return {"losses": losses, "offset_s": offset_s,
             "actions": {rank: [[f"{note.stage}{note.op.value}{note.number}", note.held_bytes, note.versions]
                                for note in own if isinstance(note, Recorded)] for rank, own in notes.items()},

@@ -25,6 +25,7 @@ from vpipe.launch.world import join_world
 from vpipe.pipeline import Pipeline
 from vpipe.profiling.world import World
 from vpipe.runtime.all_ranks import LocalUsage
+from vpipe.runtime.process_groups import control_group
 from vpipe.runtime.step import Step
 from vpipe.runtime.trace import Recorded, Recorder
 from vpipe.runtime.usage import StageUsage
@@ -79,8 +80,9 @@ def compare(job: Job, folder: Path, field_of: Callable[[World], Field]) -> None:
                                     for name, why in refused.items()])
     efficiency = Efficiency.of(job)
     with _Progress(contenders, world.rank == 0) as progress:
-        take_turns([contender.course for contender in contenders], lambda: None if world.ranks == 1 else dist.barrier(),
-                   perf_counter, progress.show, warmed=lambda: _mark(contenders))
+        take_turns([contender.course for contender in contenders],
+                   lambda: None if world.ranks == 1 else dist.barrier(control_group()), perf_counter,
+                   progress.show, warmed=lambda: _mark(contenders))
         for contender in contenders:
             if not contender.course.losses:  # on no rank
                 refused |= {entry.name: _NO_UPDATE for entry in (contender.entry, *(

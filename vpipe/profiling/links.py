@@ -34,9 +34,11 @@ def measure_links(world: World, device: torch.device, timeout_s: float) -> tuple
     """
     if world.ranks == 1:
         return LinkProfile(0.0, copied_bytes_per_s(device)), {}
-    transport = Distributed(device, timeout_s, 1, 1, lambda rank: f"rank {rank}", 1)
+    rounds = _rounds(world.ranks, range(world.ranks) if device.type == "cuda" else world.hosts)
+    transport = Distributed(device, timeout_s, 1, lambda rank: f"rank {rank}", 1,
+                            {"activations": sorted(pair for pairs in rounds for pair in pairs)})
     mine: dict[int, list[list[float]]] = {}
-    for pairs in _rounds(world.ranks, range(world.ranks) if device.type == "cuda" else world.hosts):
+    for pairs in rounds:
         world.share(None)
         for first, second in pairs:
             if world.rank in (first, second):
@@ -83,13 +85,16 @@ def _back_and_forth(transport: Distributed, peer: int, size: int, numbers: count
     specs, seconds = [Spec.of(tensor)], []
     for again in range(TIMES + 2):
         key = Key("F", max(peer, transport.rank), next(numbers))
-        transport.post(peer, key, specs)
+        first = transport.rank < peer
+        if not first:
+            transport.post(peer, key, specs)
         started = perf_counter()
-        if transport.rank < peer:
+        if first:  # its receive comes second, as the peer's send does
             transport.send(peer, key, [tensor])
-            transport.take(peer, key)
-        else:
-            transport.send(peer, key, transport.take(peer, key))
+            transport.post(peer, key, specs)
+        received = transport.take(peer, key)
+        if not first:
+            transport.send(peer, key, received)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         if again > 1:  # connections are made at first, and a pair that meets early waits once

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from vpipe.profiling.device import usable_cores
+from vpipe.runtime.process_groups import control_group
 from vpipe.runtime.talk import share_tensors, talking_with
 
 PATIENCE_S = 3600.0
@@ -38,13 +39,13 @@ class World:
         if self.ranks == 1:
             return [value]
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        shared = [share_tensors({"value": text} if rank == self.rank else {}, rank, self._device)
+        shared = [share_tensors({"value": text} if rank == self.rank else {}, rank)
                   for rank in range(self.ranks)]
         return [json.loads(bytes(tensors["value"].numpy()).decode()) for tensors in shared]
 
     def meet(self) -> None:
         """Wait for all, longer than the process group would: what others measure may take them more than its time."""
-        if self.ranks == 1 or self._device.type == "cuda":
+        if self.ranks == 1:
             return
         token, patience = torch.zeros(1), timedelta(seconds=PATIENCE_S)
         others = range(1, self.ranks) if self.rank == 0 else (0,)
@@ -52,7 +53,7 @@ class World:
         for way in ways:
             for peer in others:
                 with talking_with(peer, "measuring layers"):
-                    work = way(token, peer)
+                    work = way(token, peer, control_group())
                     assert work is not None, "this rank is in the default group"
                     work.wait(patience)
 

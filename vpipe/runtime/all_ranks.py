@@ -27,13 +27,12 @@ class AllRanks:
 
     Args:
         specs: of all stages.
-        device: of this process.
     """
 
     def __init__(self, workers: Mapping[int, Worker], specs: Sequence[StageSpec], placement: Placement,
-                 device: torch.device, distributed: bool) -> None:
+                 distributed: bool) -> None:
         self._workers, self._specs, self._placement = workers, specs, placement
-        self._device, self._distributed = device, distributed
+        self._distributed = distributed
 
     def state(self) -> dict[str, Tensor]:
         """Parameters and buffers of the whole model, in the order of the layers; of the first replica."""
@@ -147,7 +146,7 @@ class AllRanks:
 
     def _from(self, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of a rank, on every rank."""
-        return share_tensors(tensors, rank, self._device) if self._distributed else dict(tensors)
+        return share_tensors(tensors, rank) if self._distributed else dict(tensors)
 
 
 def _buffers(stage: Stage) -> Iterator[tuple[str, Tensor]]:

@@ -21,7 +21,7 @@ class Compressed:
     """
 
     def __init__(self, inner: Transport, compression: Compression) -> None:
-        self.rank = inner.rank
+        self.rank, self.ordered = inner.rank, inner.ordered
         self.coder = Coder(compression)
         self._inner, self._compression = inner, compression
         self._expected: dict[tuple[int, Key], Sequence[Spec]] = {}  # of transfers that travel coded

@@ -91,9 +91,9 @@ class Crew:
     def lend(self) -> None:
         """Let every stage that borrows tied weights have them as they are now."""
         for worker in self._workers.values():
-            worker.tied.lend_first()
+            worker.tied.exchange_first()
         for worker in self._workers.values():
-            worker.tied.borrow_first()
+            worker.tied.install_all()
         self.finish()
 
     def finish(self) -> None:

@@ -1,4 +1,4 @@
-"""The transport between processes: torch.distributed, gloo or nccl."""
+"""The transport between processes: torch.distributed, over gloo or a backend with nccl's rules."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vpipe.errors import RunError, UserError
-from vpipe.runtime.talk import failure_of, note
+from vpipe.runtime.process_groups import GROUP_OF_KIND, TensorGroups, as_sent, control_group, is_ordered, tensor_groups
+from vpipe.runtime.talk import failure_of, note, talking_with
 from vpipe.runtime.transport import Key, Spec
+from vpipe.schedules.partners import Pairs
 from vpipe.watch.current import watch_of_process
 
 SENDS_BEHIND = 4
@@ -28,6 +30,7 @@ where receives are posted as the program says; in the first batch those wait for
 HEADER_BYTES = 4096
 MOST_TENSORS = 62
 _KINDS = "FBWGLNDS"
+_HOST = torch.device("cpu")
 _generations = count()
 
 
@@ -41,18 +44,22 @@ class _Posted:
 class Distributed:
     """One process per rank.
 
+    Attributes:
+        ordered: whether tensors go over a backend with nccl's rules (:mod:`vpipe.runtime.process_groups`). Transfers
+            must then be posted and sent in the order of :mod:`vpipe.schedules.transfer_order`.
+
     Args:
         device: where received tensors are wanted. gloo carries tensors in host memory, so those of a GPU are
             copied on their way.
         timeout_s: how long a transfer may take before the run fails.
         in_flight: most microbatch-stages whose activations a rank holds at once.
-        channels: 1 when every rank holds one stage, else the number of stages.
         describe: ``rank -> "rank 2 (stage 2)"``, for messages.
         buckets: transfers that a sum over replicas takes per peer.
+        pairs: of ranks that exchange tensors.
     """
 
-    def __init__(self, device: torch.device, timeout_s: float, in_flight: int, channels: int,
-                 describe: Callable[[int], str], buckets: int) -> None:
+    def __init__(self, device: torch.device, timeout_s: float, in_flight: int, describe: Callable[[int], str],
+                 buckets: int, pairs: Pairs) -> None:
         self.rank = dist.get_rank()
         self.bytes_sent = 0
         self.wait_s = 0.0
@@ -64,12 +71,12 @@ class Distributed:
                         for kind in _KINDS}
         # Nobody waits for a peer before a sum, which waits for all: of one update the last one's sends have ended.
         self._behind |= {"D": 2 * buckets, "S": 2 * buckets}
-        self._carrier = torch.device("cpu") if dist.get_backend() == "gloo" else device
-        # nccl knows no tags and keeps one order per pair of ranks and group; the checker proves one per kind and
-        # direction. With several stages per rank, transfers of a kind go both ways, so each stage has its own group.
-        self._channels = channels
-        groups = len(_KINDS) * channels if dist.get_backend() == "nccl" else 0
-        self._groups: list[dist.ProcessGroup] = [dist.new_group() for _ in range(groups)]
+        self._control = control_group(self._timeout)
+        self._groups: TensorGroups | None = None
+        self.ordered = is_ordered(device)
+        if self.ordered:
+            self._groups = tensor_groups(device, self._timeout)
+            self._make_communicators(pairs)
         # What an abandoned pipeline left under way must not match a later one's; every rank builds them in one order.
         self._generation = next(_generations)
         self._posted: dict[tuple[int, Key], _Posted] = {}
@@ -79,13 +86,14 @@ class Distributed:
         self._announced: dict[tuple[int, int], set[int]] = defaultdict(set)
 
     def send(self, peer: int, key: Key, tensors: Sequence[Tensor], announce: bool = False) -> None:
-        carried = [t.detach().to(self._carrier).contiguous() for t in tensors]
+        group, device = self._way(key)
+        carried = [t.detach().to(device).contiguous() for t in tensors]
         # Even an empty tensor keeps its turn, so that both sides count alike.
         with self._failing(peer, key, "sending"):
-            work = [self._isend(_header(tensors).to(self._carrier), peer, key, MOST_TENSORS)] if announce else []
-            work += [self._isend(t, peer, key, i) for i, t in enumerate(carried) if t.numel()]
+            work = [self._isend(_header(tensors), peer, key, MOST_TENSORS, self._control)] if announce else []
+            work += [self._isend(t, peer, key, i, group) for i, t in enumerate(carried) if t.numel()]
         self.bytes_sent += sum(t.nbytes for t in carried)
-        if announce:
+        if announce and not self.ordered:
             self._announced[peer, key.stage].add(key.number)
         behind = self._sent[peer, key.kind]
         behind.append((key, work, carried))
@@ -95,8 +103,8 @@ class Distributed:
     def post(self, peer: int, key: Key, specs: Sequence[Spec] | None) -> None:
         with self._failing(peer, key, "receiving"):
             if specs is None:
-                header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=self._carrier)
-                posted = _Posted(None, [self._irecv(header, peer, key, MOST_TENSORS)], [header])
+                header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+                posted = _Posted(None, [self._irecv(header, peer, key, MOST_TENSORS, self._control)], [header])
             else:
                 posted = self._receive(peer, key, specs)
         self._posted[peer, key] = posted
@@ -108,7 +116,7 @@ class Distributed:
         posted = self._posted[peer, key]
         started = perf_counter()
         with self._failing(peer, key, "waiting for"):
-            self._wait(posted.work)
+            self._wait(posted.work, on_host=True)
             specs = _specs(posted.buffers[0])
             self._posted[peer, key] = self._receive(peer, key, specs)
         self.wait_s += perf_counter() - started
@@ -118,12 +126,13 @@ class Distributed:
         posted = self._posted.pop((peer, key))
         started = perf_counter()
         with self._failing(peer, key, "waiting for"):
-            self._wait(posted.work)
+            self._wait(posted.work, on_host=key.kind not in GROUP_OF_KIND)
         self.wait_s += perf_counter() - started
         if key.kind == "B":
             self._announced[peer, key.stage + 1].discard(key.number)
         assert posted.specs is not None, "what is announced is learned first"
-        return [buffer.to(self._device).requires_grad_(spec.wants_gradient)
+        device = self._device if key.kind in GROUP_OF_KIND else _HOST
+        return [buffer.to(device).requires_grad_(spec.wants_gradient)
                 for buffer, spec in zip(posted.buffers, posted.specs, strict=True)]
 
     def settle(self, kind: str) -> None:
@@ -149,32 +158,63 @@ class Distributed:
             keys = ", ".join(str(key) for _, key in list(self._posted)[:3])
             raise RunError(f"{len(self._posted)} transfer(s) were never taken: {keys}",
                            hint="this is a defect of the schedule or of vpipe: please report it", rank=self.rank)
+        if self._groups is not None:
+            self._groups.idle = True
 
     def _receive(self, peer: int, key: Key, specs: Sequence[Spec]) -> _Posted:
-        buffers = [torch.empty(spec.shape, dtype=spec.dtype, device=self._carrier) for spec in specs]
-        return _Posted(specs, [self._irecv(b, peer, key, i) for i, b in enumerate(buffers) if b.numel()], buffers)
+        group, device = self._way(key)
+        buffers = [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs]
+        return _Posted(specs, [self._irecv(b, peer, key, i, group) for i, b in enumerate(buffers) if b.numel()],
+                       buffers)
 
-    def _isend(self, tensor: Tensor, peer: int, key: Key, number: int) -> dist.Work:
-        work = dist.isend(tensor, peer, group=self._group_of(key), tag=_tag(key, number, self._generation))
-        assert work is not None, "this rank is in the default group"
+    def _way(self, key: Key) -> tuple[dist.ProcessGroup, torch.device]:
+        """The group that carries a transfer, and where its tensors must be."""
+        if self._groups is None or key.kind not in GROUP_OF_KIND:
+            return self._control, _HOST
+        self._groups.idle = False  # until all has ended
+        return self._groups.groups[GROUP_OF_KIND[key.kind]], self._device
+
+    def _isend(self, tensor: Tensor, peer: int, key: Key, number: int, group: dist.ProcessGroup) -> dist.Work:
+        work = dist.isend(as_sent(tensor) if self.ordered else tensor, peer, group,
+                          _tag(key, number, self._generation))
+        assert work is not None, "this rank is in the group"
         return work
 
-    def _irecv(self, tensor: Tensor, peer: int, key: Key, number: int) -> dist.Work:
-        work = dist.irecv(tensor, peer, group=self._group_of(key), tag=_tag(key, number, self._generation))
-        assert work is not None, "this rank is in the default group"
+    def _irecv(self, tensor: Tensor, peer: int, key: Key, number: int, group: dist.ProcessGroup) -> dist.Work:
+        work = dist.irecv(as_sent(tensor) if self.ordered else tensor, peer, group,
+                          _tag(key, number, self._generation))
+        assert work is not None, "this rank is in the group"
         return work
 
-    def _group_of(self, key: Key) -> dist.ProcessGroup | None:
-        number = _KINDS.index(key.kind) * self._channels + key.stage % self._channels
-        return self._groups[number] if self._groups else None
+    def _make_communicators(self, exchanging: Pairs) -> None:
+        """Send a byte over every pair of ranks that exchange tensors: all ranks in one order of groups and pairs.
 
-    def _wait(self, works: Sequence[dist.Work]) -> None:
+        nccl makes a communicator when both ranks of a pair ask for it, and blocks the first until the second does.
+        Made at their first transfers, two communicators could wait for each other.
+        """
+        assert self._groups is not None, "tensors have groups of their own"
+        for name, pairs in sorted(exchanging.items()):
+            byte, group = torch.zeros(1, dtype=torch.uint8, device=self._device), self._groups.groups[name]
+            for first, second in pairs:
+                if self.rank in (first, second):
+                    peer = first + second - self.rank
+                    with talking_with(peer, f"making the communicator for {name}"):
+                        (dist.send if self.rank == first else dist.recv)(byte, peer, group)
+
+    def _wait(self, works: Sequence[dist.Work], on_host: bool) -> None:
+        """Wait for what gloo carries; let the current stream wait for what nccl does, which returns at once.
+
+        Given a timeout nccl would look for the end on the host, again and again: the watchdog has the limit there.
+        """
         for work in works:
-            work.wait(self._timeout)
+            if on_host or self._device.type == "cpu" or self._groups is None:
+                work.wait(self._timeout)
+            else:
+                work.wait()
 
     def _complete(self, peer: int, key: Key, works: list[dist.Work], tensors: list[Tensor]) -> None:
         with self._failing(peer, key, "sending"):
-            self._wait(works)
+            self._wait(works, on_host=key.kind not in GROUP_OF_KIND)
         tensors.clear()
 
     def _failing(self, peer: int | None, key: Key, doing: str) -> _Failing:

@@ -60,9 +60,10 @@ class Engine:
                  settings: Settings, distributed: bool) -> None:
         self._schedule, self._settings, self._fields = schedule, settings, model.batch
         self._placement: Placement = schedule.placement
-        self._programs = Programs(schedule, [stage for stage, layers in enumerate(settings.recompute) if layers])
         self.workers = make_workers(model, specs, schedule, make_optimizer, settings, distributed)
-        self.all_ranks = AllRanks(self.workers, specs, self._placement, settings.device, distributed)
+        self._programs = Programs(schedule, [stage for stage, layers in enumerate(settings.recompute) if layers],
+                                  any(worker.transport.ordered for worker in self.workers.values()))
+        self.all_ranks = AllRanks(self.workers, specs, self._placement, distributed)
         if settings.needs_norms and schedule.flush:
             self.all_ranks.agree_on_norms()
         self.parts = parts_of(self.workers, specs, self._placement)

@@ -138,6 +138,8 @@ class Neighbours:
             self._transport.post(peer, key, specs)
         if queue or specs is None:
             queue.append((key, seen))
+            if self._transport.ordered:  # the receive keeps its place among all transfers
+                self._learn_shapes(peer, queue)
 
     def _learn_shapes(self, peer: int, queue: deque[tuple[Key, _Seen]]) -> None:
         """Wait for the announcement at the head of the queue; post what it held up, up to the next unknown shapes.

@@ -37,6 +37,9 @@ class Outcomes:
     def __init__(self, workers: Mapping[int, Worker], schedule: Schedule, distributed: bool) -> None:
         self._workers, self._sources, self._distributed = workers, schedule.placement[-1], distributed
         self._last_stage = schedule.stages - 1
+        # To read a loss from a GPU is to wait for the GPU; so it is read when the whole batch has been queued.
+        self._on_gpu = any(stage.device.type != "cpu" for worker in workers.values()
+                           for stage in worker.stages.values())
         self.stop: Callable[[], bool] = lambda: False
         self.decisive = self._last_forwards(schedule)
         self._told: dict[tuple[int, int], Tensor] = {}  # by step and rank of the last stage, where that is here
@@ -53,8 +56,7 @@ class Outcomes:
         known = self._workers[rank].losses
         losses = [known[segment.base + i].double().reshape(()) for i in self._share(segment.rounds.of_step(step), rank)]
         ends = torch.tensor(float(rank == self._sources[0] and self.stop()), dtype=torch.float64)
-        # Not read here: a GPU would be waited for.
-        self._told[step, rank] = torch.stack([ends.to(losses[0].device) if losses else ends, *losses])
+        self._told[step, rank] = torch.stack([ends.to(losses[0].device) if losses else ends, *losses]).cpu()
         self._send(self._key(segment, step), self._told[step, rank])
 
     def step(self, segment: Segment, step: int) -> Step:
@@ -105,7 +107,7 @@ class Outcomes:
         return self._in_order(parts, microbatches).tolist()
 
     def _last_forwards(self, schedule: Schedule) -> Mapping[int, Action]:
-        if schedule.recipe is not None or schedule.rounds.per_step < schedule.microbatches:
+        if schedule.recipe is not None or schedule.rounds.per_step < schedule.microbatches or self._on_gpu:
             return {}
         return {rank: [action for action in schedule.programs[rank]
                        if action.op is Op.FORWARD and action.stage == self._last_stage][-1] for rank in self._sources}

@@ -13,6 +13,7 @@ from vpipe.schedules.reading import Reading
 from vpipe.schedules.registry import Recipe
 from vpipe.schedules.rounds import Rounds
 from vpipe.schedules.seat import seats
+from vpipe.schedules.transfer_order import TransferOrder, in_one_order
 from vpipe.schedules.wavefront import wavefront
 
 
@@ -31,10 +32,13 @@ class Programs:
     Args:
         schedule: lowered.
         recompute: stages that recompute activations.
+        ordered: whether transfers must come in one order, see :mod:`vpipe.schedules.transfer_order`.
     """
 
-    def __init__(self, schedule: Schedule, recompute: Collection[int]) -> None:
-        self._schedule, self._recompute = schedule, recompute
+    def __init__(self, schedule: Schedule, recompute: Collection[int], ordered: bool) -> None:
+        if ordered and schedule.recipe is None:
+            schedule, _ = in_one_order(Reading.of(schedule))
+        self._schedule, self._recompute, self._ordered = schedule, recompute, ordered
         self._split = frozenset((action.stage, action.microbatch) for program in schedule.programs for action in program
                                 if action.op is Op.INPUT)
         self._versions = Reading.of(schedule).version
@@ -62,14 +66,22 @@ class Programs:
             return stream_program(recipe, seated[rank], rounds, stages_of_rank(placement, rank), self._recompute)
 
         def program(rank: int) -> Program:
-            lowering = Lowering(rounds, rank, compute, self._schedule.ties)
-            return Program(lowering.program(), lowering.version_of, lambda stage, microbatch: stage in split)
+            lowered = {every: Lowering(rounds, every, compute, self._schedule.ties)
+                       for every in (range(self._schedule.ranks) if self._ordered else (rank,))}
+            actions = lowered[rank].program()
+            if self._ordered:
+                order = TransferOrder(
+                    rounds, self._schedule.ties, [lowering.program() for lowering in lowered.values()],
+                    lambda of, owner, microbatch: lowered[of].version_of(owner, microbatch), normed=False, ranks=[rank])
+                actions = order.program(rank)
+            return Program(actions, lowered[rank].version_of, lambda stage, microbatch: stage in split)
 
         return program
 
     def of_evaluation(self, microbatches: int) -> Callable[[int], Program]:
         """Every microbatch forward through all stages."""
         if microbatches not in self._evaluations:
-            self._evaluations = {microbatches: wavefront(self._schedule.placement, microbatches)}
+            schedule = wavefront(self._schedule.placement, microbatches)
+            self._evaluations = {microbatches: in_one_order(Reading.of(schedule))[0] if self._ordered else schedule}
         programs = self._evaluations[microbatches].programs
         return lambda rank: Program(iter(programs[rank]), lambda owner, microbatch: 0, lambda stage, microbatch: False)

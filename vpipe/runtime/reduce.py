@@ -110,6 +110,9 @@ class Reduction:
     @contextmanager
     def during_backward(self, update: int, contributors: Sequence[int]) -> Iterator[None]:
         """Send what the backward inside makes as soon as it is made, and at its end the rest."""
+        if self._transport.ordered:  # then it is one transfer among others, at its own place
+            yield
+            return
         times: Counter[int] = Counter()
         self._missing = [len(bucket.members) for bucket in self._buckets]
 
@@ -138,7 +141,8 @@ class Reduction:
     def after_backward(self, update: int, contributors: Sequence[int]) -> Iterator[None]:
         """Send all at the end of what is inside."""
         yield
-        self.send(update, contributors)
+        if not self._transport.ordered:
+            self.send(update, contributors)
 
     def send(self, update: int, contributors: Sequence[int]) -> None:
         """Send what was not sent yet; a replica without a microbatch of the update only gets ready for the others'."""
@@ -178,7 +182,7 @@ class Reduction:
 
     def add(self, update: int, contributors: Sequence[int]) -> None:
         """Sum this replica's share of every gradient and send it to the others."""
-        if self._transport.rank not in contributors:
+        if self._transport.ordered or self._transport.rank not in contributors:
             self.send(update, contributors)
         for number, bucket in enumerate(self._buckets):
             key = self._key("D", update, number)

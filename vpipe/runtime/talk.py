@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vpipe.errors import RunError
+from vpipe.runtime.process_groups import control_group
 from vpipe.watch.current import watch_of_process
 from vpipe.watch.seen import Doing
 from vpipe.watch.watch import Watch
@@ -19,7 +20,7 @@ from vpipe.watch.watch import Watch
 _SHARING = "sharing what each has"
 
 
-def share_tensors(tensors: Mapping[str, Tensor], source: int, device: torch.device) -> dict[str, Tensor]:
+def share_tensors(tensors: Mapping[str, Tensor], source: int) -> dict[str, Tensor]:
     """Named tensors of one rank, on every rank, in host memory. All ranks must call it; only the source gives any.
 
     Sent from rank to rank, as everything else: the worker threads behind gloo's collectives may outlive the
@@ -28,31 +29,31 @@ def share_tensors(tensors: Mapping[str, Tensor], source: int, device: torch.devi
     Raises:
         RunError: a rank did not answer in the process group's time, or is gone.
     """
-    carrier = torch.device("cpu") if dist.get_backend() == "gloo" else device
+    group = control_group()
     if dist.get_rank() != source:
         with talking_with(source, _SHARING):
-            return _receive_shared(source, carrier)
-    content = [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()]
-    text = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8).to(carrier)
+            return _receive_shared(source, group)
+    shared = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    content = [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in shared.items()]
+    text = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
     for peer in (other for other in range(dist.get_world_size()) if other != source):
         with talking_with(peer, _SHARING):
-            for tensor in (torch.tensor([text.numel()], device=carrier), text, *tensors.values()):
+            for tensor in (torch.tensor([text.numel()]), text, *shared.values()):
                 if tensor.numel():
-                    dist.send(tensor.to(carrier).contiguous(), peer)
-    return {name: t.cpu().clone() for name, t in tensors.items()}
+                    dist.send(tensor, peer, group)
+    return {name: t.clone() for name, t in shared.items()}
 
 
-def _receive_shared(source: int, carrier: torch.device) -> dict[str, Tensor]:
-    size = torch.empty(1, dtype=torch.int64, device=carrier)
-    dist.recv(size, source)
-    text = torch.empty(int(size), dtype=torch.uint8, device=carrier)
-    dist.recv(text, source)
+def _receive_shared(source: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
+    size = torch.empty(1, dtype=torch.int64)
+    dist.recv(size, source, group)
+    text = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(text, source, group)
     received: dict[str, Tensor] = {}
-    for name, shape, dtype in json.loads(bytes(text.cpu().numpy()).decode()):
-        value = torch.empty(shape, dtype=getattr(torch, dtype), device=carrier)
-        if value.numel():
-            dist.recv(value, source)
-        received[name] = value.cpu()
+    for name, shape, dtype in json.loads(bytes(text.numpy()).decode()):
+        received[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+        if received[name].numel():
+            dist.recv(received[name], source, group)
     return received
 
 

@@ -71,6 +71,8 @@ class ThreadedWorker(Worker):
         self.operations = {op: operation if op in _GOES_ON else partial(self._after_forwards, operation)
                            for op, operation in plain.items()}
         self.operations[Op.SEND_F] = self._send_forward
+        if self.transport.ordered:  # sends that were put off come before the receives behind them
+            self.operations[Op.RECV_F] = partial(self._after_sends, plain[Op.RECV_F])
         self.operations[Op.SEND_B] = partial(self._send_backward, self.operations[Op.SEND_B])
 
     # -- forwards, in threads --------------------------------------------------------------------------
@@ -170,6 +172,10 @@ class ThreadedWorker(Worker):
         self._deferred.append(Action(Op.SEND_F, stage_index, microbatch))
         if self._in_turn:
             self._catch_up()
+
+    def _after_sends(self, operation: Callable[[int, int], None], stage_index: int, index: int) -> None:
+        self._catch_up()
+        operation(stage_index, index)
 
     def _after_forwards(self, operation: Callable[[int, int], None], stage_index: int, index: int) -> None:
         self._gather()

@@ -25,7 +25,7 @@ from vpipe.runtime.scaling import Scaling
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport import Key, Spec, Transport
 from vpipe.runtime.weights import Weights
-from vpipe.schedules.order import borrowing_ranks
+from vpipe.schedules.partners import Partners, borrowing_ranks
 from vpipe.schedules.rounds import Rounds
 from vpipe.schedules.size import Placement
 
@@ -45,6 +45,7 @@ class TiedWeights:
         self._posted: dict[int, deque[int]] = defaultdict(deque)  # versions on their way, by owner
         self._here: dict[Key, list[Tensor]] = {}  # from this rank to itself
         self._rounds: Rounds
+        self._senders: dict[tuple[int, int], list[int]] = {}  # whose gradients of an update are still to be posted
         self._begun: dict[int, int] = defaultdict(int)  # the owner's updates before those that are counted
         for owner in set(ties) & set(stages):
             names = {name for borrowed in ties[owner].values() for name in borrowed}
@@ -55,6 +56,7 @@ class TiedWeights:
     def begin(self, rounds: Rounds) -> None:
         """What follows is of these rounds: count updates and versions from here."""
         self._rounds = rounds
+        self._partners = Partners(rounds, {owner: tuple(borrowers) for owner, borrowers in self._ties.items()})
         for number, stage in self._stages.items():
             self._begun[number] = stage.weights.latest
             self._begun.update({owner: weights.latest for owner, weights in stage.borrowed.items()})
@@ -63,25 +65,33 @@ class TiedWeights:
         """Whether a transfer can be taken without waiting."""
         return key in self._here if peer == self._transport.rank else self._transport.ready(peer, key)
 
-    # -- the owner's side
+    def exchange_first(self) -> None:
+        """Send and get ready for the initial weights: owner after owner, in one order on all ranks."""
+        for owner in sorted(self._ties):
+            if owner in self._stages:
+                self.send_version(owner, 0)
+            if owner in self._lender:
+                self.post_version(owner, 0)
 
-    def lend_first(self) -> None:
-        """Send the initial weights to the stages that borrow them."""
-        for owner in sorted(set(self._ties) & set(self._stages)):
-            self.send_version(owner, 0)
+    # -- the owner's side
 
     def send_version(self, owner: int, version: int) -> None:
         """Send the latest version, which is this one, to every borrower."""
-        for borrower, names in self._ties[owner].items():
+        for borrower, names in sorted(self._ties[owner].items()):
             key, values = self._key("W", owner, borrower, version), self._stages[owner].weights.values(names)
             for rank in borrowing_ranks(self._placement, owner, [borrower], self._transport.rank):
                 self._send(rank, key, values)
 
     def post_gradients(self, owner: int, update: int) -> None:
-        """Get ready for the borrowers' gradients of an update."""
-        for borrower, names in self._ties[owner].items():
-            for rank in self._rounds.contributors(owner, update, borrower):
-                self._post(rank, self._key("G", owner, borrower, update), self._stages[owner].weights.values(names))
+        """Get ready for the borrowers' gradients of an update; where transfers have an order, for the next rank's."""
+        senders = self._senders.pop((owner, update), None) or self._partners.gradient_senders(owner, update)
+        if self._transport.ordered and len(senders) > 1:
+            self._senders[owner, update] = senders[1:]
+            senders = senders[:1]
+        for rank in senders:
+            for borrower, names in sorted(self._ties[owner].items()):
+                if rank in self._rounds.contributors(owner, update, borrower):
+                    self._post(rank, self._key("G", owner, borrower, update), self._stages[owner].weights.values(names))
 
     def gradients_needed(self, owner: int, update: int) -> Iterator[tuple[int, Key]]:
         """The transfers, with their ranks, that the owner's step waits for."""
@@ -106,12 +116,6 @@ class TiedWeights:
             self._stages[owner].weights.add_gradient(name, gradient)
 
     # -- the borrower's side
-
-    def borrow_first(self) -> None:
-        """Receive the initial weights of every owner."""
-        for owner in sorted(self._lender):
-            self.post_version(owner, 0)
-        self.install_all()
 
     def post_version(self, owner: int, version: int) -> None:
         """Get ready for a version of the owner's."""

@@ -51,8 +51,12 @@ class Transport(Protocol):
     """One rank's end. Sends and posts return at once; only ``take`` waits.
 
     A tensor that was sent must not be changed until its receiver has it.
+
+    Attributes:
+        ordered: whether transfers must be issued in the order of :mod:`vpipe.schedules.transfer_order`.
     """
 
+    ordered: bool
     rank: int
     bytes_sent: int
     wait_s: float
@@ -86,6 +90,8 @@ Mailroom = dict[tuple[int, int, Key], list[Tensor]]
 
 class InProcess:
     """One rank's end of a mailroom: tensors change hands without a copy."""
+
+    ordered = False
 
     def __init__(self, rank: int, room: Mailroom) -> None:
         self.rank, self._room = rank, room

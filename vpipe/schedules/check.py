@@ -21,6 +21,7 @@ from vpipe.schedules.rules.transfers import (
     last_versions,
     matching,
     no_deadlock_buffered,
+    no_deadlock_in_one_order,
     no_deadlock_rendezvous,
     precedence,
 )
@@ -71,5 +72,6 @@ def check(schedule: Schedule) -> None:
 
 RULES: tuple[Callable[[Reading], None], ...] = (
     placement, indices, completeness, updates, used_versions, reductions, norms, matching, precedence, last_versions,
-    borrowed_versions, channel_order, no_deadlock_buffered, no_deadlock_rendezvous, weight_versions, peak_activations)
+    borrowed_versions, channel_order, no_deadlock_buffered, no_deadlock_rendezvous, no_deadlock_in_one_order,
+    weight_versions, peak_activations)
 """Every rule, in the order in which :func:`check` holds a schedule to them."""

@@ -31,7 +31,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from vpipe.schedules.action import COMPLETES, COMPUTE, RETURNS, Action, Op
-from vpipe.schedules.order import Schedule, borrowing_ranks, stages_of_rank
+from vpipe.schedules.order import Schedule, stages_of_rank
+from vpipe.schedules.partners import borrowing_ranks
 from vpipe.schedules.receives import post_in_time
 from vpipe.schedules.rounds import Rounds
 
@@ -92,7 +93,7 @@ class Lowering:
         self._stages = stages_of_rank(placement, rank)
         self._ties = {owner: borrowers for owner, borrowers in ties.items() if owner in self._stages and borrowers}
         self._lent = {owner for owner, borrowers in self._ties.items()
-                      if list(borrowing_ranks(placement, owner, borrowers, rank))}
+                      if borrowing_ranks(placement, owner, borrowers, rank)}
         self._borrowers = {owner: sorted(here) for owner, borrowers in ties.items()
                            if (here := set(borrowers) & set(self._stages))}
         self._completed: Counter[tuple[int, int, int]] = Counter()  # gradients there, by (owner, update, borrower)

@@ -73,14 +73,6 @@ def stages_of_rank(placement: Placement, rank: int) -> list[int]:
     return [stage for stage, ranks in enumerate(placement) if rank in ranks]
 
 
-def borrowing_ranks(placement: Placement, owner: int, borrowers: Iterable[int], rank: int) -> Iterator[int]:
-    """The ranks that get the tied weights of ``owner`` from ``rank``, one of its replicas."""
-    width = len(placement[owner])
-    for held_by in sorted({held_by for stage in borrowers for held_by in enumerate(placement[stage])}):
-        if placement[owner][held_by[0] % width] == rank:
-            yield held_by[1]
-
-
 def describe_rank(placement: Placement, rank: int) -> str:
     """A rank with its stages, for messages: ``rank 2 (stage 2)``."""
     stages = stages_of_rank(placement, rank)

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 from vpipe.schedules.action import COMPLETES, RECEIVES, RETURNS, SENDS, Action, Op
 from vpipe.schedules.grid import Spot
-from vpipe.schedules.order import Schedule, borrowing_ranks
-
-OnRank = tuple[Action, int]
-"""An action and the rank that executes it."""
+from vpipe.schedules.order import Schedule
+from vpipe.schedules.partners import OnRank, Partners
 
 
 @dataclass(frozen=True)
@@ -24,8 +22,7 @@ class Reading:
         last: by stage, update and rank, the rank's last action (B or W) that makes weight gradients for it.
         version: the weight version that the forward of (stage, microbatch) uses: what the last USE before it says,
             else the number of steps before it.
-        borrowing: by owning stage, the ranks with a stage that borrows its tied weights.
-        lending: by owning stage and rank, those of them that get the weights from that rank.
+        partners: finds the other ends of transfers.
         lowered: whether there are transfers or sums; without any the actions wait for each other directly.
         normed: whether gradient norms are exchanged before the steps.
     """
@@ -34,8 +31,7 @@ class Reading:
     where: Mapping[Action, Sequence[Spot]]
     last: Mapping[tuple[int, int, int], Action]
     version: Mapping[tuple[int, int], int]
-    borrowing: Mapping[int, Sequence[int]]
-    lending: Mapping[tuple[int, int], Sequence[int]]
+    partners: Partners
     lowered: bool
     normed: bool
 
@@ -60,14 +56,7 @@ class Reading:
                     version[action.stage, action.microbatch] = chosen.get(action.stage, steps[action.stage])
                 elif action.op in COMPLETES and action.stage < len(spans) and spans[action.stage]:
                     last[action.stage, action.microbatch // spans[action.stage], rank] = action
-        borrowing = {owner: sorted({rank for stage in borrowers if 0 <= stage < schedule.stages
-                                    for rank in schedule.placement[stage]})
-                     for owner, borrowers in schedule.ties.items()}
-        lending = {(owner, rank): list(borrowing_ranks(schedule.placement, owner, borrowers, rank))
-                   for owner, borrowers in schedule.ties.items()
-                   if 0 <= owner < schedule.stages and all(0 <= stage < schedule.stages for stage in borrowers)
-                   for rank in schedule.placement[owner]}
-        return cls(schedule, dict(where), last, version, borrowing, lending,
+        return cls(schedule, dict(where), last, version, Partners(schedule.rounds, schedule.ties),
                    bool(operations & (SENDS | RECEIVES | {Op.REDUCE})), Op.NORM in operations)
 
     def actions(self) -> Iterator[tuple[Action, Spot]]:
@@ -90,7 +79,7 @@ class Reading:
 
     def rank_of(self, stage: int, microbatch: int) -> int:
         """The rank that takes a microbatch through a stage; -1 outside the pipeline."""
-        return self.schedule.rounds.rank_of(stage, microbatch) if 0 <= stage < self.schedule.stages else -1
+        return self.partners.rank_of(stage, microbatch)
 
     def end(self, rank: int) -> Spot:
         return rank, len(self.schedule.programs[rank])
@@ -124,7 +113,7 @@ class Reading:
         elif op in RETURNS:
             if self.rank_of(stage + 1, index) not in (-1, rank):
                 yield Action(Op.RECV_B, stage, index)
-        elif op in (Op.NORM, Op.STEP) and self.borrowing.get(stage):
+        elif op in (Op.NORM, Op.STEP) and self.partners.borrowing.get(stage):
             yield Action(Op.RECV_G, stage, index)
 
     def makers(self, action: Action, rank: int) -> Iterator[Action]:
@@ -166,31 +155,7 @@ class Reading:
         """The sends of the same rank whose tied weights or gradients ``action`` uses."""
         for receive in self.receives(action, rank):
             if receive.op in (Op.RECV_W, Op.RECV_G):
-                yield from (send for send, peer in self.partners(receive, rank) if peer == rank)
-
-    def partners(self, transfer: Action, rank: int) -> list[OnRank]:
-        """The other ends of a send or a receive; none when it leads out of the pipeline.
-
-        Activations and their gradients have no other end on their own rank. Tied weights do: there they change hands.
-        """
-        op, stage, index = transfer.op, transfer.stage, transfer.microbatch
-        if op in _NEIGHBOUR:
-            other, offset = _NEIGHBOUR[op]
-            peer = self.rank_of(stage + offset, index)
-            return [(Action(other, stage + offset, index), peer)] if peer not in (-1, rank) else []
-        return [(Action(_TIED[op], stage, index), peer) for peer in self._tied_peers(op, stage, index, rank)]
-
-    def _tied_peers(self, op: Op, stage: int, index: int, rank: int) -> Sequence[int]:
-        owners = self.schedule.placement[stage]
-        if op is Op.SEND_W:
-            return self.lending.get((stage, rank), ())
-        if op is Op.RECV_W:
-            return [owner for owner in owners if rank in self.lending.get((stage, owner), ())]
-        if op is Op.SEND_G:
-            return owners
-        return [peer for peer in self.borrowing.get(stage, ())
-                if any(self.schedule.rounds.share(stage, index, borrower, peer)
-                       for borrower in self.schedule.ties.get(stage, ()) if peer in self.schedule.placement[borrower])]
+                yield from (send for send, peer in self.partners.of(receive, rank) if peer == rank)
 
     def waits(self, action: Action, rank: int, rendezvous: bool) -> list[OnRank]:
         """The actions that must have been executed before ``action`` can be, besides those before it on its rank.
@@ -202,8 +167,8 @@ class Reading:
         if op in RECEIVES:
             return []
         if op in SENDS:
-            return [other for other in self.partners(action, rank) if other[1] != rank] if rendezvous else []
-        sends = [send for receive in self.receives(action, rank) for send in self.partners(receive, rank)]
+            return [other for other in self.partners.of(action, rank) if other[1] != rank] if rendezvous else []
+        sends = [send for receive in self.receives(action, rank) for send in self.partners.of(receive, rank)]
         if not self.lowered:
             made = [(maker, peer) for send, peer in sends for maker in self.makers(send, peer)]
             return made + (self._others(stage, index, rank) if op is Op.STEP else [])
@@ -221,8 +186,3 @@ class Reading:
         """The last of what makes the other replicas' gradients of an update."""
         return [(self.last[stage, update, other], other) for other in self.schedule.placement[stage]
                 if other != rank and (stage, update, other) in self.last]
-
-
-_NEIGHBOUR = {Op.SEND_F: (Op.RECV_F, 1), Op.RECV_F: (Op.SEND_F, -1),
-              Op.SEND_B: (Op.RECV_B, -1), Op.RECV_B: (Op.SEND_B, 1)}  # the other end, and its stage seen from here
-_TIED = {Op.SEND_W: Op.RECV_W, Op.RECV_W: Op.SEND_W, Op.SEND_G: Op.RECV_G, Op.RECV_G: Op.SEND_G}

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from vpipe.schedules.action import RECEIVES, SENDS, Action, Op
 from vpipe.schedules.order import Schedule
-from vpipe.schedules.reading import OnRank, Reading
+from vpipe.schedules.partners import OnRank
+from vpipe.schedules.reading import Reading
 
 Channel = tuple[int, int, Op]
 """Sender, receiver, and what is sent."""
@@ -40,7 +41,7 @@ class _Posting:
         self._places: dict[Action, tuple[Channel, int]] = {}
         for action, (rank, _) in self._reading.actions():
             if action.op in (Op.SEND_F, Op.SEND_B):
-                for receive, peer in self._reading.partners(action, rank):
+                for receive, peer in self._reading.partners.of(action, rank):
                     channel = rank, peer, action.op
                     self._places[receive] = channel, len(self._orders[channel])
                     self._orders[channel].append(receive)

@@ -18,6 +18,7 @@ from vpipe.pipeline import Pipeline
 from vpipe.plan.plan import Plan
 from vpipe.plan.prediction import Prediction, StagePrediction
 from vpipe.plan.profile import Profile
+from vpipe.runtime.process_groups import control_group
 from vpipe.runtime.talk import talking_with
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import Op
@@ -139,10 +140,10 @@ class Replanning:
         for peer in peers:
             with talking_with(peer, "sharing how long it works"):
                 if here:
-                    work = dist.isend(self._counted[here], peer)
+                    work = dist.isend(self._counted[here], peer, control_group())
                 else:
                     self._counted[peer] = torch.empty_like(self._counted[here])
-                    work = dist.irecv(self._counted[peer], peer)
+                    work = dist.irecv(self._counted[peer], peer, control_group())
             assert work is not None, "this rank is in the default group"
             self._under_way[peer] = work
 

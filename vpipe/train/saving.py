@@ -265,8 +265,7 @@ def from_first(value: Any, pipe: Pipeline, source: int = 0) -> Any:
     if _processes() == 1:
         return value
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    device = pipe.engine.local_stages[0].device
-    shared = share_tensors({"value": text} if pipe.rank == source else {}, source, device)
+    shared = share_tensors({"value": text} if pipe.rank == source else {}, source)
     return json.loads(bytes(shared["value"].numpy()).decode())
 
 

@@ -83,7 +83,7 @@ class Trace:
 
     def _compared(self) -> tuple[float, float]:
         """When, on this rank's clock, and what to add to it."""
-        offset_s = clock_offset(self._pipe.engine.local_stages[0].device) if dist.is_initialized() else 0.0
+        offset_s = clock_offset() if dist.is_initialized() else 0.0
         return perf_counter(), offset_s
 
     def _write(self, rank: int, *closing: str) -> None:

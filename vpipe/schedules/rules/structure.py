@@ -46,7 +46,7 @@ def placement(reading: Reading) -> None:
                         f"{'is' if schedule.stages == 1 else 'are'} {counted(schedule.stages, 'stage')}",
                         f"use {_range('stage', 0, schedule.stages)}", (rank, position))
         borrowed = action.op in (Op.RECV_W, Op.SEND_G)
-        homes = reading.borrowing.get(action.stage, ()) if borrowed else schedule.placement[action.stage]
+        homes = reading.partners.borrowing.get(action.stage, ()) if borrowed else schedule.placement[action.stage]
         if rank not in homes:
             raise fault(schedule, f"{action} stands on rank {rank}, but stage {action.stage} "
                         f"{'is borrowed by' if borrowed else 'lives on'} {_ranks(homes)}",

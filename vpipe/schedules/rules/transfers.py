@@ -8,6 +8,7 @@ from vpipe.schedules.action import RECEIVES, SENDS, Action, Op
 from vpipe.schedules.execute import execute
 from vpipe.schedules.grid import Spot, fault
 from vpipe.schedules.reading import Reading
+from vpipe.schedules.transfer_order import in_one_order
 
 
 def matching(reading: Reading) -> None:
@@ -15,7 +16,7 @@ def matching(reading: Reading) -> None:
     for action, (rank, position) in reading.actions():
         if action.op not in SENDS and action.op not in RECEIVES:
             continue
-        partners = reading.partners(action, rank)
+        partners = reading.partners.of(action, rank)
         if not partners:
             raise fault(reading.schedule, f"{action} on rank {rank} has no other rank at its other end",
                         "transfer only between stages on different ranks", (rank, position))
@@ -55,7 +56,7 @@ def last_versions(reading: Reading) -> None:
     """Every borrower of tied weights ends with the version that their owner ends with."""
     if not reading.lowered:
         return
-    for owner, borrowing in reading.borrowing.items():
+    for owner, borrowing in reading.partners.borrowing.items():
         updates = reading.schedule.updates(owner)
         last = Action(Op.RECV_W, owner, updates)
         for rank in borrowing if updates else ():
@@ -89,10 +90,10 @@ def channel_order(reading: Reading) -> None:
     for action, spot in reading.actions():
         tie = action.stage if action.op in _TIED else -1
         if action.op in SENDS:
-            for _, peer in reading.partners(action, spot[0]):
+            for _, peer in reading.partners.of(action, spot[0]):
                 sent[spot[0], peer, action.op, tie].append((action, spot))
         elif action.op in RECEIVES:
-            for send, peer in reading.partners(action, spot[0]):
+            for send, peer in reading.partners.of(action, spot[0]):
                 received[peer, spot[0], send.op, tie].append((send, spot))
     for (source, target, op, tie), sends in sent.items():
         if source == target:
@@ -114,6 +115,24 @@ def no_deadlock_buffered(reading: Reading) -> None:
 def no_deadlock_rendezvous(reading: Reading) -> None:
     """Every rank reaches its end when a send waits until its receive is posted."""
     _reaches_end(reading, rendezvous=True)
+
+
+def no_deadlock_in_one_order(reading: Reading) -> None:
+    """Every rank reaches its end when it carries out one transfer at a time, in an order that all ranks keep to.
+
+    That is what nccl asks for: see :mod:`vpipe.schedules.transfer_order`.
+    """
+    if not reading.lowered:
+        return
+    _, stuck = in_one_order(reading)
+    if stuck:
+        waiting = "; ".join(f"rank {rank} stands before {action}" for rank, action in stuck.items())
+        cursors = [reading.position(stuck[rank], rank) or 0 if rank in stuck else len(program)
+                   for rank, program in enumerate(reading.schedule.programs)]
+        raise fault(reading.schedule, f"deadlock when a rank carries out one transfer at a time (nccl): {waiting}",
+                    "let the replicas of a stage come to their sums in one order, and the ranks that borrow a weight "
+                    "to their gradients in the order of the microbatches",
+                    *((rank, cursors[rank]) for rank in stuck), cursors=cursors)
 
 
 def _reaches_end(reading: Reading, rendezvous: bool) -> None:

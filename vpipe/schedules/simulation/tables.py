@@ -11,7 +11,8 @@ from math import lcm
 
 from vpipe.schedules.action import COMPLETES, PER_MICROBATCH, RETURNS, SENDS, Action, Op
 from vpipe.schedules.lower import Lowering, VersionsUsed
-from vpipe.schedules.order import Schedule, borrowing_ranks
+from vpipe.schedules.order import Schedule
+from vpipe.schedules.partners import borrowing_ranks
 from vpipe.schedules.simulation.costs import Costs, Number, ratio
 from vpipe.schedules.simulation.timeline import recomputations
 

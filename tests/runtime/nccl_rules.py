@@ -1,0 +1,172 @@
+"""A backend of torch.distributed for tests that keeps nccl's rules over gloo, on CPU tensors.
+
+1. Without eager communicators the first operation of a group for a pair of ranks blocks the caller until the peer makes
+   its first one for that pair.
+2. Operations run in the order in which they were issued, whatever their direction.
+3. Tags are ignored: order alone matches sends and receives.
+4. A send is buffered, or waits until its receive runs.
+5. The worst case: operations of all groups of a rank run one after the other. A wait blocks the caller, which has no
+   stream that could wait instead.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vpipe.runtime import process_groups
+
+NAME = "nccl_rules"
+LIMIT = timedelta(seconds=30)
+_HELLO, _CLEAR, _DATA = range(3)
+
+
+@dataclass
+class Rules:
+    """How the backend behaves.
+
+    Attributes:
+        eager: whether communicators are there from the beginning.
+        buffered: whether sends do not wait for their receives.
+        communicators: that were made here, as (group, peer).
+    """
+
+    eager: bool = False
+    buffered: bool = False
+    communicators: set[tuple[int, int]] | None = None
+
+
+rules = Rules()
+
+
+class Ended(dist._Work):
+    """An operation that was issued."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended = threading.Event()
+        self.error: BaseException | None = None
+
+    def wait(self, timeout: timedelta = LIMIT) -> bool:
+        limit_s = min(timeout, LIMIT).total_seconds() or LIMIT.total_seconds()
+        if not self.ended.wait(limit_s):
+            raise RuntimeError(f"Timed out after {limit_s:g} s")
+        if self.error is not None:
+            raise RuntimeError(str(self.error))
+        return True
+
+    def is_completed(self) -> bool:
+        return self.ended.is_set()
+
+
+class Device:
+    """What carries out a rank's operations, one after the other."""
+
+    def __init__(self, carrier: Any) -> None:
+        self.carrier, self.groups = carrier, 0
+        self.unsent: list[Any] = []  # buffered sends
+        self.queue: queue.SimpleQueue[tuple[Callable[[], None], Ended]] = queue.SimpleQueue()
+        threading.Thread(target=self._carry_out, daemon=True, name="device").start()
+
+    def issue(self, operation: Callable[[], None]) -> Ended:
+        work = Ended()
+        self.queue.put((operation, work))
+        return work
+
+    def _carry_out(self) -> None:
+        while True:
+            operation, work = self.queue.get()
+            try:
+                operation()
+            except BaseException as error:
+                work.error = error
+            work.ended.set()
+
+
+_device: Device | None = None
+
+
+class NcclRules(dist.ProcessGroup):
+    """A process group with the rules; only sends and receives."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        assert _device is not None
+        _device.groups += 1
+        self._number, self._me = _device.groups, rank
+        self._met: set[int] = set()
+
+    def getBackendName(self) -> str:  # noqa: N802: torch calls it so
+        return NAME
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Ended:
+        self._meet(peer)
+        (tensor,) = tensors
+        assert _device is not None
+        return _device.issue(lambda: self._send(tensor, peer))
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Ended:
+        self._meet(peer)
+        (tensor,) = tensors
+        assert _device is not None
+        return _device.issue(lambda: self._receive(tensor, peer))
+
+    def _meet(self, peer: int) -> None:
+        """Make the communicator of a pair when it is used first."""
+        if peer in self._met:
+            return
+        self._met.add(peer)
+        if rules.communicators is not None:
+            rules.communicators.add((self._number, peer))
+        if not rules.eager:
+            assert _device is not None
+            here = _device.carrier.send([torch.zeros(1)], peer, self._tag(_HELLO))
+            _device.carrier.recv([torch.zeros(1)], peer, self._tag(_HELLO)).wait(LIMIT)
+            here.wait(LIMIT)
+
+    def _send(self, tensor: Tensor, peer: int) -> None:
+        assert _device is not None
+        if rules.buffered:
+            copied = tensor.clone()
+            _device.unsent.append((_device.carrier.send([copied], peer, self._tag(_DATA)), copied))
+            return
+        _device.carrier.recv([torch.zeros(1)], peer, self._tag(_CLEAR)).wait(LIMIT)
+        _device.carrier.send([tensor], peer, self._tag(_DATA)).wait(LIMIT)
+
+    def _receive(self, tensor: Tensor, peer: int) -> None:
+        assert _device is not None
+        if not rules.buffered:
+            _device.carrier.send([torch.zeros(1)], peer, self._tag(_CLEAR)).wait(LIMIT)
+        _device.carrier.recv([tensor], peer, self._tag(_DATA)).wait(LIMIT)
+
+    def _tag(self, kind: int) -> int:
+        return self._number * 3 + kind
+
+
+@contextmanager
+def nccl_rules(*, eager: bool, buffered: bool) -> Iterator[Rules]:
+    """Let tensors between ranks go over the backend. All ranks must enter together."""
+    global _device
+    if _device is None:
+        dist.Backend.register_backend(NAME, NcclRules, devices=["cpu"])
+        _device = Device(dist.new_group(backend="gloo"))
+    rules.eager, rules.buffered, rules.communicators = eager, buffered, set()
+    backend_of = process_groups.backend_of
+    process_groups.backend_of = lambda device: NAME
+    try:
+        yield rules
+    finally:
+        process_groups.backend_of = backend_of
+        process_groups._tensor_groups.clear()
+        for work, _ in _device.unsent:
+            work.wait(LIMIT)
+        _device.unsent.clear()

@@ -1,0 +1,116 @@
+"""A model of ranks whose device carries out one transfer after the other, in the order in which they were issued."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vpipe.schedules.action import RECEIVES, SENDS, Action, Op
+from vpipe.schedules.order import Schedule
+from vpipe.schedules.reading import Reading
+
+Transfer = tuple[Action, int, int]
+"""The send, the rank that sends, the rank that receives; of a sum over replicas the action, and -1 twice."""
+
+
+class SerialDevices:
+    """Carry out programs whose transfers block each other: nccl's rules 2 and 3, and the worst case of rule 5.
+
+    Args:
+        schedule: lowered; its programs in the order of issue.
+        rendezvous: whether a send ends only with its receive; else it is buffered.
+        blocking: whether a rank goes on only when what it issued has ended.
+    """
+
+    def __init__(self, schedule: Schedule, *, rendezvous: bool, blocking: bool = False) -> None:
+        self.schedule, self.rendezvous, self.blocking = schedule, rendezvous, blocking
+        self.reading = Reading.of(schedule)
+        ranks = range(schedule.ranks)
+        self.cursors = [0] * schedule.ranks
+        self.queues: list[list[Transfer]] = [[] for _ in ranks]
+        self.buffered: set[Transfer] = set()
+        self.ended: set[tuple[Transfer, int]] = set()  # with the rank on which it has
+        self.issued: list[list[Transfer]] = [[] for _ in ranks]
+        self.received_tied: dict[tuple[Action, int], int] = {}
+
+    def run(self) -> list[str]:
+        """Go as far as all ranks can; what each rank that is not at its end stands before."""
+        moved = True
+        while moved:
+            moved = False
+            for rank in range(self.schedule.ranks):
+                while self._step(rank):
+                    moved = True
+            moved |= self._transfer()
+        return [f"rank {rank} before {self.schedule.programs[rank][cursor]}"
+                for rank, cursor in enumerate(self.cursors) if cursor < len(self.schedule.programs[rank])] + [
+                f"rank {rank} has {queue[0]} under way" for rank, queue in enumerate(self.queues) if queue]
+
+    def _step(self, rank: int) -> bool:
+        program = self.schedule.programs[rank]
+        if self.cursors[rank] == len(program) or (self.blocking and self.queues[rank]):
+            return False
+        action = program[self.cursors[rank]]
+        if not all(self._is_done(*awaited) for awaited in self._awaited(action, rank)):
+            return False
+        for transfer in self._transfers(action, rank):
+            self.queues[rank].append(transfer)
+            self.issued[rank].append(transfer)
+        self.cursors[rank] += 1
+        return True
+
+    def _transfers(self, action: Action, rank: int) -> list[Transfer]:
+        if action.op is Op.REDUCE:
+            return [(action, -1, -1)]
+        if action.op in SENDS:
+            return [(action, rank, peer) for _, peer in self.reading.partners.of(action, rank) if peer != rank]
+        if action.op not in RECEIVES:
+            return []
+        sends = self.reading.partners.of(action, rank)
+        if action.op is Op.RECV_G:  # once for each of its senders
+            number = self.received_tied.setdefault((action, rank), 0)
+            self.received_tied[action, rank] += 1
+            sends = sends[number:number + 1]
+        return [(send, peer, rank) for send, peer in sends if peer != rank]
+
+    def _awaited(self, action: Action, rank: int) -> list[tuple[Transfer, int]]:
+        """What an action waits for: the transfers that bring what it uses."""
+        found = [((send, peer, rank), rank) for receive in self.reading.receives(action, rank)
+                 for send, peer in self.reading.partners.of(receive, rank) if peer != rank]
+        if action.op in (Op.NORM, Op.STEP) and self.schedule.rounds.width(action.stage) > 1:
+            found.append(((Action(Op.REDUCE, action.stage, action.microbatch), -1, -1), rank))
+        if action.op is Op.STEP and self.reading.normed:
+            found += [((Action(Op.NORM, stage, action.microbatch), -1, -1), ranks[0])
+                      for stage, ranks in enumerate(self.schedule.placement) if rank not in ranks]
+        return found
+
+    def _is_done(self, transfer: Transfer, rank: int) -> bool:
+        action = transfer[0]
+        if action.op is Op.NORM:  # over the host
+            return self.reading.position(action, rank) < self.cursors[rank]
+        return (transfer, rank) in self.ended
+
+    def _transfer(self) -> bool:
+        """End what can end at the head of the queues."""
+        moved = False
+        for rank, queue in enumerate(self.queues):
+            if not queue:
+                continue
+            transfer = queue[0]
+            action, source, target = transfer
+            if action.op is Op.REDUCE:
+                ranks: Sequence[int] = self.schedule.placement[action.stage]
+            elif self.rendezvous:
+                ranks = (source, target)
+            elif rank == source:
+                self.buffered.add(transfer)
+                ranks = (source,)
+            elif transfer in self.buffered:
+                ranks = (target,)
+            else:
+                continue
+            if all(self.queues[other] and self.queues[other][0] == transfer for other in ranks):
+                for other in ranks:
+                    self.queues[other].pop(0)
+                    self.ended.add((transfer, other))
+                moved = True
+        return moved

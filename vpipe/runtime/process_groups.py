@@ -1,0 +1,108 @@
+"""The process groups of vpipe: which there are, what goes over each, and what their backends promise.
+
+What the host reads (losses, gradient norms, stop flags, shapes, votes) always goes over gloo in host memory. Tensors
+between stages go there too, unless their device has a backend of its own. Such a backend is taken to keep nccl's
+rules: it knows no tags, and carries out what a group has for a pair of ranks in the order in which it was issued.
+Tensors then have three groups, so that activations, gradients, and what belongs to parameters do not wait for each
+other. Every group makes one communicator per pair of ranks that exchange something in it (with ``device_id`` in
+``init_process_group`` one for all ranks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+GROUP_OF_KIND = {"F": "activations", "B": "gradients", "W": "parameters", "G": "parameters", "D": "parameters",
+                 "S": "parameters"}
+"""The group of a transfer of tensors between stages, by the kind of its key; the other kinds are read by the host."""
+
+_control: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def backend_of(device: torch.device) -> str | None:
+    """Return the backend that the default process group has for tensors on a device; None when it has none."""
+    for entry in dist.get_backend_config().split(","):
+        kind, _, name = entry.partition(":")
+        if kind == device.type:
+            return name
+    return None
+
+
+def is_ordered(device: torch.device) -> bool:
+    """Whether tensors on a device go over a backend with nccl's rules."""
+    return backend_of(device) not in (None, "gloo")
+
+
+def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """Return the group over which the host talks: gloo, tensors in host memory.
+
+    It is the default group where that has gloo for the CPU; else one is made, once, by the first call, which all ranks
+    must make together.
+    """
+    default = dist.group.WORLD
+    assert default is not None, "torch.distributed is initialised"
+    if backend_of(torch.device("cpu")) == "gloo":
+        return default
+    if default not in _control:
+        _control[default] = dist.new_group(backend="gloo", timeout=timeout)
+    return _control[default]
+
+
+@dataclass
+class TensorGroups:
+    """The groups for tensors of a pipeline over a backend with nccl's rules.
+
+    Attributes:
+        groups: by name, see :data:`GROUP_OF_KIND`.
+        idle: whether all that was issued in them has ended. Operations that a failed pipeline left behind would match
+            those of the next one, so that gets groups of its own.
+    """
+
+    groups: Mapping[str, dist.ProcessGroup]
+    idle: bool = True
+
+
+_tensor_groups: WeakKeyDictionary[dist.ProcessGroup, TensorGroups] = WeakKeyDictionary()
+
+
+def tensor_groups(device: torch.device, timeout: timedelta) -> TensorGroups:
+    """Return the groups for tensors on a device, which the pipelines of a process share. All ranks must call it."""
+    default = dist.group.WORLD
+    assert default is not None, "torch.distributed is initialised"
+    known = _tensor_groups.get(default)
+    if not all(_from_all(known is not None and known.idle, timeout)):
+        backend = backend_of(device)
+        known = TensorGroups({name: dist.new_group(backend=backend, timeout=timeout)
+                              for name in dict.fromkeys(GROUP_OF_KIND.values())})
+        _tensor_groups[default] = known
+    assert known is not None, "no rank is idle without groups"
+    return known
+
+
+def _from_all(value: bool, timeout: timedelta) -> Sequence[bool]:
+    """Return what every rank gives."""
+    rank, ranks, group = dist.get_rank(), dist.get_world_size(), control_group(timeout)
+    values = [torch.tensor([value]) for _ in range(ranks)]
+    others = [other for other in range(ranks) if other != rank]
+    works = [dist.irecv(values[other], other, group) for other in others]
+    works += [dist.isend(values[rank], other, group) for other in others]
+    for work in works:
+        assert work is not None, "this rank is in the group"
+        work.wait(timeout)
+    return [bool(each) for each in values]
+
+
+_NCCL_DTYPES = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8,
+                          torch.int32, torch.int64, torch.bool})
+
+
+def as_sent(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor as a backend with nccl's rules takes it: other dtypes than its own as their bytes."""
+    return tensor if tensor.dtype in _NCCL_DTYPES else tensor.reshape(-1).view(torch.uint8)
