@@ -43,7 +43,7 @@ def most_behind(*, executor: str, schedule: str) -> int:
 def settles(*, announce: bool) -> bool:
     """The first rank sends and settles: whether the second was ready to receive by then."""
     store = _get_default_store()
-    transport = Distributed(torch.device("cpu"), 30.0, 1, lambda rank: f"rank {rank}", 0, {})
+    transport = Distributed(torch.device("cpu"), 30.0, 1, lambda rank: f"rank {rank}", 0)
     name, tensor = f"settles {announce}", torch.ones(3)
     ready = False
     if dist.get_rank() == 0:

@@ -26,7 +26,6 @@ from torch import Tensor
 from vpipe.runtime import process_groups
 
 NAME = "nccl_rules"
-LIMIT = timedelta(seconds=30)
 _HELLO, _CLEAR, _DATA = range(3)
 
 
@@ -37,12 +36,19 @@ class Rules:
     Attributes:
         eager: whether communicators are there from the beginning.
         buffered: whether sends do not wait for their receives.
+        limit_s: how long anything may take.
         communicators: that were made here, as (group, peer).
     """
 
     eager: bool = False
     buffered: bool = False
+    limit_s: float = 30.0
     communicators: set[tuple[int, int]] | None = None
+
+
+    @property
+    def limit(self) -> timedelta:
+        return timedelta(seconds=self.limit_s)
 
 
 rules = Rules()
@@ -56,10 +62,9 @@ class Ended(dist._Work):
         self.ended = threading.Event()
         self.error: BaseException | None = None
 
-    def wait(self, timeout: timedelta = LIMIT) -> bool:
-        limit_s = min(timeout, LIMIT).total_seconds() or LIMIT.total_seconds()
-        if not self.ended.wait(limit_s):
-            raise RuntimeError(f"Timed out after {limit_s:g} s")
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if not self.ended.wait(rules.limit_s):
+            raise RuntimeError(f"Timed out after {rules.limit_s:g} s")
         if self.error is not None:
             raise RuntimeError(str(self.error))
         return True
@@ -105,7 +110,7 @@ class NcclRules(dist.ProcessGroup):
         self._number, self._me = _device.groups, rank
         self._met: set[int] = set()
 
-    def getBackendName(self) -> str:  # noqa: N802: torch calls it so
+    def getBackendName(self) -> str:  # noqa: N802
         return NAME
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Ended:
@@ -130,8 +135,8 @@ class NcclRules(dist.ProcessGroup):
         if not rules.eager:
             assert _device is not None
             here = _device.carrier.send([torch.zeros(1)], peer, self._tag(_HELLO))
-            _device.carrier.recv([torch.zeros(1)], peer, self._tag(_HELLO)).wait(LIMIT)
-            here.wait(LIMIT)
+            _device.carrier.recv([torch.zeros(1)], peer, self._tag(_HELLO)).wait(rules.limit)
+            here.wait(rules.limit)
 
     def _send(self, tensor: Tensor, peer: int) -> None:
         assert _device is not None
@@ -139,27 +144,27 @@ class NcclRules(dist.ProcessGroup):
             copied = tensor.clone()
             _device.unsent.append((_device.carrier.send([copied], peer, self._tag(_DATA)), copied))
             return
-        _device.carrier.recv([torch.zeros(1)], peer, self._tag(_CLEAR)).wait(LIMIT)
-        _device.carrier.send([tensor], peer, self._tag(_DATA)).wait(LIMIT)
+        _device.carrier.recv([torch.zeros(1)], peer, self._tag(_CLEAR)).wait(rules.limit)
+        _device.carrier.send([tensor], peer, self._tag(_DATA)).wait(rules.limit)
 
     def _receive(self, tensor: Tensor, peer: int) -> None:
         assert _device is not None
         if not rules.buffered:
-            _device.carrier.send([torch.zeros(1)], peer, self._tag(_CLEAR)).wait(LIMIT)
-        _device.carrier.recv([tensor], peer, self._tag(_DATA)).wait(LIMIT)
+            _device.carrier.send([torch.zeros(1)], peer, self._tag(_CLEAR)).wait(rules.limit)
+        _device.carrier.recv([tensor], peer, self._tag(_DATA)).wait(rules.limit)
 
     def _tag(self, kind: int) -> int:
         return self._number * 3 + kind
 
 
 @contextmanager
-def nccl_rules(*, eager: bool, buffered: bool) -> Iterator[Rules]:
+def nccl_rules(*, eager: bool, buffered: bool, limit_s: float = 30.0) -> Iterator[Rules]:
     """Let tensors between ranks go over the backend. All ranks must enter together."""
     global _device
     if _device is None:
         dist.Backend.register_backend(NAME, NcclRules, devices=["cpu"])
         _device = Device(dist.new_group(backend="gloo"))
-    rules.eager, rules.buffered, rules.communicators = eager, buffered, set()
+    rules.eager, rules.buffered, rules.limit_s, rules.communicators = eager, buffered, limit_s, set()
     backend_of = process_groups.backend_of
     process_groups.backend_of = lambda device: NAME
     try:
@@ -168,5 +173,5 @@ def nccl_rules(*, eager: bool, buffered: bool) -> Iterator[Rules]:
         process_groups.backend_of = backend_of
         process_groups._tensor_groups.clear()
         for work, _ in _device.unsent:
-            work.wait(LIMIT)
+            work.wait(rules.limit)
         _device.unsent.clear()

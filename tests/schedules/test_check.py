@@ -284,6 +284,12 @@ BROKEN: dict[str, list[tuple[Callable[[], Schedule], str, str]]] = {  # rule: (b
                        before="0RECV_TIED_W3"),
          "rank 0 stands before 0SEND_TIED_W1 and waits for 0RECV_TIED_W1 of rank 2", "0SEND_TIED_W1"),
     ],
+    "no_deadlock_in_one_order": [
+        (lambda: swapped(prove("interleaved", ((0, 1), (0, 1)), 4, norm=True), 1, "0REDUCE_GRAD0",
+                         "1REDUCE_GRAD0"),
+         "deadlock when a rank carries out one transfer at a time (nccl): rank 0 stands before 0REDUCE_GRAD0; "
+         "rank 1 stands before 1REDUCE_GRAD0", "0REDUCE_GRAD0"),
+    ],
     "weight_versions": [
         (lambda: replace(stream(), versions=(2, 2, 1)),
          "stage 0 holds 3 weight versions with staleness 0; the schedule states at most 2 and 1", "0STEP1"),

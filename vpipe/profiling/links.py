@@ -35,8 +35,7 @@ def measure_links(world: World, device: torch.device, timeout_s: float) -> tuple
     if world.ranks == 1:
         return LinkProfile(0.0, copied_bytes_per_s(device)), {}
     rounds = _rounds(world.ranks, range(world.ranks) if device.type == "cuda" else world.hosts)
-    transport = Distributed(device, timeout_s, 1, lambda rank: f"rank {rank}", 1,
-                            {"activations": sorted(pair for pairs in rounds for pair in pairs)})
+    transport = Distributed(device, timeout_s, 1, lambda rank: f"rank {rank}", 1)
     mine: dict[int, list[list[float]]] = {}
     for pairs in rounds:
         world.share(None)

@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vpipe.errors import RunError, UserError
-from vpipe.runtime.process_groups import GROUP_OF_KIND, TensorGroups, as_sent, control_group, is_ordered, tensor_groups
-from vpipe.runtime.talk import failure_of, note, talking_with
+from vpipe.runtime.process_groups import GROUP_OF_KIND, as_sent, control_group, is_ordered, tensor_groups
+from vpipe.runtime.talk import failure_of, note
 from vpipe.runtime.transport import Key, Spec
-from vpipe.schedules.partners import Pairs
 from vpipe.watch.current import watch_of_process
 
 SENDS_BEHIND = 4
@@ -55,11 +54,10 @@ class Distributed:
         in_flight: most microbatch-stages whose activations a rank holds at once.
         describe: ``rank -> "rank 2 (stage 2)"``, for messages.
         buckets: transfers that a sum over replicas takes per peer.
-        pairs: of ranks that exchange tensors.
     """
 
     def __init__(self, device: torch.device, timeout_s: float, in_flight: int, describe: Callable[[int], str],
-                 buckets: int, pairs: Pairs) -> None:
+                 buckets: int) -> None:
         self.rank = dist.get_rank()
         self.bytes_sent = 0
         self.wait_s = 0.0
@@ -72,11 +70,8 @@ class Distributed:
         # Nobody waits for a peer before a sum, which waits for all: of one update the last one's sends have ended.
         self._behind |= {"D": 2 * buckets, "S": 2 * buckets}
         self._control = control_group(self._timeout)
-        self._groups: TensorGroups | None = None
         self.ordered = is_ordered(device)
-        if self.ordered:
-            self._groups = tensor_groups(device, self._timeout)
-            self._make_communicators(pairs)
+        self._groups = tensor_groups(device, self._timeout) if self.ordered else None
         # What an abandoned pipeline left under way must not match a later one's; every rank builds them in one order.
         self._generation = next(_generations)
         self._posted: dict[tuple[int, Key], _Posted] = {}
@@ -185,21 +180,6 @@ class Distributed:
                           _tag(key, number, self._generation))
         assert work is not None, "this rank is in the group"
         return work
-
-    def _make_communicators(self, exchanging: Pairs) -> None:
-        """Send a byte over every pair of ranks that exchange tensors: all ranks in one order of groups and pairs.
-
-        nccl makes a communicator when both ranks of a pair ask for it, and blocks the first until the second does.
-        Made at their first transfers, two communicators could wait for each other.
-        """
-        assert self._groups is not None, "tensors have groups of their own"
-        for name, pairs in sorted(exchanging.items()):
-            byte, group = torch.zeros(1, dtype=torch.uint8, device=self._device), self._groups.groups[name]
-            for first, second in pairs:
-                if self.rank in (first, second):
-                    peer = first + second - self.rank
-                    with talking_with(peer, f"making the communicator for {name}"):
-                        (dist.send if self.rank == first else dist.recv)(byte, peer, group)
 
     def _wait(self, works: Sequence[dist.Work], on_host: bool) -> None:
         """Wait for what gloo carries; let the current stream wait for what nccl does, which returns at once.

@@ -4,8 +4,9 @@ What the host reads (losses, gradient norms, stop flags, shapes, votes) always g
 between stages go there too, unless their device has a backend of its own. Such a backend is taken to keep nccl's
 rules: it knows no tags, and carries out what a group has for a pair of ranks in the order in which it was issued.
 Tensors then have three groups, so that activations, gradients, and what belongs to parameters do not wait for each
-other. Every group makes one communicator per pair of ranks that exchange something in it (with ``device_id`` in
-``init_process_group`` one for all ranks).
+other. nccl makes one communicator for each group and pair of ranks at their first transfer (with ``device_id`` in
+``init_process_group`` one for all ranks of a group), which blocks the first rank until the second one comes. Since
+transfers have an order, so have these (:mod:`vpipe.schedules.transfer_order`).
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ from vpipe.runtime.transport import InProcess, Mailroom, Transport
 from vpipe.runtime.update import Update
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.order import Schedule, describe_rank
-from vpipe.schedules.partners import Partners
 
 
 def make_workers(model: Model, specs: Sequence[StageSpec], schedule: Schedule, make_optimizer: MakeOptimizer,
@@ -52,8 +51,7 @@ def make_workers(model: Model, specs: Sequence[StageSpec], schedule: Schedule, m
                                     precision=settings.precision) for spec in own}
         optimizers = {s: StageOptimizer.build(make_optimizer, stage.weights.masters, s) for s, stage in stages.items()}
         transport: Transport = (Distributed(settings.device, settings.timeout_s, max(schedule.peak_activations),
-                                            partial(describe_rank, placement), count_buckets(stages.values()),
-                                            Partners(schedule.rounds, schedule.ties).pairs())
+                                            partial(describe_rank, placement), count_buckets(stages.values()))
                                 if distributed else InProcess(rank, room))
         if settings.compression is not None:
             transport = Compressed(transport, settings.compression)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations, product
-from math import lcm
 
 from vpipe.schedules.action import Action, Op
 from vpipe.schedules.rounds import Rounds
@@ -14,9 +12,6 @@ from vpipe.schedules.size import Placement
 
 OnRank = tuple[Action, int]
 """An action and the rank that executes it."""
-
-Pairs = Mapping[str, Sequence[tuple[int, int]]]
-"""By what is transferred, the pairs of ranks that do, sorted, the lower rank first."""
 
 _NEIGHBOUR = {Op.SEND_F: (Op.RECV_F, 1), Op.RECV_F: (Op.SEND_F, -1),
               Op.SEND_B: (Op.RECV_B, -1), Op.RECV_B: (Op.SEND_B, 1)}  # the other end, and its stage seen from here
@@ -85,19 +80,6 @@ class Partners:
                     last[rank] = max(last.get(rank, (-1, 0)), (share[-1], -borrower))
         return sorted(last, key=lambda rank: (last[rank], rank))
 
-    def pairs(self) -> Pairs:
-        """Return the pairs of ranks that pass activations, gradients, and what belongs to parameters.
-
-        The last are tied weights, their gradients, and sums over replicas.
-        """
-        placement, stages = self.rounds.placement, range(len(self.rounds.placement))
-        turns = range(lcm(*map(len, placement)))
-        neighbours = _sorted((self.rank_of(stage, turn), self.rank_of(stage + 1, turn))
-                             for stage in stages[:-1] for turn in turns)
-        tied = (pair for owner, ranks in self.borrowing.items() for pair in product(placement[owner], ranks))
-        replicas = (pair for ranks in placement for pair in combinations(ranks, 2))
-        return {"activations": neighbours, "gradients": neighbours, "parameters": _sorted((*tied, *replicas))}
-
     def _exists(self, stage: int) -> bool:
         return 0 <= stage < len(self.rounds.placement)
 
@@ -110,7 +92,3 @@ class Partners:
         if op is Op.SEND_G:
             return owners
         return self.gradient_senders(stage, index)
-
-
-def _sorted(found: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    return sorted({(min(pair), max(pair)) for pair in found if pair[0] != pair[1]})
