@@ -8,7 +8,6 @@ layers.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +21,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from vpipe.errors import Problem, UserError, nearest
+from vpipe.model.sequential import (
+    Loss,
+    WithLoss,
+    check_children,
+    check_module,
+    copied,
+    put_module,
+    shared_modules,
+    shared_parameters,
+)
 
 LOSS = "loss"
 
@@ -39,6 +48,8 @@ class Layer:
     ``build`` makes the module, whose ``forward`` takes ``inputs`` in that order and returns ``outputs``
     in that order (a tensor, or a tuple when there are several). ``ties`` maps a parameter of this layer
     to the parameter of an earlier layer that it shares: ``{"decoder.weight": "embed.word.weight"}``.
+    ``shared`` maps a submodule of this layer, ``""`` for all of it, to the module of an earlier layer that it is, such
+    as ``"norm"`` or ``"block.norm"``: both have one set of buffers, and so must be in one stage.
     """
 
     name: str
@@ -46,6 +57,7 @@ class Layer:
     inputs: tuple[str, ...] = ("h",)
     outputs: tuple[str, ...] = ("h",)
     ties: Mapping[str, str] = field(default_factory=dict)
+    shared: Mapping[str, str] = field(default_factory=dict)
 
     def materialize(self, index: int, seed: int) -> nn.Module:
         """The module, initialised under a seed made from the run's seed and the layer's index alone.
@@ -59,6 +71,7 @@ class Layer:
         if not isinstance(module, nn.Module):
             raise UserError(f"layer '{self.name}' was built as {type(module).__name__}, not as an nn.Module",
                             hint="its build function must return a module: Layer(name, lambda: MyModule())")
+        check_module(self.name, module)
         return module
 
 
@@ -98,29 +111,36 @@ class Model:
         return len(self.layers)
 
     @classmethod
-    def sequential(cls, modules: nn.Sequential, loss: Callable[[Tensor, Tensor], Tensor]) -> Model:
+    def sequential(cls, modules: nn.Sequential, loss: Loss) -> Model:
         """Any ``nn.Sequential`` as a model of one layer per child; a batch is ``input`` and ``target``.
 
         The children are already initialised and are copied as they are; ``loss(output, target)`` joins the
         last child. A parameter that several children share, or a child that stands in several places, becomes tied.
+        A module with buffers that stands in several places (a batch normalisation) must have them all in one stage.
+
+        Raises:
+            UserError: there is no child; one is lazy or scripted; a function in it, or the loss, holds a module or a
+                tensor of the ``nn.Sequential``; the loss has parameters to train.
         """
         children = {name: child for name, child in modules._modules.items() if child is not None}  # repeated ones too
         if not children:
             raise UserError("the nn.Sequential has no children", hint="give it at least one module")
+        check_children(modules, children, loss)
         *front, last = children
-        ties = _shared(children)
+        ties, shared = shared_parameters(children), shared_modules(children)
         source = "input"
         layers = []
         for name in front:
-            layers.append(Layer(name, partial(_copied, children[name]), (source,), ("h",), ties[name]))
+            layers.append(Layer(name, partial(copied, children[name]), (source,), ("h",), ties[name], shared[name]))
             source = "h"
-        ending = _WithLoss(children[last], loss)
-        layers.append(Layer(last, partial(_copied, ending), (source, "target"), (LOSS,), ties[last]))
+        ending = WithLoss(children[last], loss)
+        layers.append(Layer(last, partial(copied, ending), (source, "target"), (LOSS,), ties[last], shared[last]))
         return cls(layers, batch=("input", "target"))
 
     def materialize(self, seed: int = 0) -> nn.ModuleDict:
         """The whole model on one device, tied parameters shared: for references, export, inference."""
         modules = {layer.name: layer.materialize(i, seed) for i, layer in enumerate(self.layers)}
+        share_modules(modules, {layer.name: layer.shared for layer in self.layers})
         for layer in self.layers:
             for own, target in layer.ties.items():
                 owner, parameter = split_target(target, self.layers)
@@ -143,58 +163,24 @@ def split_target(target: str, layers: Sequence[Layer]) -> tuple[str, str]:
                     hint=nearest(target.rsplit(".", 1)[0], [layer.name for layer in layers]))
 
 
+def share_modules(modules: dict[str, nn.Module], shared: Mapping[str, Mapping[str, str]]) -> None:
+    """Make submodules that are to be the same one object, by the names of their layers.
+
+    Args:
+        modules: of the layers that are here; changed.
+        shared: per layer, see :attr:`Layer.shared`.
+    """
+    for name, same in shared.items():
+        for path, target in same.items():
+            owner = next((other for other in modules if f"{target}.".startswith(f"{other}.")), None)
+            if owner is not None:
+                modules[name] = put_module(modules[name], path, modules[owner].get_submodule(target[len(owner) + 1:]))
+
+
 def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     """Put ``parameter`` where ``module`` keeps the one called ``name`` (dots lead into submodules)."""
     path, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(path), leaf, parameter)
-
-
-def _copied(module: nn.Module) -> nn.Module:
-    """A copy, with the attributes that were set on parameters: ``copy.deepcopy`` leaves them out."""
-    copied = copy.deepcopy(module)
-    for parameter, its_copy in zip(module.parameters(), copied.parameters(), strict=True):
-        its_copy.__dict__.update(parameter.__dict__)
-    return copied
-
-
-def _shared(children: Mapping[str, nn.Module]) -> dict[str, dict[str, str]]:
-    """The ties of every child: its trainable parameters that an earlier child holds as well, and where."""
-    owners: dict[int, tuple[str, str]] = {}
-    ties: dict[str, dict[str, str]] = {name: {} for name in children}
-    for name, child in children.items():
-        for own, parameter in child.named_parameters(remove_duplicate=False):
-            owner, target = owners.setdefault(id(parameter), (name, own))
-            if owner != name and parameter.requires_grad:
-                ties[name][own] = f"{owner}.{target}"
-    return ties
-
-
-class _WithLoss(nn.Module):
-    """The last child of a sequential model followed by its loss.
-
-    It shares the child's tables, so that parameters keep the names they have in the ``nn.Sequential``. The loss is
-    computed in fp32 at least.
-    """
-
-    def __init__(self, child: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self._parameters, self._buffers, self._modules = child._parameters, child._buffers, child._modules
-        self._own = (child, loss)
-        if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
-            raise UserError("the loss has parameters to train", hint="make it the last child, or write a Layer for it")
-
-    def train(self, mode: bool = True) -> _WithLoss:
-        self._own[0].train(mode)
-        return super().train(mode)
-
-    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
-        child, loss = self._own
-        return loss(_in_full(child(hidden)), _in_full(target))
-
-
-def _in_full(value: Tensor) -> Tensor:
-    """In fp32, if it has less."""
-    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
 
 
 def _problems(layers: tuple[Layer, ...], batch: tuple[str, ...]) -> Iterable[Problem]:
@@ -225,6 +211,10 @@ def _problems(layers: tuple[Layer, ...], batch: tuple[str, ...]) -> Iterable[Pro
                 yield Problem(f"layer '{layer.name}' writes 'loss' but is not the last layer",
                               "let the last layer write the loss: a pipeline starts its backward there")
         known.update(layer.outputs)
+        for own, target in layer.shared.items():
+            if not any(f"{target}.".startswith(earlier + ".") for earlier in names[:i]):
+                yield Problem(f"layer '{layer.name}' shares '{own}' with '{target}', which is in no earlier layer",
+                              "what is shared is '<earlier layer>' or '<earlier layer>.<submodule>'")
         for own, target in layer.ties.items():
             if not any(target.startswith(earlier + ".") for earlier in names[:i]):
                 yield Problem(f"layer '{layer.name}' ties '{own}' to '{target}', which is in no earlier layer",

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from vpipe.errors import UserError
-from vpipe.model.layer import LOSS, Model, split_target, without_values
+from vpipe.model.layer import LOSS, Layer, Model, split_target, without_values
+from vpipe.model.sequential import check_module
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ def split(model: Model, partition: Sequence[int]) -> tuple[StageSpec, ...]:
     """The stages of ``model`` when stage s takes ``partition[s]`` layers.
 
     Raises:
-        UserError: the partition does not add up to the layers, or a stage would be empty.
+        UserError: the partition does not add up to the layers, a stage would be empty, or a module that two layers
+            share would be on two.
     """
     layers = len(model)
     if len(partition) > layers:
@@ -75,6 +77,7 @@ def split(model: Model, partition: Sequence[int]) -> tuple[StageSpec, ...]:
         here = model.layers[span.start:span.stop]
         borrowed = {}
         for layer in here:
+            _check_shared(layer, stage, owner_of)
             for own, target in layer.ties.items():
                 target = resolve_tie(model, target)
                 owner = owner_of[split_target(target, model.layers)[0]]
@@ -84,6 +87,17 @@ def split(model: Model, partition: Sequence[int]) -> tuple[StageSpec, ...]:
         specs.append(StageSpec(stage, span, alive(model, span.start), outputs,
                                tuple(f for f in model.batch if any(f in layer.inputs for layer in here)), borrowed))
     return tuple(specs)
+
+
+def _check_shared(layer: Layer, stage: int, stage_of: Mapping[str, int]) -> None:
+    for path, target in layer.shared.items():
+        owner = next(name for name in stage_of if f"{target}.".startswith(f"{name}."))
+        if stage_of[owner] != stage:
+            mine = f"'{layer.name}.{path}'" if path else f"layer '{layer.name}'"
+            raise UserError(f"{mine} (stage {stage}) is the same module as '{target}' (stage {stage_of[owner]}) and "
+                            "has buffers, which two stages cannot share",
+                            hint=f"choose a partition that has the layers from '{owner}' to '{layer.name}' in one "
+                                 "stage, or give each place a module of its own")
 
 
 Ties = Mapping[int, Mapping[int, tuple[str, ...]]]
@@ -107,6 +121,7 @@ def parameter_counts(model: Model) -> list[int]:
     for layer in model.layers:
         with without_values():
             module = layer.build()
+        check_module(layer.name, module)
         counts.append(sum(p.numel() for name, p in module.named_parameters() if name not in layer.ties))
     return counts
 

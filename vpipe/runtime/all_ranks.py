@@ -137,7 +137,7 @@ class AllRanks:
         try:
             yield
         finally:
-            for buffer, value in kept:
+            for buffer, value in reversed(kept):  # of a buffer under two names the first value is its own
                 buffer.copy_(value)
 
     def _stage(self, stage: int, rank: int) -> Stage | None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from vpipe.errors import UserError
-from vpipe.model.layer import Layer, Model, seed_of
+from vpipe.model.layer import Layer, Model, seed_of, share_modules
+from vpipe.model.sequential import rounded_module
 from vpipe.model.split import StageSpec
 from vpipe.runtime.collect import share_ties
 from vpipe.runtime.halves import WeightHalf
@@ -41,12 +42,19 @@ class Layers:
         self.modules = {i: model.layers[i].materialize(i, seed).to(device) for i in spec.layers}
         self.names = {i: model.layers[i].name for i in spec.layers}
         self.ties = {i: model.layers[i].ties for i in spec.layers}
+        self._share_modules(model)
         share_ties(self.modules, self.names, self.ties)
         self._trained = {i for i, module in self.modules.items() if any(p.requires_grad for p in module.parameters())}
 
+    def _share_modules(self, model: Model) -> None:
+        named = {self.names[i]: module for i, module in self.modules.items()}
+        share_modules(named, {self.names[i]: model.layers[i].shared for i in self.modules})
+        self.modules = {i: named[name] for i, name in self.names.items()}
+
     def round_weights(self) -> dict[int, Tensor] | None:
         """Round parameters and buffers if the precision wants it; what the parameters were before, by their ids."""
-        return None if self.rounds_weights is None else self.rounds_weights.round(self.modules.values())
+        return None if self.rounds_weights is None else self.rounds_weights.round(
+            map(rounded_module, self.modules.values()))
 
     def fields_read(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The fields that the stage reads, as its layers read them."""

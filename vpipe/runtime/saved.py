@@ -7,6 +7,7 @@ all there are. So a checkpoint is one flat table, whatever the partition, the wi
     optim.<layer>.<parameter>.<state>                   ...#int and ...#float: a number, without dimensions
     optim.<layer>.<parameter>.group.lr, .group.initial_lr  #float; of its parameter group, where that was changed
     buffers.<replica>.<layer>.<buffer>                  of replicas from 1 on; those of replica 0 are the model's
+    loss.<replica>.<layer>.<buffer>                     of the loss of a sequential model, which is not in its state
     feedback.<layer behind the cut>.<replica>.<tensor>  what coding a gradient lost where it left that replica
     loss_scale.<first layer of the stage>.value, .good  of fp16; with a flush one for all, layer 0's
 """
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from vpipe.errors import UserError, counted
+from vpipe.model.sequential import loss_buffers
 from vpipe.model.split import StageSpec
 from vpipe.runtime.compressed import Compressed
 from vpipe.runtime.scaling import LossScale
@@ -70,7 +72,8 @@ def parts_of(workers: Mapping[int, Worker], specs: Sequence[StageSpec], placemen
     """All parts of the stages on these ranks, in the order in which they are to be loaded."""
     held = [Held(worker, stage, placement[number].index(rank))
             for rank, worker in workers.items() for number, stage in worker.stages.items()]
-    return [ModelState(held), OptimizerState(held), ReplicaBuffers(held), Feedback(held, specs), LossScales(held)]
+    return [ModelState(held), OptimizerState(held), ReplicaBuffers(held), LossBuffers(held), Feedback(held, specs),
+            LossScales(held)]
 
 
 class ModelState:
@@ -135,11 +138,11 @@ class OptimizerState:
                         optimizer.state[parameter][key] = value
 
 
-class ReplicaBuffers:
-    """The buffers of replicas from 1 on: their own microbatches made them. A new replica has those of the first."""
+class _Buffers:
+    """Buffers under names of their own. A checkpoint may lack them: they stay as they are then."""
 
     def __init__(self, held: Sequence[Held]) -> None:
-        self._held = [each for each in held if each.replica > 0]
+        self._held = held
 
     def state(self) -> dict[str, Tensor]:
         return dict(self._all())
@@ -158,12 +161,30 @@ class ReplicaBuffers:
         return frozenset(name for name, _ in self._all())
 
     def _all(self) -> Iterator[tuple[str, Tensor]]:
+        raise NotImplementedError
+
+
+class ReplicaBuffers(_Buffers):
+    """The buffers of replicas from 1 on: their own microbatches made them. A new replica has those of the first."""
+
+    def _all(self) -> Iterator[tuple[str, Tensor]]:
         for each in self._held:
-            kept = each.stage.state()
+            if each.replica > 0:
+                kept = each.stage.state()
+                for layer, module in each.stage.modules.items():
+                    for name, buffer in module.named_buffers(prefix=each.stage.layer_names[layer]):
+                        if name in kept:
+                            yield f"buffers.{each.replica}.{name}", buffer
+
+
+class LossBuffers(_Buffers):
+    """The buffers of the loss of a sequential model, of every replica."""
+
+    def _all(self) -> Iterator[tuple[str, Tensor]]:
+        for each in self._held:
             for layer, module in each.stage.modules.items():
-                for name, buffer in module.named_buffers(prefix=each.stage.layer_names[layer]):
-                    if name in kept:
-                        yield f"buffers.{each.replica}.{name}", buffer
+                for name, buffer in loss_buffers(module).items():
+                    yield f"loss.{each.replica}.{each.stage.layer_names[layer]}.{name}", buffer
 
 
 class Feedback:

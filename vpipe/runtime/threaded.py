@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from vpipe.errors import RunError
+from vpipe.model.sequential import loss_buffers
 from vpipe.runtime.record import Record
 from vpipe.runtime.streams import streams_of
 from vpipe.runtime.weights import Weights
@@ -218,7 +219,7 @@ class ThreadedWorker(Worker):
 def _keeps(module: nn.Module) -> bool:
     """Whether it has buffers that its forward may write: what it writes must be saved with it."""
     saved = module.state_dict()
-    return any(name in saved for name, _ in module.named_buffers())
+    return any(name in saved for name, _ in module.named_buffers()) or bool(loss_buffers(module))
 
 
 def _add_up(everything: list[Weights], apart: dict[int, _Gradients]) -> None:

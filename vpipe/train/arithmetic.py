@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vpipe.model.layer import LOSS
+from vpipe.model.sequential import rounded_module
 
 _REDUCED = {"bf16": torch.bfloat16, "bf16_pure": torch.bfloat16, "fp16": torch.float16}
 
@@ -63,7 +64,7 @@ class Arithmetic:
     def round(self, modules: Iterable[nn.Module]) -> None:
         """Round parameters and buffers, where the layers are rounded themselves."""
         if self.pure:
-            for module in modules:
+            for module in map(rounded_module, modules):
                 for tensor in (*module.parameters(), *module.buffers()):
                     tensor.data = self.weight(tensor.data)
 

@@ -1,0 +1,249 @@
+"""The children of an ``nn.Sequential`` as layers: copied, with what they share, the last one with the loss."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from vpipe.errors import UserError
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class WithLoss(nn.Module):
+    """The last child of a sequential model followed by its loss.
+
+    Shares the child's tables, so that parameters keep the names they have in the ``nn.Sequential``. A loss that is a
+    module is a submodule: it moves to the device and changes its mode with the child. Its tensors are not in the
+    state, which is that of the ``nn.Sequential``. The loss is computed in fp32 at least.
+    """
+
+    def __init__(self, child: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
+            raise UserError("the loss has parameters to train", hint="make it the last child, or write a Layer for it")
+        self._parameters, self._buffers, self._modules = child._parameters, child._buffers, dict(child._modules)
+        self.__dict__.update(_child=child, _loss=loss)
+        if isinstance(loss, nn.Module):
+            self._loss_name = "loss"
+            while hasattr(child, self._loss_name):
+                self._loss_name += "_"
+            self._modules[self._loss_name] = loss
+            self.register_state_dict_post_hook(_leave_out_loss)  # type: ignore[no-untyped-call]
+            self.register_load_state_dict_pre_hook(_leave_loss_alone)  # type: ignore[no-untyped-call]
+
+    @property
+    def child(self) -> nn.Module:
+        """The last child."""
+        module: nn.Module = self.__dict__["_child"]
+        return module
+
+    @property
+    def loss(self) -> Loss:
+        """What its output is given to, beside the target."""
+        function: Loss = self.__dict__["_loss"]
+        return function
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what is the child's there, which may keep a list of its parameters, as ``nn.LSTM`` does."""
+        child = self.__dict__.get("_child")
+        if child is None or not any(name in table for table in (child._parameters, child._buffers, child._modules)):
+            super().__setattr__(name, value)
+            return
+        setattr(child, name, value)
+        if name in child._modules:
+            self._modules[name] = value
+
+    def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "",
+                      remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+        """As ever, and the child, which has a mode of its own; not among duplicates, whose parameters are named."""
+        yield from super().named_modules(memo, prefix, remove_duplicate)
+        if remove_duplicate:
+            yield prefix, self.child
+
+    def train(self, mode: bool = True) -> WithLoss:
+        super().train(mode)
+        self.child.train(mode)
+        return self
+
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+        return self.loss(_in_full(self.child(hidden)), _in_full(target))
+
+
+def loss_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers of a layer's loss that must be saved beside its state, by name."""
+    if not isinstance(module, WithLoss) or not isinstance(module.loss, nn.Module):
+        return {}
+    state = module.loss.state_dict()
+    return {name: buffer for name, buffer in module.loss.named_buffers() if name in state}
+
+
+def rounded_module(module: nn.Module) -> nn.Module:
+    """Return what of a layer a reduced precision rounds: all but the loss of a sequential model."""
+    return module.child if isinstance(module, WithLoss) else module
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """Return a copy of a module, with the hooks and attributes of its parameters, which torch leaves out."""
+    memo: dict[int, Any] = {}
+    try:
+        made = copy.deepcopy(module, memo)
+    except RuntimeError as error:
+        raise UserError(f"a child of the nn.Sequential, {type(module).__name__}, cannot be copied: "
+                        f"{str(error).splitlines()[0]}",
+                        hint="write a Layer whose build function makes it; for weight_norm and spectral_norm use those "
+                             "of torch.nn.utils.parametrizations") from error
+    for parameter in module.parameters():
+        twin = memo[id(parameter)]
+        twin.__dict__.update(copy.deepcopy(parameter.__dict__, memo))
+        for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            if getattr(parameter, hooks):
+                setattr(twin, hooks, copy.deepcopy(getattr(parameter, hooks), memo))
+    return made
+
+
+def shared_parameters(children: Mapping[str, nn.Module]) -> dict[str, dict[str, str]]:
+    """The ties of every child: its trainable parameters that an earlier child holds as well, and where."""
+    owners: dict[int, tuple[str, str]] = {}
+    ties: dict[str, dict[str, str]] = {name: {} for name in children}
+    for name, child in children.items():
+        for own, parameter in child.named_parameters(remove_duplicate=False):
+            owner, target = owners.setdefault(id(parameter), (name, own))
+            if owner != name and parameter.requires_grad:
+                ties[name][own] = f"{owner}.{target}"
+    return ties
+
+
+def shared_modules(children: Mapping[str, nn.Module]) -> dict[str, dict[str, str]]:
+    """The modules with buffers in every child that an earlier child holds as well, and where: for ``Layer.shared``."""
+    owners: dict[int, tuple[str, str]] = {}
+    shared: dict[str, dict[str, str]] = {name: {} for name in children}
+    for name, child in children.items():
+        mine = shared[name]
+        for path, module in child.named_modules(remove_duplicate=False):
+            owner, target = owners.setdefault(id(module), (name, f"{name}.{path}" if path else name))
+            if owner != name and any(True for _ in module.buffers()) and not any(
+                    not above or path.startswith(f"{above}.") for above in mine):
+                mine[path] = target
+    return shared
+
+
+def put_module(layer: nn.Module, path: str, module: nn.Module) -> nn.Module:
+    """Put a module where a layer keeps the one at ``path``, which may be empty; return the layer's module then."""
+    if path:
+        parent, _, name = path.rpartition(".")
+        setattr(layer.get_submodule(parent), name, module)
+        return layer
+    return WithLoss(module, layer.loss) if isinstance(layer, WithLoss) else module
+
+
+def check_children(modules: nn.Sequential, children: Mapping[str, nn.Module], loss: Loss) -> None:
+    """Refuse what a copy of the children would not train as they are.
+
+    Raises:
+        UserError: a module is lazy or scripted; or a function that copies do not copy (a lambda that a child keeps, its
+            forward, the loss) uses a module or a tensor of the ``nn.Sequential``: it would go on using the original.
+    """
+    for name, child in children.items():
+        check_module(name, child)
+    originals = {id(part) for part in chain(modules.modules(), modules.parameters(), modules.buffers())}
+
+    def uses_originals(value: object) -> bool:
+        return any(id(part) in originals for found in _held_by_functions(value)
+                   for part in (found.modules() if isinstance(found, nn.Module) else (found,)))
+
+    for name, child in children.items():
+        for path, module in child.named_modules(prefix=name):
+            for where, value in _settings(module):
+                if uses_originals(value):
+                    raise UserError(f"'{path}' ({type(module).__name__}) has a function in '{where}' that holds a "
+                                    "module or a tensor of the nn.Sequential: its copy would use the original's",
+                                    hint="let it use self alone, as a method, or write a Layer whose build function "
+                                         "makes the module")
+    parts = loss.modules() if isinstance(loss, nn.Module) else ()
+    if uses_originals(loss) or any(uses_originals(value) for part in parts for _, value in _settings(part)):
+        raise UserError("the loss holds a module or a tensor of the nn.Sequential, which is copied: it would use the "
+                        "original's, which are not trained",
+                        hint="compute it from output and target alone; the optimizer decays weights")
+
+
+def check_module(name: str, module: nn.Module) -> None:
+    """Refuse a layer's module that cannot be trained in versions.
+
+    Raises:
+        UserError: it has parameters or buffers without a shape, or that belong to TorchScript.
+    """
+    for own, tensor in chain(module.named_parameters(), module.named_buffers()):
+        if is_lazy(tensor):
+            raise UserError(f"'{name}.{own}' has no shape yet: its module is lazy",
+                            hint="give the sizes (nn.Linear instead of nn.LazyLinear), or run the module once on a "
+                                 "sample where it is made")
+    for part in module.modules():
+        if isinstance(part, torch.jit.ScriptModule) and next(
+                chain(part.parameters(), part.buffers()), None) is not None:
+            raise UserError(f"layer '{name}' holds a ScriptModule with parameters or buffers, whose weights cannot be "
+                            "exchanged", hint="give the module itself, without torch.jit")
+
+
+def _settings(module: nn.Module) -> Iterator[tuple[str, object]]:
+    """A module's attributes and the methods of its class, but for torch's, by name."""
+    yield from ((name, value) for name, value in vars(module).items()
+                if name not in ("_modules", "_parameters", "_buffers"))
+    for kind in type(module).__mro__:
+        if not kind.__module__.startswith("torch."):
+            yield from vars(kind).items()
+
+
+def _held_by_functions(value: object) -> Iterator[object]:
+    """The objects that functions among a value hold or name: copying a module copies neither functions nor these."""
+    seen: set[int] = set()
+    waiting: list[tuple[object, FunctionType | None]] = [(value, None)]
+    while waiting:
+        one, function = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        held: Iterable[object] = ()
+        if isinstance(one, FunctionType):
+            if function is None or function.__globals__ is one.__globals__:  # not all the world behind it
+                function, held = one, _named(one)
+        elif isinstance(one, dict):
+            held = one.values()
+        elif isinstance(one, (list, tuple, set, frozenset)):
+            held = one
+        elif function is not None:
+            yield one
+        waiting += [(further, function) for further in held]
+
+
+def _named(function: FunctionType) -> Iterator[object]:
+    """What a function closes over, defaults to, or finds among the globals."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # still empty
+            continue
+    yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    yield from (function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__)
+
+
+def _leave_out_loss(module: WithLoss, state: dict[str, Any], prefix: str, metadata: object) -> None:
+    for name in [name for name in state if name.startswith(f"{prefix}{module._loss_name}.")]:
+        del state[name]
+
+
+def _leave_loss_alone(module: WithLoss, state: dict[str, Any], prefix: str, *_: object) -> None:
+    assert isinstance(module.loss, nn.Module), "only then is this a hook"
+    module.loss.state_dict(destination=state, prefix=f"{prefix}{module._loss_name}.")
+
+
+def _in_full(value: Tensor) -> Tensor:
+    """In fp32, if it has less."""
+    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
