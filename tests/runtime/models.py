@@ -290,3 +290,37 @@ class Mean(nn.Module):
 def data_dependent_model() -> Model:
     """Two layers, the first of which writes a tensor as long as its values say."""
     return Model([Layer("short", Shortened, ("ids",), ("h",)), Layer("mean", Mean, ("h",), ("loss",))], batch=("ids",))
+
+
+class Shorten(nn.Module):
+    """ids [B,S] int64 -> hidden [B,S] float32, the ids as int16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return ids * self.scale, ids.to(torch.int16)
+
+
+class Shift(nn.Module):
+    """Adds the short ids to what is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, hidden: Tensor, short: Tensor) -> Tensor:
+        return hidden * self.scale + short
+
+
+class MeanSquare(nn.Module):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return (hidden ** 2).mean()
+
+
+def int16_model() -> Model:
+    """Tensors of a dtype that nccl does not carry."""
+    return Model([Layer("shorten", Shorten, ("ids",), ("h", "short")), Layer("one", Shift, ("h", "short"), ("h",)),
+                  Layer("two", Shift, ("h", "short"), ("h",)), Layer("loss", MeanSquare, ("h",), ("loss",))],
+                 batch=("ids",))

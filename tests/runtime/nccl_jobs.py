@@ -7,9 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jobs
-from models import rich_batches
+import torch
+import torch.distributed as dist
+from models import int16_model, rich_batches
 from nccl_rules import nccl_rules
+from torch import Tensor
 
+from vpipe.errors import UserError
 from vpipe.runtime import distributed, engine, process_groups
 from vpipe.runtime.neighbours import Neighbours
 from vpipe.runtime.programs import Programs
@@ -59,3 +63,42 @@ def _post_as_over_gloo(self: Neighbours, stage: int, microbatch: int) -> None:
         self._transport.post(peer, key, specs)
     if queue or specs is None:
         queue.append((key, seen))
+
+
+def one_after_another() -> list[Any]:
+    """How many groups two pipelines make, and what a third says while the second has microbatches in flight."""
+    with nccl_rules(eager=False, buffered=False):
+        made = []
+        first = jobs.pipeline(jobs.MODELS["rich"](), schedule="1f1b", stages=4, microbatches=2)
+        list(first.train(rich_batches(1, 4)))
+        made.append(len(process_groups._tensor_groups[dist.group.WORLD].groups))
+        second = jobs.pipeline(jobs.MODELS["rich"](), schedule="pipedream", stages=4, microbatches=2)
+        next(second.train(rich_batches(8, 4)))
+        made.append(len(process_groups._tensor_groups))
+        try:
+            jobs.pipeline(jobs.MODELS["rich"](), schedule="1f1b", stages=4, microbatches=2)
+        except UserError as error:
+            made.append(str(error))
+        second.state_dict()
+        third = jobs.pipeline(jobs.MODELS["rich"](), schedule="1f1b", stages=4, microbatches=2)
+        return [*made, len(list(third.train(rich_batches(2, 4))))]
+
+
+def with_dtypes_that_nccl_lacks() -> list[str]:
+    """The dtypes in which tensors of a model were handed to the backend."""
+    seen: set[str] = set()
+    with nccl_rules(eager=False, buffered=False):
+        as_sent = distributed.as_sent
+
+        def watched(tensor: Tensor) -> Tensor:
+            sent = as_sent(tensor)
+            seen.add(f"{tensor.dtype} as {sent.dtype}")
+            return sent
+
+        distributed.as_sent = watched
+        try:
+            pipe = jobs.pipeline(int16_model(), schedule="1f1b", stages=4, microbatches=2)
+            losses = [step.loss for step in pipe.train([{"ids": torch.arange(8).reshape(4, 2)}] * 2)]
+        finally:
+            distributed.as_sent = as_sent
+    return [str(losses), *sorted(seen)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,14 @@ import jobs
 import nccl_jobs
 import pytest
 import resuming_jobs
+import torch
+import torch.distributed as dist
+from models import int16_model
 from test_replicas_gloo import FOUR, ONE_THREE, TWO_ONE_ONE, TWO_TWO, without_rates
 from world import World
 
+from vpipe.runtime import process_groups
+from vpipe.runtime.distributed import Distributed
 from vpipe.schedules.registry import recipe_named, schedule_names
 
 RULES = {f"{'eager' if eager else 'lazy'}-{'buffered' if buffered else 'rendezvous'}":
@@ -110,3 +116,52 @@ def test_without_one_of_the_remedies_ranks_stand_still(pair: World, remedy: str,
     said = [pair.outcome(rank, 30) for rank in range(2)]
     assert all(kind == "error" for kind, _ in said), said
     assert any("gave up" in value["text"] or "imed out" in value["text"] for _, value in said), said
+
+
+def test_pipelines_of_a_process_share_their_groups_one_after_another(world: World) -> None:
+    for groups, sets, refused, steps in world.run(nccl_jobs.one_after_another):
+        assert (groups, sets, steps) == (3, 1, 2)
+        assert refused.startswith("error: another pipeline of this process has transfers under way\nhint: let its ")
+
+
+def test_what_nccl_has_no_dtype_for_goes_as_its_bytes(world: World) -> None:
+    results = world.run(nccl_jobs.with_dtypes_that_nccl_lacks)
+    pipe = jobs.pipeline(int16_model(), schedule="1f1b", stages=4, microbatches=2)
+    losses = [step.loss for step in pipe.train([{"ids": torch.arange(8).reshape(4, 2)}] * 2)]
+    assert {losses for losses, *_ in results} == {str(losses)}
+    assert "torch.int16 as torch.uint8" in results[1]
+    assert "torch.float32 as torch.float32" in results[1]
+
+
+@pytest.mark.parametrize(("config", "cpu", "cuda"), [
+    ("cpu:gloo", "gloo", None), ("cpu:gloo,cuda:nccl", "gloo", "nccl"), ("cuda:nccl", None, "nccl"),
+    ("cpu:gloo,cuda:gloo", "gloo", "gloo")])
+def test_the_backend_is_that_of_the_device_that_carries_a_tensor(monkeypatch: pytest.MonkeyPatch, config: str,
+                                                                 cpu: str | None, cuda: str | None) -> None:
+    """What the user's group says of itself: made without a backend it is called undefined, its devices are known."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda: config)
+    assert process_groups.backend_of(torch.device("cpu")) == cpu
+    assert process_groups.backend_of(torch.device("cuda", 1)) == cuda
+    assert process_groups.is_ordered(torch.device("cuda", 1)) == (cuda == "nccl")
+    assert not process_groups.is_ordered(torch.device("cpu"))
+
+
+class Work:
+    """Notes how it is waited for."""
+
+    def __init__(self) -> None:
+        self.waits: list[Any] = []
+
+    def wait(self, *timeout: Any) -> None:
+        self.waits += timeout or ["the stream"]
+
+
+def test_the_host_does_not_wait_for_what_a_stream_waits_for() -> None:
+    """Given a timeout, nccl's wait would look for the end on the host."""
+    transport = object.__new__(Distributed)
+    transport._device, transport._timeout = torch.device("cuda", 0), timedelta(seconds=7)
+    transport._groups = process_groups.TensorGroups({})
+    on_stream, on_host = Work(), Work()
+    transport._wait([on_stream], on_host=False)
+    transport._wait([on_host], on_host=True)
+    assert (on_stream.waits, on_host.waits) == (["the stream"], [timedelta(seconds=7)])

@@ -11,7 +11,7 @@ transfers have an order, so have these (:mod:`vpipe.schedules.transfer_order`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from weakref import WeakKeyDictionary
@@ -19,6 +19,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from vpipe.errors import UserError
 
 GROUP_OF_KIND = {"F": "activations", "B": "gradients", "W": "parameters", "G": "parameters", "D": "parameters",
                  "S": "parameters"}
@@ -58,12 +60,11 @@ def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
 
 @dataclass
 class TensorGroups:
-    """The groups for tensors of a pipeline over a backend with nccl's rules.
+    """The groups for tensors over a backend with nccl's rules, which the pipelines of a process share.
 
     Attributes:
         groups: by name, see :data:`GROUP_OF_KIND`.
-        idle: whether all that was issued in them has ended. Operations that a failed pipeline left behind would match
-            those of the next one, so that gets groups of its own.
+        idle: whether all that was issued in them has ended.
     """
 
     groups: Mapping[str, dist.ProcessGroup]
@@ -74,30 +75,22 @@ _tensor_groups: WeakKeyDictionary[dist.ProcessGroup, TensorGroups] = WeakKeyDict
 
 
 def tensor_groups(device: torch.device, timeout: timedelta) -> TensorGroups:
-    """Return the groups for tensors on a device, which the pipelines of a process share. All ranks must call it."""
+    """Return the groups for tensors on a device. The first call makes them, and all ranks must make it together.
+
+    Raises:
+        UserError: another pipeline has transfers under way: those of a new one could not be told from them.
+    """
     default = dist.group.WORLD
     assert default is not None, "torch.distributed is initialised"
-    known = _tensor_groups.get(default)
-    if not all(_from_all(known is not None and known.idle, timeout)):
+    if default not in _tensor_groups:
         backend = backend_of(device)
-        known = TensorGroups({name: dist.new_group(backend=backend, timeout=timeout)
-                              for name in dict.fromkeys(GROUP_OF_KIND.values())})
-        _tensor_groups[default] = known
-    assert known is not None, "no rank is idle without groups"
-    return known
-
-
-def _from_all(value: bool, timeout: timedelta) -> Sequence[bool]:
-    """Return what every rank gives."""
-    rank, ranks, group = dist.get_rank(), dist.get_world_size(), control_group(timeout)
-    values = [torch.tensor([value]) for _ in range(ranks)]
-    others = [other for other in range(ranks) if other != rank]
-    works = [dist.irecv(values[other], other, group) for other in others]
-    works += [dist.isend(values[rank], other, group) for other in others]
-    for work in works:
-        assert work is not None, "this rank is in the group"
-        work.wait(timeout)
-    return [bool(each) for each in values]
+        _tensor_groups[default] = TensorGroups({name: dist.new_group(backend=backend, timeout=timeout)
+                                                for name in dict.fromkeys(GROUP_OF_KIND.values())})
+    if not _tensor_groups[default].idle:
+        raise UserError("another pipeline of this process has transfers under way",
+                        hint="let its training come to its end, or call its state_dict(), before you build the next "
+                             "one; after a failure start the processes anew")
+    return _tensor_groups[default]
 
 
 _NCCL_DTYPES = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8,
