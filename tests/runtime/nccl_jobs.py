@@ -14,6 +14,8 @@ from nccl_rules import nccl_rules
 from torch import Tensor
 
 from vpipe.errors import UserError
+from vpipe.profiling.links import measure_links
+from vpipe.profiling.world import World
 from vpipe.runtime import distributed, engine, process_groups
 from vpipe.runtime.neighbours import Neighbours
 from vpipe.runtime.programs import Programs
@@ -102,3 +104,10 @@ def with_dtypes_that_nccl_lacks() -> list[str]:
         finally:
             distributed.as_sent = as_sent
     return [str(losses), *sorted(seen)]
+
+
+def measured_links() -> list[list[int]]:
+    """The pairs of ranks between which the profiler has measured how fast tensors are."""
+    with nccl_rules(eager=False, buffered=False):
+        _, found = measure_links(World(torch.device("cpu")), torch.device("cpu"), 30.0)
+    return sorted(map(list, found))

@@ -165,3 +165,9 @@ def test_the_host_does_not_wait_for_what_a_stream_waits_for() -> None:
     transport._wait([on_stream], on_host=False)
     transport._wait([on_host], on_host=True)
     assert (on_stream.waits, on_host.waits) == (["the stream"], [timedelta(seconds=7)])
+
+
+def test_the_profiler_measures_links_in_both_directions(world: World) -> None:
+    """A pair sends a tensor back and forth: a receive that is posted first would hold up the send."""
+    there_and_back = sorted([a, b] for a, b in ((0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2), (0, 3), (3, 0)))
+    assert world.run(nccl_jobs.measured_links) == [there_and_back] * 4
