@@ -35,8 +35,7 @@ def communicators(*, model: str, **arguments: Any) -> list[tuple[str, int]]:
         list(pipe.train(rich_batches(2, 8)))
         names = list(dict.fromkeys(process_groups.GROUP_OF_KIND.values()))
         assert rules.communicators is not None
-        first = min((number for number, _ in rules.communicators), default=0)
-        return sorted((names[(number - first) % 3], peer) for number, peer in rules.communicators)
+        return sorted((names[number - 1], peer) for number, peer in rules.communicators)
 
 
 def without(*, remedy: str, schedule: str, timeout_s: float) -> None:

@@ -77,7 +77,8 @@ class Device:
     """What carries out a rank's operations, one after the other."""
 
     def __init__(self, carrier: Any) -> None:
-        self.carrier, self.groups = carrier, 0
+        self.carrier = carrier
+        self.groups: list[NcclRules] = []
         self.unsent: list[Any] = []  # buffered sends
         self.queue: queue.SimpleQueue[tuple[Callable[[], None], Ended]] = queue.SimpleQueue()
         threading.Thread(target=self._carry_out, daemon=True, name="device").start()
@@ -106,9 +107,9 @@ class NcclRules(dist.ProcessGroup):
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         assert _device is not None
-        _device.groups += 1
-        self._number, self._me = _device.groups, rank
-        self._met: set[int] = set()
+        _device.groups.append(self)
+        self._number = len(_device.groups)
+        self.met: set[int] = set()  # peers with which there is a communicator
 
     def getBackendName(self) -> str:  # noqa: N802
         return NAME
@@ -127,9 +128,9 @@ class NcclRules(dist.ProcessGroup):
 
     def _meet(self, peer: int) -> None:
         """Make the communicator of a pair when it is used first."""
-        if peer in self._met:
+        if peer in self.met:
             return
-        self._met.add(peer)
+        self.met.add(peer)
         if rules.communicators is not None:
             rules.communicators.add((self._number, peer))
         if not rules.eager:
@@ -164,6 +165,8 @@ def nccl_rules(*, eager: bool, buffered: bool, limit_s: float = 30.0) -> Iterato
     if _device is None:
         dist.Backend.register_backend(NAME, NcclRules, devices=["cpu"])
         _device = Device(dist.new_group(backend="gloo"))
+    for group in _device.groups:
+        group.met.clear()
     rules.eager, rules.buffered, rules.limit_s, rules.communicators = eager, buffered, limit_s, set()
     backend_of = process_groups.backend_of
     process_groups.backend_of = lambda device: NAME
@@ -171,7 +174,6 @@ def nccl_rules(*, eager: bool, buffered: bool, limit_s: float = 30.0) -> Iterato
         yield rules
     finally:
         process_groups.backend_of = backend_of
-        process_groups._tensor_groups.clear()
         for work, _ in _device.unsent:
             work.wait(rules.limit)
         _device.unsent.clear()
