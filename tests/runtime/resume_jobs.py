@@ -13,7 +13,7 @@ from vpipe.train.job import Job
 from vpipe.train.loop import train
 
 
-def train_in(*, run: str, checkpoint: str | None, notes: str) -> str | None:
+def train_in(*, folder: str, checkpoint: str | None, notes: str) -> str | None:
     """Train as the config in a run's folder says.
 
     Args:
@@ -23,5 +23,5 @@ def train_in(*, run: str, checkpoint: str | None, notes: str) -> str | None:
         return own_store(f"{kind} {notes}", rank, ranks, timeout_s)
 
     with patch("vpipe.train.saving.own_store", store):
-        return train(Job.of(load_config(Path(run) / "config.yaml")), Path(run),
+        return train(Job.of(load_config(Path(folder) / "config.yaml")), Path(folder),
                      None if checkpoint is None else Path(checkpoint))

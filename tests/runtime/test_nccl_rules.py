@@ -10,15 +10,20 @@ import jobs
 import nccl_jobs
 import pytest
 import resuming_jobs
+import test_resume_gloo
 import torch
 import torch.distributed as dist
 from models import int16_model
+from small_run import write_config
 from test_replicas_gloo import FOUR, ONE_THREE, TWO_ONE_ONE, TWO_TWO, without_rates
 from world import World
 
 from vpipe.runtime import process_groups
 from vpipe.runtime.distributed import Distributed
 from vpipe.schedules.registry import recipe_named, schedule_names
+from vpipe.train.config import load_config
+from vpipe.train.job import Job
+from vpipe.train.resume import Start, take_up
 
 RULES = {f"{'eager' if eager else 'lazy'}-{'buffered' if buffered else 'rendezvous'}":
          {"eager": eager, "buffered": buffered} for eager in (False, True) for buffered in (False, True)}
@@ -171,3 +176,14 @@ def test_the_profiler_measures_links_in_both_directions(world: World) -> None:
     """A pair sends a tensor back and forth: a receive that is posted first would hold up the send."""
     there_and_back = sorted([a, b] for a, b in ((0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2), (0, 3), (3, 0)))
     assert world.run(nccl_jobs.measured_links) == [there_and_back] * 4
+
+
+def test_the_whole_loop_of_a_run_with_evaluations_and_checkpoints(world: World, tmp_path: Path) -> None:
+    """As ``vpipe train`` has it: what ranks agree on, votes of checkpoints and figures go over gloo."""
+    changes = {"parallel__model_parallel_size": 4, "training__grad_clip": 0.5}
+    expected = test_resume_gloo.begin(tmp_path / "here", **changes)
+    (tmp_path / "there").mkdir()
+    run = take_up(Start(None, None), Job.of(load_config(write_config(
+        tmp_path / "there", **test_resume_gloo.CHANGES, **changes))))
+    world.run(nccl_jobs.under, run="resume_jobs.train_in", folder=str(run), checkpoint=None, notes="nccl")
+    test_resume_gloo.check_equal(expected, run)
