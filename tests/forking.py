@@ -18,7 +18,6 @@ import socket
 import subprocess
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -124,17 +123,24 @@ def become(request: Mapping[str, Any], files: Sequence[int]) -> None:
 def end(task: Callable[[], None]) -> NoReturn:
     """Do it, and end as Python does, but for taking the interpreter apart: that copies all memory shared with the
     zygote, which takes half a second."""
-    status: Any = 0
     try:
-        task()
+        try:
+            task()
+        except SystemExit:
+            raise
+        except BaseException as error:
+            trace = error.__traceback__
+            while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+                trace = trace.tb_next
+            sys.last_value = error.with_traceback(trace)
+            sys.excepthook(type(error), error, error.__traceback__)
+            raise SystemExit(1) from None
+        status: Any = 0
     except SystemExit as wanted:
         status = wanted.code if wanted.code is not None else 0
         if not isinstance(status, int):
             print(status, file=sys.stderr)
             status = 1
-    except BaseException:
-        traceback.print_exc()
-        status = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

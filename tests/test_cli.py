@@ -339,12 +339,18 @@ def test_what_nobody_foresaw_shows_no_traceback(here: Path, capsys: pytest.Captu
             raise error
         return load
 
-    for error, what in ((ZeroDivisionError("by zero"), "error: ZeroDivisionError: by zero"),
-                        (OSError(28, "No space left", "a"), "error: [Errno 28] No space left: 'a'")):
-        monkeypatch.setattr("vpipe.train.config.load_config", fail(error))
+    for load, what, remedy in (
+            (None, "error: TypeError: 'NoneType' object is not callable", "hint: this is a defect of vpipe or of a "
+             "package it loads"),
+            (fail(ZeroDivisionError("by zero")), "error: ZeroDivisionError: by zero", "hint: mend what raised it"),
+            (fail(OSError(28, "No space left", "a")), "error: [Errno 28] No space left: 'a'", "hint: look whether the "
+             "path exists, may be used and has room")):
+        monkeypatch.setattr("vpipe.train.config.load_config", load)
         assert main(["train", "c.yaml"]) == 1
-        said, hint = capsys.readouterr().err.splitlines()
+        said, *frames, hint = capsys.readouterr().err.splitlines()
         assert said == what
+        assert frames[1:2] == (["    raise error"] if "mend" in remedy else [])  # of this file, which is no vpipe's
+        assert hint.startswith(f"{remedy}; the traceback is in ")
         file = Path(hint.partition("the traceback is in ")[2])
         assert "Traceback" in file.read_text()
     monkeypatch.setattr("vpipe.train.config.load_config", fail(KeyboardInterrupt()))  # type: ignore[arg-type]

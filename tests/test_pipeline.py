@@ -287,8 +287,10 @@ def test_a_failure_in_a_layer_says_where_and_a_failed_pipeline_does_not_go_on() 
     pipe = Pipeline(failing, stages=2, optimizer=sgd)
     with pytest.raises(RunError) as error:
         list(pipe.train([{"x": torch.zeros(2, 3)}]))
-    assert str(error.value) == ("error: KeyError: 'broken' (rank 1, stage 1, action 1F0)\n"
-                                "hint: the log of the rank has the traceback")
+    assert str(error.value) == (
+        "error: the forward of layer 1 'fails' on h float32[2, 3] raised KeyError: 'broken' (rank 1, stage 1, "
+        "microbatch 0, action 1F0)\n"
+        "hint: make the layer take what it is given, or let what comes before it hand on what it takes")
     assert isinstance(error.value.__cause__, KeyError)
     with pytest.raises(RunError, match="this pipeline failed before and cannot go on\nhint: build a new one"):
         list(pipe.train([{"x": torch.zeros(2, 3)}]))

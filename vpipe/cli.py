@@ -12,6 +12,7 @@ from pathlib import Path
 from vpipe.commands.checkpoint_parser import add_checkpoint
 from vpipe.commands.parser import Parser, Version, add_config
 from vpipe.errors import VpipeError
+from vpipe.watch.excepthook import report, user_frames, write_error_file
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,7 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.run(options)
         sys.stdout.flush()
     except VpipeError as error:
-        print(error, file=sys.stderr)
+        text = report(error)
+        print(text, file=sys.stderr)
+        write_error_file(text)
         return error.exit_status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -44,6 +47,7 @@ def _defect(error: Exception) -> int:
     import tempfile
     import traceback
 
+    frames = user_frames(error)
     try:
         with tempfile.NamedTemporaryFile("w", prefix="vpipe-traceback-", suffix=".txt", delete=False) as file:
             file.write("".join(traceback.format_exception(error)))
@@ -53,8 +57,8 @@ def _defect(error: Exception) -> int:
     if isinstance(error, OSError):
         print(f"error: {error}\nhint: look whether the path exists, may be used and has room; {where}", file=sys.stderr)
     else:
-        print(f"error: {type(error).__name__}: {error}\nhint: this is a defect of vpipe or of a package it loads; "
-              f"{where}", file=sys.stderr)
+        whose = "mend what raised it" if frames else "this is a defect of vpipe or of a package it loads"
+        print(f"error: {type(error).__name__}: {error}\n{frames}hint: {whose}; {where}", file=sys.stderr)
     return 1
 
 

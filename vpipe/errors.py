@@ -27,9 +27,17 @@ class Problem:
 
 
 class VpipeError(Exception):
-    """Base of everything vpipe raises on purpose."""
+    """Base of everything vpipe raises on purpose.
+
+    Attributes:
+        frames: the lines of the user's code that led to it, as a traceback shows them, where it came from another
+            process; else its own traceback has them.
+        brief: what this process prints of it in one line, where another rank reports it.
+    """
 
     exit_status = 1
+    frames = ""
+    brief: str | None = None
 
 
 class UserError(VpipeError, ValueError):
@@ -64,13 +72,21 @@ class RunError(VpipeError):
     """A run failed: says on which rank, in which stage and action, and why; exit status 1."""
 
     def __init__(self, what: str, *, hint: str, rank: int | None = None, stage: int | None = None,
-                 action: str | None = None, peer: int | None = None) -> None:
+                 microbatch: int | None = None, action: str | None = None, peer: int | None = None) -> None:
         self.what, self.hint = what, hint
-        self.rank, self.stage, self.action, self.peer = rank, stage, action, peer
+        self.rank, self.stage, self.microbatch, self.action, self.peer = rank, stage, microbatch, action, peer
+        super().__init__(what)
+
+    @property
+    def located(self) -> str:
+        """What failed, and where: ``out of luck (rank 2, stage 3, microbatch 5, action 3F5)``."""
         places = [f"{name} {value}" for name, value in
-                  (("rank", rank), ("stage", stage), ("action", action), ("peer rank", peer)) if value is not None]
-        self.located = f"{what} ({', '.join(places)})" if places else what
-        super().__init__(f"error: {self.located}\nhint: {hint}")
+                  (("rank", self.rank), ("stage", self.stage), ("microbatch", self.microbatch),
+                   ("action", self.action), ("peer rank", self.peer)) if value is not None]
+        return f"{self.what} ({', '.join(places)})" if places else self.what
+
+    def __str__(self) -> str:
+        return f"error: {self.located}\nhint: {self.hint}"
 
 
 class LastingError(RunError):

@@ -27,6 +27,7 @@ from vpipe.runtime.settings import MakeOptimizer, Optimizers, Settings
 from vpipe.runtime.step import Step
 from vpipe.schedules.arrange import Wanted
 from vpipe.schedules.size import Placement
+from vpipe.watch import excepthook
 
 
 @runtime_checkable
@@ -108,6 +109,7 @@ class Pipeline:
             placement = placement or plan.stage_to_rank_map or None
             microbatches = plan.microbatches if microbatches is None else microbatches
             update_every = plan.update_every if update_every is None else update_every
+        excepthook.install()
         computed = Precision.of(precision, loss_scale)
         self.schedule = schedule or "1f1b"
         self.microbatches = microbatches = 1 if microbatches is None else microbatches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -96,15 +97,21 @@ def test_a_failure_in_a_rank_is_told_once_with_its_place(tmp_path: Path, monkeyp
     (package / "fragile-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: fragile\nVersion: 1.0\n")
     (package / "fragile-1.0.dist-info" / "entry_points.txt").write_text("[vpipe.models]\nfragile = fragile\n")
     monkeypatch.syspath_prepend(str(package))
-    monkeypatch.setenv("PYTHONPATH", str(package))
+    monkeypatch.setenv("PYTHONPATH", str(package), prepend=os.pathsep)
     config = write_config(tmp_path, model__name="fragile", parallel__partition=[3, 3],
                           parallel__stage_to_rank_map={"0": [1], "1": [0]})
     assert main(["train", str(config)]) == 1
     out, err = capfd.readouterr()
     run = only_run(tmp_path / "runs")
-    assert err.splitlines()[-2:] == [
-        "error: ArithmeticError: too hot to handle (rank 0, stage 1, action 1F1)",
-        "hint: the log of the rank has the traceback; no checkpoint was made: checkpoint.every_steps is not set"]
+    number = 1 + FRAGILE.splitlines().index('            raise ArithmeticError("too hot to handle")')
+    lines = err.splitlines()
+    assert lines[lines.index(next(line for line in lines if line.startswith("error:"))):] == [
+        "error: the forward of layer 3 'breaks' on h float32[2, 16, 16] raised ArithmeticError: too hot to handle "
+        "(rank 0, stage 1, microbatch 5, action 1F1)",
+        f'  File "{package}/fragile.py", line {number}, in forward',
+        '    raise ArithmeticError("too hot to handle")',
+        "hint: make the layer take what it is given, or let what comes before it hand on what it takes; "
+        f"the traceback is in {run}/rank0.log; no checkpoint was made: checkpoint.every_steps is not set"]
     assert (out + err).count("error:") == 1
     assert "Traceback" not in out + err
     assert out.splitlines()[-1] == f"run folder: {run}"

@@ -92,11 +92,15 @@ def test_a_failure_that_comes_again_is_not_tried_a_third_time(tmp_path: Path, mo
     config = write_config(tmp_path, model__name="fragile", parallel__partition=[3, 3])
     done = subprocess.run([VPIPE, "train", config, "--restarts", "9"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-2:] == [
-        "error: ArithmeticError: too hot to handle (rank 1, stage 1, action 1F1)",
-        "hint: the log of the rank has the traceback; not started again: the same failure came twice in a row after "
-        "step 0, so it would come again; no checkpoint was made: checkpoint.every_steps is not set"]
-    assert done.stderr.count("attempt 2 of 10: ArithmeticError") == 1
+    error, _, raised, hint = done.stderr.splitlines()[-4:]
+    assert error == ("error: the forward of layer 3 'breaks' on h float32[2, 16, 16] raised ArithmeticError: too hot "
+                     "to handle (rank 1, stage 1, microbatch 5, action 1F1)")
+    assert raised == '    raise ArithmeticError("too hot to handle")'
+    assert hint == (
+        "hint: make the layer take what it is given, or let what comes before it hand on what it takes; the "
+        f"traceback is in {only_run(tmp_path / 'runs')}/rank1.log; not started again: the same failure came twice in a "
+        "row after step 0, so it would come again; no checkpoint was made: checkpoint.every_steps is not set")
+    assert done.stderr.count("attempt 2 of 10: the forward of layer 3 'breaks' ") == 1
     assert "attempt 3" not in done.stderr
 
 

@@ -84,7 +84,9 @@ def test_a_failure_is_said_once_and_ends_all_with_status_1(tmp_path: Path) -> No
     run = only_run(tmp_path / "runs")
     assert [status for status, _, _ in ends] == [1, 1]
     errors = [line for _, _, err in ends for line in err.splitlines() if line.startswith("error:")]
-    assert errors == ["error: ArithmeticError: too hot to handle (rank 1, stage 1, host n2, action 1F1)"]
+    assert errors == [
+        "error: the forward of layer 3 'breaks' on h float32[2, 16, 16] raised ArithmeticError: too hot to handle "
+        "(rank 1, stage 1, host n2, microbatch 5, action 1F1)"]
     assert "Traceback" not in "".join(out + err for _, out, err in ends)
     assert "raise ArithmeticError" in (run / "rank1.log").read_text()
 

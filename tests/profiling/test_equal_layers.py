@@ -105,7 +105,7 @@ def test_layers_with_other_settings_are_not_equal() -> None:
 def test_a_layer_that_fails_is_named() -> None:
     model = Model([Layer("fine", lambda: nn.Linear(WIDTH, WIDTH), ("x",)), Layer("bad", lambda: nn.Linear(3, 3)),
                    Layer("end", nn.Identity, outputs=("loss",))], batch=("x",))
-    with pytest.raises(RunError, match=r"layer 'bad' fails on a microbatch of x \[2, 12\]: RuntimeError"):
+    with pytest.raises(RunError, match=r"layer 1 'bad' on h float32\[2, 12\] raised RuntimeError"):
         surveyed(model, {"x": torch.ones(2, WIDTH)})
 
 

@@ -214,6 +214,13 @@ def layer_raises(*, timeout_s: float) -> None:
     list(pipe.train([batch]))
 
 
+def trains_alone(*, timeout_s: float) -> None:
+    """Rank 1 trains, and rank 0 does nothing."""
+    pipe = pipeline(rich_model(), schedule="1f1b", stages=2, microbatches=2, timeout_s=timeout_s)
+    if dist.get_rank() == 1:
+        list(pipe.train(rich_batches(1, 4)))
+
+
 def evaluates_alone(*, timeout_s: float) -> None:
     """Rank 0 evaluates after a step after which rank 1 trains on."""
     pipe = pipeline(rich_model(), schedule="1f1b", stages=2, microbatches=2, timeout_s=timeout_s)

@@ -174,8 +174,10 @@ def test_a_failure_in_a_thread_is_named_as_any(in_turn: bool) -> None:
         out_of_turn(pipe)
     with pytest.raises(RunError) as caught:
         list(pipe.train([batch()]))
-    assert str(caught.value) == ("error: IndexError: the third is wrong (rank 0, stage 0, action 0F2)\n"
-                                 "hint: the log of the rank has the traceback")
+    assert str(caught.value) == (
+        "error: the forward of layer 0 'raises' on x float32[2, 12] raised IndexError: the third is wrong (rank 0, "
+        "stage 0, microbatch 2, action 0F2)\n"
+        "hint: make the layer take what it is given, or let what comes before it hand on what it takes")
     assert pipe.engine.local_stages[0].modules[0].calls == 3, "what came behind it did not run"
 
 
@@ -222,11 +224,13 @@ def test_a_failure_in_a_thread_is_told_to_all_ranks(pair: World) -> None:
     pair.begin(executor_jobs.layer_raises, executor="async_threaded")
     kind, error = pair.outcome(1, 30)
     assert (kind, error["type"]) == ("error", "RunError")
-    assert error["text"].startswith("error: IndexError: Target 10000 is out of bounds. (rank 1, stage 1, action 1F1)")
-    kind, told = pair.outcome(0, 10)
-    assert (kind, told["type"]) == ("error", "RunError")
-    assert told["text"].startswith("error: rank 1 (stage 1) failed: IndexError: Target 10000 is out of bounds. (action "
-                                   "1F1); rank 0 (stage 0) was ")
+    what = ("the forward of layer 7 'head' on h float32[2, 6, 12], labels int64[2, 6] raised IndexError: Target 10000 "
+            "is out of bounds.")
+    assert error["text"].startswith(f"error: {what} (rank 1, stage 1, microbatch 1, action 1F1)\n")
+    kind, other = pair.outcome(0, 10)
+    assert (kind, other["type"]) == ("error", "RunError")
+    assert other["text"].startswith(f"error: rank 1 (stage 1) failed: {what} (microbatch 1, action 1F1); rank 0 (stage "
+                                    "0) was ")
 
 
 def test_gradients_are_added_in_the_order_of_the_microbatches() -> None:

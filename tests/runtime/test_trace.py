@@ -234,8 +234,8 @@ def test_a_layer_that_refuses_hooks_cannot_be_counted_and_it_is_said() -> None:
     assert len(list(of_layers(Transforming).train(data))) == 1
     pipe = of_layers(Transforming)
     pipe.engine.record()
-    with pytest.raises(RunError, match=r"saved tensor hooks.*\(rank 0, stage 0, action 0F0\)\nhint: .*: set trace to "
-                                       "false"):
+    with pytest.raises(RunError, match=r"saved tensor hooks.*\(rank 0, stage 0, microbatch 0, action 0F0\)\n"
+                                       "hint: .*: set trace to false"):
         next(iter(pipe.train(data)))
 
 

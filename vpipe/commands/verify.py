@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -45,8 +46,16 @@ def run_verify(options: argparse.Namespace) -> None:
     oracles = list(references(job, batches))
     _say_reference(oracles[0])
     wrong = _compared("in one process", in_process(job, batches), oracles, job)
-    with tempfile.TemporaryDirectory(prefix="vpipe-verify-") as folder:
-        wrong += _compared("over gloo", _over_gloo(job, batches, Path(folder)), oracles, job)
+    folder = Path(tempfile.mkdtemp(prefix="vpipe-verify-"))
+    failed = False
+    try:
+        wrong += _compared("over gloo", _over_gloo(job, batches, folder), oracles, job)
+    except RunError:
+        failed = True  # which names a log in the folder
+        raise
+    finally:
+        if not failed:
+            shutil.rmtree(folder, ignore_errors=True)
     if wrong:
         raise RunError("; ".join(wrong), hint="a layer that draws random numbers outside torch, changes a buffer that "
                        "it reads, or hands on memory that is not contiguous at a cut may differ from one device")

@@ -16,6 +16,7 @@ from vpipe.errors import LastingError, PlanningError, Problem, RunError, UserErr
 from vpipe.launch.folder import failure_path, log_path
 from vpipe.launch.stops import STOPS
 from vpipe.launch.variables import HOST
+from vpipe.watch.excepthook import user_frames
 
 
 def write_report(folder: Path, rank: int, error: VpipeError) -> dict[str, Any]:
@@ -29,7 +30,8 @@ def write_report(folder: Path, rank: int, error: VpipeError) -> dict[str, Any]:
         blames = error.peer is not None
     report = {"rank": rank, "time": time.time(), "user": isinstance(error, UserError), "blames_peer": blames,
               "planning": isinstance(error, PlanningError), "lasting": isinstance(error, LastingError),
-              "problems": problems}
+              "problems": problems, "frames": user_frames(error),
+              "traceback": not blames and error.__cause__ is not None}
     partial = failure_path(folder, rank).with_suffix(".tmp")
     try:
         partial.write_text(json.dumps(report))
@@ -80,11 +82,11 @@ def first_failure(statuses: Mapping[int, int | None], lost: list[VpipeError], fo
     reports = {rank: report for rank in statuses if (report := read_report(folder, rank)) is not None}
     said = sorted(reports.values(), key=lambda report: (report["blames_peer"], report["time"]))
     if said and not said[0]["blames_peer"]:
-        return told(said[0], describe)
+        return told(said[0], describe, folder)
     for rank, status in statuses.items():
         if status and rank not in reports:
             return _silent(rank, status, log_path(folder, rank), describe)
-    return lost[0] if lost else told(said[0], describe)
+    return lost[0] if lost else told(said[0], describe, folder)
 
 
 def _silent(rank: int, status: int, log: Path, describe: Callable[[int], str]) -> RunError:
@@ -105,11 +107,19 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def told(report: Mapping[str, Any], describe: Callable[[int], str]) -> VpipeError:
-    """What is told of a report: the failure of the run, or the mistake where no plan was found for it."""
+def told(report: Mapping[str, Any], describe: Callable[[int], str], folder: Path) -> VpipeError:
+    """What is told of a report: the failure of the run, or the mistake where no plan was found for it.
+
+    Args:
+        folder: where the logs of the ranks are.
+    """
     if report.get("planning"):
         return UserError.all_of([Problem(*problem) for problem in report["problems"]])
-    return as_error(report, describe)
+    error = as_error(report, describe)
+    if report.get("traceback"):
+        error.hint += f"; the traceback is in {log_path(folder, report['rank'])}"
+    error.frames = report.get("frames", "")
+    return error
 
 
 def as_error(report: Mapping[str, Any], describe: Callable[[int], str]) -> RunError:

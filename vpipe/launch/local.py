@@ -186,7 +186,8 @@ def run_ranks(here: HostRanks, folder: Path, describe: Callable[[int], str],
                 if any(other.lost for other in elsewhere) or _failed(_statuses(groups), folder, bool(signals.first)):
                     failure = _failure(groups, elsewhere, folder, describe)
                     if signals.first is not None and isinstance(failure, RunError):
-                        failure = LastingError(failure.located, hint=failure.hint)
+                        frames, failure = failure.frames, LastingError(failure.located, hint=failure.hint)
+                        failure.frames = frames
                     raise failure
                 if halted is not None and (still := mine.halted(halted)) is not None:
                     raise still

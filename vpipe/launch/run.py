@@ -217,7 +217,8 @@ class _Run:
         hints = [error.hint, *([] if why is None else [f"not started again: {why}"])]
         if self.folder is not None and "checkpoint" not in error.hint:
             hints += [self._going_on(self.folder)]
-        return type(error)(error.located, hint="; ".join(hints))
+        error.hint = "; ".join(hints)
+        return error
 
     def tell_newest(self) -> None:
         """Say from where a run that was ended in the middle may go on."""

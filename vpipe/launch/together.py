@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vpipe.errors import RunError, UserError, VpipeError, counted
+from vpipe.errors import RunError, VpipeError, counted
 from vpipe.launch.conclusion import Conclusion
 from vpipe.launch.container import enter
 from vpipe.launch.elastic import fitted, other_updates
@@ -183,5 +183,4 @@ def _spoken(failure: VpipeError, mine: Mapping[str, Any], folder: Path, member: 
         meeting.found_cause()
     if not speaks(folder, member.rank, member.ranks):
         return SystemExit(failure.exit_status)
-    return told(mine, describe) if isinstance(failure, UserError) else RunError(
-        mine["problems"][0][0], hint=mine["problems"][0][1])
+    return told(mine, describe, folder)

@@ -87,15 +87,14 @@ def do(folder: Path, rank: int, work: Callable[[], None]) -> VpipeError | None:
     report_to(ended)
     try:
         work()
-    except VpipeError as error:
-        log.exception("rank %d failed", rank)
-        announce(error)
-        return error
     except Exception as error:
         log.exception("rank %d failed", rank)
         announce(error)
-        return RunError(f"{type(error).__name__}: {error}", rank=rank,
-                        hint=f"the traceback is in {log_path(folder, rank)}")
+        if isinstance(error, VpipeError):
+            return error
+        failure = RunError(f"{type(error).__name__}: {error}", rank=rank, hint="mend what raised it")
+        failure.__cause__ = error
+        return failure
     log.info("rank %d has ended", rank)
     return None
 

@@ -53,13 +53,14 @@ def join_world(backend: str = "gloo", timeout_s: float = 60.0) -> int:
     store = _store(address, port, rank, ranks, timeout_s)
     hosts = _meet(store, rank, ranks, timeout_s)
     watch, hub_port = _watch(store, address, rank, hosts, timeout_s)
-    before = connections()
+    before, hook = connections(), sys.excepthook
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks,
                                 timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
         fault = watch.explain(None, timeout_s if "imed out" in str(error) else None)
         raise watch.error(fault, f"rank {rank} was joining the others: {str(error).splitlines()[0]}") from error
+    sys.excepthook = hook  # torch has put one before it that writes the rank before each line
     if backend == "gloo":
         # The hub in rank 0 may have got connections of its own meanwhile, and the store.
         made = connections(but=(hub_port, port)).items() - before.items()

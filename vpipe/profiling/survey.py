@@ -79,8 +79,7 @@ def survey(model: Model, structures: Sequence[str], microbatch: Mapping[str, Ten
             except Exception as error:
                 raise RunError(f"layer '{layer.name}' fails on a microbatch of {_shapes(fields)}: "
                                f"{type(error).__name__}: {error}",
-                               hint="the log of the rank has the traceback; a layer that does not fit into memory "
-                                    "needs smaller microbatches") from error
+                               hint="a layer that does not fit into memory needs smaller microbatches") from error
             made[number] = [outputs[name] for name in layer.outputs]
         tensors.update(zip(layer.outputs, made[first], strict=True))
         if like.count(first) <= INSTANCES:

@@ -9,13 +9,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from vpipe.errors import UserError
+from vpipe.errors import UserError, VpipeError
 from vpipe.model.layer import Layer, Model, seed_of, share_modules
 from vpipe.model.sequential import rounded_module
 from vpipe.model.split import StageSpec
 from vpipe.runtime.collect import share_ties
 from vpipe.runtime.halves import WeightHalf
 from vpipe.runtime.intercept import Interception
+from vpipe.runtime.layer_error import Computed, forward_error
 from vpipe.runtime.precision import Precision
 from vpipe.runtime.record import DropoutKey, Record, Span
 from vpipe.runtime.rounding import Rounding
@@ -71,20 +72,43 @@ class Layers:
 
         Raises:
             UserError: a layer changes an input in place, or does not return the tensors that it is to return.
+            RunError: a layer raised an error.
         """
         tensors = {**record.fields, **inputs}
         before = [t._version for t in tensors.values()]
         given = list(tensors.values())
-        for i, layer, module in span.layers:
-            self._seed(record.key, i)
-            # Not where nothing is trained: modules may compute other numbers when they see that they are watched.
-            with nullcontext() if half is None or i not in self._trained else Interception(half, self._autocasts):
-                result = self._compute(layer, module, [tensors[name] for name in layer.inputs])
-            tensors.update(zip(layer.outputs, result, strict=True))
+        try:
+            for i, layer, module in span.layers:
+                self._seed(record.key, i)
+                # Not where nothing is trained: modules may compute other numbers when they see that they are watched.
+                with nullcontext() if half is None or i not in self._trained else Interception(half, self._autocasts):
+                    result = self._compute(layer, module, [tensors[name] for name in layer.inputs])
+                tensors.update(zip(layer.outputs, result, strict=True))
+        except VpipeError:
+            raise
+        except Exception as error:
+            raise forward_error(i, layer, {name: tensors[name] for name in layer.inputs}, error) from error
         for tensor, version in zip(given, before, strict=True):
             if tensor._version != version:
                 raise self._in_place(span.layers[0][1].name)
         return {name: tensors[name] for name in span.outputs}
+
+    @contextmanager
+    def noting(self, computed: list[Computed]) -> Iterator[None]:
+        """Note what each layer returns, in order."""
+        compute = self._compute
+        numbers = {name: number for number, name in self.names.items()}
+
+        def noted(layer: Layer, module: nn.Module, arguments: list[Tensor]) -> tuple[Tensor, ...]:
+            outputs = compute(layer, module, arguments)
+            computed.append(Computed(numbers[layer.name], layer, outputs))
+            return outputs
+
+        self._compute = noted
+        try:
+            yield
+        finally:
+            self._compute = compute
 
     def _call(self, layer: Layer, module: nn.Module, arguments: list[Tensor]) -> tuple[Tensor, ...]:
         try:

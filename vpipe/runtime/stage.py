@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import groupby
@@ -10,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from vpipe.errors import UserError
+from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.model.layer import Model
 from vpipe.model.split import StageSpec, alive
 from vpipe.runtime.collect import collect
 from vpipe.runtime.halves import WeightHalf
+from vpipe.runtime.layer_error import Computed, backward_error, find_layer, hint_of, may_repeat, one_of
 from vpipe.runtime.layers import Layers
 from vpipe.runtime.precision import FP32, Precision
 from vpipe.runtime.record import DropoutKey, Graph, Held, Record, Span
@@ -165,7 +167,12 @@ class Stage:
         """
         with self._added_at_once():
             while record.halves:
-                record.halves.pop(0).accumulate()
+                try:
+                    record.halves.pop(0).accumulate()
+                except Exception as error:
+                    layers = one_of((i, layer) for span in self._spans for i, layer, _ in span.layers)
+                    raise RunError(f"the weight gradients of {layers} raised {type(error).__name__}: {error}",
+                                   hint=hint_of(error)) from error
 
     @contextmanager
     def _added_at_once(self) -> Iterator[None]:
@@ -194,18 +201,43 @@ class Stage:
         if names:
             if graph.half is not None:
                 graph.half.begin()
-            torch.autograd.backward([graph.edges[name] for name in names], [gradients[name] for name in names])
+            try:
+                torch.autograd.backward([graph.edges[name] for name in names], [gradients[name] for name in names])
+            except VpipeError:
+                raise
+            except Exception as error:
+                found = self._at_fault(span, held, record, gradients, error) if may_repeat(error) else None
+                raise backward_error(span, gradients, error, found) from error
         return {name: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
                 for name, leaf in held.inputs.items() if leaf.requires_grad}, graph.half
+
+    def _at_fault(self, span: Span, held: Held, record: Record, gradients: Mapping[str, Tensor],
+                  error: Exception) -> Computed | None:
+        """Return the layer whose backward raised an error, found by repeating the span's forward and backward."""
+        computed: list[Computed] = []
+        leaves = [*held.inputs.values(), *(p for _, _, module in span.layers for p in module.parameters())]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they were shown
+            try:
+                with self._layers.noting(computed):
+                    graph = self._again(span, held, record)
+            except Exception:
+                return None  # it raises an error of its own now, so what it depends on has changed
+            return find_layer(computed, graph.edges, gradients, leaves, error)
 
     def _again(self, span: Span, held: Held, record: Record) -> Graph:
         """The span's forward again, with a graph: same inputs, weights and random numbers; buffers untouched."""
         buffers = [buffer for _, _, module in span.layers for buffer in module.buffers()]
         saved = [buffer.clone() for buffer in buffers]
-        with self._layers.undisturbed():
-            graph, _ = self._with_graph(span, held.inputs, record)
-        for buffer, value in zip(buffers, saved, strict=True):
-            buffer.data.copy_(value)
+        try:
+            with self._layers.undisturbed():
+                graph, _ = self._with_graph(span, held.inputs, record)
+        except RunError as error:
+            error.what = f"recomputing for a backward, {error.what}"
+            raise
+        finally:
+            for buffer, value in zip(buffers, saved, strict=True):
+                buffer.data.copy_(value)
         return graph
 
     def evaluating(self) -> AbstractContextManager[None]:

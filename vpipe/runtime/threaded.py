@@ -211,9 +211,9 @@ class ThreadedWorker(Worker):
 
     # -- failures ----------------------------------------------------------------------------------------
 
-    def _failed(self, what: str, hint: str, action: Action, peer: int | None = None) -> RunError:
+    def _failed(self, error: RunError, action: Action) -> None:
         at_fault, self._at_fault = self._at_fault or action, None
-        return super()._failed(what, hint, at_fault, peer)
+        super()._failed(error, at_fault)
 
 
 def _keeps(module: nn.Module) -> bool:

@@ -200,11 +200,9 @@ def _counted(worker: Worker, action: Action, kept: Kept) -> None:
         with kept.watching():
             worker.execute(action)
     except RunError as error:
-        if "saved tensor hooks" not in error.what:
-            raise
-        raise RunError(error.what, rank=error.rank, stage=error.stage, action=error.action, peer=error.peer,
-                       hint="what such a layer keeps cannot be counted for the timeline of the run: set trace to false"
-                       ) from error
+        if "saved tensor hooks" in error.what:
+            error.hint = "what such a layer keeps cannot be counted for the timeline of the run: set trace to false"
+        raise
 
 
 def _beside_versions(stage: Stage) -> int:

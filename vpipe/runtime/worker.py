@@ -15,6 +15,7 @@ from torch import Tensor
 from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.model.split import Ties
 from vpipe.runtime.feed import Signature
+from vpipe.runtime.layer_error import hint_of
 from vpipe.runtime.neighbours import SCALE, Neighbours
 from vpipe.runtime.record import DropoutKey, Record
 from vpipe.runtime.scaling import Scaling
@@ -25,7 +26,7 @@ from vpipe.runtime.transport import Key, Transport
 from vpipe.runtime.update import Update
 from vpipe.runtime.updates import Updates
 from vpipe.runtime.usage import StageUsage, peak_memory_bytes
-from vpipe.schedules.action import RECEIVES, RETURNS, SENDS, Action, Op
+from vpipe.schedules.action import COMPUTE, RECEIVES, RETURNS, SENDS, Action, Op
 from vpipe.schedules.size import Placement
 from vpipe.watch.current import announce, at_work, work
 
@@ -91,19 +92,22 @@ class Worker:
         self._neighbours.begin(segment)
 
     def execute(self, action: Action) -> None:
-        """Carry out one action; a failure is raised with the rank, the stage and the action."""
+        """Carry out one action; a failure is raised with the rank, the stage, the microbatch and the action."""
         waited, started = self.transport.wait_s, perf_counter()
         work.now = action, started
         try:
             self.operations[action.op](action.stage, action.microbatch)
         except RunError as error:
-            raise self._failed(error.what, error.hint, action, error.peer) from error
-        except VpipeError:
+            self._failed(error, action)
+            raise
+        except VpipeError as error:
             work.rest()
+            announce(error)
             raise
         except Exception as error:
-            raise self._failed(f"{type(error).__name__}: {error}", "the log of the rank has the traceback",
-                               action) from error
+            failure = RunError(f"{type(error).__name__}: {error}", hint=hint_of(error))
+            self._failed(failure, action)
+            raise failure from error
         self.seconds[action.stage, action.op] += perf_counter() - started - (self.transport.wait_s - waited)
 
     def waits_for(self, action: Action) -> str | None:
@@ -290,8 +294,11 @@ class Worker:
         else:
             yield from self.updates.needs(action)
 
-    def _failed(self, what: str, hint: str, action: Action, peer: int | None = None) -> RunError:
+    def _failed(self, error: RunError, action: Action) -> None:
+        """Add to an error where it happened, and let all ranks know of it."""
         work.rest()
-        error = RunError(what, hint=hint, rank=self.rank, stage=action.stage, action=str(action), peer=peer)
+        error.rank, error.stage, error.action = self.rank, action.stage, str(action)
+        if action.op in COMPUTE:
+            error.microbatch = self.segment.number(action.microbatch)
+            error.action += "" if self.segment.training else " of an evaluation"
         announce(error)
-        return error

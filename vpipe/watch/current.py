@@ -19,7 +19,7 @@ _stop: str | None = None
 
 
 def _print(error: RunError) -> None:
-    print(error, file=sys.stderr, flush=True)
+    print(error.brief or error, file=sys.stderr, flush=True)
 
 
 def _print_note(text: str) -> None:

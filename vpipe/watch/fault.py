@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from vpipe.errors import RunError, UserError
 from vpipe.watch.seen import duration
 
 
@@ -18,12 +19,14 @@ class Fault:
         what: the predicate of a sentence about them.
         hint: the remedy.
         chain: who waited for whom, in words, where a transfer took too long; the first to notice tells all.
+        reported: whether the rank that failed prints the error itself, as it ends.
     """
 
     ranks: tuple[int, ...]
     what: str
     hint: str
     chain: str = field(default="", compare=False)
+    reported: bool = False
 
     @classmethod
     def ended(cls, *ranks: int) -> Fault:
@@ -62,9 +65,18 @@ class Fault:
         return cls((rank,), "has ended its program", "every rank must go through the same batches and calls")
 
     @classmethod
-    def failed(cls, rank: int, how: str, hint: str) -> Fault:
-        """An error that the rank told of itself."""
-        return cls((rank,), f"failed: {how}", hint)
+    def failed(cls, rank: int, error: BaseException) -> Fault:
+        """Return the fault of a rank that raised an error and reports it itself."""
+        hint = "that rank has printed its traceback, or written it to its log"
+        if isinstance(error, RunError):
+            places = ", ".join(f"{name} {value}" for name, value in (("microbatch", error.microbatch),
+                                                                     ("action", error.action)) if value is not None)
+            how, hint = error.what + (f" ({places})" if places else ""), error.hint
+        elif isinstance(error, UserError):
+            how, hint = error.problems[0].what, error.problems[0].hint
+        else:
+            how = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".removesuffix(": ")
+        return cls((rank,), f"failed: {how}", hint, reported=True)
 
     def as_message(self) -> dict[str, Any]:
         return asdict(self)
@@ -72,4 +84,4 @@ class Fault:
     @classmethod
     def of_message(cls, message: Mapping[str, Any]) -> Fault:
         return cls(tuple(map(int, message["ranks"])), str(message["what"]), str(message["hint"]),
-                   str(message.get("chain", "")))
+                   str(message.get("chain", "")), bool(message.get("reported")))

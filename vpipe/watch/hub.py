@@ -12,6 +12,7 @@ from threading import Thread
 from time import monotonic
 from typing import Any
 
+from vpipe.errors import RunError
 from vpipe.watch.fault import Fault
 from vpipe.watch.line import MOST_BYTES, STRANGERS_BYTES, Line, listen
 from vpipe.watch.pace import Pace
@@ -82,8 +83,9 @@ class Hub:
             self._serve()
         except Exception as error:
             with suppress(Exception):
-                self._declare(Fault.failed(0, f"its hub ended by {type(error).__name__}: {error}",
-                                           "this is a defect of vpipe, or its memory or open files ran out"))
+                self._declare(Fault.failed(0, RunError(
+                    f"its hub ended by {type(error).__name__}: {error}",
+                    hint="this is a defect of vpipe, or its memory or open files ran out")))
         finally:
             for line in [*self._strangers, *(member.line for member in self._members if member.line is not None)]:
                 line.close()

@@ -77,10 +77,32 @@ class Watch:
         Args:
             meanwhile: what this rank was at.
         """
-        who = ", ".join(self.place(rank) for rank in fault.ranks)
         chain = f"; {fault.chain}" if fault.chain else ""
-        return RunError(f"{who} {fault.what}; {meanwhile}{chain}", hint=fault.hint, rank=self.rank,
-                        peer=None if self.rank in fault.ranks else fault.ranks[0])
+        error = RunError(f"{self._who(fault)} {fault.what}; {meanwhile}{chain}", hint=fault.hint, rank=self.rank,
+                         peer=None if self.rank in fault.ranks else fault.ranks[0])
+        if self.rank != self._reporter(fault):
+            error.brief = self._brief(fault)
+        return error
+
+    def reported_by_another(self, error: BaseException) -> str | None:
+        """Let all ranks know of an error of this one; if another rank reports the same, return what this one prints."""
+        self.failed(error)
+        fault = self._fault
+        if fault is None or self.rank in fault.ranks or fault != replace(Fault.failed(0, error), ranks=fault.ranks):
+            return None
+        return self._brief(fault)
+
+    def _reporter(self, fault: Fault) -> int:
+        """Return the rank that prints a failure: the one that failed if it can, else the first of the others."""
+        there = [rank for rank, seen in enumerate(self._seen) if rank not in fault.ranks and not seen.left]
+        return fault.ranks[0] if fault.reported or not there else there[0]
+
+    def _brief(self, fault: Fault) -> str:
+        what = "failed" if fault.reported else fault.what
+        return f"{self.place(self.rank)} ends: {self._who(fault)} {what}"
+
+    def _who(self, fault: Fault) -> str:
+        return ", ".join(self.place(rank) for rank in fault.ranks)
 
     def explain(self, peer: int | None, waited_s: float | None) -> Fault:
         """Why a transfer failed: what the job agrees was first, which takes up to twice :data:`PATIENCE_S`.
@@ -102,12 +124,7 @@ class Watch:
         self._told.set()
         if self._known.is_set() or self._leaving:
             return
-        if isinstance(error, RunError):
-            how, hint = (f"{error.what} (action {error.action})" if error.action else error.what), error.hint
-        else:
-            lines = str(error).splitlines()
-            how, hint = f"{type(error).__name__}: {lines[0] if lines else ''}", "the log of the rank has the traceback"
-        self._tell(Fault.failed(self.rank, how, hint))
+        self._tell(Fault.failed(self.rank, error))
 
     def ask_stop(self, why: str) -> None:
         """Let all ranks know that this one was asked to leave off; from a signal handler, too: no locks."""
