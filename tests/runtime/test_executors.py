@@ -23,7 +23,7 @@ from vpipe.errors import RunError, UserError
 from vpipe.runtime import threaded
 from vpipe.runtime.executor import EXECUTORS
 from vpipe.runtime.streams import CudaStreams
-from vpipe.runtime.threaded import ThreadedWorker, _add_up, _Done
+from vpipe.runtime.threaded import ThreadedWorker, _Done
 from vpipe.runtime.weights import Weights
 from vpipe.schedules.action import Action, Op
 from vpipe.watch.current import work
@@ -238,7 +238,7 @@ def test_gradients_are_added_in_the_order_of_the_microbatches() -> None:
     weights = Weights({"w": nn.Parameter(torch.zeros(1)), "v": nn.Parameter(torch.zeros(1))}, {"w": [], "v": []})
     w = [torch.tensor([value]) for value in (1e8, 1.0, -1e8)]
     v = [None, torch.tensor([2.0]), torch.tensor([3.0])]
-    _add_up([weights], {number: [[w[number], v[number]]] for number in (2, 1, 0)})
+    weights.accumulate([[w[number], v[number]] for number in range(3)])
     assert weights.gradients == [torch.tensor([0.0]), torch.tensor([5.0])]
 
 

@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
-from models import frozen_front, recurrent_model, rich_batches
+from models import Head, RawMatmul, Words, frozen_front, recurrent_model, rich_batches
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from vpipe import Pipeline
+from vpipe import Layer, Model, Pipeline
+from vpipe.errors import UserError
 from vpipe.runtime.weights import Weights
 from vpipe.train.oracle import Training, asynchronous_oracle, flush_oracle
 
@@ -286,3 +288,170 @@ def test_frozen_parameters_stay_as_they_are_and_the_rest_trains(schedule: str) -
               else asynchronous_oracle(model, batches, recipe, [1, 1, 2]))
     assert losses == oracle.losses
     assert [name for name in after if not torch.equal(oracle.state[name], after[name])] == []
+
+
+# -- references of a layer's own -----------------------------------------------------------------------
+
+
+class InList(RawMatmul):
+    """Reads its parameter from a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = [self.w]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.tanh(hidden @ self.parts[0])
+
+
+class InClosure(RawMatmul):
+    """Adds a penalty that needs no gradient, from a closure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = self.w
+        self.penalty = lambda: weight.detach().square().sum()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) + self.penalty()
+
+
+class FromFirstForward(RawMatmul):
+    """Keeps what its first forward found; ``drift`` needs no gradient of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.found = self.found or [self.w]
+        return super().forward(hidden) + (self.w - self.found[0].detach()).sum()
+
+
+class FromForwardBefore(RawMatmul):
+    """Keeps what the forward before found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        before, self.found = self.found or [self.w], [self.w]
+        return torch.tanh(hidden @ before[0])
+
+
+class Inner(RawMatmul):
+    """Calls backward in its forward."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.w.square().sum().backward()
+        return super().forward(hidden)
+
+
+USED = ("error: 'raw.w' is used through a reference that its layer keeps beside the module's own: there it would stay "
+        "as it was at first, whatever is trained\nhint: read the parameter from its module in every forward, as in "
+        "self.weight, instead of from a list, a closure or another attribute")
+ASTRAY = ("error: 'raw.w' got a gradient in another version than its microbatch uses: its layer keeps a reference from "
+          "an earlier forward, or calls backward() in its forward\nhint: read the parameter from its module in every "
+          "forward, as in self.weight; take gradients in a forward with torch.autograd.grad")
+
+
+def raw_model(build: type[nn.Module]) -> Model:
+    return Model([Layer("words", Words, ("ids",), ("h",)), Layer("raw", build), Layer("raw1", RawMatmul),
+                  Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
+@pytest.mark.parametrize(("build", "text"), [(InList, USED), (InClosure, USED), (FromFirstForward, USED),
+                                             (FromForwardBefore, ASTRAY), (Inner, ASTRAY)])
+def test_a_reference_of_a_layers_own_is_refused_where_weights_have_versions(build: type[nn.Module], text: str,
+                                                                            schedule: str) -> None:
+    pipe = Pipeline(raw_model(build), partition=[1] * 4, schedule=schedule, microbatches=4, optimizer=Momentum(),
+                    seed=2)
+    with pytest.raises(UserError) as error:
+        list(pipe.train(rich_batches(6, 4)))
+    assert str(error.value) == text
+
+
+@pytest.mark.parametrize("build", [InList, InClosure, FromFirstForward, FromForwardBefore])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_it_is_exact_where_they_have_one(build: type[nn.Module], schedule: str) -> None:
+    model, batches = raw_model(build), rich_batches(3, 4)
+    pipe = Pipeline(model, partition=[1] * 4, schedule=schedule, microbatches=2, optimizer=Momentum(), seed=2)
+    losses = [step.loss for step in pipe.train(batches)]
+    oracle = flush_oracle(model, batches, Training(Momentum().from_named, 2, 2))
+    assert losses == oracle.losses
+    state = pipe.state_dict()
+    assert [name for name in state if not torch.equal(oracle.state[name], state[name])] == []
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+@pytest.mark.parametrize("partition", [[2], [1, 1]])
+def test_a_reference_to_a_parameter_that_a_tie_replaces_is_refused(schedule: str, partition: list[int]) -> None:
+    class Keeps(Head):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept = [self.decoder.weight]
+
+        def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+            return F.cross_entropy(F.linear(hidden, self.kept[0]).flatten(0, 1), labels.flatten())
+
+    model = Model([Layer("words", Words, ("ids",), ("h",)),
+                   Layer("head", Keeps, ("h", "labels"), ("loss",), ties={"decoder.weight": "words.word.weight"})],
+                  batch=("ids", "labels"))
+    pipe = Pipeline(model, partition=partition, schedule=schedule, optimizer=Momentum())
+    with pytest.raises(UserError, match=r"'(head.decoder|words.word).weight' is used through a reference"):
+        list(pipe.train(rich_batches(1, 4)))
+
+
+def test_shapes_of_a_replaced_parameter_may_still_be_read() -> None:
+    class Sized(RawMatmul):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = [self.w]
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            part = self.parts[0]
+            assert (part.shape, part.size(0), part.dtype, len(part), part.grad) == (
+                self.w.shape, 12, torch.float32, 12, None)
+            assert part.numel() == 144
+            assert "Parameter" in repr(part)
+            return super().forward(hidden)
+
+    pipe = Pipeline(raw_model(Sized), partition=[1] * 4, schedule="pipedream", optimizer=Momentum())
+    assert len(list(pipe.train(rich_batches(6, 4)))) == 6
+
+
+class Rereads(nn.LSTM):
+    """A recurrent network as a last child: it keeps a list of its parameters, which follows them."""
+
+    def forward(self, hidden: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(hidden[None])[0][0]
+
+
+def test_a_last_child_that_keeps_a_list_of_its_parameters_trains_with_the_versions() -> None:
+    torch.manual_seed(3)
+    model = Model.sequential(nn.Sequential(nn.Linear(4, 4), Rereads(4, 3)), nn.CrossEntropyLoss())
+    batches = [{"input": torch.randn(4, 4), "target": torch.randint(3, (4,))} for _ in range(6)]
+    pipe = Pipeline(model, stages=2, schedule="pipedream", microbatches=2, optimizer=Momentum())
+    losses = [step.loss for step in pipe.train(batches)]
+    assert losses == asynchronous_oracle(model, batches, Training(Momentum().from_named, 2, 0), [1, 1]).losses
+
+
+def test_leaves_keep_the_kind_and_the_attributes_of_their_parameter() -> None:
+    class Special(nn.Parameter):
+        pass
+
+    class Scaled(RawMatmul):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = Special(self.w.detach().clone())
+            self.w.scale = 0.5
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            assert type(self.w) is Special
+            return super().forward(hidden * self.w.scale)
+
+    model, batches = raw_model(Scaled), rich_batches(6, 4)
+    pipe = Pipeline(model, partition=[1] * 4, schedule="pipedream", optimizer=Momentum(), seed=2)
+    assert len(list(pipe.train(batches))) == 6

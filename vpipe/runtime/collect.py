@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from vpipe.errors import UserError
 from vpipe.model.layer import set_parameter
-from vpipe.runtime.weights import Slot, Weights
+from vpipe.runtime.replaced import replace_parameter
+from vpipe.runtime.weights import Slot, Weights, has_hooks
 
 
 def share_ties(modules: Mapping[int, nn.Module], names: Mapping[int, str],
@@ -19,6 +20,9 @@ def share_ties(modules: Mapping[int, nn.Module], names: Mapping[int, str],
         modules: by layer number.
         names: of the layers.
         ties: per layer, own parameter -> the other layer's, ``"<layer>.<parameter>"``.
+
+    Raises:
+        UserError: a parameter has hooks, and the one that takes its place has none.
     """
     at = {name: i for i, name in names.items()}
     for i, tied in ties.items():
@@ -26,7 +30,13 @@ def share_ties(modules: Mapping[int, nn.Module], names: Mapping[int, str],
             owner = next((name for name in at if target.startswith(name + ".")), None)
             if owner is not None:
                 shared = modules[at[owner]].get_parameter(target[len(owner) + 1:])
+                before = modules[i].get_parameter(own)
                 set_parameter(modules[i], own, shared)
+                if before is not shared:
+                    if has_hooks(before) and not has_hooks(shared):
+                        raise UserError(f"'{names[i]}.{own}' has hooks, but '{target}' takes its place: they are tied",
+                                        hint=f"register the hooks on '{target}'")
+                    replace_parameter(before, f"{names[i]}.{own}")
 
 
 def collect(modules: Mapping[int, nn.Module], names: Mapping[int, str], borrowed: Mapping[str, tuple[int, str]],

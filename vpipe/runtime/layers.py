@@ -45,7 +45,9 @@ class Layers:
         self.ties = {i: model.layers[i].ties for i in spec.layers}
         self._share_modules(model)
         share_ties(self.modules, self.names, self.ties)
-        self._trained = {i for i, module in self.modules.items() if any(p.requires_grad for p in module.parameters())}
+        self._split = {i for i, module in self.modules.items()
+                       if any(p.requires_grad for p in module.parameters())
+                       and not any(map(_sees_its_operation, module.modules()))}
 
     def _share_modules(self, model: Model) -> None:
         named = {self.names[i]: module for i, module in self.modules.items()}
@@ -81,7 +83,7 @@ class Layers:
             for i, layer, module in span.layers:
                 self._seed(record.key, i)
                 # Not where nothing is trained: modules may compute other numbers when they see that they are watched.
-                with nullcontext() if half is None or i not in self._trained else Interception(half, self._autocasts):
+                with nullcontext() if half is None or i not in self._split else Interception(half, self._autocasts):
                     result = self._compute(layer, module, [tensors[name] for name in layer.inputs])
                 tensors.update(zip(layer.outputs, result, strict=True))
         except VpipeError:
@@ -168,3 +170,8 @@ class Layers:
         finally:
             for module, mode in modes.items():
                 module.training = mode
+
+
+def _sees_its_operation(module: nn.Module) -> bool:
+    """Whether hooks are given all gradients of a module's last operation (``register_backward_hook``, deprecated)."""
+    return bool(module._backward_hooks) and module._is_full_backward_hook is False

@@ -100,6 +100,7 @@ class Reduction:
         self._others = [rank for rank in ranks if rank != transport.rank]
         leaves = weights.leaves()
         self._buckets = [_Bucket(members, leaves, len(ranks)) for members in _grouped(leaves)]
+        self._refuse_hooks()
         self._bucket_of = {i: number for number, bucket in enumerate(self._buckets) for i in bucket.members}
         self._sent = 0  # buckets, of the update at hand
         self._missing: list[int] = []  # gradients that each bucket waits for
@@ -182,6 +183,7 @@ class Reduction:
 
     def add(self, update: int, contributors: Sequence[int]) -> None:
         """Sum this replica's share of every gradient and send it to the others."""
+        self._refuse_hooks()
         if self._transport.ordered or self._transport.rank not in contributors:
             self.send(update, contributors)
         for number, bucket in enumerate(self._buckets):
@@ -213,6 +215,14 @@ class Reduction:
             if lost and self._scaling is not None:
                 self._scaling.lose(self._stage)
         self._weights.put_gradients([gradients[i] for i in range(len(self._weights.names))])
+
+    def _refuse_hooks(self) -> None:
+        for name in self._weights.hooked(["_post_accumulate_grad_hooks"]):
+            raise UserError(f"'{name}' has hooks that run after its gradient is added to those before "
+                            f"(register_post_accumulate_grad_hook), but the {len(self._ranks)} replicas of stage "
+                            f"{self._stage} each add up a part of them",
+                            hint="use register_hook, which sees each microbatch's gradient, or give the stage one "
+                                 "replica")
 
     def _key(self, kind: str, update: int, bucket: int) -> Key:
         return Key(kind, self._stage, update * len(self._buckets) + bucket)

@@ -165,7 +165,7 @@ class Stage:
         Args:
             record: after :meth:`backward_input`; used up.
         """
-        with self._added_at_once():
+        with self._added_at_once(halves=True):
             while record.halves:
                 try:
                     record.halves.pop(0).accumulate()
@@ -175,11 +175,23 @@ class Stage:
                                    hint=hint_of(error)) from error
 
     @contextmanager
-    def _added_at_once(self) -> Iterator[None]:
+    def _added_at_once(self, halves: bool = False) -> Iterator[None]:
+        """Add what spans and halves contribute to a parameter once, as one backward of a whole graph does."""
         with ExitStack() as stack:
             for weights, names in self._shared:
                 stack.enter_context(weights.added_at_once(names))
+            if halves:
+                stack.enter_context(self.weights.with_hooks())
             yield
+
+    def renew_leaves(self, versions: bool) -> None:
+        """Part the parameters in use from those that the modules were built with, where others will take their place.
+
+        Args:
+            versions: whether the stage will have several. Borrowed weights are always replaced.
+        """
+        for weights in (*([self.weights] if versions else []), *self.borrowed.values()):
+            weights.renew()
 
     def recompute(self, record: Record) -> None:
         """What was dropped, ahead of the backward; without this, the backward recomputes."""

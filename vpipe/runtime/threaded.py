@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -18,7 +18,6 @@ from vpipe.errors import RunError
 from vpipe.model.sequential import loss_buffers
 from vpipe.runtime.record import Record
 from vpipe.runtime.streams import streams_of
-from vpipe.runtime.weights import Weights
 from vpipe.runtime.worker import Given, Worker
 from vpipe.schedules.action import Action, Op
 from vpipe.watch.current import work
@@ -204,10 +203,15 @@ class ThreadedWorker(Worker):
         everything = [stage.weights, *stage.borrowed.values()]
         last = not any(other == stage_index for other, _ in self.records)
         with super()._completing(stage_index, microbatch, whole=False):
-            yield
+            with ExitStack() as stack:
+                for weights in everything:
+                    stack.enter_context(weights.without_hooks())
+                yield
             self._apart[stage_index][microbatch] = [weights.take_gradients() for weights in everything]
             if last:
-                _add_up(everything, self._apart.pop(stage_index))
+                apart = self._apart.pop(stage_index)
+                for number, weights in enumerate(everything):
+                    weights.accumulate([apart[microbatch][number] for microbatch in sorted(apart)])
 
     # -- failures ----------------------------------------------------------------------------------------
 
@@ -220,17 +224,3 @@ def _keeps(module: nn.Module) -> bool:
     """Whether it has buffers that its forward may write: what it writes must be saved with it."""
     saved = module.state_dict()
     return any(name in saved for name, _ in module.named_buffers()) or bool(loss_buffers(module))
-
-
-def _add_up(everything: list[Weights], apart: dict[int, _Gradients]) -> None:
-    """Make the sums, in the order of the microbatches, the gradients of weights."""
-    for number, weights in enumerate(everything):
-        total: list[Tensor | None] = [None] * len(weights.names)
-        for microbatch in sorted(apart):
-            gradients = apart[microbatch][number]
-            both = [(mine, more) for mine, more in zip(total, gradients, strict=True)
-                    if mine is not None and more is not None]
-            if both:
-                torch._foreach_add_([mine for mine, _ in both], [more for _, more in both])
-            total = [more if mine is None else mine for mine, more in zip(total, gradients, strict=True)]
-        weights.put_gradients(total)

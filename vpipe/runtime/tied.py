@@ -14,7 +14,7 @@ of its own, gradients travel unscaled.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -52,6 +52,10 @@ class TiedWeights:
             for name in sorted(names - set(stages[owner].weights.names)):
                 raise UserError(f"'{name}' is tied to a parameter of another stage, but is no trainable parameter",
                                 hint="correct the name, or let it require a gradient, or leave out the tie")
+            _refuse_hooks(stages[owner].weights, names)
+        for stage in stages.values():
+            for weights in stage.borrowed.values():
+                _refuse_hooks(weights, weights.names)
 
     def begin(self, rounds: Rounds) -> None:
         """What follows is of these rounds: count updates and versions from here."""
@@ -110,6 +114,8 @@ class TiedWeights:
                 for part in parts[1:]:
                     gradient = gradient + part[i]
                 total[name] = total[name] + gradient if name in total else gradient
+        if total:
+            _refuse_hooks(self._stages[owner].weights, total)
         for name, gradient in total.items():
             if self._scaling is not None:
                 gradient = gradient * self._scaling[owner].value
@@ -151,6 +157,7 @@ class TiedWeights:
     def send_gradients(self, owner: int, update: int) -> None:
         """Send what was accumulated for an update, and start from nothing again."""
         for borrower, weights in self._borrowed(owner):
+            _refuse_hooks(weights, weights.names)
             gradients = [torch.zeros_like(value) if gradient is None else gradient for value, gradient in
                          zip(weights.values(weights.names), weights.take_gradients(), strict=True)]
             if self._scaling is not None:
@@ -179,3 +186,13 @@ class TiedWeights:
 
     def _take(self, peer: int, key: Key) -> list[Tensor]:
         return self._here.pop(key) if peer == self._transport.rank else self._transport.take(peer, key)
+
+
+def _refuse_hooks(weights: Weights, names: Collection[str]) -> None:
+    for name in weights.hooked():
+        if name in names:
+            raise UserError(f"'{name}' is tied across two stages and has hooks (register_hook, "
+                            "register_post_accumulate_grad_hook), which are given the whole gradient of a microbatch: "
+                            "neither stage has it",
+                            hint="choose a partition with both layers in one stage, or change the gradient in the "
+                                 "optimizer")

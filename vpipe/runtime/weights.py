@@ -9,7 +9,12 @@ holds p - s (Narayanan et al., PipeDream, SOSP 2019, section 3.3).
 
 Autograd never sees a change: every version has parameters ("leaves") of its own, which share no
 version counter with the masters, and the modules' slots are pointed to the leaves of the version
-in use. That is right for any layer, also for one that computes ``x @ self.w``.
+in use. That is right for a layer that reads its parameters from their slots in every forward, also for one that
+computes ``x @ self.w``. One that keeps a reference of its own is refused, see :meth:`renew`.
+
+Hooks on parameters (``register_hook``, ``register_post_accumulate_grad_hook``) go with the parameter from version to
+version, and run where plain PyTorch runs them: once per microbatch, with its whole gradient, before and after that is
+added. Where gradients are kept apart first, hooks wait until they are added.
 
 Versions may be rounded. Then the masters have memory of their own, a step takes the gradients in their precision, and
 rounds them into the next version.
@@ -17,17 +22,24 @@ rounds them into the next version.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from vpipe.errors import UserError
+from vpipe.runtime.replaced import replace_parameter
+
 Slot = tuple[nn.Module, str]
 """A place where a module keeps a parameter."""
+
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Where torch keeps the hooks of a tensor, by their handles: a table, or None."""
 
 
 class Steps(Protocol):
@@ -52,7 +64,8 @@ class Weights:
         self.slots = {name: tuple(slots[name]) for name in self.names}
         self.latest = 0
         self._leaves: dict[int, list[nn.Parameter]] = {0: list(parameters.values())}
-        self._active = self._graded = self._leaves[0]
+        self._active = self._graded = self._first = self._leaves[0]
+        self._hooked: list[int] | None = None  # whose leaves have hooks, once looked for since the last step
         self._unrounded = unrounded
         self._settled: list[nn.Parameter] | None = None  # that have the gradients of the step at hand
         self._pins: Counter[int] = Counter()
@@ -71,6 +84,33 @@ class Weights:
             masters[name] = nn.Parameter(leaf.data if self._unrounded is None else self._unrounded[name])
             masters[name].__dict__.update(leaf.__dict__)
         return masters
+
+    def renew(self) -> None:
+        """Give the first version leaves of its own, for there will be others that modules are pointed to.
+
+        Whoever keeps a reference to one of the parameters before and computes with it gets an error.
+        """
+        before = self._leaves[self.latest]
+        leaves = self._leaves[self.latest] = self._first = [_leaf(parameter.data, parameter) for parameter in before]
+        for leaf, parameter in zip(leaves, before, strict=True):
+            _share_hooks(leaf, parameter)
+        self._graded = leaves
+        self.use(self.latest)
+        for name, parameter in zip(self.names, before, strict=True):
+            replace_parameter(parameter, name)
+
+    def adopt_hooks(self) -> None:
+        """Take over the hooks that an optimizer's factory put on the masters, which autograd never sees."""
+        for leaf, master in zip(self.leaves(), self.masters.values(), strict=True):
+            for kind in _HOOKS:
+                new, old = getattr(master, kind), getattr(leaf, kind)
+                if new:
+                    setattr(leaf, kind, new if not old else type(old)({**old, **new}))
+
+    def hooked(self, kinds: Sequence[str] = _HOOKS) -> list[str]:
+        """Return the names of the parameters that have hooks, of these kinds."""
+        return [name for name, *leaves in zip(self.names, self._graded, self._active, strict=True)
+                if any(getattr(leaf, kind) for leaf in leaves for kind in kinds)]
 
     def pin(self, version: int | None = None) -> int:
         """Hold a version (unless told, the chosen one, else the latest) for a microbatch; point the modules to it."""
@@ -98,8 +138,14 @@ class Weights:
         leaves = self._leaves[version]
         if leaves is self._graded:
             return
-        for leaf, before in zip(leaves, self._graded, strict=True):
-            leaf.grad, before.grad = before.grad, None
+        for i, (leaf, before) in enumerate(zip(leaves, self._graded, strict=True)):
+            if leaf.grad is not None:
+                raise UserError(f"'{self.names[i]}' got a gradient in another version than its microbatch uses: its "
+                                "layer keeps a reference from an earlier forward, or calls backward() in its forward",
+                                hint="read the parameter from its module in every forward, as in self.weight; take "
+                                     "gradients in a forward with torch.autograd.grad")
+            if (gradient := before.grad) is not None:
+                leaf.grad, before.grad = gradient, None
         self._graded = leaves
 
     def unpin(self, version: int) -> None:
@@ -111,7 +157,15 @@ class Weights:
 
     def _drop_unused(self, version: int) -> None:
         if version not in self._pins and version < (self.latest if self._chosen is None else self._chosen):
-            self._free.append(self._leaves.pop(version))
+            leaves = self._leaves.pop(version)
+            self._free.append(self._renewed(leaves) if leaves is self._first else leaves)
+
+    def _renewed(self, leaves: list[nn.Parameter]) -> list[nn.Parameter]:
+        """Other leaves in the memory of the first ones, to which a first forward may have kept a reference."""
+        renewed = [_leaf(leaf.data, leaf) for leaf in leaves]
+        for name, leaf in zip(self.names, leaves, strict=True):
+            replace_parameter(leaf, name)
+        return renewed
 
     def choose(self, version: int | None) -> None:
         """Give the following microbatches this version; None: the latest, whichever that is by then.
@@ -175,25 +229,68 @@ class Weights:
 
     @contextmanager
     def added_at_once(self, names: Sequence[str]) -> Iterator[None]:
-        """Let what several backwards contribute to these parameters be summed first, then added to the gradient."""
+        """Let what several backwards contribute to these parameters be summed first, then added to the gradient.
+
+        Their hooks run at the end, with the sum.
+        """
         leaves = [self._graded[self.names.index(name)] for name in names]
         before = [leaf.grad for leaf in leaves]
         for leaf in leaves:
             leaf.grad = None
-        yield
+        with _without_hooks(leaves):
+            yield
         for leaf, gradient in zip(leaves, before, strict=True):
-            if gradient is not None:
-                leaf.grad = gradient if leaf.grad is None else gradient.add_(leaf.grad)
+            total, leaf.grad = leaf.grad, gradient
+            if total is None:
+                continue
+            if has_hooks(leaf):
+                torch.autograd.backward(leaf, total)
+            elif gradient is None:
+                leaf.grad = total
+            else:
+                gradient.add_(total)
 
     @contextmanager
     def kept_apart(self, into: list[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
         """Put what backwards contribute into a list, with its leaf, instead of adding it to the gradients."""
         before = self.take_gradients()
-        yield
+        with self.without_hooks():
+            yield
         for leaf, gradient in zip(self._graded, before, strict=True):
             if leaf.grad is not None:
                 into.append((leaf, leaf.grad))
             leaf.grad = gradient
+
+    def without_hooks(self) -> AbstractContextManager[None]:
+        """While gradients are made that are added later: that is when the hooks run."""
+        return _without_hooks([self._graded[i] for i in self._find_hooked()])
+
+    def with_hooks(self) -> AbstractContextManager[None]:
+        """While gradients are added that autograd does not add itself: hooks run at the end, with the sum."""
+        hooked = self._find_hooked()
+        return self.added_at_once([self.names[i] for i in hooked]) if hooked else nullcontext()
+
+    def _find_hooked(self) -> list[int]:
+        if self._hooked is None:
+            self._hooked = [i for i, leaf in enumerate(self._graded) if has_hooks(leaf)]
+        return self._hooked
+
+    def accumulate(self, gradients: Sequence[Sequence[Tensor | None]]) -> None:
+        """Add up what several backwards gave, each in the order of ``names``, running hooks as each is added."""
+        total: list[Tensor | None] = [None] * len(self.names)
+        plain = [not has_hooks(leaf) for leaf in self._graded]
+        for each in gradients:
+            both = [(mine, more) for mine, more, alone in zip(total, each, plain, strict=True)
+                    if alone and mine is not None and more is not None]
+            if both:
+                torch._foreach_add_([mine for mine, _ in both], [more for _, more in both])
+            total = [more if mine is None and alone else mine
+                     for mine, more, alone in zip(total, each, plain, strict=True)]
+        self.put_gradients(total)
+        for each in gradients if not all(plain) else ():
+            for leaf, gradient in reversed(list(zip(self._graded, each, strict=True))):
+                if gradient is not None and has_hooks(leaf):
+                    torch.autograd.backward(leaf, gradient)
 
     def take_gradients(self) -> list[Tensor | None]:
         """The accumulated gradients, which start from nothing again."""
@@ -205,7 +302,7 @@ class Weights:
 
     def install(self, version: int, tensors: Sequence[Tensor]) -> None:
         """Make received values (owned by the caller no longer) the latest version."""
-        leaves = [nn.Parameter(tensor) for tensor in tensors]
+        leaves = [_leaf(tensor, leaf) for tensor, leaf in zip(tensors, self.leaves(), strict=True)]
         before = self.latest
         self._advance(version, leaves)
         if before not in self._pins and before != version:
@@ -216,6 +313,7 @@ class Weights:
     @torch.no_grad()
     def step(self, optimizer: Steps | None) -> None:
         """Apply the accumulated gradients to the latest version, which makes the next one."""
+        self._hooked = None
         if self._unrounded is not None:
             if optimizer is not None:
                 if self._settled is None:
@@ -243,7 +341,10 @@ class Weights:
             self._leaves[self.latest + 1] = self._leaves.pop(self.latest)
             self.latest += 1
             return
-        fresh = self._free.pop() if self._free else [nn.Parameter(torch.empty_like(leaf)) for leaf in latest]
+        fresh = self._free.pop() if self._free else [_leaf(torch.empty_like(leaf), leaf) for leaf in latest]
+        for leaf, before in zip(fresh, latest, strict=True):
+            if before._backward_hooks is not None or before._post_accumulate_grad_hooks is not None:
+                _share_hooks(leaf, before)
         if latest and self._unrounded is None:
             torch._foreach_copy_([leaf.data for leaf in fresh], [leaf.data for leaf in latest])
             for master, leaf in zip(self.masters.values(), fresh, strict=True):
@@ -257,3 +358,35 @@ class Weights:
 
     def _count(self) -> None:
         self.most_held = max(self.most_held, len(self._leaves))
+
+
+def _leaf(data: Tensor, like: nn.Parameter) -> nn.Parameter:
+    """A parameter of the same kind, with the attributes that were set on that one."""
+    leaf = nn.Parameter.__new__(type(like), data)
+    leaf.__dict__.update(like.__dict__)
+    return leaf
+
+
+def has_hooks(leaf: nn.Parameter) -> bool:
+    """Return whether hooks run where its gradient accumulates."""
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+
+
+def _share_hooks(leaf: nn.Parameter, like: nn.Parameter) -> None:
+    """Give a parameter another one's tables of hooks themselves, so that handles remove them from both."""
+    for kind in _HOOKS:
+        hooks = getattr(like, kind)
+        if hooks is not getattr(leaf, kind):
+            setattr(leaf, kind, hooks)
+
+
+@contextmanager
+def _without_hooks(leaves: Sequence[nn.Parameter]) -> Iterator[None]:
+    hooks = [(leaf, kind, getattr(leaf, kind)) for leaf in leaves for kind in _HOOKS if getattr(leaf, kind)]
+    for leaf, kind, _ in hooks:
+        setattr(leaf, kind, OrderedDict())  # None would leave those after accumulation where autograd finds them
+    try:
+        yield
+    finally:
+        for leaf, kind, found in hooks:
+            setattr(leaf, kind, found)

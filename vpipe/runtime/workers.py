@@ -49,7 +49,11 @@ def make_workers(model: Model, specs: Sequence[StageSpec], schedule: Schedule, m
         stages = {spec.index: Stage(model, spec, seed=settings.seed, device=settings.device,
                                     recomputed=settings.recompute[spec.index],
                                     precision=settings.precision) for spec in own}
+        for stage in stages.values():
+            stage.renew_leaves(versions=not schedule.flush)
         optimizers = {s: StageOptimizer.build(make_optimizer, stage.weights.masters, s) for s, stage in stages.items()}
+        for stage in stages.values():
+            stage.weights.adopt_hooks()
         transport: Transport = (Distributed(settings.device, settings.timeout_s, max(schedule.peak_activations),
                                             partial(describe_rank, placement), count_buckets(stages.values()))
                                 if distributed else InProcess(rank, room))
