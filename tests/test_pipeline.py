@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 import vpipe
 from vpipe import Layer, Model, Pipeline, Plan
-from vpipe.errors import RunError, UserError
+from vpipe.errors import PerformanceWarning, RunError, UserError
 from vpipe.schedules.registry import schedule_names
 
 
@@ -144,6 +145,17 @@ def test_what_needs_no_torch_does_not_load_it(use: str) -> None:
      "error: no schedule is called 'gpip'\nhint: did you mean 'gpipe'?")])
 def test_an_argument_that_does_not_fit_is_named_with_its_remedy(arguments: dict[str, Any], text: str) -> None:
     assert message(**arguments) == text
+
+
+def test_too_few_microbatches_are_warned_of_in_a_category_of_their_own() -> None:
+    with pytest.warns(PerformanceWarning, match="1 microbatch for 3 stages leaves a bubble of 67 % with gpipe, .*; "
+                                                "microbatches 12 would leave 14 %") as warned:
+        Pipeline(model(), stages=3, schedule="gpipe", optimizer=sgd)
+    assert [warning.filename for warning in warned] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipeline(stages=3, schedule="gpipe", microbatches=3)
+        pipeline(stages=3, schedule="pipedream")
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])

@@ -94,6 +94,10 @@ class LastingError(RunError):
     after it."""
 
 
+class PerformanceWarning(UserWarning):
+    """What was asked for is right, and slow: says why, with numbers, and what would be faster."""
+
+
 def counted(count: int, word: str) -> str:
     """``1 rank``, ``2 ranks``, ``2 microbatches``."""
     return f"{count} {word}" + ("" if count == 1 else "es" if word.endswith(("ch", "s")) else "s")

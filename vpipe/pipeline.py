@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vpipe.errors import Problem, UserError
+from vpipe.errors import PerformanceWarning, Problem, UserError
 from vpipe.launch.world import join_world
 from vpipe.model.layer import Model
 from vpipe.model.split import balanced, parameter_counts, split, ties_between
@@ -26,6 +27,7 @@ from vpipe.runtime.precision import Precision
 from vpipe.runtime.settings import MakeOptimizer, Optimizers, Settings
 from vpipe.runtime.step import Step
 from vpipe.schedules.arrange import Wanted
+from vpipe.schedules.few_microbatches import few_microbatches
 from vpipe.schedules.size import Placement
 from vpipe.watch import excepthook
 
@@ -88,6 +90,9 @@ class Pipeline:
 
     Raises:
         UserError: the numbers do not fit the model, the schedule or the processes.
+
+    Warns:
+        PerformanceWarning: a schedule with a flush has fewer microbatches than ranks, so that some always wait.
     """
 
     def __init__(self, model: Model, stages: int | None = None, schedule: str | None = None,
@@ -139,6 +144,8 @@ class Pipeline:
         self._model, self._seed = model, seed
         self.engine = Engine(model, specs, lowered, _from_named(optimizer), settings, distributed=world > 1)
         self.rank = dist.get_rank() if world > 1 else 0
+        if self.rank == 0 and (slow := few_microbatches(lowered, "microbatches")) is not None:
+            warnings.warn(slow, PerformanceWarning, stacklevel=2)
 
     def train(self, batches: Iterable[Batch]) -> Iterator[Step]:
         """Train on batches (dicts of tensors, dimension 0 = samples); yields one :class:`Step` per update, in order.

@@ -9,7 +9,7 @@ from threading import Timer
 
 SLOW_S = 2.0
 
-READING_TORCH = "reading torch from the disk"
+LOADING_TORCH = "loading PyTorch"
 """1.5 s of a core; ten on a machine that is busy, or has not read it before."""
 
 

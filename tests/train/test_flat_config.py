@@ -127,6 +127,19 @@ def test_defaults(flat: Path) -> None:
     assert (config.training.lr_policy, config.parallel.backend) == ("polynomial", "gloo")
 
 
+def test_verbose_frequency_is_how_often_ranks_are_reported(flat: Path) -> None:
+    assert load(flat).metrics.rank_times_every is None
+    assert load(flat, {"verbose_frequency": "5"}).metrics.rank_times_every == 5
+    both = load(flat, {"verbose_frequency": "5"}, "metrics: {rank_times_every: 5, peak_tflops: 1.0}\n")
+    assert (both.metrics.rank_times_every, both.metrics.peak_tflops) == (5, 1.0)
+    assert load(flat, {}, "metrics: {rank_times_every: 7}\n").metrics.rank_times_every == 7
+    assert ("verbose_frequency is 5, but metrics.rank_times_every, which means the same, is 7",
+            "configs/flat.yml:14:22", "keep one of the two") in errors(flat, {"verbose_frequency": "5"},
+                                                                      "metrics: {rank_times_every: 7}\n")
+    [(what, *_)] = errors(flat, {"verbose_frequency": "5"}, "metrics: 3\n")
+    assert what.startswith("metrics must be keys with values")
+
+
 @pytest.mark.parametrize(("policy", "warmup"), [("step", 0), ("cosine", 0.2)])
 def test_policies(flat: Path, policy: str, warmup: float) -> None:
     training = load(flat, {"learning_rate_policy": policy}).training
@@ -210,9 +223,9 @@ def test_all_mistakes_of_the_flat_file_at_once(flat: Path) -> None:
      "give one host:gpu per rank"),
     ("machines", "localhost:0", "machines must be a list, got 'localhost:0'", "7:13",
      "machines: host:gpu of each rank, such as localhost:0"),
-    ("verbose_frequency", "5",
-     "verbose_frequency asks for verbose lines every 5 updates, which is not available in this version", "14:22",
-     "set it to 0"),
+    ("verbose_frequency", "-1", "verbose_frequency must be at least 0, got -1", "14:22",
+     "verbose_frequency: updates between two reports of where the time of each rank went, and how much it sent; 0 for "
+     "none"),
     ("data_dir", "", "data_dir is missing", "1:1", "name the folder of HDF5 shards, or set synthetic_data: true"),
     ("learning_rate_policy", "polynom", "learning_rate_policy must be 'step', 'polynomial' or 'cosine', got 'polynom'",
      "15:25", "did you mean 'polynomial'?"),

@@ -123,6 +123,23 @@ def test_an_asynchronous_pipeline_runs_empty_exactly_where_it_evaluates(tmp_path
     assert losses(tmp_path) == oracle(job, updates, drained_at).losses[:updates]
 
 
+def test_too_few_microbatches_are_said_once_in_the_configs_words(tmp_path: Path,
+                                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, training__num_microbatches=1, training__max_steps=1)
+    assert capsys.readouterr().err.splitlines()[0] == (
+        "warning: 1 microbatch for 2 stages leaves a bubble of 50 % with 1f1b, where all stages take equally long; "
+        "training.num_microbatches 8 would leave 11 %")
+
+
+@pytest.mark.parametrize(("clip", "shown"), [(None, False), (0.5, True)])
+def test_the_gradient_norm_is_shown_where_it_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                      clip: float | None, shown: bool) -> None:
+    run(tmp_path, training__grad_clip=clip, training__max_steps=1)
+    [line, *_] = capsys.readouterr().err.splitlines()
+    assert (f"  grad norm {metrics(tmp_path)[0][0].get('gradient_norm', 0.0):.3g}  " in line) == shown
+    assert ("grad norm" in line) == shown
+
+
 def test_what_the_screen_and_the_log_show(tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                           caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="vpipe")

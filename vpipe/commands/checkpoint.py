@@ -20,7 +20,7 @@ from vpipe.draw.plan_table import Column, columns
 from vpipe.errors import RunError, UserError, counted
 from vpipe.launch.folder import CONFIG, check_not_running
 from vpipe.sizes import size_text
-from vpipe.slow import READING_TORCH, said_when_slow
+from vpipe.slow import LOADING_TORCH, said_when_slow
 
 PIPE_COLUMNS = 200
 """Width of what goes to a file or a pipe."""
@@ -181,7 +181,7 @@ def layers_table(manifest: Manifest, folder: Path) -> list[str]:
 
 def layer_names(manifest: Manifest, folder: Path) -> list[str]:
     """In order; empty where the checkpoint does not say what model it is of."""
-    with said_when_slow(READING_TORCH):
+    with said_when_slow(LOADING_TORCH):
         from vpipe.train.checkpoint_model import CheckpointModel, says_model
 
     if not says_model(manifest):

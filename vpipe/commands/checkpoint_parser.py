@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.commands.parser import add_overrides
-from vpipe.slow import READING_TORCH, said_when_slow
+from vpipe.slow import LOADING_TORCH, said_when_slow
 
 
 def add_checkpoint(commands: Any) -> None:
@@ -67,7 +67,7 @@ def _export(options: argparse.Namespace) -> None:
     from vpipe.checkpoint.output import check_free
 
     check_free(options.output)  # before torch is read from the disk
-    with said_when_slow(READING_TORCH):
+    with said_when_slow(LOADING_TORCH):
         from vpipe.commands.checkpoint_files import run_export
 
     run_export(options)
@@ -77,7 +77,7 @@ def _import(options: argparse.Namespace) -> None:
     from vpipe.checkpoint.output import check_free
 
     check_free(options.output)
-    with said_when_slow(READING_TORCH):
+    with said_when_slow(LOADING_TORCH):
         from vpipe.commands.checkpoint_files import run_import
 
     run_import(options)

@@ -33,6 +33,9 @@ METRICS = "metrics.jsonl"
 SUMMARY = "summary.csv"
 """The config and the figures of the run that has ended, on one row."""
 
+RANK_TIMES = "rank_times.jsonl"
+"""Where the time of every rank went, a line per some updates; of runs that were asked for it."""
+
 EARLIER = "earlier"
 """What earlier attempts left: ``earlier/1`` is that of the first."""
 
@@ -127,7 +130,8 @@ def begin_attempt(folder: Path, attempt: str, config: str, lines: Iterable[str])
         for name in (CONFIG, METRICS, PLAN, PROFILE):
             if (folder / name).exists():
                 shutil.copyfile(folder / name, earlier / name)
-        for path in [*sorted(folder.glob("rank*.failure.json")), folder / SUMMARY, folder / "trace"]:
+        for path in [*sorted(folder.glob("rank*.failure.json")), folder / SUMMARY, folder / RANK_TIMES,
+                     folder / "trace"]:
             if path.exists():
                 path.rename(earlier / path.name)
         _replace(folder / METRICS, "".join(f"{line}\n" for line in lines))

@@ -64,7 +64,8 @@ class FlatConfig(Section):
     recompute: bool = Field(False, description="true recomputes all layers, whatever recompute_ratio says")
     macrobatch: bool = Field(False, description="whether an update takes as many minibatches as there are stages")
     print_frequency: int = Field(10, ge=1, description="updates between two lines of progress")
-    verbose_frequency: int = Field(0, ge=0, description="updates between two verbose lines; 0 for none")
+    verbose_frequency: int = Field(0, ge=0, description="updates between two reports of where the time of each rank "
+                                                        "went, and how much it sent; 0 for none")
     container: str | None = Field(None, description="image that the ranks run in, with apptainer or singularity")
     compress_activations: bool = Field(False, description="whether activations and their gradients travel as bf16 "
                                                           "between stages")
@@ -80,9 +81,6 @@ class FlatConfig(Section):
         elif self.compress_in_gpu and self.distributed_backend == "gloo":
             yield Mistake(("compress_in_gpu",), "is true, but with distributed_backend gloo all is computed on the "
                           "processor", "set it to false: tensors are compressed where they are computed")
-        if self.verbose_frequency:
-            yield unavailable("verbose_frequency", f"verbose lines every {self.verbose_frequency} updates",
-                              "set it to 0")
         yield from machine_mistakes(self.machines)
         if _contradicts(self.schedule, self.sync_mode):
             other, kind = ("bsp", "with") if self.sync_mode == "asp" else ("asp", "without")
@@ -157,6 +155,11 @@ def to_native(tree: Tree, folder: Path, native_keys: Iterable[str]) -> Tree:
     problems = [*more, *others]
     if layers and ranks:
         problems += _contradictions(flat, layers, ranks, tree, partition, placement)
+    every = passed["metrics"].get(("rank_times_every",)) if "metrics" in passed else None
+    if every is not None and flat.verbose_frequency not in (0, every):
+        problems.append(Problem(f"verbose_frequency is {flat.verbose_frequency}, but metrics.rank_times_every, which "
+                                f"means the same, is {every}", "keep one of the two",
+                                tree.where(("verbose_frequency",))))
     if layers is None or ranks is None or problems:
         raise UserError.all_of(problems)
 
@@ -187,6 +190,8 @@ def to_native(tree: Tree, folder: Path, native_keys: Iterable[str]) -> Tree:
         if layers.update_every:
             put("parallel.update_every", partition.at(("update_every",)))
         derived("parallel.plan", "partition", str(base / flat.partition))
+    if flat.verbose_frequency and isinstance(native.value.get("metrics", {}), dict):
+        put("metrics.rank_times_every", tree.at(("verbose_frequency",)))
     if flat.compress_activations:
         derived("parallel.compress", "compress_activations", "bf16")
     if flat.recompute:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from vpipe.checkpoint.manifest import Manifest
-from vpipe.errors import counted
+from vpipe.errors import PerformanceWarning, counted
 from vpipe.launch.folder import METRICS, SUMMARY, running
 from vpipe.launch.stops import Stopped, in_good_order
 from vpipe.launch.world import join_world
@@ -24,6 +25,7 @@ from vpipe.runtime.all_ranks import LocalUsage
 from vpipe.runtime.executor import NO_GAIN, THREADED
 from vpipe.runtime.feed import Batch
 from vpipe.runtime.step import Step
+from vpipe.schedules.few_microbatches import few_microbatches
 from vpipe.slow import said_when_slow
 from vpipe.train.csv_rows import config_row, csv_text
 from vpipe.train.device import device_of
@@ -33,6 +35,7 @@ from vpipe.train.events import Events
 from vpipe.train.job import Job
 from vpipe.train.metrics import Metrics, Past, Worth
 from vpipe.train.progress import Progress
+from vpipe.train.rank_times import RankTimes
 from vpipe.train.reading import reading
 from vpipe.train.replan import Replanning
 from vpipe.train.report import summary
@@ -121,8 +124,13 @@ class _Run:
                 note_to(self._progress.show)
                 if job.config.parallel.executor == THREADED and device_of(job.config).type == "cpu":
                     self._progress.note(NO_GAIN)
+                slow = few_microbatches(job.schedule, "training.num_microbatches", job.config.dataset.batch_size)
+                if show and slow is not None:
+                    self._progress.note(f"warning: {slow}")
                 self._divergence = Divergence(job, self._saving, self._progress.note)
                 self._balance = Replanning(job, pipe, folder, self._progress.note)
+                self._rank_times = RankTimes(job, pipe, folder, self._progress.note)
+                self._at_end.callback(self._rank_times.close)
                 stopped = self._steps()
                 self._saving.finish()
                 self._trace.end()
@@ -191,6 +199,7 @@ class _Run:
         self._balance.interrupted()
         self._record(*engine.drain())
         self._balance.end()
+        self._rank_times.end()
         ended = metrics.steps == job.updates
         if not ended:
             why = from_first(why, self._pipe, self._pipe.placement[-1][0])
@@ -217,6 +226,7 @@ class _Run:
             self._divergence.step(step)
         for warning in self._metrics.warnings():
             self._progress.note(f"warning: {warning}")
+        self._rank_times.step(self._metrics.steps)
         self._trace.step()
         self._saving.look()
 
@@ -261,15 +271,17 @@ class _Run:
 def build(job: Job) -> Pipeline:
     """The pipeline that a config describes, on this rank's device."""
     config = job.config
-    return Pipeline(job.model, schedule=config.parallel.standing_in.schedule,
-                    microbatches=config.training.num_microbatches, partition=job.partition,
-                    recompute=[sorted(layers) for layers in job.recomputed], optimizer=job.optimizer(),
-                    seed=config.training.seed, placement=job.placement,
-                    update_every=config.parallel.update_every,
-                    learning_rate_factor=job.policy(), grad_clip=config.training.grad_clip,
-                    skip_not_finite=config.training.on_nan == "skip",
-                    device=device_of(config),
-                    timeout_s=config.parallel.timeout_s, compress=config.parallel.compress,
-                    compress_rounding=config.parallel.compress_rounding,
-                    compress_feedback=config.parallel.compress_feedback, executor=config.parallel.executor,
-                    precision=config.training.precision, loss_scale=config.training.computed.loss_scale)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PerformanceWarning)  # a run says it in the words of its config
+        return Pipeline(job.model, schedule=config.parallel.standing_in.schedule,
+                        microbatches=config.training.num_microbatches, partition=job.partition,
+                        recompute=[sorted(layers) for layers in job.recomputed], optimizer=job.optimizer(),
+                        seed=config.training.seed, placement=job.placement,
+                        update_every=config.parallel.update_every,
+                        learning_rate_factor=job.policy(), grad_clip=config.training.grad_clip,
+                        skip_not_finite=config.training.on_nan == "skip",
+                        device=device_of(config),
+                        timeout_s=config.parallel.timeout_s, compress=config.parallel.compress,
+                        compress_rounding=config.parallel.compress_rounding,
+                        compress_feedback=config.parallel.compress_feedback, executor=config.parallel.executor,
+                        precision=config.training.precision, loss_scale=config.training.computed.loss_scale)

@@ -16,9 +16,8 @@ log = logging.getLogger("vpipe")
 
 
 class Progress:
-    """Steps, loss, tokens per second, time left: a bar on a terminal, elsewhere a line every ``every`` steps.
-
-    The lines also go to the log of each rank.
+    """Steps, loss, norm of the gradient where it is known, tokens per second, time left: a bar on a terminal, elsewhere
+    a line every ``every`` steps. The lines also go to the log of each rank.
 
     Args:
         steps: of the run; None when nobody knows.
@@ -34,13 +33,14 @@ class Progress:
         self._terminal = sys.stderr.isatty()
         self._bar = tqdm(total=steps, initial=done, disable=not show or not self._terminal, unit=name, file=sys.stderr,
                          dynamic_ncols=True, mininterval=0.2, smoothing=0.05,
-                         bar_format="{n_fmt}/{total_fmt} |{bar}| {desc}")
+                         bar_format="{unit} {n_fmt}/{total_fmt} |{bar}| {desc}")
 
     def update(self, step: Step, metrics: Metrics) -> None:
         done, total = step.index + 1, self._steps
         left_s = min(self._end_s - metrics.time_s, inf if total is None else metrics.recent_update_s * (total - done))
         left = "" if left_s == inf else f", {tqdm.format_interval(max(0, left_s))} left"
-        text = (f"loss {step.loss:.3f}  {metrics.recent_tokens_per_s:,.0f} tokens/s  "
+        norm = "" if step.gradient_norm is None else f"grad norm {step.gradient_norm:.3g}  "
+        text = (f"loss {step.loss:.3f}  {norm}{metrics.recent_tokens_per_s:,.0f} tokens/s  "
                 f"{tqdm.format_interval(metrics.time_s)}{left}")
         self._bar.set_description_str(text, refresh=False)
         self._bar.update()

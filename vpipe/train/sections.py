@@ -234,4 +234,6 @@ class MetricsSection(Section):
     peak_tflops: float | None = Field(None, gt=0, description="what one device computes at most, in 10^12 operations "
                                                               "per second, for MFU and HFU; null takes it from a table "
                                                               "of GPUs, else measures it")
+    rank_times_every: int | None = Field(None, ge=1, description="updates between two reports of where the time of "
+                                                                 "each rank went, and how much it sent; null for none")
     tensorboard: bool = Field(False, description="whether the run writes events for TensorBoard into its folder")
