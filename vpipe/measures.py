@@ -30,7 +30,7 @@ def averaged_losses(count: int) -> int:
 
 
 def bubble(ranks: Iterable[tuple[float, float]]) -> float:
-    """Return the share of the ranks' time in which they wait for other ranks, the mean over ranks.
+    """Return the share of the ranks' time in which they wait for other ranks, the mean over ranks; NaN where a time is.
 
     Args:
         ranks: of each rank the seconds in which it waited for others (the order of the schedule, unequal stages and

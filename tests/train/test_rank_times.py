@@ -47,7 +47,7 @@ def test_every_rank_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str
     for rank in range(2):
         log = (run / f"rank{rank}.log").read_text()
         assert log.count(f"rank {rank}, updates ") == len(covered)
-        assert f"rank {rank}, updates {first} to {last}, in milliseconds per update, forward " in log
+        assert f"rank {rank}, updates {first} to {last}, in milliseconds per update: forward " in log
 
 
 def test_nothing_is_measured_or_written_where_nobody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

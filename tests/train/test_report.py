@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from small_run import job_of
 
 from vpipe.profiling.peak import Peak
@@ -12,6 +16,7 @@ from vpipe.runtime.step import Step
 from vpipe.runtime.usage import StageUsage
 from vpipe.train import metrics as module
 from vpipe.train.efficiency import Efficiency
+from vpipe.train.loop import build
 from vpipe.train.metrics import Metrics, Worth
 from vpipe.train.report import headline, summary
 from vpipe.train.run_figures import RunFigures
@@ -82,6 +87,27 @@ def test_tables_fit_the_terminal_and_name_every_replica(tmp_path: Path, monkeypa
         assert ranks == [("0", "0"), ("0", "1"), ("1", "2"), ("1", "3")] * tables
         heads = [word for row in cells if row[:2] == ["stage", "rank"] for word in row[2:]]
         assert " ".join(heads) == ("layers forward backward step comm idle sent versions staleness in flight memory")
+
+
+def test_where_a_gpus_stream_waits_nobody_knows_the_bubble(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    metrics, unknown = trained(Worth(8, 128)), [replace(usage, idle_s=math.nan) for usage in USAGES]
+    figures = RunFigures.of(metrics, unknown, PLACEMENT)
+    assert figures is not None
+    assert figures.bubble is figures.as_json()["stages"][0]["idle_s"] is None
+    json.dumps(figures.as_json(), allow_nan=False)
+    lines = summary(job_of(tmp_path), metrics, figures).splitlines()
+    heads = ("MFU  HFU  bubble", "comm  idle")
+    shown = [(line.index(head) + len(head), lines[number + 1]) for head in heads
+             for number, line in enumerate(lines) if head in line]
+    assert [row[:end].split()[-1] for end, row in shown] == ["-", "-"]
+    worker = build(job_of(tmp_path)).engine.workers[0]
+    assert worker.usage(0).idle_s == 0.0
+    monkeypatch.setattr(worker.transport, "ordered", True, raising=False)
+    assert worker.usage(0).idle_s == 0.0  # a wait on the CPU is one of the host
+    monkeypatch.setattr(worker.stages[0], "device", torch.device("cuda"))
+    monkeypatch.setattr("vpipe.runtime.worker.peak_memory_bytes", lambda device: 0)
+    assert math.isnan(worker.usage(0).idle_s)
 
 
 def test_a_headline_says_what_is_not_usual(tmp_path: Path) -> None:

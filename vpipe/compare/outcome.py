@@ -88,9 +88,9 @@ class Outcome:
         return self.samples_per_s / other.samples_per_s
 
     @property
-    def bubble(self) -> float:
-        """As it was measured."""
-        return bubble(self.rank_s)
+    def bubble(self) -> float | None:
+        """As it was measured; None where nobody knows how long ranks waited."""
+        return number(bubble(self.rank_s))
 
     @property
     def peak_bytes(self) -> int:
@@ -110,7 +110,8 @@ class Outcome:
     def as_json(self) -> dict[str, Any]:
         """As values that JSON has, with the figures that follow from them."""
         own = {**asdict(self), "prediction": None if self.prediction is None else self.prediction.as_json(),
-               "losses": list(map(number, self.losses)), "evaluation_loss": number(self.evaluation_loss)}
+               "losses": list(map(number, self.losses)), "rank_s": [list(map(number, rank)) for rank in self.rank_s],
+               "evaluation_loss": number(self.evaluation_loss)}
         return {**own, "samples_per_s": self.samples_per_s, "spread": self.spread, "bubble": self.bubble,
                 "peak_bytes": self.peak_bytes, "predicted_bytes": self.predicted_bytes}
 

@@ -11,7 +11,7 @@ from vpipe.errors import counted
 from vpipe.measures import share_text
 from vpipe.sizes import size_text
 
-_FIGURES = ("", "samples/s", "spread", "against", "kept", "predicted", "bubble", "predicted", "loss, samples",
+_FIGURES = ("", "samples/s", "spread", "against", "kept", "pred. kept", "bubble", "pred. bubble", "loss, samples",
             "loss, time", "evaluation")
 SAME = "(=)"
 """Marks a contender that is the same program as one before it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -64,8 +65,10 @@ def number(value: Number) -> str:
 
 
 def ms_text(seconds: float) -> str:
-    """Milliseconds without their unit: ``1,234``, ``12.3``, ``0.42``."""
+    """Milliseconds without their unit: ``1,234``, ``12.3``, ``0.42``; ``-`` of NaN, what nobody knows."""
     value = 1e3 * seconds
+    if math.isnan(value):
+        return "-"
     if value < 0.005:
         return "0"
     return f"{value:,.0f}" if value >= 999.5 else f"{value:.1f}" if value >= 0.95 else f"{value:.2f}"

@@ -18,7 +18,7 @@ class StageUsage:
     Attributes:
         forward_s, backward_s, step_s: seconds in forwards, in backwards (recompute included), in optimizer steps.
         communication_s: seconds in which its rank started transfers and summed gradients over replicas.
-        idle_s: seconds in which its rank waited for tensors of other ranks.
+        idle_s: seconds in which its rank waited for tensors of other ranks; NaN where a GPU's stream does that.
         bytes_sent: by its rank.
         versions: most weight versions held at once.
         staleness: most updates between a microbatch's forward and its backward.

@@ -160,7 +160,9 @@ class Worker:
             step_s=spent(Op.STEP, Op.NORM),
             communication_s=sum(seconds for (_, op), seconds in self.seconds.items()
                                 if op in SENDS | RECEIVES or op is Op.REDUCE),
-            idle_s=self.transport.wait_s, bytes_sent=self.transport.bytes_sent,
+            # Over nccl a stream waits, which the host does not see.
+            idle_s=math.nan if self.transport.ordered and self.stages[stage].device.type != "cpu" else
+            self.transport.wait_s, bytes_sent=self.transport.bytes_sent,
             versions=self.stages[stage].weights.most_held, staleness=self._staleness[stage],
             peak_activations=self.peak_activations[stage],
             peak_memory_bytes=peak_memory_bytes(self.stages[stage].device))

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vpipe.runtime.process_groups import control_group
 from vpipe.runtime.talk import talking_with
 
 
@@ -30,10 +31,10 @@ class Gather:
         for peer in range(1, ranks) if rank == 0 else [0]:
             with talking_with(peer, about):
                 if rank:
-                    work = dist.isend(here[rank], peer)
+                    work = dist.isend(here[rank], peer, control_group())
                 else:
                     self._tensors[peer] = torch.empty_like(here[0])
-                    work = dist.irecv(self._tensors[peer], peer)
+                    work = dist.irecv(self._tensors[peer], peer, control_group())
             assert work is not None, "this rank is in the group"
             self._work[peer] = work
 

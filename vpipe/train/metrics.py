@@ -163,7 +163,7 @@ class Metrics:
             self.update_s.append(seconds)
             self.losses.append(step.loss)
             line: Line = {
-                "step": step.index, "loss": _finite(step.loss), "learning_rate": step.learning_rate,
+                "step": step.index, "loss": finite(step.loss), "learning_rate": step.learning_rate,
                 "time_s": round(self.time_s, 4), "step_s": round(seconds, 6),
                 "samples_per_s": round(self.worth.samples / seconds, 2),
                 "tokens_per_s": round(self.worth.tokens / seconds, 1)}
@@ -171,7 +171,7 @@ class Metrics:
                 used = self.worth.efficiency.at(self.worth.tokens / seconds)
                 line |= {"mfu": float(f"{used.model:.4g}"), "hfu": float(f"{used.hardware:.4g}")}
             if step.gradient_norm is not None:
-                line["gradient_norm"] = _finite(step.gradient_norm)
+                line["gradient_norm"] = finite(step.gradient_norm)
             if step.skipped:
                 line["skipped"] = True
                 self.skipped += 1
@@ -187,7 +187,7 @@ class Metrics:
         """Record an evaluation after update ``step``; its time does not count as training."""
         self.not_training()
         self.evaluations.append((step, loss))
-        self._write({"step": step, "evaluation_loss": _finite(loss), "time_s": round(self.time_s, 4)})
+        self._write({"step": step, "evaluation_loss": finite(loss), "time_s": round(self.time_s, 4)})
 
     def checkpoint(self, step: int, name: str, **facts: float | str) -> None:
         """Record a checkpoint that was made after update ``step``: its ``name``, then ``pause_s`` of training,
@@ -257,7 +257,8 @@ class Metrics:
             self._events.close()
 
 
-def _finite(value: float) -> Number:
+def finite(value: float) -> Number:
+    """Return the value as JSON has it: None where it is not finite."""
     return value if math.isfinite(value) else None
 
 

@@ -38,15 +38,15 @@ class Progress:
     def update(self, step: Step, metrics: Metrics) -> None:
         done, total = step.index + 1, self._steps
         left_s = min(self._end_s - metrics.time_s, inf if total is None else metrics.recent_update_s * (total - done))
-        left = "" if left_s == inf else f", {tqdm.format_interval(max(0, left_s))} left"
+        left = [] if left_s == inf else [f"{tqdm.format_interval(max(0, left_s))} left"]
         norm = "" if step.gradient_norm is None else f"grad norm {step.gradient_norm:.3g}  "
-        text = (f"loss {step.loss:.3f}  {norm}{metrics.recent_tokens_per_s:,.0f} tokens/s  "
-                f"{tqdm.format_interval(metrics.time_s)}{left}")
-        self._bar.set_description_str(text, refresh=False)
+        text = f"loss {step.loss:.3f}  {norm}{metrics.recent_tokens_per_s:,.0f} tokens/s"
+        self._bar.set_description_str("  ".join([text, *left]), refresh=False)  # 80 columns must do
         self._bar.update()
         if done % self._every == 0 or done == total:
             of = f"/{total}" if total else ""
-            self.note(f"{self._name} {done}{of}: {text}", on_terminal=False)
+            times = ", ".join([tqdm.format_interval(metrics.time_s), *left])
+            self.note(f"{self._name} {done}{of}: {text}  {times}", on_terminal=False)
 
     def note(self, text: str, on_terminal: bool = True) -> None:
         """A line in the log; also on the screen, above the bar where there is one."""

@@ -22,6 +22,7 @@ from vpipe.sizes import size_text
 from vpipe.train.gather import Gather
 from vpipe.train.job import Job
 from vpipe.train.lines import Lines
+from vpipe.train.metrics import finite
 
 FIGURES = ("forward_s", "backward_s", "step_s", "communication_s", "idle_s", "bytes_sent")
 """Of :class:`~vpipe.runtime.usage.StageUsage`, each the mean of one update."""
@@ -96,7 +97,7 @@ class RankTimes:
             spent = StageUsage.of_rank([own.since(self._before[rank][stage]) for stage, own in stages.items()])
             here[rank] = torch.tensor([getattr(spent, name) / steps for name in FIGURES], dtype=torch.float64)
             cells = ", ".join(map(" ".join, zip(_HEADS, _cells(here[rank]), strict=True)))
-            log.info("rank %d, %s, %s", rank, self._title(self._reported + 1, done), cells)
+            log.info("rank %d, %s: %s", rank, self._title(self._reported + 1, done), cells)
         gathered = Gather(here, self._pipe.rank, self._job.schedule.ranks, "sharing where its time went")
         self._under_way.append(_Sent(self._reported + 1, done, gathered, done + self._behind))
         self._reported, self._before = done, usage
@@ -107,7 +108,7 @@ class RankTimes:
             return
         self._file.write(json.dumps({
             "first_step": sent.first - 1, "last_step": sent.last - 1,
-            "ranks": [{"rank": rank, **dict(zip(FIGURES, (float(f"{value:.6g}") for value in values.tolist()),
+            "ranks": [{"rank": rank, **dict(zip(FIGURES, (finite(float(f"{value:.6g}")) for value in values.tolist()),
                                                 strict=True))} for rank, values in found.items()]}))
         rows = [[str(rank), " ".join(map(str, stages_of_rank(self._job.placement, rank))), *_cells(values)]
                 for rank, values in found.items()]

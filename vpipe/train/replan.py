@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from vpipe.errors import UserError
@@ -18,12 +16,11 @@ from vpipe.pipeline import Pipeline
 from vpipe.plan.plan import Plan
 from vpipe.plan.prediction import Prediction, StagePrediction
 from vpipe.plan.profile import Profile
-from vpipe.runtime.process_groups import control_group
-from vpipe.runtime.talk import talking_with
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import Op
 from vpipe.schedules.arrange import is_file
 from vpipe.sizes import size_text
+from vpipe.train.gather import Gather
 from vpipe.train.job import Job
 
 WARM_UP = 10
@@ -69,8 +66,7 @@ class Replanning:
         self._piece_steps = 0
         self._over = measured  # steps that were counted
         self._until_end = 2 * len(job.placement)
-        self._counted: dict[int, Tensor] = {}
-        self._under_way: dict[int, dist.Work] = {}  # by the other rank
+        self._counted: Gather | None = None
         self._ended = job.schedule.ranks == 1 or job.config.parallel.on_gpu
 
     def step(self) -> None:
@@ -79,7 +75,7 @@ class Replanning:
             return
         self._steps += 1
         self._all_steps += 1
-        if self._counted:
+        if self._counted is not None:
             self._until_end -= 1
             if self._until_end == 0:
                 self.end()
@@ -99,7 +95,7 @@ class Replanning:
         """No microbatch is under way. Where there is no flush, ranks are at different microbatches but now: what they
         spent since the pipeline was last empty is of the same steps."""
         self._emptying = False
-        if self._ended or self._counted or self._job.schedule.flush:
+        if self._ended or self._counted is not None or self._job.schedule.flush:
             return
         if self._filled:
             for rank, spent in self._spent().items():
@@ -119,11 +115,11 @@ class Replanning:
         if self._ended:
             return
         self._ended = True
-        for peer, work in self._under_way.items():
-            with talking_with(peer, "sharing how long it works"):
-                work.wait(timedelta(seconds=self._job.config.parallel.timeout_s))
-        if self._counted and self._pipe.rank == 0:
-            line = said(Compared.of(self._job, self._counted, self._over), self._job, self._profile, self._plan(),
+        if self._counted is None:
+            return
+        counted = self._counted.finish(self._job.config.parallel.timeout_s)
+        if self._pipe.rank == 0:
+            line = said(Compared.of(self._job, counted, self._over), self._job, self._profile, self._plan(),
                         from_file=self._job.plan is None)
             if line is not None:
                 self._note(line)
@@ -132,20 +128,8 @@ class Replanning:
         return {rank: _spent(worker, len(self._job.placement)) for rank, worker in self._pipe.engine.workers.items()}
 
     def _count(self, spent: dict[int, Tensor], steps: int) -> None:
-        self._counted, self._over = dict(spent), steps
-        here, ranks = self._pipe.rank, self._job.schedule.ranks
-        if len(self._counted) == ranks:
-            return  # all are in this process
-        peers = [0] if here else range(1, ranks)
-        for peer in peers:
-            with talking_with(peer, "sharing how long it works"):
-                if here:
-                    work = dist.isend(self._counted[here], peer, control_group())
-                else:
-                    self._counted[peer] = torch.empty_like(self._counted[here])
-                    work = dist.irecv(self._counted[peer], peer, control_group())
-            assert work is not None, "this rank is in the default group"
-            self._under_way[peer] = work
+        self._counted = Gather(spent, self._pipe.rank, self._job.schedule.ranks, "sharing how long it works")
+        self._over = steps
 
     def _plan(self) -> Plan | None:
         """That the run follows: one of its own making, or the one that the launcher left in its folder."""

@@ -14,7 +14,7 @@ from vpipe.report.words import milliseconds
 from vpipe.runtime.usage import StageUsage
 from vpipe.schedules.size import Placement
 from vpipe.sizes import size_text
-from vpipe.train.metrics import Metrics, mean
+from vpipe.train.metrics import Metrics, finite, mean
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class RunFigures:
         step_median_s, step_p95_s: of one; 95 % took no longer than the second.
         peak: of the devices; None where nobody knows it.
         mfu, hfu: shares of the peak.
-        bubble: see :func:`~vpipe.measures.bubble`.
+        bubble: see :func:`~vpipe.measures.bubble`; None where nobody knows how long ranks waited.
         memory_bytes: the peak of the rank that has held most: resident of a process, allocated on a GPU.
         sent_bytes: by all ranks, per step.
         versions, staleness: the most of any stage.
@@ -60,7 +60,7 @@ class RunFigures:
     peak: Peak | None
     mfu: float | None
     hfu: float | None
-    bubble: float
+    bubble: float | None
     memory_bytes: int
     sent_bytes: float
     versions: int
@@ -101,7 +101,7 @@ class RunFigures:
             samples_per_s=rate * worth.samples, tokens_per_s=rate * worth.tokens, step_median_s=median(counted),
             step_p95_s=p95(counted), peak=None if efficiency is None else efficiency.peak,
             mfu=None if used is None else used.model, hfu=None if used is None else used.hardware,
-            bubble=bubble((rank.idle_s, rank.working_s) for rank in ranks),
+            bubble=finite(bubble((rank.idle_s, rank.working_s) for rank in ranks)),
             memory_bytes=max(usage.peak_memory_bytes for usage in usages),
             sent_bytes=sum(rank.bytes_sent for rank in ranks) / usage_steps,
             versions=max(usage.versions for usage in usages), staleness=max(usage.staleness for usage in usages),
@@ -112,7 +112,8 @@ class RunFigures:
 
     def as_json(self) -> dict[str, Any]:
         """As values that JSON has: :meth:`as_row`, and the stages with the steps that they are of."""
-        return {**self.as_row(), "usage_steps": self.usage_steps, "stages": [asdict(usage) for usage in self.stages]}
+        return {**self.as_row(), "usage_steps": self.usage_steps, "stages": [
+            {**asdict(usage), "idle_s": finite(usage.idle_s)} for usage in self.stages]}
 
     def as_row(self) -> dict[str, float | str | None]:
         """By name, each one value; times are in seconds, sizes in bytes."""
