@@ -32,10 +32,12 @@ def serve() -> None:
     faulthandler.register(signal.SIGUSR1)  # a world that hangs is asked for its stacks
     import torch
 
+    from vpipe.errors import PerformanceWarning
     from vpipe.launch.world import join_world
 
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    warnings.simplefilter("ignore", PerformanceWarning)
     joined = join_world(timeout_s=float(os.environ["VPIPE_TEST_TIMEOUT_S"]))
     tell("result", joined)
     for line in sys.stdin:
