@@ -13,19 +13,20 @@ ROOT = Path(__file__).parent.parent / "vpipe"
 
 MAY_IMPORT = {
     "errors": set(),
+    "arguments": {"errors"},
     "sizes": {"errors"},
     "measures": set(),
     "slow": set(),
     "packages": {"errors"},
     "schedules": {"errors", "packages", "schedules"},
-    "model": {"errors", "packages", "model"},
+    "model": {"errors", "arguments", "packages", "model"},
     "draw": {"errors", "sizes", "schedules", "plan", "draw"},
     "data": {"errors", "packages", "slow", "data"},
-    "plan": {"errors", "sizes", "measures", "schedules", "plan"},
+    "plan": {"errors", "arguments", "sizes", "measures", "schedules", "plan"},
     "report": {"errors", "sizes", "measures", "schedules", "draw", "plan", "report"},
     "watch": {"errors", "watch"},
     "checkpoint": {"errors", "sizes", "model", "checkpoint"},
-    "runtime": {"errors", "schedules", "model", "checkpoint", "watch", "runtime"},
+    "runtime": {"errors", "arguments", "schedules", "model", "checkpoint", "watch", "runtime"},
     "profiling": {"errors", "model", "runtime", "plan", "profiling"},
 }
 """What a room may import of vpipe. Those that are not listed stand on top."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from vpipe.arguments import Arguments, as_number, check_path, shown
 from vpipe.errors import PerformanceWarning, Problem, UserError
 from vpipe.launch.world import join_world
 from vpipe.model.layer import Model
@@ -95,7 +98,7 @@ class Pipeline:
         PerformanceWarning: a schedule with a flush has fewer microbatches than ranks, so that some always wait.
     """
 
-    def __init__(self, model: Model, stages: int | None = None, schedule: str | None = None,
+    def __init__(self, model: Model, stages: int | None = None, schedule: str | os.PathLike[str] | None = None,
                  microbatches: int | None = None, *,
                  partition: Sequence[int] | None = None, recompute: Recompute = 0.0,
                  optimizer: OptimizerFactory, seed: int = 0, plan: Plan | None = None,
@@ -106,19 +109,47 @@ class Pipeline:
                  device: torch.device | str = "cpu", timeout_s: float = 60.0, compress: str | Sequence[str] = "none",
                  compress_rounding: str = "nearest", compress_feedback: bool = True,
                  precision: str = "fp32", loss_scale: float | None = None, executor: str = "overlapped") -> None:
-        if plan is not None:
-            plan.check_fits(len(model))
-            partition = plan.partition
+        excepthook.install()
+        given = Arguments()
+        _check_model(given, model)
+        _check_optimizer(given, optimizer)
+        partition = given.wholes("partition", partition, "[3, 2, 2, 2]")
+        if isinstance(plan, Plan):
+            if partition is not None and partition != list(plan.partition):
+                given.refuse(f"partition is {shown(partition)} beside a plan with {shown(list(plan.partition))}",
+                             "leave one of them out")
+            partition = list(plan.partition)
             recompute = plan.recompute_layers or plan.recompute_ratio or recompute
-            schedule = schedule or plan.schedule
-            placement = placement or plan.stage_to_rank_map or None
+            schedule = plan.schedule if schedule is None else schedule
+            placement = (plan.stage_to_rank_map or None) if placement is None else placement
             microbatches = plan.microbatches if microbatches is None else microbatches
             update_every = plan.update_every if update_every is None else update_every
-        excepthook.install()
+        elif plan is not None:
+            given.refuse(f"plan is {shown(plan)}", "give a Plan, such as plan=Plan.load('plan.json')")
+        stages = given.whole("stages", stages, or_none=True)
+        if schedule is not None:
+            schedule = os.fspath(schedule) if isinstance(schedule, os.PathLike) else schedule
+            given.word("schedule", schedule, "1f1b")
+        microbatches = given.whole("microbatches", microbatches, or_none=True)
+        seed = given.whole("seed", seed)
+        places = _places(given, placement)
+        chunks = given.whole("chunks", chunks, least=1, or_none=True)
+        replicas = given.whole("replicas", replicas, least=1)
+        update_every = given.whole("update_every", update_every, or_none=True)
+        given.function("learning_rate_factor", learning_rate_factor, 1,
+                       "give a function of the step's number: learning_rate_factor=lambda step: 0.99**step; a "
+                       "scheduler of torch's is made with the optimizer, see docs/optimizers.md")
+        grad_clip = given.number("grad_clip", grad_clip, 1.0, or_none=True)
+        given.flag("skip_not_finite", skip_not_finite)
+        timeout_s = given.number("timeout_s", timeout_s, 60, most=1e9)
+        given.word("precision", precision, "bf16")
+        given.word("executor", executor, "overlapped")
+        given.check()
+        if plan is not None:
+            plan.check_fits(len(model))
         computed = Precision.of(precision, loss_scale)
         self.schedule = schedule or "1f1b"
         self.microbatches = microbatches = 1 if microbatches is None else microbatches
-        places = _places(placement)
         if stages is None and partition is None and places is not None:
             stages = len(places)
         self.partition = _partition(model, stages, partition)
@@ -138,7 +169,7 @@ class Pipeline:
         if refused := [Problem(f"{name} {what}", hint) for name, what, hint in computed.refused(
                 compression.codecs if compression is not None else (), compress_feedback)]:
             raise UserError.all_of(refused)
-        settings = Settings(microbatches, self.recomputed, learning_rate_factor, grad_clip, seed,
+        settings = Settings(microbatches, self.recomputed, _factor_of(learning_rate_factor), grad_clip, seed,
                             torch.device(device), timeout_s, compression, skip_not_finite, computed,
                             self.executor)
         self._model, self._seed = model, seed
@@ -155,6 +186,7 @@ class Pipeline:
         from batch to batch; it drains when the batches end, and before :meth:`evaluate` and :meth:`state_dict`. Under
         torchrun every process passes the same batches; a field that its layers do not read may be on the meta device.
         """
+        _check_batches(batches)
         return self.engine.train(batches)
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
@@ -164,6 +196,7 @@ class Pipeline:
         pipeline drains first, so the weights are those after all updates of what was in flight, and fills again
         afterwards: which versions the next microbatches use is then as at the start of training.
         """
+        _check_batches(batches)
         return self.engine.evaluate(batches)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -210,17 +243,61 @@ class Pipeline:
         return self._checkpoint(folder).load(self._model)
 
     def _checkpoint(self, folder: str | Path) -> OneCheckpoint:
+        check_path("the folder", folder, "checkpoint")
         return OneCheckpoint(self.engine, self.microbatches, self._seed, Path(folder))
 
 
-def _places(placement: Sequence[Sequence[int]] | None) -> Placement | None:
-    if not placement:
+def _check_model(given: Arguments, model: object) -> None:
+    if isinstance(model, Model):
+        return
+    hint = "give a Model: Model([Layer('embed', lambda: Embed(), ...), ...], batch=('ids', 'labels'))"
+    if isinstance(model, nn.Sequential):
+        hint = "write Pipeline(Model.sequential(modules, loss=nn.CrossEntropyLoss()), ...)"
+    given.refuse(f"the model is {shown(model)}, not a Model", hint)
+
+
+def _check_optimizer(given: Arguments, optimizer: object) -> None:
+    hint = "give a function that makes it: optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
+    made = optimizer[0] if isinstance(optimizer, (list, tuple)) and optimizer else optimizer
+    if isinstance(made, torch.optim.Optimizer):
+        given.refuse(f"optimizer is {shown(made)}, which was made already: of other tensors than those that the stages "
+                     "train", hint)
+    elif not isinstance(optimizer, FromNamed):
+        given.function("optimizer", optimizer, 1, hint)
+
+
+def _factor_of(function: Callable[[int], float]) -> Callable[[int], float]:
+    """What a learning rate is multiplied by, of a step, as a number that is one."""
+    def factor(step: int) -> float:
+        value = function(step)
+        number = as_number(value)
+        if number is None or not math.isfinite(number):
+            raise UserError(f"learning_rate_factor({step}) is {shown(value)}",
+                            hint="let it return a finite number for the number of every step, such as 1.0")
+        return number
+
+    return factor
+
+
+def _check_batches(batches: object) -> None:
+    if isinstance(batches, Mapping):
+        raise UserError("batches is one batch", hint="give a list, or what else yields batches: [batch]")
+    if isinstance(batches, (str, bytes, Tensor)) or not isinstance(batches, Iterable):
+        hint = "give what yields batches, each a dict of tensors: a list, a DataLoader, a generator"
+        if callable(batches) and not isinstance(batches, type):
+            hint += "; of a function that is one, what it returns: call it"
+        raise UserError(f"batches is {shown(batches)}", hint=hint)
+
+
+def _places(given: Arguments, placement: Any) -> Placement | None:
+    if placement is None:
         return None
-    if isinstance(placement, Mapping) or not all(
+    if not isinstance(placement, (list, tuple)) or not all(
             isinstance(ranks, (list, tuple)) and all(type(rank) is int for rank in ranks) for ranks in placement):
-        raise UserError(f"the placement {placement!r} does not list the ranks of every stage",
-                        hint="write a list of lists of whole numbers, such as [[0, 1], [2]]")
-    return tuple(map(tuple, placement))
+        given.refuse(f"the placement {shown(placement)} does not list the ranks of every stage",
+                     "write a list of lists of whole numbers, such as [[0, 1], [2]]")
+        return None
+    return tuple(map(tuple, placement)) or None
 
 
 def _partition(model: Model, stages: int | None, partition: Sequence[int] | None) -> tuple[int, ...]:

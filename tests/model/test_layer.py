@@ -74,7 +74,7 @@ def test_all_mistakes_come_at_once() -> None:
 def test_a_build_function_must_return_a_module() -> None:
     with pytest.raises(UserError) as error:
         Layer("odd", lambda: torch.zeros(1)).materialize(0, 0)
-    assert str(error.value) == ("error: layer 'odd' was built as Tensor, not as an nn.Module\n"
+    assert str(error.value) == ("error: layer 'odd' was built as an object of class Tensor, not as an nn.Module\n"
                                 "hint: its build function must return a module: Layer(name, lambda: MyModule())")
 
 

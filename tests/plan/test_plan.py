@@ -83,7 +83,7 @@ def test_saving_replaces_the_file_at_once_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     FULL.save(path)
     with pytest.raises(TypeError):
-        Plan((1,), schedule=object()).save(path)  # type: ignore[arg-type]
+        Plan((1,), profiled={"model": object()}).save(path)
     assert Plan.load(path) == FULL
 
 

@@ -70,7 +70,7 @@ def _empty(layer: Layer, number: int) -> nn.Module:
     """The module without values; with, where its making reads some, or fails in a way of its own."""
     try:
         with torch.random.fork_rng(devices=[]), without_values():
-            module = layer.build()
+            module = layer.make()
     except Exception:
         return layer.materialize(number, seed=0)
     return module if isinstance(module, nn.Module) else layer.materialize(number, seed=0)

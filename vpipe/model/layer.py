@@ -20,12 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from vpipe.arguments import Arguments, shown
 from vpipe.errors import Problem, UserError, nearest
 from vpipe.model.sequential import (
     Loss,
     WithLoss,
     check_children,
     check_module,
+    check_sequential,
     copied,
     put_module,
     shared_modules,
@@ -59,6 +61,31 @@ class Layer:
     ties: Mapping[str, str] = field(default_factory=dict)
     shared: Mapping[str, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        given = Arguments()
+        given.word("the name of a layer", self.name, "block0")
+        where = f"of layer {shown(self.name)}"
+        if isinstance(self.build, nn.Module):
+            given.refuse(f"layer {shown(self.name)} is given {shown(self.build)}, a module, not a function that builds "
+                         "it", f"write Layer({shown(self.name)}, lambda: {type(self.build).__name__}(...)): a rank "
+                         "builds only its own layers, each under a seed of its own")
+        else:
+            given.function(f"the build function {where}", self.build, 0,
+                           f"give a function without arguments: Layer({shown(self.name)}, lambda: MyModule(...))")
+        for field_name in ("inputs", "outputs"):
+            names = given.names(f"the {field_name} {where}", getattr(self, field_name), "('h', 'mask')")
+            object.__setattr__(self, field_name, names)
+        if len(set(self.outputs)) < len(self.outputs):
+            given.refuse(f"the outputs {where} are {shown(self.outputs)}, with a name that stands twice",
+                         "give every output a name of its own")
+        for field_name, example in (("ties", "{'decoder.weight': 'embed.word.weight'}"),
+                                    ("shared", "{'norm': 'block.norm'}")):
+            value = getattr(self, field_name)
+            if not isinstance(value, Mapping) or not all(isinstance(word, str) for pair in value.items()
+                                                         for word in pair):
+                given.refuse(f"the {field_name} {where} are {shown(value)}", f"give a dict, such as {example}")
+        given.check()
+
     def materialize(self, index: int, seed: int) -> nn.Module:
         """The module, initialised under a seed made from the run's seed and the layer's index alone.
 
@@ -67,9 +94,17 @@ class Layer:
         """
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed_of(seed, index))
-            module = self.build()
+            return self.make()
+
+    def make(self) -> nn.Module:
+        """The module.
+
+        Raises:
+            UserError: it is none, or one that no stage can hold.
+        """
+        module = self.build()
         if not isinstance(module, nn.Module):
-            raise UserError(f"layer '{self.name}' was built as {type(module).__name__}, not as an nn.Module",
+            raise UserError(f"layer '{self.name}' was built as {shown(module)}, not as an nn.Module",
                             hint="its build function must return a module: Layer(name, lambda: MyModule())")
         check_module(self.name, module)
         return module
@@ -101,8 +136,7 @@ class Model:
     """
 
     def __init__(self, layers: Iterable[Layer], batch: Sequence[str]) -> None:
-        self.layers = tuple(layers)
-        self.batch = tuple(batch)
+        self.layers, self.batch = _checked(layers, batch)
         problems = list(_problems(self.layers, self.batch))
         if problems:
             raise UserError.all_of(problems)
@@ -119,9 +153,10 @@ class Model:
         A module with buffers that stands in several places (a batch normalisation) must have them all in one stage.
 
         Raises:
-            UserError: there is no child; one is lazy or scripted; a function in it, or the loss, holds a module or a
-                tensor of the ``nn.Sequential``; the loss has parameters to train.
+            UserError: they are something else; there is no child; one is lazy or scripted; a function in it, or the
+                loss, holds a module or a tensor of the ``nn.Sequential``; the loss has parameters to train.
         """
+        check_sequential(modules, loss)
         children = {name: child for name, child in modules._modules.items() if child is not None}  # repeated ones too
         if not children:
             raise UserError("the nn.Sequential has no children", hint="give it at least one module")
@@ -181,6 +216,28 @@ def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
     """Put ``parameter`` where ``module`` keeps the one called ``name`` (dots lead into submodules)."""
     path, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(path), leaf, parameter)
+
+
+def _checked(layers: Any, batch: Any) -> tuple[tuple[Layer, ...], tuple[str, ...]]:
+    """Both arguments of a model, each as a tuple.
+
+    Raises:
+        UserError: they are something else.
+    """
+    given = Arguments()
+    hint = "give a list of layers: Model([Layer('embed', lambda: Embed(), ...), ...], batch=('ids', 'labels'))"
+    if isinstance(layers, nn.Sequential):
+        given.refuse("the layers of the model are an nn.Sequential", "write Model.sequential(modules, loss)")
+    elif isinstance(layers, (nn.Module, str)) or not isinstance(layers, Iterable):
+        given.refuse(f"the layers of the model are {shown(layers)}", hint)
+    else:
+        layers = tuple(layers)
+        for i, layer in enumerate(layers):
+            if not isinstance(layer, Layer):
+                given.refuse(f"layer {i} of the model is {shown(layer)}, not a Layer", hint)
+    names = given.names("the batch fields of the model", batch, "('ids', 'labels')")
+    given.check()
+    return layers, names
 
 
 def _problems(layers: tuple[Layer, ...], batch: tuple[str, ...]) -> Iterable[Problem]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from vpipe.arguments import Arguments, shown
 from vpipe.errors import UserError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -142,6 +143,33 @@ def put_module(layer: nn.Module, path: str, module: nn.Module) -> nn.Module:
         setattr(layer.get_submodule(parent), name, module)
         return layer
     return WithLoss(module, layer.loss) if isinstance(layer, WithLoss) else module
+
+
+def check_sequential(modules: object, loss: object) -> None:
+    """Refuse what is no plain ``nn.Sequential``, or no loss.
+
+    Raises:
+        UserError: it is something else; or an ``nn.Sequential`` that does more than call one child after the other.
+    """
+    given = Arguments()
+    if not isinstance(modules, nn.Sequential):
+        given.refuse(f"Model.sequential is given {shown(modules)}, not an nn.Sequential",
+                     "write another module as layers: Model([Layer('embed', lambda: Embed(), ...), ...], batch=...)"
+                     if isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleList)
+                     else "write Model.sequential(nn.Sequential(*modules), loss)")
+    elif type(modules).forward is not nn.Sequential.forward or "forward" in vars(modules):
+        given.refuse(f"{type(modules).__name__} has a forward of its own, which layers would not carry out",
+                     "write what it does as layers: Model([Layer(...), ...], batch=...)")
+    elif modules._forward_hooks or modules._forward_pre_hooks or modules._backward_hooks or (
+            modules._backward_pre_hooks):
+        given.refuse("the nn.Sequential has hooks of its own, which layers would not carry out",
+                     "register them on its children")
+    if isinstance(loss, type):
+        given.refuse(f"the loss is {shown(loss)}", f"give what it makes: {loss.__name__}()")
+    else:
+        given.function("the loss", loss, 2, "give what computes a loss from output and target, such as "
+                                            "nn.CrossEntropyLoss()")
+    given.check()
 
 
 def check_children(modules: nn.Sequential, children: Mapping[str, nn.Module], loss: Loss) -> None:

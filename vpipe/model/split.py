@@ -8,7 +8,6 @@ from itertools import accumulate
 
 from vpipe.errors import UserError
 from vpipe.model.layer import LOSS, Layer, Model, split_target, without_values
-from vpipe.model.sequential import check_module
 
 
 @dataclass(frozen=True)
@@ -120,8 +119,7 @@ def parameter_counts(model: Model) -> list[int]:
     counts = []
     for layer in model.layers:
         with without_values():
-            module = layer.build()
-        check_module(layer.name, module)
+            module = layer.make()
         counts.append(sum(p.numel() for name, p in module.named_parameters() if name not in layer.ties))
     return counts
 

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
+from vpipe.arguments import check_path, shown
 from vpipe.errors import Problem, UserError, counted, nearest
 from vpipe.plan.prediction import Prediction
 from vpipe.plan.recompute import ranges, recomputed_layers, strangers
@@ -46,6 +48,16 @@ class Plan:
     profiled: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        content = {key: _as_lists(getattr(self, key)) for key in _KEYS if key != "predictions"}
+        if isinstance(content["stage_to_rank_map"], list):
+            content["stage_to_rank_map"] = {str(stage): own for stage, own in enumerate(content["stage_to_rank_map"])}
+        problems = _problems(content, None)
+        if not isinstance(self.predictions, (Prediction, NoneType)):
+            problems.append(Problem(f"predictions is {shown(self.predictions)}", "leave it out: vpipe plan makes it"))
+        if problems:
+            raise UserError.all_of(problems)
+        for key in ("partition", "recompute_ratio", "stage_to_rank_map", "recompute_layers"):
+            object.__setattr__(self, key, _as_tuples(getattr(self, key)))
         if self.recompute_layers and not self.recompute_ratio:
             ratios = tuple(ratio_of(len(layers), size)
                            for layers, size in zip(self.recompute_layers, self.partition, strict=True))
@@ -86,6 +98,7 @@ class Plan:
         Raises:
             UserError: the file is missing, is not JSON, or a value is of the wrong kind; all problems at once.
         """
+        check_path("the path of a plan", path, "plan.json")
         try:
             content = json.loads(Path(path).read_text())
         except OSError as error:
@@ -138,10 +151,28 @@ class Plan:
         return content
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON, at once or not at all."""
+        """Write the plan as JSON, at once or not at all.
+
+        Raises:
+            UserError: it cannot be written there.
+        """
+        check_path("the path of a plan", path, "plan.json")
         partial = Path(f"{os.fspath(path)}.tmp")
-        partial.write_text(json.dumps(self.as_json(), indent=2) + "\n")
-        partial.replace(path)
+        try:
+            partial.write_text(json.dumps(self.as_json(), indent=2) + "\n")
+            partial.replace(path)
+        except OSError as error:
+            raise UserError(f"cannot write the plan: {error.strerror}", where=str(path),
+                            hint="give the path of a file in a folder that can be written") from None
+
+
+def _as_lists(value: Any) -> Any:
+    """A value as JSON would give it."""
+    return [_as_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(_as_tuples(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
 def ratio_of(recomputed: int, layers: int) -> float:

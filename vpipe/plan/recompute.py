@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 
+from vpipe.arguments import shown
 from vpipe.errors import Problem, UserError
 
 Recompute = float | Sequence[float | Sequence[int]]
@@ -23,16 +24,20 @@ def recomputed_layers(recompute: Recompute, partition: Sequence[int]) -> tuple[f
     stages = len(partition)
     if isinstance(recompute, (int, float)):
         entries: Sequence[float | Sequence[int]] = [recompute] * stages
-    else:
+    elif isinstance(recompute, Sequence) and not isinstance(recompute, (str, bytes)):
         entries = recompute
+    else:
+        raise UserError(f"recompute is {shown(recompute)}",
+                        hint="give a number from 0 to 1, or a list with one per stage")
     if len(entries) != stages:
         raise UserError(f"{len(entries)} recompute ratios for {stages} stages",
                         hint="give one number, or one per stage")
     problems: list[Problem] = []
     layers: list[frozenset[int]] = []
     for stage, (entry, here) in enumerate(zip(entries, ranges(partition), strict=True)):
-        if not isinstance(entry, (int, float)) and (isinstance(entry, str) or not all(type(i) is int for i in entry)):
-            problems.append(Problem(f"{entry!r} of stage {stage} is neither a share nor a list of layers",
+        if isinstance(entry, bool) or (not isinstance(entry, (int, float)) and not (
+                isinstance(entry, Collection) and all(type(i) is int for i in entry))):
+            problems.append(Problem(f"{shown(entry)} of stage {stage} is neither a share nor a list of layers",
                                     "give a number from 0 to 1, or a list such as [3, 4]: layers of the model, "
                                     "counted from 0"))
         elif not isinstance(entry, (int, float)):

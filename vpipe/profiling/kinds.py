@@ -25,7 +25,7 @@ def structure(layer: Layer) -> str:
     that does not say what is in it counts as another one in every layer: rather measured twice than mistaken.
     """
     with without_values():
-        module = layer.build()
+        module = layer.make()
     lines = []
     for name, part in module.named_modules(remove_duplicate=False):
         settings = ", ".join(f"{key}={value!r}" for key, value in sorted(vars(part).items())
@@ -67,7 +67,7 @@ def code(model: Model, structures: list[str]) -> str | None:
     sources: dict[str, str] = {}
     for layer in dict(zip(structures, model.layers, strict=True)).values():
         with without_values():
-            module = layer.build()
+            module = layer.make()
         for part in module.modules():
             made_of: list[object] = [kind for kind in type(part).__mro__ if kind not in nn.Module.__mro__]
             for key, value in vars(part).items():

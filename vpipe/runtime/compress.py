@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from vpipe.arguments import shown
 from vpipe.errors import Problem, UserError, nearest
 from vpipe.model.layer import seed_of
 from vpipe.runtime.transport import Key, Spec
@@ -152,10 +153,12 @@ class Compression:
         Raises:
             UserError: a name that is none, or not one per cut.
         """
-        if not isinstance(codecs, (str, list, tuple)):
-            raise UserError(f"compress is {codecs!r}", hint=f"write one of {', '.join(CODECS)}, or a list of them")
+        if not isinstance(codecs, (str, list, tuple)) or not all(isinstance(name, str) for name in codecs):
+            raise UserError(f"compress is {shown(codecs)}", hint=f"write one of {', '.join(CODECS)}, or a list of them")
         if not isinstance(feedback, bool):
-            raise UserError(f"compress_feedback is {feedback!r}", hint="write True or False")
+            raise UserError(f"compress_feedback is {shown(feedback)}", hint="write True or False")
+        if not isinstance(rounding, str):
+            raise UserError(f"compress_rounding is {shown(rounding)}", hint=f"write one of {', '.join(ROUNDINGS)}")
         named = (codecs,) * (stages - 1) if isinstance(codecs, str) else tuple(codecs)
         problems = [Problem(f"compress is '{name}'", nearest(name, CODECS))
                     for name in dict.fromkeys((codecs,) if isinstance(codecs, str) else named) if name not in CODECS]

@@ -16,6 +16,7 @@ from functools import cached_property
 from math import isfinite
 from typing import TYPE_CHECKING, Literal, get_args
 
+from vpipe.arguments import shown
 from vpipe.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -46,13 +47,13 @@ class Precision:
             UserError: no such precision, or a loss scale that means nothing.
         """
         if name not in get_args(PrecisionName):
-            raise UserError(f"precision is {name!r}", hint=nearest(str(name), get_args(PrecisionName)))
+            raise UserError(f"precision is {shown(name)}", hint=nearest(str(name), get_args(PrecisionName)))
         if loss_scale is not None:
             if name != "fp16":
-                raise UserError(f"loss_scale is {loss_scale!r}, but the precision is {name}",
+                raise UserError(f"loss_scale is {shown(loss_scale)}, but the precision is {name}",
                                 hint="only fp16 scales its loss: leave it out")
             if type(loss_scale) not in (int, float) or not isfinite(loss_scale) or loss_scale <= 0:
-                raise UserError(f"loss_scale is {loss_scale!r}",
+                raise UserError(f"loss_scale is {shown(loss_scale)}",
                                 hint="give a number above 0, such as 1024, or leave it out: training finds it")
             return cls(name, float(loss_scale))
         return cls(name)

@@ -205,9 +205,19 @@ class Worker:
                                                      self._activations[stage_index])
         if stage_index == self._last:
             self._keep_loss(self.segment.number(microbatch), outputs[0])
+            if record is not None and not outputs[0].requires_grad:
+                self._check_loss_may_be_constant(stage_index, microbatch, given)
             return
         self._neighbours.pass_activations(stage_index, microbatch, given.signature,
                                           self.stages[stage_index].spec.outputs, outputs)
+
+    def _check_loss_may_be_constant(self, stage_index: int, microbatch: int, given: Given) -> None:
+        """Refuse a loss without a gradient where one could have flowed back: nothing would be trained."""
+        stage = self.stages[stage_index]
+        if stage.weights.names or stage.borrowed or any(tensor.requires_grad for tensor in given.received):
+            raise UserError(f"the loss of microbatch {self.segment.number(microbatch)} has no gradient: it does not "
+                            "depend on any parameter", hint="compute it from what the layers return, without "
+                                                            "detach(), item() or torch.no_grad()")
 
     def _keep_loss(self, number: int, loss: Tensor) -> None:
         if loss.numel() != 1:

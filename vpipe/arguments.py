@@ -1,0 +1,164 @@
+"""Checks of what people pass from Python: the kind and range of every argument, all mistakes at once."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from vpipe.errors import Problem, UserError, counted
+
+MOST = 2**63
+"""A whole number must be less: it travels in 64 bits."""
+
+
+class Arguments:
+    """The arguments of a call: each is looked at once, and what is wrong is raised together.
+
+    The methods note a problem and return the value, brought to one form. None passes where ``or_none``. What comes back
+    after a problem is for nothing but to go on to the next argument.
+    """
+
+    def __init__(self) -> None:
+        self._problems: list[Problem] = []
+
+    def refuse(self, what: str, hint: str) -> None:
+        """Note a problem."""
+        self._problems.append(Problem(what, hint))
+
+    def check(self) -> None:
+        """Raise what was noted.
+
+        Raises:
+            UserError: there is something.
+        """
+        if self._problems:
+            raise UserError.all_of(self._problems)
+
+    def whole(self, name: str, value: Any, least: int | None = None, or_none: bool = False) -> Any:
+        """A whole number, as an int; numbers of numpy count, texts and True do not."""
+        if value is None and or_none:
+            return None
+        found = as_whole(value)
+        if found is None or abs(found) >= MOST or (least is not None and found < least):
+            meant = f": {name}={int(value)}" if isinstance(value, str) and value[:9].isdecimal() else ""
+            self.refuse(f"{name} is {shown(value)}",
+                        "give a whole number" + f", {least} or more" * (least is not None) + meant)
+        return found
+
+    def wholes(self, name: str, value: Any, example: str) -> Any:
+        """A sequence of whole numbers, or None."""
+        if value is None:
+            return None
+        items = _items(value)
+        found = None if items is None else [as_whole(item) for item in items]
+        if found is None or None in found:
+            self.refuse(f"{name} is {shown(value)}", f"give a list of whole numbers, such as {name}={example}")
+        return found
+
+    def number(self, name: str, value: Any, example: float, or_none: bool = False, most: float = math.inf) -> Any:
+        """A number above 0, at most ``most``."""
+        if value is None and or_none:
+            return None
+        found = as_number(value)
+        if found is None or not 0 < found <= most:
+            limit = "" if most == math.inf else f" and at most {most:g}"
+            self.refuse(f"{name} is {shown(value)}", f"give a number above 0{limit}, such as {name}={example:g}")
+        return found
+
+    def flag(self, name: str, value: Any) -> None:
+        """True or False."""
+        if not isinstance(value, bool):
+            self.refuse(f"{name} is {shown(value)}", f"write {name}=True or {name}=False")
+
+    def word(self, name: str, value: Any, example: str) -> None:
+        """A text."""
+        if not isinstance(value, str) or not value:
+            self.refuse(f"{name} is {shown(value)}", f"give a name, such as '{example}'")
+
+    def function(self, name: str, value: Any, arguments: int, hint: str) -> None:
+        """Something to call with so many arguments."""
+        if not callable(value):
+            self.refuse(f"{name} is {shown(value)}", hint)
+            return
+        try:
+            inspect.signature(value).bind(*[None] * arguments)
+        except TypeError as error:
+            self.refuse(f"{name} is {shown(value)}, which cannot be called with "
+                        f"{counted(arguments, 'argument') if arguments else 'no arguments'}: {error}", hint)
+        except ValueError:  # of some functions in C nobody knows the arguments
+            pass
+
+    def names(self, what: str, value: Any, example: str) -> tuple[str, ...]:
+        """Several names, as a tuple: one text would be taken for its letters."""
+        if isinstance(value, str):
+            self.refuse(f"{what} are the text {shown(value)}, not a tuple of names",
+                        f"write ({value!r},), with a comma" if len(value) < 50 else f"write {example}")
+            return ()
+        items = _items(value)
+        if items is None or not all(isinstance(item, str) and item for item in items):
+            self.refuse(f"{what} are {shown(value)}", f"give a tuple of names, such as {example}")
+            return ()
+        return tuple(items)
+
+
+def as_whole(value: object) -> int | None:
+    """An int of what is one, also numpy's; None for what is not, such as True and 2.0."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return None
+    try:
+        return operator.index(value)
+    except (TypeError, ValueError, RuntimeError):  # an array, or a tensor, of several
+        return None
+
+
+def as_number(value: object) -> float | None:
+    """A float of what is a number, also numpy's and torch's; None for what is not."""
+    if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__"):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+
+
+def check_path(name: str, value: object, example: str) -> None:
+    """Refuse what names no file.
+
+    Raises:
+        UserError: it is neither a text nor a path.
+    """
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise UserError(f"{name} is {shown(value)}", hint=f"give a path, such as '{example}'")
+
+
+def shown(value: object) -> str:
+    """A value in a message: as it is written if that is short, else what kind of thing it is."""
+    if value is None or isinstance(value, (bool, int, float, str, bytes, list, tuple, set, dict, range, os.PathLike)):
+        try:
+            text = repr(value)
+        except Exception:  # such as that of a list of something that cannot be shown
+            text = "\n"
+        if len(text) <= 60 and "\n" not in text:
+            return text
+        if isinstance(value, (str, bytes)):
+            return f"{text[:40]}...{text[-1]}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, Callable) and hasattr(value, "__name__"):  # type: ignore[arg-type]
+        return "a function" if value.__name__ == "<lambda>" else f"the function {value.__name__}"
+    return f"an object of class {type(value).__name__}"
+
+
+def _items(value: object) -> list[Any] | None:
+    """The elements of a list, a tuple, a range or an array of one dimension; None for anything else."""
+    if isinstance(value, (str, bytes)):
+        return None
+    if isinstance(value, Sequence):
+        return list(value)
+    if isinstance(value, Iterable) and getattr(value, "ndim", None) == 1:
+        return list(value)
+    return None
