@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from vpipe.errors import Problem, UserError, counted
+from vpipe.errors import Problem, UserError, counted, nearest
 
 MOST = 2**63
 """A whole number must be less: it travels in 64 bits."""
@@ -74,10 +74,11 @@ class Arguments:
         if not isinstance(value, bool):
             self.refuse(f"{name} is {shown(value)}", f"write {name}=True or {name}=False")
 
-    def word(self, name: str, value: Any, example: str) -> None:
-        """A text."""
+    def word(self, name: str, value: Any, *known: str) -> None:
+        """A text; ``known``: all that are names, or one of them."""
         if not isinstance(value, str) or not value:
-            self.refuse(f"{name} is {shown(value)}", f"give a name, such as '{example}'")
+            self.refuse(f"{name} is {shown(value)}",
+                        nearest(shown(value), known) if len(known) > 1 else f"give a name, such as '{known[0]}'")
 
     def function(self, name: str, value: Any, arguments: int, hint: str) -> None:
         """Something to call with so many arguments."""

@@ -22,11 +22,11 @@ from vpipe.plan.plan import Plan
 from vpipe.plan.recompute import Recompute, recomputed_layers
 from vpipe.runtime.compress import Compression
 from vpipe.runtime.engine import Engine
-from vpipe.runtime.executor import check_executor, last_first
+from vpipe.runtime.executor import EXECUTORS, check_executor, last_first
 from vpipe.runtime.feed import Batch
 from vpipe.runtime.one_checkpoint import OneCheckpoint
 from vpipe.runtime.position import Position
-from vpipe.runtime.precision import Precision
+from vpipe.runtime.precision import PRECISIONS, Precision
 from vpipe.runtime.settings import MakeOptimizer, Optimizers, Settings
 from vpipe.runtime.step import Step
 from vpipe.schedules.arrange import Wanted
@@ -142,8 +142,8 @@ class Pipeline:
         grad_clip = given.number("grad_clip", grad_clip, 1.0, or_none=True)
         given.flag("skip_not_finite", skip_not_finite)
         timeout_s = given.number("timeout_s", timeout_s, 60, most=1e9)
-        given.word("precision", precision, "bf16")
-        given.word("executor", executor, "overlapped")
+        given.word("precision", precision, *PRECISIONS)
+        given.word("executor", executor, *EXECUTORS)
         given.check()
         if plan is not None:
             plan.check_fits(len(model))

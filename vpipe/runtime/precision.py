@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 PrecisionName = Literal["fp32", "bf16", "bf16_pure", "fp16"]
+PRECISIONS: tuple[PrecisionName, ...] = get_args(PrecisionName)
 
 _DTYPES = {"bf16": "bfloat16", "bf16_pure": "bfloat16", "fp16": "float16"}
 
@@ -46,8 +47,8 @@ class Precision:
         Raises:
             UserError: no such precision, or a loss scale that means nothing.
         """
-        if name not in get_args(PrecisionName):
-            raise UserError(f"precision is {shown(name)}", hint=nearest(str(name), get_args(PrecisionName)))
+        if name not in PRECISIONS:
+            raise UserError(f"precision is {shown(name)}", hint=nearest(name, PRECISIONS))
         if loss_scale is not None:
             if name != "fp16":
                 raise UserError(f"loss_scale is {shown(loss_scale)}, but the precision is {name}",
