@@ -79,7 +79,7 @@ def test_what_needs_no_torch_does_not_load_it(use: str) -> None:
     ({"partition": [3, 2]}, "error: partition [3, 2] adds up to 5 layers, but the model has 6\n"
                             "hint: change it by +1 so that it adds up to 6"),
     ({"stages": 2, "recompute": [0.5]},
-     "error: 1 recompute ratios for 2 stages\nhint: give one number, or one per stage"),
+     "error: 1 recompute ratio for 2 stages\nhint: give one number, or one per stage"),
     ({"stages": 2, "recompute": 1.5}, "\n".join(
         f"error: recompute ratio 1.5 of stage {stage} is outside 0..1\n"
         "hint: it is the share of the stage's layers to recompute, counted from its end" for stage in (0, 1))),
@@ -195,7 +195,7 @@ def test_a_loss_must_be_one_number() -> None:
     vector = Model.sequential(nn.Sequential(nn.Linear(3, 2)), nn.CrossEntropyLoss(reduction="none"))
     with pytest.raises(UserError) as error:
         list(Pipeline(vector, stages=1, optimizer=sgd).train(batches(1)))
-    assert str(error.value) == ("error: the loss of microbatch 0 has shape [8]\n"
+    assert str(error.value) == ("error: the loss of layer 0 '0' has shape [8] for microbatch 0\n"
                                 "hint: the last layer must return one number: the mean over its samples")
 
 

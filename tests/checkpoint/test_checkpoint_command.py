@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from small_run import job_of, write_config
 from torch import Tensor
 
-from vpipe import Pipeline
+from vpipe import Model, Pipeline
 from vpipe.checkpoint.manifest import About, Manifest
 from vpipe.checkpoint.once import save_at
 from vpipe.checkpoint.restore import read
@@ -128,6 +128,16 @@ def test_show_says_what_is_in_the_newest(vpipe: Vpipe, run: Path) -> None:
     assert f"\nmodel      {weights:>7}" in out
     assert "\nrank0.safetensors  " in out
     assert "\n  learning_rate: 0.01\n" in out
+
+
+def test_layers_that_are_numbers_come_in_their_order(vpipe: Vpipe, tmp_path: Path) -> None:
+    layers = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(12)))
+    pipe = Pipeline(Model.sequential(layers, torch.nn.MSELoss()), stages=2,
+                    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    pipe.save(tmp_path / "saved")
+    lines = vpipe("show", tmp_path / "saved")[1].splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("layer "))
+    assert [line.split()[0] for line in lines[start + 1:start + 13]] == list(map(str, range(12)))
 
 
 def test_verify_reads_all_and_names_what_has_changed(vpipe: Vpipe, run: Path) -> None:

@@ -206,14 +206,17 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, folder: Path, *programs: str, s
     return caught.value
 
 
+@pytest.mark.parametrize("terminal", [False, True])
 def test_a_signal_is_passed_on_and_the_ranks_leave_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                                       capsys: pytest.CaptureFixture[str]) -> None:
-    """The first rank says which and that it has saved, the others 0: that is no failure."""
+                                                       capsys: pytest.CaptureFixture[str], terminal: bool) -> None:
+    """The first rank says which and that it has saved, the others 0: that is no failure. On a terminal the line is
+    written over the first rank's progress bar, not behind it."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     end = interrupted(monkeypatch, tmp_path, WELL.format(rank=0, status="128 + number"), WELL.format(rank=1, status=0))
     assert isinstance(end, Interrupted)
     assert (end.number, end.saved, end.exit_status) == (signal.SIGUSR1, True, 138)
-    assert capsys.readouterr().err == \
-        "SIGUSR1: the ranks save and end, within 20 s; a second one ends them at once\n"
+    assert capsys.readouterr().err == ("\r\x1b[K" if terminal else "") + (
+        "SIGUSR1: the ranks save and end, within 20 s; a second one ends them at once\n")
 
 
 def test_to_a_script_138_says_that_it_was_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

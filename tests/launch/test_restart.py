@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from small_run import write_config
 
+from vpipe.checkpoint.folder import Checkpoints
 from vpipe.checkpoint.manifest import MANIFEST, Manifest
 from vpipe.cli import main
 from vpipe.errors import UserError
@@ -133,6 +134,22 @@ def test_a_config_that_was_edited_while_the_job_waited(tmp_path: Path, capsys: p
     assert "the config has changed since the attempt before; this one follows it as it is now" in \
         capsys.readouterr().err
     assert concluded(3, "training.learning_rate=0.5", "parallel.partition=[2, 3]")[1].parallel.partition == (2, 3)
+    leave()
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_what_is_not_started_again_can_be_gone_on_with_only_from_a_checkpoint(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool) -> None:
+    member = Member("srun", 0, 2, 0, "n1", "127.0.0.1", 1, agent="job 7.0")
+    job = Job.of(load_config(write_config(tmp_path)))
+    run = Path(Conclusion.of(member, job, None, None, ["job 7.0"]).folder)
+    report = {"rank": 0, "blames_peer": False, "time": 1.0, "user": True, "problems": [["x is 3", "use 4", None]]}
+    failure_path(run, 0).write_text(json.dumps(report))
+    monkeypatch.setattr(Checkpoints, "newest", lambda self: self.root / "step-4" if saved else None)
+    with pytest.raises(UserError, match="x is 3; not started again: it would come again") as caught:
+        Conclusion.of(replace(member, restarts=1), job, None, None, ["job 7.0"])
+    assert caught.value.problems[0].hint == (f"mend it, then go on with: vpipe train --resume {run}" if saved else
+                                             f"mend it, then begin anew: vpipe train {run}/config.yaml")
     leave()
 
 

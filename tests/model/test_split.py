@@ -114,6 +114,13 @@ def test_a_partition_that_does_not_fit_says_both_numbers(partition: list[int], t
     assert str(error.value) == text
 
 
+def test_one_layer_is_no_layers() -> None:
+    with pytest.raises(UserError, match="2 stages, but the model has only 1 layer\nhint: use at most 1 stage"):
+        split(Model([Layer("only", nn.Identity, ("x",), ("loss",))], ("x",)), [1, 1])
+    with pytest.raises(UserError, match="2 stages, but the model has only 1 layer\nhint: use 1 stage"):
+        balanced([1], 2)
+
+
 # -- balance -------------------------------------------------------------------------------------------
 
 

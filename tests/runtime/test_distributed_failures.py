@@ -49,8 +49,8 @@ def test_a_pause_is_survived_and_a_killed_rank_named_by_all(four: World) -> None
         error = run_error(four.outcome(rank, 10))
         assert re.search(rf"^error: rank 2 \(stage 2\) ended without a word; rank {rank} \(stage {rank}\) was "
                          rf"{TRANSFER} with rank [0-3] \(stage [0-3]\) \(rank {rank}, ", error["text"]), error["text"]
-        assert error["text"].endswith("\nhint: look at its log; a process that was killed says nothing (Linux kills "
-                                      "one when memory runs out)")
+        assert error["text"].endswith("\nhint: see what it printed, or its log; a process that is killed prints "
+                                      "nothing (Linux kills one when memory runs out)")
         assert (error["rank"], error["peer"]) == (rank, 2)
 
 
@@ -116,7 +116,7 @@ def test_a_rank_that_does_nothing_is_named(pair: World) -> None:
     assert re.search(r"for the activations of microbatch 0 from rank 0 \(stage 0\), while running 1F0; rank 0 "
                      r"\(stage 0\) (has been outside of the pipeline, in the program that runs it, for \d+\.?\d* s: "
                      r"the slow one|is at work, at nothing for long) \(rank 1, stage 1, ", waiting["text"])
-    assert "look at its log; a slow start needs a larger parallel.timeout_s" in waiting["text"]
+    assert "see what it printed, or its log; a slow start needs a larger timeout_s" in waiting["text"]
 
 
 def test_ranks_that_wait_for_one_another_are_a_deadlock_not_slow(pair: World) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from itertools import islice
 from pathlib import Path
 from threading import Event, current_thread
@@ -30,7 +31,8 @@ from vpipe.train.resume import Start, start_of
 from vpipe.train.saving import Saving
 
 
-def test_only_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                  capsys: pytest.CaptureFixture[str]) -> None:
     room, takes = HostCopies._make_room, []
 
     def make_room(self: HostCopies, count: int, pinned: bool) -> None:
@@ -40,6 +42,7 @@ def test_only_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(HostCopies, "_make_room", make_room)
     run = begin(tmp_path, checkpoint__every_steps=1, checkpoint__keep=2)
     assert sorted(os.listdir(run / "checkpoints")) == ["latest", "step-3", "step-4"]
+    assert re.search(r"^4 checkpoints of [\d.]+ MB, 2 kept, the last of step 4 in ", capsys.readouterr().out, re.M)
     size = takes[0][1]
     assert takes == [("vpipe-saver", size), ("MainThread", size)], "memory is not taken in the first pause"
 
@@ -91,21 +94,37 @@ def test_a_loss_that_is_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert sorted(os.listdir(run / "checkpoints")) == ["latest", "step-1", "step-2"]
 
 
-@pytest.mark.parametrize("last", [False, True])
-def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-                             last: bool) -> None:
+def full_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the disk have no room for the checkpoint of a step."""
     written = storage.write
 
     def write(partial: Path, *rest: Any) -> Any:
-        if partial.name == ("step-4.tmp" if last else "step-2.tmp"):
+        if partial.name == f"step-{step}.tmp":
             raise OSError(errno.ENOSPC, "No space left on device")
         return written(partial, *rest)
 
     monkeypatch.setattr(storage, "write", write)
+
+
+def test_a_disk_that_is_full_and_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be gone on from is not said to be."""
+    full_at(4, monkeypatch)
+    with pytest.raises(RunError, match="the last checkpoint, of step 4, could not be saved: No space left") as caught:
+        begin(tmp_path, checkpoint__at_end=True)
+    assert caught.value.hint == ("make room, or set checkpoint.directory, or lower the learning rate where weights are "
+                                 "not finite; there is no checkpoint to go on from")
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+                             last: bool) -> None:
+    full_at(4 if last else 2, monkeypatch)
     changes = {"checkpoint__every_steps": 1, "checkpoint__keep": None}
     if last:
-        with pytest.raises(RunError, match="the last checkpoint, of step 4, could not be saved: No space left"):
+        with pytest.raises(RunError, match="the last checkpoint, of step 4, could not be saved: No space") as caught:
             begin(tmp_path, **changes)
+        [run] = (tmp_path / "runs").iterdir()
+        assert caught.value.hint.endswith(f"; then go on from step 3 with: vpipe train --resume {run}")
     else:
         begin(tmp_path, **changes)
     [run] = (tmp_path / "runs").iterdir()

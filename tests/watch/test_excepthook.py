@@ -224,8 +224,8 @@ class Narrow(nn.Linear):
         return super().forward(x[:, 1:])
 
 net = nn.Sequential(nn.Linear(4, 4), Narrow(4, 4))
-pipe = Pipeline(Model.sequential(net, nn.MSELoss()), 2, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), timeout_s=30)
-for step in pipe.train([{"input": torch.ones(2, 4), "target": torch.ones(2, 4)}]):
+pipe = Pipeline(Model.sequential(net, nn.MSELoss()), 2, "1f1b", 2, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+for step in pipe.train([{"input": torch.ones(4, 4), "target": torch.ones(4, 4)}]):
     print(step.loss)
 """
 
@@ -242,7 +242,7 @@ def test_of_the_ranks_of_a_script_one_reports_an_error(tmp_path: Path, forked: N
 error: the forward of layer 1 '1' on h float32[2, 4], target float32[2, 4] raised RuntimeError: mat1 and mat2 shapes \
 cannot be multiplied (2x3 and 4x4) (rank 1, stage 1, microbatch 0, action 1F0)
   File "{script}", line 11, in <module>
-    for step in pipe.train([{{"input": torch.ones(2, 4), "target": torch.ones(2, 4)}}]):
+    for step in pipe.train([{{"input": torch.ones(4, 4), "target": torch.ones(4, 4)}}]):
   File "{script}", line 7, in forward
     return super().forward(x[:, 1:])
            ^^^^^^^^^^^^^^^^^^^^^^^^^

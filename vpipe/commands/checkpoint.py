@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -174,9 +175,14 @@ def layers_table(manifest: Manifest, folder: Path) -> list[str]:
 
     weights, state = (grouped({name: stored for name, stored in manifest.tensors.items() if name.startswith(kind)},
                               layer_of) for kind in ("model.", "optim."))
-    order = [layer for layer in layers if layer in weights] or sorted(weights)
+    order = [layer for layer in layers if layer in weights] or sorted(weights, key=_by_number)
     return sizes_table("layer", [(layer, weights[layer]) for layer in order],
                        [size_text(sum(stored.bytes for stored in state.get(layer, {}).values())) for layer in order])
+
+
+def _by_number(name: str) -> list[str | int]:
+    """Return a name for sorting by the numbers in it: 4 comes before 12."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def layer_names(manifest: Manifest, folder: Path) -> list[str]:

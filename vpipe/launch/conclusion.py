@@ -8,7 +8,9 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from shlex import quote
 
+from vpipe.checkpoint.folder import Checkpoints
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.errors import UserError
 from vpipe.launch.failure import first_report
@@ -133,8 +135,10 @@ def _failures(run: Path, restarts: int | None) -> tuple[Failure, ...]:
     failures = (*before.failures, Failure(what, last_step(run), before.checkpoint))
     why = "it would come again" if report.get("lasting") or report["user"] else over(failures, restarts)
     if why is not None:
+        saved = any(Checkpoints(root).newest() is not None for root in roots_of(run))
         raise UserError(f"{what}; not started again: {why}",
-                        hint=f"mend it, then go on with: vpipe train --resume {run}")
+                        hint=f"mend it, then go on with: vpipe train --resume {quote(str(run))}" if saved else
+                        f"mend it, then begin anew: vpipe train {quote(str(run / CONFIG))}")
     return failures
 
 

@@ -205,8 +205,9 @@ def _go_on(groups: Sequence[Processes | Elsewhere], signals: Signals, stop_s: fl
         return None in statuses.values() or any(statuses.values())
     if signals.passed_at is None:
         signals.passed_at = time.monotonic()
-        print(f"{signals.first.name}: the ranks save and end, within {stop_s:g} s; a second one ends them at once",
-              file=sys.stderr, flush=True)
+        over = "\r\x1b[K" if sys.stderr.isatty() else ""  # the bar of rank 0, which it draws again below
+        print(f"{over}{signals.first.name}: the ranks save and end, within {stop_s:g} s; a second one ends them at "
+              "once", file=sys.stderr, flush=True)
         for group in groups:
             group.stop(signals.first)
     if None not in statuses.values() and not _failed(statuses, folder, asked=True):

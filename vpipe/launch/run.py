@@ -7,6 +7,7 @@ import time
 from collections.abc import Set
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from vpipe.checkpoint.folder import Checkpoints
@@ -228,7 +229,7 @@ class _Run:
     def _going_on(self, folder: Path) -> str:
         newest = self._newest
         if newest is not None:
-            return f"go on from {newest.name} with: vpipe train --resume {folder}"
+            return f"go on from {newest.name} with: vpipe train --resume {quote(str(folder))}"
         return f"no checkpoint was made: {why_unsaved(self._config, folder)}"
 
     @property

@@ -94,10 +94,11 @@ def _store(address: str, port: int, rank: int, ranks: int, timeout_s: float) -> 
     except RuntimeError as error:
         if rank == 0 and not agent_has_store():
             raise RunError(f"rank 0 cannot listen on port {port}: {str(error).splitlines()[0]}", rank=0,
-                           hint="set parallel.master_port to a free port") from error
+                           hint="give the run a free port: torchrun's --master-port, MASTER_PORT, or "
+                           "parallel.master_port of a config") from error
         raise RunError(f"rank {rank} on {_host()} could not reach rank 0 at {address}:{port} within "
-                       f"{timeout_s:g} s", hint="rank 0 ended or is slow to start: see its log; or another address, "
-                       "an interface or a firewall is in the way", rank=rank, peer=0) from error
+                       f"{timeout_s:g} s", hint="rank 0 ended or is slow to start: see what it printed; or another "
+                       "address, an interface or a firewall is in the way", rank=rank, peer=0) from error
 
 
 def _meet(store: Store, rank: int, ranks: int, timeout_s: float) -> list[str]:
@@ -113,8 +114,9 @@ def _meet(store: Store, rank: int, ranks: int, timeout_s: float) -> list[str]:
         with suppress(RuntimeError):
             missing = asked.answer if asked.answered(Pace.of(timeout_s).grace_s) else missing
         raise RunError(f"{counted(len(missing), 'rank')} of {ranks} did not join within {timeout_s:g} s: "
-                       f"{', '.join(map(str, missing))}", hint="a rank ended or is slow to start: see its log, or "
-                       "raise parallel.timeout_s", rank=rank, peer=missing[0] if missing else None) from error
+                       f"{', '.join(map(str, missing))}", hint="a rank ended or is slow to start: see what it "
+                       "printed, or its log, or raise timeout_s", rank=rank,
+                       peer=missing[0] if missing else None) from error
 
 
 def _watch(store: Store, address: str, rank: int, hosts: list[str], timeout_s: float) -> tuple[Watch, int]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from vpipe.errors import UserError
+from vpipe.errors import UserError, counted
 from vpipe.model.layer import LOSS, Layer, Model, split_target, without_values
 
 
@@ -61,13 +61,13 @@ def split(model: Model, partition: Sequence[int]) -> tuple[StageSpec, ...]:
     """
     layers = len(model)
     if len(partition) > layers:
-        raise UserError(f"{len(partition)} stages, but the model has only {layers} layers",
-                        hint=f"use at most {layers} stages")
+        raise UserError(f"{len(partition)} stages, but the model has only {counted(layers, 'layer')}",
+                        hint=f"use at most {counted(layers, 'stage')}")
     if any(n < 1 for n in partition):
         raise UserError(f"partition {list(partition)} has an empty stage", hint="give every stage at least one layer")
     if sum(partition) != layers:
-        raise UserError(f"partition {list(partition)} adds up to {sum(partition)} layers, but the model has {layers}",
-                        hint=f"change it by {layers - sum(partition):+d} so that it adds up to {layers}")
+        raise UserError(f"partition {list(partition)} adds up to {counted(sum(partition), 'layer')}, but the model has "
+                        f"{layers}", hint=f"change it by {layers - sum(partition):+d} so that it adds up to {layers}")
     ends = list(accumulate(partition))
     ranges = [range(end - size, end) for end, size in zip(ends, partition, strict=True)]
     owner_of = {model.layers[i].name: stage for stage, span in enumerate(ranges) for i in span}
@@ -135,8 +135,8 @@ def balanced(weights: Sequence[float], parts: int) -> list[int]:
     """
     items = len(weights)
     if not 1 <= parts <= items:
-        raise UserError(f"{parts} stages, but the model has only {items} layers",
-                        hint=f"use between 1 and {items} stages")
+        raise UserError(f"{counted(parts, 'stage')}, but the model has only {counted(items, 'layer')}",
+                        hint="use 1 stage" if items == 1 else f"use between 1 and {items} stages")
     total = [0.0, *accumulate(weights)]
     heaviest = list(total)  # of the best split of the first n items into the parts so far
     cuts: list[list[int]] = []

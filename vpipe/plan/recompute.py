@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from vpipe.arguments import shown
-from vpipe.errors import Problem, UserError
+from vpipe.errors import Problem, UserError, counted
 
 Recompute = float | Sequence[float | Sequence[int]]
 """One share for all stages, or per stage a share or the numbers, in the model, of the layers to recompute.
@@ -30,7 +30,7 @@ def recomputed_layers(recompute: Recompute, partition: Sequence[int]) -> tuple[f
         raise UserError(f"recompute is {shown(recompute)}",
                         hint="give a number from 0 to 1, or a list with one per stage")
     if len(entries) != stages:
-        raise UserError(f"{len(entries)} recompute ratios for {stages} stages",
+        raise UserError(f"{counted(len(entries), 'recompute ratio')} for {counted(stages, 'stage')}",
                         hint="give one number, or one per stage")
     problems: list[Problem] = []
     layers: list[frozenset[int]] = []

@@ -110,7 +110,7 @@ def failure_of(error: RuntimeError, rank: int, peer: int | None, doing: str, des
         fault = watch.explain(peer, (timeout_s or watch.pace.silent_s) if timed_out else None)
         return watch.error(fault, gave_up if timed_out else f"{me} was {doing} with {other}")
     if timed_out:
-        return RunError(gave_up, hint="a rank is stuck or much slower than the others: look at its log; "
-                                      "a slow start needs a larger parallel.timeout_s", rank=rank, peer=peer)
-    return RunError(f"{me} lost {other} while {doing}: {text}", hint="that rank ended first: its log says why",
-                    rank=rank, peer=peer)
+        return RunError(gave_up, hint="a rank is stuck or much slower than the others: see what it printed, or its "
+                                      "log; a slow start needs a larger timeout_s", rank=rank, peer=peer)
+    return RunError(f"{me} lost {other} while {doing}: {text}", rank=rank, peer=peer,
+                    hint="that rank ended first: see what it printed, or its log")

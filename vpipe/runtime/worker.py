@@ -221,7 +221,8 @@ class Worker:
 
     def _keep_loss(self, number: int, loss: Tensor) -> None:
         if loss.numel() != 1:
-            raise UserError(f"the loss of microbatch {number} has shape {list(loss.shape)}",
+            last, name = list(self.stages[self._last].layer_names.items())[-1]
+            raise UserError(f"the loss of layer {last} '{name}' has shape {list(loss.shape)} for microbatch {number}",
                             hint="the last layer must return one number: the mean over its samples")
         self.losses[number] = loss.detach()
 

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from shlex import quote
 from time import perf_counter
 
 import torch
@@ -264,8 +265,8 @@ class _Run:
 
     def _words(self, stopped: Stopped) -> str:
         steps = self._metrics.steps
-        return (f"stopped by {stopped.by} after {self._job.step_name} {steps}: "
-                + (f"saved; go on with: vpipe train --resume {self._folder}" if stopped.saved else "not saved"))
+        how = f"saved; go on with: vpipe train --resume {quote(str(self._folder))}" if stopped.saved else "not saved"
+        return f"stopped by {stopped.by} after {self._job.step_name} {steps}: {how}"
 
 
 def build(job: Job) -> Pipeline:

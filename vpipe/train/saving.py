@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from statistics import median
 from time import perf_counter
 from types import TracebackType
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vpipe.checkpoint.folder import Checkpoints, step_of
 from vpipe.checkpoint.manifest import About, Manifest
 from vpipe.checkpoint.restore import read
 from vpipe.checkpoint.saver import Saved, Saver
@@ -172,9 +174,13 @@ class Saving:
         """
         facts = self._saver.facts if self._saver is not None else []
         if facts and facts[-1].error and facts[-1].step == self._metrics.steps:
+            assert self.root is not None, "where it was to be"
+            newest = Checkpoints(self.root).newest()
+            rest = "there is no checkpoint to go on from" if newest is None else \
+                f"then go on from step {step_of(newest)} with: vpipe train --resume {quote(str(self._folder))}"
             raise RunError(f"the last checkpoint, of step {facts[-1].step}, could not be saved: {facts[-1].error}",
                            hint="make room, or set checkpoint.directory, or lower the learning rate where weights are "
-                           f"not finite, and go on with: vpipe train --resume {self._folder}")
+                           f"not finite; {rest}")
 
     def summary(self) -> list[str]:
         """What the saves cost, in lines."""
@@ -182,8 +188,10 @@ class Saving:
         if not facts:
             return []
         assert self.root is not None, "where they are"
-        lines = [f"{counted(len(facts), 'checkpoint')} of {facts[-1].bytes / 1e6:,.1f} MB, the last of step "
-                 f"{facts[-1].step} in {self.root if self._folder.is_absolute() else os.path.relpath(self.root)}",
+        kept = len(Checkpoints(self.root).all())
+        lines = [f"{counted(len(facts), 'checkpoint')} of {facts[-1].bytes / 1e6:,.1f} MB"
+                 + (f", {kept} kept" if kept < len(facts) else "") + f", the last of step {facts[-1].step} in "
+                 f"{self.root if self._folder.is_absolute() else os.path.relpath(self.root)}",
                  f"for each training paused {1e3 * median(s.pause_s for s in facts):.0f} ms, and it was complete after "
                  f"{median(s.seconds for s in facts):.2f} s (medians)"]
         drains = [self._drain_s(saved) for saved in facts if self._within(saved)]

@@ -32,21 +32,21 @@ class Fault:
     def ended(cls, *ranks: int) -> Fault:
         """Processes that are gone and did not say why."""
         return cls(ranks, "ended without a word",
-                   "look at its log; a process that was killed says nothing (Linux kills one when memory runs out)")
+                   "see what it printed, or its log; a process that is killed prints nothing (Linux kills one when "
+                   "memory runs out)")
 
     @classmethod
     def silent(cls, seconds: float, *ranks: int) -> Fault:
         """Processes of which nothing is heard: stopped, cut off, or their host is."""
         return cls(ranks, f"gave no sign of life for {duration(seconds)}",
-                   "its process is stopped, or its host is down or cut off; a longer pause needs a larger "
-                   "parallel.timeout_s")
+                   "its process is stopped, or its host is down or cut off; a longer pause needs a larger timeout_s")
 
     @classmethod
     def busy(cls, rank: int) -> Fault:
         """A process that is alive, waits for nobody and still does not do what another waits for."""
         return cls((rank,), "is running but did not answer in time",
-                   "a rank is stuck or much slower than the others: look at its log; a slow start needs a larger "
-                   "parallel.timeout_s")
+                   "a rank is stuck or much slower than the others: see what it printed, or its log; a slow start "
+                   "needs a larger timeout_s")
 
     @classmethod
     def circle(cls, *ranks: int) -> Fault:
@@ -57,7 +57,8 @@ class Fault:
     @classmethod
     def hung_up(cls, rank: int, by: int) -> Fault:
         """A connection between two processes broke although both are alive."""
-        return cls((rank,), f"lost its connection with rank {by}", "look at its log and at the network between the two")
+        return cls((rank,), f"lost its connection with rank {by}", "see what it printed, or its log, and look at "
+                   "the network between the two")
 
     @classmethod
     def left(cls, rank: int) -> Fault:
