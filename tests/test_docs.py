@@ -66,8 +66,8 @@ def bounds(info: FieldInfo) -> str:
     words = {annotated_types.Ge: ("at least", "ge"), annotated_types.Gt: ("above", "gt"),
              annotated_types.Lt: ("below", "lt"), annotated_types.Le: ("at most", "le")}
     limits = sorted((one for one in info.metadata if type(one) in words), key=lambda one: list(words).index(type(one)))
-    texts = [f"{words[type(one)][0]} {getattr(one, words[type(one)][1])}" for one in limits]
-    return ", ".join(text for text in texts if text != f"at most {2**63 - 1}")
+    texts = [f"{words[type(one)][0]} {int(getattr(one, words[type(one)][1])):,}" for one in limits]
+    return ", ".join(text for text in texts if text != f"at most {2**63 - 1:,}")
 
 
 def default(info: FieldInfo) -> str:

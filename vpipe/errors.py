@@ -12,6 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+MOST_SHOWN = 20
+"""Problems that one error shows."""
+
+LONGEST_LINE = 1000
+"""Characters of a line of an error: names, values and paths come from files, and may have any length."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -22,8 +28,8 @@ class Problem:
     where: str | None = None
 
     def __str__(self) -> str:
-        place = f" ({self.where})" if self.where else ""
-        return f"error: {self.what}{place}\nhint: {self.hint}"
+        place = f" ({shortened(self.where)})" if self.where else ""
+        return f"error: {shortened(self.what)}{place}\nhint: {shortened(self.hint)}"
 
 
 class VpipeError(Exception):
@@ -51,12 +57,13 @@ class UserError(VpipeError, ValueError):
 
     @classmethod
     def all_of(cls, problems: Sequence[Problem]) -> UserError:
-        """One error that lists every problem, so that the user can mend them in one go."""
+        """One error that lists the problems, so that the user can mend them in one go; of very many, the first."""
         assert problems, "an error needs at least one problem"
-        first = problems[0]
+        first, more = problems[0], len(problems) - MOST_SHOWN
         error = cls(first.what, hint=first.hint, where=first.where)
         error.problems = tuple(problems)
-        error.args = ("\n".join(map(str, problems)),)
+        rest = [f"and {counted(more, 'more error')}"] if more > 0 else []
+        error.args = ("\n".join([*map(str, problems[:MOST_SHOWN]), *rest]),)
         return error
 
 
@@ -96,6 +103,12 @@ class LastingError(RunError):
 
 class PerformanceWarning(UserWarning):
     """What was asked for is right, and slow: says why, with numbers, and what would be faster."""
+
+
+def shortened(text: str) -> str:
+    """Return ``text`` with every line cut to :data:`LONGEST_LINE` characters."""
+    return "\n".join(line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE - 3]}..."
+                     for line in text.split("\n"))
 
 
 def counted(count: int, word: str) -> str:

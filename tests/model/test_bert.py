@@ -255,7 +255,7 @@ def test_sequence_too_long_says_both_numbers() -> None:
     ({"hidden_size": 256, "num_attention_heads": 12},
      "error: BERT's hidden_size 256 is not divisible by its 12 attention heads\n"
      "hint: set num_heads to a number that divides 256, such as 8"),
-    ({"vocab_size": -1}, "error: BERT's vocab_size is -1\nhint: it must be an integer of at least 1"),
+    ({"vocab_size": -1}, "error: BERT's vocab_size is -1\nhint: it must be an integer from 1 to 16,777,216"),
     ({"hidden_dropout_prob": 1.0},
      "error: BERT's hidden_dropout_prob is 1.0\nhint: it must be a number from 0 up to, not including, 1"),
     ({"tie_word_embeddings": "no"}, "error: BERT's tie_word_embeddings is 'no'\nhint: it must be true or false"),

@@ -141,9 +141,9 @@ def test_ranks_come_in_the_order_of_stages(tmp_path: Path) -> None:
      "error: recompute_ratio 0.5 of stage 0 means 1 of its 3 layers, but recompute_layers names 2 ({path})\n"
      "hint: leave recompute_ratio out: recompute_layers says it"),
     ({"partition": [3], "microbatches": 0},
-     "error: microbatches is 0 ({path})\nhint: give a whole number, 1 or more"),
+     "error: microbatches is 0 ({path})\nhint: give a whole number, 1 to 65,536"),
     ({"partition": [3], "update_every": True},
-     "error: update_every is True ({path})\nhint: give a whole number, 1 or more"),
+     "error: update_every is True ({path})\nhint: give a whole number, 1 to 65,536"),
     ({"partition": [3], "profile": 5},
      "error: profile is 5 ({path})\nhint: leave it out: it is the profile's that vpipe plan took"),
     ({"partition": [3], "predictions": {"step_s": 1}},
@@ -174,19 +174,19 @@ def test_what_is_no_json_is_shown_where(tmp_path: Path) -> None:
 
 def test_json_without_end_is_refused(tmp_path: Path) -> None:
     for content in ("[" * 100_000, '{"partition": [' + "9" * 10_000 + "]}"):
-        assert problems(written(tmp_path, content))[0].startswith("error: the plan cannot be read: ")
+        assert problems(written(tmp_path, content))[0].startswith("error: the plan is not JSON: ")
 
 
 def test_a_file_that_is_no_text_is_no_plan(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_bytes(b"\xff\xfe\x00")
-    assert problems(path) == [f"error: the plan is not text in UTF-8 ({path})\n"
+    assert problems(path) == [f"error: the plan is not JSON: it is no text in UTF-8 ({path})\n"
                               'hint: a plan looks like {"partition": [3, 3, 3], "recompute_ratio": [0, 0, 0]}']
 
 
 def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
     path = tmp_path / "none.json"
     assert problems(path) == [f"error: cannot read the plan: No such file or directory ({path})\n"
-                              "hint: give the path of a JSON file"]
+                              'hint: a plan looks like {"partition": [3, 3, 3], "recompute_ratio": [0, 0, 0]}']
     assert problems(tmp_path) == [f"error: cannot read the plan: Is a directory ({tmp_path})\n"
-                                  "hint: give the path of a JSON file"]
+                                  'hint: a plan looks like {"partition": [3, 3, 3], "recompute_ratio": [0, 0, 0]}']

@@ -48,15 +48,15 @@ def damaged(content: dict[str, Any], *keys: Any, value: Any) -> str:
     (("format",), 7, "format 7, this version reads 1"),
     (("layers", 0, "forward", "median"), "fast", "'fast' is no measured number"),
     (("layers", 0, "forward", "median"), -1.0, "-1.0 is no measured number"),
-    (("layers", 0, "forward", "median"), float("inf"), "inf is no measured number"),
-    (("layers", 1, "saved_bytes"), 1.5, "1.5 is no number of bytes"),
+    (("layers", 0, "forward", "median"), float("inf"), "Infinity is no number of JSON"),
+    (("layers", 1, "saved_bytes"), 1.5, "1.5 is no count"),
     (("layers", 1, "tied"), {"2": 4}, "layer 1 is like layer 1 and borrows from [2]"),
     (("layers", 1, "saves"), ["in:x"], "layer 1 keeps ['in:x'], which it neither reads nor writes"),
     (("layers", 1, "colour"), "red", "colour"),
     (("layers",), [], "it has 0 layers and says 3"),
     (("default_link", "bytes_per_s"), 0, "a link carries 0.0 bytes per second"),
     (("identity",), {"model": "x"}, "missing"),
-    (("cores",), "two", "'two' is no number of bytes")])
+    (("cores",), "two", "'two' is no count")])
 def test_a_damaged_file_says_what_is_wrong(tmp_path: Path, keys: tuple[Any, ...], value: Any, says: str) -> None:
     path = tmp_path / "profile.json"
     path.write_text(damaged(MADE.as_json(), *keys, value=value))
@@ -107,7 +107,8 @@ def test_the_cache_gives_back_what_it_was_given(tmp_path: Path) -> None:
     replace(MADE, identity=replace(MADE.identity, device="H100")).save(path)
     assert cached(MADE.identity, tmp_path, said.append) is None
     assert [line.partition(" (")[0] for line in said] == [
-        "measured anew: the profile is not JSON", "measured anew: the file holds the profile of something else"]
+        "measured anew: the profile is not JSON: Expecting ',' delimiter",
+        "measured anew: the file holds the profile of something else"]
     assert by_digest("../../etc", tmp_path) is None
 
 

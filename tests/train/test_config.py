@@ -480,8 +480,9 @@ def optional(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 LOOK_ALIKES = ["1e5", "null", "yes", "2024-01-01", "auto", "~", "0x1f", "1_0", "<<", ".5e3"]
 WORDS = st.text(min_size=1) | st.sampled_from(LOOK_ALIKES)
 SEEDS = st.integers(0, 2**63 - 1)
-COUNTS = st.integers(1, 10**9)
-POSITIVE = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
+PATHS = WORDS.filter(lambda word: "\0" not in word)
+COUNTS = st.integers(1, 10_000)
+POSITIVE = st.floats(min_value=0, max_value=1e9, exclude_min=True)
 
 
 @st.composite
@@ -494,8 +495,8 @@ def configs(draw: st.DrawFn) -> Config:
         "model": {"name": draw(WORDS), "preset": draw(optional(WORDS)), "hidden_size": draw(optional(COUNTS)),
                   "sequence_length": draw(COUNTS), "dropout": draw(optional(st.floats(0, 1, exclude_max=True))),
                   "tie_weights": draw(st.booleans())},
-        "dataset": {"name": draw(WORDS), "path": draw(optional(WORDS)), "seed": draw(optional(SEEDS)),
-                    "batch_size": microbatches * draw(st.integers(1, 100)), "cache_directory": draw(optional(WORDS))},
+        "dataset": {"name": draw(WORDS), "path": draw(optional(PATHS)), "seed": draw(optional(SEEDS)),
+                    "batch_size": microbatches * draw(st.integers(1, 100)), "cache_directory": draw(optional(PATHS))},
         "training": {"learning_rate": draw(POSITIVE), "epochs": draw(optional(COUNTS)), "max_steps": draw(COUNTS),
                      "max_minutes": draw(optional(POSITIVE)), "num_microbatches": microbatches,
                      "lr_policy": draw(st.sampled_from(["constant", "step", "polynomial", "cosine"])),
@@ -509,7 +510,7 @@ def configs(draw: st.DrawFn) -> Config:
                          lambda ranks: {str(s): [rank] for s, rank in enumerate(ranks)}))),
                      "warmup_depth": draw(optional(st.just([*range(stages)][::-1])))},
         "checkpoint": draw(st.none() | st.just({"every_steps": 5, "keep": None, "at_end": False, "directory": "c"})),
-        "elastic": draw(st.booleans()), "log_directory": draw(WORDS), "trace": draw(st.booleans())})
+        "elastic": draw(st.booleans()), "log_directory": draw(PATHS), "trace": draw(st.booleans())})
 
 
 @settings(deadline=None, max_examples=40)

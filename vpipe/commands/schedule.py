@@ -26,10 +26,10 @@ from vpipe.schedules.lower import lower
 from vpipe.schedules.order import Schedule, build, check_chunks
 from vpipe.schedules.registry import Recipe, recipe_named, schedule_names
 from vpipe.schedules.searching.search import search_placements
-from vpipe.schedules.size import Placement
+from vpipe.schedules.size import Placement, check_work
 
-MOST_ACTIONS = 1_000_000
-"""Forwards and backwards beyond which nothing is drawn: minutes, and nobody could look at it."""
+MOST_SEARCHED = 25_000
+"""Forwards and backwards of an order that is searched over several placements: a minute."""
 
 PIPE_COLUMNS = 200
 """Width of a picture that goes to a file or a pipe."""
@@ -133,17 +133,13 @@ def _sizes(options: argparse.Namespace) -> tuple[tuple[int, ...], int]:
         if value is not None and value < 1:
             raise UserError(f"{option} is {value}", hint="give a whole number, 1 or more")
     if len(widths) <= 1:
-        widths = (widths or (1,)) * positions
+        [width] = widths or (1,)
+        check_work(positions * width, options.microbatches, options.chunks or 1, replicated=width > 1)
+        widths = (width,) * positions
     if len(widths) != positions:
         raise UserError(f"--widths has {counted(len(widths), 'number')}, but --stages is {positions}",
                         hint=f"give {counted(positions, 'number')}, or one for all, or leave --stages out")
-    ranks, several = sum(widths), max(widths) > 1
-    # What replicas of a stage send each other for their sums is no more than this, either.
-    actions = 2 * ranks * options.microbatches * (options.chunks or 1)
-    if actions > MOST_ACTIONS:
-        raise UserError(f"{counted(ranks, 'rank')} and {counted(options.microbatches, 'microbatch')} are "
-                        f"{actions:,} forwards and backwards{' or parts of sums' * several}",
-                        hint=f"stay below {MOST_ACTIONS:,}: a schedule repeats, so fewer microbatches show the same")
+    check_work(sum(widths), options.microbatches, options.chunks or 1, replicated=max(widths) > 1)
     if options.microbatches < max(widths):
         raise UserError(f"{counted(max(widths), 'replica')} for {counted(options.microbatches, 'microbatch')}: some "
                         "would have nothing to do", hint=f"use {max(widths)} microbatches or more, or fewer replicas")
@@ -163,7 +159,9 @@ def _widths(text: str | None) -> tuple[int, ...]:
 def _built(recipe: Recipe, widths: tuple[int, ...], microbatches: int, chunks: int | None, update_every: int | None,
            costs: RankCosts, memory: int | None = None) -> Schedule:
     ranks = len(widths)
-    if recipe.search is None:
+    if recipe.search is not None:
+        check_work(sum(widths), microbatches, chunks or 1, replicated=max(widths) > 1, most=MOST_SEARCHED)
+    else:
         placement = recipe.layout.placement(ranks, recipe.chunks if chunks is None else chunks)
         return build(recipe.name, _replicated(placement, widths), microbatches, update_every)
     if max(widths) == 1:

@@ -24,6 +24,7 @@ from vpipe.errors import UserError
 _SPECIAL = 5  # ids 0 .. 4: padding, unknown, [CLS], [SEP], [MASK]
 _CLS, _SEP, _MASK = 2, 3, 4
 _DEFAULT_SAMPLES = 1024
+_MOST_SAMPLES, _MOST_TOKENS = 1 << 24, 1 << 28  # all of them are in memory
 _TEST_SHARE = 8  # one test sample for so many training samples
 
 
@@ -86,6 +87,10 @@ def synthetic(settings: DatasetSettings) -> BertArrays | TokenArrays:
     length = 128 if settings.sequence_length == -1 else settings.sequence_length
     size = settings.batch_size
     samples = max(_DEFAULT_SAMPLES, _TEST_SHARE * size) if settings.samples is None else settings.samples
+    if samples > _MOST_SAMPLES or samples * length > _MOST_TOKENS:
+        raise UserError(f"{samples:,} synthetic samples of {length:,} tokens are too many to be kept in memory",
+                        hint=f"use {min(_MOST_SAMPLES, _MOST_TOKENS // length):,} at most: set dataset.samples, or a "
+                             "smaller dataset.batch_size or model.sequence_length")
     if for_language_model(settings.fields):
         counts = _counts(samples, size)
         return synthetic_tokens(vocab_size, length, counts["train"], counts["test"], seed=settings.seed)

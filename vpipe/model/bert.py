@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from vpipe.errors import UserError
 from vpipe.model.attention import attention
 from vpipe.model.bert_names import huggingface_copies, huggingface_names, huggingface_spelled, stage_file_order
-from vpipe.model.keys import Keys, check_length, check_no_groups
+from vpipe.model.keys import Blocks, Keys, check_length, check_no_groups
 from vpipe.model.layer import LOSS, Layer, Model
 from vpipe.model.registry import HuggingFace, ModelSettings, register_model
 
@@ -58,7 +58,7 @@ class BertConfig:
 
     vocab_size: int = 30522
     hidden_size: int = 768
-    num_hidden_layers: int = 12
+    num_hidden_layers: Blocks = 12
     num_attention_heads: int = 12
     intermediate_size: int = 3072
     hidden_dropout_prob: float = 0.1

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vpipe.model.keys import Keys, check_no_groups
+from vpipe.model.keys import Blocks, Keys, check_no_groups
 from vpipe.model.registry import ModelSettings
 
 KEYS = Keys(
@@ -38,7 +38,7 @@ class GptConfig:
     vocab_size: int = 50257
     n_positions: int = 1024
     n_embd: int = 768
-    n_layer: int = 12
+    n_layer: Blocks = 12
     n_head: int = 12
     n_inner: int | None = None
     activation_function: str = "gelu"

@@ -8,13 +8,20 @@ from dataclasses import Field, dataclass, fields
 from typing import Any
 
 from vpipe.errors import Problem, UserError, nearest
+from vpipe.model.limits import LARGEST_SIZE, MOST_BLOCKS
 from vpipe.model.registry import ModelSettings
 
 Positive = float
 """Kind of a field: any number above 0."""
 
+Blocks = int
+"""Kind of a field: how many blocks a model has."""
+
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "int": (lambda value: type(value) is int and value >= 1, "it must be an integer of at least 1"),
+    "int": (lambda value: type(value) is int and 1 <= value <= LARGEST_SIZE,
+            f"it must be an integer from 1 to {LARGEST_SIZE:,}"),
+    "Blocks": (lambda value: type(value) is int and 1 <= value <= MOST_BLOCKS,
+               f"it must be an integer from 1 to {MOST_BLOCKS:,}"),
     "float": (lambda value: type(value) in (int, float) and 0 <= value < 1,
               "it must be a number from 0 up to, not including, 1"),
     "Positive": (lambda value: type(value) in (int, float) and 0 < value < math.inf, "it must be a number above 0"),
@@ -76,7 +83,9 @@ class Keys:
         problems = [problem for field in fields(config) for problem in self._wrong(field, getattr(config, field.name))]
         width, number = (getattr(config, name) for name in heads.split())
         if not problems and width % number:
-            nearest_divisor = min((n for n in range(1, width + 1) if width % n == 0), key=lambda n: abs(n - number))
+            divisors = sorted(n for low in range(1, math.isqrt(width) + 1) if width % low == 0
+                              for n in (low, width // low))
+            nearest_divisor = min(divisors, key=lambda n: abs(n - number))
             problems.append(Problem(
                 f"{self.family}'s {heads.split()[0]} {width} is not divisible by its {number} attention heads",
                 f"set num_heads to a number that divides {width}, such as {nearest_divisor}"))

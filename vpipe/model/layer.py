@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -245,11 +246,12 @@ def _problems(layers: tuple[Layer, ...], batch: tuple[str, ...]) -> Iterable[Pro
         yield Problem("the model has no layers", "give Model at least one Layer")
         return
     names = [layer.name for layer in layers]
-    for name in sorted({n for n in names if names.count(n) > 1}):
+    for name in sorted(n for n, times in Counter(names).items() if times > 1):
         yield Problem(f"two layers are called '{name}'", "give every layer a name of its own")
+    taken = set(names)
     for name in names:
-        for other in dict.fromkeys(names):
-            if name.startswith(other + "."):
+        for other in (name[:place] for place, sign in enumerate(name) if sign == "."):
+            if other in taken:
                 yield Problem(f"the name of layer '{name}' begins with that of layer '{other}' and a dot",
                               "rename one of them: '<layer>.<parameter>' must name one parameter alone")
     known = set(batch)

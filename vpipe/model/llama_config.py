@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vpipe.errors import UserError
-from vpipe.model.keys import Keys, Positive
+from vpipe.model.keys import Blocks, Keys, Positive
 from vpipe.model.registry import ModelSettings
 from vpipe.model.rotary import RopeScaling
 
@@ -41,7 +41,7 @@ class LlamaConfig:
     vocab_size: int = 32000
     hidden_size: int = 4096
     intermediate_size: int | None = None
-    num_hidden_layers: int = 32
+    num_hidden_layers: Blocks = 32
     num_attention_heads: int = 32
     num_key_value_heads: int | None = None
     max_position_embeddings: int = 2048

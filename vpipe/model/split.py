@@ -127,8 +127,9 @@ def parameter_counts(model: Model) -> list[int]:
 def balanced(weights: Sequence[float], parts: int) -> list[int]:
     """Consecutive parts with the smallest possible heaviest part: the number of items in each.
 
-    Dynamic programming over (parts, items), O(parts * items^2); every part gets at least one item. Of
-    equally good cuts it takes the earliest.
+    Dynamic programming over (parts, items); every part gets at least one item. Of equally good cuts it takes the
+    earliest. The last part gets lighter, and the best of those before it heavier, with every item that the cut moves
+    to them: the best cut is where the two meet, which moves on with the items. So it is O(parts * items).
 
     Raises:
         UserError: fewer items than parts.
@@ -142,8 +143,16 @@ def balanced(weights: Sequence[float], parts: int) -> list[int]:
     cuts: list[list[int]] = []
     for part in range(2, parts + 1):
         best, cut = [float("inf")] * (items + 1), [0] * (items + 1)
+        meet = part - 1
         for n in range(part, items + 1):
-            best[n], cut[n] = min((max(heaviest[k], total[n] - total[k]), k) for k in range(part - 1, n))
+            while meet < n - 1 and heaviest[meet] < total[n] - total[meet]:
+                meet += 1
+            k = meet
+            if k > part - 1 and total[n] - total[k - 1] <= max(heaviest[k], total[n] - total[k]):
+                k -= 1
+                while k > part - 1 and total[k - 1] == total[k]:  # items that weigh nothing
+                    k -= 1
+            best[n], cut[n] = max(heaviest[k], total[n] - total[k]), k
         heaviest = best
         cuts.append(cut)
     sizes, end = [], items

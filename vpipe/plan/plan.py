@@ -13,8 +13,10 @@ from typing import Any
 
 from vpipe.arguments import check_path, shown
 from vpipe.errors import Problem, UserError, counted, nearest
+from vpipe.files import read_json
 from vpipe.plan.prediction import Prediction
-from vpipe.plan.recompute import ranges, recomputed_layers, strangers
+from vpipe.plan.recompute import MOST_LAYERS, ranges, recomputed_layers, strangers
+from vpipe.schedules.size import MOST_MICROBATCHES
 
 
 @dataclass(frozen=True)
@@ -99,20 +101,7 @@ class Plan:
             UserError: the file is missing, is not JSON, or a value is of the wrong kind; all problems at once.
         """
         check_path("the path of a plan", path, "plan.json")
-        try:
-            content = json.loads(Path(path).read_text())
-        except OSError as error:
-            raise UserError(f"cannot read the plan: {error.strerror}", where=str(path),
-                            hint="give the path of a JSON file") from None
-        except UnicodeDecodeError:
-            raise UserError("the plan is not text in UTF-8", where=str(path), hint=_LOOKS) from None
-        except json.JSONDecodeError as error:
-            raise UserError(f"the plan is not JSON: {error.msg}", where=f"{path}:{error.lineno}:{error.colno}",
-                            hint=_LOOKS) from None
-        except (ValueError, RecursionError):
-            raise UserError("the plan cannot be read: a number or a nesting in it has no end", where=str(path),
-                            hint=_LOOKS) from None
-        return cls.of_json(content, str(path))
+        return cls.of_json(read_json(path, MOST_BYTES, "the plan", _LOOKS), str(path))
 
     @classmethod
     def of_json(cls, content: Any, where: str | None = None) -> Plan:
@@ -186,6 +175,9 @@ def ratio_of(recomputed: int, layers: int) -> float:
     raise AssertionError("count() does not end")
 
 
+MOST_BYTES = 4 << 20
+"""Of a plan's file: one for 1,024 stages, with what they are expected to take, has one."""
+
 _LOOKS = 'a plan looks like {"partition": [3, 3, 3], "recompute_ratio": [0, 0, 0]}'
 _KEYS = ("partition", "recompute_ratio", "recompute_layers", "stage_to_rank_map", "schedule", "microbatches",
          "update_every", "predictions", "profile", "profiled")
@@ -201,11 +193,14 @@ def _problems(content: Any, where: str | None) -> list[Problem]:
         problems.append(Problem(f"partition is {partition!r}",
                                 "write a list of positive integers: layers per stage", where))
         return problems
+    if sum(partition) > MOST_LAYERS:
+        return [*problems, Problem(f"partition has {sum(partition):,} layers in all", f"use {MOST_LAYERS:,} at most",
+                                   where)]
     stages = len(partition)
     problems += _recompute_problems(content, partition, where)
     ranks = content.get("stage_to_rank_map", {})
     every = f'give the ranks of every stage: {{"0": [0], ..., "{stages - 1}": [{stages - 1}]}}'
-    if not isinstance(ranks, dict) or not all(isinstance(own, list) and all(type(r) is int for r in own)
+    if not isinstance(ranks, dict) or not all(isinstance(own, list) and all(type(r) is int and r >= 0 for r in own)
                                               for own in ranks.values()):
         problems.append(Problem(f"stage_to_rank_map is {ranks!r}", every, where))
     elif ranks and sorted(ranks) != sorted(map(str, range(stages))):
@@ -218,8 +213,10 @@ def _problems(content: Any, where: str | None) -> list[Problem]:
         problems.append(Problem(f"profiled is {content['profiled']!r}", "leave it out: it is what vpipe plan measured",
                                 where))
     for key in ("microbatches", "update_every"):
-        if content.get(key) is not None and (type(content[key]) is not int or content[key] < 1):
-            problems.append(Problem(f"{key} is {content[key]!r}", "give a whole number, 1 or more", where))
+        if content.get(key) is not None and (type(content[key]) is not int
+                                             or not 1 <= content[key] <= MOST_MICROBATCHES):
+            problems.append(Problem(f"{key} is {content[key]!r}", f"give a whole number, 1 to {MOST_MICROBATCHES:,}",
+                                    where))
     return problems + _prediction_problems(content.get("predictions"), stages, where)
 
 

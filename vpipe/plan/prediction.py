@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from vpipe.files import count_of, number_of
 from vpipe.plan.memory import StageMemory
 
 
@@ -74,11 +75,25 @@ class Prediction:
         """What :meth:`as_json` gave, perhaps through a file.
 
         Raises:
-            KeyError, TypeError: it is something else.
+            KeyError, TypeError, ValueError, AttributeError: it is something else.
         """
-        stages = tuple(StagePrediction(**{**stage, "ranks": tuple(stage["ranks"]),
-                                          "memory": StageMemory(**stage["memory"])}) for stage in content["stages"])
-        return cls(**{**content, "stages": stages})
+        def stage_of(stage: Mapping[str, Any]) -> StagePrediction:
+            numbers: dict[str, Any] = {key: _finite(value) if key.endswith("_s") else count_of(value)
+                                       for key, value in stage.items() if key not in ("ranks", "memory")}
+            return StagePrediction(**numbers, ranks=tuple(map(count_of, stage["ranks"])), memory=StageMemory(
+                **{key: count_of(value) for key, value in stage["memory"].items()}))
+
+        stages = tuple(map(stage_of, content["stages"]))
+        found = cls(**{**content, "step_s": number_of(content["step_s"]), "bubble": _finite(content["bubble"]),
+                       "samples_per_step": count_of(content["samples_per_step"]), "stages": stages})
+        if not found.samples_per_step:
+            raise ValueError("a step has 0 samples")
+        return found
+
+
+def _finite(value: Any) -> float:
+    """Return a time: a difference of two may be below 0, by a rounding."""
+    return -number_of(-value) if type(value) in (int, float) and value < 0 else number_of(value)
 
 
 def _work_s(stage: StagePrediction) -> float:

@@ -9,13 +9,17 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from vpipe.errors import UserError
+from vpipe.files import count_of, number_of, read_json, text_of
 
 FORMAT = 1
+
+MOST_BYTES = 16 << 20
+"""Of a profile's file: a model of 1,024 blocks takes three."""
 
 
 @dataclass(frozen=True)
@@ -235,13 +239,7 @@ class Profile:
         Raises:
             UserError: the file is missing, or no profile.
         """
-        try:
-            content = json.loads(Path(path).read_text())
-        except OSError as error:
-            raise UserError(f"cannot read the profile: {error.strerror}", where=str(path), hint=_MAKE) from None
-        except ValueError:
-            raise UserError("the profile is not JSON", where=str(path), hint=_MAKE) from None
-        return cls.of_json(content, str(path))
+        return cls.of_json(read_json(path, MOST_BYTES, "the profile", _MAKE), str(path))
 
 
 _MAKE = "vpipe profile CONFIG measures one"
@@ -252,27 +250,48 @@ _PER_LAYER_BYTES = ("parameter_bytes", "optimizer_bytes", "saved_bytes", "weight
 
 def _profile(content: Mapping[str, Any]) -> Profile:
     layers = tuple(_layer(layer, number) for number, layer in enumerate(content["layers"]))
-    identity = Identity(**content["identity"])
+    identity = _identity(content["identity"])
     if not layers or len(layers) != identity.layers:
         raise ValueError(f"it has {len(layers)} layers and says {identity.layers}")
-    numbers = {key: _number(content[key]) for key in ("dispatch_s", "copy_bytes_per_s", "accumulate_bytes_per_s",
+    known = set(content["fields"])
+    for layer in layers:
+        if unknown := set(layer.reads) - known:
+            raise ValueError(f"layer '{layer.name}' reads {sorted(unknown)}, which nothing before it writes")
+        known.update(tensor.name for tensor in layer.writes)
+    numbers = {key: number_of(content[key]) for key in ("dispatch_s", "copy_bytes_per_s", "accumulate_bytes_per_s",
                                                       "peak_flops_per_s", "checked", "took_s")}
     cores = content["cores"]
+    if cores == 0:
+        raise ValueError("its ranks share 0 cores")
     return Profile(
-        identity, layers, {str(name): _count(size) for name, size in content["fields"].items()},
+        identity, layers, {name: count_of(size) for name, size in content["fields"].items()},
         _link(content["default_link"]),
-        {(_count(source), _count(target)): _link(link) for source, target, link in content["links"]},
-        cores=None if cores is None else _count(cores), device_bytes=_count(content["device_bytes"]), **numbers)
+        {(count_of(source), count_of(target)): _link(link) for source, target, link in content["links"]},
+        cores=None if cores is None else count_of(cores), device_bytes=count_of(content["device_bytes"]), **numbers)
+
+
+def _identity(content: Mapping[str, Any]) -> Identity:
+    kinds = {each.name: str(each.type) for each in fields(Identity)}
+    for key, value in content.items():
+        kind = kinds.get(key, "")  # of an unknown key: the constructor refuses it
+        if value is not None or "None" not in kind:
+            count_of(value) if kind.startswith("int") else text_of(value)
+    identity = Identity(**content)
+    for key in ("microbatch_size", "threads", "ranks_per_host", "hosts"):
+        if getattr(identity, key) < 1:
+            raise ValueError(f"{key} is {getattr(identity, key)}")
+    return identity
 
 
 def _layer(content: Mapping[str, Any], number: int) -> LayerProfile:
     layer = LayerProfile(**{
-        **content, **{key: Seconds(**{name: _number(value) for name, value in content[key].items()}) for key in _TIMES},
-        **{key: _count(content[key]) for key in _PER_LAYER_BYTES}, "reads": tuple(map(str, content["reads"])),
-        "writes": tuple(TensorBytes(str(tensor["name"]), _count(tensor["bytes"]), bool(tensor["wants_gradient"]))
+        **content, "name": text_of(content["name"]), "like": count_of(content["like"]),
+        **{key: Seconds(**{name: number_of(value) for name, value in content[key].items()}) for key in _TIMES},
+        **{key: count_of(content[key]) for key in _PER_LAYER_BYTES}, "reads": tuple(map(text_of, content["reads"])),
+        "writes": tuple(TensorBytes(text_of(tensor["name"]), count_of(tensor["bytes"]), bool(tensor["wants_gradient"]))
                         for tensor in content["writes"]),
-        "saves": tuple(map(str, content["saves"])),
-        "tied": {int(owner): _count(size) for owner, size in content["tied"].items()}})
+        "saves": tuple(map(text_of, content["saves"])),
+        "tied": {int(owner): count_of(size) for owner, size in content["tied"].items()}})
     if not all(0 <= owner < number for owner in layer.tied) or not 0 <= layer.like <= number:
         raise ValueError(f"layer {number} is like layer {layer.like} and borrows from {list(layer.tied)}")
     known = {f"in:{name}" for name in layer.reads} | {f"out:{tensor.name}" for tensor in layer.writes}
@@ -282,19 +301,7 @@ def _layer(content: Mapping[str, Any], number: int) -> LayerProfile:
 
 
 def _link(content: Mapping[str, Any]) -> LinkProfile:
-    link = LinkProfile(**{name: _number(value) for name, value in content.items()})
+    link = LinkProfile(**{name: number_of(value) for name, value in content.items()})
     if not link.bytes_per_s > 0:
         raise ValueError(f"a link carries {link.bytes_per_s} bytes per second")
     return link
-
-
-def _number(value: Any) -> float:
-    if type(value) not in (int, float) or not 0 <= value < float("inf"):
-        raise ValueError(f"{value!r} is no measured number")
-    return float(value)
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no number of bytes")
-    return value

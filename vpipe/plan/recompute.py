@@ -8,6 +8,9 @@ from itertools import accumulate
 from vpipe.arguments import shown
 from vpipe.errors import Problem, UserError, counted
 
+MOST_LAYERS = 100_000
+"""Of a model, in a partition: sets of layers are made from it."""
+
 Recompute = float | Sequence[float | Sequence[int]]
 """One share for all stages, or per stage a share or the numbers, in the model, of the layers to recompute.
 

@@ -18,7 +18,16 @@ from vpipe.schedules.registry import Limits, recipe_named
 from vpipe.schedules.rounds import Rounds
 from vpipe.schedules.seat import seats
 from vpipe.schedules.simulation.costs import Costs
-from vpipe.schedules.size import Placement, Size, widened
+from vpipe.schedules.size import (
+    MOST_MICROBATCHES,
+    MOST_RANKS,
+    MOST_STAGES,
+    Placement,
+    Size,
+    check_work,
+    first_missing,
+    widened,
+)
 
 
 def is_file(schedule: str) -> bool:
@@ -34,7 +43,7 @@ def has_flush(schedule: str) -> bool:
 def _read(path: str) -> Schedule:
     try:
         state = os.stat(path)
-    except OSError:
+    except (OSError, ValueError):
         return read_csv(Path(path))  # says what is wrong
     return _read_once(path, state.st_mtime_ns, state.st_size)
 
@@ -87,7 +96,17 @@ class Wanted:
         Raises:
             UserError: the numbers do not fit; :class:`~vpipe.errors.CheckError` when a rule is broken.
         """
+        self._check_sizes()
         return self._from_file() if is_file(self.schedule) else self._by_name()
+
+    def _check_sizes(self) -> None:
+        """Refuse numbers of which lists would be made that nobody could use."""
+        for name, value, most in (("stages", self.stages, MOST_STAGES), ("chunks", self.chunks, MOST_STAGES),
+                                  ("replicas", self.replicas, MOST_RANKS),
+                                  ("microbatches", self.microbatches, MOST_MICROBATCHES),
+                                  ("update_every", self.update_every, MOST_MICROBATCHES)):
+            if isinstance(value, int) and value > most:
+                raise UserError(f"{name} is {value}", hint=f"give {most:,} at most")
 
     def _by_name(self) -> Schedule:
         recipe = recipe_named(self.schedule)
@@ -101,7 +120,12 @@ class Wanted:
         self._check_ranks(placement)
         seat = seats(recipe, placement, self.microbatches, self.update_every)[placement[0][0]]
         every = None if recipe.flush else seat.size.update_every
-        return prove(self.schedule, placement, self._to_prove(placement, seat.size, every), every, self.ties,
+        to_prove = self._to_prove(placement, seat.size, every)
+        positions = set(placement)
+        check_work(sum(map(len, positions)), to_prove, len(placement) // len(positions),
+                   replicated=max(map(len, positions)) > 1,
+                   why="" if every is None else f", which prove a stream of '{self.schedule}',")
+        return prove(self.schedule, placement, to_prove, every, self.ties,
                      self.norm and recipe.flush, self.recompute, self.costs, self.limits, self.last_first)
 
     def _to_prove(self, placement: Placement, size: Size, every: int | None) -> int:
@@ -131,6 +155,9 @@ class Wanted:
             raise UserError(f"'{self.schedule}' holds {chunks} stages on each rank, which do not divide "
                             f"{counted(self.stages, 'stage')}",
                             hint=f"use {f'{low} or ' if low else ''}{high} stages")
+        if ranks * self.replicas > MOST_RANKS:
+            raise UserError(f"{self.replicas} replicas of {counted(ranks, 'rank')} are {ranks * self.replicas:,} ranks",
+                            hint=f"use {MOST_RANKS:,} ranks at most")
         return widened(recipe.layout.placement(ranks, chunks), self.replicas)
 
     def _check_ranks(self, placement: Placement) -> None:
@@ -142,11 +169,13 @@ class Wanted:
         if len(placement) != self.stages:
             raise UserError(f"the placement {said} is one of {counted(len(placement), 'stage')}, but there are "
                             f"{self.stages}", hint="list the ranks of every stage")
-        if missing := sorted(set(range(max(held) + 1)) - set(held)):
-            raise UserError(f"the placement {said} names ranks up to {max(held)}, but never rank {missing[0]}",
+        if held[0] < 0:
+            raise UserError(f"the placement {said} names rank {held[0]}", hint="number the ranks from 0 without a gap")
+        if (missing := first_missing(held)) < held[-1]:
+            raise UserError(f"the placement {said} names ranks up to {held[-1]}, but never rank {missing}",
                             hint="number the ranks from 0 without a gap")
-        for rank in held:
-            if self.chunks not in (None, count := len(stages_of_rank(placement, rank))):
+        for rank in held if self.chunks is not None else ():
+            if self.chunks != (count := len(stages_of_rank(placement, rank))):
                 raise UserError(f"chunks is {self.chunks}, but the placement puts "
                                 f"{counted(count, 'stage')} on rank {rank}", hint="leave chunks out: the placement "
                                 "says it")

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import count
+
+from vpipe.errors import UserError, counted
+
+MOST_STAGES = 1024
+MOST_RANKS = 16_384
+MOST_MICROBATCHES = 65_536
+
+MOST_ACTIONS = 250_000
+"""Forwards and backwards of a schedule: half a minute and 300 MB to prove it."""
 
 Placement = tuple[tuple[int, ...], ...]
 """The ranks of every stage: ``((0,), (1,))`` is stage 0 on rank 0 and stage 1 on rank 1."""
@@ -67,3 +78,28 @@ def widened(placement: Placement, replicas: int) -> Placement:
 def default_placement(stages: int) -> Placement:
     """Stage s on rank s."""
     return Layout.LOOP.placement(stages)
+
+
+def first_missing(ranks: Iterable[int]) -> int:
+    """Return the smallest number, from 0 on, that is no rank's."""
+    present = set(ranks)
+    return next(number for number in count() if number not in present)
+
+
+def check_work(ranks: int, microbatches: int, chunks: int = 1, *, replicated: bool = False, why: str = "",
+               most: int = MOST_ACTIONS) -> None:
+    """Refuse a schedule that takes too long to prove, before any of it is made.
+
+    Args:
+        ranks: of all replicas.
+        replicated: whether some are replicas. What these send each other for their sums is no more than this counts.
+        why: there are so many microbatches, where nobody asked for that number.
+
+    Raises:
+        UserError: with the numbers.
+    """
+    actions = 2 * ranks * microbatches * chunks
+    if actions > most:
+        raise UserError(f"{counted(ranks, 'rank')} and {counted(microbatches, 'microbatch')}{why} are {actions:,} "
+                        f"forwards and backwards{' or parts of sums' * replicated}",
+                        hint=f"stay below {most:,}: use fewer microbatches, stages or replicas")

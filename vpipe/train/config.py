@@ -27,7 +27,10 @@ from vpipe.train.sections import (
     neighbours,
 )
 from vpipe.train.validation import Mistake, Section, validated
-from vpipe.train.yaml_file import Place, Tree, parse, read_yaml, write
+from vpipe.train.yaml_file import Place, Tree, describe, parse, read_yaml, write
+
+DEEPEST = 8
+"""Names in a key of ``--set``; none of a config has more than four."""
 
 
 class Config(Section):
@@ -135,6 +138,7 @@ def _setting(text: str) -> tuple[str, Tree]:
     key, equals, value = text.partition("=")
     key = key.strip()
     where = f"--set {key}"
-    if not equals or not all(key.split(".")):
-        raise UserError(f"'{text}' does not set a key", hint="write --set training.learning_rate=3e-4", where=where)
+    if not equals or not all(parts := key.split(".")) or len(parts) > DEEPEST:
+        raise UserError(f"{describe(text)} does not set a key", where=where,
+                        hint="write --set training.learning_rate=3e-4")
     return key, parse(value, key, where)

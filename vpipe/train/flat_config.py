@@ -22,7 +22,7 @@ from pydantic import Field
 from vpipe.errors import Problem, UserError
 from vpipe.launch.hosts import machine_mistakes
 from vpipe.schedules.registry import recipe_if_any
-from vpipe.train.sections import FilePath, Ints, Layers, Ratios, Texts
+from vpipe.train.sections import MOST_SAMPLES, MOST_STEPS, FilePath, Ints, Layers, Ratios, Texts
 from vpipe.train.validation import Mistake, Section, checked, unavailable
 from vpipe.train.yaml_file import Place, Tree, read_json
 
@@ -46,9 +46,10 @@ class FlatConfig(Section):
     sync_mode: Literal["asp", "bsp"] = Field(description="asp: every minibatch updates at once (pipedream); bsp: 32 "
                                                          "minibatches, a flush, one update")
     model_type: Literal["bert", "translation"] = Field(description="family of the model")
-    batch_size: int = Field(ge=1, description="samples per minibatch; a minibatch goes through the pipeline at once")
+    batch_size: int = Field(ge=1, le=MOST_SAMPLES // MINIBATCHES_PER_FLUSH,
+                            description="samples per minibatch; a minibatch goes through the pipeline at once")
     learning_rate: float = Field(gt=0, description="learning rate after the warm-up, such as 0.03")
-    epochs: int = Field(1, ge=1, description="passes over the data")
+    epochs: int = Field(1, ge=1, le=MOST_STEPS, description="passes over the data")
     learning_rate_policy: Literal["step", "polynomial", "cosine"] = Field(
         "polynomial", description="step: divided by 10 after each third of the updates; polynomial and cosine: warm-up "
                                   "over the first fifth of the updates, then falling to 0")
@@ -63,9 +64,10 @@ class FlatConfig(Section):
     schedule: str | None = Field(None, min_length=1, description="another schedule than sync_mode's own")
     recompute: bool = Field(False, description="true recomputes all layers, whatever recompute_ratio says")
     macrobatch: bool = Field(False, description="whether an update takes as many minibatches as there are stages")
-    print_frequency: int = Field(10, ge=1, description="updates between two lines of progress")
-    verbose_frequency: int = Field(0, ge=0, description="updates between two reports of where the time of each rank "
-                                                        "went, and how much it sent; 0 for none")
+    print_frequency: int = Field(10, ge=1, le=MOST_STEPS, description="updates between two lines of progress")
+    verbose_frequency: int = Field(0, ge=0, le=MOST_STEPS,
+                                   description="updates between two reports of where the time of each rank went, and "
+                                               "how much it sent; 0 for none")
     container: str | None = Field(None, description="image that the ranks run in, with apptainer or singularity")
     compress_activations: bool = Field(False, description="whether activations and their gradients travel as bf16 "
                                                           "between stages")
@@ -211,7 +213,7 @@ def to_native(tree: Tree, folder: Path, native_keys: Iterable[str]) -> Tree:
 def _put_model_and_data(flat: FlatConfig, base: Path, put: Callable[[str, str, object], None]) -> None:
     put("model.name", "model_type", flat.model_type)
     sizes = base / "bert_config.json"
-    if sizes.exists():
+    if os.path.exists(sizes):
         put("model.config_file", "directory", str(sizes))
     else:
         put("model.preset", "directory", "large")
@@ -239,7 +241,7 @@ def _directory(flat: FlatConfig, tree: Tree, folder: Path) -> Path:
     """``directory`` beside the config file, or else (as VPipe had it) in the current folder; absolute."""
     candidates = [Path(os.path.abspath(place / flat.directory)) for place in (folder, Path())]
     for candidate in candidates:
-        if candidate.is_dir():
+        if os.path.isdir(candidate):
             return candidate
     looked = " and ".join(dict.fromkeys(f"'{candidate}'" for candidate in candidates))
     raise UserError(f"there is no directory '{flat.directory}'",
@@ -249,7 +251,7 @@ def _directory(flat: FlatConfig, tree: Tree, folder: Path) -> Path:
 
 def _json(kind: type[J], tree: Tree, key: str, path: Path) -> tuple[J | None, Tree, list[Problem]]:
     """The JSON file that ``key`` names: as a ``kind``, as a tree, and what is wrong with it."""
-    if not path.is_file():
+    if not os.path.isfile(path):
         problem = Problem(f"{key} names '{tree.value[key]}', but there is no file '{path}'",
                           "the path is taken from directory", tree.where((key,)))
         return None, tree, [problem]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from math import isfinite
 from numbers import Real
@@ -21,7 +22,7 @@ def model_file(section: ModelSection) -> Mapping[str, Any]:
     path = section.config_file
     if path is None:
         return {}
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise UserError(f"model.config_file names '{path}', but there is no such file",
                         hint="it is a JSON file such as bert_config.json, from the current folder")
     content = read_json(path)

@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Field, model_validator
 
 from vpipe.errors import UserError, nearest
-from vpipe.plan.recompute import ranges
+from vpipe.plan.recompute import MOST_LAYERS, ranges
 from vpipe.runtime.executor import Executor, refusal
 from vpipe.schedules.arrange import has_flush, is_file
 from vpipe.schedules.registry import schedule_names
 from vpipe.schedules.reversal import REVERSIBLE
-from vpipe.schedules.size import Placement
+from vpipe.schedules.size import MOST_MICROBATCHES, MOST_RANKS, MOST_STAGES, Placement
 from vpipe.sizes import parse_size
 from vpipe.train.rank_map import rank_map_mistakes
 from vpipe.train.sections import FilePath, Ints, as_tuple
@@ -35,6 +35,8 @@ def _layers_or_auto(value: Any) -> Any:
         raise MistakesError([Mistake((), f"must be a list of whole numbers or auto, got {describe(value)}", hint)])
     wrong = [Mistake((i,), f"must be a whole number of at least 1, got {describe(layers)}", hint)
              for i, layers in enumerate(value) if type(layers) is not int or layers < 1]
+    if not wrong and sum(value) > MOST_LAYERS:
+        wrong = [Mistake((), f"has {sum(value):,} layers in all, more than {MOST_LAYERS:,}", hint)]
     if wrong:
         raise MistakesError(wrong)
     return tuple(value)
@@ -95,16 +97,17 @@ Bytes = Annotated[int | None, BeforeValidator(_size)]
 class ParallelSection(Section):
     """How the model is cut into stages, and in which order their work is done."""
 
-    model_parallel_size: int = Field(ge=1, description="number of stages; may be left out when partition or "
-                                                       "stage_to_rank_map tells it")
-    data_parallel_size: int = Field(1, ge=1, description="replicas of the whole pipeline, where "
-                                                      "stage_to_rank_map does not give the ranks of each stage")
+    model_parallel_size: int = Field(ge=1, le=MOST_STAGES, description="number of stages; may be left out when "
+                                                                       "partition or stage_to_rank_map tells it")
+    data_parallel_size: int = Field(1, ge=1, le=MOST_RANKS, description="replicas of the whole pipeline, where "
+                                                                        "stage_to_rank_map does not give the ranks of "
+                                                                        "each stage")
     schedule: str = Field("1f1b", min_length=1, description="order of forwards, backwards and updates, such as "
                                                             "gpipe, 1f1b or pipedream; auto, the fastest with a flush; "
                                                             "or a CSV file of actions, from the current folder")
-    chunks: int | None = Field(None, ge=1, description="stages per rank, for schedules that may have any number of "
-                                                       "them (interleaved, looped_bfs, hanayo); null takes the "
-                                                       "schedule's own")
+    chunks: int | None = Field(None, ge=1, le=MOST_STAGES, description="stages per rank, for schedules that may have "
+                                                                       "any number of them (interleaved, looped_bfs, "
+                                                                       "hanayo); null takes the schedule's own")
     scheduler: Scheduler | None = Field(None, description="OurGPipe's name for schedule gpipe with this executor; "
                                                           "--scheduler on the command line goes before the config's "
                                                           "schedule and executor")
@@ -126,9 +129,9 @@ class ParallelSection(Section):
     plan: FilePath | None = Field(None, description="plan file, as vpipe plan writes it, from the current folder: says "
                                                     "partition, recompute, stage_to_rank_map, schedule, update_every "
                                                     "and training.num_microbatches")
-    update_every: int | None = Field(None, ge=1, description="microbatches per update of an asynchronous schedule, "
-                                                             "and per rank of a stage; null takes the fewest that it "
-                                                             "can have")
+    update_every: int | None = Field(None, ge=1, le=MOST_MICROBATCHES,
+                                     description="microbatches per update of an asynchronous schedule, and per rank of "
+                                                 "a stage; null takes the fewest that it can have")
     stage_to_rank_map: dict[str, Ints] | None = Field(None, description='ranks of each stage, such as {"0": [0, 1], '
                                                                         '"1": [2]}: with several, microbatch i goes to '
                                                                         'replica i mod their number; null places them '
@@ -148,7 +151,7 @@ class ParallelSection(Section):
     compress_rounding: Literal["nearest", "stochastic"] = Field("nearest", description="rounding of int8")
     compress_feedback: bool = Field(True, description="whether what compressing a gradient lost is added to the next "
                                                       "microbatch's")
-    timeout_s: float = Field(60.0, gt=0, description="seconds a rank waits for another before the run fails")
+    timeout_s: float = Field(60.0, gt=0, le=10**6, description="seconds a rank waits for another before the run fails")
     warmup_depth: Ints | None = Field(None, description="forwards of a rank of each stage before its first backward; "
                                                         "null takes (ranks of this and later stages - 1) // ranks of "
                                                         "this stage")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from vpipe.schedules.registry import recipe_if_any
+from vpipe.schedules.size import first_missing
 from vpipe.train.validation import Mistake
 
 
@@ -21,6 +23,7 @@ def rank_map_mistakes(ranks: Mapping[str, tuple[int, ...]], stages: int, schedul
     highest = max((rank for _, _, rank in places), default=0)
     hint = f"give each stage ranks of its own: {len(places)} of them are numbered 0 to {len(places) - 1}"
     held: dict[int, str] = {}
+    twice = {(stage, rank) for stage in expected for rank, times in Counter(ranks[stage]).items() if times > 1}
     for stage in expected:
         if not ranks[stage]:
             yield Mistake((key, stage), f"puts stage {stage} on no rank", "give the stage a rank, or several")
@@ -28,7 +31,7 @@ def rank_map_mistakes(ranks: Mapping[str, tuple[int, ...]], stages: int, schedul
         other = held.setdefault(rank, stage)
         if rank < 0:
             yield Mistake((key, stage), f"puts stage {stage} on rank {rank}", hint)
-        elif ranks[stage].count(rank) > 1:
+        elif (stage, rank) in twice:
             yield Mistake((key, stage), f"names rank {rank} twice for stage {stage}", hint)
             return
         elif other != stage:
@@ -40,8 +43,9 @@ def rank_map_mistakes(ranks: Mapping[str, tuple[int, ...]], stages: int, schedul
                 yield Mistake((key, stage), f"{both}stage {other} has ranks {list(ranks[other])}, stage {stage} "
                               f"{list(ranks[stage])}",
                               "let the two share all of their ranks, in the same order, or none")
-    if missing := sorted(set(range(highest + 1)) - {rank for _, _, rank in places}):
-        yield Mistake((key,), f"names ranks up to {highest}, but never rank {missing[0]}",
+    missing = first_missing(rank for _, _, rank in places)
+    if missing < highest:
+        yield Mistake((key,), f"names ranks up to {highest}, but never rank {missing}",
                       "number the ranks from 0 without a gap")
 
 

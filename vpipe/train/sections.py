@@ -14,9 +14,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from vpipe.model.limits import LARGEST_SIZE, MOST_BLOCKS
 from vpipe.runtime.precision import Precision, PrecisionName
+from vpipe.schedules.size import MOST_MICROBATCHES
 from vpipe.train.validation import Mistake, MistakesError, Section
 from vpipe.train.yaml_file import describe
+
+MOST_SAMPLES = 1 << 20
+"""In a batch."""
+
+MOST_STEPS = 10**9
+"""Steps, epochs, or updates between two of something."""
 
 
 def as_tuple(value: Any) -> Any:
@@ -44,12 +52,23 @@ def _scale(value: Any) -> Any:
     return float(value)
 
 
+def _path(path: Path) -> Path:
+    try:
+        name = os.fsencode(path)
+    except UnicodeEncodeError:
+        name = b"\0"
+    if b"\0" in name or len(name) > 1024 or max(map(len, name.split(b"/"))) > 255:
+        raise MistakesError([Mistake((), f"is {describe(str(path))}, which is no path of a file",
+                                     "a path has 1,024 bytes at most, each name in it 255, and no character 0")])
+    return path
+
+
 Ints = Annotated[tuple[int, ...], BeforeValidator(as_tuple)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
 Layers = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(as_tuple), Field(min_length=1)]
 Ratios = Annotated[float | tuple[float, ...], BeforeValidator(_ratios)]
-FilePath = Annotated[Path, Field(strict=False)]
-Absolute = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Path(os.path.abspath(path)))]
+FilePath = Annotated[Path, Field(strict=False), AfterValidator(_path)]
+Absolute = Annotated[FilePath, AfterValidator(lambda path: Path(os.path.abspath(path)))]
 LossScale = Annotated[float | Literal["dynamic"], BeforeValidator(_scale)]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
@@ -61,14 +80,17 @@ class ModelSection(Section):
     preset: str | None = Field(None, description="named sizes of the family; for bert tiny, mini, small, medium, "
                                                  "base or large; for gpt small, medium, large or xl; for llama 15m, "
                                                  "110m, 135m, 360m, 1b, 7b or 13b")
-    hidden_size: int | None = Field(None, ge=1, description="width of a layer's output, in features")
-    num_layers: int | None = Field(None, ge=1, description="number of transformer blocks; each is cut into two layers")
-    num_heads: int | None = Field(None, ge=1, description="attention heads per block; must divide hidden_size")
-    num_kv_heads: int | None = Field(None, ge=1, description="heads of keys and values per block, for llama: groups of "
-                                                            "num_heads share one; null gives every head its own")
-    sequence_length: int = Field(128, ge=1, description="tokens per sample")
-    vocab_size: int = Field(-1, ge=-1, description="tokens in the vocabulary; -1 takes it from config_file, else from "
-                                                   "the data set")
+    hidden_size: int | None = Field(None, ge=1, le=LARGEST_SIZE, description="width of a layer's output, in features")
+    num_layers: int | None = Field(None, ge=1, le=MOST_BLOCKS, description="number of transformer blocks; each is cut "
+                                                                           "into two layers")
+    num_heads: int | None = Field(None, ge=1, le=LARGEST_SIZE, description="attention heads per block; must divide "
+                                                                            "hidden_size")
+    num_kv_heads: int | None = Field(None, ge=1, le=LARGEST_SIZE,
+                                     description="heads of keys and values per block, for llama: groups of num_heads "
+                                                 "share one; null gives every head its own")
+    sequence_length: int = Field(128, ge=1, le=LARGEST_SIZE, description="tokens per sample")
+    vocab_size: int = Field(-1, ge=-1, le=LARGEST_SIZE, description="tokens in the vocabulary; -1 takes it from "
+                                                                    "config_file, else from the data set")
     dropout: float | None = Field(None, ge=0, lt=1, description="share of activations dropped in training; null keeps "
                                                                 "the family's own")
     tie_weights: bool | None = Field(None, description="whether the output layer shares the weights of the word "
@@ -94,12 +116,13 @@ class DatasetSection(Section):
     name: str = Field(min_length=1, description="registered data set, such as text, code_search_net, bert_hdf5, "
                                                 "huggingface or synthetic")
     path: FilePath | None = Field(None, description="file or folder of the data, from the current folder")
-    batch_size: int = Field(ge=1, description="samples per batch, which is cut into num_microbatches microbatches; "
-                                              "with a flush one update per batch")
-    num_workers: int = Field(0, ge=0, description="batches that a thread prepares ahead on each rank that reads some; "
-                                                  "0 prepares each when it is due")
-    samples: int | None = Field(None, ge=1, description="training samples: at most so many; a synthetic data set "
-                                                             "makes exactly so many, for null 1024 or 8 batches")
+    batch_size: int = Field(ge=1, le=MOST_SAMPLES, description="samples per batch, which is cut into num_microbatches "
+                                                               "microbatches; with a flush one update per batch")
+    num_workers: int = Field(0, ge=0, le=1024, description="batches that a thread prepares ahead on each rank that "
+                                                           "reads some; 0 prepares each when it is due")
+    samples: int | None = Field(None, ge=1, le=10**12,
+                                description="training samples: at most so many; a synthetic data set makes exactly so "
+                                            "many, for null 1024 or 8 batches")
     tokenizer: FilePath | None = Field(None, description="tokenizer.json for text, such as that of imported weights, "
                                                          "from the current folder; null trains one on the data")
     cache_directory: FilePath | None = Field(None, description="folder for prepared data and tokenizers; null "
@@ -115,18 +138,20 @@ class TrainingSection(Section):
     """
 
     learning_rate: float = Field(gt=0, description="learning rate after the warm-up, such as 1e-3")
-    epochs: int | None = Field(None, ge=1, description="stop after so many passes over the data; 1 when neither "
-                                                       "max_steps nor max_minutes is given")
-    max_steps: int | None = Field(None, ge=1, description="stop after so many steps")
-    max_minutes: float | None = Field(None, gt=0, description="stop after so many minutes of training")
-    num_microbatches: int = Field(1, ge=1, description="microbatches per batch; must divide dataset.batch_size")
+    epochs: int | None = Field(None, ge=1, le=MOST_STEPS, description="stop after so many passes over the data; 1 when "
+                                                                      "neither max_steps nor max_minutes is given")
+    max_steps: int | None = Field(None, ge=1, le=MOST_STEPS, description="stop after so many steps")
+    max_minutes: float | None = Field(None, gt=0, le=MOST_STEPS, description="stop after so many minutes of training")
+    num_microbatches: int = Field(1, ge=1, le=MOST_MICROBATCHES, description="microbatches per batch; must divide "
+                                                                             "dataset.batch_size")
     optimizer: Literal["sgd", "adam", "adamw", "lamb"] = Field("adamw", description="rule of an update")
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd")
     lr_policy: Literal["constant", "step", "polynomial", "cosine"] = Field(
         "constant", description="learning rate after the warm-up: constant; step: divided by 10 after each third of "
                                 "the updates; polynomial (a straight line) or cosine: falling to 0 at the last update")
-    warmup_steps: float = Field(0, ge=0, description="steps over which the learning rate rises from 0; a value below "
-                                                     "1 is the share of all steps of the run")
+    warmup_steps: float = Field(0, ge=0, le=MOST_STEPS, description="steps over which the learning rate rises from 0; "
+                                                                    "a value below 1 is the share of all steps of the "
+                                                                    "run")
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay (adamw, lamb), or L2 term in the "
                                                            "gradient (sgd, adam); never of biases and norms")
     grad_clip: float | None = Field(None, gt=0, description="largest norm of the gradient over all stages")
@@ -139,15 +164,17 @@ class TrainingSection(Section):
     loss_scale: LossScale = Field("dynamic", description="by what fp16 multiplies the loss; dynamic finds it while "
                                                          "training, leaving out updates that overflow")
     seed: Seed = Field(0, description="seed of initial weights and dropout")
-    evaluate_every: int | None = Field(None, ge=1, description="steps between evaluations; there is always one at "
-                                                               "the end")
-    evaluation_batches: int = Field(8, ge=1, description="batches per evaluation")
-    profile_iteration: int | None = Field(None, ge=1, description="update that torch's profiler records on every rank, "
-                                                                  "counted from 1 as in the lines of progress")
+    evaluate_every: int | None = Field(None, ge=1, le=MOST_STEPS, description="steps between evaluations; there is "
+                                                                              "always one at the end")
+    evaluation_batches: int = Field(8, ge=1, le=MOST_STEPS, description="batches per evaluation")
+    profile_iteration: int | None = Field(None, ge=1, le=MOST_STEPS,
+                                          description="update that torch's profiler records on every rank, counted "
+                                                      "from 1 as in the lines of progress")
     exit_after_profile: bool = Field(False, description="whether the run ends, in good order, after profile_iteration")
-    print_frequency: int = Field(10, ge=1, description="updates between two lines of progress in the ranks' logs, and "
-                                                       "on the screen where it is no terminal with a progress bar")
-    threads: int = Field(1, ge=1, description="CPU threads per rank")
+    print_frequency: int = Field(10, ge=1, le=MOST_STEPS,
+                                 description="updates between two lines of progress in the ranks' logs, and on the "
+                                             "screen where it is no terminal with a progress bar")
+    threads: int = Field(1, ge=1, le=1024, description="CPU threads per rank")
 
     @property
     def needs_norms(self) -> bool:
@@ -215,8 +242,9 @@ class LaunchSection(Section):
 class CheckpointSection(Section):
     """When the state of a run is written, and where."""
 
-    every_steps: int | None = Field(None, ge=1, description="steps between two checkpoints; null makes none on the way")
-    keep: int | None = Field(3, ge=1, description="newest checkpoints that are kept; null keeps all")
+    every_steps: int | None = Field(None, ge=1, le=MOST_STEPS, description="steps between two checkpoints; null makes "
+                                                                           "none on the way")
+    keep: int | None = Field(3, ge=1, le=MOST_STEPS, description="newest checkpoints that are kept; null keeps all")
     at_end: bool = Field(True, description="whether the end of the run, and a stop by a signal, makes a checkpoint")
     directory: Absolute | None = Field(None, description="folder in which each run makes a folder of its own for its "
                                                          "checkpoints, on a disk that all hosts see; null takes "
@@ -231,9 +259,11 @@ class CheckpointSection(Section):
 class MetricsSection(Section):
     """What a run says of itself, beside ``metrics.jsonl``."""
 
-    peak_tflops: float | None = Field(None, gt=0, description="what one device computes at most, in 10^12 operations "
-                                                              "per second, for MFU and HFU; null takes it from a table "
-                                                              "of GPUs, else measures it")
-    rank_times_every: int | None = Field(None, ge=1, description="updates between two reports of where the time of "
-                                                                 "each rank went, and how much it sent; null for none")
+    peak_tflops: float | None = Field(None, gt=0, le=10**9, description="what one device computes at most, in 10^12 "
+                                                                        "operations per second, for MFU and HFU; null "
+                                                                        "takes it from a table of GPUs, else measures "
+                                                                        "it")
+    rank_times_every: int | None = Field(None, ge=1, le=MOST_STEPS,
+                                         description="updates between two reports of where the time of each rank went, "
+                                                     "and how much it sent; null for none")
     tensorboard: bool = Field(False, description="whether the run writes events for TensorBoard into its folder")

@@ -124,14 +124,19 @@ def _must(error: str, context: Mapping[str, Any]) -> str | None:
         case "tuple_type":
             return "be a list"
         case "greater_than":
-            return f"be above {context['gt']:g}"
+            return f"be above {_plain(context['gt'])}"
         case "greater_than_equal":
-            return f"be at least {context['ge']:g}"
+            return f"be at least {_plain(context['ge'])}"
         case "less_than":
-            return f"be below {context['lt']:g}"
+            return f"be below {_plain(context['lt'])}"
         case "less_than_equal":
-            return f"be at most {context['le']}"
+            return f"be at most {_plain(context['le'])}"
     return None
+
+
+def _plain(bound: float) -> str:
+    """Return a bound as one writes it: pydantic gives that of a number that may have a fraction as ``1000000000.0``."""
+    return str(int(bound)) if bound == int(bound) else f"{bound:g}"
 
 
 def field_at(kind: type[BaseModel], keys: Keys) -> FieldInfo | None:

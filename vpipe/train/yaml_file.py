@@ -16,6 +16,16 @@ from typing import Any
 import yaml
 
 from vpipe.errors import Problem, UserError
+from vpipe.files import read_bounded
+
+MOST_BYTES = 1 << 19
+"""Of a config, or a JSON file that it names: a second of reading."""
+
+MOST_VALUES = 20_000
+"""Keys and values of such a file, those that an alias repeats counted each time: half a second of reading."""
+
+MOST_DIGITS = 100
+"""Of a whole number: such as ``0xfff...`` may have more than Python prints."""
 
 Keys = tuple[str | int, ...]
 """The way from a tree's root to a value: ``("parallel", "partition", 2)``."""
@@ -24,8 +34,23 @@ _FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+
 _PLAIN_TAGS = {"tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"}
 
 
+class _TooManyError(Exception):
+    """The text has more keys and values than :data:`MOST_VALUES`."""
+
+
 class _Loader(yaml.SafeLoader):
     """Reads ``1e-4`` as a number (YAML 1.2 does, PyYAML does not) and leaves dates as text."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self.values_left = MOST_VALUES
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Compose a key or a value, while there may be more."""
+        self.values_left -= 1
+        if self.values_left < 0:
+            raise _TooManyError
+        return super().compose_node(parent, index)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -158,7 +183,7 @@ def write(values: dict[str, Any]) -> str:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return read_bounded(path, MOST_BYTES, "a config, or a JSON file that it names,").decode("utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"there is no file '{path}'", hint="check the path; it is taken from the current folder",
                         where=str(path)) from None
@@ -196,6 +221,9 @@ def _compose(text: str, name: str, language: str, where: Callable[[yaml.Mark], s
     except yaml.YAMLError as error:
         raise UserError(f"the {language} cannot be read: {str(error).splitlines()[0]}",
                         hint="remove the character, or write it as an escape in double quotes", where=start) from None
+    except _TooManyError:
+        raise UserError(f"the {language} has more than {MOST_VALUES:,} keys and values, what aliases repeat included",
+                        hint="look whether it is the right file; a config has some hundred", where=start) from None
     except RecursionError:
         raise UserError(f"the {language} cannot be read: lists or mappings are nested too deeply",
                         hint="a config has at most four levels", where=start) from None
@@ -210,9 +238,13 @@ class _Builder:
         self.places: dict[Keys, Place] = {}
         self.problems: list[Problem] = []
         self._open: list[yaml.Node] = []
+        self._values_left = MOST_VALUES
 
     def build(self, node: yaml.Node, keys: Keys, place: Place) -> Any:
         self.places[keys] = place
+        self._values_left -= 1  # counted again: an alias is composed once, and stands for values as often as it is used
+        if self._values_left < 0:
+            raise _TooManyError
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, place)
         if any(node is outer for outer in self._open):
@@ -228,11 +260,19 @@ class _Builder:
 
     def _scalar(self, node: yaml.ScalarNode, place: Place) -> Any:
         try:
-            return self.loader.construct_object(node)
-        except (yaml.MarkedYAMLError, ValueError) as error:
-            reason = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error)
+            value = self.loader.construct_object(node)
+        except (yaml.MarkedYAMLError, ValueError, LookupError, AttributeError) as error:
+            reason = error.problem if isinstance(error, yaml.MarkedYAMLError) else (
+                str(error) if isinstance(error, ValueError) else f"it is no {node.tag}")
             self._problem(f"a value cannot be read: {reason}", "write plain text or a number", place.value)
             return None
+        if isinstance(value, int) and abs(value) >= 10**MOST_DIGITS:
+            self._problem(f"a whole number has more than {MOST_DIGITS} digits", "write a smaller number", place.value)
+            return None
+        if isinstance(value, str) and not _encodable(value):
+            self._problem("a text holds half of a surrogate pair", "write the character itself", place.value)
+            return None
+        return value
 
     def _sequence(self, node: yaml.Node, keys: Keys) -> list[Any]:
         name = self.places[keys].name
@@ -247,6 +287,9 @@ class _Builder:
                 self._problem("a key is not plain text", "write `key: value`", place)
                 continue
             key = str(key_node.value)
+            if not _encodable(key):
+                self._problem("a key holds half of a surrogate pair", "write the character itself", place)
+                continue
             name = dotted(self.places[keys].name, (key,))
             if key in values:
                 first = self.places[(*keys, key)].key
@@ -257,6 +300,15 @@ class _Builder:
 
     def _problem(self, what: str, hint: str, where: str) -> None:
         self.problems.append(Problem(what, hint, where))
+
+
+def _encodable(text: str) -> bool:
+    """Return whether ``text`` can be written: an escape such as ``\\ud800`` alone stands for no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def describe(value: object) -> str:

@@ -1,0 +1,120 @@
+"""Read files that users hand in: never more than a stated number of bytes, and without waiting for a writer."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from typing import Any, NoReturn
+
+from vpipe.errors import UserError
+from vpipe.sizes import size_text
+
+
+def read_bounded(path: str | os.PathLike[str], most_bytes: int, what: str) -> bytes:
+    """Return the content of a file, a pipe or a device.
+
+    Args:
+        most_bytes: that such a file may have.
+        what: the file is, for the message, such as ``a config``.
+
+    Raises:
+        UserError: it has more.
+        OSError: it cannot be read, or its path is no path.
+    """
+    try:
+        with open(path, "rb", opener=_open_without_waiting) as file:
+            os.set_blocking(file.fileno(), True)
+            content = file.read(most_bytes + 1)
+    except ValueError as error:  # a path with a character that no path can have
+        raise OSError(0, str(error)) from None
+    if len(content) > most_bytes:
+        raise UserError(f"'{path}' has more than {size_text(most_bytes)}", where=str(path),
+                        hint=f"{what} is not that large: look whether it is the right file")
+    return content
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    """Open a file; a pipe that nobody writes to is then empty instead of waited for."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def read_json(path: str | os.PathLike[str], most_bytes: int, what: str, hint: str) -> Any:
+    """Return the values in a JSON file.
+
+    Args:
+        most_bytes: that such a file may have.
+        what: the file is, for messages, such as ``the plan``.
+        hint: the remedy, where it is something else.
+
+    Raises:
+        UserError: it cannot be read, has more, or is no JSON.
+    """
+    try:
+        return parse_json(read_bounded(path, most_bytes, what))
+    except OSError as error:
+        raise UserError(f"cannot read {what}: {error.strerror or error}", where=str(path), hint=hint) from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{what} is not JSON: {error.msg}", where=f"{path}:{error.lineno}:{error.colno}",
+                        hint=hint) from None
+    except ValueError as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{what} is not JSON: {error}", where=str(path), hint=hint) from None
+
+
+def parse_json(content: bytes) -> Any:
+    """Return the values in the text of a JSON file: numbers finite, no key twice in an object.
+
+    Raises:
+        ValueError: it is no JSON in UTF-8; a JSONDecodeError where there is a place in it.
+    """
+    try:
+        text = content.decode("utf-8-sig")
+        values = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+        if "\\ud" in text.lower():  # an escape for half of a character, perhaps without the other
+            json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeDecodeError:
+        raise ValueError("it is no text in UTF-8") from None
+    except UnicodeEncodeError:
+        raise ValueError("a text in it holds half of a surrogate pair") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:
+        raise ValueError("a number in it has too many digits" if "digits" in str(error) else str(error)) from None
+    return values
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        [(key, _), *_] = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key '{key}' stands twice in an object")
+    return found
+
+
+def _constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def count_of(value: Any) -> int:
+    """Return a value of JSON that counts something; a ValueError, if it is none."""
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def number_of(value: Any) -> float:
+    """Return a value of JSON that was measured; a ValueError, if it is none."""
+    if type(value) not in (int, float) or not 0 <= value < 1e30:
+        raise ValueError(f"{value!r} is no measured number")
+    return float(value)
+
+
+def text_of(value: Any) -> str:
+    """Return a value of JSON that is text; a ValueError, if it is none."""
+    if type(value) is not str:
+        raise ValueError(f"{value!r} is no text")
+    return value
