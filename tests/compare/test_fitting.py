@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -117,6 +118,8 @@ def test_contenders_that_need_more_together_than_there_is_are_warned_of() -> Non
     assert warning is not None
     assert "all 2 contenders" in warning
     assert f"may need {size_text(most)}" in warning
+    twin = replace(field.entries[0], name="vpipe")  # the same program, which runs once
+    assert crowded(replace(field, entries=(*field.entries, twin)), most - 1) == warning
 
 
 def test_the_largest_microbatch_that_fits_is_known_of_each() -> None:

@@ -14,6 +14,7 @@ from vpipe.compare.plain import of_schedules
 from vpipe.compare.systems import systems_named
 from vpipe.compare.world import compare
 from vpipe.errors import UserError
+from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
 from vpipe.profiling.world import World
 from vpipe.sizes import size_text
@@ -72,16 +73,19 @@ def crowded(field: Field, device_bytes: int) -> str | None:
     """A warning where all contenders together should need more than the device has for a rank, which a limit that was
     given may allow."""
     needs: Counter[int] = Counter()
+    plans: list[Plan] = []
     for entry in field.entries:
-        assert entry.plan.predictions is not None, "the solver predicts"
-        for stage in entry.plan.predictions.stages:
+        plans += [entry.plan] if entry.plan not in plans else []  # equal ones run once
+    for plan in plans:
+        assert plan.predictions is not None, "the solver predicts"
+        for stage in plan.predictions.stages:
             needs.update(dict.fromkeys(stage.ranks, stage.memory.peak))
     if not needs:
         return None
     rank, most = max(needs.items(), key=lambda need: need[1])
     if most <= device_bytes:
         return None
-    return (f"warning: all {len(field.entries)} contenders stay in memory from turn to turn: rank {rank} may need "
+    return (f"warning: all {len(plans)} contenders stay in memory from turn to turn: rank {rank} may need "
             f"{size_text(most)}, the sum of their peaks, and has {size_text(device_bytes)}; compare fewer at once, or "
             "give less --memory")
 
