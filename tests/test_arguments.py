@@ -238,6 +238,15 @@ def test_a_loss_that_depends_on_no_parameter_is_refused_in_training_alone(schedu
         "hint: compute it from what the layers return, without detach(), item() or torch.no_grad()")
 
 
+def test_a_factory_that_returns_nothing_at_all_is_refused_in_training_alone() -> None:
+    """Mostly a forgotten return. A stage of several may go without."""
+    pipe = pipeline(optimizer=lambda params: None)
+    assert pipe.evaluate(batches(1)) > 0
+    assert refusal(lambda: pipe.train(batches(1))) == (
+        "error: the optimizer factory returned None for every stage, so nothing would be trained\n"
+        "hint: let it return what it makes: return torch.optim.AdamW(params, lr=1e-3)")
+
+
 def test_paths_of_checkpoints_and_plans(tmp_path: Path) -> None:
     pipe = pipeline()
     for use in (pipe.save, pipe.load):

@@ -172,7 +172,7 @@ class Pipeline:
         settings = Settings(microbatches, self.recomputed, _factor_of(learning_rate_factor), grad_clip, seed,
                             torch.device(device), timeout_s, compression, skip_not_finite, computed,
                             self.executor)
-        self._model, self._seed = model, seed
+        self._model, self._seed, self._trained = model, seed, False
         self.engine = Engine(model, specs, lowered, _from_named(optimizer), settings, distributed=world > 1)
         self.rank = dist.get_rank() if world > 1 else 0
         if self.rank == 0 and (slow := few_microbatches(lowered, "microbatches")) is not None:
@@ -187,6 +187,9 @@ class Pipeline:
         torchrun every process passes the same batches; a field that its layers do not read may be on the meta device.
         """
         _check_batches(batches)
+        if not self._trained:
+            self.engine.all_ranks.check_trained()
+            self._trained = True
         return self.engine.train(batches)
 
     def evaluate(self, batches: Iterable[Batch]) -> float:

@@ -264,3 +264,25 @@ def test_frozen_parameters_need_no_tie() -> None:
     pipe = Pipeline(model, partition=[1, 1, 1], optimizer=sgd)
     list(pipe.train([{"input": torch.randn(4, 3), "target": torch.randn(4, 3)}]))
     assert torch.equal(pipe.state_dict()["2.weight"], frozen.weight)
+
+
+@pytest.mark.parametrize(("ties", "text"), [
+    ({"weight": "first.bias"}, "error: 'last.weight' [3, 3] (float32) is tied to 'first.bias' [3] (float32)\n"
+                               "hint: tied parameters are one: give both the same shape and dtype, or leave out"),
+    ({"wieght": "first.weight"}, "error: a tie names 'last.wieght', but layer 'last' has no parameter 'wieght'\n"
+                                 "hint: did you mean 'weight'?"),
+    ({"weight": "first.w"}, "error: a tie names 'first.w', but layer 'first' has no parameter 'w'\n"
+                            "hint: known names: bias, weight"),
+    ({"weight": "double.weight"}, "error: 'last.weight' [3, 3] (float32) is tied to 'double.weight' [3, 3] (float64)\n"
+                                  "hint: tied parameters are one: give both the same shape and dtype, or leave out")])
+@pytest.mark.parametrize("partition", [[3], [1, 1, 1], None])
+def test_a_tie_of_unequal_parameters_or_none_is_refused(ties: dict[str, str], text: str,
+                                                        partition: list[int] | None) -> None:
+    """In one stage, across two, and in the whole model on one device."""
+    model = Model([FIRST, Layer("double", lambda: nn.Linear(3, 3).double()),
+                   Layer("last", linear, ("h",), ("loss",), ties)], ("x",))
+    with pytest.raises(UserError) as error:
+        model.materialize() if partition is None else Pipeline(model, partition=partition, optimizer=torch.optim.SGD)
+    if ties["weight" if "weight" in ties else "wieght"] == "first.w" and partition == [1, 1, 1]:
+        text = "error: 'first.w' is tied to a parameter of another stage, but is no trainable parameter"
+    assert text in str(error.value)

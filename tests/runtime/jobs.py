@@ -18,6 +18,7 @@ from rank_process import tell
 from torch import Tensor, nn
 
 from vpipe import Model, Pipeline
+from vpipe.errors import UserError
 from vpipe.runtime.feed import Batch
 
 MODELS = {"rich": rich_model, "untied": lambda: rich_model(tied=False), "dtypes": dtype_model,
@@ -39,7 +40,7 @@ class MuonAndAdamW:
             [AdamW().from_named(others)] if others else [])
 
 
-OPTIMIZERS = {"adamw": AdamW, "muon": MuonAndAdamW}
+OPTIMIZERS = {"adamw": AdamW, "muon": MuonAndAdamW, "none": lambda: lambda parameters: None}
 
 
 def fingerprint(state: Mapping[str, Tensor]) -> dict[str, str]:
@@ -227,3 +228,16 @@ def evaluates_alone(*, timeout_s: float) -> None:
     for _ in pipe.train(rich_batches(2, 4)):
         if dist.get_rank() == 0:
             pipe.evaluate(rich_batches(1, 4))
+
+
+def refused(*, tied_to: str | None, **arguments: Any) -> str:
+    """The words with which a pipeline is refused, or its training, whose last bias is tied."""
+    model = rich_model(tied=False)
+    if tied_to is not None:
+        head = replace(model.layers[-1], ties={"decoder.bias": tied_to})
+        model = Model([*model.layers[:-1], head], model.batch)
+    try:
+        pipeline(model, partition=[2, 2, 2, 2], **arguments).train(rich_batches(1, 4))
+    except UserError as error:
+        return str(error)
+    return "nothing was refused"

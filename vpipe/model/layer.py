@@ -180,7 +180,10 @@ class Model:
         for layer in self.layers:
             for own, target in layer.ties.items():
                 owner, parameter = split_target(target, self.layers)
-                set_parameter(modules[layer.name], own, modules[owner].get_parameter(parameter))
+                before = parameter_of(layer.name, modules[layer.name], own)
+                shared = parameter_of(owner, modules[owner], parameter)
+                check_alike({f"{layer.name}.{own}": kind_of(before), target: kind_of(shared)})
+                set_parameter(modules[layer.name], own, shared)
         whole = nn.ModuleDict()
         whole._modules.update(modules)  # layer names may hold dots, which add_module refuses
         return whole
@@ -211,6 +214,36 @@ def share_modules(modules: dict[str, nn.Module], shared: Mapping[str, Mapping[st
             owner = next((other for other in modules if f"{target}.".startswith(f"{other}.")), None)
             if owner is not None:
                 modules[name] = put_module(modules[name], path, modules[owner].get_submodule(target[len(owner) + 1:]))
+
+
+def parameter_of(layer: str, module: nn.Module, name: str) -> nn.Parameter:
+    """The parameter of a layer that a tie names.
+
+    Raises:
+        UserError: there is none.
+    """
+    known = dict(module.named_parameters(remove_duplicate=False))
+    if name not in known:
+        raise UserError(f"a tie names '{layer}.{name}', but layer '{layer}' has no parameter '{name}'",
+                        hint=nearest(name, list(known)) if known else "it has no parameters at all")
+    return known[name]
+
+
+def kind_of(parameter: Tensor) -> str:
+    """Shape and dtype, in words."""
+    return f"{list(parameter.shape)} ({str(parameter.dtype).removeprefix('torch.')})"
+
+
+def check_alike(tied: Mapping[str, str]) -> None:
+    """Refuse to tie parameters of different shapes or dtypes.
+
+    Args:
+        tied: two names, each with what :func:`kind_of` says of it.
+    """
+    (own, one), (target, other) = tied.items()
+    if one != other:
+        raise UserError(f"'{own}' {one} is tied to '{target}' {other}",
+                        hint="tied parameters are one: give both the same shape and dtype, or leave out the tie")
 
 
 def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -10,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vpipe.errors import RunError
+from vpipe.errors import RunError, UserError
+from vpipe.model.layer import check_alike, kind_of
 from vpipe.model.split import StageSpec
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.talk import share_tensors
@@ -53,6 +55,26 @@ class AllRanks:
         votes = [self._words(rank, vote) for rank in range(dist.get_world_size())]
         return self._words(0, decide(votes) if dist.get_rank() == 0 else "")
 
+    def united(self, entries: Mapping[str, str]) -> dict[str, str]:
+        """The entries of all ranks, on every rank."""
+        found = self.meet(json.dumps(dict(entries)), lambda votes: json.dumps(
+            {name: value for vote in votes for name, value in json.loads(vote).items()}))
+        return dict(json.loads(found))
+
+    def check_trained(self) -> None:
+        """Refuse to train where no stage has an optimizer, though there are parameters.
+
+        Raises:
+            UserError: so it is.
+        """
+        stages = [(worker.update.optimizers[s], stage) for worker in self._workers.values()
+                  for s, stage in worker.stages.items()]
+        mine = {"parameters": any(stage.weights.names for _, stage in stages),
+                "optimizers": any(optimizer.optimizers for optimizer, _ in stages)}
+        if self.united({what: "" for what, there in mine.items() if there}).keys() == {"parameters"}:
+            raise UserError("the optimizer factory returned None for every stage, so nothing would be trained",
+                            hint="let it return what it makes: return torch.optim.AdamW(params, lr=1e-3)")
+
     def close(self) -> None:
         """Everybody has heard."""
 
@@ -80,6 +102,21 @@ class AllRanks:
     def _usage(self, here: LocalUsage, stage: int, rank: int) -> StageUsage:
         mine = here[rank][stage] if rank in here else StageUsage.empty()
         return StageUsage.of(self._from(rank, {"usage": mine.as_tensor()})["usage"])
+
+    def check_ties(self) -> None:
+        """Compare the shapes and dtypes of tied parameters that are on different stages; every rank finds the same.
+
+        Raises:
+            UserError: two of them differ.
+        """
+        tied = {own: target for spec in self._specs for own, (_, target) in spec.borrowed.items()}
+        if not tied:
+            return
+        mine = {name: kind_of(parameter) for worker in self._workers.values() for stage in worker.stages.values()
+                for name, parameter in stage.named_parameters() if name in tied or name in tied.values()}
+        kinds = self.united(mine)
+        for own, target in tied.items():
+            check_alike({own: kinds[own], target: kinds[target]})
 
     def agree_on_norms(self) -> None:
         """Let every rank know how many gradient norms each stage publishes, and who to whom."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from vpipe.errors import UserError
-from vpipe.model.layer import set_parameter
+from vpipe.model.layer import check_alike, kind_of, parameter_of, set_parameter
 from vpipe.runtime.replaced import replace_parameter
 from vpipe.runtime.weights import Slot, Weights, has_hooks
 
@@ -22,15 +22,19 @@ def share_ties(modules: Mapping[int, nn.Module], names: Mapping[int, str],
         ties: per layer, own parameter -> the other layer's, ``"<layer>.<parameter>"``.
 
     Raises:
-        UserError: a parameter has hooks, and the one that takes its place has none.
+        UserError: one does not exist, or they are of different shapes or dtypes; a parameter has hooks, and the one
+            that takes its place has none.
     """
     at = {name: i for i, name in names.items()}
     for i, tied in ties.items():
         for own, target in tied.items():
             owner = next((name for name in at if target.startswith(name + ".")), None)
-            if owner is not None:
-                shared = modules[at[owner]].get_parameter(target[len(owner) + 1:])
-                before = modules[i].get_parameter(own)
+            if owner is None:
+                parameter_of(names[i], modules[i], own)
+            else:
+                shared = parameter_of(owner, modules[at[owner]], target[len(owner) + 1:])
+                before = parameter_of(names[i], modules[i], own)
+                check_alike({f"{names[i]}.{own}": kind_of(before), target: kind_of(shared)})
                 set_parameter(modules[i], own, shared)
                 if before is not shared:
                     if has_hooks(before) and not has_hooks(shared):

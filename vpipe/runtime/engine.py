@@ -64,6 +64,7 @@ class Engine:
         self._programs = Programs(schedule, [stage for stage, layers in enumerate(settings.recompute) if layers],
                                   any(worker.transport.ordered for worker in self.workers.values()))
         self.all_ranks = AllRanks(self.workers, specs, self._placement, distributed)
+        self.all_ranks.check_ties()
         if settings.needs_norms and schedule.flush:
             self.all_ranks.agree_on_norms()
         self.parts = parts_of(self.workers, specs, self._placement)

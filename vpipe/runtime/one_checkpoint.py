@@ -93,7 +93,7 @@ class OneCheckpoint:
 
     def _optimizers(self) -> dict[str, Any]:
         """What the optimizers of all ranks are called; where there are several kinds, which steps each parameter."""
-        kind_of = json.loads(self._engine.all_ranks.meet(json.dumps(self._own_kinds()), _united))
+        kind_of = self._engine.all_ranks.united(self._own_kinds())
         kinds = sorted(set(kind_of.values()))
         return {"optimizers": kinds, **({"optimizer_of": kind_of} if len(kinds) > 1 else {})}
 
@@ -120,11 +120,6 @@ class OneCheckpoint:
             if kind_of.get(name, kind) != kind and any(key.startswith(f"optim.{name}.") for key in manifest.tensors):
                 raise UserError(f"the checkpoint has the state of {kind_of[name]} for '{name}', which {kind} steps in "
                                 "this pipeline", hint="give every parameter an optimizer of the kind that saved")
-
-
-def _united(found: list[str]) -> str:
-    """The entries of all ranks."""
-    return json.dumps({name: kind for part in found for name, kind in json.loads(part).items()})
 
 
 def _first(found: list[str]) -> str:

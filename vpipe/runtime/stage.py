@@ -256,6 +256,11 @@ class Stage:
         """Every module in evaluation mode, and back to the mode it was in."""
         return self._layers.evaluating()
 
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All parameters of the stage's layers, as ``"<layer>.<parameter>"``; a shared one under each of its names."""
+        for i, module in self.modules.items():
+            yield from module.named_parameters(self.layer_names[i], remove_duplicate=False)
+
     def state(self) -> dict[str, Tensor]:
         """Parameters (latest version) and buffers of the stage's layers; a tied parameter only where it is owned.
 
