@@ -267,7 +267,7 @@ def test_paths_of_checkpoints_and_plans(tmp_path: Path) -> None:
      "hint: give one list per stage, [] where nothing is recomputed"),
     ({"partition": (2, 2), "schedule": 3, "microbatches": "4"},
      "error: schedule is 3\nhint: give its name, such as 1f1b\n"
-     "error: microbatches is '4'\nhint: give a whole number, 1 or more")])
+     "error: microbatches is '4'\nhint: give a whole number, 1 to 65,536")])
 def test_a_plan_is_checked_where_it_is_made(arguments: dict[str, Any], text: str) -> None:
     assert refusal(lambda: Plan(**arguments)) == text
 
