@@ -272,3 +272,16 @@ def test_that_ranks_are_starting_is_said_when_it_takes_long(monkeypatch: pytest.
     ranks.look()
     assert capsys.readouterr().err.splitlines() == [
         "starting 2 ranks, from step-64", "starting 2 ranks, from step-64: 12 s"]
+
+
+def test_a_run_that_has_ended_is_not_starting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                              capsys: pytest.CaptureFixture[str]) -> None:
+    times = iter([100.0, 102.1, 103.0, 112.3])
+    monkeypatch.setattr(starting, "monotonic", lambda: next(times))
+    ranks = Starting(tmp_path, 2, None)
+    ranks.look()
+    (tmp_path / "running").touch()
+    ranks.look()
+    (tmp_path / "running").unlink()
+    ranks.look()
+    assert capsys.readouterr().err == "starting 2 ranks\n"

@@ -162,6 +162,25 @@ def test_an_evaluation() -> None:
                                         "out of luck (rank 1, stage 1, microbatch 0, action 1F0 of an evaluation)\n")
 
 
+def test_what_is_no_layers_fault_is_named_by_the_action(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(self: torch.optim.SGD) -> None:
+        raise OverflowError("too far")
+
+    pipe = pipeline(model())
+    monkeypatch.setattr(torch.optim.SGD, "step", step)
+    assert str(error_of(pipe)) == ("error: the optimizer step raised OverflowError: too far (rank 0, stage 0, action "
+                                   "0STEP0)\nhint: mend what raised it")
+
+
+def test_a_layer_that_cannot_be_built() -> None:
+    def build() -> nn.Module:
+        raise OverflowError("too wide")
+
+    with pytest.raises(OverflowError, match="too wide") as caught:
+        pipeline(model(build))
+    assert caught.value.__notes__ == ["raised by what builds layer 'middle0'"]
+
+
 def test_the_loss_of_a_sequential_model_is_of_its_last_layer() -> None:
     whole = Model.sequential(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)), loss=nn.CrossEntropyLoss())
     pipe = pipeline(whole)

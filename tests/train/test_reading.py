@@ -49,22 +49,26 @@ def test_a_run_goes_on_with_the_batch_that_is_due(tmp_path: Path) -> None:
     assert [*losses(begun), metrics(begun)[1][-1]["evaluation_loss"]] == whole
 
 
-@pytest.mark.parametrize("workers", [0, 4])
-def test_a_batch_that_cannot_be_read_ends_the_run_with_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                                 workers: int) -> None:
+MISSING = UserError("the shard a.hdf5 is missing", hint="copy it again", where="data/a.hdf5")
+
+
+@pytest.mark.parametrize(("workers", "error", "what", "hint"), [
+    (0, MISSING, "the shard a.hdf5 is missing (data/a.hdf5)", "copy it again"),
+    (4, MISSING, "the shard a.hdf5 is missing (data/a.hdf5)", "copy it again"),
+    (0, KeyError("sample 17"), "the data set raised KeyError: 'sample 17'", "mend what raised it")])
+def test_a_batch_that_cannot_be_read_ends_the_run_with_its_place(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, error: Exception, what: str, hint: str) -> None:
     job = job_of(tmp_path, **GPT, parallel__model_parallel_size=1, dataset__num_workers=workers)
     batches = list(islice(job.training_batches(job.model.batch), 2))
 
     def gone(self: Job, fields: tuple[str, ...]) -> Any:
         yield from batches
-        raise UserError("the shard a.hdf5 is missing", hint="copy it again", where="data/a.hdf5")
+        raise error
 
     monkeypatch.setattr(Job, "training_batches", gone)
     with pytest.raises(RunError) as caught:
         train(job, tmp_path)
-    assert str(caught.value) == (
-        "error: the shard a.hdf5 is missing (data/a.hdf5) (rank 0, stage 0, action reading batch 2)\n"
-        "hint: copy it again")
+    assert str(caught.value) == f"error: {what} (rank 0, stage 0, action reading batch 2)\nhint: {hint}"
     assert len(losses(tmp_path)) == 2
     check_thread_ended()
 

@@ -32,10 +32,9 @@ class Starting:
     def look(self) -> None:
         """Say it, if it is time; to be called often."""
         seconds = monotonic() - self._began
-        if self._over or seconds < self._next_s:
-            return
-        self._over = self._taken_at() != self._before
-        if not self._over:
+        # Looked at every time: a short run has ended, and let go of the file, before the next line is due.
+        self._over = self._over or self._taken_at() != self._before
+        if not self._over and seconds >= self._next_s:
             so_far = "" if self._next_s == SLOW_S else f": {seconds:.0f} s"
             print(self._what + so_far, file=sys.stderr, flush=True)
             self._next_s += AGAIN_S

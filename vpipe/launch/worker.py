@@ -92,7 +92,8 @@ def do(folder: Path, rank: int, work: Callable[[], None]) -> VpipeError | None:
         announce(error)
         if isinstance(error, VpipeError):
             return error
-        failure = RunError(f"{type(error).__name__}: {error}", rank=rank, hint="mend what raised it")
+        what = ", ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+        failure = RunError(what, rank=rank, hint="mend what raised it")
         failure.__cause__ = error
         return failure
     log.info("rank %d has ended", rank)

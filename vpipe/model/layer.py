@@ -103,7 +103,11 @@ class Layer:
         Raises:
             UserError: it is none, or one that no stage can hold.
         """
-        module = self.build()
+        try:
+            module = self.build()
+        except Exception as error:
+            error.add_note(f"raised by what builds layer '{self.name}'")
+            raise
         if not isinstance(module, nn.Module):
             raise UserError(f"layer '{self.name}' was built as {shown(module)}, not as an nn.Module",
                             hint="its build function must return a module: Layer(name, lambda: MyModule())")

@@ -105,7 +105,8 @@ class Worker:
             announce(error)
             raise
         except Exception as error:
-            failure = RunError(f"{type(error).__name__}: {error}", hint=hint_of(error))
+            who = "the optimizer step raised " if action.op is Op.STEP else ""
+            failure = RunError(f"{who}{type(error).__name__}: {error}", hint=hint_of(error))
             self._failed(failure, action)
             raise failure from error
         self.seconds[action.stage, action.op] += perf_counter() - started - (self.transport.wait_s - waited)

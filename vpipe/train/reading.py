@@ -53,9 +53,14 @@ def _placed(source: Iterator[Batch], what: str, pipe: Pipeline) -> Iterator[Batc
             batch = next(source)
         except StopIteration:
             return
-        except UserError as error:
-            problem = error.problems[0]
-            raise RunError(problem.what + (f" ({problem.where})" if problem.where else ""), hint=problem.hint,
-                           rank=pipe.rank, stage=stages[0] if len(stages) == 1 else None,
+        except RunError:
+            raise
+        except Exception as error:
+            if isinstance(error, UserError):
+                problem = error.problems[0]
+                failed, hint = problem.what + (f" ({problem.where})" if problem.where else ""), problem.hint
+            else:
+                failed, hint = f"the data set raised {type(error).__name__}: {error}", "mend what raised it"
+            raise RunError(failed, hint=hint, rank=pipe.rank, stage=stages[0] if len(stages) == 1 else None,
                            action=f"reading {what} {number}") from error
         yield batch
