@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from vpipe import Layer, Model, Pipeline
 from vpipe.errors import UserError
 from vpipe.model.split import split
 from vpipe.plan.recompute import recomputed_layers
+from vpipe.runtime.layers import generators_of
 from vpipe.runtime.stage import Stage
 from vpipe.train.oracle import Training, flush_oracle
 
@@ -49,6 +51,71 @@ def between(*layers: Layer) -> Model:
 
 def hidden(grad: bool = True) -> Tensor:
     return torch.randn(2, 4, 12, generator=torch.Generator().manual_seed(3)).requires_grad_(grad)
+
+
+# -- random numbers ------------------------------------------------------------------------------------
+
+
+class DropOnGpu(nn.Module):
+    """Draws a mask from the generator of its GPU, as dropout does there."""
+
+    def __init__(self, gpu: int) -> None:
+        super().__init__()
+        self.gpu = gpu
+
+    def forward(self, h: Tensor) -> Tensor:
+        mask = torch.rand(h.shape, generator=torch.cuda.default_generators[self.gpu])
+        return h * mask
+
+
+def masked(gpu: int, recompute: float, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """What a stage on a GPU makes of three microbatches, and the gradients of its input."""
+    monkeypatch.setattr(torch.cuda, "default_generators", [torch.Generator().manual_seed(seed) for seed in (5, 6)])
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(nn.Module, "to", lambda module, device: module)
+    model = between(Layer("drop", partial(DropOnGpu, gpu)), Layer("linear", partial(nn.Linear, 12, 12)))
+    stage = Stage(model, split(model, [1, 2, 1])[1], seed=1, device=torch.device("cuda", gpu),
+                  recomputed=recomputed_layers([0, recompute, 0], [1, 2, 1])[1])
+    before = [generator.get_state() for generator in torch.cuda.default_generators]
+    made = [t for m in range(3) for part in trained(stage, [hidden()], {}, (0, m)) for t in part]
+    for generator, state in zip(torch.cuda.default_generators, before, strict=True):
+        assert torch.equal(generator.get_state(), state), "training leaves the program's generators alone"
+    return made
+
+
+@pytest.mark.parametrize("recompute", [0.0, 1.0])
+def test_a_mask_does_not_depend_on_the_gpu_and_differs_by_microbatch(recompute: float,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, plain = (masked(*how, monkeypatch) for how in ((0, recompute), (1, recompute), (1, 0.0)))
+    assert all(map(torch.equal, first, second))
+    assert all(map(torch.equal, first, plain))
+    assert not torch.equal(first[0], first[2])
+
+
+@pytest.mark.parametrize("device", ["cuda", "mps", "xpu:0"])
+def test_no_layer_draws_from_a_generator_that_nobody_seeds(device: str) -> None:
+    with pytest.raises(AssertionError):
+        generators_of(torch.device(device))
+
+
+def test_a_layer_that_builds_itself_on_a_gpu_is_seeded_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    generators = [torch.Generator().manual_seed(seed) for seed in (5, 6)]
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: generators[device].get_state())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: generators[device].set_state(state))
+    drawn: list[float] = []
+
+    def build() -> nn.Module:
+        drawn.append(torch.rand(1, generator=generators[1]).item())
+        return nn.Identity()
+
+    before = generators[1].get_state()
+    for index in (3, 3, 4):
+        Layer("built", build).materialize(index, seed=2)
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert torch.equal(generators[1].get_state(), before)
 
 
 # -- recompute -----------------------------------------------------------------------------------------

@@ -90,11 +90,13 @@ class Layer:
     def materialize(self, index: int, seed: int) -> nn.Module:
         """The module, initialised under a seed made from the run's seed and the layer's index alone.
 
-        So a layer starts from the same weights whichever rank builds it. The caller's random state is
-        left as it was.
+        So a layer starts from the same weights whichever rank builds it, also one that builds them on the current GPU.
+        The caller's random state is left as it was.
         """
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed_of(seed, index))
+        gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+        with torch.random.fork_rng(devices=gpus):
+            for generator in (torch.default_generator, *(torch.cuda.default_generators[gpu] for gpu in gpus)):
+                generator.manual_seed(seed_of(seed, index))
             return self.make()
 
     def make(self) -> nn.Module:

@@ -34,13 +34,14 @@ class Layers:
     """
 
     def __init__(self, model: Model, spec: StageSpec, *, seed: int, device: torch.device, precision: Precision) -> None:
-        self._spec, self._run_seed, self._device = spec, seed, device
+        self._spec, self._run_seed = spec, seed
         rounding = None if precision.dtype is None else Rounding(precision.dtype)
         self.rounds_weights = rounding if precision.pure else None
         self._compute = self._call if rounding is None else partial(self._call_reduced, rounding)
         self._autocasts = precision.autocasts
         self._autocast = torch.autocast(device.type, precision.dtype) if precision.autocasts else None
         self.modules = {i: model.layers[i].materialize(i, seed).to(device) for i in spec.layers}
+        self._generators = generators_of(device)
         self.names = {i: model.layers[i].name for i in spec.layers}
         self.ties = {i: model.layers[i].ties for i in spec.layers}
         self._share_modules(model)
@@ -142,22 +143,18 @@ class Layers:
 
     def _seed(self, key: DropoutKey, layer: int) -> None:
         seed = seed_of(self._run_seed, *key, layer)
-        torch.default_generator.manual_seed(seed)
-        if self._device.type == "cuda":
-            torch.cuda.default_generators[self._device.index or 0].manual_seed(seed)
+        for generator in self._generators:
+            generator.manual_seed(seed)
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
         """Leaves the process's random state as it was: data loading must not depend on how layers are cut."""
-        cuda = self._device.type == "cuda"
-        state = torch.default_generator.get_state()
-        cuda_state = torch.cuda.get_rng_state(self._device) if cuda else None
+        states = [generator.get_state() for generator in self._generators]
         try:
             yield
         finally:
-            torch.default_generator.set_state(state)
-            if cuda_state is not None:
-                torch.cuda.set_rng_state(cuda_state, self._device)
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -175,3 +172,16 @@ class Layers:
 def _sees_its_operation(module: nn.Module) -> bool:
     """Whether hooks are given all gradients of a module's last operation (``register_backward_hook``, deprecated)."""
     return bool(module._backward_hooks) and module._is_full_backward_hook is False
+
+
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """Return the generators that layers on a device draw from: the host's, and the GPU's own.
+
+    Each rank seeds them for every microbatch, so that a mask does not depend on which GPU draws it.
+    """
+    if device.type == "cpu":
+        return [torch.default_generator]
+    assert device.type == "cuda", f"layers on {device} draw from a generator that nobody would seed"
+    assert device.index is not None, "any other GPU would draw from another generator than the one that is seeded"
+    torch.cuda.init()  # type: ignore[no-untyped-call] # makes them
+    return [torch.default_generator, torch.cuda.default_generators[device.index]]
