@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 from collections.abc import Iterator
 
@@ -11,6 +12,18 @@ import torch
 import zygote
 
 torch.set_num_threads(1)
+
+GPUS = torch.cuda.device_count()
+if GPUS:
+    torch.cuda.init()  # type: ignore[no-untyped-call] # so that it keeps those that this hides from the tests' processes
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@pytest.fixture(autouse=GPUS > 0)
+def on_processors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests expect the numbers of a processor, to the last bit; those marked ``gpu`` are about GPUs."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
 
 @pytest.fixture

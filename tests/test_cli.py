@@ -304,13 +304,16 @@ def test_nccl_without_gpus(refused: Refused, flat: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert refused("train", "c.yaml", "--set", "distributed_backend=nccl") == [
         ("backend nccl needs a GPU per rank: 2 ranks, 1 GPU",
-         "set parallel.backend to gloo (in VPipe's form, 'distributed_backend': 'gloo')")]
+         "set parallel.backend to gloo (in VPipe's form, 'distributed_backend': 'gloo'), under which ranks may share a "
+         "GPU, or leave it out")]
 
 
 def test_a_gpu_where_there_is_none(refused: Refused, flat: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", None)
     assert refused("train", "c.yaml", "--set", "parallel.device=cuda") == [
-        ("parallel.device is cuda, but this host has no GPU", "leave it out, or set it to cpu")]
+        (f"device is cuda, but this process sees no GPU (torch {torch.__version__} is built without CUDA)",
+         "leave device out, or set it to cpu")]
     assert refused("train", "c.yaml", "--set", "parallel.device=cpu", "--set", "distributed_backend=nccl") == [
         ("parallel.device is cpu, but nccl carries tensors of GPUs only (--set parallel.device)",
          "write backend: gloo, or leave device out")]

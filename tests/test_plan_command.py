@@ -13,7 +13,7 @@ from made_profile import MIB, made_profile
 from small_run import write_config
 
 from vpipe.cli import main
-from vpipe.commands.plan import microbatch_choices, updates_every, with_ranks
+from vpipe.commands.plan import limit_of, microbatch_choices, updates_every, with_ranks
 from vpipe.launch.machine import hosts_of, ranks_of
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
@@ -82,7 +82,9 @@ def test_without_a_flush_it_plans_without_one_and_keeps_the_samples_of_an_update
     assert plan.schedule in ("pipedream", "2bw")
     assert plan.microbatches is not None
     assert plan.update_every == plan.microbatches // 2
-    assert "its part of the host's memory" in out
+    assert " (its device)\n" in out
+    shared = made_profile(5, 2, 2, cores=2)
+    assert limit_of(None, load_config(Path("c.yaml")), shared) == (2**30, "its part of the host's memory")
     assert out.endswith("run it: vpipe train c.yaml --set parallel.plan=plan.json\n"), "the plan says what was set"
     assert said("--set", "training.seed=1")[1].endswith(
         "to run it, write it with -o plan.json, then: vpipe train c.yaml --set training.seed=1 "

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from vpipe.arguments import Arguments, as_number, check_path, shown
@@ -78,7 +77,11 @@ class Pipeline:
         grad_clip: greatest gradient norm: over all stages with a flush, of each stage without one.
         skip_not_finite: leave out an update when a loss or the norm of a gradient in it is not finite: with a flush on
             all stages, without one on each stage that has such a gradient. Weights and optimizer stay as they were.
-        device: where this process computes.
+        device: of this process: ``cpu``, ``cuda`` or ``cuda:1``. When not given, a GPU where there is one: that of
+            ``LOCAL_RANK`` (ranks that outnumber GPUs share them), or the one that ``torch.cuda.set_device`` chose; else
+            the processor. ``cuda`` means the same GPU. It becomes the current one of this process.
+        backend: what carries tensors between ranks: ``nccl`` or ``gloo``; when not given, nccl where every rank has a
+            GPU of its own, else gloo. A process group that is there already is used as it is.
         timeout_s: seconds after which a transfer counts as failed.
         compress: what activations and gradients between stages on different ranks are sent as: ``none`` (as they are),
             ``bf16`` or ``int8``; one word, or one for each of the ``stages - 1`` cuts. It changes the numbers.
@@ -106,7 +109,8 @@ class Pipeline:
                  replicas: int = 1, update_every: int | None = None,
                  learning_rate_factor: Callable[[int], float] = lambda update: 1.0, grad_clip: float | None = None,
                  skip_not_finite: bool = False,
-                 device: torch.device | str = "cpu", timeout_s: float = 60.0, compress: str | Sequence[str] = "none",
+                 device: torch.device | str | None = None, backend: str | None = None, timeout_s: float = 60.0,
+                 compress: str | Sequence[str] = "none",
                  compress_rounding: str = "nearest", compress_feedback: bool = True,
                  precision: str = "fp32", loss_scale: float | None = None, executor: str = "overlapped") -> None:
         excepthook.install()
@@ -155,12 +159,12 @@ class Pipeline:
         self.partition = _partition(model, stages, partition)
         specs = split(model, self.partition)
         self.recomputed = recomputed_layers(recompute, self.partition)
-        world = join_world(timeout_s=timeout_s)
+        world = join_world(backend, timeout_s, device)
         compression = Compression.of(compress, compress_rounding, compress_feedback, len(self.partition), seed)
         self.executor = check_executor(executor, self.schedule, compression is not None, compress_feedback)
         lowered = Wanted(
             self.schedule, len(self.partition), microbatches, update_every,
-            places, chunks, world if world > 1 else None, replicas,
+            places, chunks, world.ranks if world.ranks > 1 else None, replicas,
             {owner: tuple(borrowers) for owner, borrowers in ties_between(specs).items()},
             [stage for stage, layers in enumerate(self.recomputed) if layers],
             grad_clip is not None or skip_not_finite or computed.scaled,
@@ -170,11 +174,11 @@ class Pipeline:
                 compression.codecs if compression is not None else (), compress_feedback)]:
             raise UserError.all_of(refused)
         settings = Settings(microbatches, self.recomputed, _factor_of(learning_rate_factor), grad_clip, seed,
-                            torch.device(device), timeout_s, compression, skip_not_finite, computed,
+                            world.own, timeout_s, compression, skip_not_finite, computed,
                             self.executor)
         self._model, self._seed, self._trained = model, seed, False
-        self.engine = Engine(model, specs, lowered, _from_named(optimizer), settings, distributed=world > 1)
-        self.rank = dist.get_rank() if world > 1 else 0
+        self.engine = Engine(model, specs, lowered, _from_named(optimizer), settings, distributed=world.ranks > 1)
+        self.rank = world.rank
         if self.rank == 0 and (slow := few_microbatches(lowered, "microbatches")) is not None:
             warnings.warn(slow, PerformanceWarning, stacklevel=2)
 

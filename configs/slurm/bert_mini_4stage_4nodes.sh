@@ -1,6 +1,8 @@
 #!/bin/bash
 # Written by: vpipe slurm configs/bert_mini_4stage.yaml --nodes 4 --time 0:30:00
 # Submit it with sbatch, from the folder where its paths start, with vpipe on PATH (its environment activated).
+# The ranks compute on GPUs where there are any, else cpu; nccl where each has a GPU, else gloo between them.
+# SLURM is asked for no GPUs; with parallel.device: cuda it is, for one per rank.
 
 #SBATCH --job-name=bert_mini_4stage
 #SBATCH --output=%x-%j.out           # <job name>-<job id>.out: what rank 0 shows; all logs are in the run's folder

@@ -83,11 +83,16 @@ def test_a_checkpoint_elsewhere_is_seen_inside(here: Path) -> None:
     assert kept.is_dir()
 
 
-def test_gpus_are_let_in_for_nccl(here: Path) -> None:
+@pytest.mark.parametrize(("keys", "driver", "let_in"), [
+    ({"parallel__backend": "nccl"}, False, True), ({"parallel__device": "cuda:1"}, False, True), ({}, True, True),
+    ({}, False, False), ({"parallel__backend": "gloo"}, True, True), ({"parallel__device": "cpu"}, True, False)])
+def test_gpus_are_let_in_where_ranks_compute_on_them(keys: dict[str, str], driver: bool, let_in: bool, here: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vpipe.launch.container.NVIDIA", here if driver else here / "none")
     program(here, "apptainer")
-    container = Container.of(load(here, parallel__backend="nccl"))
+    container = Container.of(load(here, **keys))
     assert container is not None
-    assert container.wrapped(["python3"])[1:3] == ["exec", "--nv"]
+    assert ("--nv" in container.wrapped(["python3"])) == let_in
 
 
 def test_apptainer_goes_before_its_old_name(here: Path) -> None:

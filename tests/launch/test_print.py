@@ -42,14 +42,16 @@ def printed(folder: Path, capsys: pytest.CaptureFixture[str], *settings: str) ->
 def test_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     commands, config = printed(tmp_path, capsys, "parallel.master_port=23456")
     assert commands[0].startswith("# ranks 0, 1 here; ")
-    assert commands[1] == f"FOLDER={tmp_path}/runs/$(date +%Y-%m-%d_%H-%M-%S)"
+    assert commands[1] == ("# ranks compute on GPUs where there are any, else cpu; nccl where each has a GPU, else "
+                           "gloo between them")
+    assert commands[2] == f"FOLDER={tmp_path}/runs/$(date +%Y-%m-%d_%H-%M-%S)"
     runs = {word for line in commands for word in shlex.split(line) if word.startswith("VPIPE_RUN=")}
     assert len(runs) == 1, "by which the ranks know each other"
-    assert shlex.split(commands[4]) == [
+    assert shlex.split(commands[5]) == [
         "RANK=1", "LOCAL_RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", "MASTER_PORT=23456", "OMP_NUM_THREADS=1",
         *runs, "GLOO_SOCKET_IFNAME=lo", "NCCL_SOCKET_IFNAME=lo", sys.executable, "-m", "vpipe.launch.worker", "$FOLDER",
         "train", "&"]
-    assert commands[5:] == ["wait"]
+    assert commands[6:] == ["wait"]
     assert yaml.safe_load(config)["parallel"]["master_port"] == 23456
 
 
@@ -58,8 +60,8 @@ def test_on_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
                 "launch.python=/opt/py thon", "launch.ssh_options=[-p, '22']"]
     commands, _ = printed(tmp_path, capsys, *settings)
     assert commands[0].startswith(f"# rank 0 here, on {socket.gethostname()}; ")
-    assert commands[3].startswith("RANK=0 LOCAL_RANK=1 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 ")
-    assert "GLOO_SOCKET_IFNAME=eth0" in commands[3]
+    assert commands[4].startswith("RANK=0 LOCAL_RANK=1 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 ")
+    assert "GLOO_SOCKET_IFNAME=eth0" in commands[4]
     config = load_config(tmp_path / "c.yaml", settings)
     [ssh] = [line for line in commands if line.startswith("ssh ")]
     assert shlex.split(ssh) == ssh_command("me@hostB", config.launch)

@@ -19,6 +19,8 @@ TWO_NODES = """\
 #!/bin/bash
 # Written by: vpipe slurm configs/bert_mini_4stage.yaml --nodes 2 --time 2:00:00
 # Submit it with sbatch, from the folder where its paths start, with vpipe on PATH (its environment activated).
+# The ranks compute on GPUs where there are any, else cpu; nccl where each has a GPU, else gloo between them.
+# SLURM is asked for no GPUs; with parallel.device: cuda it is, for one per rank.
 
 #SBATCH --job-name=bert_mini_4stage
 #SBATCH --output=%x-%j.out           # <job name>-<job id>.out: what rank 0 shows; all logs are in the run's folder
@@ -101,6 +103,7 @@ def test_what_is_asked_for_is_in_the_script(tmp_path: Path, capsys: pytest.Captu
     assert [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")] == [
         "--job-name=my_own", "--output=%x-%j.out", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=3",
         "--gpus-per-node=2", "--partition=gpu,big"]
+    assert "# The ranks compute on cuda; nccl between them.\n\n" in script
     settings = ["--set", "training.threads=3", "--set", "parallel.backend=nccl", "--set",
                 "parallel.partition=[1, 2, 3, 3]"]
     assert shlex.split(lines[-1]) == ["srun", "--cpus-per-task=3", "--kill-on-bad-exit=1", "vpipe", "train", str(path),

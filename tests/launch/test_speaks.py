@@ -11,7 +11,7 @@ from small_run import write_config
 
 from vpipe.errors import RunError, UserError
 from vpipe.launch.failure import write_report
-from vpipe.launch.machine import check_gpus, own_device
+from vpipe.launch.machine import check_gpus
 from vpipe.launch.worker import speaks
 from vpipe.train.config import load_config
 
@@ -25,11 +25,17 @@ def test_one_rank_speaks(tmp_path: Path) -> None:
     assert [rank for rank in range(3) if speaks(tmp_path, rank, 3)] == [1]
 
 
-def test_the_only_gpu_that_a_rank_is_shown_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(write_config(tmp_path, parallel__backend="nccl"))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert own_device(config, 3) == 0
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert own_device(config, 1) == 1
-    with pytest.raises(UserError, match=re.escape("1 rank, 2 GPUs, counted from 0, but GPU 3 is wanted\n")):
-        check_gpus(config, [own_device(config, 3)])
+@pytest.mark.parametrize(("gpus", "numbers", "refused"), [
+    (1, [3], None), (2, [0, 1], None),  # the only GPU that a rank is shown is its own
+    (2, [3], "GPU 3 is wanted, but this host has 2 GPUs, counted from 0\n"), (1, [0, 1], ": 2 ranks, 1 GPU\n"),
+    (2, [1, 1], ", but two ranks of a host are given the same: [1, 1]\n"), (0, [0], "this machine has no GPU")])
+def test_gpus_that_nccl_needs(gpus: int, numbers: list[int], refused: str | None, tmp_path: Path,
+                              monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    for backend in (None, "gloo", "nccl"):
+        config = load_config(write_config(tmp_path, parallel__backend=backend))
+        if backend != "nccl" or refused is None:
+            check_gpus(config, numbers)
+        else:
+            with pytest.raises(UserError, match=re.escape(refused)):
+                check_gpus(config, numbers)

@@ -15,6 +15,7 @@ from vpipe import Layer, Model
 from vpipe.errors import RunError
 from vpipe.plan.profile import Profile
 from vpipe.profiling.bench import Bench
+from vpipe.profiling.device import shared_bytes
 from vpipe.profiling.kinds import structure
 from vpipe.profiling.links import _rounds
 from vpipe.profiling.measure import _Measurement
@@ -147,9 +148,21 @@ def world_of(monkeypatch: pytest.MonkeyPatch, hosts: list[str], *others: object)
 def test_ranks_that_are_bound_to_cores_of_their_own_have_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vpipe.profiling.world.usable_cores", lambda: [0])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert world_of(monkeypatch, ["a", "a", "a"], [[1], 1], [[1, 5], 1]).cores() == 3
-    assert world_of(monkeypatch, ["a", "b", "b"], [[0, 1, 2], 2], [[0, 1, 2], 2]).cores() == 1, "two threads on three"
+    assert world_of(monkeypatch, ["a", "a", "a"], [None, [1], 1], [None, [1, 5], 1]).cores() == 3
+    three = [None, [0, 1, 2], 2]
+    assert world_of(monkeypatch, ["a", "b", "b"], three, three).cores() == 1, "two threads on three"
 
+
+@pytest.mark.parametrize(("gpus", "at_once"), [("xyz", None), ("xyx", 2), ("xxx", 1)])
+def test_ranks_that_share_gpus_can_compute_at_once_as_many_as_these(gpus: str, at_once: int | None,
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vpipe.profiling.world.gpu_uuid", lambda device: gpus[0])
+    world = world_of(monkeypatch, ["a", "a", "a"], *([gpu, [0], 1] for gpu in gpus[1:]))
+    world._device = torch.device("cuda:0")
+    assert world.cores() == at_once
+    monkeypatch.setattr("vpipe.profiling.device.memory_bytes", lambda device: 80)
+    assert shared_bytes(world._device, at_once) == 80 * (at_once or 1)
+    assert shared_bytes(CPU, 4) == 80
 
 def test_all_ranks_cut_their_windows_for_the_one_with_least_room(monkeypatch: pytest.MonkeyPatch) -> None:
     def world(device: torch.device) -> World:

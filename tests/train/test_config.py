@@ -46,7 +46,7 @@ def test_defaults(at: Path) -> None:
     assert config.training.learning_rate == 1e-4
     assert (config.training.epochs, config.training.max_steps, config.training.max_minutes) == (1, None, None)
     assert (config.parallel.schedule, config.parallel.executor) == ("1f1b", "overlapped")
-    assert config.parallel.backend == "gloo"
+    assert (config.parallel.backend, config.parallel.device) == (None, None)
     assert config.parallel.partition == "auto"
     assert config.parallel.recompute == 0.0
     assert config.microbatch_size == 4
@@ -125,6 +125,10 @@ trace: 1
     ("parallel: {model_parallel_size: 4, warmup_depth: 3}", "parallel.warmup_depth must be a list, got 3"),
     ("parallel: {model_parallel_size: 4, stage_to_rank_map: {'0': [a]}}",
      "parallel.stage_to_rank_map.0[0] must be a whole number, got 'a'"),
+    ("parallel: {model_parallel_size: 4, device: gpu}",
+     "parallel.device must be cpu, cuda or a GPU such as cuda:1, got 'gpu'"),
+    ("parallel: {model_parallel_size: 4, device: 'cuda:-1'}",
+     "parallel.device must be cpu, cuda or a GPU such as cuda:1, got 'cuda:-1'"),
     ("parallel: {model_parallel_size: 4, backend: mpi}", "parallel.backend must be 'gloo' or 'nccl', got 'mpi'"),
     ("parallel: {}", "the key 'parallel.model_parallel_size' is missing"),
     ("parallel: {partition: 3}", "parallel.partition must be a list of whole numbers or auto, got 3"),

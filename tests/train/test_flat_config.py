@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from vpipe.errors import UserError
+from vpipe.launch.machine import hosts_of
+from vpipe.launch.ranks import ranks_here
 from vpipe.train.config import Config, load_config
+from vpipe.train.device import device_of
 
 GOOD = """\
 'directory': 'bert'
@@ -124,7 +128,7 @@ def test_defaults(flat: Path) -> None:
     config = load(flat, dict.fromkeys(names, ""))
     assert config.log_directory.parts[-2:] == ("bert", "output")
     assert (config.training.epochs, config.training.weight_decay) == (1, 0.0)
-    assert (config.training.lr_policy, config.parallel.backend) == ("polynomial", "gloo")
+    assert (config.training.lr_policy, config.parallel.backend) == ("polynomial", None)
 
 
 def test_verbose_frequency_is_how_often_ranks_are_reported(flat: Path) -> None:
@@ -155,13 +159,30 @@ def test_neutral_values_of_features_to_come(flat: Path) -> None:
 
 
 def test_compressed_activations_are_bf16(flat: Path) -> None:
-    for extra in ("", "compress_in_gpu: true\n"):
-        parallel = load(flat, {}, f"compress_activations: true\n{extra}").parallel
+    for backend in ("nccl", "gloo"):
+        extra = "compress_in_gpu: true\n" if backend == "gloo" else ""
+        parallel = load(flat, {"distributed_backend": backend}, f"compress_activations: true\n{extra}").parallel
         assert (parallel.compress, parallel.compress_rounding, parallel.compress_feedback) == ("bf16", "nearest", True)
     assert load(flat, {}, "compress_activations: true\n", "parallel.compress=int8").parallel.compress == "int8"
-    assert errors(flat, {"distributed_backend": "gloo"}, "compress_activations: true\ncompress_in_gpu: true\n") == [
-        ("compress_in_gpu is true, but with distributed_backend gloo all is computed on the processor",
-         "configs/flat.yml:19:18", "set it to false: tensors are compressed where they are computed")]
+    assert errors(flat, {}, "compress_in_gpu: true\n") == [
+        ("compress_in_gpu is true, but compress_activations is false", "configs/flat.yml:18:18",
+         "set both, or neither")]
+
+
+@pytest.mark.parametrize("backend", ["", "gloo", "nccl"])
+def test_ranks_compute_on_the_gpus_that_machines_names(backend: str, flat: Path,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever carries tensors between them; where there is no GPU, on processors, unless nccl is asked for."""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    config = load(flat, {"distributed_backend": backend, "machines": "[localhost:3, localhost:0, localhost:1, "
+                                                                     "localhost:2]"})
+    ranks, where = ranks_here(config, hosts_of(config), 4, 1234), []
+    for gpus in (4, 0) if backend != "nccl" else (4,):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        for rank in range(4):
+            monkeypatch.setenv("LOCAL_RANK", ranks.environment(rank)["LOCAL_RANK"])
+            where.append(str(device_of(config)))
+    assert where == ["cuda:3", "cuda:0", "cuda:1", "cuda:2", *["cpu"] * (0 if backend == "nccl" else 4)]
 
 
 def test_directory_may_be_in_the_current_folder(flat: Path, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def profile_of(seconds: tuple[float, ...]) -> Profile:
 
     identity = Identity("m", "bert tiny", 5, 2, "adamw", "a processor", 1, 2, "gloo", "2")
     return Profile(identity, tuple(layer(i, s) for i, s in enumerate(seconds)), {"input_ids": 1000},
-                   LinkProfile(1e-5, 1e9), device_bytes=80_000_000)
+                   LinkProfile(1e-5, 1e9), cores=2, device_bytes=80_000_000)
 
 
 @pytest.fixture
@@ -153,6 +153,7 @@ def test_what_changes_costs_changes_the_digest(tmp_path: Path, changes: dict[str
 def test_the_memory_of_a_rank(tmp_path: Path) -> None:
     profile = profile_of((0.01,) * 5)
     assert memory_limit(job_of(tmp_path).config, profile) == 40_000_000, "two ranks of a host share what it has"
+    assert memory_limit(job_of(tmp_path).config, replace(profile, cores=None)) == 80_000_000, "each has a GPU"
     assert memory_limit(job_of(tmp_path, parallel__memory="1MiB").config, profile) == 2**20
 
 

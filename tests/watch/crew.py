@@ -23,6 +23,7 @@ PACE = Pace(beat_s=0.05, silent_s=1.2, grace_s=0.3, long_s=30.0)
 class Waiting:
     peer: int | None
     said: str = "for the activations from"
+    limit_s: float | None = None
 
     def __str__(self) -> str:
         return f"waiting for rank {self.peer}"

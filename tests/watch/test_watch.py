@@ -263,3 +263,12 @@ def test_the_connections_of_this_process_are_found_and_broken_off() -> None:
             break_off({mine.fileno(): dict(both)[mine.fileno()]})
             assert mine.recv(1) == b""
             assert theirs.recv(2) + theirs.recv(2) == b"x"
+
+
+def test_a_transfer_that_nothing_else_ends_has_the_limit_that_it_says(ranks: Ranks) -> None:
+    """As the making of a communicator of nccl, inside which the main thread stays for ever."""
+    ranks.start(2)
+    ranks.watches[1].doing = Waiting(0, limit_s=0.3)
+    assert ranks.end_of(1).startswith("error: rank 0 (stage 0) is running but did not answer in time; rank 1 "
+                                      "(stage 1) was waiting for rank 0; rank 1 (stage 1) has waited 0.")
+    assert ranks.end_of(0).startswith("error: rank 0 (stage 0) is running but did not answer in time; ")

@@ -40,7 +40,7 @@ def run_compare(options: argparse.Namespace) -> None:
         raise UserError(f"vpipe compare runs on this host alone, but machines names {len(hosts.others)} more",
                         hint="leave machines out, or name this host only")
     free_port(config.parallel.master_port)
-    if config.parallel.on_gpu:
+    if config.parallel.asks_for_gpus:
         check_gpus(config, range(ranks_of(config)) if hosts is None else hosts.on(None).values())
     from vpipe.train.job import Job  # torch is slow to import: only when the config is worth it
 

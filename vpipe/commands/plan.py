@@ -120,7 +120,7 @@ def limit_of(memory_bytes: int | None, config: Config, profile: Profile) -> tupl
     if memory_bytes is not None:
         return memory_bytes, "--memory"
     return memory_limit(config, profile), "parallel.memory" if config.parallel.memory is not None else (
-        "its device" if config.parallel.backend == "nccl" else "its part of the host's memory")
+        "its device" if profile.cores is None else "its part of the host's memory")
 
 
 def own_choice(config: Config, partition: tuple[int, ...], placement: tuple[tuple[int, ...], ...],

@@ -96,6 +96,7 @@ def profiles_of(job: Job, sizes: Sequence[int], *, again: bool = False) -> dict[
         VpipeError: the ranks would be on several hosts, or one failed.
     """
     from vpipe.profiling.cache import cached
+    from vpipe.train.device import on_processors
     from vpipe.train.profiled import file_of, identities_of
 
     config = job.config
@@ -106,7 +107,7 @@ def profiles_of(job: Job, sizes: Sequence[int], *, again: bool = False) -> dict[
                         hint="let the run measure: set parallel.partition to auto and start it with vpipe train")
     ranks = job.schedule.ranks
     found: dict[int, Profile] = {}
-    if config.parallel.backend == "gloo" and not again:  # of a GPU only its ranks know the name
+    if on_processors(config) and not again:  # of a GPU only its ranks know the name
         for size, identity in zip(sizes, identities_of(job, sizes, ranks), strict=True):
             profile = cached(identity, config.dataset.cache_directory)
             if profile is not None:
@@ -115,11 +116,10 @@ def profiles_of(job: Job, sizes: Sequence[int], *, again: bool = False) -> dict[
     if not missing:
         return found
     cores = os.cpu_count() or 1
-    if not config.parallel.on_gpu and ranks > max(MOST_RANKS, PER_CORE * cores):
+    if on_processors(config) and ranks > max(MOST_RANKS, PER_CORE * cores):
         raise UserError(f"{ranks} ranks would be started to be measured, on {counted(cores, 'core')}",
                         hint=f"measure {max(MOST_RANKS, PER_CORE * cores)} ranks at most, or on a larger host")
-    if config.parallel.on_gpu:
-        check_gpus(config, range(ranks) if hosts is None else hosts.on(None).values())
+    check_gpus(config, range(ranks) if hosts is None else hosts.on(None).values())
     print(f"measuring {config.model.name} on {counted(ranks, 'rank')}, microbatches of "
           f"{', '.join(map(str, missing))} samples", file=sys.stderr, flush=True)
     here = replace(ranks_here(config, hosts, ranks, free_port(config.parallel.master_port)),

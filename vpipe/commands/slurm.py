@@ -22,7 +22,10 @@ def run_slurm(options: argparse.Namespace) -> None:
     """
     config = load_config(options.config, options.settings, options.scheduler)
     per_node = ranks_per_node(ranks_of(config), options.nodes, options.ranks_per_node)
-    wanted = Nodes(options.nodes, per_node, config.training.threads, config.parallel.on_gpu,
+    parallel, devices = config.parallel, [f"The {config.parallel.devices}."]
+    if parallel.device is None and not parallel.asks_for_gpus:
+        devices.append("SLURM is asked for no GPUs; with parallel.device: cuda it is, for one per rank.")
+    wanted = Nodes(options.nodes, per_node, config.training.threads, parallel.asks_for_gpus, devices,
                    options.partition, options.time, config.machines is not None, options.restarts)
     overrides = [word for setting in options.settings for word in ("--set", setting)]
     if options.scheduler is not None:

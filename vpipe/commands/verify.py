@@ -33,7 +33,7 @@ def run_verify(options: argparse.Namespace) -> None:
         raise UserError(f"--steps is {options.steps}", hint="compare 1 update or more")
     torch.set_num_threads(1)
     # On this machine's processors, whatever the config trains on: there the numbers are the same to the bit.
-    settings = [*options.settings, "parallel.backend=gloo"]
+    settings = [*options.settings, "parallel.backend=gloo", "parallel.device=cpu"]
     job = Job.of(load_config(options.config, settings, options.scheduler))
     batches, ranks = batches_of(job, options.steps), job.schedule.ranks
     steps = steps_of(job, batches)

@@ -21,7 +21,6 @@ from vpipe.compare.rows import rows
 from vpipe.compare.table import text
 from vpipe.compare.turns import Course, take_turns
 from vpipe.errors import PlanningError, Problem, UserError, counted
-from vpipe.launch.world import join_world
 from vpipe.pipeline import Pipeline
 from vpipe.profiling.world import World
 from vpipe.runtime.all_ranks import LocalUsage
@@ -30,7 +29,7 @@ from vpipe.runtime.step import Step
 from vpipe.runtime.trace import Recorded, Recorder
 from vpipe.runtime.usage import StageUsage
 from vpipe.train.csv_rows import csv_text
-from vpipe.train.device import device_of
+from vpipe.train.device import device_of, join
 from vpipe.train.efficiency import Efficiency
 from vpipe.train.job import Job
 from vpipe.train.loop import build
@@ -59,7 +58,7 @@ def compare(job: Job, folder: Path, field_of: Callable[[World], Field]) -> None:
     """
     config = job.config
     torch.set_num_threads(config.training.threads)
-    join_world(config.parallel.backend, config.parallel.timeout_s)
+    join(config)
     world = World(device_of(config))
     entered = Field.of_json(world.share(field_of(world).as_json())[0])
     contenders: list[Contender] = []

@@ -22,6 +22,9 @@ PROGRAMS = ("apptainer", "singularity")
 INSIDE = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER", "VPIPE_IN_CONTAINER")
 """Environment variables that say this process runs in an image already; the programs set the first two."""
 
+NVIDIA = Path("/dev/nvidiactl")
+"""Is there where NVIDIA's driver is."""
+
 
 @dataclass(frozen=True)
 class Container:
@@ -58,7 +61,7 @@ class Container:
                 raise UserError(f"container names the image '{image}', but there is no such file",
                                 hint=f"copy it to {os.path.abspath(image)}, or write the path that it has")
             image = os.path.abspath(image)
-        return cls(program, image, config.parallel.on_gpu, tuple(_bound(config)))
+        return cls(program, image, _sees_gpus(config), tuple(_bound(config)))
 
     @property
     def environment(self) -> dict[str, str]:
@@ -77,6 +80,11 @@ class Container:
 def inside_container() -> bool:
     """Whether this process runs in an image."""
     return any(os.environ.get(name) for name in INSIDE)
+
+
+def _sees_gpus(config: Config) -> bool:
+    """Whether ranks on this host compute on GPUs; found out without torch, which may be in the image alone."""
+    return config.parallel.asks_for_gpus or (config.parallel.device is None and NVIDIA.exists())
 
 
 def _bound(config: Config) -> list[Path]:

@@ -42,38 +42,28 @@ def hosts_of(config: Config) -> Hosts | None:
     return hosts
 
 
-def own_device(config: Config, device: int) -> int:
-    """The number of a rank's GPU, whose starter may show each rank one GPU only and yet count the ranks of a host."""
-    if not config.parallel.on_gpu:
-        return device
-    import torch
-
-    return 0 if torch.cuda.device_count() == 1 else device
-
-
-def check_gpus(config: Config, devices: Iterable[int]) -> None:
+def check_gpus(config: Config, numbers: Iterable[int]) -> None:
     """Refuse to compute on GPUs where there is none, and backend nccl where a rank has none of its own.
 
+    Nothing is refused where the config asks for neither: then ranks compute on the GPUs that there are.
+
     Args:
-        devices: the number of each rank's GPU on this host.
+        numbers: of this host's ranks, or of those of them that this process is.
 
     Raises:
         UserError: a GPU is missing, or two ranks want the same one.
     """
-    if not config.parallel.on_gpu:
+    if not config.parallel.asks_for_gpus:
         return
     import torch
 
-    wanted, gpus = list(devices), torch.cuda.device_count()
-    if config.parallel.backend == "gloo":
-        if not gpus:
-            raise UserError("parallel.device is cuda, but this host has no GPU", hint="leave it out, or set it to cpu")
-        return
-    hint = "set parallel.backend to gloo (in VPipe's form, 'distributed_backend': 'gloo')"
-    if len(set(wanted)) < len(wanted):
-        raise UserError(f"backend nccl needs a GPU per rank, but two ranks of a host are given the same: {wanted}",
-                        hint=f"number them from 0 to {len(wanted) - 1}, or {hint}")
-    if gpus <= max(wanted):
-        raise UserError(f"backend nccl needs a GPU per rank: {counted(len(wanted), 'rank')}, {counted(gpus, 'GPU')}" +
-                        (f", counted from 0, but GPU {max(wanted)} is wanted" if max(wanted) >= len(wanted) else ""),
-                        hint=hint)
+    from vpipe.launch.device import Visible, choose_device
+
+    gpus = torch.cuda.device_count()
+    chosen = [choose_device(config.parallel.device, config.parallel.backend, Visible(gpus, number)).index
+              for number in numbers]
+    if config.parallel.backend == "nccl" and len(set(chosen)) < len(chosen):
+        what = f": {counted(len(chosen), 'rank')}, {counted(gpus, 'GPU')}" if gpus < len(chosen) else \
+            f", but two ranks of a host are given the same: {chosen}"
+        raise UserError(f"backend nccl needs a GPU per rank{what}", hint="set parallel.backend to gloo (in VPipe's "
+                        "form, 'distributed_backend': 'gloo'), under which ranks may share a GPU, or leave it out")

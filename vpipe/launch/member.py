@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from vpipe.errors import UserError
 from vpipe.launch.starter import agent_of
 from vpipe.launch.variables import AGENT, RUN, STARTER
-from vpipe.train.parallel import ParallelSection
+
+if TYPE_CHECKING:
+    from vpipe.train.parallel import ParallelSection
 
 FIRST_PORT, PORTS = 10_000, 20_000
 """A job's port is one of these: below those that Linux gives to connections."""
@@ -103,6 +107,18 @@ class Member:
         raise UserError(f"{self.starter} started {self.ranks} process{'es' * (self.ranks > 1)}, but the schedule has "
                         f"{ranks} rank{'s' * (ranks > 1)}",
                         hint=remedy.get(self.starter, f"start {ranks}") + ", or change parallel.model_parallel_size")
+
+
+def local_rank() -> int:
+    """Return the number of this process among those of its host; that of the rank where only this is known, or 0.
+
+    Raises:
+        UserError: the environment says something that is no number.
+    """
+    for name, starter in (("LOCAL_RANK", "the environment"), ("SLURM_LOCALID", "srun"), ("RANK", "the environment")):
+        if name in os.environ and (starter != "srun" or "SLURM_STEP_ID" in os.environ):
+            return _number(os.environ, name, starter)
+    return 0
 
 
 def _check_store(environment: Mapping[str, str]) -> None:

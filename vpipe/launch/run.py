@@ -160,7 +160,7 @@ class _Run:
         config = self._arranged.get(config.machines, config)
         hosts = hosts_of(config)
         free_port(config.parallel.master_port)  # refuses early; preparing data may take minutes
-        if config.parallel.on_gpu:  # else torch is not needed yet
+        if config.parallel.asks_for_gpus:  # else torch is not needed yet
             check_gpus(config, range(ranks_of(config)) if hosts is None else hosts.on(None).values())
         if hosts is None:
             return config, None, []

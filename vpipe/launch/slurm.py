@@ -30,7 +30,8 @@ class Nodes:
         nodes: how many.
         ranks_per_node: tasks on each; their product is the ranks of the schedule.
         threads: processors per rank.
-        gpus: whether each rank has a GPU.
+        gpus: whether each rank must have a GPU.
+        devices: lines on what ranks compute on.
         partition: SLURM's default one when None.
         time: as sbatch writes it; the partition's default when None.
         machines: whether the config names hosts, which says nothing here.
@@ -41,6 +42,7 @@ class Nodes:
     ranks_per_node: int
     threads: int = 1
     gpus: bool = False
+    devices: Sequence[str] = ()
     partition: str | None = None
     time: str | None = None
     machines: bool = False
@@ -112,6 +114,7 @@ def slurm_script(name: str, train: Sequence[str], wanted: Nodes, written_by: Seq
     lines = [f"#SBATCH {option:{width}}# {why}" if why else f"#SBATCH {option}" for option, why in directives]
     hosts = "# SLURM chooses the hosts: the config's list of machines is not used.\n" if wanted.machines else ""
     script = _SCRIPT.format(
+        devices="".join(f"# {line}\n" for line in wanted.devices),
         written_by=f"{WRITTEN_BY}{shlex.join(written_by)}", hosts=hosts, directives="\n".join(lines),
         threads=wanted.threads, train=shlex.join(train))
     return script if wanted.restarts is None else \
@@ -122,7 +125,7 @@ _SCRIPT = """\
 #!/bin/bash
 {written_by}
 # Submit it with sbatch, from the folder where its paths start, with vpipe on PATH (its environment activated).
-{hosts}
+{devices}{hosts}
 {directives}
 
 set -euo pipefail

@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from vpipe.launch.elastic import fitted, other_updates
 from vpipe.launch.failure import told, write_report
 from vpipe.launch.folder import CONFIG
 from vpipe.launch.local import GRACE_S
-from vpipe.launch.machine import check_gpus, own_device, ranks_of
+from vpipe.launch.machine import check_gpus, ranks_of
 from vpipe.launch.meeting import Meeting
 from vpipe.launch.member import Member
 from vpipe.launch.memory import keep_memory
@@ -77,7 +76,7 @@ def _train(member: Member, config: Config | VpipeError, start: Start | None, res
         resolved = config.resolved_yaml()
         try:
             config = _for_ranks(config, member)
-            member = _checked(member, config)
+            _check_here(member, config)
             job = Job.of(config)
             data = job.fingerprint()
         except VpipeError as wrong:
@@ -148,14 +147,11 @@ def _for_ranks(config: Config, member: Member) -> Config:
     return fit
 
 
-def _checked(member: Member, config: Config) -> Member:
-    """The member with its GPU, if it and the network are here."""
-    member = replace(member, device=own_device(config, member.device))
-    os.environ.update(member.variables)
+def _check_here(member: Member, config: Config) -> None:
+    """Refuse a GPU or a network interface that is not here."""
     check_gpus(config, [member.device])
     if (interfaces := config.parallel.interface or os.environ.get("GLOO_SOCKET_IFNAME")) is not None:
         check_interfaces(interfaces)
-    return member
 
 
 def _folder(folder: Path, job: Job) -> Path:

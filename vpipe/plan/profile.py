@@ -178,7 +178,7 @@ class Profile:
             0 where a step makes its version from master weights, so that a further one takes no longer.
         accumulate_bytes_per_s: of gradients of weights that are added to what was accumulated before. ``backward`` and
             ``weight_half`` hold it; the first microbatch after an update does not need it.
-        device_bytes: memory of a device; on a processor, that of the host.
+        device_bytes: memory of a device; that of the host, where its ranks share cores or GPUs.
         peak_flops_per_s: the most that the device reached in a large product of matrices in the run's precision, one
             rank alone on its core or device.
         checked: the largest difference found between a layer and the equal one measured in its place, relative.

@@ -44,6 +44,11 @@ def device_name(device: torch.device) -> str:
     return (named or [platform.processor() or platform.machine()])[0]
 
 
+def gpu_uuid(device: torch.device) -> str:
+    """Return what tells a GPU from all others, in whatever order a process sees them."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
 def usable_cores() -> list[int]:
     """The numbers of the host's cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
@@ -61,6 +66,11 @@ def memory_bytes(device: torch.device) -> int:
     except OSError:
         return total
     return min(total, int(limit)) if limit.isdecimal() else total
+
+
+def shared_bytes(device: torch.device, cores: int | None) -> int:
+    """Return the memory that the ranks of a host share; where ``cores`` is None, each has a GPU, that of this one."""
+    return memory_bytes(device) * (cores or 1 if device.type == "cuda" else 1)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from vpipe.errors import UserError
 from vpipe.model.layer import Model
 from vpipe.plan.profile import Identity, Profile
-from vpipe.profiling.device import device_name, memory_bytes, usable_cores
+from vpipe.profiling.device import device_name, shared_bytes, usable_cores
 from vpipe.profiling.kinds import code, digest, structure
 
 _MUST_AGREE = {"model_name": "the model", "layers": "the number of layers", "model": "the digest of the layers",
@@ -43,7 +43,7 @@ def identify(model: Model, microbatch: Mapping[str, Tensor], *, model_name: str,
         layers=len(model), microbatch_size=len(microbatch[model.batch[0]]) if model.batch else 0, optimizer=optimizer,
         device=device_name(device), threads=threads, ranks_per_host=ranks_per_host, backend=backend,
         torch=str(torch.__version__), ranks=ranks or ranks_per_host, hosts=hosts, cores=cores,
-        device_bytes=memory_bytes(device), vpipe=version("vpipe"), code=code(model, structures),
+        device_bytes=shared_bytes(device, cores), vpipe=version("vpipe"), code=code(model, structures),
         precision=precision)
 
 

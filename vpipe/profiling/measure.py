@@ -21,7 +21,7 @@ from vpipe.profiling.device import (
     copied_bytes_per_s,
     free_bytes,
     matrix_flops_per_s,
-    memory_bytes,
+    shared_bytes,
 )
 from vpipe.profiling.kinds import owners, structure
 from vpipe.profiling.links import Links, measure_links
@@ -88,9 +88,9 @@ class _Measurement:
         self._timeout_s, self._budget_s, self._tell, self._precision = timeout_s, budget_s, tell, precision
         self._world, self._clock = World(device), clock_of(device)
         self._structures = [structure(layer) for layer in model.layers]
-        self._room_bytes = (min(self._world.share(free_bytes(device)))  # all must cut their windows alike
-                            // (2 if device.type == "cuda" else 2 * self._world.ranks_per_host))
         self._cores = self._world.cores()
+        sharing = 1 if self._cores is None else self._world.ranks_per_host
+        self._room_bytes = min(self._world.share(free_bytes(device))) // (2 * sharing)  # all cut their windows alike
         self._benches: dict[int, Bench] = {}
         self._steps: list[dict[int, list[float]]] = []  # per rank, by kind: they do not depend on the microbatch
 
@@ -183,7 +183,8 @@ class _Measurement:
             identity, tuple(layers), seen.fields, rest.link, rest.links, cores=self._cores,
             dispatch_s=rest.overhead.dispatch_s, copy_bytes_per_s=rest.copy_bytes_per_s,
             accumulate_bytes_per_s=rest.accumulate_bytes_per_s,
-            device_bytes=min(self._world.share(memory_bytes(self._device))), peak_flops_per_s=rest.peak_flops_per_s,
+            device_bytes=min(self._world.share(shared_bytes(self._device, self._cores))),
+            peak_flops_per_s=rest.peak_flops_per_s,
             checked=_checked(seen, shared), took_s=max(self._world.share(took_s)))
 
     def _layer(self, number: int, kind: int, counts: Counts, times: Mapping[str, Seconds]) -> LayerProfile:

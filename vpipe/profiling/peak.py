@@ -7,7 +7,7 @@ from time import perf_counter, thread_time
 
 import torch
 
-from vpipe.profiling.device import clock_of, device_name
+from vpipe.profiling.device import clock_of, device_name, gpu_uuid
 from vpipe.profiling.gpus import known_tflops
 from vpipe.profiling.world import World
 
@@ -80,7 +80,7 @@ def _kind(dtype: torch.dtype, device: torch.device) -> str:
 
 def _identity(device: torch.device) -> list[str]:
     """What a GPU can be told from others by; nothing for a processor."""
-    return [str(torch.cuda.get_device_properties(device).uuid)] if device.type == "cuda" else []
+    return [gpu_uuid(device)] if device.type == "cuda" else []
 
 
 def _measured(world: World, device: torch.device, dtype: torch.dtype) -> float:

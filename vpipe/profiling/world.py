@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vpipe.profiling.device import usable_cores
+from vpipe.profiling.device import gpu_uuid, usable_cores
 from vpipe.runtime.process_groups import control_group
 from vpipe.runtime.talk import share_tensors, talking_with
 
@@ -60,15 +60,19 @@ class World:
     def cores(self) -> int | None:
         """How many ranks of a host can compute at once without slowing each other; None where each has a GPU.
 
-        A host's ranks may each be bound to cores of their own: together they have all of these. The least of any host.
+        A host's ranks may each be bound to cores of their own: together they have all of these. Ranks that share GPUs
+        are as many as these. The least of any host.
         """
-        if self._device.type == "cuda":
+        gpu = gpu_uuid(self._device) if self._device.type == "cuda" else None
+        shared = self.share([gpu, usable_cores(), torch.get_num_threads()])
+        gpus = [theirs for theirs, _, _ in shared]
+        if None not in gpus and len(set(gpus)) == self.ranks:
             return None
-        shared = self.share([usable_cores(), torch.get_num_threads()])
         at_once: list[int] = []
         for host in set(self.hosts):
             here = [theirs for theirs, of in zip(shared, self.hosts, strict=True) if of == host]
-            at_once.append(len({core for cores, _ in here for core in cores}) // max(threads for _, threads in here))
+            at_once.append(len({gpu for gpu, _, _ in here} - {None}) or
+                           len({core for _, cores, _ in here for core in cores}) // max(one[2] for one in here))
         return max(1, min(at_once))
 
     @property

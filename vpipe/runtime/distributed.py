@@ -205,6 +205,11 @@ class Distributed:
         return failure_of(error, self.rank, peer, f"{doing} {key}", self._describe, self._watch,
                           self._timeout.total_seconds())
 
+    @property
+    def timeout_s(self) -> float:
+        """How long a transfer may take before the run fails."""
+        return self._timeout.total_seconds()
+
     def doing(self, transfer: _Failing | None) -> None:
         """Note what this rank is at, for the others."""
         note(self._watch, transfer)
@@ -232,6 +237,11 @@ class _Failing:
             finally:
                 self._transport.doing(None)  # not before: it is what this rank has waited for
         self._transport.doing(None)
+
+    @property
+    def limit_s(self) -> float | None:
+        """Over gloo each wait has one. nccl may make a communicator here, for which it waits without end."""
+        return self._transport.timeout_s if self._transport.ordered else None
 
     def __str__(self) -> str:
         """In words, for when this process is ended in the middle of it."""

@@ -83,6 +83,10 @@ class _Talk:
         return f"{self.doing} with rank {self.peer}"
 
     @property
+    def limit_s(self) -> None:
+        """Each transfer has one of its own."""
+
+    @property
     def said(self) -> str:
         return f"{self.doing} with"
 

@@ -1,24 +1,31 @@
-"""Where a rank computes."""
+"""The device of a rank of a run, as its config says."""
 
 from __future__ import annotations
 
-import os
-
 import torch
 
+from vpipe.launch.device import DeviceMap, Visible, choose_device, make_current
+from vpipe.launch.world import join_world
 from vpipe.train.config import Config
 
 
-def device_of(config: Config) -> torch.device:
-    """The device of this process; of GPUs the one that its starter gave it, which becomes the current one.
+def on_processors(config: Config) -> bool:
+    """Whether ranks on this host compute on its processors."""
+    parallel = config.parallel
+    return parallel.device == "cpu" or (not parallel.asks_for_gpus and torch.cuda.device_count() == 0)
 
-    With gloo a host may have fewer GPUs than ranks: then they share them, in turns.
+
+def device_of(config: Config) -> torch.device:
+    """Return the device of this rank, which becomes the current one.
+
+    Raises:
+        UserError: it is not there.
     """
-    if not config.parallel.on_gpu:
-        return torch.device("cpu")
-    number = int(os.environ.get("LOCAL_RANK", "0"))
-    if config.parallel.backend == "gloo":
-        number %= max(1, torch.cuda.device_count())
-    device = torch.device(f"cuda:{number}")
-    torch.cuda.set_device(device)
+    device = choose_device(config.parallel.device, config.parallel.backend, Visible.here())
+    make_current(device)
     return device
+
+
+def join(config: Config) -> DeviceMap:
+    """Join the other ranks of a run, see :func:`~vpipe.launch.world.join_world`."""
+    return join_world(config.parallel.backend, config.parallel.timeout_s, config.parallel.device)

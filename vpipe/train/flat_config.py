@@ -57,7 +57,9 @@ class FlatConfig(Section):
     module: str | None = Field(None, description="VPipe's folder of generated stages, such as vgpus=4; model_type "
                                                  "and partition say all of it here")
     machines: Texts | None = Field(None, description="host:gpu of each rank, such as localhost:0")
-    distributed_backend: Literal["gloo", "nccl"] = Field("gloo", description="what carries tensors between ranks")
+    distributed_backend: Literal["gloo", "nccl"] | None = Field(
+        None, description="what carries tensors between ranks, wherever they are computed: on the GPUs that machines "
+                          "names, else on processors; null takes nccl where every rank has a GPU of its own, else gloo")
     data_dir: FilePath | None = Field(None, description="folder of HDF5 shards; needed without synthetic_data")
     synthetic_data: bool = Field(False, description="whether batches are random instead of read from data_dir")
     log_directory: FilePath = Field(Path("output"), description="folder in which each run makes a folder of its own")
@@ -80,9 +82,6 @@ class FlatConfig(Section):
             yield unavailable("model_type", "the translation model", "use bert")
         if self.compress_in_gpu and not self.compress_activations:
             yield Mistake(("compress_in_gpu",), "is true, but compress_activations is false", "set both, or neither")
-        elif self.compress_in_gpu and self.distributed_backend == "gloo":
-            yield Mistake(("compress_in_gpu",), "is true, but with distributed_backend gloo all is computed on the "
-                          "processor", "set it to false: tensors are compressed where they are computed")
         yield from machine_mistakes(self.machines)
         if _contradicts(self.schedule, self.sync_mode):
             other, kind = ("bsp", "with") if self.sync_mode == "asp" else ("asp", "without")

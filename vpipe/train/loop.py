@@ -13,13 +13,11 @@ from shlex import quote
 from time import perf_counter
 
 import torch
-import torch.distributed as dist
 
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.errors import PerformanceWarning, counted
 from vpipe.launch.folder import METRICS, SUMMARY, running
 from vpipe.launch.stops import Stopped, in_good_order
-from vpipe.launch.world import join_world
 from vpipe.measures import WARM_UP, counted_updates
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.all_ranks import LocalUsage
@@ -29,7 +27,7 @@ from vpipe.runtime.step import Step
 from vpipe.schedules.few_microbatches import few_microbatches
 from vpipe.slow import said_when_slow
 from vpipe.train.csv_rows import config_row, csv_text
-from vpipe.train.device import device_of
+from vpipe.train.device import device_of, join
 from vpipe.train.divergence import Divergence
 from vpipe.train.efficiency import Efficiency
 from vpipe.train.events import Events
@@ -73,8 +71,11 @@ def train(job: Job, folder: Path, checkpoint: Path | None = None) -> Stopped | N
 
 
 def _train(job: Job, folder: Path, checkpoint: Path | None) -> Stopped | None:
-    join_world(job.config.parallel.backend, job.config.parallel.timeout_s)
-    first = not dist.is_initialized() or dist.get_rank() == 0
+    devices = join(job.config)
+    first = devices.rank == 0
+    if first:
+        print(devices, flush=True)
+    log.info("rank %d computes on %s", devices.rank, devices.own)
     with running(folder) if first else nullcontext():
         if checkpoint is not None:
             manifest = Manifest.load(checkpoint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args
 
@@ -73,6 +74,13 @@ def _size(value: Any) -> Any:
         raise MistakesError([Mistake((), problem.what.lstrip(), problem.hint)]) from None
 
 
+def _device(value: Any) -> Any:
+    if value is None or value in ("cpu", "cuda") or (isinstance(value, str) and re.fullmatch(r"cuda:\d{1,4}", value)):
+        return value
+    raise MistakesError([Mistake((), f"must be cpu, cuda or a GPU such as cuda:1, got {describe(value)}",
+                                 "device: leave it out to compute on GPUs where there are any")])
+
+
 def _codecs(value: Any) -> Any:
     several = isinstance(value, (list, tuple))
     wrong = [Mistake((i,) if several else (), f"must be none, bf16 or int8, got {describe(name)}",
@@ -92,6 +100,7 @@ Codec = Literal["none", "bf16", "int8"]
 Codecs = Annotated[Codec | tuple[Codec, ...], BeforeValidator(_codecs)]
 Recomputed = Annotated[float | tuple[float | tuple[int, ...], ...] | Literal["auto"], BeforeValidator(_recompute)]
 Bytes = Annotated[int | None, BeforeValidator(_size)]
+DeviceName = Annotated[str | None, BeforeValidator(_device)]
 
 
 class ParallelSection(Section):
@@ -136,9 +145,12 @@ class ParallelSection(Section):
                                                                         '"1": [2]}: with several, microbatch i goes to '
                                                                         'replica i mod their number; null places them '
                                                                         'as the schedule does')
-    backend: Literal["gloo", "nccl"] = Field("gloo", description="what carries tensors between ranks")
-    device: Literal["cpu", "cuda"] | None = Field(None, description="what ranks compute on: null takes GPUs with nccl, "
-                                                                    "else the processor; with gloo they may share one")
+    backend: Literal["gloo", "nccl"] | None = Field(None, description="what carries tensors between ranks; null takes "
+                                                                      "nccl where every rank has a GPU of its own, "
+                                                                      "else gloo")
+    device: DeviceName = Field(None, description="what a rank computes on: cpu; cuda, the GPU of its number on its "
+                                                 "host, which ranks share where they outnumber GPUs; cuda:1, that "
+                                                 "GPU; null takes cuda where there is a GPU, else cpu")
     master_port: int | None = Field(None, ge=1, le=65535, description="TCP port where ranks meet; null takes a free "
                                                                       "one")
     master_address: str | None = Field(None, min_length=1, description="name or address of the first rank's host, as "
@@ -174,9 +186,16 @@ class ParallelSection(Section):
                                        "recompute": 0.0 if self.recompute == AUTO else self.recompute})
 
     @property
-    def on_gpu(self) -> bool:
-        """Whether ranks compute on GPUs."""
-        return self.device == "cuda" or (self.device is None and self.backend == "nccl")
+    def asks_for_gpus(self) -> bool:
+        """Whether ranks must compute on GPUs, and not only where there are any."""
+        return self.backend == "nccl" or (self.device or "").startswith("cuda")
+
+    @property
+    def devices(self) -> str:
+        """What ranks compute on and what carries tensors between them, in words, before that is known of a host."""
+        where = self.device or ("cuda" if self.backend == "nccl" else "GPUs where there are any, else cpu")
+        between = self.backend or ("gloo" if self.device == "cpu" else "nccl where each has a GPU, else gloo")
+        return f"ranks compute on {where}; {between} between them"
 
     @property
     def asynchronous(self) -> bool:

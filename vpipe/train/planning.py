@@ -66,11 +66,11 @@ def planned(job: Job, folder: Path) -> Job:
 
 
 def memory_limit(config: Config, profile: Profile) -> int | None:
-    """The bytes that a rank may use: ``parallel.memory``, else those of its device, of which ranks on a processor share
-    the host's; None where nobody knows."""
+    """The bytes that a rank may use: ``parallel.memory``, else those of its device, or its part of what the ranks of a
+    host share; None where nobody knows."""
     if config.parallel.memory is not None:
         return config.parallel.memory
-    sharing = 1 if config.parallel.backend == "nccl" else profile.identity.ranks_per_host
+    sharing = 1 if profile.cores is None else profile.identity.ranks_per_host
     return profile.device_bytes // sharing or None
 
 

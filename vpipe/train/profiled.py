@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vpipe.errors import UserError
-from vpipe.launch.world import join_world
 from vpipe.plan.profile import Identity, Profile
 from vpipe.profiling.cache import cached, store, to_stderr
 from vpipe.profiling.device import device_name
@@ -22,7 +21,7 @@ from vpipe.profiling.identity import identify
 from vpipe.profiling.kinds import digest, structure
 from vpipe.profiling.measure import measure
 from vpipe.profiling.world import World
-from vpipe.train.device import device_of
+from vpipe.train.device import device_of, join, on_processors
 from vpipe.train.job import Job
 from vpipe.train.optimizers import OptimizerSettings
 
@@ -48,7 +47,7 @@ def leave_profiles(job: Job, folder: Path, words: Sequence[str]) -> None:
     """
     config = job.config
     torch.set_num_threads(config.training.threads)
-    join_world(config.parallel.backend, config.parallel.timeout_s)
+    join(config)
     rank = dist.get_rank() if dist.is_initialized() else 0
 
     def say(line: str) -> None:
@@ -117,11 +116,13 @@ def profile_job(job: Job, sizes: Sequence[int] | None = None, *, again: bool = F
 def identity_of(job: Job, size: int, ranks_per_host: int, ranks: int | None = None, hosts: int = 1,
                 cores: int | None = None) -> Identity:
     """What a profile of the job on this kind of device would be of; arguments as those of ``identify``."""
-    config = job.config
+    config, device = job.config, device_of(job.config)
+    own_gpus = device.type == "cuda" and cores is None
     return identify(job.model, microbatch_of(job, size), model_name=_model_name(job),
-                    optimizer=_optimizer(job.optimizer()), device=device_of(config), ranks_per_host=ranks_per_host,
-                    backend=config.parallel.backend, threads=config.training.threads, ranks=ranks, hosts=hosts,
-                    cores=cores, precision=config.training.precision)
+                    optimizer=_optimizer(job.optimizer()), device=device, ranks_per_host=ranks_per_host,
+                    backend=config.parallel.backend or ("nccl" if own_gpus else "gloo"),
+                    threads=config.training.threads, ranks=ranks, hosts=hosts, cores=cores,
+                    precision=config.training.precision)
 
 
 def identities_of(job: Job, sizes: Sequence[int], ranks_per_host: int, ranks: int | None = None, hosts: int = 1,
@@ -162,7 +163,7 @@ def check_planned_for(job: Job, say: Say = to_stderr) -> None:
                         hint="vpipe plan CONFIG makes a plan for the model of a config")
     wanted: dict[str, object] = {"microbatch_size": job.config.microbatch_size,
                                  "precision": job.config.training.precision}
-    if not job.config.parallel.on_gpu:  # of a GPU only its ranks know the name
+    if on_processors(job.config):  # of a GPU only its ranks know the name
         wanted["device"] = device_name(torch.device("cpu"))
     made_for = {"precision": "fp32", **made_for}  # plans were not always made in several
     others = [f"{name.replace('_', ' ')} {made_for.get(name)}, not {value}" for name, value in wanted.items()

@@ -20,6 +20,7 @@ from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import Op
 from vpipe.schedules.arrange import is_file
 from vpipe.sizes import size_text
+from vpipe.train.device import device_of
 from vpipe.train.gather import Gather
 from vpipe.train.job import Job
 
@@ -67,7 +68,7 @@ class Replanning:
         self._over = measured  # steps that were counted
         self._until_end = 2 * len(job.placement)
         self._counted: Gather | None = None
-        self._ended = job.schedule.ranks == 1 or job.config.parallel.on_gpu
+        self._ended = job.schedule.ranks == 1 or device_of(job.config).type == "cuda"
 
     def step(self) -> None:
         """Another step is done."""

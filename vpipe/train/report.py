@@ -11,6 +11,7 @@ from vpipe.draw.words import ms_text
 from vpipe.errors import counted
 from vpipe.measures import averaged_losses
 from vpipe.sizes import size_text
+from vpipe.train.device import on_processors
 from vpipe.train.job import Job
 from vpipe.train.metrics import Metrics
 from vpipe.train.run_figures import RunFigures, figure_columns
@@ -72,7 +73,7 @@ def _figures(job: Job, figures: RunFigures) -> list[str]:
     width = terminal_columns()
     lines = [*fitted(list(columns), [list(columns.values())], width, names=0),
              *filled("(bubble: share of time in which ranks wait for others; memory: peak of the fullest "
-                     f"{'GPU' if job.config.parallel.on_gpu else 'process'}; sent: by all, per {job.step_name})",
+                     f"{'process' if on_processors(job.config) else 'GPU'}; sent: by all, per {job.step_name})",
                      width),
              *filled(f"({'; '.join(notes)})", width)]
     return lines if figures.doubt is None else [*lines, f"warning: {figures.doubt}"]

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from vpipe.errors import RunError, UserError
-from vpipe.launch.world import join_world
 from vpipe.model.split import split, ties_between
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.compress import Compression
@@ -36,6 +35,7 @@ from vpipe.schedules.order import Schedule, build
 from vpipe.schedules.reading import Reading
 from vpipe.train.arithmetic import Arithmetic
 from vpipe.train.crossing import Crossing
+from vpipe.train.device import join
 from vpipe.train.job import Job
 from vpipe.train.loop import build as build_pipeline
 from vpipe.train.oracle import asynchronous_oracle, flush_oracle
@@ -177,7 +177,7 @@ def in_process(job: Job, batches: int) -> Trail:
 def leave_trail(job: Job, folder: Path, batches: int) -> None:
     """What one rank of several does; it writes what it saw into the folder."""
     torch.set_num_threads(1)
-    join_world(job.config.parallel.backend, job.config.parallel.timeout_s)
+    join(job.config)
     for rank, trail in _observed(build_pipeline(job), job, batches).items():
         trail.save(folder, rank)
 

@@ -117,9 +117,9 @@ class Hub:
                     self._show_out(stranger)
 
     def _heard_lately(self, now: float) -> bool:
-        """Whether a rank is there that could still hear something."""
-        return any(member.line is not None and not member.line.closed
-                   and now - member.heard_at < 3 * self._pace.beat_s for member in self._members)
+        """Whether a rank is there that could still hear something, or is about to connect."""
+        return any(member.line is None or (not member.line.closed and now - member.heard_at < 3 * self._pace.beat_s)
+                   for member in self._members)
 
     def _accept(self) -> None:
         with suppress(OSError):

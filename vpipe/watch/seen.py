@@ -23,6 +23,11 @@ class Doing(Protocol):
     def said(self) -> str:
         """Between "has waited 31 s" and the name of the other rank: ``for the loss of step 3 from stage 1 from``."""
 
+    @property
+    def limit_s(self) -> float | None:
+        """Seconds after which the watch gives it up, where nothing else may: nccl waits without end for the peer with
+        which it makes a communicator."""
+
 
 @dataclass(frozen=True)
 class Waits:

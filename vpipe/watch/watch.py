@@ -59,6 +59,7 @@ class Watch:
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
         self._leaving = False
+        self._given_up: Fault | None = None  # told to the hub, whose answer comes first
         self.stop_asked: str | None = None
         self._stop: str | None = None  # asked here, and still to be told
         line.say({"rank": rank, "token": token})
@@ -197,6 +198,7 @@ class Watch:
                         doing, since = self.doing, now
                     self._line.say(self._state(doing, now - since))
                     self._look(now - heard_at)
+                    self._limit(doing, now - since)
         for end in (self._line, self._wake, self._woken):
             end.close()
         if self._known.is_set() and not self._leaving:
@@ -215,6 +217,15 @@ class Watch:
         """Whether there are long waits; when the hub is silent, rank 0 is."""
         first = self._seen[0]
         self._stalls.look([replace(first, silent_s=max(first.silent_s, silent_s)), *self._seen[1:]])
+
+    def _limit(self, doing: Doing | None, waited_s: float) -> None:
+        """Give up a transfer from which the main thread does not come back: the hub says why, or by the next beat this
+        rank does."""
+        if self._given_up is not None:
+            self._learn(self._given_up)
+        elif doing is not None and doing.limit_s is not None and waited_s > doing.limit_s + self.pace.grace_s:
+            self._given_up = self._last_to_blame(doing.peer, waited_s)
+            self._line.say({"fault": self._given_up.as_message()})
 
     def _hear(self) -> bool:
         messages = self._line.hear()
