@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vpipe.arguments import Arguments, as_number, check_path, shown
-from vpipe.errors import PerformanceWarning, Problem, UserError
+from vpipe.errors import PerformanceWarning, Problem, UserError, counted
 from vpipe.launch.world import join_world
 from vpipe.model.layer import Model
 from vpipe.model.split import balanced, parameter_counts, split, ties_between
@@ -149,8 +149,9 @@ class Pipeline:
         given.word("precision", precision, *PRECISIONS)
         given.word("executor", executor, *EXECUTORS)
         given.check()
-        if plan is not None:
-            plan.check_fits(len(model))
+        if plan is not None and sum(plan.partition) != len(model):
+            raise UserError(f"the plan is for a model of {counted(sum(plan.partition), 'layer')}, but this one has "
+                            f"{len(model)}", hint="give stages or a partition in its place, or a plan of this model")
         computed = Precision.of(precision, loss_scale)
         self.schedule = schedule or "1f1b"
         self.microbatches = microbatches = 1 if microbatches is None else microbatches

@@ -148,6 +148,18 @@ def test_what_does_not_fit_is_refused_with_both_values(tmp_path: Path, change: d
     assert next(pipe.train(rich_batches(1, 8))).index == 0, "nothing was loaded"
 
 
+def test_hints_of_a_load_are_for_python(tmp_path: Path) -> None:
+    pipe = jobs.pipeline(jobs.MODELS["rich"](), microbatches=4, **FLUSH)
+    for number, _ in enumerate(pipe.train(rich_batches(2, 8)), 1):
+        pipe.save(tmp_path / f"step-{number}")
+    file = tmp_path / "step-2" / "rank0.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"hint: resume from step 1 with: pipe\.load\('.*/step-1'\)$"):
+        jobs.pipeline(jobs.MODELS["rich"](), microbatches=4, **FLUSH).load(tmp_path / "step-2")
+    with pytest.raises(UserError, match=r"hint: load it into a pipeline of the model that saved it$"):
+        jobs.pipeline(jobs.MODELS["norm"](), stages=2, microbatches=4).load(tmp_path / "step-1")
+
+
 def test_of_a_run_the_newest_is_loaded_and_one_without_a_manifest_is_damaged(tmp_path: Path) -> None:
     pipe = jobs.pipeline(jobs.MODELS["rich"](), microbatches=4, **FLUSH)
     (tmp_path / "checkpoints").mkdir()

@@ -26,8 +26,12 @@ class Kind:
         return f"[{', '.join(map(str, self.shape))}] {self.dtype}"
 
 
-def check_fits(manifest: Manifest, model: Model) -> None:
+def check_fits(manifest: Manifest, model: Model, hint: str = "resume with the model section of the checkpoint's own "
+               "config: vpipe checkpoint show prints it") -> None:
     """Refuse the checkpoint of another model, with the first names and shapes that differ.
+
+    Args:
+        hint: the remedy.
 
     Raises:
         UserError: a parameter or buffer of the model is not in the checkpoint or is another there, or the checkpoint
@@ -44,8 +48,7 @@ def check_fits(manifest: Manifest, model: Model) -> None:
     parts = [_some(differences) for differences in (other, missing, more) if differences]
     if parts:
         raise UserError(f"the checkpoint of step {manifest.step} is of another model: {'; '.join(parts)}",
-                        hint="resume with the model section of the checkpoint's own config: "
-                             "vpipe checkpoint show prints it")
+                        hint=hint)
 
 
 def kinds_of(model: Model) -> dict[str, Kind]:

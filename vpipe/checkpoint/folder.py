@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -170,8 +171,16 @@ def recover(final: Path) -> None:
         old.rename(final)
 
 
-def find(path: Path) -> Path:
+def resume_command(folder: Path) -> str:
+    """How to go on from a checkpoint, on the command line."""
+    return f"vpipe train --resume {shlex.quote(str(folder))}"
+
+
+def find(path: Path, to_go_on: Callable[[Path], str] = resume_command) -> Path:
     """The checkpoint that a user means by a run's folder, a folder of checkpoints, or one checkpoint: the newest in it.
+
+    Args:
+        to_go_on: how it is said to go on from another one.
 
     Raises:
         UserError: there is no such folder, it cannot be read, or no checkpoint is in it.
@@ -187,7 +196,7 @@ def find(path: Path) -> Path:
         rest = Checkpoints(Path(os.path.abspath(path)).parent).newest()
         raise UserError(f"'{path}' is no checkpoint: its writing, or its removal, was cut short",
                         hint="there is no other beside it: start the run anew" if rest is None else
-                        f"the newest beside it: vpipe train --resume {shlex.quote(str(rest))}")
+                        f"the newest beside it: {to_go_on(rest)}")
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
         raise UserError(f"cannot resume from '{path}': it {what}",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from vpipe.checkpoint.folder import before
+from vpipe.checkpoint.folder import before, resume_command
 from vpipe.checkpoint.manifest import FileFacts, Manifest
 from vpipe.errors import UserError, counted
 
@@ -90,11 +89,12 @@ def _damage(path: Path, fact: FileFacts, heard: Callable[[int], None]) -> str | 
 
 
 def check_intact(folder: Path, progress: Progress | None = None, *, manifest: Manifest | None = None,
-                 only: Iterable[str] | None = None) -> None:
+                 only: Iterable[str] | None = None, to_go_on: Callable[[Path], str] = resume_command) -> None:
     """Refuse a damaged checkpoint, and offer the newest older one that is intact.
 
     Args:
         progress, manifest, only: see :func:`damages`.
+        to_go_on: see :func:`~vpipe.checkpoint.folder.find`.
 
     Raises:
         UserError: a file is missing or not what was written; or see :meth:`Manifest.load`.
@@ -103,16 +103,17 @@ def check_intact(folder: Path, progress: Progress | None = None, *, manifest: Ma
     if found:
         raise UserError(f"the checkpoint '{folder}' is damaged: {'; '.join(map(str, found[:4]))}"
                         + (f"; and {counted(len(found) - 4, 'more file')}" if len(found) > 4 else ""),
-                        hint=instead_of(folder, progress))
+                        hint=instead_of(folder, progress, to_go_on))
 
 
-def instead_of(folder: Path, progress: Progress | None = None) -> str:
+def instead_of(folder: Path, progress: Progress | None = None,
+               to_go_on: Callable[[Path], str] = resume_command) -> str:
     """A hint: the newest older checkpoint that is intact, if there is one."""
     older = newest_intact_before(folder, progress)
     if older is None:
         return "no older checkpoint beside it is intact: start the run anew, or bring the folder back from a copy"
     step = Manifest.load(older).step
-    return f"resume from step {step} with: vpipe train --resume {shlex.quote(str(older))}"
+    return f"resume from step {step} with: {to_go_on(older)}"
 
 
 def newest_intact_before(folder: Path, progress: Progress | None = None) -> Path | None:

@@ -66,13 +66,14 @@ class OneCheckpoint:
         """
         with at_work("loading a checkpoint"), self._together() as problems:
             try:
-                folder = find(self._folder)
+                folder = find(self._folder, _load_call)
                 manifest = Manifest.load(folder)
-                check_fits(manifest, model)
+                check_fits(manifest, model, "load it into a pipeline of the model that saved it")
                 self._check_run(manifest)
                 position = Position.of_numbers(manifest.step, manifest.samples, manifest.numbers, self._batch)
                 self._engine.check_begins(position)
-                tensors = read(folder, manifest, filter(self._engine.wants, manifest.tensors))
+                tensors = read(folder, manifest, filter(self._engine.wants, manifest.tensors),
+                               to_go_on=_load_call)
             except UserError as error:
                 problems += error.problems
         self._engine.restore(position, tensors)
@@ -120,6 +121,11 @@ class OneCheckpoint:
             if kind_of.get(name, kind) != kind and any(key.startswith(f"optim.{name}.") for key in manifest.tensors):
                 raise UserError(f"the checkpoint has the state of {kind_of[name]} for '{name}', which {kind} steps in "
                                 "this pipeline", hint="give every parameter an optimizer of the kind that saved")
+
+
+def _load_call(folder: Path) -> str:
+    """How to go on from a checkpoint, in Python."""
+    return f"pipe.load({str(folder)!r})"
 
 
 def _first(found: list[str]) -> str:
