@@ -317,3 +317,37 @@ def test_what_goes_wrong_while_batches_are_read_reaches_the_caller() -> None:
     for schedule in ("1f1b", "pipedream"):
         with pytest.raises(OSError, match="the disk is gone"):
             list(pipeline(stages=2, schedule=schedule).train(torn()))
+
+
+@pytest.mark.parametrize(("arguments", "what"), [
+    ({"device": "gpu"}, "device is 'gpu', which names no device"),
+    ({"device": "cuda"}, "device is cuda, but this process sees no GPU"),
+    ({"device": "cuda:9"}, "device is cuda:9, but this process sees no GPU"),
+    ({"device": "mps"}, "device is mps: layers are computed on processors and CUDA GPUs only"),
+    ({"device": "cpu", "backend": "nccl"}, "device is cpu, but nccl carries tensors of GPUs only"),
+    ({"backend": "nccl"}, "backend nccl, but this machine has no GPU"), ({"backend": "mpi"}, "backend is 'mpi'")])
+def test_a_device_that_is_not_there_is_refused(arguments: dict[str, str], what: str,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(UserError) as error:
+        pipeline(stages=2, **arguments)
+    assert error.value.problems[0].what.startswith(what)
+    assert error.value.problems[0].hint
+
+
+def test_left_out_a_pipeline_takes_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for CUDA ends where layers would be moved there."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr("vpipe.launch.device.gpu_uuid", str)
+
+    def moved(module: nn.Module, device: torch.device) -> nn.Module:
+        raise RunError(f"moved to {device}", hint="")
+
+    monkeypatch.setattr(nn.Module, "to", moved)
+    for arguments in ({}, {"device": "cuda"}):
+        with pytest.raises(RunError, match="moved to cuda:1"):
+            pipeline(stages=2, **arguments)
+    assert current == [torch.device("cuda:1")] * 2

@@ -50,7 +50,7 @@ def work(keeps: bool) -> None:
         schedule, m = ENTRANTS[name]
         if name not in running:
             pipe = Pipeline(gpt(), schedule=schedule, microbatches=m, partition=[12, 6], optimizer=adamw, seed=SEED,
-                            update_every=m if schedule == "pipedream" else None)
+                            update_every=m if schedule == "pipedream" else None, device="cpu")
             running[name] = pipe.train(batches())
         for _ in range(HEAD):
             next(running[name])

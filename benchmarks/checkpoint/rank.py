@@ -71,7 +71,7 @@ def pipeline(schedule: str) -> Pipeline:
     model = model_named("bert")(ModelSettings(vocab_size=WORDS, num_layers=4, hidden_size=768, num_heads=12,
                                               sequence_length=LENGTH))
     return Pipeline(model, 2, schedule, MICROBATCHES, timeout_s=300,
-                    optimizer=partial(torch.optim.AdamW, lr=1e-4, fused=True))
+                    optimizer=partial(torch.optim.AdamW, lr=1e-4, fused=True), device="cpu")
 
 
 def saves(folder: Path, turns: int) -> list[Turn]:

@@ -54,7 +54,7 @@ class Contender:
         pipe = Pipeline(sleeping_model(self.profile, slower), schedule=self.schedule, microbatches=self.microbatches,
                         partition=self.partition, recompute=[list(layers) for layers in self.recomputed],
                         update_every=self.update_every, optimizer=Optimizers(self.profile, slower),
-                        timeout_s=TIMEOUT_S)
+                        timeout_s=TIMEOUT_S, device="cpu")
         updates = self.microbatches // (self.update_every or self.microbatches)
         steps = pipe.train(repeat({"input": torch.ones(self.batch_size, WIDTH)}))
         for _ in range(batches):

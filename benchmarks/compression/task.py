@@ -87,4 +87,4 @@ def pipeline(way: Way, seed: int, learning_rate: float = 1e-3) -> Pipeline:
     """Two stages under 1F1B."""
     return Pipeline(gpt(), partition=CUT, schedule="1f1b", microbatches=MICROBATCHES, seed=seed,
                     optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=learning_rate, fused=True),
-                    compress=way.compress, compress_rounding=way.rounding, compress_feedback=way.feedback)
+                    compress=way.compress, compress_rounding=way.rounding, compress_feedback=way.feedback, device="cpu")

@@ -21,7 +21,7 @@ def _updates(order: Order, case: Case, rank: int) -> Updates:
                     inputs=("h" if i else "input",), outputs=("h" if i < stages - 1 else "loss",))
               for i in range(stages)]
     pipe = Pipeline(Model(layers, batch=("input",)), stages, order.name, case.microbatches, chunks=order.chunks,
-                    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
+                    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0), device="cpu")
     for _ in pipe.train(repeat({"input": torch.ones(case.microbatches, WIDTH)})):
         yield
 

@@ -106,7 +106,7 @@ def work(rounds: int, batches: int, out: Path) -> None:
 
 def step_seconds(model: Model, cut: Sequence[int], whole: dict[str, Tensor], batches: int) -> list[float]:
     """Of so many updates, after one to warm up."""
-    pipe = Pipeline(model, partition=cut, schedule="1f1b", microbatches=MICROBATCHES, optimizer=adamw)
+    pipe = Pipeline(model, partition=cut, schedule="1f1b", microbatches=MICROBATCHES, optimizer=adamw, device="cpu")
     stream = pipe.train(whole for _ in range(batches + 1))
     next(stream)
     dist.barrier()

@@ -82,7 +82,8 @@ def done(setting: Setting, model: Model, case: Case, cut: Sequence[int], profile
     plan = Plan(tuple(cut), (setting.recompute,) * len(cut), schedule=setting.schedule, microbatches=MICROBATCHES,
                 update_every=setting.update_every)
     predicted = predict(profile, plan)
-    pipe = Pipeline(model, plan=plan, microbatches=MICROBATCHES, update_every=setting.update_every, optimizer=adamw)
+    pipe = Pipeline(model, plan=plan, microbatches=MICROBATCHES, update_every=setting.update_every, optimizer=adamw,
+                    device="cpu")
     recorder, = pipe.engine.record(1 << 30).values()
     seconds_by_op = clocked(recorder.worker)
     updates = MICROBATCHES // (setting.update_every or MICROBATCHES)

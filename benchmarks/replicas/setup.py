@@ -63,7 +63,8 @@ class Setup:
                   Layer("light", partial(Device, self.times[1], first=False, last=True), inputs=("h",),
                         outputs=("loss",))]
         pipe = Pipeline(Model(layers, batch=("input",)), 2, self.schedule, MICROBATCHES, placement=self.placement,
-                        partition=[1, 1], optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
+                        partition=[1, 1], optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+                        device="cpu")
 
         def train() -> None:
             for _ in pipe.train(repeat({"input": torch.ones(MICROBATCHES, WIDTH)}, BATCHES)):

@@ -16,7 +16,7 @@ from vpipe import Pipeline
 def _updates(schedule: str, microbatches: int, update_every: int | None, cut: Sequence[int],
              precision: str) -> Updates:
     pipe = Pipeline(gpt(), schedule=schedule, microbatches=microbatches, update_every=update_every, partition=cut,
-                    optimizer=adamw, seed=SEED, precision=precision)
+                    optimizer=adamw, seed=SEED, precision=precision, device="cpu")
     for step in pipe.train(batches()):
         yield step.loss
 

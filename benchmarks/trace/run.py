@@ -83,7 +83,7 @@ class Case:
     def start(self, folder: Path | None) -> Iterator[None]:
         """Make updates, one per ``next``; recorded where there is a folder."""
         pipe = Pipeline(self.model(), partition=self.partition, schedule=self.schedule, microbatches=8,
-                        optimizer=lambda own: torch.optim.AdamW(own, lr=3e-4, fused=True))
+                        optimizer=lambda own: torch.optim.AdamW(own, lr=3e-4, fused=True), device="cpu")
         with Trace(folder, pipe, self.samples, limit=10**9) as trace:
             for _ in pipe.train(self.batches()):
                 trace.step()

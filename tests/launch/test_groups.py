@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from vpipe.errors import RunError
 from vpipe.launch.network import free_port
+from vpipe.launch.world import _own_address
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -28,6 +30,29 @@ def run(folder: Path, what: str, **environment: str) -> list[tuple[int, list[str
         for rank in range(2)]
     outcomes = [rank.communicate(timeout=60) for rank in ranks]
     return [(rank.returncode, out.splitlines(), err) for rank, (out, err) in zip(ranks, outcomes, strict=True)]
+
+
+@pytest.mark.parametrize(("store", "hosts", "reached", "listens"), [
+    ("127.0.0.1", "aa", "", "127.0.0.1"), ("127.0.0.1", "ab", "", ""),  # others may know this host by another name
+    ("10.255.255.1", "aa", "127.0.0.1", "127.0.0.1"), ("", "aa", "127.0.0.1", "127.0.0.1")])
+def test_where_rank_0_is_reached(store: str, hosts: str, reached: str, listens: str) -> None:
+    """As the store is, where that is on rank 0's host; empty stands for that, or for all addresses to listen at."""
+    assert _own_address(store, hosts) == (reached, listens)
+
+
+def test_where_rank_0_is_reached_from_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    assert _own_address("", ["a", "b"]) == ("localhost", "")
+    monkeypatch.delenv("MASTER_ADDR")
+    monkeypatch.setattr("vpipe.launch.network.socket.gethostbyname", lambda name: {"a": "10.0.0.1"}[name])
+    assert _own_address("", ["a", "b"]) == ("10.0.0.1", "")
+
+    def unknown(name: str) -> str:
+        raise OSError
+
+    monkeypatch.setattr("vpipe.launch.network.socket.gethostbyname", unknown)
+    with pytest.raises(RunError, match=r"no address of this host is found(.|\n)*hint: export MASTER_ADDR"):
+        _own_address("", ["a", "b"])
 
 
 def test_groups_that_the_program_made_are_watched(tmp_path: Path) -> None:

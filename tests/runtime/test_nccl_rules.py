@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jobs
@@ -19,7 +20,8 @@ from test_replicas_gloo import FOUR, ONE_THREE, TWO_ONE_ONE, TWO_TWO, without_ra
 from world import World
 
 from vpipe.runtime import process_groups
-from vpipe.runtime.distributed import Distributed
+from vpipe.runtime.distributed import Distributed, _Failing
+from vpipe.runtime.transport import Key
 from vpipe.schedules.registry import recipe_named, schedule_names
 from vpipe.train.config import load_config
 from vpipe.train.job import Job
@@ -187,3 +189,10 @@ def test_the_whole_loop_of_a_run_with_evaluations_and_checkpoints(world: World, 
         tmp_path / "there", **test_resume_gloo.CHANGES, **changes))))
     world.run(nccl_jobs.under, run="resume_jobs.train_in", folder=str(run), checkpoint=None, notes="nccl")
     test_resume_gloo.check_equal(expected, run)
+
+
+@pytest.mark.parametrize(("ordered", "limit_s"), [(True, 7.0), (False, None)])
+def test_where_nccl_may_make_a_communicator_the_watch_has_a_limit(ordered: bool, limit_s: float | None) -> None:
+    """Nothing else ends a rank whose peer never comes to it; over gloo each wait has a limit."""
+    transport: Any = SimpleNamespace(ordered=ordered, timeout_s=7.0)
+    assert _Failing(transport, 1, Key("F", 1, 0), "sending").limit_s == limit_s
