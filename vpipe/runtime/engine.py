@@ -145,6 +145,9 @@ class Engine:
 
         Stages are then at different updates, so which of them sees a change would depend on the transport.
         """
+        if self._schedule.flush:
+            yield step
+            return
         optimizers = self._optimizers
         before = [optimizer.options() for optimizer in optimizers]
         yield step
