@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -489,6 +490,25 @@ def test_a_scheduler_of_one_stage_among_several_is_refused() -> None:
     pipe = small_pipeline(optimizer=alone, partition=[5])
     alone.put(0.5)
     assert next(pipe.train(small_batches(1))).learning_rate == 0.5
+
+
+def test_state_that_the_user_loads_counts_and_groups_that_are_added_are_refused() -> None:
+    """Optimizer.load_state_dict replaces the parameter groups."""
+    kept, again = Kept(), Kept()
+    pipe = small_pipeline(optimizer=kept)
+    list(pipe.train(small_batches(2)))
+    kept.put(0.3)
+    fresh = small_pipeline(optimizer=again)
+    for stage, worker in fresh.engine.workers.items():
+        worker.stages[stage].load(pipe.engine.workers[stage].stages[stage].state())
+        again.made[stage].load_state_dict(deepcopy(kept.made[stage].state_dict()))  # else they share tensors
+    steps = list(fresh.train(small_batches(3)))
+    assert [(step.loss, step.learning_rate) for step in steps] == [
+        (step.loss, 0.3) for step in pipe.train(small_batches(3))]
+    assert fresh.engine.saved()["optim.0.weight.group.lr#float"] == 0.3
+    again.made[0].add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(UserError, match="an optimizer has 2 parameter groups, but had 1 when the pipeline was made"):
+        next(fresh.train(small_batches(1)))
 
 
 class Rateless(Optimizer):

@@ -115,7 +115,8 @@ class OptimizerState:
         named: dict[str, Tensor] = {}
         for (optimizers, replica), made in zip(self._of_replicas, self._made, strict=True):
             _check_state(optimizers, made)
-            for name, (optimizer, group) in optimizers.of_parameter.items() if replica == 0 else ():
+            for name, (optimizer, number) in optimizers.of_parameter.items() if replica == 0 else ():
+                group = optimizer.param_groups[number]
                 for key, value in optimizer.state.get(optimizers.parameters[name], {}).items():
                     named.update([_as_tensor(f"optim.{name}.{key}", value)])
                 for key in _RATES if optimizers.rescheduled else ():
@@ -133,8 +134,8 @@ class OptimizerState:
             for name, tensor in tensors.items():
                 for owner, kept in _readings(name):
                     if owner in optimizers.of_parameter and not kept.startswith("group."):
-                        parameter, (optimizer, group) = optimizers.parameters[owner], optimizers.of_parameter[owner]
-                        key, value = _as_value(kept, tensor, parameter, group)
+                        parameter, (optimizer, number) = optimizers.parameters[owner], optimizers.of_parameter[owner]
+                        key, value = _as_value(kept, tensor, parameter, optimizer.param_groups[number])
                         optimizer.state[parameter][key] = value
 
 
@@ -303,9 +304,9 @@ def _load_rates(optimizers: StageOptimizer, tensors: Mapping[str, Tensor]) -> No
     """
     for key in _RATES:
         found: dict[int, dict[float | None, str]] = defaultdict(dict)
-        for name, (_, group) in optimizers.of_parameter.items():
+        for name, (optimizer, number) in optimizers.of_parameter.items():
             rate = tensors.get(f"{_rate_name(name, key)}#float")
-            found[id(group)].setdefault(None if rate is None else rate.item(), name)
+            found[id(optimizer.param_groups[number])].setdefault(None if rate is None else rate.item(), name)
         for group in optimizers.groups:
             rates = found[id(group)]
             if len(rates) > 1:

@@ -28,14 +28,15 @@ class StageOptimizer:
         parameters: of the stage, by name; see :meth:`build` for what must hold.
 
     Attributes:
-        of_parameter: the optimizer that steps a parameter and its parameter group, by the parameter's name.
+        of_parameter: the optimizer that steps a parameter and the number of its parameter group there, by the
+            parameter's name.
         untrained: positions, among the parameters, of those that no optimizer steps.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
         self.optimizers, self.parameters = tuple(optimizers), parameters
-        held = {id(parameter): (optimizer, group) for optimizer in optimizers for group in optimizer.param_groups
-                for parameter in group["params"]}
+        held = {id(parameter): (optimizer, number) for optimizer in optimizers
+                for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
         self.of_parameter = {name: held[id(p)] for name, p in parameters.items() if id(p) in held}
         self.untrained = [i for i, name in enumerate(parameters) if name not in self.of_parameter]
         self._made = [_mark(group.get("lr")) for group in self.groups]
@@ -125,7 +126,14 @@ class StageOptimizer:
 
     @property
     def rescheduled(self) -> bool:
-        """Whether a learning rate was changed since the optimizers were made, or a scheduler of torch's drives one."""
+        """Whether a learning rate was changed since the optimizers were made, or a scheduler of torch's drives one.
+
+        Raises:
+            UserError: there are more or fewer parameter groups.
+        """
+        if len(self.groups) != len(self._made):
+            raise UserError(f"an optimizer has {len(self.groups)} parameter groups, but had {len(self._made)} when the "
+                            "pipeline was made", hint="let the factory make all of them")
         return any("initial_lr" in group or _mark(group.get("lr")) != made
                    for group, made in zip(self.groups, self._made, strict=True))
 
