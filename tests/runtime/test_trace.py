@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline
 from vpipe.errors import RunError
-from vpipe.runtime import clock, kept, trace
+from vpipe.runtime import kept, trace
 from vpipe.runtime.trace import Evaluated, Recorded
 from vpipe.schedules.action import PER_MICROBATCH, Op
 
@@ -243,29 +243,3 @@ def test_notes_are_lines_of_json() -> None:
     note = Recorded(Op.FORWARD, 2, 17, 1.5, 1.75, 0.125, 4096, 3)
     assert json.loads(str(note)) == ["2F17", 1.5, 1.75, 0.125, 4096, 3]
     assert json.loads(str(Evaluated(1.5, 2.0))) == {"evaluation": [1.5, 2.0]}
-
-
-def test_clocks_are_read_when_the_value_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under nccl receiving returns before anything has arrived."""
-    events: list[str] = []
-
-    class Value:
-        def item(self) -> float:
-            events.append("wait")
-            return 7.0
-
-        def fill_(self, value: float) -> Value:
-            return self
-
-    monkeypatch.setattr(clock, "ROUND_TRIPS", 1)
-    monkeypatch.setattr(clock, "perf_counter", lambda: events.append("clock") or 5.0)
-    monkeypatch.setattr(clock.torch, "zeros", lambda *arguments, **settings: Value())
-    for name, result in {"get_backend": "nccl", "get_world_size": 2, "send": None, "recv": None}.items():
-        monkeypatch.setattr(clock.dist, name, lambda *arguments, name=name, result=result: (
-            result if name.startswith("get") else events.append(name)))
-    for rank, expected, offset in ((0, ["recv", "wait", "clock", "send"], 0.0),
-                                   (1, ["clock", "send", "recv", "wait", "clock"], 2.0)):
-        monkeypatch.setattr(clock.dist, "get_rank", lambda rank=rank: rank)
-        events.clear()
-        assert clock.clock_offset() == offset
-        assert events == expected
