@@ -149,23 +149,22 @@ def assert_same(pipe: Pipeline, losses: list[float], calls: Calls, expected: tup
     assert calls.of["hooked0 bias"] == called.of["hooked0 bias"]
 
 
-@pytest.mark.parametrize("recompute", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize(("schedule", "partition", "executor"), [
-    ("1f1b", [2, 2, 2], "overlapped"), ("gpipe", [3, 3], "async_threaded"), ("zb_h1", [2, 2, 2], "overlapped"),
-    ("zb_v", [1, 2, 2, 1], "overlapped")])
+@pytest.mark.parametrize(("schedule", "partition", "executor", "recompute"), [
+    ("1f1b", [2, 2, 2], "overlapped", 1.0), ("gpipe", [3, 3], "async_threaded", 0.0),
+    ("gpipe", [3, 3], "async_threaded", 0.5), ("zb_h1", [2, 2, 2], "overlapped", 0.0),
+    ("zb_h1", [2, 2, 2], "overlapped", 0.5), ("zb_v", [1, 2, 2, 1], "overlapped", 1.0)])
 def test_hooks_on_parameters_equal_plain_pytorch(schedule: str, partition: list[int], executor: str,
                                                  recompute: float) -> None:
-    calls, called, batches = Calls(), Calls(), rich_batches(3, 8)
+    calls, called, batches = Calls(), Calls(), rich_batches(2, 8)
     pipe = Pipeline(hooked_model(calls), partition=partition, schedule=schedule, microbatches=4, optimizer=momentum,
                     seed=2, recompute=recompute, executor=executor)
     losses = [step.loss for step in pipe.train(batches)]
     assert_same(pipe, losses, calls, plain(hooked_model(called), batches, 4), called)
-    assert len(called.of["hooked1 before"]) == 12
+    assert len(called.of["hooked1 before"]) == 8
 
 
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("recompute", [0.0, 1.0])
-@pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
+@pytest.mark.parametrize(("schedule", "recompute", "every"), [
+    ("pipedream", 0.0, 1), ("pipedream", 1.0, 2), ("2bw", 1.0, 1)])
 def test_hooks_on_parameters_equal_weight_stashing_by_hand(schedule: str, recompute: float, every: int) -> None:
     if schedule == "2bw":
         every *= 4  # at least as many microbatches as stages
@@ -180,12 +179,12 @@ def test_hooks_on_parameters_equal_weight_stashing_by_hand(schedule: str, recomp
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_hooks_on_a_parameter_that_layers_of_a_stage_share(schedule: str, recompute: list[int]) -> None:
     """In several spans, each with a backward of its own, the hooks see the sum of all."""
-    calls, called, batches = Calls(), Calls(), rich_batches(3, 8)
+    calls, called, batches = Calls(), Calls(), rich_batches(2, 8)
     pipe = Pipeline(hooked_model(calls, tied=True), partition=[1, 4, 1], schedule=schedule, microbatches=4,
                     optimizer=momentum, seed=2, recompute=[[], recompute, []])
     losses = [step.loss for step in pipe.train(batches)]
     assert_same(pipe, losses, calls, plain(hooked_model(called, tied=True), batches, 4), called)
-    assert len(calls.of["hooked0 bias"]) == 12
+    assert len(calls.of["hooked0 bias"]) == 8
     assert "hooked3 bias" not in calls.of
 
 
@@ -203,7 +202,7 @@ def test_hooks_on_parametrised_modules(schedule: str, build: Callable[[], nn.Mod
 
     model = Model([Layer("words", Words, ("ids",), ("h",)), Layer("a", hooked), Layer("b", hooked),
                    Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
-    batches = rich_batches(3, 8)
+    batches = rich_batches(2, 8)
     pipe = Pipeline(model, partition=[1] * 4, schedule=schedule, microbatches=4, optimizer=momentum, seed=2)
     losses = [step.loss for step in pipe.train(batches)]
     expected = (stashed(model, batches, 4, schedule, 4, 1) if schedule == "pipedream" else plain(model, batches, 4))
@@ -295,15 +294,14 @@ class WithModuleHooks(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
 @pytest.mark.parametrize("legacy", [False, True])
-@pytest.mark.parametrize("recompute", [0.0, 1.0])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "pipedream"])
+@pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", 1.0), ("zb_h1", 0.0), ("zb_h1", 1.0), ("pipedream", 0.0)])
 def test_hooks_on_modules_equal_plain_pytorch(schedule: str, recompute: float, legacy: bool) -> None:
     def model(calls: Calls) -> Model:
         return Model([Layer("words", Words, ("ids",), ("h",)),
                       *(Layer(f"hooked{i}", lambda: WithModuleHooks(calls, legacy)) for i in range(2)),
                       Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
 
-    calls, called, batches = Calls(), Calls(), rich_batches(3, 8)
+    calls, called, batches = Calls(), Calls(), rich_batches(2, 8)
     pipe = Pipeline(model(calls), partition=[1] * 4, schedule=schedule, microbatches=4, optimizer=momentum, seed=2,
                     recompute=recompute)
     losses = [step.loss for step in pipe.train(batches)]

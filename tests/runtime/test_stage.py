@@ -202,23 +202,6 @@ def calls(function: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
     return Calls
 
 
-IN_PLACE = ("error: stage 1, which starts at layer 'first', changes its input in place\n"
-            "hint: use the operation that is not in place there (inplace=False): "
-            "the input is needed again, by recompute or by another layer")
-
-
-@pytest.mark.parametrize("recompute", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("gradient", [True, False])
-@pytest.mark.parametrize("build", [lambda: nn.ReLU(inplace=True), calls(lambda h: h.mul_(2)),
-                                   calls(lambda h: h[:, 1:].add_(1)), calls(lambda h: h.view(-1).neg_().view_as(h))])
-def test_changing_the_input_of_a_stage_in_place_is_refused(build: Callable[[], nn.Module], gradient: bool,
-                                                           recompute: float) -> None:
-    stage = stage_of(between(Layer("first", build), Layer("second", RawMatmul)), [1, 2, 1], 1, recompute)
-    with pytest.raises(UserError) as error:
-        stage.forward([hidden(gradient)], {}, (0, 0), stage.pin({}))
-    assert str(error.value) == IN_PLACE
-
-
 def test_changing_a_batch_field_in_place_is_refused() -> None:
     class Spoils(Words):
         def forward(self, ids: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ class Interception(TorchFunctionMode):
             if self._autocasts and func in CASTS:
                 args, kwargs = [self._cast(a) for a in args], {name: self._cast(a) for name, a in kwargs.items()}
             return _put_off(self._half, func, args, kwargs)
-        if (inside := _opened(func)) is not None:
+        if (inside := _opened(func)) is not None and not _changes_weight(func, args, kwargs):
             with self:
                 return inside(*args, **kwargs)
         result = func(*args, **kwargs)
@@ -113,6 +113,11 @@ def _worth_it(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return ("out" not in kwargs and any(is_trained(a) and a.dim() > 1 for a in tensors)
             and all(type(a) in (Tensor, nn.Parameter) for a in tensors)
             and len(tensors) == sum(isinstance(a, Tensor) for a in values))  # none in a list
+
+
+def _changes_weight(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an embedding scales its vectors down to a greatest norm: what waits is kept as it was at its forward."""
+    return func is F.embedding and (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None
 
 
 def _hooked() -> bool:

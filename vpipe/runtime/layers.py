@@ -67,19 +67,23 @@ class Layers:
         return {name: fields[name] for name in self._spec.fields}
 
     def run(self, span: Span, inputs: Mapping[str, Tensor], record: Record,
-            half: WeightHalf | None = None) -> dict[str, Tensor]:
+            half: WeightHalf | None = None, again: bool = False) -> dict[str, Tensor]:
         """One span forward: its outputs, by name.
 
         Args:
+            inputs: leaves; an evaluation's may be changed in place.
             half: where weight gradients that can wait go, if the backward comes in two halves.
+            again: whether it ran on these inputs before.
 
         Raises:
-            UserError: a layer changes an input in place, or does not return the tensors that it is to return.
+            UserError: a layer changes a field in place, or an input that it did not change at first, or does not return
+                the tensors that it is to return.
             RunError: a layer raised an error.
         """
-        tensors = {**record.fields, **inputs}
-        before = [t._version for t in tensors.values()]
-        given = list(tensors.values())
+        training = torch.is_grad_enabled()
+        given = span.effects.given(inputs, again) if training else inputs
+        tensors = {**record.fields, **given}
+        before = [(name, t, t._version) for name, t in tensors.items() if training or name not in inputs]
         try:
             for i, layer, module in span.layers:
                 self._seed(record.key, i)
@@ -91,10 +95,14 @@ class Layers:
             raise
         except Exception as error:
             raise forward_error(i, layer, {name: tensors[name] for name in layer.inputs}, error) from error
-        for tensor, version in zip(given, before, strict=True):
+        for name, tensor, version in before:
             if tensor._version != version:
-                raise self._in_place(span.layers[0][1].name)
-        return {name: tensors[name] for name in span.outputs}
+                if given.get(name) is inputs.get(name):
+                    raise self._in_place(span.layers[0][1].name)
+                span.effects.changed(name)
+        # What nobody touched goes on as it came: its copy would be one more.
+        return {name: inputs[name] if tensors[name] is given.get(name) and name not in span.effects.inputs
+                else tensors[name] for name in span.outputs}
 
     @contextmanager
     def noting(self, computed: list[Computed]) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch.autograd.graph import GradientEdge
 
 from vpipe.model.layer import Layer
 from vpipe.runtime.halves import WeightHalf
+from vpipe.runtime.side_effects import Before, SideEffects
 
 DropoutKey = tuple[int, int]
 """(update, microbatch within the update): with the layer's index it fixes the random numbers of a layer."""
@@ -17,12 +18,13 @@ DropoutKey = tuple[int, int]
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive layers of a stage that are kept, or dropped and recomputed, together."""
+    """Consecutive layers of a stage that are kept, or dropped and recomputed, together, and what they change."""
 
     layers: tuple[tuple[int, Layer, nn.Module], ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     recomputed: bool
+    effects: SideEffects
 
 
 @dataclass(slots=True)
@@ -35,10 +37,13 @@ class Graph:
 
 @dataclass(slots=True)
 class Held:
-    """What the backward of one span needs: its inputs as leaves, and its graph if kept or already recomputed."""
+    """What the backward of one span needs: its inputs as leaves, and its graph if kept or already recomputed; else what
+    its modules kept before the forward, which has changed it, and the versions of the inputs."""
 
     inputs: dict[str, Tensor]
     graph: Graph | None
+    before: Before = ()
+    versions: Sequence[int] = ()
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ from vpipe.runtime.layer_error import Computed, backward_error, find_layer, hint
 from vpipe.runtime.layers import Layers
 from vpipe.runtime.precision import FP32, Precision
 from vpipe.runtime.record import DropoutKey, Graph, Held, Record, Span
+from vpipe.runtime.side_effects import Before, SideEffects
 from vpipe.runtime.weights import Weights
 
 
@@ -54,10 +55,11 @@ class Stage:
         start, stop = self.spec.layers.start, self.spec.layers.stop
         for again, run in groupby(self.spec.layers, lambda layer: layer in recomputed):
             here = list(run)
+            modules = {self.layer_names[i]: self.modules[i] for i in here}
             yield Span(tuple((i, model.layers[i], self.modules[i]) for i in here),
                        self.spec.inputs if here[0] == start else alive(model, here[0]),
                        self.spec.outputs if here[-1] == stop - 1 else alive(model, here[-1] + 1),
-                       again)
+                       again, SideEffects(modules, again, (self.weights, *self.borrowed.values())))
 
     def _in_several_spans(self, weights: Weights) -> list[str]:
         """Parameters tied across spans: one backward of a whole graph would sum their parts first."""
@@ -89,9 +91,8 @@ class Stage:
         record = Record([], self._layers.fields_read(fields), key, pins, split)
         with self._layers.undisturbed():
             for span in self._spans:
-                inputs = {name: tensors[name] for name in span.inputs}
-                graph, tensors = self._forward_span(span, inputs, record)
-                record.held.append(Held(inputs, graph))
+                held, tensors = self._forward_span(span, {name: tensors[name] for name in span.inputs}, record)
+                record.held.append(held)
         return [_in_memory(tensors[name]) for name in self.spec.outputs], record
 
     @torch.no_grad()
@@ -104,21 +105,45 @@ class Stage:
                 tensors = self._layers.run(span, {name: tensors[name] for name in span.inputs}, record)
         return [_in_memory(tensors[name]) for name in self.spec.outputs]
 
-    def _forward_span(self, span: Span, inputs: dict[str, Tensor],
-                      record: Record) -> tuple[Graph | None, dict[str, Tensor]]:
-        graph = None
-        if span.recomputed:
-            # With a graph that saves nothing, not without one: some layers compute other numbers then (nn.LSTM does).
-            with saved_tensors_hooks(_save_nothing, _unused):
-                outputs = self._layers.run(span, inputs, record)
-        else:
-            graph, outputs = self._with_graph(span, inputs, record)
-        return graph, {name: t.detach().requires_grad_(t.requires_grad) for name, t in outputs.items()}
+    def _forward_span(self, span: Span, inputs: dict[str, Tensor], record: Record) -> tuple[Held, dict[str, Tensor]]:
+        with span.effects.watched():
+            if span.recomputed:
+                before = span.effects.before()
+                outputs = self._without_graph(span, inputs, record, before)
+                held = Held(inputs, None, span.effects.after(before), [t._version for t in inputs.values()])
+            else:
+                graph, outputs = self._with_graph(span, inputs, record)
+                held = Held(inputs, graph)
+        return held, {name: t.detach().requires_grad_(t.requires_grad) for name, t in outputs.items()}
 
-    def _with_graph(self, span: Span, inputs: Mapping[str, Tensor],
-                    record: Record) -> tuple[Graph, dict[str, Tensor]]:
+    def _without_graph(self, span: Span, inputs: Mapping[str, Tensor], record: Record,
+                       before: Before) -> dict[str, Tensor]:
+        """The outputs of a span that is recomputed.
+
+        With a graph that saves nothing, not without one: some layers compute other numbers then (nn.LSTM does). A layer
+        that walks it within its forward, for gradients of its own, gets one that saves what it needs.
+        """
+        if not span.effects.walks_its_graph:
+            try:
+                with saved_tensors_hooks(_save_nothing, _unused):
+                    return self._layers.run(span, inputs, record)
+            except RunError as error:
+                if not isinstance(error.__cause__, _NothingSavedError):
+                    raise
+            span.effects.walks_its_graph = True
+            span.effects.undo(before)
+        return self._layers.run(span, inputs, record)
+
+    def _with_graph(self, span: Span, inputs: Mapping[str, Tensor], record: Record,
+                    again: bool = False) -> tuple[Graph, dict[str, Tensor]]:
         half = WeightHalf() if record.split else None
-        outputs = self._layers.run(span, inputs, record, half)
+        first = None if again else span.effects.first(inputs)
+        outputs = self._layers.run(span, inputs, record, half, again)
+        if first is not None:
+            if span.effects.undone(first):
+                half = WeightHalf() if record.split else None
+                outputs = self._layers.run(span, inputs, record, half, again=True)
+            span.effects.after(first.before)
         return Graph({name: get_gradient_edge(t) for name, t in outputs.items() if t.requires_grad}, half), outputs
 
     def backward(self, record: Record, gradients: Mapping[str, Tensor]) -> list[Tensor]:
@@ -231,25 +256,24 @@ class Stage:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they were shown
             try:
-                with self._layers.noting(computed):
+                with self._layers.noting(computed), span.effects.unchanged():
                     graph = self._again(span, held, record)
             except Exception:
                 return None  # it raises an error of its own now, so what it depends on has changed
             return find_layer(computed, graph.edges, gradients, leaves, error)
 
     def _again(self, span: Span, held: Held, record: Record) -> Graph:
-        """The span's forward again, with a graph: same inputs, weights and random numbers; buffers untouched."""
-        buffers = [buffer for _, _, module in span.layers for buffer in module.buffers()]
-        saved = [buffer.clone() for buffer in buffers]
+        """The span's forward again, with a graph: same inputs, weights, random numbers and buffers."""
+        if held.versions and held.versions != [t._version for t in held.inputs.values()]:
+            raise UserError(f"layer '{span.layers[0][1].name}' is recomputed, but its input was changed in place by a "
+                            "later layer, to which it was passed on",
+                            hint="use the operation that is not in place there (inplace=False)")
         try:
-            with self._layers.undisturbed():
-                graph, _ = self._with_graph(span, held.inputs, record)
+            with self._layers.undisturbed(), span.effects.as_before(held.before):
+                graph, _ = self._with_graph(span, held.inputs, record, again=True)
         except RunError as error:
             error.what = f"recomputing for a backward, {error.what}"
             raise
-        finally:
-            for buffer, value in zip(buffers, saved, strict=True):
-                buffer.data.copy_(value)
         return graph
 
     def evaluating(self) -> AbstractContextManager[None]:
@@ -323,8 +347,12 @@ def _save_nothing(saved: Tensor) -> None:
     """What a graph that nobody will walk would keep is dropped."""
 
 
+class _NothingSavedError(Exception):
+    """Somebody walks a graph that has saved nothing."""
+
+
 def _unused(saved: None) -> Tensor:
-    raise AssertionError("nobody walks that graph")
+    raise _NothingSavedError
 
 
 def _in_memory(tensor: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,15 @@ class Steps(Protocol):
         """Change them in place."""
 
 
+class _Mark(NamedTuple):
+    """By what a change of a parameter, or of its gradient, shows."""
+
+    version: int
+    memory: int
+    gradient: Tensor | None
+    gradient_version: int
+
+
 class Weights:
     """Versions of a set of parameters, numbered by the updates that made them.
 
@@ -65,6 +74,8 @@ class Weights:
         self.latest = 0
         self._leaves: dict[int, list[nn.Parameter]] = {0: list(parameters.values())}
         self._active = self._graded = self._first = self._leaves[0]
+        self._parted = False  # from the parameters that the modules were built with
+        self._moves = False  # whether forwards put the parameters into other memory
         self._hooked: list[int] | None = None  # whose leaves have hooks, once looked for since the last step
         self._unrounded = unrounded
         self._settled: list[nn.Parameter] | None = None  # that have the gradients of the step at hand
@@ -90,6 +101,7 @@ class Weights:
 
         Whoever keeps a reference to one of the parameters before and computes with it gets an error.
         """
+        self._parted = True
         before = self._leaves[self.latest]
         leaves = self._leaves[self.latest] = self._first = [_leaf(parameter.data, parameter) for parameter in before]
         for leaf, parameter in zip(leaves, before, strict=True):
@@ -98,6 +110,41 @@ class Weights:
         self.use(self.latest)
         for name, parameter in zip(self.names, before, strict=True):
             replace_parameter(parameter, name)
+
+    def marks(self) -> list[_Mark]:
+        """Return by what a change of the parameters in use, or of their gradients, shows."""
+        return [_Mark(leaf._version, leaf.data_ptr(), leaf.grad, 0 if leaf.grad is None else leaf.grad._version)
+                for leaf in self._active]
+
+    def check_forward(self, marks: Sequence[_Mark], recomputed: bool) -> None:
+        """Refuse what a forward did to the parameters since :meth:`marks`, if it cannot be kept up.
+
+        Args:
+            recomputed: whether the forward will run again.
+
+        Raises:
+            UserError: with what it did.
+        """
+        for name, leaf, before, now in zip(self.names, self._active, marks, self.marks(), strict=True):
+            places = self.slots[name]
+            if any(module._parameters.get(own) is not leaf for module, own in places):
+                raise UserError(f"'{name}' was replaced by another parameter in a forward, which no optimizer steps",
+                                hint="make the parameter when the layer is built, and let an optimizer change it")
+            if now.gradient is not before.gradient or now.gradient_version != before.gradient_version:
+                raise UserError(f"'{name}' got a gradient in a forward: its layer calls backward() there",
+                                hint="take gradients in a forward with torch.autograd.grad, or add the term to the "
+                                     "loss")
+            if now.memory != before.memory:
+                if not any(isinstance(module, nn.RNNBase) for module, _ in places):  # flatten_parameters
+                    raise UserError(f"'{name}' got other memory in a forward (.data = ...), where its optimizer does "
+                                    "not find it", hint="change parameters in place, in the optimizer")
+                self._moves = True
+            elif now.version != before.version and (self._parted or (recomputed and not any(
+                    getattr(module, "max_norm", None) is not None for module, _ in places))):
+                raise UserError(f"'{name}' was changed in place by a forward, which must find it unchanged when it is "
+                                "recomputed, or as long as microbatches hold that version of it",
+                                hint="change parameters in the optimizer; or choose a schedule with a flush, such as "
+                                     "1f1b, and no recompute for the layer (nn.Embedding with max_norm: a flush)")
 
     def adopt_hooks(self) -> None:
         """Take over the hooks that an optimizer's factory put on the masters, which autograd never sees."""
@@ -338,6 +385,9 @@ class Weights:
     def _make_next(self) -> None:
         latest = self._leaves[self.latest]
         if self.latest not in self._pins and self._chosen is None:
+            if self._moves and self._unrounded is None:
+                for master, leaf in zip(self.masters.values(), latest, strict=True):
+                    master.data = leaf.data
             self._leaves[self.latest + 1] = self._leaves.pop(self.latest)
             self.latest += 1
             return

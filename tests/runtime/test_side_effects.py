@@ -1,0 +1,516 @@
+"""What layers change in their forward: recompute and changes in place are exact, or refused in our own words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from models import WIDTH, WORDS, Frozen, Head, RawMatmul, Words, rich_batches
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vpipe import Layer, Model, Pipeline
+from vpipe.errors import UserError
+from vpipe.runtime.side_effects import WATCHED
+from vpipe.train.oracle import Training, asynchronous_oracle, flush_oracle
+
+Build = Callable[[], nn.Module]
+
+
+class Momentum:
+    def from_named(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer | None:
+        return torch.optim.SGD(named.values(), lr=0.1, momentum=0.9) if named else None
+
+
+def model_of(*builds: Build) -> Model:
+    """Words, these layers, head."""
+    return Model([Layer("words", Words, ("ids",), ("h",)),
+                  *(Layer(f"layer{i}", build) for i, build in enumerate(builds)),
+                  Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
+
+
+def assert_exact(model: Model, schedule: str = "1f1b", partition: Sequence[int] = (1, 2, 1),
+                 recompute: float | list[Any] = 0.0, batches: int = 2, executor: str = "overlapped") -> Pipeline:
+    """Train with four microbatches per batch, in flight together, and by plain PyTorch or the oracle: the same."""
+    data = rich_batches(batches, 8)
+    pipe = Pipeline(model, schedule=schedule, partition=list(partition), microbatches=4, recompute=recompute,
+                    optimizer=Momentum(), seed=2, executor=executor)
+    losses = [step.loss for step in pipe.train(data)]
+    recipe = Training(Momentum().from_named, 4, 2)
+    plain = (asynchronous_oracle(model, data, recipe, partition) if schedule == "pipedream"
+             else flush_oracle(model, data, recipe))
+    assert losses == plain.losses
+    state = pipe.state_dict()
+    assert [name for name in state if not torch.equal(state[name], plain.state[name])] == []
+    return pipe
+
+
+# -- recompute of what a forward changes ---------------------------------------------------------------
+
+
+class Normaliser(nn.Module):
+    """Divides by a running mean square that it changes in place; the graph saves that very buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scale: Tensor
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.scale.lerp_(h.detach().square().mean(), 0.2)
+        return torch.tanh(self.linear(h) / self.scale)
+
+
+class Counter(nn.Module):
+    """A buffer that every forward replaces, one that is not saved, one changed behind autograd's back, attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)
+        self.n: Tensor
+        self.unsaved: Tensor
+        self.hidden: Tensor
+        self.register_buffer("n", torch.zeros(()))
+        self.register_buffer("unsaved", torch.zeros(()), persistent=False)
+        self.register_buffer("hidden", torch.zeros(WIDTH))
+        self.calls, self.memory, self.first = 0, torch.zeros(WIDTH), None
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.n = self.n + 1
+        self.unsaved += 1
+        self.hidden.data.add_(h.detach().mean((0, 1)))
+        self.calls += 1
+        if self.first is None:
+            self.register_buffer("late", torch.ones(()), persistent=False)
+            self.first = h.detach().mean()
+        self.late.mul_(0.875)
+        self.drop.train(self.calls % 2 == 0)
+        before, self.memory = self.memory, h.detach().mean((0, 1))
+        h = h + (self.n + self.unsaved + self.calls) / 64 + self.hidden / 64 + before + self.first + self.late.clone()
+        return torch.tanh(self.drop(self.linear(h)))
+
+
+class Quantiser(nn.Module):
+    """Takes its codes from the first forward; the later ones move them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.codes: Tensor
+        self.ready: Tensor
+        self.register_buffer("codes", torch.zeros(WIDTH))
+        self.register_buffer("ready", torch.tensor(False))
+
+    def forward(self, h: Tensor) -> Tensor:
+        if self.ready:
+            self.codes.mul_(0.75).add_(h.detach().mean((0, 1)), alpha=0.25)
+        else:
+            self.codes.copy_(h.detach()[0, 0])
+            self.ready.fill_(True)
+        return torch.tanh(self.linear(h) * (1 + self.codes.clone()))
+
+
+def spectral() -> nn.Module:
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh())
+
+
+def old_spectral() -> nn.Module:
+    return nn.Sequential(nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh())
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6, momentum=None)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return torch.tanh(self.norm(h))
+
+
+CHANGING: dict[str, Build] = {"normaliser": Normaliser, "counter": Counter, "quantiser": Quantiser,
+                              "spectral norm": spectral, "old spectral norm": old_spectral, "batch norm": Normed}
+
+
+@pytest.mark.filterwarnings("ignore:.*spectral_norm")
+@pytest.mark.parametrize("name", CHANGING)
+@pytest.mark.parametrize(("schedule", "executor"), [("1f1b", "overlapped"), ("zb_h1", "overlapped"),
+                                                    ("gpipe", "async_threaded")])
+def test_recompute_of_what_a_forward_changes_equals_plain_pytorch(name: str, schedule: str, executor: str) -> None:
+    build = CHANGING[name]
+    assert_exact(model_of(build, build), schedule, [2, 2], 1.0, executor=executor)
+    if schedule == "1f1b":
+        assert_exact(model_of(build, build), schedule, [1, 3], [[], [1]])
+
+
+@pytest.mark.filterwarnings("ignore:.*spectral_norm")
+@pytest.mark.parametrize("name", CHANGING)
+def test_what_a_forward_changes_while_several_microbatches_are_in_flight(name: str) -> None:
+    """The backward of one finds in its graph what its own forward made, though others have changed it since."""
+    assert_exact(model_of(CHANGING[name], CHANGING[name]), "zb_h1" if name == "normaliser" else "1f1b", [2, 1, 1])
+
+
+@pytest.mark.parametrize("name", [name for name in CHANGING if name != "old spectral norm"])
+def test_recompute_of_what_a_forward_changes_equals_the_oracle(name: str) -> None:
+    """With several versions in flight."""
+    build = CHANGING[name]
+    assert_exact(model_of(build, build), "pipedream", [1, 1, 1, 1], 1.0)
+
+
+def test_a_recomputed_layer_keeps_what_its_forwards_made_and_shares_what_it_shared() -> None:
+    """Two buffers that are one tensor are one in the recompute, too; the forwards' own tensors stay where they were."""
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            both = torch.zeros(())
+            self.one: Tensor
+            self.register_buffer("one", both)
+            self.register_buffer("other", both)
+
+        def forward(self, h: Tensor) -> Tensor:
+            self.one.add_(1)
+            return torch.tanh(self.linear(h) * (1 + self.other / 8))
+
+    pipe = assert_exact(model_of(Pair, Pair), "1f1b", [1, 2, 1], 1.0)
+    module: Any = pipe.engine.local_stages[1].modules[1]
+    assert module.one is module.other
+    assert module.one == 8
+
+
+def test_only_what_changes_is_copied() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.register_buffer("table", torch.zeros(WIDTH))
+            self.register_buffer("n", torch.zeros(()))
+
+        def forward(self, h: Tensor) -> Tensor:
+            self.n.add_(1)
+            return self.linear(h) + self.table
+
+    pipe = assert_exact(model_of(Table), "1f1b", [1, 1, 1], 1.0)
+    effects = pipe.engine.local_stages[1]._spans[0].effects
+    assert [(kept.slot.label, kept.copy is not None) for kept in effects.before()] == [
+        ("layer0.n", True), ("layer0.table", False)]
+
+
+class Later(nn.Module):
+    """Changes a buffer from its sixth forward on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), 0
+        self.register_buffer("n", torch.zeros(()))
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls >= 6:
+            self.n.add_(1)
+        return self.linear(h) + self.n
+
+
+def test_a_buffer_that_changes_late_is_refused_where_it_is_recomputed() -> None:
+    assert_exact(model_of(Later), "1f1b", [1, 1, 1])
+    with pytest.raises(UserError) as error:
+        assert_exact(model_of(Later), "1f1b", [1, 1, 1], 1.0)
+    assert str(error.value) == (f"error: 'layer0.n' was changed by a forward, which none of the first {WATCHED} "
+                                "forwards did: a recompute would find it changed\nhint: leave the layer out of "
+                                "recompute")
+
+
+def test_a_buffer_that_is_changed_through_another_reference_is_refused_where_it_is_recomputed() -> None:
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.n: Tensor
+            self.register_buffer("n", torch.zeros(()))
+            self.parts = [self.n]
+
+        def forward(self, h: Tensor) -> Tensor:
+            self.parts[0].add_(1)
+            return self.linear(h)
+
+    with pytest.raises(UserError) as error:
+        assert_exact(model_of(Kept), "1f1b", [1, 1, 1], 1.0)
+    assert str(error.value) == ("error: 'layer0.n' is changed by a recompute, which was given another tensor in its "
+                                "place: its layer keeps a reference beside the module's own\nhint: read the buffer "
+                                "from its module in every forward, as in self.mean")
+
+
+# -- changes in place behind a cut ---------------------------------------------------------------------
+
+
+def calls(function: Callable[[Tensor], Tensor]) -> Build:
+    class Calls(nn.Module):
+        def forward(self, h: Tensor) -> Tensor:
+            return function(h)
+
+    return Calls
+
+
+class InPlace(nn.Module):
+    """Changes its input in place, then multiplies."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.change = nn.Linear(WIDTH, WIDTH), change
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.linear(self.change(h))
+
+
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu_, "dropout": lambda h: F.dropout(h, 0.3, True, inplace=True), "mul": lambda h: h.mul_(2),
+    "part": lambda h: (h[:, 1:].add_(1), h)[1], "view": lambda h: h.view(-1).neg_().view_as(h)}
+
+
+@pytest.mark.parametrize(("change", "schedule", "recompute"), [
+    *((change, "1f1b", recompute) for change in CHANGES for recompute in (0.0, 1.0)),
+    ("relu", "1f1b", [[], [2], []]), ("relu", "1f1b", [[], [3], []]), ("relu", "zb_h1", 0.0), ("relu", "zb_h1", 1.0),
+    ("dropout", "pipedream", 0.0), ("dropout", "pipedream", 1.0)])
+def test_changing_the_input_of_a_stage_in_place_is_exact(change: str, schedule: str,
+                                                         recompute: float | list[list[int]]) -> None:
+    def build() -> nn.Module:
+        return InPlace(CHANGES[change])
+
+    pipe = assert_exact(model_of(RawMatmul, build, build), schedule, [2, 2, 1], recompute)
+    assert pipe.evaluate(rich_batches(2, 8, seed=9)) > 0
+
+
+def skipping(change: Callable[[Tensor], Tensor]) -> Model:
+    """A layer changes in place what the one before has read and a later one on another stage reads, changed."""
+    class Adds(nn.Module):
+        def forward(self, h: Tensor, g: Tensor) -> Tensor:
+            return torch.tanh(h + g)
+
+    return Model([Layer("words", Words, ("ids",), ("h",)), Layer("first", calls(lambda h: h * 2), ("h",), ("g",)),
+                  Layer("changes", lambda: InPlace(change), ("h",), ("k",)),
+                  Layer("adds", Adds, ("h", "g"), ("g",)), Layer("adds2", Adds, ("k", "g"), ("h",)),
+                  Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
+
+
+@pytest.mark.parametrize("recompute", [0.0, 1.0, [[1], [], []], [[1], [], [3]], [[], [2], []]])
+def test_a_skip_is_read_changed_as_in_plain_pytorch_and_recomputed_from_what_it_was(
+        recompute: float | list[list[int]]) -> None:
+    """Stage 0 hands on what its own recompute needs, in one process in the same memory."""
+    assert_exact(skipping(lambda h: h.mul_(1.5)), "1f1b", [2, 1, 3], recompute)
+
+
+def test_an_input_whose_memory_another_stage_has_saved_is_copied() -> None:
+    """Plain PyTorch refuses this one: tanh needs its result. Between processes nobody shares memory; nor here."""
+    pipe = Pipeline(model_of(nn.Tanh, lambda: InPlace(F.relu_)), schedule="1f1b", partition=[2, 2], microbatches=4,
+                    optimizer=Momentum(), seed=2)
+    losses = [step.loss for step in pipe.train(rich_batches(3, 8))]
+    plain = flush_oracle(model_of(nn.Tanh, lambda: InPlace(F.relu)), rich_batches(3, 8),
+                         Training(Momentum().from_named, 4, 2))
+    assert losses == plain.losses
+
+
+@pytest.mark.parametrize("recompute", [0.0, 1.0])
+def test_an_input_without_a_gradient_may_be_changed_in_place(recompute: float) -> None:
+    model = Model([Layer("words", Frozen, ("ids",), ("h",)), Layer("changes", lambda: InPlace(F.relu_)),
+                   Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
+    assert_exact(model, "1f1b", [1, 1, 1], recompute)
+
+
+def test_statistics_advance_once_though_the_first_forward_of_a_changing_layer_may_run_twice() -> None:
+    class Counts(InPlace):
+        def __init__(self) -> None:
+            super().__init__(F.relu_)
+            self.register_buffer("n", torch.zeros(()))
+
+        def forward(self, h: Tensor) -> Tensor:
+            self.n.add_(1)
+            return super().forward(h)
+
+    pipe = Pipeline(model_of(nn.Tanh, Counts), schedule="1f1b", partition=[2, 2], microbatches=4,
+                    optimizer=Momentum(), seed=2)
+    list(pipe.train(rich_batches(2, 8)))
+    assert pipe.state_dict()["layer1.n"] == 8
+
+
+def test_a_layer_that_changes_nothing_gets_its_input_as_it_came_and_one_that_does_gets_it_without_a_copy() -> None:
+    seen: dict[str, list[tuple[bool, int]]] = {}
+
+    class Looks(InPlace):
+        def __init__(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
+            super().__init__(change)
+            self.name = name
+
+        def forward(self, h: Tensor) -> Tensor:
+            seen.setdefault(self.name, []).append((h.is_leaf, h.data_ptr()))
+            return super().forward(h)
+
+    pipe = Pipeline(model_of(lambda: Looks("still", lambda h: h), RawMatmul, lambda: Looks("changes", F.relu_)),
+                    partition=[1, 1, 1, 1, 1], schedule="1f1b", microbatches=4, optimizer=Momentum(), seed=2)
+    taken = []
+    for stage in pipe.engine.local_stages:
+        forward = stage.forward
+        stage.forward = lambda received, *rest, stage=stage, forward=forward, **options: (  # type: ignore
+            taken.append((stage.spec.index, [t.data_ptr() for t in received])),
+            forward(received, *rest, **options))[1]
+    list(pipe.train(rich_batches(3, 8)))
+    assert [leaf for leaf, _ in seen["still"]] == [False] * WATCHED + [True] * (12 - WATCHED)
+    assert not any(leaf for leaf, _ in seen["changes"])
+    memory = [pointers[0] for index, pointers in taken if index == 3]
+    assert [pointer for _, pointer in seen["changes"]][WATCHED:] == memory[WATCHED:], "an alias"
+
+
+def test_a_layer_that_changes_its_input_late_is_refused() -> None:
+    class ChangesLater(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.calls = nn.Linear(WIDTH, WIDTH), 0
+
+        def forward(self, h: Tensor) -> Tensor:
+            self.calls += 1
+            return self.linear(h.relu_() if self.calls > WATCHED else h)
+
+    with pytest.raises(UserError, match="stage 1, which starts at layer 'layer0', changes its input in place"):
+        assert_exact(model_of(ChangesLater), "1f1b", [1, 1, 1])
+
+
+# -- gradients and parameters in a forward -------------------------------------------------------------
+
+
+class Force(nn.Module):
+    """Adds the gradient of an energy, after a buffer has been changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.w = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+        self.register_buffer("n", torch.zeros(()))
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.n.add_(1)
+        x = h.detach().requires_grad_()
+        energy = torch.tanh(self.a(torch.tanh(x @ self.w))).square().sum()
+        force, = torch.autograd.grad(energy, x, create_graph=True)
+        return torch.tanh(self.a(h) + force + self.n.clone() / 64)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+@pytest.mark.parametrize("recompute", [0.0, 1.0])
+def test_gradients_that_a_forward_takes_are_exact_where_it_is_recomputed(schedule: str, recompute: float) -> None:
+    pipe = assert_exact(model_of(Normed, Force, Force), schedule, [1, 2, 2], recompute)
+    assert pipe.state_dict()["layer0.norm.num_batches_tracked"] == 8
+
+
+class Renorming(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.word = nn.Embedding(WORDS, WIDTH, max_norm=1.0)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.word(ids)
+
+
+def renorming_model() -> Model:
+    return Model([Layer("words", Renorming, ("ids",), ("h",)), Layer("raw", RawMatmul),
+                  Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
+
+
+@pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", 0.0), ("gpipe", 1.0), ("zb_h1", 0.0), ("zb_h1", 1.0)])
+def test_an_embedding_with_a_greatest_norm_is_exact_with_a_flush(schedule: str, recompute: float) -> None:
+    assert_exact(renorming_model(), schedule, [1, 1, 1], recompute)
+
+
+CHANGED = ("error: 'words.word.weight' was changed in place by a forward, which must find it unchanged when it is "
+           "recomputed, or as long as microbatches hold that version of it\nhint: change parameters in the optimizer; "
+           "or choose a schedule with a flush, such as 1f1b, and no recompute for the layer (nn.Embedding with "
+           "max_norm: a flush)")
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
+def test_an_embedding_with_a_greatest_norm_is_refused_without_a_flush(schedule: str) -> None:
+    pipe = Pipeline(renorming_model(), schedule=schedule, partition=[1, 1, 1], microbatches=4, optimizer=Momentum())
+    with pytest.raises(UserError) as error:
+        list(pipe.train(rich_batches(1, 8)))
+    assert str(error.value) == CHANGED
+
+
+class Clips(Words):
+    def forward(self, ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.word.weight.clamp_(-0.5, 0.5)
+        return super().forward(ids)
+
+
+class Moves(Words):
+    def forward(self, ids: Tensor) -> Tensor:
+        self.word.weight.data = self.word.weight.data.clamp(-0.5, 0.5)
+        return super().forward(ids)
+
+
+class Replaces(Words):
+    def forward(self, ids: Tensor) -> Tensor:
+        self.word.weight = nn.Parameter(self.word.weight * 0.5)
+        return super().forward(ids)
+
+
+class Backward(Words):
+    def forward(self, ids: Tensor) -> Tensor:
+        self.word.weight.square().sum().backward()
+        return super().forward(ids)
+
+
+@pytest.mark.parametrize(("build", "schedule", "recompute", "text"), [
+    (Clips, "1f1b", 1.0, CHANGED), (Clips, "pipedream", 0.0, CHANGED),
+    (Moves, "1f1b", 0.0, "error: 'words.word.weight' got other memory in a forward (.data = ...), where its optimizer "
+                         "does not find it\nhint: change parameters in place, in the optimizer"),
+    (Replaces, "1f1b", 0.0, "error: 'words.word.weight' was replaced by another parameter in a forward, which no "
+                            "optimizer steps\nhint: make the parameter when the layer is built, and let an optimizer "
+                            "change it"),
+    (Backward, "1f1b", 0.0, "error: 'words.word.weight' got a gradient in a forward: its layer calls backward() there\n"
+                            "hint: take gradients in a forward with torch.autograd.grad, or add the term to the loss"),
+    (Backward, "pipedream", 1.0, "error: 'words.word.weight' got a gradient in a forward: its layer calls backward() "
+                                 "there\nhint: take gradients in a forward with torch.autograd.grad, or add the term "
+                                 "to the loss")])
+def test_what_a_forward_may_not_do_to_parameters(build: Build, schedule: str, recompute: float, text: str) -> None:
+    model = Model([Layer("words", build, ("ids",), ("h",)), Layer("raw", RawMatmul),
+                   Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
+    pipe = Pipeline(model, schedule=schedule, partition=[1, 1, 1], microbatches=4, optimizer=Momentum(),
+                    recompute=recompute)
+    with pytest.raises(UserError) as error:
+        list(pipe.train(rich_batches(1, 8)))
+    assert str(error.value) == text
+
+
+def test_clipping_a_weight_in_a_forward_is_exact_with_a_flush() -> None:
+    model = Model([Layer("words", Clips, ("ids",), ("h",)), Layer("raw", RawMatmul),
+                   Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
+    assert_exact(model, "1f1b", [1, 1, 1])
+
+
+class Flattens(nn.LSTM):
+    """Puts its parameters into other memory in every forward, as flatten_parameters does on a GPU."""
+
+    def forward(self, h: Tensor) -> Tensor:  # type: ignore[override]
+        for parameter in self.parameters():
+            parameter.data = parameter.data.clone()
+        return super().forward(h)[0].contiguous()
+
+
+@pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", 0.0), ("zb_h1", 1.0), ("pipedream", 0.0)])
+def test_recurrent_layers_may_flatten_their_parameters_in_forward(schedule: str, recompute: float) -> None:
+    def build() -> nn.Module:
+        return Flattens(WIDTH, WIDTH, batch_first=True)
+
+    model, plain = model_of(build), model_of(lambda: Rolls(WIDTH, WIDTH, batch_first=True))
+    pipe = Pipeline(model, schedule=schedule, partition=[1, 1, 1], microbatches=4, recompute=recompute,
+                    optimizer=Momentum(), seed=2)
+    same = Pipeline(plain, schedule=schedule, partition=[1, 1, 1], microbatches=4, optimizer=Momentum(), seed=2)
+    batches = rich_batches(2, 8)
+    assert [step.loss for step in pipe.train(batches)] == [step.loss for step in same.train(batches)]
+    ours, theirs = pipe.state_dict(), same.state_dict()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+class Rolls(nn.LSTM):
+    def forward(self, h: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(h)[0].contiguous()

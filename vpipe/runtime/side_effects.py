@@ -1,0 +1,309 @@
+"""What layers change in their forward beside making their outputs: inputs in place, buffers, attributes of modules.
+
+A layer that changes its input in place (``nn.ReLU(inplace=True)``) is given an alias where nobody else needs the input,
+and a copy where somebody does. A recomputed layer finds buffers and attributes as its first forward found them, and
+leaves them as it found them: statistics advance once, and a layer that reads what it changes computes the same again.
+A buffer that a layer changes in place, and that its graph keeps for the backward, is another tensor in each forward:
+several microbatches are in flight.
+
+The first forwards show what changes: before them everything that could is copied. Later ones copy that alone. Not seen
+is what a layer changes inside of other objects that it keeps, such as a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from vpipe.errors import UserError
+from vpipe.runtime.weights import Weights
+
+WATCHED = 3
+"""So many forwards show what a layer changes: statistics may begin with the second one."""
+
+_TORCHS = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes of a module that are torch's own tables."""
+
+_ABSENT = object()
+
+
+class _Slot(NamedTuple):
+    """A place where a module keeps something that a forward may change: a table, a key in it, how errors call it.
+
+    ``statistics``: of torch's own normalisations, whose backward does not read what it keeps.
+    """
+
+    table: dict[str, Any]
+    key: str
+    label: str
+    statistics: bool
+
+
+class _Kept(NamedTuple):
+    """What a slot held before a forward; of a tensor also its version, how many hold it, and, if it may be changed in
+    place, a copy."""
+
+    slot: _Slot
+    value: Any
+    copy: Tensor | None
+    version: int
+    holders: int
+
+
+Before = Sequence[_Kept]
+"""What the modules of some layers kept before a forward, as far as a forward changes it."""
+
+
+class First(NamedTuple):
+    """What one of the first forwards finds: inputs, copies of those that others need, and what modules keep."""
+
+    inputs: Mapping[str, Tensor]
+    copies: Mapping[str, Tensor]
+    before: Before
+
+
+class SideEffects:
+    """What the forward of consecutive layers of a stage changes.
+
+    Args:
+        layers: their modules, by name.
+        recomputed: whether they are recomputed.
+        weights: of the stage, and those that it borrows.
+
+    Attributes:
+        inputs: those that are changed in place.
+        walks_its_graph: whether a layer does, within its forward, for gradients of its own.
+    """
+
+    def __init__(self, layers: Mapping[str, nn.Module], recomputed: bool, weights: Iterable[Weights]) -> None:
+        self._layers, self._recomputed, self._weights = layers, recomputed, list(weights)
+        self._left = WATCHED
+        self.inputs: set[str] = set()
+        self._changing: dict[tuple[int, str], tuple[_Slot, bool]] = {}  # and whether in place
+        self._saved: list[_Slot] = []  # of these, what graphs keep
+        self._constant: list[_Slot] = []
+        self.walks_its_graph = False
+
+    # -- inputs
+
+    def given(self, inputs: Mapping[str, Tensor], again: bool) -> dict[str, Tensor]:
+        """Return the inputs as the layers are given them.
+
+        Args:
+            again: whether a forward on them has shown by now which it changes.
+        """
+        if again or not self._left:
+            return {name: self._own(t) if name in self.inputs else t for name, t in inputs.items()}
+        return {name: _copy(t) if self._recomputed else _alias(t) for name, t in inputs.items()}
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        return _alias(tensor) if not self._recomputed and _is_alone(tensor) else _copy(tensor)
+
+    def changed(self, name: str) -> None:
+        """Note that an input was changed in place."""
+        self.inputs.add(name)
+
+    def first(self, inputs: Mapping[str, Tensor]) -> First | None:
+        """Get ready for a forward with a graph that is kept; return what it finds, if it is one of the first."""
+        copies: dict[int, Tensor] = {}
+        for kept in [_kept(slot, True, copies) for slot in self._saved]:
+            if kept.copy is not None:
+                _put(kept.slot, kept.copy)
+        if not self._left:
+            return None
+        return First(inputs, {name: tensor.detach().clone() for name, tensor in inputs.items()
+                              if not _is_alone(tensor)}, self.before())
+
+    def undone(self, first: First) -> bool:
+        """Return whether a forward has changed an input that others need; then all is again as the forward found it."""
+        spoilt = first.copies.keys() & self.inputs
+        for name in spoilt:
+            first.inputs[name].data.copy_(first.copies[name])
+        if spoilt:
+            self.undo(first.before)
+        return bool(spoilt)
+
+    # -- what modules keep
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Look at one forward, if it is among the first.
+
+        Raises:
+            UserError: it does with parameters what cannot be undone or would not be trained.
+        """
+        if not self._left:
+            yield
+            return
+        before = [weights.marks() for weights in self._weights]
+        yield
+        self._left -= 1
+        for weights, marks in zip(self._weights, before, strict=True):
+            weights.check_forward(marks, self._recomputed)
+
+    def before(self) -> Before:
+        """Return what a forward that is about to run will find, as far as it may change it."""
+        if self._left:
+            slots = [(slot, True) for slot in self._slots()]
+        else:
+            slots = [*self._changing.values(), *((slot, False) for slot in self._constant)]
+        copies: dict[int, Tensor] = {}  # a buffer that stands in two places stays one
+        return [_kept(slot, in_place, copies) for slot, in_place in slots]
+
+    def after(self, before: Before) -> Before:
+        """Return of :meth:`before` what the forward has changed, and note it while it is one of the first.
+
+        Raises:
+            UserError: a buffer changed in place for the first time, but was not copied.
+        """
+        if not self._left:
+            for kept in before[len(self._changing):]:
+                constant: Tensor = kept.value
+                if kept.slot.table.get(kept.slot.key) is not constant or constant._version != kept.version:
+                    raise UserError(f"'{kept.slot.label}' was changed by a forward, which none of the first {WATCHED} "
+                                    "forwards did: a recompute would find it changed",
+                                    hint="leave the layer out of recompute")
+            return before[:len(self._changing)]
+        known = {(id(kept.slot.table), kept.slot.key) for kept in before}
+        new = [_Kept(slot, _ABSENT, None, 0, 0) for slot in self._slots() if (id(slot.table), slot.key) not in known]
+        for kept in (*before, *new):
+            slot, now = kept.slot, kept.slot.table.get(kept.slot.key, _ABSENT)
+            in_place = kept.copy is not None and (kept.value._version != kept.version
+                                                  or not _equal(kept.value, kept.copy))
+            if in_place or (now is not kept.value and _is_plain(now)):
+                _, was = self._changing.get((id(slot.table), slot.key), (slot, False))
+                self._changing[id(slot.table), slot.key] = slot, in_place or was
+                if in_place and not self._recomputed and kept.value._use_count() > kept.holders and (
+                        slot not in self._saved and not slot.statistics):
+                    self._saved.append(slot)
+        self._constant = [slot for slot in self._slots() if isinstance(slot.table.get(slot.key), Tensor)
+                          and (id(slot.table), slot.key) not in self._changing]
+        return [kept for kept in (*before, *new) if (id(kept.slot.table), kept.slot.key) in self._changing]
+
+    @contextmanager
+    def as_before(self, before: Before) -> Iterator[None]:
+        """Let modules keep what they kept before a forward, and then again what they keep now.
+
+        Raises:
+            UserError: what they keep now was changed meanwhile.
+        """
+        now = [(kept.slot, kept.slot.table.get(kept.slot.key, _ABSENT)) for kept in before]
+        versions = [value._version if isinstance(value, Tensor) else 0 for _, value in now]
+        for kept in before:
+            _put(kept.slot, kept.value if kept.copy is None else kept.copy)
+        try:
+            yield
+        finally:
+            for slot, value in now:
+                _put(slot, value)
+        for (slot, value), version in zip(now, versions, strict=True):
+            if isinstance(value, Tensor) and value._version != version:
+                raise UserError(f"'{slot.label}' is changed by a recompute, which was given another tensor in its "
+                                "place: its layer keeps a reference beside the module's own",
+                                hint="read the buffer from its module in every forward, as in self.mean")
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Let what is done have no lasting effect on what modules keep."""
+        copies: dict[int, Tensor] = {}
+        before = [_kept(slot, True, copies) for slot in self._slots()]
+        try:
+            yield
+        finally:
+            self.undo(before)
+
+    def undo(self, before: Before) -> None:
+        """Let modules keep what they kept before a forward that failed."""
+        known = {(id(kept.slot.table), kept.slot.key) for kept in before}
+        for kept in before:
+            _put(kept.slot, kept.value)
+            if kept.copy is not None:
+                kept.value.data.copy_(kept.copy)
+        if self._left:
+            for slot in list(self._slots()):
+                if (id(slot.table), slot.key) not in known:
+                    _put(slot, _ABSENT)
+
+    def _slots(self) -> Iterator[_Slot]:
+        """The places where modules keep buffers, and attributes that are tensors, numbers, strings or None."""
+        for layer, module in self._layers.items():
+            for path, part in module.named_modules(prefix=layer):
+                statistics = isinstance(part, _NormBase) and type(part).__module__.startswith("torch.")
+                for table in (part._buffers, vars(part)):
+                    for key, value in table.items():
+                        if (table is part._buffers or key not in _TORCHS) and _is_plain(value):
+                            yield _Slot(table, key, f"{path}.{key}", statistics)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether an attribute is a value by itself, and not a way to parameters or to a graph."""
+    if isinstance(value, Tensor):
+        return not value.requires_grad
+    return value is _ABSENT or value is None or isinstance(value, (int, float, complex, str))
+
+
+def _kept(slot: _Slot, in_place: bool, copies: dict[int, Tensor]) -> _Kept:
+    value = slot.table.get(slot.key, _ABSENT)
+    if not isinstance(value, Tensor):
+        return _Kept(slot, value, None, 0, 0)
+    if in_place and id(value) not in copies:
+        copies[id(value)] = value.detach().clone()
+    return _Kept(slot, value, copies[id(value)] if in_place else None, value._version,
+                 value._use_count())  # type: ignore[attr-defined]
+
+
+def _put(slot: _Slot, value: Any) -> None:
+    if value is _ABSENT:
+        slot.table.pop(slot.key, None)
+    else:
+        slot.table[slot.key] = value
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one, other) or (one.is_floating_point() and torch.equal(one.nan_to_num(), other.nan_to_num())
+                                       and torch.equal(one.isnan(), other.isnan()))
+
+
+def _holders(tensor: Tensor) -> int:
+    """Return how many hold a tensor's memory, this call among them."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+_ALONE = _holders(torch.empty(1))
+
+
+def _is_alone(tensor: Tensor) -> bool:
+    """Return whether nobody else holds a tensor's memory, such as the graph of the stage that made it."""
+    return _holders(tensor) <= _ALONE
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Return the same values in memory of their own, no leaf; the tensor itself where it cannot be changed in place."""
+    if tensor.layout is not torch.strided:
+        return tensor
+    copy = tensor.clone()
+    return copy if copy.stride() == tensor.stride() else tensor  # it overlaps itself
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Return the same memory, no leaf, that counts changes in place by itself."""
+    if tensor.layout is not torch.strided:
+        return tensor
+    return _Alias.apply(tensor) if tensor.requires_grad else tensor.data  # type: ignore[no-untyped-call]
+
+
+class _Alias(torch.autograd.Function):
+    """The identity, in the same memory: neither a leaf nor a view, which could not be changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0]
