@@ -272,3 +272,16 @@ def test_a_transfer_that_nothing_else_ends_has_the_limit_that_it_says(ranks: Ran
     assert ranks.end_of(1).startswith("error: rank 0 (stage 0) is running but did not answer in time; rank 1 "
                                       "(stage 1) was waiting for rank 0; rank 1 (stage 1) has waited 0.")
     assert ranks.end_of(0).startswith("error: rank 0 (stage 0) is running but did not answer in time; ")
+
+
+def test_rank_0_that_ends_at_once_is_still_there_for_a_rank_that_connects_later(ranks: Ranks) -> None:
+    """Where the program made the process group, nothing else keeps it until then."""
+    hub = ranks.start(2, without=(1,))
+    ranks.watches.pop(0).leave()
+    stopping = Thread(target=hub.stop)
+    stopping.start()
+    time.sleep(2 * PACE.beat_s)
+    line, heard = hello(hub, 1), list[object]()
+    until(lambda: heard.extend(line.hear()) or heard)
+    line.close()
+    stopping.join(WITHIN_S)
