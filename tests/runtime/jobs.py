@@ -116,7 +116,7 @@ def what_ranks_build(*, balance: bool) -> list[list[str]]:
 
 def what_ranks_read() -> list[str]:
     """The fields whose values this rank's layers were given, by the hook that every tensor passes."""
-    pipe = pipeline(rich_model(), schedule="pipedream", partition=[2, 2, 2, 2], microbatches=2)
+    pipe = pipeline(rich_model(), schedule="1f1b", partition=[2, 2, 2, 2], microbatches=2)
     given: set[str] = set()
     batches = rich_batches(2, 4)
     pointers = {t.untyped_storage().data_ptr(): name for batch in batches for name, t in batch.items()}
@@ -241,3 +241,11 @@ def refused(*, tied_to: str | None, **arguments: Any) -> str:
     except UserError as error:
         return str(error)
     return "nothing was refused"
+
+
+def gathers_alone(*, timeout_s: float) -> None:
+    """Rank 0 asks for the whole model after a step after which rank 1 trains on."""
+    pipe = pipeline(rich_model(), schedule="1f1b", stages=2, microbatches=2, timeout_s=timeout_s)
+    for _ in pipe.train(rich_batches(2, 4)):
+        if dist.get_rank() == 0:
+            pipe.state_dict()

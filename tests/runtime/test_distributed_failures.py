@@ -14,7 +14,7 @@ import pytest
 from world import World
 
 TRANSFER = (r"(waiting for|sending|receiving) (the (loss|gradients|activations|tied gradient) of (microbatch|update)|"
-            r"tied weights, version) \d+ ((for|from) stage \d|of tie 0)")
+            r"tied weights, version|checksums of batches, message) \d+ ((for|from) stage \d|of tie 0)")
 
 
 @pytest.fixture
@@ -120,13 +120,22 @@ def test_a_rank_that_does_nothing_is_named(pair: World) -> None:
 
 
 def test_ranks_that_wait_for_one_another_are_a_deadlock_not_slow(pair: World) -> None:
-    pair.begin(jobs.evaluates_alone, timeout_s=4)
+    pair.begin(jobs.gathers_alone, timeout_s=4)
     for rank in (0, 1):
         error = run_error(pair.outcome(rank, 30))
         assert re.search(r"^error: rank [01] \(stage [01]\), rank [01] \(stage [01]\) wait for one another: a "
                          rf"deadlock; rank {rank} ", error["text"]), error["text"]
-        assert re.search(r"rank 0 \(stage 0\) has waited \d\.\d s [^;]+, while running 0[A-Z_]+\d+ \(evaluating\)",
+        assert re.search(r"rank 1 \(stage 1\) has waited \d\.\d s [^;]+, while running 1[A-Z_]+\d+",
                          error["text"]), error["text"]
+
+
+def test_ranks_in_different_calls_say_which(pair: World) -> None:
+    pair.begin(jobs.evaluates_alone, timeout_s=30)
+    assert run_error(pair.outcome(1, 10))["text"] == (
+        "error: rank 0 is at evaluation batch 0, rank 1 at training batch 1 (rank 1, stage 1, action 1F0)\n"
+        "hint: every rank must go through the same batches and calls")
+    assert run_error(pair.outcome(0, 10))["text"].startswith(
+        "error: rank 1 (stage 1) failed: rank 0 is at evaluation batch 0, rank 1 at training batch 1; rank 0 ")
 
 
 def test_an_error_in_a_layer_is_raised_with_its_place_and_told_to_all(pair: World) -> None:

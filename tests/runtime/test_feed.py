@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,10 @@ def feed(batches: Iterator[Batch], microbatches: int = 2, takers: int = 1, limit
 
 
 def failure(*batches: Batch, microbatches: int = 2) -> str:
-    with pytest.raises(UserError) as error:
-        feed(iter(batches), microbatches).has(0)
-    return str(error.value)
+    stream = feed(iter(batches), microbatches)
+    assert not stream.has(0)
+    assert isinstance(stream.error, UserError)
+    return str(stream.error)
 
 
 def test_microbatches_are_numbered_through_all_batches() -> None:
@@ -162,5 +164,51 @@ def test_a_batch_that_cannot_be_cut_evenly_says_what_could(samples: int, sizes: 
 def test_a_later_batch_may_be_at_fault() -> None:
     stream = feed(iter([{"x": torch.zeros(4), "y": torch.zeros(4)}, {"x": torch.zeros(3), "y": torch.zeros(3)}]))
     assert stream.has(1)
-    with pytest.raises(UserError, match="a batch of 3 samples cannot be cut into 2 equal microbatches"):
-        stream.has(2)
+    assert stream.error is None
+    assert not stream.has(2)
+    assert "a batch of 3 samples cannot be cut into 2 equal microbatches" in str(stream.error)
+    assert (stream.total, stream.batches) == (2, 1), "what was read before is there"
+
+
+@pytest.mark.parametrize(("batch", "text"), [
+    ([torch.zeros(4), torch.zeros(4)], "error: a batch is list, not a dict of tensors\n"
+                                       "hint: name what it holds: {'x': ..., 'y': ...}"),
+    ({"x": [1, 2], "y": torch.zeros(2)}, "error: the field 'x' of a batch is list, not a tensor\n"
+                                         "hint: give tensors; torch.as_tensor makes one of an array or of numbers")])
+def test_a_batch_is_a_dict_of_tensors(batch: Any, text: str) -> None:
+    assert failure(batch) == text
+
+
+def test_values_that_layers_read_must_be_there() -> None:
+    stream = Feed(iter([{"x": torch.zeros(4, device="meta"), "y": torch.zeros(4)}]), 2, ("x", "y"), lambda _: 1,
+                  used=("x",))
+    assert not stream.has(0)
+    assert str(stream.error) == (
+        "error: the field 'x' of a batch is on the meta device, but layers of this process read it\n"
+        "hint: leave out the values of such fields alone as no layer of a rank reads")
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_what_is_read_ahead_of_its_use_is_copied(copied: bool) -> None:
+    """As numpy fills the memory of a batch with the next one, unseen by torch."""
+    memory = torch.zeros(4)
+
+    def refilled() -> Iterator[Batch]:
+        for number in range(2):
+            memory.numpy()[:] = number
+            yield {"x": memory, "y": memory}
+
+    stream = Feed(refilled(), 2, ("x", "y"), lambda _: 1, used=("x",), copy_to=torch.device("cpu") if copied else None)
+    assert stream.has(3)
+    first = stream.take(0)
+    assert first["x"].tolist() == ([0, 0] if copied else [1, 1])
+    assert first["y"].data_ptr() == memory.data_ptr(), "nothing computes with it"
+
+
+@pytest.mark.parametrize(("end", "limit", "ended"), [(None, None, True), (6, None, True), (4, None, False),
+                                                     (None, 6, True), (None, 4, False), (2, None, False)])
+def test_the_batches_have_ended_where_nothing_else_ends_them(end: int | None, limit: int | None, ended: bool) -> None:
+    stream = feed(numbered(2), limit=limit)
+    assert not stream.has(4)
+    stream.end = end
+    assert stream.ended is ended

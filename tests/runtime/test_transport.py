@@ -87,8 +87,9 @@ def test_too_many_tensors_and_too_long_shapes_are_refused() -> None:
 
 def test_tensors_under_way_at_one_time_have_tags_of_their_own() -> None:
     keys = [Key(*key) for key in product("FBWGLN", (0, 1, 1023), (0, 1, 4095))]
-    tags = [_tag(key, number, pipeline) for key in keys for number in (0, 1, MOST_TENSORS) for pipeline in (0, 1, 15)]
+    tags = [_tag(key, number, 64, pipeline) for key in keys for number in (0, 1, MOST_TENSORS)
+            for pipeline in (0, 1, 15)]
     assert len(set(tags)) == len(tags)
     assert min(tags) >= 0
     assert max(tags) < 2**31
-    assert _tag(Key("F", 1, 256), 0, 3) == _tag(Key("F", 1, 0), 0, 3), "numbers come round long after"
+    assert _tag(Key("F", 1, 256), 0, 4, 3) == _tag(Key("F", 1, 0), 0, 4, 3), "numbers come round long after"

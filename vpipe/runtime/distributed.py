@@ -28,7 +28,7 @@ where receives are posted as the program says; in the first batch those wait for
 
 HEADER_BYTES = 4096
 MOST_TENSORS = 62
-_KINDS = "FBWGLNDS"
+_KINDS = "FBWGLNDSC"
 _HOST = torch.device("cpu")
 _generations = count()
 
@@ -144,8 +144,8 @@ class Distributed:
 
     def finish(self) -> None:
         started = perf_counter()
-        for (peer, _), behind in self._sent.items():
-            while behind:
+        for (peer, kind), behind in self._sent.items():
+            while behind and kind != "C":
                 self._complete(peer, *behind.popleft())
         self._announced.clear()
         self.wait_s += perf_counter() - started
@@ -171,13 +171,13 @@ class Distributed:
 
     def _isend(self, tensor: Tensor, peer: int, key: Key, number: int, group: dist.ProcessGroup) -> dist.Work:
         work = dist.isend(as_sent(tensor) if self.ordered else tensor, peer, group,
-                          _tag(key, number, self._generation))
+                          _tag(key, number, tensor.nbytes, self._generation))
         assert work is not None, "this rank is in the group"
         return work
 
     def _irecv(self, tensor: Tensor, peer: int, key: Key, number: int, group: dist.ProcessGroup) -> dist.Work:
         work = dist.irecv(as_sent(tensor) if self.ordered else tensor, peer, group,
-                          _tag(key, number, self._generation))
+                          _tag(key, number, tensor.nbytes, self._generation))
         assert work is not None, "this rank is in the group"
         return work
 
@@ -256,10 +256,15 @@ class _Failing:
                 "receiving": f"to receive {what} from"}[self._doing]
 
 
-def _tag(key: Key, tensor: int, generation: int) -> int:
-    """A number below 2**31 for a tensor of a transfer, unique among those under way at one time."""
+def _tag(key: Key, number: int, size: int, generation: int) -> int:
+    """Return a number below 2**31 for one tensor of a transfer, by which gloo matches its send and its receive.
+
+    It depends on the size in bytes: a receive that waits for another size than what is sent must not match, since gloo
+    aborts the process then. Where two tensors under way have the same tag, they match in the order of sending.
+    """
     turn = generation % 16 * 256 + key.number % 256
-    return (turn * 8 + _KINDS.index(key.kind)) * 65536 + (key.stage % 1024) * 64 + tensor
+    mixed = (size * 0x9E3779B1 + number * 0x85EBCA77 & 0xFFFFFFFF) >> 22
+    return ((turn * 16 + _KINDS.index(key.kind)) * 32 + key.stage % 32) * 1024 + mixed
 
 
 def _header(tensors: Sequence[Tensor]) -> Tensor:

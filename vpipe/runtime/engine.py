@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import chain, islice
 from operator import gt
 
 from torch import Tensor
 
-from vpipe.errors import UserError, counted
+from vpipe.errors import RunError, UserError, counted
 from vpipe.model.layer import Model
 from vpipe.model.split import StageSpec
 from vpipe.runtime.all_ranks import AllRanks
@@ -99,7 +98,7 @@ class Engine:
         recipe, per_step = self._schedule.recipe, self._schedule.rounds.per_step
         whole = self._schedule.microbatches if recipe is None else per_step
         feed = self._feed(batches, None if updates is None else begun + -(-updates * per_step // whole) * whole,
-                          self._schedule.microbatches if recipe is None else None, begun)
+                          self._schedule.microbatches if recipe is None else None, begun, copied=recipe is not None)
         return self._train_whole(feed) if recipe is None else self._train_stream(feed, begun, recipe, pauses)
 
     def _train_whole(self, feed: Feed) -> Iterator[Step]:
@@ -117,6 +116,7 @@ class Engine:
             self._close(segment, first, len(self._made))
             while self._made:
                 yield from self._refusing_changes(self._made.popleft(), lambda step: bool(self._made))
+        self._end_batches(feed)
 
     def _train_stream(self, feed: Feed, first: int, recipe: Recipe, pauses: Pauses) -> Iterator[Step]:
         while feed.has(first):
@@ -131,14 +131,35 @@ class Engine:
             steps = self._crew.run(segment, self._programs.of_stream(rounds, recipe))
             stream = self._stream = Stream(segment, steps, self._outcomes)
             in_flight = partial(_in_flight, stream, pause)
-            for step in stream:
-                yield from self._refusing_changes(step, in_flight)
+            try:
+                for step in stream:
+                    yield from self._refusing_changes(step, in_flight)
+            except RunError as error:  # of another rank, which has the batch that could not be read here
+                raise feed.error or error from error
             if stream.drained is None:
                 self._end(stream)
             else:
                 yield from stream.drained
             first = feed.total
             feed.end = None
+        self._end_batches(feed)
+
+    def _end_batches(self, feed: Feed) -> None:
+        """Raise what a batch that could not be read raised, when what was read before is done.
+
+        Raises:
+            RunError: another rank has more batches.
+            Exception: the user's own.
+        """
+        self._agree_on_end(feed)
+        if feed.error is not None:
+            raise feed.error
+
+    def _agree_on_end(self, feed: Feed) -> None:
+        """Find out whether the batches end on every rank alike, where they end before a limit and a pause."""
+        for worker in self.workers.values():
+            if worker.comparison is not None and feed.ended:
+                worker.comparison.end(feed, self.all_ranks.meet)
 
     def _refusing_changes(self, step: Step, later_updates: Callable[[Step], bool]) -> Iterator[Step]:
         """Yield a step, and refuse changed parameter groups where updates of later steps are made or under way.
@@ -179,6 +200,7 @@ class Engine:
     def _end(self, stream: Stream) -> None:
         self._stream = None
         self._close(stream.segment, stream.segment.feed.total, stream.done)
+        self._agree_on_end(stream.segment.feed)
 
     def _close(self, segment: Segment, end: int, steps: int) -> None:
         """The pipeline is empty; ``end``: the feed's number of the next microbatch."""
@@ -206,40 +228,46 @@ class Engine:
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean loss over the samples of all batches, forward only, with the latest weights."""
         self.drain()
-        source = iter(batches)
         losses: list[list[float]] = [[] for rank in self._placement[-1] if rank in self.workers]
         samples: list[int] = []
         # As many batches at a time as keep every stage busy, not all: in one process nothing bounds how far
         # the first stage runs ahead. Every replica takes equally many of them, so that the next ones are in order.
-        group = -(-4 * len(self._placement) // self._settings.microbatches) * len(self._placement[-1])
+        most = (-(-4 * len(self._placement) // self._settings.microbatches) * len(self._placement[-1])
+                * self._settings.microbatches)
+        feed, first = self._feed(batches, None, most, copied=True), 0
         with ExitStack() as undisturbed:
             for worker in self.workers.values():
                 undisturbed.enter_context(worker.evaluating())
             for recorder in self._crew.recorders.values():
                 undisturbed.enter_context(recorder.evaluating())
             undisturbed.enter_context(self.all_ranks.first_buffers())
-            while (head := next(source, None)) is not None:
-                feed = self._feed(chain([head], islice(source, group - 1)), None, None)
+            while feed.has(first):
                 # All are read, so that a bad batch is refused before anything runs.
-                most = group * self._settings.microbatches
-                microbatches = most if feed.has(most - 1) else feed.total
-                rounds = Rounds(self._placement, microbatches, True, partial(gt, microbatches))
-                segment = Segment(feed, 0, 0, 0, rounds, training=False)
-                for _ in self._crew.run(segment, self._programs.of_evaluation(microbatches)):
+                end = first + most if feed.has(first + most - 1) else feed.total
+                if feed.error is not None:
+                    break
+                rounds = Rounds(self._placement, end - first, True, partial(gt, end - first))
+                segment = Segment(feed, first, 0, 0, rounds, training=False)
+                for _ in self._crew.run(segment, self._programs.of_evaluation(end - first)):
                     pass
+                for worker in self.workers.values():
+                    worker.forget_batches(range(end - first))
                 for rank, known in zip((r for r in self._placement[-1] if r in self.workers), losses, strict=True):
                     kept = self.workers[rank].losses
                     known += [float(kept.pop(number)) for number in sorted(kept)]
-                samples += [feed.samples(i, i + 1) for i in range(microbatches)]
+                samples += [feed.samples(i, i + 1) for i in range(first, end)]
+                first = end
+            self._end_batches(feed)
         if not samples:
             raise UserError("there is nothing to evaluate on", hint="give evaluate at least one batch")
         total = sum(loss * size for loss, size in zip(self._outcomes.share(losses, samples), samples, strict=True))
         self._crew.finish()
         return total / sum(samples)
 
-    def _feed(self, batches: Iterable[Batch], limit: int | None, again: int | None, begun: int = 0) -> Feed:
+    def _feed(self, batches: Iterable[Batch], limit: int | None, again: int | None, begun: int = 0,
+              copied: bool = False) -> Feed:
         """``again``: after how many microbatches they are divided among replicas from the first one on, if ever;
-        ``begun``: how many of the first batch are left out."""
+        ``begun``: how many of the first batch are left out; ``copied``: as batches are read while others are in use."""
         here = [(stage, rank) for rank, worker in self.workers.items() for stage in worker.stages]
         rounds = self._schedule.rounds
 
@@ -247,7 +275,10 @@ class Engine:
             number = microbatch - begun if again is None else microbatch % again
             return 0 if number < 0 else sum(rounds.rank_of(stage, number) == rank for stage, rank in here)
 
-        return Feed(iter(batches), self._settings.microbatches, self._fields, takers, limit)
+        used = {name for stage in self.local_stages for name in stage.spec.fields}
+        comparisons = [worker.comparison for worker in self.workers.values() if worker.comparison is not None]
+        return Feed(iter(batches), self._settings.microbatches, self._fields, takers, limit, used,
+                    self._settings.device if copied else None, next(iter(comparisons), None))
 
     @property
     def local_stages(self) -> list[Stage]:

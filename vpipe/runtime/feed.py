@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +17,17 @@ Batch = Mapping[str, Tensor]
 
 Signature = tuple[tuple[str, tuple[int, ...]], ...]
 """The shapes of a microbatch's fields: what the shapes between stages follow from."""
+
+
+class Comparison(Protocol):
+    """The comparison of batches with those of other ranks."""
+
+    def checksums(self, batch: Batch) -> list[int]:
+        """Return what is compared of a batch."""
+
+    def exhausted(self, feed: Feed) -> None:
+        """Note that there are no more batches."""
+
 
 
 @dataclass
@@ -36,16 +48,28 @@ class Feed:
         takers: how many stages of this process take a microbatch, each once; none of those before the first that is
             to be taken, where training goes on within a batch.
         limit: after how many microbatches the stream ends, if the batches do not end before.
+        used: fields that layers here compute with.
+        copy_to: the device to which these are copied as they are read, where further batches are read while they are
+            in use: the user may fill the same memory with the next one. None: they are not copied.
+        comparison: with the batches of other ranks; None where there are none.
+
+    Attributes:
+        end: a microbatch at which to pause.
+        error: what was raised while a batch was read: the microbatches end before it.
+        known: the checksums of batches, by number, until the comparison with other ranks drops them.
     """
 
     def __init__(self, batches: Iterator[Batch], microbatches: int, fields: tuple[str, ...],
-                 takers: Callable[[int], int], limit: int | None = None) -> None:
+                 takers: Callable[[int], int], limit: int | None = None, used: Collection[str] = (),
+                 copy_to: torch.device | None = None, comparison: Comparison | None = None) -> None:
         self._batches, self._microbatches, self._fields, self._takers = batches, microbatches, fields, takers
-        self._limit = limit
+        self._limit, self._used, self._copy_to, self._comparison = limit, used, copy_to, comparison
         self._open: dict[int, _Open] = {}
         self._read = 0
         self._exhausted = False
-        self.end: int | None = None  # a microbatch at which to pause
+        self.end: int | None = None
+        self.error: Exception | None = None
+        self.known: dict[int, list[int]] = {}
         self._sizes: list[tuple[int, int]] = []  # microbatches in a row, and how many samples each of them has
 
     def has(self, microbatch: int) -> bool:
@@ -53,24 +77,53 @@ class Feed:
         if any(end is not None and microbatch >= end for end in (self.end, self._limit)):
             return False
         while microbatch >= self._read * self._microbatches and not self._exhausted:
+            self._read_batch()
+        return microbatch < self._read * self._microbatches
+
+    def _read_batch(self) -> None:
+        try:
             with at_work("reading a batch"):
                 batch = next(self._batches, None)
-            if batch is None:
-                self._exhausted = True
-            else:
-                first = self._read * self._microbatches
-                left = sum(map(self._takers, range(first, first + self._microbatches)))
-                chunks = self._cut(batch)
-                if left:
-                    self._open[self._read] = _Open(chunks, left)
-                self._read += 1
-        return microbatch < self._read * self._microbatches
+            fields = None if batch is None else self._checked(batch)
+        except Exception as error:  # kept until what was read before is done
+            self.error, fields = error, None
+        if fields is None:
+            self._exhausted = True
+            if self._comparison is not None:
+                self._comparison.exhausted(self)
+            return
+        first = self._read * self._microbatches
+        left = sum(map(self._takers, range(first, first + self._microbatches)))
+        if self._comparison is not None:
+            self.known[self._read] = self._comparison.checksums(fields)
+        if left:
+            if self._copy_to is not None:
+                fields |= {name: fields[name].to(self._copy_to, non_blocking=True, copy=True) for name in self._used}
+            parts = {name: torch.chunk(t, self._microbatches) for name, t in fields.items()}
+            chunks = [{name: part[i] for name, part in parts.items()} for i in range(self._microbatches)]
+            self._open[self._read] = _Open(chunks, left)
+        self._read += 1
 
     @property
     def total(self) -> int:
         """How many microbatches there are up to the pause, once :meth:`has` has said no to one."""
         read = self._read * self._microbatches if self._exhausted else None
         return min(end for end in (self.end, self._limit, read) if end is not None)
+
+    @property
+    def batches(self) -> int:
+        """How many batches were read."""
+        return self._read
+
+    @property
+    def ended(self) -> bool:
+        """Whether the batches have ended, or one could not be read, before the limit and the pause."""
+        return self._exhausted and all(end is None or self._read * self._microbatches < end
+                                       for end in (self.end, self._limit))
+
+    def batch_of(self, microbatch: int) -> int:
+        """The number of the batch that a microbatch is of."""
+        return microbatch // self._microbatches
 
     def signature(self, microbatch: int) -> Signature:
         """The shapes of a microbatch that was not taken by all yet."""
@@ -111,12 +164,20 @@ class Feed:
         number, within = divmod(microbatch, self._microbatches)
         return self._open[number].chunks[within]
 
-    def _cut(self, batch: Batch) -> list[dict[str, Tensor]]:
+    def _checked(self, batch: Batch) -> dict[str, Tensor]:
+        """The fields of a batch that can be cut."""
+        if not isinstance(batch, Mapping):
+            raise UserError(f"a batch is {type(batch).__name__}, not a dict of tensors",
+                            hint=f"name what it holds: {{{', '.join(f'{name!r}: ...' for name in self._fields)}}}")
         missing = [name for name in self._fields if name not in batch]
         if missing:
             raise UserError(f"a batch holds {sorted(batch)}, but not {missing}",
                             hint=f"give every batch the fields {list(self._fields)}")
         tensors = {name: batch[name] for name in self._fields}
+        for name, value in tensors.items():
+            if not isinstance(value, Tensor):
+                raise UserError(f"the field '{name}' of a batch is {type(value).__name__}, not a tensor",
+                                hint="give tensors; torch.as_tensor makes one of an array or of numbers")
         sizes = {name: t.shape[0] if t.dim() else 0 for name, t in tensors.items()}
         samples = next(iter(sizes.values()), 0)
         if len(set(sizes.values())) > 1:
@@ -127,6 +188,8 @@ class Feed:
             fitting = " or ".join(str(size) for size in (down, down + self._microbatches) if size)
             raise UserError(f"a batch of {samples} samples cannot be cut into {self._microbatches} equal microbatches",
                             hint=f"use batches of {fitting} samples, or drop the incomplete last batch")
+        if unread := [name for name in self._used if tensors[name].is_meta]:
+            raise UserError(f"the field '{unread[0]}' of a batch is on the meta device, but layers of this process "
+                            "read it", hint="leave out the values of such fields alone as no layer of a rank reads")
         self._count(samples // self._microbatches)
-        parts = {name: torch.chunk(t, self._microbatches) for name, t in tensors.items()}
-        return [{name: part[i] for name, part in parts.items()} for i in range(self._microbatches)]
+        return tensors

@@ -62,6 +62,8 @@ class Outcomes:
     def step(self, segment: Segment, step: int) -> Step:
         """What came out of a step of which this process has made all its updates."""
         number = segment.steps_before + step
+        for worker in self._workers.values():
+            worker.forget_batches(segment.rounds.of_step(step))
         if not self.decisive:
             self.expect(segment, step)
             for rank in self._workers:

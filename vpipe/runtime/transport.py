@@ -13,7 +13,8 @@ from vpipe.errors import RunError
 
 WHAT = {"F": "the activations of microbatch", "B": "the gradients of microbatch", "W": "tied weights, version",
         "G": "the tied gradient of update", "N": "the gradient norms of update", "L": "the loss of step",
-        "D": "a replica's gradients, bucket", "S": "the sum of gradients, bucket"}
+        "D": "a replica's gradients, bucket", "S": "the sum of gradients, bucket",
+        "C": "checksums of batches, message"}
 
 
 class Key(NamedTuple):
@@ -81,7 +82,10 @@ class Transport(Protocol):
         when it has learned shapes that were announced before."""
 
     def finish(self) -> None:
-        """Wait until everything sent has arrived, and complain if something posted was never taken."""
+        """Wait until everything sent has arrived, and complain if something posted was never taken.
+
+        Checksums of batches are not waited for: the last ones are taken when ranks agree that the batches have ended.
+        """
 
 
 Mailroom = dict[tuple[int, int, Key], list[Tensor]]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.model.split import Ties
+from vpipe.runtime.batch_comparison import BatchComparison
 from vpipe.runtime.feed import Signature
 from vpipe.runtime.layer_error import hint_of
 from vpipe.runtime.neighbours import SCALE, Neighbours
@@ -55,13 +56,16 @@ class Worker:
     """
 
     def __init__(self, rank: int, placement: Placement, stages: Mapping[int, Stage], update: Update,
-                 ties: Ties, transport: Transport, factor: Callable[[int], float]) -> None:
-        """``factor`` tells the learning rate of a step, relative to the optimizer's own."""
+                 ties: Ties, transport: Transport, factor: Callable[[int], float],
+                 comparison: BatchComparison | None = None) -> None:
+        """``factor`` tells the learning rate of a step, relative to the optimizer's own; ``comparison`` is there where
+        other processes read batches, too."""
         self.rank, self.stages, self.transport, self.update = rank, stages, transport, update
         self._own_scales = update.own_scales
         self.tied = TiedWeights(ties, placement, stages, transport, self._own_scales)
         self._neighbours = Neighbours(transport, scales=self._own_scales is not None)
         self.updates = Updates(rank, placement, stages, update, self.tied, transport, factor)
+        self.comparison = comparison
         self._last = len(placement) - 1
         self.records: dict[tuple[int, int], Record] = {}
         self.losses: dict[int, Tensor] = {}  # of the last stage, by microbatch
@@ -75,9 +79,9 @@ class Worker:
         self.operations: dict[Op, Callable[[int, int], None]] = {
             Op.FORWARD: self._forward, Op.BACKWARD: self._backward, Op.RECOMPUTE: self._recompute,
             Op.INPUT: self._input_half, Op.WEIGHT: self._weight_half,
-            Op.REDUCE: self.updates.reduce, Op.NORM: self.updates.norm, Op.STEP: self.updates.step,
+            Op.REDUCE: self._reduce, Op.NORM: self.updates.norm, Op.STEP: self.updates.step,
             Op.USE: self.updates.use,
-            Op.SEND_F: self._neighbours.send_forward, Op.RECV_F: self._neighbours.post_forward,
+            Op.SEND_F: self._neighbours.send_forward, Op.RECV_F: self._post_forward,
             Op.SEND_B: self._neighbours.send_backward, Op.RECV_B: self._neighbours.post_backward,
             Op.SEND_W: self.tied.send_version, Op.RECV_W: self.tied.post_version,
             Op.SEND_G: self.tied.send_gradients, Op.RECV_G: self.tied.post_gradients}
@@ -90,6 +94,8 @@ class Worker:
         self.updates.begin(segment)
         self.tied.begin(segment.rounds)
         self._neighbours.begin(segment)
+        if self.comparison is not None:
+            self.comparison.begin(segment)
 
     def execute(self, action: Action) -> None:
         """Carry out one action; a failure is raised with the rank, the stage, the microbatch and the action."""
@@ -137,18 +143,26 @@ class Worker:
             raise RunError(f"left over at the end of a segment: {', '.join(left)}", rank=self.rank,
                            hint="this is a defect of the schedule or of vpipe: please report it")
 
+    def forget_batches(self, microbatches: range) -> None:
+        """A step of training, or a round of an evaluation, is done with these."""
+        if self.comparison is not None:
+            self.comparison.compare_replicas(microbatches)
+            self.comparison.forget(microbatches.stop)
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Modules in evaluation mode, and time that does not count as training's."""
         counted = dict(self.seconds), self.transport.wait_s, self.transport.bytes_sent
-        with ExitStack() as stack:
-            for stage in self.stages.values():
-                stack.enter_context(stage.evaluating())
-            stack.enter_context(at_work("evaluating"))
-            yield
-        self.seconds.clear()
-        self.seconds.update(counted[0])
-        self.transport.wait_s, self.transport.bytes_sent = counted[1:]
+        try:
+            with ExitStack() as stack:
+                for stage in self.stages.values():
+                    stack.enter_context(stage.evaluating())
+                stack.enter_context(at_work("evaluating"))
+                yield
+        finally:
+            self.seconds.clear()
+            self.seconds.update(counted[0])
+            self.transport.wait_s, self.transport.bytes_sent = counted[1:]
 
     def usage(self, stage: int) -> StageUsage:
         """Where the time of training went so far; transfers, waiting and memory are those of the whole rank."""
@@ -180,12 +194,19 @@ class Worker:
                                             split=self.is_split(stage_index, microbatch))
             self._end_forward(stage_index, microbatch, given, outputs, record)
 
+    def _post_forward(self, stage_index: int, microbatch: int) -> None:
+        if self.comparison is not None:
+            self.comparison.post(stage_index, microbatch)
+        self._neighbours.post_forward(stage_index, microbatch)
+
     def _begin_forward(self, stage_index: int, microbatch: int) -> Given:
         segment, stage = self.segment, self.stages[stage_index]
         number, signature = segment.number(microbatch), segment.signature(microbatch)
         # What needs no activations comes before waiting for them.
         fields = {name: value.to(stage.device, non_blocking=True) for name, value in
                   segment.feed.take(segment.first + microbatch).items() if name in stage.spec.fields}
+        if self.comparison is not None:
+            self.comparison.compare(stage_index, microbatch)
         key = (number // segment.every, number % segment.every)
         if segment.training:
             versions = {owner: self._version_of(owner, microbatch) for owner in stage.borrowed}
@@ -262,6 +283,11 @@ class Worker:
     def _completing(self, stage_index: int, microbatch: int, whole: bool) -> AbstractContextManager[None]:
         """While weight gradients are made; ``whole``: by a backward that is not in two halves."""
         return self.updates.completing(stage_index, microbatch, whole)
+
+    def _reduce(self, stage_index: int, update: int) -> None:
+        if self.comparison is not None and stage_index == self._last:
+            self.comparison.compare_replicas(self.segment.rounds.of_update(stage_index, update))
+        self.updates.reduce(stage_index, update)
 
     def _recompute(self, stage_index: int, microbatch: int) -> None:
         self.stages[stage_index].recompute(self.records[stage_index, microbatch])

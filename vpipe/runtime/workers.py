@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from vpipe.model.layer import Model
 from vpipe.model.split import StageSpec, ties_between
+from vpipe.runtime.batch_comparison import BatchComparison
 from vpipe.runtime.compressed import Compressed
 from vpipe.runtime.distributed import Distributed
 from vpipe.runtime.executor import Executor
@@ -61,5 +62,6 @@ def make_workers(model: Model, specs: Sequence[StageSpec], schedule: Schedule, m
             transport = Compressed(transport, settings.compression)
         scaling = Scaling.of(settings.precision, stages, schedule)
         workers[rank] = make(rank, placement, stages, Update(optimizers, settings.clip, settings.skip, scaling),
-                             ties, transport, settings.factor)
+                             ties, transport, settings.factor,
+                             BatchComparison(transport, placement, model.batch) if distributed else None)
     return workers

@@ -1,0 +1,331 @@
+"""Compare the batches that ranks read, each for itself: if one of them read other samples, inputs would meet the labels
+of others.
+
+A rank makes a checksum of every field whose values it has. It sends those of a batch to the next rank with the first
+microbatch of the batch that it hands on, ahead of the activations; with its own go those of fields that only ranks
+before it have. The next rank compares them with its own before it computes with the activations, for which it would
+have to wait in any case. The replicas of the last stage send theirs to the first of them, which compares before it
+waits for their gradients. So nobody waits longer than without, and the error comes before an update uses the batch.
+
+At the end of its batches a rank says so in the same way, and looks whether the ranks before it have more.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from math import lcm
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from vpipe.errors import RunError, UserError
+from vpipe.runtime.feed import Batch, Feed
+from vpipe.runtime.segment import Segment
+from vpipe.runtime.transport import Key, Spec, Transport
+from vpipe.schedules.order import stages_of_rank
+from vpipe.schedules.size import Placement
+from vpipe.watch.current import announce
+
+WHOLE_BYTES = 1 << 18
+"""Of a larger field some values of every sample are taken, not all."""
+
+SPREAD_VALUES = 1 << 15
+FIRST_VALUES = 64
+"""Of every sample, besides those that are spread over it: a short sequence fills only the beginning."""
+
+SAME_BATCHES = ("every rank must read the same batches in the same order: give a DataLoader that shuffles a generator "
+                "with the same seed on all ranks, generator=torch.Generator().manual_seed(0), and no "
+                "DistributedSampler, since the pipeline divides each batch itself")
+_SEE_THERE = "the log of that rank has the traceback"
+
+_TRAINING, _EVALUATION, _ENDED, _FAILED = range(4)
+"""What a message is about: a batch of either kind, the end of the batches, one that could not be read."""
+
+_NAMES = {_TRAINING: "training batch", _EVALUATION: "evaluation batch"}
+
+Meet = Callable[[str, Callable[[list[str]], str]], str]
+"""Lets the first process decide by what every rank says; known to all of them."""
+
+_TEXT_BYTES = 512
+_ABSENT = -1
+
+
+def checksum(field: Tensor) -> int:
+    """Return a checksum of 32 bits of a field's values in their order, whatever their layout in memory.
+
+    Values on a GPU are copied to the host, which waits for them.
+    """
+    total = zlib.crc32(str(field.dtype).encode())
+    for part in (field,) if field.nbytes <= WHOLE_BYTES else (_first_values(field), _spread_values(field)):
+        on_host = part.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        total = zlib.crc32(on_host.view(-1).view(torch.uint8).numpy().data, total)
+    return total
+
+
+def _first_values(field: Tensor) -> Tensor:
+    """Those of every sample along the last dimension."""
+    while field.dim() > 2:
+        field = field[:, 0]
+    return field[:, :FIRST_VALUES] if field.dim() == 2 else field
+
+
+def _spread_values(field: Tensor) -> Tensor:
+    """Every n-th along each dimension but the samples', n a power of 2 that makes them few enough."""
+    steps = [1] * field.dim()
+    sizes = list(field.shape)
+    while torch.Size(sizes).numel() > max(SPREAD_VALUES, sizes[0]):
+        widest = max(range(1, len(sizes)), key=sizes.__getitem__)
+        steps[widest] *= 2
+        sizes[widest] = -(-field.shape[widest] // steps[widest])
+    return field[tuple(slice(None, None, step) for step in steps)]
+
+
+class BatchComparison:
+    """One rank's part in it.
+
+    Args:
+        transport: of this rank.
+        placement: ranks per stage.
+        fields: of a batch.
+    """
+
+    def __init__(self, transport: Transport, placement: Placement, fields: Sequence[str]) -> None:
+        self._transport, self._placement, self._fields, self._rank = transport, placement, fields, transport.rank
+        self._last, self._first_of_last = len(placement) - 1, placement[-1][0]
+        self._stages = stages_of_rank(placement, self._rank)
+        self._period = lcm(*map(len, placement))
+        hops = [(before[i % len(before)], behind[i % len(behind)])
+                for before, behind in pairwise((*placement, placement[-1][:1])) for i in range(self._period)]
+        self._before = sorted({before for before, behind in hops if behind == self._rank != before})
+        self._behind = sorted({behind for before, behind in hops if before == self._rank != behind})
+        self._lowest = {rank: stage for stage in reversed(range(len(placement))) for rank in placement[stage]}
+        self._messages: Counter[tuple[int, int]] = Counter()  # by source and target
+        self._length = 3 + 3 * len(fields)
+        self._segment: Segment
+        self._feed: Feed | None = None
+        self._ended: Feed | None = None  # the latest whose end all ranks know
+        self._posted: dict[tuple[int, int], Key] = {}  # by rank and batch, as are the next two
+        self._compared: set[tuple[int, int]] = set()
+        self._sent: set[tuple[int, int]] = set()
+        self._handed: dict[tuple[int, int], int] = {}  # the latest microbatch that went from a stage to a rank
+        self._told: set[int] = set()  # that the batches have ended
+
+    def checksums(self, batch: Batch) -> list[int]:
+        """Return the number of samples, and of every field the checksum of its shape, that of its values, and the rank
+        that has these."""
+        numbers = [next(iter(batch.values())).shape[0]]
+        for name in self._fields:
+            field = batch[name]
+            numbers += [zlib.crc32(str(tuple(field.shape)).encode()),
+                        *((_ABSENT, _ABSENT) if field.is_meta else (checksum(field), self._rank))]
+        return numbers
+
+    def begin(self, segment: Segment) -> None:
+        """Compare the batches of this segment from now on."""
+        self._segment = segment
+        self._handed.clear()
+        if segment.feed is not self._feed:
+            self._feed = segment.feed
+            for store in (self._posted, self._compared, self._sent):
+                store.clear()
+
+    def post(self, stage: int, microbatch: int) -> None:
+        """Get ready for the checksums that come ahead of a stage's activations."""
+        peer, batch = self._segment.rounds.rank_of(stage - 1, microbatch), self._batch_of(microbatch)
+        if (peer, batch) not in self._compared and (peer, batch) not in self._posted:
+            self._posted[peer, batch] = self._post(peer)
+
+    def compare(self, stage: int, microbatch: int) -> None:
+        """Compare a batch with the rank before, if this is its first microbatch from there, and hand its checksums on.
+
+        Raises:
+            RunError: the batches differ; or the rank before has no more, or could not read it.
+        """
+        batch = self._batch_of(microbatch)
+        if stage > 0:
+            peer = self._segment.rounds.rank_of(stage - 1, microbatch)
+            if (key := self._posted.pop((peer, batch), None)) is not None:
+                self._compare(peer, batch, key)
+        peer = self._behind_of(stage, microbatch)
+        if peer == self._rank:
+            return
+        if (peer, batch) not in self._sent:
+            self._sent.add((peer, batch))
+            self._send(peer, [self._kind, batch, *self._segment.feed.known[batch]])
+        self._handed[stage, peer] = microbatch
+        self.exhausted(self._segment.feed)
+
+    def compare_replicas(self, microbatches: range) -> None:
+        """Compare what the replicas of the last stage have of batches, where this is the first of them.
+
+        Args:
+            microbatches: that all of them together have taken.
+
+        Raises:
+            RunError: as :meth:`compare`.
+        """
+        for microbatch in microbatches if self._rank == self._first_of_last else ():
+            peer, batch = self._segment.rounds.rank_of(self._last, microbatch), self._batch_of(microbatch)
+            if peer != self._rank and (peer, batch) not in self._compared:
+                self._compare(peer, batch, self._post(peer))
+
+    def forget(self, microbatch: int) -> None:
+        """All microbatches before this one are done."""
+        done, known = self._batch_of(microbatch), self._segment.feed.known
+        for batch in [batch for batch in known if batch < done]:
+            del known[batch]
+        for pairs in (self._compared, self._sent):
+            pairs -= {pair for pair in pairs if pair[1] < done}
+
+    def exhausted(self, feed: Feed) -> None:
+        """Tell ranks behind that the batches have ended, once they have all that there is of them.
+
+        In a stream, which goes on meanwhile: a rank that has more waits there, and this one may wait for it.
+        """
+        if (feed is not self._feed or not feed.ended or not self._segment.training or self._segment.rounds.flush):
+            return
+        for peer in self._behind:
+            if all(self._handed.get((stage, peer), -1) >= last for stage, last in self._last_for(peer)):
+                self._send_end(feed, peer)
+
+    def end(self, feed: Feed, meet: Meet) -> None:
+        """Find out whether the batches end on every rank alike, or cannot be read any further.
+
+        Raises:
+            RunError: another rank has more, or could not read the next one.
+            Exception: what was raised here while a batch was read, if it was read elsewhere.
+        """
+        if feed is self._ended:
+            return
+        self._ended = feed
+        for peer in self._behind:
+            self._send_end(feed, peer)
+        self._told.clear()
+        try:
+            for peer in self._before:
+                self._check_ended(feed, peer, self._take(peer, self._post(peer))[0])
+            self._transport.settle("C")
+            found = meet("" if feed.error is None else f"rank {self._rank} could not read batch {feed.batches}: "
+                         f"{_first_line(feed.error)}", _unless_all)
+        except RunError as error:
+            raise feed.error or error from error
+        if found:
+            raise feed.error or RunError(f"{found}; on other ranks the batches ended before", hint=_SEE_THERE,
+                                         rank=self._rank)
+
+    def _send_end(self, feed: Feed, peer: int) -> None:
+        if peer not in self._told:
+            self._told.add(peer)
+            self._send(peer, [_ENDED if feed.error is None else _FAILED, feed.batches])
+            if feed.error is not None:
+                self._send_text(peer, _first_line(feed.error))
+
+    def _check_ended(self, feed: Feed, peer: int, kind: int) -> None:
+        if kind == _FAILED:
+            self._take_text(peer)
+        elif kind != _ENDED and feed.error is not None:
+            announce(feed.error)
+            raise feed.error
+        elif kind != _ENDED:
+            self._fail(f"batches differ between ranks: there are {feed.batches} on rank {self._rank} and more on "
+                       f"rank {peer}", SAME_BATCHES)
+
+    def _behind_of(self, stage: int, microbatch: int) -> int:
+        """The rank that a microbatch's checksums go to."""
+        return self._segment.rounds.rank_of(stage + 1, microbatch) if stage < self._last else self._first_of_last
+
+    def _last_for(self, peer: int) -> Iterator[tuple[int, int]]:
+        """The last microbatch of every stage here whose checksums go to a rank."""
+        first = self._segment.first
+        total = self._segment.feed.total - first
+        for stage in self._stages:
+            for microbatch in range(total - 1, max(-1, total - 1 - self._period), -1):
+                if (self._segment.rounds.rank_of(stage, microbatch) == self._rank
+                        and self._behind_of(stage, microbatch) == peer):
+                    yield stage, microbatch
+                    break
+
+    def _batch_of(self, microbatch: int) -> int:
+        return self._segment.feed.batch_of(self._segment.first + microbatch)
+
+    @property
+    def _kind(self) -> int:
+        return _TRAINING if self._segment.training else _EVALUATION
+
+    def _compare(self, peer: int, batch: int, key: Key) -> None:
+        kind, number, *theirs = self._take(peer, key)
+        here = f"rank {self._rank}"
+        if kind == _FAILED:
+            self._fail(f"rank {peer} could not read batch {number}: {self._take_text(peer)}", _SEE_THERE, peer)
+        if kind == _ENDED:
+            self._fail(f"batches differ between ranks: there are {number} on rank {peer} and more on {here}",
+                       SAME_BATCHES)
+        if (kind, number) != (self._kind, batch):
+            self._fail(f"rank {peer} is at {_NAMES[kind]} {number}, {here} at {_NAMES[self._kind]} {batch}",
+                       "every rank must go through the same batches and calls")
+        mine = self._segment.feed.known[batch]
+        if mine[0] != theirs[0]:
+            self._fail(f"batches differ between ranks: batch {batch} has {theirs[0]} samples on rank {peer} and "
+                       f"{mine[0]} on {here}", SAME_BATCHES)
+        for at, name in zip(range(1, len(mine), 3), self._fields, strict=True):
+            if mine[at] != theirs[at]:
+                self._fail(f"batches differ between ranks: the shape of field '{name}' of batch {batch} on rank {peer} "
+                           f"and {here}", SAME_BATCHES)
+            if _ABSENT in (mine[at + 1], theirs[at + 1]):
+                mine[at + 1:at + 3] = max(mine[at + 1:at + 3], theirs[at + 1:at + 3])
+            elif mine[at + 1] != theirs[at + 1]:
+                self._fail(f"batches differ between ranks: field '{name}' of batch {batch} on rank {theirs[at + 2]} "
+                           f"and rank {mine[at + 2]}", SAME_BATCHES)
+        self._compared.add((peer, batch))
+
+    def _fail(self, what: str, hint: str, peer: int | None = None) -> NoReturn:
+        error = RunError(what, hint=hint, rank=self._rank, peer=peer)
+        announce(error)
+        raise error
+
+    # -- messages
+
+    def _key(self, source: int, target: int) -> Key:
+        self._messages[source, target] += 1
+        return Key("C", self._lowest[target], self._messages[source, target] - 1)
+
+    def _send(self, peer: int, numbers: Sequence[int]) -> None:
+        self._transport.send(peer, self._key(self._rank, peer),
+                             [torch.tensor([*numbers, *[0] * (self._length - len(numbers))])])
+
+    def _post(self, peer: int) -> Key:
+        key = self._key(peer, self._rank)
+        self._transport.post(peer, key, [Spec((self._length,), torch.int64, wants_gradient=False)])
+        return key
+
+    def _take(self, peer: int, key: Key) -> list[int]:
+        (numbers,) = self._transport.take(peer, key)
+        return [int(number) for number in numbers.tolist()]
+
+    def _send_text(self, peer: int, text: str) -> None:
+        padded = bytearray(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES))
+        self._transport.send(peer, self._key(self._rank, peer), [torch.frombuffer(padded, dtype=torch.uint8)])
+
+    def _take_text(self, peer: int) -> str:
+        key = self._key(peer, self._rank)
+        self._transport.post(peer, key, [Spec((_TEXT_BYTES,), torch.uint8, wants_gradient=False)])
+        (text,) = self._transport.take(peer, key)
+        return bytes(text.cpu().numpy()).decode(errors="replace").strip()
+
+
+def _first_line(error: Exception) -> str:
+    """Return the kind of an error and the first line of what it says."""
+    if isinstance(error, RunError):
+        return error.what
+    if isinstance(error, UserError):
+        return error.problems[0].what
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def _unless_all(failures: list[str]) -> str:
+    """Return the first of what ranks say of a batch that they could not read, if there is one that says nothing."""
+    return "" if all(failures) else next(filter(None, failures), "")
