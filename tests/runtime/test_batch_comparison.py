@@ -176,5 +176,5 @@ def test_batches_that_end_on_all_ranks_alike_leave_the_pipeline_usable(world: Wo
 def test_a_rank_that_cannot_read_ends_the_others_with_its_name(pair: World) -> None:
     first, second = texts(pair, jobs.one_cannot_read)
     assert first == "the disk is gone"
-    assert second == ("error: rank 0 could not read batch 1: OSError: the disk is gone (rank 1, stage 1, action 1F2, "
-                      "peer rank 0)\nhint: the log of that rank has the traceback")
+    assert second.startswith("error: rank 0 could not read batch 1: OSError: the disk is gone (rank 1, stage 1, ")
+    assert second.endswith("\nhint: the log of that rank has the traceback")

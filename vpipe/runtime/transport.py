@@ -14,7 +14,7 @@ from vpipe.errors import RunError
 WHAT = {"F": "the activations of microbatch", "B": "the gradients of microbatch", "W": "tied weights, version",
         "G": "the tied gradient of update", "N": "the gradient norms of update", "L": "the loss of step",
         "D": "a replica's gradients, bucket", "S": "the sum of gradients, bucket",
-        "C": "checksums of batches, message"}
+        "C": "the checksums of batches, message"}
 
 
 class Key(NamedTuple):
