@@ -168,6 +168,8 @@ def linear() -> nn.Module:
     (lambda: Model([linear()], ("x",)),
      "error: layer 0 of the model is an object of class Linear, not a Layer\n"
      "hint: give a list of layers: Model([Layer('embed', lambda: Embed(), ...), ...], batch=('ids', 'labels'))"),
+    (lambda: Model([Layer("e", Mean, ("x",), ("loss",))], ("x",)).materialize("3"),
+     "error: seed is '3'\nhint: give a whole number: seed=3"),
     (lambda: Model([Layer("e", Mean, ("x",), ("loss",))], "x"),
      "error: the batch fields of the model are the text 'x', not a tuple of names\nhint: write ('x',), with a comma"),
     (lambda: Model.sequential([linear(), linear()], nn.MSELoss()),

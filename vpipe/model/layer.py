@@ -181,6 +181,9 @@ class Model:
 
     def materialize(self, seed: int = 0) -> nn.ModuleDict:
         """The whole model on one device, tied parameters shared: for references, export, inference."""
+        given = Arguments()
+        seed = given.whole("seed", seed)
+        given.check()
         modules = {layer.name: layer.materialize(i, seed) for i, layer in enumerate(self.layers)}
         share_modules(modules, {layer.name: layer.shared for layer in self.layers})
         for layer in self.layers:
@@ -268,7 +271,7 @@ def _checked(layers: Any, batch: Any) -> tuple[tuple[Layer, ...], tuple[str, ...
     hint = "give a list of layers: Model([Layer('embed', lambda: Embed(), ...), ...], batch=('ids', 'labels'))"
     if isinstance(layers, nn.Sequential):
         given.refuse("the layers of the model are an nn.Sequential", "write Model.sequential(modules, loss)")
-    elif isinstance(layers, (nn.Module, str)) or not isinstance(layers, Iterable):
+    elif isinstance(layers, (nn.Module, Tensor, str)) or not isinstance(layers, Iterable):
         given.refuse(f"the layers of the model are {shown(layers)}", hint)
     else:
         layers = tuple(layers)
