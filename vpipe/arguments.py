@@ -39,18 +39,18 @@ class Arguments:
             raise UserError.all_of(self._problems)
 
     def whole(self, name: str, value: Any, least: int | None = None, or_none: bool = False) -> Any:
-        """A whole number, as an int; numbers of numpy count, texts and True do not."""
+        """Return a whole number as an int; numbers of numpy count, texts and True do not."""
         if value is None and or_none:
             return None
         found = as_whole(value)
         if found is None or abs(found) >= MOST or (least is not None and found < least):
-            meant = f": {name}={int(value)}" if isinstance(value, str) and value[:9].isdecimal() else ""
+            meant = f": {name}={int(value)}" if isinstance(value, str) and value.isdecimal() and len(value) < 20 else ""
             self.refuse(f"{name} is {shown(value)}",
                         "give a whole number" + f", {least} or more" * (least is not None) + meant)
         return found
 
     def wholes(self, name: str, value: Any, example: str) -> Any:
-        """A sequence of whole numbers, or None."""
+        """Return a sequence of whole numbers as a list, or None."""
         if value is None:
             return None
         items = _items(value)
@@ -60,7 +60,7 @@ class Arguments:
         return found
 
     def number(self, name: str, value: Any, example: float, or_none: bool = False, most: float = math.inf) -> Any:
-        """A number above 0, at most ``most``."""
+        """Return a number above 0, at most ``most``, as a float."""
         if value is None and or_none:
             return None
         found = as_number(value)
@@ -70,18 +70,18 @@ class Arguments:
         return found
 
     def flag(self, name: str, value: Any) -> None:
-        """True or False."""
+        """Check what must be True or False."""
         if not isinstance(value, bool):
             self.refuse(f"{name} is {shown(value)}", f"write {name}=True or {name}=False")
 
     def word(self, name: str, value: Any, *known: str) -> None:
-        """A text; ``known``: all that are names, or one of them."""
+        """Check what must be a text; ``known``: all that are names, or one of them."""
         if not isinstance(value, str) or not value:
             self.refuse(f"{name} is {shown(value)}",
                         nearest(shown(value), known) if len(known) > 1 else f"give a name, such as '{known[0]}'")
 
     def function(self, name: str, value: Any, arguments: int, hint: str) -> None:
-        """Something to call with so many arguments."""
+        """Check what is to be called with so many arguments."""
         if not callable(value):
             self.refuse(f"{name} is {shown(value)}", hint)
             return
@@ -94,7 +94,7 @@ class Arguments:
             pass
 
     def names(self, what: str, value: Any, example: str) -> tuple[str, ...]:
-        """Several names, as a tuple: one text would be taken for its letters."""
+        """Return several names as a tuple; one text is refused: it would be taken for its letters."""
         if isinstance(value, str):
             self.refuse(f"{what} are the text {shown(value)}, not a tuple of names",
                         f"write ({value!r},), with a comma" if len(value) < 50 else f"write {example}")
@@ -107,7 +107,7 @@ class Arguments:
 
 
 def as_whole(value: object) -> int | None:
-    """An int of what is one, also numpy's; None for what is not, such as True and 2.0."""
+    """Return a whole number, also numpy's, as an int; None for what is none, such as True and 2.0."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         return None
     try:
@@ -117,7 +117,7 @@ def as_whole(value: object) -> int | None:
 
 
 def as_number(value: object) -> float | None:
-    """A float of what is a number, also numpy's and torch's; None for what is not."""
+    """Return a number, also numpy's and torch's, as a float; None for what is none."""
     if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__"):
         return None
     try:
@@ -137,7 +137,7 @@ def check_path(name: str, value: object, example: str) -> None:
 
 
 def shown(value: object) -> str:
-    """A value in a message: as it is written if that is short, else what kind of thing it is."""
+    """Return a value as a message shows it: as it is written if that is short, else its class."""
     if value is None or isinstance(value, (bool, int, float, str, bytes, list, tuple, set, dict, range, os.PathLike)):
         try:
             text = repr(value)
@@ -155,7 +155,7 @@ def shown(value: object) -> str:
 
 
 def _items(value: object) -> list[Any] | None:
-    """The elements of a list, a tuple, a range or an array of one dimension; None for anything else."""
+    """Return the elements of a list, a tuple, a range or an array of one dimension; None for anything else."""
     if isinstance(value, (str, bytes)):
         return None
     if isinstance(value, Sequence):

@@ -194,7 +194,8 @@ OTHERS = nn.Linear(2, 3)
     (torch.optim.LBFGS, "error: the optimizer LBFGS of stage 0 needs a closure that computes the loss again, which a "
                         "pipeline does not have\nhint: choose an optimizer whose step() takes no arguments"),
     (lambda own: [SGD(own[:2], 0.1), SGD(own[1:], 0.1)],
-     "error: '0.bias' of stage 0 is given to two optimizers, SGD and SGD\nhint: give every parameter to one of them"),
+     "error: 1 parameter of stage 0 given to two optimizers: '0.bias' (SGD and SGD)\n"
+     "hint: give every parameter to one of them"),
     (lambda own: [SGD(own[:1], 0.1), SGD(own[2:], 0.1)] if len(own) > 2 else [SGD(own, 0.1)],
      "error: 1 parameter of stage 1 in none of its 2 optimizers: '2.bias' [6]\nhint: give every parameter to one of "
      "them; one that is not to be trained gets requires_grad_(False) where its layer is built"),
@@ -509,6 +510,22 @@ def test_state_that_the_user_loads_counts_and_groups_that_are_added_are_refused(
     again.made[0].add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     with pytest.raises(UserError, match="an optimizer has 2 parameter groups, but had 1 when the pipeline was made"):
         next(fresh.train(small_batches(1)))
+
+
+class Decaying(SGD):
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.param_groups[0]["lr"] = self.param_groups[0]["lr"] / 2
+
+
+def test_an_optimizer_that_changes_its_own_rate_is_right_or_refused() -> None:
+    losses, _, _ = plain_run(small_batches(4), lambda own: [Decaying(own, 0.1)])
+    pipe = small_pipeline(optimizer=lambda own: Decaying(own, 0.1))
+    assert [step.loss for step in pipe.train(small_batches(4))] == losses
+    for how in ({"learning_rate_factor": decay}, {"schedule": "pipedream"}):
+        pipe = small_pipeline(optimizer=lambda own: Decaying(own, 0.1), **how)
+        with pytest.raises(UserError, match="an optimizer changes the learning rate of its parameter groups as it st"):
+            list(pipe.train(small_batches(4)))
 
 
 class Rateless(Optimizer):

@@ -35,12 +35,12 @@ class StageOptimizer:
 
     def __init__(self, optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
         self.optimizers, self.parameters = tuple(optimizers), parameters
-        held = {id(parameter): (optimizer, number) for optimizer in optimizers
-                for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
-        self.of_parameter = {name: held[id(p)] for name, p in parameters.items() if id(p) in held}
+        place = {id(parameter): (optimizer, number) for optimizer in optimizers
+                 for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
+        self.of_parameter = {name: place[id(p)] for name, p in parameters.items() if id(p) in place}
         self.untrained = [i for i, name in enumerate(parameters) if name not in self.of_parameter]
-        self._made = [_mark(group.get("lr")) for group in self.groups]
-        self._held: list[Any] | None = None  # learning rates that count until the pipeline is empty
+        self._first_rates = [_mark(group.get("lr")) for group in self.groups]
+        self._fixed_rates: list[Any] | None = None  # that count until the pipeline is empty
 
     @classmethod
     def build(cls, make: MakeOptimizer, parameters: Mapping[str, nn.Parameter], stage: int) -> StageOptimizer:
@@ -67,11 +67,11 @@ class StageOptimizer:
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of all optimizers."""
+        """Return the parameter groups of all optimizers."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def state_tensors(self) -> list[Tensor]:
-        """The tensors that the optimizers keep."""
+        """Return the tensors in the state of the optimizers."""
         return [value for optimizer in self.optimizers for state in optimizer.state.values()
                 for value in state.values() if isinstance(value, Tensor)]
 
@@ -87,55 +87,62 @@ class StageOptimizer:
         Between steps a group has the learning rate that the user gave it, where a scheduler of torch's finds its own.
 
         Raises:
-            UserError: a group has no learning rate.
+            UserError: a group has no learning rate, or an optimizer changes its own.
         """
-        if factor == 1 and self._held is None:
+        if factor == 1 and self._fixed_rates is None:
             yield
             return
-        groups = self.groups
-        before = [group.get("lr") for group in groups]
-        for group, rate in zip(groups, self._rates(), strict=True):
-            if rate is not None:
-                group["lr"] = rate * factor
-            elif factor != 1:
-                raise UserError(f"the learning rate is to be multiplied by {factor:g}, but a parameter group of the "
-                                "optimizer has none", hint="give it a learning rate, or leave learning_rate_factor out")
+        groups = [group for group in self.groups if group.get("lr") is not None]
+        if factor != 1 and len(groups) < len(self.groups):
+            raise UserError(f"the learning rate is to be multiplied by {factor:g}, but a parameter group of the "
+                            "optimizer has none", hint="give it a learning rate, or leave learning_rate_factor out")
+        before = [group["lr"] for group in groups]
+        scaled = [rate * factor for rate in self._rates() if rate is not None]
         try:
+            for group, rate in zip(groups, scaled, strict=True):
+                group["lr"] = rate
             yield
+            if any(group["lr"] is not rate for group, rate in zip(groups, scaled, strict=True)):
+                raise UserError("an optimizer changes the learning rate of its parameter groups as it steps, which "
+                                "vpipe puts back", hint="choose one that does not, or a schedule with a flush and no "
+                                                        "learning_rate_factor")
         finally:
             for group, rate in zip(groups, before, strict=True):
-                if rate is not None:
-                    group["lr"] = rate
+                group["lr"] = rate
 
-    def hold_rates(self) -> None:
-        """From now on step at the learning rates of now: changes count from the next call on."""
-        self._held = [rate.clone() if isinstance(rate := group.get("lr"), Tensor) else rate for group in self.groups]
+    def fix_rates(self) -> None:
+        """Step at the present learning rates from now on: changes count from the next call on."""
+        self._fixed_rates = [rate.clone() if isinstance(rate := group.get("lr"), Tensor) else rate
+                             for group in self.groups]
 
     @property
     def learning_rate(self) -> float | None:
-        """Of the first parameter group; None where nothing is trained."""
+        """Return that of the first parameter group; None where nothing is trained."""
         rate = next(iter(self._rates()), None)
         return None if rate is None else float(rate)
 
     def _rates(self) -> list[Any]:
-        return [group.get("lr") for group in self.groups] if self._held is None else self._held
+        return [group.get("lr") for group in self.groups] if self._fixed_rates is None else self._fixed_rates
 
     def options(self) -> list[dict[str, Any]]:
-        """What the parameter groups hold beside parameters, to compare later; a tensor by its identity and version."""
+        """Return the entries of the parameter groups beside the parameters, for comparison.
+
+        A tensor stands there by its identity and version.
+        """
         return [{key: _mark(value) for key, value in group.items() if key != "params"} for group in self.groups]
 
     @property
     def rescheduled(self) -> bool:
-        """Whether a learning rate was changed since the optimizers were made, or a scheduler of torch's drives one.
+        """Return whether a learning rate was changed since the start, or a scheduler of torch's changes one.
 
         Raises:
             UserError: there are more or fewer parameter groups.
         """
-        if len(self.groups) != len(self._made):
-            raise UserError(f"an optimizer has {len(self.groups)} parameter groups, but had {len(self._made)} when the "
-                            "pipeline was made", hint="let the factory make all of them")
-        return any("initial_lr" in group or _mark(group.get("lr")) != made
-                   for group, made in zip(self.groups, self._made, strict=True))
+        if len(self.groups) != len(self._first_rates):
+            raise UserError(f"an optimizer has {len(self.groups)} parameter groups, but had {len(self._first_rates)} "
+                            "when the pipeline was made", hint="let the factory make all of them")
+        return any("initial_lr" in group or _mark(group.get("lr")) != first
+                   for group, first in zip(self.groups, self._first_rates, strict=True))
 
 
 def check_rescheduled(optimizers: Sequence[StageOptimizer]) -> None:
@@ -155,7 +162,7 @@ def check_rescheduled(optimizers: Sequence[StageOptimizer]) -> None:
 
 
 def _mark(value: object) -> object:
-    """A value to compare with later; no tensor is read, which would make a GPU wait."""
+    """Return what to compare a value by; no tensor is read, which would make a GPU wait."""
     return (id(value), value._version) if isinstance(value, Tensor) else value
 
 
@@ -169,7 +176,7 @@ def _failure_hint(error: Exception, parameters: Mapping[str, nn.Parameter]) -> s
 
 
 def _kind_problems(made: object, stage: int) -> Iterator[Problem]:
-    """An entry that is no optimizer, or one that vpipe cannot step or save."""
+    """Yield why an entry is no optimizer, or one that vpipe cannot step or save."""
     kind = type(made).__name__
     if not isinstance(made, Optimizer):
         yield Problem(f"the optimizer of stage {stage} is of the kind {kind}, which is no torch.optim.Optimizer",
@@ -193,11 +200,16 @@ def _optimizers_inside(optimizer: Optimizer) -> Iterator[Optimizer]:
         yield from (each for each in values if isinstance(each, Optimizer))
 
 
+def _first(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:3])}{', ...' * (len(names) > 3)}"
+
+
 def _share_problems(optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter],
                     stage: int) -> Iterator[Problem]:
-    """Parameters of several optimizers, of none, or of another stage."""
+    """Yield the parameters of several optimizers, of none, or of another stage."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     first: dict[str, Optimizer] = {}
+    twice: list[str] = []
     strange: list[str] = []
     for optimizer in optimizers:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -205,19 +217,21 @@ def _share_problems(optimizers: Sequence[Optimizer], parameters: Mapping[str, nn
             if name is None:
                 strange.append(str(list(parameter.shape)))
             elif name in first:
-                yield Problem(f"'{name}' of stage {stage} is given to two optimizers, {type(first[name]).__name__} "
-                              f"and {type(optimizer).__name__}", "give every parameter to one of them")
+                twice.append(f"'{name}' ({type(first[name]).__name__} and {type(optimizer).__name__})")
             else:
                 first[name] = optimizer
+    if twice:
+        yield Problem(f"{counted(len(twice), 'parameter')} of stage {stage} given to two optimizers: {_first(twice)}",
+                      "give every parameter to one of them")
     if strange:
         yield Problem(f"the optimizer of stage {stage} has {counted(len(strange), 'tensor')} that are no parameters of "
-                      f"this stage, of shape {', '.join(strange[:3])}{', ...' * (len(strange) > 3)}",
+                      f"this stage, of shape {_first(strange)}",
                       "make it of the parameters that the factory is given, a new one for every stage: "
                       "optimizer=lambda params: torch.optim.SGD(params, lr=0.1)")
     elif len(optimizers) > 1:
         left = [f"'{name}' {list(p.shape)}" for name, p in parameters.items() if name not in first]
         if left:
             yield Problem(f"{counted(len(left), 'parameter')} of stage {stage} in none of its {len(optimizers)} "
-                          f"optimizers: {', '.join(left[:3])}{', ...' * (len(left) > 3)}",
+                          f"optimizers: {_first(left)}",
                           "give every parameter to one of them; one that is not to be trained gets "
                           "requires_grad_(False) where its layer is built")

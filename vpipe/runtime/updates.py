@@ -59,7 +59,7 @@ class Updates:
         self._before = {s: stage.weights.latest for s, stage in self._stages.items()}
         if not self._rounds.flush:  # stages are at different updates until the pipeline is empty again
             for optimizer in self._update.optimizers.values():
-                optimizer.hold_rates()
+                optimizer.fix_rates()
 
     def completing(self, stage: int, microbatch: int, whole: bool) -> AbstractContextManager[None]:
         """While weight gradients are made; those of a replica that are its last of an update go out.
