@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from models import plain_sequential, rich_batches, rich_model, sequential_batches
 from torch import Tensor, nn
 
-from vpipe import Model, Pipeline
+from vpipe import Layer, Model, Pipeline
 from vpipe.errors import RunError, UserError
 from vpipe.train.oracle import Run, Training, asynchronous_oracle, evaluate_oracle, flush_oracle
 
@@ -265,3 +265,37 @@ def test_a_loss_of_one_element_is_a_number(schedule: str) -> None:
     pipe = Pipeline(model, stages=2, schedule=schedule, microbatches=2, optimizer=AdamW())
     assert all(step.loss > 0 for step in pipe.train(batches))
     assert pipe.evaluate(batches) > 0
+
+
+class Forked(nn.Module):
+    """A hidden state and a skip whose gradients, at a weight of 0, are the weights after a step at rate 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h, self.skip = nn.Parameter(torch.zeros(64)), nn.Parameter(torch.zeros(64))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x + self.h, x.cos() + self.skip
+
+
+class Reads(nn.Module):
+    def forward(self, h: Tensor, skip: Tensor) -> Tensor:
+        return (h * skip).sin() + skip.exp()
+
+
+class Ends(nn.Module):
+    def forward(self, h: Tensor, skip: Tensor) -> Tensor:
+        return (h * skip.tanh()).mean()
+
+
+@pytest.mark.parametrize("recompute", [0.0, 1.0])
+@pytest.mark.parametrize("partition", [[1, 2, 1], [1, 1, 1, 1]])
+def test_gradients_of_a_skip_add_up_in_the_order_of_one_graph(partition: list[int], recompute: float) -> None:
+    """Read twice in a stage and passed on: three numbers, whose sum depends on their order."""
+    skipping = Model([Layer("fork", Forked, ("x",), ("h", "skip")), Layer("one", Reads, ("h", "skip"), ("h",)),
+                      Layer("two", Reads, ("h", "skip"), ("h",)), Layer("end", Ends, ("h", "skip"), ("loss",))], ("x",))
+    batches = [{"x": torch.randn(4, 64, generator=torch.Generator().manual_seed(1))}]
+    pipe = Pipeline(skipping, partition=partition, recompute=recompute, optimizer=lambda own: torch.optim.SGD(own, 1.0))
+    list(pipe.train(batches))
+    plain = flush_oracle(skipping, batches, Training(lambda named: torch.optim.SGD(named.values(), 1.0), 1))
+    assert_same_state(pipe.state_dict(), plain.state)

@@ -100,9 +100,10 @@ class Layers:
                 if given.get(name) is inputs.get(name):
                     raise self._in_place(span.layers[0][1].name)
                 span.effects.changed(name)
-        # What nobody touched goes on as it came: its copy would be one more.
-        return {name: inputs[name] if tensors[name] is given.get(name) and name not in span.effects.inputs
-                else tensors[name] for name in span.outputs}
+        # What nobody touched goes on as it came where the layers got copies: those would be one more. An alias goes on
+        # itself, so that gradients from beyond the span are added first, as in one graph.
+        return {name: inputs[name] if span.recomputed and tensors[name] is given.get(name)
+                and name not in span.effects.inputs else tensors[name] for name in span.outputs}
 
     @contextmanager
     def noting(self, computed: list[Computed]) -> Iterator[None]:
