@@ -15,6 +15,9 @@ from vpipe.watch.current import at_work
 Batch = Mapping[str, Tensor]
 """A dict of tensors whose dimension 0 counts samples."""
 
+_END: Batch = {}
+"""What stands for the end of the batches."""
+
 Signature = tuple[tuple[str, tuple[int, ...]], ...]
 """The shapes of a microbatch's fields: what the shapes between stages follow from."""
 
@@ -83,8 +86,8 @@ class Feed:
     def _read_batch(self) -> None:
         try:
             with at_work("reading a batch"):
-                batch = next(self._batches, None)
-            fields = None if batch is None else self._checked(batch)
+                batch = next(self._batches, _END)
+            fields = None if batch is _END else self._checked(batch)
         except Exception as error:  # kept until what was read before is done
             self.error, fields = error, None
         if fields is None:
@@ -167,18 +170,25 @@ class Feed:
     def _checked(self, batch: Batch) -> dict[str, Tensor]:
         """The fields of a batch that can be cut."""
         if not isinstance(batch, Mapping):
-            raise UserError(f"a batch is {type(batch).__name__}, not a dict of tensors",
-                            hint=f"name what it holds: {{{', '.join(f'{name!r}: ...' for name in self._fields)}}}")
+            names = ", ".join(f"{name!r}: ..." for name in self._fields)
+            hint = f"name what it holds: {{{names}}}"
+            if isinstance(batch, (list, tuple)) and len(batch) == len(self._fields) > 1:
+                names = ", ".join(f"{name!r}: batch[{i}]" for i, name in enumerate(self._fields))
+                hint = f"name what it holds: ({{{names}}} for batch in batches)"
+            raise UserError(f"a batch is {type(batch).__name__}, not a dict of tensors", hint=hint)
         missing = [name for name in self._fields if name not in batch]
         if missing:
-            raise UserError(f"a batch holds {sorted(batch)}, but not {missing}",
+            raise UserError(f"a batch holds {sorted(batch, key=str)}, but not {missing}",
                             hint=f"give every batch the fields {list(self._fields)}")
         tensors = {name: batch[name] for name in self._fields}
         for name, value in tensors.items():
             if not isinstance(value, Tensor):
                 raise UserError(f"the field '{name}' of a batch is {type(value).__name__}, not a tensor",
                                 hint="give tensors; torch.as_tensor makes one of an array or of numbers")
-        sizes = {name: t.shape[0] if t.dim() else 0 for name, t in tensors.items()}
+            if not value.dim():
+                raise UserError(f"the field '{name}' of a batch is a tensor without dimensions",
+                                hint="dimension 0 of every field counts the samples")
+        sizes = {name: t.shape[0] for name, t in tensors.items()}
         samples = next(iter(sizes.values()), 0)
         if len(set(sizes.values())) > 1:
             raise UserError(f"the fields of a batch disagree on the number of samples: {sizes}",
