@@ -289,7 +289,7 @@ def test_the_state_is_a_copy() -> None:
     assert not torch.equal(first["0.weight"], pipe.state_dict()["0.weight"])
 
 
-def test_a_failure_in_a_layer_says_where_and_a_failed_pipeline_does_not_go_on() -> None:
+def test_a_failure_in_a_layer_says_where() -> None:
     class Fails(nn.Module):
         def forward(self, hidden: Tensor) -> Tensor:
             raise KeyError("broken")
@@ -303,10 +303,6 @@ def test_a_failure_in_a_layer_says_where_and_a_failed_pipeline_does_not_go_on() 
         "microbatch 0, action 1F0)\n"
         "hint: make the layer take what it is given, or let what comes before it hand on what it takes")
     assert isinstance(error.value.__cause__, KeyError)
-    with pytest.raises(RunError, match="this pipeline failed before and cannot go on\nhint: build a new one"):
-        list(pipe.train([{"x": torch.zeros(2, 3)}]))
-    with pytest.raises(RunError, match="this pipeline failed before"):
-        pipe.evaluate([{"x": torch.zeros(2, 3)}])
 
 
 def test_what_goes_wrong_while_batches_are_read_reaches_the_caller() -> None:

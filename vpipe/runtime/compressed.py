@@ -27,6 +27,11 @@ class Compressed:
         self._expected: dict[tuple[int, Key], Sequence[Spec]] = {}  # of transfers that travel coded
 
     @property
+    def feedback(self) -> bool:
+        """Whether what coding a gradient lost is added to the next one."""
+        return self._compression.feedback
+
+    @property
     def bytes_sent(self) -> int:
         """As they travelled."""
         return self._inner.bytes_sent
@@ -76,6 +81,10 @@ class Compressed:
             return tensors
         specs = self._expected.pop((peer, key))
         return decode(codec, tensors[len(tensors) - len(specs):], specs)
+
+    def abandon(self) -> None:
+        self._expected.clear()
+        self._inner.abandon()
 
     def settle(self, kind: str) -> None:
         self._inner.settle(kind)

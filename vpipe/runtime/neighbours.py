@@ -53,6 +53,11 @@ class Neighbours:
                 "expected gradients": self._returning,
                 "receives of unknown shape": [key for queue in self._queued.values() for key in queue]}
 
+    def abandon(self) -> None:
+        """Drop what is on its way, and what was to come."""
+        for store in (self._arrived, self._leaving, self._shapes, self._returning, self._queued):
+            store.clear()
+
     # -- what an action takes and makes
 
     def activations(self, stage: int, microbatch: int) -> tuple[int, Key]:

@@ -151,6 +151,10 @@ class Reduction:
             self._send_next(update, contributors)
         self._sent = 0
 
+    def abandon(self) -> None:
+        """Begin anew with an update that failed."""
+        self._sent = 0
+
     def _send_next(self, update: int, contributors: Sequence[int]) -> None:
         number, self._sent = self._sent, self._sent + 1
         bucket, key = self._buckets[number], self._key("D", update, number)

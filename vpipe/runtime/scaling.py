@@ -112,6 +112,10 @@ class Scaling:
         """Another replica of the stage has lost the update."""
         self._lost.add(stage)
 
+    def abandon(self) -> None:
+        """Forget what was lost of updates that failed before a step."""
+        self._lost.clear()
+
     def updated(self, stage: int, number: int, applied: bool) -> float:
         """A stage has made an update, or left it out; by what its scale was multiplied."""
         scale = self._scales[stage]

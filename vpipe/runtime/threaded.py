@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from time import perf_counter
@@ -212,6 +212,13 @@ class ThreadedWorker(Worker):
                 apart = self._apart.pop(stage_index)
                 for number, weights in enumerate(everything):
                     weights.accumulate([apart[microbatch][number] for microbatch in sorted(apart)])
+
+    def abandon(self) -> None:
+        wait([future for _, future in self._under_way.values()])
+        for store in (self._under_way, self._deferred, self._waits, self._apart):
+            store.clear()
+        self._latest = self._at_fault = None
+        super().abandon()
 
     # -- failures ----------------------------------------------------------------------------------------
 

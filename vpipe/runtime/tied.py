@@ -65,6 +65,11 @@ class TiedWeights:
             self._begun[number] = stage.weights.latest
             self._begun.update({owner: weights.latest for owner, weights in stage.borrowed.items()})
 
+    def abandon(self) -> None:
+        """Drop what is on its way."""
+        for store in (self._posted, self._here, self._senders):
+            store.clear()
+
     def ready(self, peer: int, key: Key) -> bool:
         """Whether a transfer can be taken without waiting."""
         return key in self._here if peer == self._transport.rank else self._transport.ready(peer, key)

@@ -144,6 +144,11 @@ class Recorder:
         self._notes.append((op, stage, number, started, ended, transport.wait_s - waited, self._held,
                             0 if here is None else here.weights.held))
 
+    def abandon(self) -> None:
+        """Forget microbatches that failed; their actions stay noted."""
+        self._in_flight.clear()
+        self._held = 0
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Note an evaluation."""

@@ -81,6 +81,9 @@ class Transport(Protocol):
         """Wait until every transfer of a kind that was sent has arrived, but for those whose receiver gets ready only
         when it has learned shapes that were announced before."""
 
+    def abandon(self) -> None:
+        """Drop what is on its way between ranks, all of which are in this process."""
+
     def finish(self) -> None:
         """Wait until everything sent has arrived, and complain if something posted was never taken.
 
@@ -120,6 +123,9 @@ class InProcess:
 
     def settle(self, kind: str) -> None:
         """What was sent is in the mailroom."""
+
+    def abandon(self) -> None:
+        self._room.clear()
 
     def finish(self) -> None:
         left = [str(key) for _, peer, key in self._room if peer == self.rank]

@@ -52,6 +52,13 @@ class Update:
         """
         self.global_norm, self._others, self._audience = True, dict(others), audience
 
+    def abandon(self) -> None:
+        """Drop what is there of an update that failed before a step."""
+        self._norms.clear()
+        self._steps.clear()
+        if self.scaling is not None:
+            self.scaling.abandon()
+
     def ready(self, transport: Transport, number: int) -> bool:
         """Whether a step can be taken without waiting for norms."""
         return not self.global_norm or self._steps[number] > 0 or (

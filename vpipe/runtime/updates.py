@@ -61,6 +61,13 @@ class Updates:
             for optimizer in self._update.optimizers.values():
                 optimizer.fix_rates()
 
+    def abandon(self) -> None:
+        """Drop what is there of an update that failed before a step."""
+        self._completed.clear()
+        self._update.abandon()
+        for reduction in self._reductions.values():
+            reduction.abandon()
+
     def completing(self, stage: int, microbatch: int, whole: bool) -> AbstractContextManager[None]:
         """While weight gradients are made; those of a replica that are its last of an update go out.
 

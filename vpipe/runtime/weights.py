@@ -347,6 +347,12 @@ class Weights:
         self._settled = None
         return gradients
 
+    def abandon(self) -> None:
+        """Drop the gradients and the pins of microbatches that failed."""
+        self.take_gradients()
+        self._pins.clear()
+        self.choose(None)
+
     def install(self, version: int, tensors: Sequence[Tensor]) -> None:
         """Make received values (owned by the caller no longer) the latest version."""
         leaves = [_leaf(tensor, leaf) for tensor, leaf in zip(tensors, self.leaves(), strict=True)]

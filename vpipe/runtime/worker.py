@@ -143,6 +143,17 @@ class Worker:
             raise RunError(f"left over at the end of a segment: {', '.join(left)}", rank=self.rank,
                            hint="this is a defect of the schedule or of vpipe: please report it")
 
+    def abandon(self) -> None:
+        """Drop all that is left of a segment that failed before any stage of this process made a step."""
+        self.records.clear()
+        self.losses.clear()
+        self._activations = dict.fromkeys(self.stages, 0)
+        for part in (self._neighbours, self.tied, self.updates, self.transport):
+            part.abandon()
+        for stage in self.stages.values():
+            for weights in (stage.weights, *stage.borrowed.values()):
+                weights.abandon()
+
     def forget_batches(self, microbatches: range) -> None:
         """A step of training, or a round of an evaluation, is done with these."""
         if self.comparison is not None:

@@ -1,0 +1,189 @@
+"""After a failure before any stage has made its step, a pipeline in one process goes on as if nothing had been."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import AdamW, fingerprint
+from models import rich_batches, rich_model
+from torch import Tensor, nn
+
+from vpipe import Layer, Model, Pipeline
+from vpipe.errors import RunError, UserError
+from vpipe.runtime.feed import Batch
+
+
+class _Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, hidden: Tensor, breaker: Breaker) -> Tensor:
+        context.breaker = breaker
+        breaker.passed("forward")
+        return hidden.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        context.breaker.passed("backward")
+        return gradient, None
+
+
+class Breaker:
+    """Raises an error in the n-th pass from when it is armed on."""
+
+    def __init__(self) -> None:
+        self.left: dict[str, int] = {}
+        self.error: BaseException = RuntimeError("broken")
+
+    def arm(self, direction: str, passes: int, error: BaseException | None = None) -> None:
+        self.left, self.error = {direction: passes}, error or RuntimeError("broken")
+
+    def passed(self, direction: str) -> None:
+        if direction in self.left:
+            self.left[direction] -= 1
+            if not self.left[direction]:
+                del self.left[direction]
+                raise self.error
+
+
+class Breakable(nn.Module):
+    def __init__(self, breaker: Breaker) -> None:
+        super().__init__()
+        self._breaker = breaker
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return _Breaks.apply(hidden, self._breaker)
+
+
+def pipeline(breaker: Breaker, at: int = 3, tied: bool = True, **arguments: Any) -> Pipeline:
+    """A model with a layer that can break behind as many others; ties, dropout, fields for later stages."""
+    layers = list(rich_model(tied=tied).layers)
+    name = layers[at - 1].outputs[0]
+    layers.insert(at, Layer("breakable", lambda: Breakable(breaker), (name,), (name,)))
+    return Pipeline(Model(layers, rich_model().batch), **{"stages": 3, "microbatches": 4, "optimizer": AdamW(),
+                                                          "seed": 2, **arguments})
+
+
+def train(pipe: Pipeline, batches: list[Batch]) -> list[float]:
+    return [step.loss for step in pipe.train(batches)]
+
+
+CASES: list[dict[str, Any]] = [
+    {"schedule": "gpipe"}, {"schedule": "1f1b", "recompute": 0.5}, {"schedule": "zb_h1", "stages": 2},
+    {"schedule": "1f1b", "replicas": 2}, {"schedule": "interleaved", "stages": 4, "chunks": 2},
+    {"schedule": "zb_v", "stages": 4, "grad_clip": 0.1}, {"schedule": "gpipe", "executor": "async_threaded"},
+    {"schedule": "1f1b", "precision": "fp16", "stages": 2}, {"schedule": "1f1b", "executor": "naive", "stages": 1},
+    {"schedule": "gpipe", "compress": "bf16", "compress_feedback": False}]
+
+
+@pytest.mark.parametrize("arguments", CASES)
+@pytest.mark.parametrize(("direction", "passes"), [("forward", 1), ("forward", 4), ("backward", 1), ("backward", 4)])
+def test_a_failed_batch_is_as_if_it_had_not_been(direction: str, passes: int, arguments: dict[str, Any]) -> None:
+    batches = rich_batches(3, 8)
+    expected, broken = Breaker(), Breaker()
+    whole, pipe = pipeline(expected, **arguments), pipeline(broken, **arguments)
+    assert train(pipe, batches[:1]) == train(whole, batches[:1])
+    before = fingerprint(pipe.state_dict())
+    broken.arm(direction, passes)
+    with pytest.raises(RunError, match="broken"):
+        train(pipe, batches[1:2])
+    assert fingerprint(pipe.state_dict()) == before
+    assert train(pipe, batches[1:]) == train(whole, batches[1:])
+    assert fingerprint(pipe.state_dict()) == fingerprint(whole.state_dict())
+
+
+def test_progress_can_be_saved_and_loaded_after_a_failure(tmp_path: Path) -> None:
+    breaker, batches = Breaker(), rich_batches(3, 8)
+    pipe = pipeline(breaker, schedule="1f1b")
+    train(pipe, batches[:1])
+    breaker.arm("forward", 2, torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(RunError, match="out of memory"):
+        train(pipe, batches[1:])
+    pipe.save(tmp_path / "saved")
+    other = pipeline(Breaker(), schedule="1f1b")
+    assert other.load(tmp_path / "saved").steps == 1
+    assert train(other, batches[1:]) == train(pipe, batches[1:])
+
+
+def test_an_interrupt_in_a_batch_can_be_gone_on_from() -> None:
+    breaker, batches = Breaker(), rich_batches(2, 8)
+    pipe = pipeline(breaker, schedule="1f1b")
+    breaker.arm("backward", 1, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        train(pipe, batches)
+    assert train(pipe, batches) == train(pipeline(Breaker(), schedule="1f1b"), batches)
+
+
+class Raises(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        raise RuntimeError("broken")
+
+
+@pytest.mark.parametrize(("passes", "arguments"), [
+    (4, {"schedule": "pipedream"}), (5, {"schedule": "1f1b", "optimizer": Raises}),
+    (4, {"schedule": "1f1b", "compress": "bf16", "compress_feedback": True})])
+def test_stages_that_made_steps_cannot_go_back(passes: int, arguments: dict[str, Any]) -> None:
+    """Nor can what coding the gradients of the batch has lost be taken out again."""
+    breaker = Breaker()
+    pipe = pipeline(breaker, **arguments)
+    breaker.arm("backward", passes)
+    with pytest.raises(RunError, match="broken"):
+        train(pipe, rich_batches(1, 8))
+    with pytest.raises(RunError, match="this pipeline failed in the middle of an update: its stages are at different"):
+        pipe.state_dict()
+    with pytest.raises(RunError, match="this pipeline failed before and cannot go on"):
+        train(pipe, rich_batches(1, 8))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_evaluation_that_fails_leaves_the_pipeline_as_it_was(schedule: str, replicas: int) -> None:
+    batches, held_out = rich_batches(4, 8), rich_batches(2, 8, seed=9)
+    breaker = Breaker()
+    whole, pipe = (pipeline(b, schedule=schedule, replicas=replicas) for b in (Breaker(), breaker))
+    assert train(pipe, batches[:2]) == train(whole, batches[:2])
+    breaker.arm("forward", 3)
+    with pytest.raises(RunError, match="broken"):
+        pipe.evaluate(held_out)
+    with pytest.raises(UserError, match="a batch of 6 samples cannot be cut"):
+        pipe.evaluate([*held_out, *rich_batches(1, 6)])
+    assert pipe.evaluate(held_out) == whole.evaluate(held_out)
+    assert train(pipe, batches[2:]) == train(whole, batches[2:])
+    assert fingerprint(pipe.state_dict()) == fingerprint(whole.state_dict())
+
+
+def torn(batches: list[Batch]) -> Iterator[Batch]:
+    yield from batches
+    raise OSError("the disk is gone")
+
+
+@pytest.mark.parametrize("arguments", [
+    {"schedule": "1f1b"}, {"schedule": "pipedream"}, {"schedule": "pipedream", "replicas": 2}, {"schedule": "2bw"},
+    {"schedule": "pipedream", "stages": 2, "update_every": 4}])
+def test_what_was_read_before_an_error_is_trained_on(arguments: dict[str, Any]) -> None:
+    batches = rich_batches(4, 8)
+    whole, pipe = (pipeline(Breaker(), **arguments) for _ in range(2))
+    made, losses = pipe.train(torn(batches[:3])), train(whole, batches[:3])
+    assert [next(made).loss for _ in losses] == losses
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(made)
+    assert fingerprint(pipe.state_dict()) == fingerprint(whole.state_dict())
+    assert pipe.engine.position == whole.engine.position
+    with pytest.raises(UserError, match="a batch of 6 samples cannot be cut into 4 equal microbatches"):
+        train(pipe, [batches[3], *rich_batches(1, 6)])
+    train(whole, batches[3:])
+    assert fingerprint(pipe.state_dict()) == fingerprint(whole.state_dict())
+
+
+def test_an_error_found_while_draining_comes_when_training_goes_on() -> None:
+    pipe = pipeline(Breaker(), schedule="pipedream")
+    steps = pipe.train(torn(rich_batches(2, 8)))
+    for _ in range(6):
+        next(steps)
+    assert len(pipe.state_dict()) > 0
+    assert pipe.engine.position.microbatches == 8
+    assert [step.index for step in (next(steps), next(steps))] == [6, 7]
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(steps)
