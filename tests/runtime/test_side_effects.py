@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from models import WIDTH, WORDS, Frozen, Head, RawMatmul, Words, rich_batches
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from vpipe import Layer, Model, Pipeline
 from vpipe.errors import UserError
@@ -194,8 +197,70 @@ def test_only_what_changes_is_copied() -> None:
 
     pipe = assert_exact(model_of(Table), "1f1b", [1, 1, 1], 1.0)
     effects = pipe.engine.local_stages[1]._spans[0].effects
-    assert [(kept.slot.label, kept.copy is not None) for kept in effects.before()] == [
+    before = effects.before()
+    assert [(kept.slot.label, kept.copy is not None) for kept in before.kept] == [
         ("layer0.n", True), ("layer0.table", False)]
+    assert before.states == []
+
+
+class Skipped(nn.Module):
+    """Leaves out a part of itself as random numbers say that torch's seeds have nothing to do with."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.linear, self.source = nn.Linear(WIDTH, WIDTH), source
+        self.generator = torch.Generator().manual_seed(5)
+
+    def forward(self, h: Tensor) -> Tensor:
+        number = {"python": random.random, "numpy": np.random.rand,
+                  "own": lambda: float(torch.rand((), generator=self.generator))}[self.source]()
+        return h + number * torch.tanh(self.linear(h)) if number > 0.25 else h
+
+
+@pytest.mark.parametrize("source", ["python", "numpy", "own"])
+def test_a_recompute_draws_the_same_random_numbers_and_takes_none_away(source: str) -> None:
+    runs = []
+    for recompute in (0.0, 1.0):
+        random.seed(3)
+        np.random.seed(3)
+        pipe = Pipeline(model_of(lambda: Skipped(source), lambda: Skipped(source)), partition=[1, 2, 1],
+                        microbatches=4, recompute=recompute, optimizer=Momentum(), seed=2)
+        runs.append([*(step.loss for step in pipe.train(rich_batches(2, 8))), random.random(), np.random.rand(),
+                     *(float(value.sum()) for value in pipe.state_dict().values())])
+    assert runs[0] == runs[1]
+
+
+def test_a_hook_on_an_input_runs_once_where_the_layer_is_recomputed() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, h: Tensor) -> Tensor:
+            if h.requires_grad:
+                h.register_hook(lambda gradient: gradient * 0.5)
+            return torch.tanh(self.linear(h))
+
+    assert_exact(model_of(Halves, Halves), "1f1b", [1, 1, 1, 1], 1.0)
+
+
+class ChecksItself(Normed):
+    """Computes its forward again in its backward, where it advances its statistics once more."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        output: Tensor = checkpoint(super().forward, h, use_reentrant=False)
+        return output
+
+
+def test_statistics_that_a_checkpoint_within_a_layer_advances_are_refused_where_microbatches_overlap() -> None:
+    model = model_of(ChecksItself)
+    assert_exact(model, "1f1b", [3])  # one microbatch at a time, as in plain PyTorch
+    with pytest.raises(UserError) as error:
+        assert_exact(model, "1f1b", [2, 1])
+    assert str(error.value) == (
+        "error: 'layer0.norm.running_mean' was changed by a backward: its layer computes its forward again there, when "
+        "those of 1 later microbatches have changed it, too\nhint: leave torch.utils.checkpoint out of the layer, and "
+        "let the pipeline recompute it: recompute=...")
 
 
 class Later(nn.Module):
@@ -266,7 +331,8 @@ class InPlace(nn.Module):
 
 CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu_, "dropout": lambda h: F.dropout(h, 0.3, True, inplace=True), "mul": lambda h: h.mul_(2),
-    "part": lambda h: (h[:, 1:].add_(1), h)[1], "view": lambda h: h.view(-1).neg_().view_as(h)}
+    "part": lambda h: (h[:, 1:].add_(1), h)[1], "data": lambda h: (h.data.mul_(2), h)[1],
+    "view": lambda h: h.view(-1).neg_().view_as(h)}
 
 
 @pytest.mark.parametrize(("change", "schedule", "recompute"), [

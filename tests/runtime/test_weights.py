@@ -447,3 +447,44 @@ def test_leaves_keep_the_kind_and_the_attributes_of_their_parameter() -> None:
     model, batches = raw_model(Scaled), rich_batches(6, 4)
     pipe = Pipeline(model, partition=[1] * 4, schedule="pipedream", optimizer=Momentum(), seed=2)
     assert len(list(pipe.train(batches))) == 6
+
+
+# -- parameters of several stages, and of none -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+@pytest.mark.parametrize("shares", ["module", "parameter"])
+def test_a_parameter_on_two_stages_without_a_tie_is_refused(shares: str, schedule: str) -> None:
+    one, other = RawMatmul(), RawMatmul()
+    if shares == "parameter":
+        other.w = one.w
+    second = one if shares == "module" else other
+    model = Model([Layer("words", Words, ("ids",), ("h",)), Layer("a", lambda: one), Layer("b", lambda: second),
+                   Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
+    with pytest.raises(UserError) as error:
+        Pipeline(model, partition=[2, 2], schedule=schedule, optimizer=Momentum())
+    assert str(error.value) == ("error: 'b.w' and 'a.w' are one parameter, but on different stages or ranks, where "
+                                "each is trained by itself\nhint: let every build function make a module of its own, "
+                                "and tie them: Layer(..., ties={...})")
+    assert len(list(Pipeline(model, partition=[1, 3], schedule="1f1b", optimizer=Momentum()).train(
+        rich_batches(1, 4)))) == 1, "within a stage it is one"
+
+
+def test_replicas_that_are_one_module_are_refused() -> None:
+    one = RawMatmul()
+    model = Model([Layer("words", Words, ("ids",), ("h",)), Layer("a", lambda: one),
+                   Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
+    with pytest.raises(UserError, match=r"'a\.w' and 'a\.w' are one parameter, but on different stages or ranks"):
+        Pipeline(model, partition=[1, 1, 1], placement=[[0], [1, 2], [3]], microbatches=2, optimizer=Momentum())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_a_parameter_that_is_freed_later_is_refused(schedule: str) -> None:
+    pipe = Pipeline(frozen_front(), schedule=schedule, partition=[1, 1, 2], microbatches=2, optimizer=Momentum())
+    list(pipe.train(rich_batches(1, 4)))
+    pipe.engine.local_stages[0].modules[0].requires_grad_()
+    with pytest.raises(UserError) as error:
+        list(pipe.train(rich_batches(1, 4)))
+    assert str(error.value) == ("error: 'words.word.weight' requires a gradient now, but did not when the pipeline was "
+                                "built: no optimizer steps it\nhint: save, and load into a pipeline that is built with "
+                                "what is trained from here on")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
@@ -41,6 +41,27 @@ def share_ties(modules: Mapping[int, nn.Module], names: Mapping[int, str],
                         raise UserError(f"'{names[i]}.{own}' has hooks, but '{target}' takes its place: they are tied",
                                         hint=f"register the hooks on '{target}'")
                     replace_parameter(before, f"{names[i]}.{own}")
+
+
+def check_apart(stages: Iterable[tuple[Mapping[int, nn.Module], Mapping[int, str]]]) -> None:
+    """Refuse stages of one process that share parameters, as they could not in processes of their own.
+
+    Args:
+        stages: of each the modules and the names of its layers, by their numbers; before parameters are replaced.
+
+    Raises:
+        UserError: one that is trained is in a layer of another stage, or of another rank, too.
+    """
+    seen: dict[int, str] = {}
+    for modules, names in stages:
+        mine = {id(parameter): f"{names[i]}.{name}" for i, module in modules.items()
+                for name, parameter in module.named_parameters() if parameter.requires_grad}
+        for shared in mine.keys() & seen:
+            raise UserError(f"'{mine[shared]}' and '{seen[shared]}' are one parameter, but on different stages or "
+                            "ranks, where each is trained by itself",
+                            hint="let every build function make a module of its own, and tie them: "
+                                 "Layer(..., ties={...})")
+        seen |= mine
 
 
 def collect(modules: Mapping[int, nn.Module], names: Mapping[int, str], borrowed: Mapping[str, tuple[int, str]],

@@ -95,11 +95,11 @@ class Layers:
             raise
         except Exception as error:
             raise forward_error(i, layer, {name: tensors[name] for name in layer.inputs}, error) from error
-        for name, tensor, version in before:
-            if tensor._version != version:
-                if given.get(name) is inputs.get(name):
-                    raise self._in_place(span.layers[0][1].name)
-                span.effects.changed(name)
+        changed = [name for name, tensor, version in before if tensor._version != version]
+        if any(given.get(name) is inputs.get(name) for name in changed):
+            raise self._in_place(span.layers[0][1].name)
+        if training:
+            span.effects.ran(inputs, given, changed)
         # What nobody touched goes on as it came where the layers got copies: those would be one more. An alias goes on
         # itself, so that gradients from beyond the span are added first, as in one graph.
         return {name: inputs[name] if span.recomputed and tensors[name] is given.get(name)

@@ -10,7 +10,7 @@ from torch.autograd.graph import GradientEdge
 
 from vpipe.model.layer import Layer
 from vpipe.runtime.halves import WeightHalf
-from vpipe.runtime.side_effects import Before, SideEffects
+from vpipe.runtime.side_effects import NOTHING, Before, SideEffects
 
 DropoutKey = tuple[int, int]
 """(update, microbatch within the update): with the layer's index it fixes the random numbers of a layer."""
@@ -42,7 +42,7 @@ class Held:
 
     inputs: dict[str, Tensor]
     graph: Graph | None
-    before: Before = ()
+    before: Before = NOTHING
     versions: Sequence[int] = ()
 
 

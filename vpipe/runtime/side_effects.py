@@ -6,14 +6,19 @@ leaves them as it found them: statistics advance once, and a layer that reads wh
 A buffer that a layer changes in place, and that its graph keeps for the backward, is another tensor in each forward:
 several microbatches are in flight.
 
+Random numbers beside those of torch's default generators, which are seeded, are drawn again, too.
+
 The first forwards show what changes: before them everything that could is copied. Later ones copy that alone. Not seen
 is what a layer changes inside of other objects that it keeps, such as a list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -54,9 +59,32 @@ class _Kept(NamedTuple):
     version: int
     holders: int
 
+    def is_replaced(self) -> bool:
+        """Return whether the slot holds another value by now."""
+        now = self.slot.table.get(self.slot.key, _ABSENT)
+        return now is not self.value and _is_plain(now)
 
-Before = Sequence[_Kept]
-"""What the modules of some layers kept before a forward, as far as a forward changes it."""
+    def is_changed_in_place(self) -> bool:
+        """Return whether a tensor of which there is a copy has changed."""
+        return self.copy is not None and (self.value._version != self.version or not _equal(self.value, self.copy))
+
+
+class _Source(NamedTuple):
+    """Where random numbers come from: gives its state, as a value that can be compared, and takes it."""
+
+    get: Callable[[], Any]
+    put: Callable[[Any], None]
+
+
+class Before(NamedTuple):
+    """What a forward finds, as far as it changes it: what modules keep, and the states of random numbers."""
+
+    kept: Sequence[_Kept] = ()
+    states: Sequence[tuple[_Source, Any]] = ()
+
+
+NOTHING = Before()
+"""What a forward finds that changes nothing."""
 
 
 class First(NamedTuple):
@@ -87,6 +115,9 @@ class SideEffects:
         self._changing: dict[tuple[int, str], tuple[_Slot, bool]] = {}  # and whether in place
         self._saved: list[_Slot] = []  # of these, what graphs keep
         self._constant: list[_Slot] = []
+        self._sources = list(_sources(part for module in self._layers.values() for part in module.modules()))
+        self._drawn: list[_Source] = []
+        self._backwards = WATCHED
         self.walks_its_graph = False
 
     # -- inputs
@@ -104,9 +135,17 @@ class SideEffects:
     def _own(self, tensor: Tensor) -> Tensor:
         return _alias(tensor) if not self._recomputed and _is_alone(tensor) else _copy(tensor)
 
-    def changed(self, name: str) -> None:
-        """Note that an input was changed in place."""
-        self.inputs.add(name)
+    def ran(self, inputs: Mapping[str, Tensor], given: Mapping[str, Tensor], changed: Iterable[str]) -> None:
+        """Note which inputs a forward has changed in place.
+
+        Args:
+            given: what :meth:`given` returned for the inputs.
+            changed: those whose versions tell.
+        """
+        self.inputs.update(changed)
+        if self._left and self._recomputed:  # also those changed behind autograd's back
+            self.inputs.update(name for name, tensor in inputs.items()
+                               if tensor is not given[name] and not _equal(tensor, given[name]))
 
     def first(self, inputs: Mapping[str, Tensor]) -> First | None:
         """Get ready for a forward with a graph that is kept; return what it finds, if it is one of the first."""
@@ -121,12 +160,33 @@ class SideEffects:
 
     def undone(self, first: First) -> bool:
         """Return whether a forward has changed an input that others need; then all is again as the forward found it."""
-        spoilt = first.copies.keys() & self.inputs
+        spoilt = [name for name, copy in first.copies.items() if not _equal(first.inputs[name].detach(), copy)]
+        self.inputs.update(spoilt)  # also those changed behind autograd's back
         for name in spoilt:
             first.inputs[name].data.copy_(first.copies[name])
         if spoilt:
             self.undo(first.before)
         return bool(spoilt)
+
+    @contextmanager
+    def watched_backward(self, in_flight: int) -> Iterator[None]:
+        """Look at one backward, if it is among the first, of several microbatches that are in flight.
+
+        Raises:
+            UserError: it changes what modules keep, by computing a forward again.
+        """
+        if not self._backwards or in_flight < 2:
+            yield
+            return
+        self._backwards -= 1
+        before = self._everything()
+        yield
+        for kept in before.kept:
+            if kept.copy is not None and (kept.is_replaced() or kept.is_changed_in_place()):
+                raise UserError(f"'{kept.slot.label}' was changed by a backward: its layer computes its forward again "
+                                f"there, when those of {in_flight - 1} later microbatches have changed it, too",
+                                hint="leave torch.utils.checkpoint out of the layer, and let the pipeline recompute "
+                                     "it: recompute=...")
 
     # -- what modules keep
 
@@ -149,11 +209,16 @@ class SideEffects:
     def before(self) -> Before:
         """Return what a forward that is about to run will find, as far as it may change it."""
         if self._left:
-            slots = [(slot, True) for slot in self._slots()]
-        else:
-            slots = [*self._changing.values(), *((slot, False) for slot in self._constant)]
+            return self._everything()
         copies: dict[int, Tensor] = {}  # a buffer that stands in two places stays one
-        return [_kept(slot, in_place, copies) for slot, in_place in slots]
+        slots = [*self._changing.values(), *((slot, False) for slot in self._constant)]
+        return Before([_kept(slot, in_place, copies) for slot, in_place in slots],
+                      [(source, source.get()) for source in self._drawn])
+
+    def _everything(self) -> Before:
+        copies: dict[int, Tensor] = {}
+        return Before([_kept(slot, True, copies) for slot in self._slots()],
+                      [(source, source.get()) for source in self._sources])
 
     def after(self, before: Before) -> Before:
         """Return of :meth:`before` what the forward has changed, and note it while it is one of the first.
@@ -162,20 +227,18 @@ class SideEffects:
             UserError: a buffer changed in place for the first time, but was not copied.
         """
         if not self._left:
-            for kept in before[len(self._changing):]:
+            for kept in before.kept[len(self._changing):]:
                 constant: Tensor = kept.value
                 if kept.slot.table.get(kept.slot.key) is not constant or constant._version != kept.version:
                     raise UserError(f"'{kept.slot.label}' was changed by a forward, which none of the first {WATCHED} "
                                     "forwards did: a recompute would find it changed",
                                     hint="leave the layer out of recompute")
-            return before[:len(self._changing)]
-        known = {(id(kept.slot.table), kept.slot.key) for kept in before}
+            return before._replace(kept=before.kept[:len(self._changing)])
+        known = {(id(kept.slot.table), kept.slot.key) for kept in before.kept}
         new = [_Kept(slot, _ABSENT, None, 0, 0) for slot in self._slots() if (id(slot.table), slot.key) not in known]
-        for kept in (*before, *new):
-            slot, now = kept.slot, kept.slot.table.get(kept.slot.key, _ABSENT)
-            in_place = kept.copy is not None and (kept.value._version != kept.version
-                                                  or not _equal(kept.value, kept.copy))
-            if in_place or (now is not kept.value and _is_plain(now)):
+        for kept in (*before.kept, *new):
+            slot, in_place = kept.slot, kept.is_changed_in_place()
+            if in_place or kept.is_replaced():
                 _, was = self._changing.get((id(slot.table), slot.key), (slot, False))
                 self._changing[id(slot.table), slot.key] = slot, in_place or was
                 if in_place and not self._recomputed and kept.value._use_count() > kept.holders and (
@@ -183,24 +246,30 @@ class SideEffects:
                     self._saved.append(slot)
         self._constant = [slot for slot in self._slots() if isinstance(slot.table.get(slot.key), Tensor)
                           and (id(slot.table), slot.key) not in self._changing]
-        return [kept for kept in (*before, *new) if (id(kept.slot.table), kept.slot.key) in self._changing]
+        self._drawn += [source for source, state in before.states
+                        if source not in self._drawn and source.get() != state]
+        return Before([kept for kept in (*before.kept, *new) if (id(kept.slot.table), kept.slot.key) in self._changing],
+                      [(source, state) for source, state in before.states if source in self._drawn])
 
     @contextmanager
     def as_before(self, before: Before) -> Iterator[None]:
-        """Let modules keep what they kept before a forward, and then again what they keep now.
+        """Let a forward find again what it found, and then the next one what it finds now.
 
         Raises:
             UserError: what they keep now was changed meanwhile.
         """
-        now = [(kept.slot, kept.slot.table.get(kept.slot.key, _ABSENT)) for kept in before]
+        now = [(kept.slot, kept.slot.table.get(kept.slot.key, _ABSENT)) for kept in before.kept]
+        states = [(source, source.get()) for source, _ in before.states]
         versions = [value._version if isinstance(value, Tensor) else 0 for _, value in now]
-        for kept in before:
+        for kept in before.kept:
             _put(kept.slot, kept.value if kept.copy is None else kept.copy)
+        _set(before.states)
         try:
             yield
         finally:
             for slot, value in now:
                 _put(slot, value)
+            _set(states)
         for (slot, value), version in zip(now, versions, strict=True):
             if isinstance(value, Tensor) and value._version != version:
                 raise UserError(f"'{slot.label}' is changed by a recompute, which was given another tensor in its "
@@ -209,21 +278,21 @@ class SideEffects:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Let what is done have no lasting effect on what modules keep."""
-        copies: dict[int, Tensor] = {}
-        before = [_kept(slot, True, copies) for slot in self._slots()]
+        """Let what is done have no lasting effect on what forwards find."""
+        before = self._everything()
         try:
             yield
         finally:
             self.undo(before)
 
     def undo(self, before: Before) -> None:
-        """Let modules keep what they kept before a forward that failed."""
-        known = {(id(kept.slot.table), kept.slot.key) for kept in before}
-        for kept in before:
+        """Let the next forward find what one found that failed."""
+        known = {(id(kept.slot.table), kept.slot.key) for kept in before.kept}
+        for kept in before.kept:
             _put(kept.slot, kept.value)
             if kept.copy is not None:
                 kept.value.data.copy_(kept.copy)
+        _set(before.states)
         if self._left:
             for slot in list(self._slots()):
                 if (id(slot.table), slot.key) not in known:
@@ -257,6 +326,39 @@ def _kept(slot: _Slot, in_place: bool, copies: dict[int, Tensor]) -> _Kept:
                  value._use_count())  # type: ignore[attr-defined]
 
 
+def _sources(modules: Iterable[nn.Module]) -> Iterator[_Source]:
+    """Python's random numbers, NumPy's, and those of the generators that modules keep."""
+    yield _Source(random.getstate, random.setstate)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        yield _Source(partial(_numpy_state, numpy), partial(_set_numpy_state, numpy))
+    for generator in {id(value): value for module in modules for value in vars(module).values()
+                      if isinstance(value, torch.Generator)}.values():
+        yield _Source(partial(_generator_state, generator), partial(_set_generator_state, generator))
+
+
+def _numpy_state(numpy: Any) -> Any:
+    kind, numbers, *rest = numpy.random.get_state()
+    return kind, numbers.tobytes(), *rest
+
+
+def _set_numpy_state(numpy: Any, state: Any) -> None:
+    kind, numbers, *rest = state
+    numpy.random.set_state((kind, numpy.frombuffer(numbers, dtype=numpy.uint32), *rest))
+
+
+def _generator_state(generator: torch.Generator) -> bytes:
+    return bytes(generator.get_state().numpy())
+
+
+def _set_generator_state(generator: torch.Generator, state: bytes) -> None:
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def _set(states: Iterable[tuple[_Source, Any]]) -> None:
+    for source, state in states:
+        source.put(state)
+
+
 def _put(slot: _Slot, value: Any) -> None:
     if value is _ABSENT:
         slot.table.pop(slot.key, None)
@@ -265,6 +367,8 @@ def _put(slot: _Slot, value: Any) -> None:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
+    if one.layout is not torch.strided:
+        return True  # what has no strides is not copied
     return torch.equal(one, other) or (one.is_floating_point() and torch.equal(one.nan_to_num(), other.nan_to_num())
                                        and torch.equal(one.isnan(), other.isnan()))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import groupby
@@ -45,6 +46,8 @@ class Stage:
         self.modules, self.layer_names = self._layers.modules, self._layers.names
         self.weights, self.borrowed = collect(self.modules, self.layer_names, spec.borrowed,
                                               self._layers.round_weights())
+        self._frozen = [(f"{self.layer_names[i]}.{name}", parameter) for i, module in self.modules.items()
+                        for name, parameter in module.named_parameters() if not parameter.requires_grad]
         self._spans = list(self._cut(model, recomputed))
         self.recomputes = bool(recomputed)
         self._shared = [(weights, names) for weights in (self.weights, *self.borrowed.values())
@@ -63,9 +66,13 @@ class Stage:
 
     def _in_several_spans(self, weights: Weights) -> list[str]:
         """Parameters tied across spans: one backward of a whole graph would sum their parts first."""
-        span_of = {part: number for number, span in enumerate(self._spans)
-                   for _, _, module in span.layers for part in module.modules()}
-        return [name for name, slots in weights.slots.items() if len({span_of[part] for part, _ in slots}) > 1]
+        spans: dict[nn.Module, set[int]] = defaultdict(set)  # a module may stand in several, too
+        for number, span in enumerate(self._spans):
+            for _, _, module in span.layers:
+                for part in module.modules():
+                    spans[part].add(number)
+        return [name for name, slots in weights.slots.items()
+                if len(set[int]().union(*(spans[part] for part, _ in slots))) > 1]
 
     @property
     def summed_late(self) -> list[str]:
@@ -218,6 +225,14 @@ class Stage:
         for weights in (*([self.weights] if versions else []), *self.borrowed.values()):
             weights.renew()
 
+    def check_frozen(self) -> None:
+        """Refuse to train on when a parameter wants a gradient that did not when the stage was built."""
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise UserError(f"'{name}' requires a gradient now, but did not when the pipeline was built: no "
+                                "optimizer steps it",
+                                hint="save, and load into a pipeline that is built with what is trained from here on")
+
     def recompute(self, record: Record) -> None:
         """What was dropped, ahead of the backward; without this, the backward recomputes."""
         if not self.recomputes:
@@ -239,7 +254,8 @@ class Stage:
             if graph.half is not None:
                 graph.half.begin()
             try:
-                torch.autograd.backward([graph.edges[name] for name in names], [gradients[name] for name in names])
+                with span.effects.watched_backward(self.weights.pinned):
+                    torch.autograd.backward([graph.edges[name] for name in names], [gradients[name] for name in names])
             except VpipeError:
                 raise
             except Exception as error:
@@ -268,6 +284,8 @@ class Stage:
             raise UserError(f"layer '{span.layers[0][1].name}' is recomputed, but its input was changed in place by a "
                             "later layer, to which it was passed on",
                             hint="use the operation that is not in place there (inplace=False)")
+        for leaf in held.inputs.values():
+            leaf._backward_hooks = None  # of the graph that was dropped; the layers register theirs again
         try:
             with self._layers.undisturbed(), span.effects.as_before(held.before):
                 graph, _ = self._with_graph(span, held.inputs, record, again=True)

@@ -91,6 +91,9 @@ class Worker:
     def begin(self, segment: Segment, version_of: VersionOf, is_split: IsSplit) -> None:
         """What the following actions are about: versions of borrowed weights, and which microbatches are split."""
         self.segment, self._version_of, self.is_split = segment, version_of, is_split
+        if segment.training:
+            for stage in self.stages.values():
+                stage.check_frozen()
         self.updates.begin(segment)
         self.tied.begin(segment.rounds)
         self._neighbours.begin(segment)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from vpipe.model.layer import Model
 from vpipe.model.split import StageSpec, ties_between
 from vpipe.runtime.batch_comparison import BatchComparison
+from vpipe.runtime.collect import check_apart
 from vpipe.runtime.compressed import Compressed
 from vpipe.runtime.distributed import Distributed
 from vpipe.runtime.executor import Executor
@@ -34,7 +35,7 @@ def make_workers(model: Model, specs: Sequence[StageSpec], schedule: Schedule, m
         distributed: whether there are other processes; then this one has one rank, else all of them take turns.
 
     Raises:
-        UserError: a layer cannot work, or not in this precision under this schedule.
+        UserError: a layer cannot work, or not in this precision under this schedule, or is one with another's.
     """
     placement = schedule.placement
     ranks = [dist.get_rank()] if distributed else list(range(len(schedule.programs)))
@@ -44,12 +45,12 @@ def make_workers(model: Model, specs: Sequence[StageSpec], schedule: Schedule, m
         "overlapped": Worker, "naive": NaiveWorker,
         "async_threaded": partial(ThreadedWorker, in_turn=not distributed)}
     make = kinds[settings.executor]
+    built = {rank: {spec.index: Stage(model, spec, seed=settings.seed, device=settings.device,
+                                      recomputed=settings.recompute[spec.index], precision=settings.precision)
+                    for spec in specs if rank in placement[spec.index]} for rank in ranks}
+    check_apart((stage.modules, stage.layer_names) for stages in built.values() for stage in stages.values())
     workers: dict[int, Worker] = {}
-    for rank in ranks:
-        own = [spec for spec in specs if rank in placement[spec.index]]
-        stages = {spec.index: Stage(model, spec, seed=settings.seed, device=settings.device,
-                                    recomputed=settings.recompute[spec.index],
-                                    precision=settings.precision) for spec in own}
+    for rank, stages in built.items():
         for stage in stages.values():
             stage.renew_leaves(versions=not schedule.flush)
         optimizers = {s: StageOptimizer.build(make_optimizer, stage.weights.masters, s) for s, stage in stages.items()}
