@@ -249,3 +249,29 @@ def gathers_alone(*, timeout_s: float) -> None:
     for _ in pipe.train(rich_batches(2, 4)):
         if dist.get_rank() == 0:
             pipe.state_dict()
+
+
+def scheduled(*, schedule: str, change: int | None = None) -> list[Any]:
+    """Training under schedulers of torch's, one per optimizer, which step once per step; without a flush they would be
+    refused, so that they step from one call of ``train`` to the next, and after the step ``change`` on top."""
+    schedulers: list[torch.optim.lr_scheduler.LRScheduler] = []
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        schedulers.append(torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))
+        return optimizer
+
+    pipe = pipeline(rich_model(), make, schedule=schedule, partition=[2, 2, 2, 2], microbatches=2)
+    batches, told = rich_batches(4, 4), []
+    try:
+        for part in ([batches] if schedule == "1f1b" else [batches[:1], batches[1:]]):
+            for step in pipe.train(part):
+                told.append([step.loss, step.learning_rate])
+                if schedule == "1f1b" or step.index == change:
+                    for scheduler in schedulers:
+                        scheduler.step()
+            for scheduler in schedulers:
+                scheduler.step()
+    except UserError as error:
+        told.append(str(error))
+    return [told, fingerprint(pipe.state_dict())]

@@ -179,3 +179,18 @@ def test_every_rank_says_that_there_is_nothing_to_evaluate(world: World) -> None
 def test_what_no_rank_sees_alone_every_rank_refuses(world: World, arguments: dict[str, Any], text: str) -> None:
     assert jobs.refused(**arguments) == text
     assert world.run(jobs.refused, **arguments) == [text] * 4
+
+
+@pytest.mark.parametrize(("arguments", "rates"), [
+    ({"schedule": "1f1b"}, [0.1, 0.025, 0.1 * 0.25 / 3, 0.1 * 0.125 / 4]),
+    ({"schedule": "pipedream"}, None), ({"schedule": "pipedream", "change": 4}, None)])
+def test_schedulers_of_torchs_on_every_rank(world: World, arguments: dict[str, Any], rates: list[float] | None) -> None:
+    """A change while microbatches are in flight is refused on every rank after the same step, and all drain alike."""
+    expected = jobs.scheduled(**arguments)
+    assert world.run(jobs.scheduled, **arguments) == [expected] * 4
+    steps, _ = expected
+    if rates is not None:
+        assert [rate for _, rate in steps] == pytest.approx(rates)
+    if "change" in arguments:
+        assert "a parameter group of an optimizer was changed after step 4" in steps.pop()
+        assert len(steps) == 5

@@ -198,8 +198,15 @@ class Model:
         return whole
 
     def index(self, name: str) -> int:
-        """The position of the layer called ``name``."""
-        return next(i for i, layer in enumerate(self.layers) if layer.name == name)
+        """Return the position of the layer called ``name``.
+
+        Raises:
+            UserError: there is none.
+        """
+        names = [layer.name for layer in self.layers]
+        if name not in names:
+            raise UserError(f"no layer is called {shown(name)}", hint=nearest(str(name), names))
+        return names.index(name)
 
 
 def split_target(target: str, layers: Sequence[Layer]) -> tuple[str, str]:
