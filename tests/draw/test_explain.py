@@ -143,7 +143,8 @@ def test_without_recomputation_nothing_is_said_of_a_larger_limit() -> None:
 
 def test_many_stages_are_summed_up_in_the_comparison() -> None:
     many = planned()
-    deep = replace(many, partition=(3,) * 60, recompute_layers=(), recompute_ratio=())
+    deep = replace(many, partition=(3,) * 60, recompute_layers=(), recompute_ratio=(),
+                   stage_to_rank_map=tuple((stage,) for stage in range(60)))
     assert "60 stages of 3" in alternatives_table(many, [other("deep", deep)], 120)[2]
 
 

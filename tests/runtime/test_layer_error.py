@@ -39,15 +39,16 @@ class Broken(nn.Module):
 
     def __init__(self, where: str) -> None:
         super().__init__()
-        self.where, self.forwards = where, 0
+        self.where = where
+        self.forwards: list[int] = []  # not a number, which a recompute would find as the forward did
         self.register_buffer("seen", torch.zeros(()))
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.forwards += 1
+        self.forwards.append(1)
         self.seen += 1
         if self.where == ("forward" if torch.is_grad_enabled() else "evaluation") or \
-                (self.where == "recompute" and self.forwards > 1):
+                (self.where == "recompute" and len(self.forwards) > 1):
             raise IndexError("out of luck")
         x = self.linear(x)
         return RaisesInBackward.apply(x) if self.where == "backward" else x  # type: ignore[no-untyped-call,no-any-return]

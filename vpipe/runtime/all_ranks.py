@@ -29,12 +29,13 @@ class AllRanks:
 
     Args:
         specs: of all stages.
+        timeout_s: how long a rank may take to answer.
     """
 
     def __init__(self, workers: Mapping[int, Worker], specs: Sequence[StageSpec], placement: Placement,
-                 distributed: bool) -> None:
+                 distributed: bool, timeout_s: float) -> None:
         self._workers, self._specs, self._placement = workers, specs, placement
-        self._distributed = distributed
+        self._distributed, self._timeout_s = distributed, timeout_s
 
     def state(self) -> dict[str, Tensor]:
         """Parameters and buffers of the whole model, in the order of the layers; of the first replica."""
@@ -183,7 +184,7 @@ class AllRanks:
 
     def _from(self, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of a rank, on every rank."""
-        return share_tensors(tensors, rank) if self._distributed else dict(tensors)
+        return share_tensors(tensors, rank, self._timeout_s) if self._distributed else dict(tensors)
 
 
 def _buffers(stage: Stage) -> Iterator[tuple[str, Tensor]]:

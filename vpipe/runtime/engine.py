@@ -62,7 +62,7 @@ class Engine:
         self.workers = make_workers(model, specs, schedule, make_optimizer, settings, distributed)
         self._programs = Programs(schedule, [stage for stage, layers in enumerate(settings.recompute) if layers],
                                   any(worker.transport.ordered for worker in self.workers.values()))
-        self.all_ranks = AllRanks(self.workers, specs, self._placement, distributed)
+        self.all_ranks = AllRanks(self.workers, specs, self._placement, distributed, settings.timeout_s)
         self.all_ranks.check_ties()
         if settings.needs_norms and schedule.flush:
             self.all_ranks.agree_on_norms()
@@ -135,7 +135,9 @@ class Engine:
                 for step in stream:
                     yield from self._refusing_changes(step, in_flight)
             except RunError as error:  # of another rank, which has the batch that could not be read here
-                raise feed.error or error from error
+                if feed.error is None:
+                    raise
+                raise feed.error from error
             if stream.drained is None:
                 self._end(stream)
             else:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -20,46 +21,61 @@ from vpipe.watch.watch import Watch
 _SHARING = "sharing what each has"
 
 
-def share_tensors(tensors: Mapping[str, Tensor], source: int) -> dict[str, Tensor]:
-    """Named tensors of one rank, on every rank, in host memory. All ranks must call it; only the source gives any.
+def share_tensors(tensors: Mapping[str, Tensor], source: int, timeout_s: float | None = None) -> dict[str, Tensor]:
+    """Return the named tensors of one rank on every rank, in host memory. All ranks must call it.
 
     Sent from rank to rank, as everything else: the worker threads behind gloo's collectives may outlive the
     interpreter and then abort the process at its exit.
 
+    Args:
+        tensors: of the source; the other ranks give none.
+        source: whose.
+        timeout_s: how long one tensor may take; as long as the process group says when None.
+
     Raises:
-        RunError: a rank did not answer in the process group's time, or is gone.
+        RunError: a rank did not answer in that time, or is gone.
     """
     group = control_group()
+
+    def wait(work: dist.Work | None) -> None:
+        assert work is not None, "this rank is in the group"
+        if timeout_s is None:
+            work.wait()
+        else:
+            work.wait(timedelta(seconds=timeout_s))
+
     if dist.get_rank() != source:
-        with talking_with(source, _SHARING):
-            return _receive_shared(source, group)
+        with talking_with(source, _SHARING, timeout_s):
+            return _receive_shared(lambda tensor: wait(dist.irecv(tensor, source, group)))
     shared = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     content = [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in shared.items()]
     text = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
     for peer in (other for other in range(dist.get_world_size()) if other != source):
-        with talking_with(peer, _SHARING):
+        with talking_with(peer, _SHARING, timeout_s):
             for tensor in (torch.tensor([text.numel()]), text, *shared.values()):
                 if tensor.numel():
-                    dist.send(tensor, peer, group)
+                    wait(dist.isend(tensor, peer, group))
     return {name: t.clone() for name, t in shared.items()}
 
 
-def _receive_shared(source: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
+def _receive_shared(receive: Callable[[Tensor], None]) -> dict[str, Tensor]:
     size = torch.empty(1, dtype=torch.int64)
-    dist.recv(size, source, group)
+    receive(size)
     text = torch.empty(int(size), dtype=torch.uint8)
-    dist.recv(text, source, group)
+    receive(text)
     received: dict[str, Tensor] = {}
     for name, shape, dtype in json.loads(bytes(text.numpy()).decode()):
         received[name] = torch.empty(shape, dtype=getattr(torch, dtype))
         if received[name].numel():
-            dist.recv(received[name], source, group)
+            receive(received[name])
     return received
 
 
 @contextmanager
-def talking_with(peer: int, doing: str) -> Iterator[None]:
+def talking_with(peer: int, doing: str, timeout_s: float | None = None) -> Iterator[None]:
     """While this rank talks with another outside of any schedule; ``doing`` says what about, for messages.
+
+    ``timeout_s``: how long one transfer may take, where it is not the process group that says so.
 
     Raises:
         RunError: in place of what torch.distributed raises.
@@ -69,7 +85,8 @@ def talking_with(peer: int, doing: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise failure_of(error, dist.get_rank(), peer, doing, lambda rank: f"rank {rank}", watch, None) from error
+        raise failure_of(error, dist.get_rank(), peer, doing, lambda rank: f"rank {rank}", watch,
+                         timeout_s) from error
     finally:
         note(watch, None)
 
