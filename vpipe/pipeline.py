@@ -145,6 +145,8 @@ class Pipeline:
                        "scheduler of torch's is made with the optimizer, see docs/optimizers.md")
         grad_clip = given.number("grad_clip", grad_clip, 1.0, or_none=True)
         given.flag("skip_not_finite", skip_not_finite)
+        if backend is not None:
+            given.word("backend", backend, "gloo", "nccl")
         timeout_s = given.number("timeout_s", timeout_s, 60, most=1e9)
         given.word("precision", precision, *PRECISIONS)
         given.word("executor", executor, *EXECUTORS)
