@@ -8,6 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -109,6 +110,24 @@ def test_ranks_may_stand_in_any_order() -> None:
                         optimizer=AdamW())
         runs.append([step.loss for step in pipe.train(batches)])
     assert runs[0] == runs[1]
+
+
+def test_a_layer_that_draws_its_weights_outside_torch_is_found() -> None:
+    """In one process each replica is built, too."""
+    random = np.random.default_rng(3)
+
+    def drawn() -> nn.Module:
+        layer = nn.Linear(3, 2)
+        layer.weight = nn.Parameter(torch.from_numpy(random.standard_normal((2, 3), np.float32)), requires_grad=False)
+        return layer
+
+    class Mean(nn.Module):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return hidden.mean()
+
+    model = Model([Layer("drawn", drawn, ("x",), ("h",)), Layer("mean", Mean, ("h",), ("loss",))], ("x",))
+    with pytest.raises(UserError, match=r"stage 0: 'drawn\.weight' begins with other values on rank 1 than on rank 0"):
+        pipeline(model, (2,), "1f1b", 2).train([])
 
 
 def test_every_replica_needs_a_microbatch() -> None:

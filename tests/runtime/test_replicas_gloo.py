@@ -6,9 +6,13 @@ from typing import Any
 
 import jobs
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from world import World
 
-from vpipe.errors import RunError
+from vpipe import Model, Pipeline
+from vpipe.errors import RunError, UserError
 
 TWO_ONE_ONE, ONE_THREE, TWO_TWO, FOUR = [[0, 1], [2], [3]], [[2], [0, 3, 1]], [[0, 1], [2, 3]], [[3, 2, 1, 0]]
 
@@ -66,6 +70,45 @@ def test_a_replica_without_a_microbatch_takes_part(world: World) -> None:
     run = same_everywhere(world, model="frozen", schedule="pipedream", placement=[[0], [1, 2, 3]], microbatches=1,
                           samples=1, batches=1, more=1, partition=[1, 3])
     assert [step[0] for step in run["steps"]] == [0, 1]
+
+
+def test_replicas_that_begin_with_other_weights_are_found_before_a_step(world: World) -> None:
+    """An nn.Sequential built without a seed; a checkpoint that all of them load makes them alike."""
+    for texts, losses in world.run(unseeded):
+        assert texts == ["error: stage 0: '0.weight' begins with other values on rank 1 than on rank 0\nhint: replicas "
+                         "must begin alike: call torch.manual_seed with the same number on every rank before an "
+                         "nn.Sequential is built, and let layers draw from torch's generator alone"] * 2
+        assert losses == unseeded()[1]
+
+
+def unseeded() -> tuple[list[str], list[float]]:
+    """The words of the errors that every rank sees, and the losses when they have loaded a checkpoint."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    batches = [{"input": torch.ones(4, 3), "target": torch.zeros(4, dtype=torch.int64)}]
+    texts = []
+
+    def pipeline() -> Pipeline:
+        net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        return Pipeline(Model.sequential(net, nn.CrossEntropyLoss()), stages=2, replicas=2, microbatches=2,
+                        optimizer=jobs.AdamW())
+
+    torch.manual_seed(0)
+    seeded = pipeline()
+    list(seeded.train(batches))
+    torch.manual_seed(rank)
+    pipe = pipeline()
+    for use in (pipe.train, pipe.evaluate):
+        try:
+            use(batches)
+        except UserError as error:
+            texts.append(str(error))
+    pipe.engine.restore(seeded.engine.position, shared(seeded))
+    return texts, [step.loss for step in pipe.train(batches)]
+
+
+def shared(pipe: Pipeline) -> dict[str, Tensor]:
+    """What the pipeline saves, of the whole model."""
+    return {f"model.{name}": value for name, value in pipe.state_dict().items()}
 
 
 def test_replicas_that_drift_apart_are_found_on_every_rank(world: World) -> None:

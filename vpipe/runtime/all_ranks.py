@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -140,22 +141,42 @@ class AllRanks:
         Raises:
             RunError: they differ.
         """
+        for stage, name, first, rank in self._differences(_weights):
+            raise RunError(f"stage {stage}: '{name}' on rank {rank} is not what it is on rank {first}",
+                           hint="replicas that start alike and get the same gradients stay alike: look for a layer or "
+                                "an optimizer that draws random numbers outside torch, or for ranks with different "
+                                "libraries", rank=rank, stage=stage)
+
+    def check_replicas_begin(self, buffers: bool) -> None:
+        """Compare what the replicas of every stage begin with; every rank finds the same.
+
+        Args:
+            buffers: whether they are to be alike, too.
+
+        Raises:
+            UserError: something differs.
+        """
+        for stage, name, first, rank in self._differences(partial(_tensors, buffers=buffers)):
+            raise UserError(f"stage {stage}: '{name}' begins with other values on rank {rank} than on rank {first}",
+                            hint="replicas must begin alike: call torch.manual_seed with the same number on every rank "
+                                 "before an nn.Sequential is built, and let layers draw from torch's generator alone")
+
+    def _differences(self, tensors: Callable[[Stage], Iterator[tuple[str, Tensor]]]
+                     ) -> Iterator[tuple[int, str, int, int]]:
+        """Of tensors of the stages: the stage, the name, the first replica's rank and that of one that differs."""
         for stage, ranks in enumerate(self._placement):
-            sums = [self._checksums(stage, rank) for rank in ranks if len(ranks) > 1]
+            sums = [self._checksums(stage, rank, tensors) for rank in ranks if len(ranks) > 1]
             for rank, theirs in zip(ranks[1:], sums[1:], strict=True):
                 for name, checksum in sums[0].items():
                     if not torch.equal(checksum, theirs[name]):
-                        raise RunError(f"stage {stage}: '{name}' on rank {rank} is not what it is on rank {ranks[0]}",
-                                       hint="replicas that start alike and get the same gradients stay alike: look for "
-                                            "a layer or an optimizer that draws random numbers outside torch, or for "
-                                            "ranks with different libraries", rank=rank, stage=stage)
+                        yield stage, name, ranks[0], rank
 
-    def _checksums(self, stage: int, rank: int) -> dict[str, Tensor]:
+    def _checksums(self, stage: int, rank: int,
+                   tensors: Callable[[Stage], Iterator[tuple[str, Tensor]]]) -> dict[str, Tensor]:
         here, sums = self._stage(stage, rank), {}
-        if here is not None:
-            for name, value in zip(here.weights.names, here.weights.values(here.weights.names), strict=True):
-                data = value.cpu().contiguous().view(-1).view(torch.uint8).numpy()
-                sums[name] = torch.frombuffer(bytearray(hashlib.sha256(data.tobytes()).digest()), dtype=torch.uint8)
+        for name, value in tensors(here) if here is not None else ():
+            data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            sums[name] = torch.frombuffer(bytearray(hashlib.sha256(data).digest()), dtype=torch.uint8)
         return self._from(rank, sums)
 
     @contextmanager
@@ -185,6 +206,17 @@ class AllRanks:
     def _from(self, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of a rank, on every rank."""
         return share_tensors(tensors, rank, self._timeout_s) if self._distributed else dict(tensors)
+
+
+def _weights(stage: Stage) -> Iterator[tuple[str, Tensor]]:
+    yield from zip(stage.weights.names, stage.weights.values(stage.weights.names), strict=True)
+
+
+def _tensors(stage: Stage, buffers: bool) -> Iterator[tuple[str, Tensor]]:
+    stage.use_latest()
+    yield from stage.named_parameters()
+    if buffers:
+        yield from _buffers(stage)
 
 
 def _buffers(stage: Stage) -> Iterator[tuple[str, Tensor]]:

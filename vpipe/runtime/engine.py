@@ -74,6 +74,7 @@ class Engine:
         self._outcomes = Outcomes(self.workers, schedule, distributed)
         self._crew = Crew(self.workers, self._outcomes, distributed)
         self._crew.lend()
+        self._compared = False  # the replicas, before they are used
 
     # -- training --------------------------------------------------------------------------------------
 
@@ -91,6 +92,7 @@ class Engine:
 
         After :meth:`restore` the first batch is the one to go on with: what was done of it is left out.
         """
+        self._compare_replicas()
         self.drain()
         self._made.clear()
         self._outcomes.stop = stop
@@ -182,6 +184,17 @@ class Engine:
     def _optimizers(self) -> list[StageOptimizer]:
         return [optimizer for worker in self.workers.values() for optimizer in worker.update.optimizers.values()]
 
+    def _compare_replicas(self) -> None:
+        """Refuse replicas that begin with other weights; once, or again after :meth:`restore`.
+
+        Raises:
+            UserError: they do.
+        """
+        if not self._compared:
+            # Of a run that goes on they have buffers of their own.
+            self.all_ranks.check_replicas_begin(buffers=self.position.microbatches == 0)
+            self._compared = True
+
     def _segment(self, feed: Feed, first: int, rounds: Rounds) -> Segment:
         """What is trained next, from an empty pipeline on."""
         check_rescheduled(self._optimizers)
@@ -229,6 +242,7 @@ class Engine:
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean loss over the samples of all batches, forward only, with the latest weights."""
+        self._compare_replicas()
         self.drain()
         losses: list[list[float]] = [[] for rank in self._placement[-1] if rank in self.workers]
         samples: list[int] = []
@@ -290,6 +304,7 @@ class Engine:
     def state(self) -> dict[str, Tensor]:
         """Parameters and buffers of the whole model, on every rank, in the order of the layers."""
         self._crew.check_whole()
+        self._compare_replicas()
         self.drain()
         self.all_ranks.check_replicas()
         return self.all_ranks.state()
@@ -330,6 +345,7 @@ class Engine:
         for part in self.parts:
             part.load({name: tensor for name, tensor in tensors.items() if part.wants(name)})
         self._crew.lend()
+        self._compared = False
         self._begun = position.within(self._settings.microbatches)
         self.position = replace(position, begun=self._begun)
 
