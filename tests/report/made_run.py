@@ -20,8 +20,12 @@ Took = Callable[[int, Action], float]
 
 
 def make_run(folder: Path, name: str = "1f1b", ranks: int = 4, microbatches: int = 8, updates: int = 6,
-             took: Took | None = None, evaluation: bool = False, offsets: tuple[float, ...] = ()) -> Path:
-    """Write a run of ``updates`` steps; ``took`` says what an action takes on a rank, a little noise when left out."""
+             took: Took | None = None, evaluation: bool = False, offsets: tuple[float, ...] = (),
+             done: int = 0) -> Path:
+    """Write a run of ``updates`` steps; ``took`` says what an action takes on a rank, a little noise when left out.
+
+    ``done``: steps of earlier attempts, from which it counts on.
+    """
     noise = random.Random(0)
     took = took or (lambda rank, action: TIMES[action.op] * (1 + 0.1 * noise.random() + (0.1 * rank)))
     recipe = recipe_named(name)
@@ -36,6 +40,9 @@ def make_run(folder: Path, name: str = "1f1b", ranks: int = 4, microbatches: int
     header = {"format": 1, "host": "host-a", "placement": placement, "schedule": name, "flush": recipe.flush,
               "microbatches": microbatches if recipe.flush else 1, "update_every": microbatches if recipe.flush else 1,
               "partition": [3] * stages, "recomputed": [[]] * stages, "samples_per_step": 32}
+    per_step = microbatches if recipe.flush else 1
+    programs = [[Action(action.op, action.stage, action.microbatch + done * (1 if action.op is Op.STEP else per_step))
+                 for action in program] for program in programs]
     for rank, lines in enumerate(_lines(programs, placement, took, evaluation)):
         mine = {str(stage): 4_000_000 for stage, own in enumerate(placement) if rank in own}
         offset = offsets[rank] if offsets else 0.0

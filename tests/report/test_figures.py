@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from vpipe.schedules.action import Action, Op
 
 
 def even(rank: int, action: Action) -> float:
-    return TIMES[action.op]
+    return TIMES.get(action.op, 0.0)
 
 
 def made(folder: Path, name: str = "1f1b", updates: int = 6, **options: object) -> Recording:
@@ -40,6 +41,21 @@ def test_the_first_steps_and_of_a_stream_the_last_are_not_measured(tmp_path: Pat
     run, stream = made(tmp_path / "a", updates=12), made(tmp_path / "b", "pipedream", updates=20)
     assert (steady(run).first, steady(run).steps) == (4, 8)
     assert (steady(stream).first, steady(stream).steps) == (5, 11)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "pipedream", "pipedream_vertical_sync"])
+@pytest.mark.parametrize("updates", [2, 12])
+def test_a_run_that_goes_on_has_the_figures_of_one_that_began(tmp_path: Path, name: str, updates: int) -> None:
+    """Only that its steps have the numbers of the whole run."""
+    began, went_on = (made(tmp_path / str(done), name, updates, done=done, took=even) for done in (0, 36))
+    assert list(step_ends(went_on)) == [36 + step for step in step_ends(began)]
+    for window in (steady, lambda run: typical(run, 40)):
+        assert window(went_on) == replace(window(began), first=window(began).first + 36)
+    figures = [Figures.of(run, Producers.of(run)) for run in (began, went_on)]
+    assert replace(figures[1], window=figures[0].window) == figures[0]
+    plans = [replayed(run, Producers.of(run)) for run in (began, went_on)]
+    assert plans[0] is not None
+    assert plans[1] == plans[0]
 
 
 def test_a_window_of_usual_steps_is_drawn(tmp_path: Path) -> None:

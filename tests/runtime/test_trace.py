@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from vpipe import Layer, Model, Pipeline
 from vpipe.errors import RunError
 from vpipe.runtime import kept, trace
+from vpipe.runtime.feed import Batch
 from vpipe.runtime.trace import Evaluated, Recorded
 from vpipe.schedules.action import PER_MICROBATCH, Op
 
@@ -69,6 +71,34 @@ def test_recording_changes_no_number_and_misses_no_action(setting: dict[str, Any
     assert again == plain
     for rank, own in notes.items():
         assert [note.held_bytes for note in actions(counted[rank])] == [note.held_bytes for note in actions(own)]
+
+
+@pytest.mark.parametrize("setting", [SETTINGS[0], SETTINGS[4], {"schedule": "2bw", "stages": 2}],
+                         ids=lambda setting: setting["schedule"])
+def test_a_run_that_goes_on_counts_on(setting: dict[str, Any], tmp_path: Path) -> None:
+    """Updates, versions and microbatches of the second half have the numbers that they have in a whole run."""
+    data = rich_batches(4, 8)
+
+    def recorded(batches: list[Batch], load: bool = False) -> tuple[Pipeline, list[list[tuple[Op, int, int]]]]:
+        pipe = Pipeline(rich_model(), microbatches=4, optimizer=lambda own: torch.optim.AdamW(own, lr=1e-2), **setting)
+        if load:
+            pipe.load(tmp_path / "saved")
+        recorders = pipe.engine.record()
+        list(pipe.train(batches))
+        return pipe, [[(note.op, note.stage, note.number) for note in actions(recorder.take())]
+                      for recorder in recorders.values()]
+
+    first, begun = recorded(data[:2])
+    first.save(tmp_path / "saved")
+    before = [len(own) for own in begun]
+    recorders = first.engine.record()
+    list(first.train(data[2:]))
+    _, resumed = recorded(data[2:], load=True)
+    assert all(before)
+    assert resumed == [[(note.op, note.stage, note.number) for note in actions(recorder.take())]
+                       for recorder in recorders.values()]
+    assert {number for own in resumed for op, stage, number in own if op is Op.STEP and stage == 0} == set(
+        range(first.engine.workers[0].stages[0].weights.latest // 2, first.engine.workers[0].stages[0].weights.latest))
 
 
 def test_a_flush_schedule_is_recorded_action_by_action() -> None:

@@ -117,12 +117,15 @@ def _staleness(recording: Recording) -> list[int]:
     """
     most = [0] * len(recording.placement)
     for track in recording.tracks:
-        made: dict[int, int] = defaultdict(int)
+        made: dict[int, int] = defaultdict(int)  # the latest version
+        for op, stage, index, *_ in reversed(track.actions):
+            if op is Op.STEP:
+                made[stage] = index  # in the end that before the first recorded step
         chosen: dict[int, int] = {}
         used: dict[tuple[int, int], int] = {}
         for op, stage, index, *_ in track.actions:
             if op is Op.STEP:
-                made[stage] += 1
+                made[stage] = index + 1
             elif op is Op.USE:
                 chosen[stage] = index
             elif op is Op.FORWARD:

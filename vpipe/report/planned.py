@@ -17,6 +17,7 @@ from vpipe.schedules.simulation.simulate import simulate
 from vpipe.schedules.simulation.timeline import Timeline
 
 _LONGEST = 24  # steps that are simulated
+_REPLAYED = COMPUTE | {Op.STEP}
 
 
 def as_recording(timeline: Timeline, like: Recording) -> Recording:
@@ -59,13 +60,18 @@ def replayed(recording: Recording, producers: Producers) -> Timeline | None:
 
     None where not even one step was recorded whole.
     """
-    steps = _whole_from_start(recording)
+    first, steps = _whole_from_start(recording)
     if not steps:
         return None
-    rounds, last = recording.rounds, steps * recording.rounds.per_step
-    programs = [[done.action for done in track.actions
-                 if (done.op in COMPUTE and done.number < last)
-                 or (done.op is Op.STEP and (done.number + 1) * rounds.span(done.stage) <= last)]
+    rounds = recording.rounds
+    before = first * rounds.per_step  # microbatches of earlier attempts of the run
+    last = steps * rounds.per_step
+
+    def taken(done: Done) -> int:
+        return rounds.span(done.stage) if done.op is Op.STEP else 1
+
+    programs = [[Action(done.op, done.stage, done.number - before // taken(done)) for done in track.actions
+                 if done.op in _REPLAYED and (done.number + 1) * taken(done) <= before + last]
                 for track in recording.tracks]
     ranks, stages = len(programs), len(recording.placement)
     schedule = Schedule(recording.schedule, recording.placement, tuple(map(tuple, programs)), last,
@@ -73,11 +79,12 @@ def replayed(recording: Recording, producers: Producers) -> Timeline | None:
     return simulate(schedule, _median_costs(recording, producers, programs))
 
 
-def _whole_from_start(recording: Recording) -> int:
-    """How many steps from the first one on were recorded whole, up to a limit."""
+def _whole_from_start(recording: Recording) -> tuple[int, int]:
+    """The first step, and how many from it on were recorded whole, up to a limit."""
     ends = step_ends(recording)
-    count = next((number for number in range(len(ends)) if number not in ends), len(ends))
-    return min(count, max(_LONGEST, 3 * len(recording.placement)))
+    first = min(ends, default=0)
+    count = next((number for number in range(len(ends)) if first + number not in ends), len(ends))
+    return first, min(count, max(_LONGEST, 3 * len(recording.placement)))
 
 
 def _median_costs(recording: Recording, producers: Producers, programs: Sequence[Sequence[Action]]) -> Costs:

@@ -64,7 +64,7 @@ def steady(recording: Recording) -> Window:
     drain = 0 if recording.flush else min(stages, len(numbers) // 3)
     last = len(numbers) - 1 - drain
     if begin == 0 or last < begin:
-        return Window(0, len(numbers), 0.0, recording.covered_s)
+        return Window(min(numbers, default=0), len(numbers), 0.0, recording.covered_s)
     return Window(numbers[begin], last - begin + 1, ends[numbers[begin - 1]], ends[numbers[last]])
 
 
@@ -88,10 +88,10 @@ def typical(recording: Recording, most_actions: int, steps: int | None = None) -
     """
     ends, part = step_ends(recording), steady(recording)
     if part.steps == 0 or len(ends) < 2:
-        return _cut(recording, Window(0, len(ends), 0.0, recording.covered_s), most_actions)
+        return _cut(recording, Window(part.first, len(ends), 0.0, recording.covered_s), most_actions)
     bounds = [(step, end) for step, end in ends.items() if part.start_s <= end <= part.end_s]
     if part.start_s == 0.0:
-        bounds.insert(0, (-1, 0.0))
+        bounds.insert(0, (part.first - 1, 0.0))
     per_step = max(1, _busiest(recording, part) / part.steps)
     steps = max(1, min(len(bounds) - 1, steps or int(most_actions / per_step)))
     found = [(bounds[at], bounds[at + steps]) for at in range(len(bounds) - steps)]

@@ -22,7 +22,8 @@ def put_labels(worker: Worker) -> Callable[[], None]:
 
     def labelled(op: Op, operation: Callable[[int, int], None]) -> Callable[[int, int], None]:
         def carried_out(stage: int, index: int) -> None:
-            number = worker.segment.base + index if op in PER_MICROBATCH else worker.tied.version(stage, index)
+            segment = worker.segment
+            number = segment.number(index) if op in PER_MICROBATCH else segment.update_number(stage, index)
             with record_function(f"{stage}{op}{number}"):
                 operation(stage, index)
 

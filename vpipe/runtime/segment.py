@@ -37,6 +37,10 @@ class Segment:
         """The run's number of a microbatch."""
         return self.base + microbatch
 
+    def update_number(self, stage: int, update: int) -> int:
+        """The run's number of an update, or version, of a stage, whatever made the updates before this segment."""
+        return self.steps_before * self.rounds.per_step // self.rounds.span(stage) + update
+
     def signature(self, microbatch: int) -> Signature:
         """The shapes of a microbatch's fields."""
         return self.feed.signature(self.first + microbatch)

@@ -29,7 +29,7 @@ class Recorded(NamedTuple):
 
     Attributes:
         op, stage: of the action.
-        number: the run's number of the microbatch, or the stage's number of the update or version.
+        number: of the microbatch, or of the stage's update or version; all count on where a run is resumed.
         start_s, end_s: by the ``perf_counter`` of the rank's process.
         waited_s: the part of it spent waiting for another rank; in a forward or backward it comes first.
         held_bytes: activations that the rank keeps for backwards after it, and what waits between their halves.
@@ -139,7 +139,8 @@ class Recorder:
             self._keep(op, stage, index)
         elif op is _BACKWARD or op is _WEIGHT:
             self._let_go(stage, index)
-        number = worker.segment.base + index if op in PER_MICROBATCH else worker.tied.version(stage, index)
+        segment = worker.segment
+        number = segment.number(index) if op in PER_MICROBATCH else segment.update_number(stage, index)
         here = worker.stages.get(stage)
         self._notes.append((op, stage, number, started, ended, transport.wait_s - waited, self._held,
                             0 if here is None else here.weights.held))
