@@ -22,7 +22,7 @@ Signature = tuple[tuple[str, tuple[int, ...]], ...]
 """The shapes of a microbatch's fields: what the shapes between stages follow from."""
 
 
-class Comparison(Protocol):
+class BatchChecker(Protocol):
     """The comparison of batches with those of other ranks."""
 
     def checksums(self, batch: Batch) -> list[int]:
@@ -64,7 +64,7 @@ class Feed:
 
     def __init__(self, batches: Iterator[Batch], microbatches: int, fields: tuple[str, ...],
                  takers: Callable[[int], int], limit: int | None = None, used: Collection[str] = (),
-                 copy_to: torch.device | None = None, comparison: Comparison | None = None) -> None:
+                 copy_to: torch.device | None = None, comparison: BatchChecker | None = None) -> None:
         self._batches, self._microbatches, self._fields, self._takers = batches, microbatches, fields, takers
         self._limit, self._used, self._copy_to, self._comparison = limit, used, copy_to, comparison
         self._open: dict[int, _Open] = {}
