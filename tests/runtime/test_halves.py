@@ -126,6 +126,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
                                 a=nn.Sequential(linear(), nn.Dropout(0.2), nn.Conv1d(4, 4, 1), linear())),
     "reentrant checkpoint": lambda: Calls(lambda m, h: m.b(checkpoint(m.a, h, use_reentrant=True)), b=linear(),
                                           a=nn.Sequential(linear(), nn.Dropout(0.2), linear())),
+    "vmap": lambda: Calls(lambda m, h: torch.vmap(lambda x: torch.tanh(m.a(x)) @ m.w)(h), a=linear(), w=matrix()),
     "double precision": lambda: Calls(lambda m, h: m.a(h.double()).float(), a=linear().double()),
     "autocast": lambda: Calls(lambda m, h: _autocast(m, h), a=nn.Sequential(linear(), nn.Tanh(), linear()), w=matrix()),
 }

@@ -133,7 +133,24 @@ class Normed(nn.Module):
         return torch.tanh(self.norm(h))
 
 
-CHANGING: dict[str, Build] = {"normaliser": Normaliser, "counter": Counter, "quantiser": Quantiser,
+class Cell(nn.Module):
+    """Keeps what its last forward handed on, with its graph, and the state of a cell, as a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(WIDTH, WIDTH)
+        self.state: tuple[Tensor, ...] | None = None
+        self.last = torch.zeros(())
+
+    def forward(self, h: Tensor) -> Tensor:
+        x = h.mean(1) + self.last.detach().sum() / 64
+        state = self.cell(x, self.state)
+        self.state = tuple(part.detach() for part in state)
+        self.last = h + state[0][:, None]
+        return torch.tanh(self.last)
+
+
+CHANGING: dict[str, Build] = {"normaliser": Normaliser, "counter": Counter, "quantiser": Quantiser, "cell": Cell,
                               "spectral norm": spectral, "old spectral norm": old_spectral, "batch norm": Normed}
 
 
@@ -261,6 +278,30 @@ def test_statistics_that_a_checkpoint_within_a_layer_advances_are_refused_where_
         "error: 'layer0.norm.running_mean' was changed by a backward: its layer computes its forward again there, when "
         "those of 1 later microbatches have changed it, too\nhint: leave torch.utils.checkpoint out of the layer, and "
         "let the pipeline recompute it: recompute=...")
+
+
+@pytest.mark.parametrize("recompute", [0.0, 1.0])
+def test_a_buffer_that_a_layer_hands_on_is_what_it_was_at_its_forward(recompute: float) -> None:
+    """In one process the next stage reads it in the same memory, perhaps after another forward."""
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.n: Tensor
+            self.register_buffer("n", torch.zeros(1))
+
+        def forward(self, h: Tensor) -> tuple[Tensor, Tensor]:
+            self.n.data.add_(1)
+            return h * 2, self.n
+
+    class Adds(nn.Module):
+        def forward(self, h: Tensor, n: Tensor) -> Tensor:
+            return torch.tanh(h + n / 8)
+
+    model = Model([Layer("words", Words, ("ids",), ("h",)), Layer("counts", Counts, ("h",), ("h", "n")),
+                   Layer("adds", Adds, ("h", "n"), ("h",)), Layer("head", Head, ("h", "labels"), ("loss",))],
+                  batch=("ids", "labels"))
+    assert_exact(model, "gpipe", [2, 2], recompute)
+    assert_exact(model, "1f1b", [1, 1, 2], recompute)
 
 
 class Later(nn.Module):
@@ -545,6 +586,26 @@ def test_what_a_forward_may_not_do_to_parameters(build: Build, schedule: str, re
     with pytest.raises(UserError) as error:
         list(pipe.train(rich_batches(1, 8)))
     assert str(error.value) == text
+
+
+class Momentous(RawMatmul):
+    """Follows its weight with one that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = nn.Parameter(self.w.detach().clone(), requires_grad=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.slow.data.mul_(0.9).add_(self.w.detach(), alpha=0.1)
+        return super().forward(hidden) + hidden @ self.slow.clone()
+
+
+def test_a_parameter_that_is_not_trained_may_be_changed_by_a_forward_that_runs_once() -> None:
+    assert_exact(model_of(Momentous), "1f1b", [1, 1, 1])
+    with pytest.raises(UserError) as error:
+        assert_exact(model_of(Momentous), "1f1b", [1, 1, 1], 1.0)
+    assert str(error.value) == ("error: 'layer0.slow', which is not trained, was changed by a forward: a recompute "
+                                "would change it again\nhint: leave the layer out of recompute, or make it a buffer")
 
 
 def test_clipping_a_weight_in_a_forward_is_exact_with_a_flush() -> None:

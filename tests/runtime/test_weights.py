@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
 import torch
@@ -447,6 +447,30 @@ def test_leaves_keep_the_kind_and_the_attributes_of_their_parameter() -> None:
     model, batches = raw_model(Scaled), rich_batches(6, 4)
     pipe = Pipeline(model, partition=[1] * 4, schedule="pipedream", optimizer=Momentum(), seed=2)
     assert len(list(pipe.train(batches))) == 6
+
+
+class Assigning(torch.optim.Optimizer):
+    """Gives parameters other memory instead of changing them in place."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data = parameter.data.add(parameter.grad, alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_an_optimizer_that_assigns_data_trains_the_same(schedule: str) -> None:
+    runs = []
+    for optimizer in (Assigning, lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=False)):
+        pipe = Pipeline(raw_model(RawMatmul), partition=[1] * 4, schedule=schedule, microbatches=4,
+                        optimizer=optimizer, seed=2)
+        losses = [step.loss for step in pipe.train(rich_batches(3, 4))]
+        runs.append([*losses, *(float(value.sum()) for value in pipe.state_dict().values())])
+    assert runs[0] == runs[1]
 
 
 # -- parameters of several stages, and of none -----------------------------------------------------------

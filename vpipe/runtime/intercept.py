@@ -11,7 +11,8 @@ matrix. What is computed with the input half, because it comes for free there or
 normalisation; recurrent layers (their weight half would walk through time again); parameters that reach the operation
 through another one (weight_norm, ``x @ self.w.t()``, slices, the packed projection of cross attention); what custom
 autograd Functions, scripted modules and compiled code do inside; what runs under hooks for saved tensors
-(:mod:`torch.utils.checkpoint`, ``save_on_cpu``); parameters that also take part in any of these where it can be seen.
+(:mod:`torch.utils.checkpoint`, ``save_on_cpu``) or in a transform (``torch.vmap``); parameters that also take part in
+any of these where it can be seen.
 
 The gradients are those of the whole backward bit for bit, except for rounding, because a sum has another order, of a
 parameter that (1) is in ``PUT_OFF`` and at least twice where nobody sees it, in a custom Function or scripted module,
@@ -121,8 +122,9 @@ def _changes_weight(func: Function, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def _hooked() -> bool:
-    """Whether somebody handles what operations save: a checkpoint, which in backward expects the same to be saved."""
-    return not merely_counted()
+    """Whether somebody handles what operations save (a checkpoint, which in backward expects the same to be saved), or
+    transforms operations (``torch.vmap``)."""
+    return not merely_counted() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _put_off(half: WeightHalf, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:

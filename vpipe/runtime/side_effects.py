@@ -200,11 +200,23 @@ class SideEffects:
         if not self._left:
             yield
             return
-        before = [weights.marks() for weights in self._weights]
+        before, frozen = [weights.marks() for weights in self._weights], self._sums_of_frozen()
         yield
         self._left -= 1
         for weights, marks in zip(self._weights, before, strict=True):
             weights.check_forward(marks, self._recomputed)
+        for name, total in self._sums_of_frozen().items():
+            if frozen.get(name, total) != total:
+                raise UserError(f"'{name}', which is not trained, was changed by a forward: a recompute would change "
+                                "it again", hint="leave the layer out of recompute, or make it a buffer")
+
+    def _sums_of_frozen(self) -> dict[str, int]:
+        """Return by what a change of a parameter that is not trained shows, where that matters."""
+        if not self._recomputed:
+            return {}
+        return {name: int(parameter.detach().contiguous().reshape(-1).view(torch.uint8).sum(dtype=torch.int64))
+                for layer, module in self._layers.items() for name, parameter in module.named_parameters(prefix=layer)
+                if not parameter.requires_grad and parameter.layout is torch.strided}
 
     def before(self) -> Before:
         """Return what a forward that is about to run will find, as far as it may change it."""
@@ -244,12 +256,26 @@ class SideEffects:
                 if in_place and not self._recomputed and kept.value._use_count() > kept.holders and (
                         slot not in self._saved and not slot.statistics):
                     self._saved.append(slot)
-        self._constant = [slot for slot in self._slots() if isinstance(slot.table.get(slot.key), Tensor)
+        self._constant = [slot for slot in self._slots() if isinstance(slot.table.get(slot.key), Tensor) and not
+                          slot.table[slot.key].requires_grad
                           and (id(slot.table), slot.key) not in self._changing]
         self._drawn += [source for source, state in before.states
                         if source not in self._drawn and source.get() != state]
         return Before([kept for kept in (*before.kept, *new) if (id(kept.slot.table), kept.slot.key) in self._changing],
                       [(source, state) for source, state in before.states if source in self._drawn])
+
+    @property
+    def may_share(self) -> bool:
+        """Whether an output may lie in what the next forward changes in place."""
+        return bool(self._left or self._changing)
+
+    def apart(self, output: Tensor) -> Tensor:
+        """Return an output, or a copy of one that lies in what the next forward may change in place."""
+        slots = self._slots() if self._left else (slot for slot, in_place in self._changing.values() if in_place)
+        mine = {kept.untyped_storage().data_ptr() for slot in slots
+                if isinstance(kept := slot.table.get(slot.key), Tensor) and kept.layout is torch.strided}
+        shares = mine and output.layout is torch.strided and output.untyped_storage().data_ptr() in mine
+        return output.clone() if shares else output
 
     @contextmanager
     def as_before(self, before: Before) -> Iterator[None]:
@@ -299,7 +325,7 @@ class SideEffects:
                     _put(slot, _ABSENT)
 
     def _slots(self) -> Iterator[_Slot]:
-        """The places where modules keep buffers, and attributes that are tensors, numbers, strings or None."""
+        """The places where modules keep buffers, and attributes that are values."""
         for layer, module in self._layers.items():
             for path, part in module.named_modules(prefix=layer):
                 statistics = isinstance(part, _NormBase) and type(part).__module__.startswith("torch.")
@@ -310,15 +336,19 @@ class SideEffects:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether an attribute is a value by itself, and not a way to parameters or to a graph."""
+    """Return whether an attribute holds values alone, and leads to no parameter."""
     if isinstance(value, Tensor):
-        return not value.requires_grad
+        return not (value.requires_grad and value.is_leaf)
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
     return value is _ABSENT or value is None or isinstance(value, (int, float, complex, str))
 
 
 def _kept(slot: _Slot, in_place: bool, copies: dict[int, Tensor]) -> _Kept:
     value = slot.table.get(slot.key, _ABSENT)
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor) or value.requires_grad:  # one of an earlier graph may be replaced, not changed
         return _Kept(slot, value, None, 0, 0)
     if in_place and id(value) not in copies:
         copies[id(value)] = value.detach().clone()

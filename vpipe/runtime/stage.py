@@ -121,6 +121,8 @@ class Stage:
             else:
                 graph, outputs = self._with_graph(span, inputs, record)
                 held = Held(inputs, graph)
+            if span.effects.may_share:
+                outputs = {name: span.effects.apart(t) for name, t in outputs.items()}
         return held, {name: t.detach().requires_grad_(t.requires_grad) for name, t in outputs.items()}
 
     def _without_graph(self, span: Span, inputs: Mapping[str, Tensor], record: Record,

@@ -387,6 +387,10 @@ class Weights:
         optimizer.step()
         for master in self.masters.values():
             master.grad = None
+        if self._unrounded is None and [master.data_ptr() for master in self.masters.values()] != [
+                leaf.data_ptr() for leaf in self.leaves()]:  # p.data = ...
+            for master, leaf in zip(self.masters.values(), self.leaves(), strict=True):
+                leaf.data = master.data
 
     def _make_next(self) -> None:
         latest = self._leaves[self.latest]
