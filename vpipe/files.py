@@ -29,7 +29,7 @@ def read_bounded(path: str | os.PathLike[str], most_bytes: int, what: str) -> by
     except ValueError as error:  # a path with a character that no path can have
         raise OSError(0, str(error)) from None
     if len(content) > most_bytes:
-        raise UserError(f"'{path}' has more than {size_text(most_bytes)}", where=str(path),
+        raise UserError(f"the file '{path}' has more than {size_text(most_bytes)}",
                         hint=f"{what} is not that large: look whether it is the right file")
     return content
 

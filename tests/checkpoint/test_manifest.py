@@ -79,7 +79,10 @@ def test_one_that_cannot_be_read_says_why(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("key", "value"), [
     ("format", 0), ("format", "1"), ("step", -1), ("step", True), ("samples", 1.5), ("config", None),
-    ("arrangement", []), ("versions", {"vpipe": 1}), ("tensors", []), ("tensors", {"a": {}}),
+    ("arrangement", []), ("arrangement", {"partition": -1}), ("arrangement", {"schedule": ["1f1b"]}),
+    ("arrangement", {"optimizers": [{}]}), ("arrangement", {"optimizer_of": {"a": 1}}), ("step", 2**63),
+    ("tensors", {"a": {"shape": [2**62] * 20, "dtype": "int8", "file": "rank0.safetensors"}}),
+    ("versions", {"vpipe": 1}), ("tensors", []), ("tensors", {"a": {}}),
     ("tensors", {"a": {"shape": [2], "dtype": "float32", "file": "other.safetensors"}}),
     ("tensors", {"a": {"shape": [2], "dtype": "pickle", "file": "rank0.safetensors"}}),
     ("tensors", {"a": {"shape": [-2], "dtype": "int8", "file": "rank0.safetensors"}}),
@@ -115,4 +118,4 @@ def test_what_lists_checkpoints_does_not_wait_for_torch(name: str) -> None:
     imported = {node.module for node in ast.walk(ast.parse((room / f"{name}.py").read_text()))
                 if isinstance(node, ast.ImportFrom)}
     assert {module for module in imported if module and module.split(".")[0] in ("torch", "vpipe", "safetensors")} <= {
-        "vpipe.checkpoint.manifest", "vpipe.checkpoint.folder", "vpipe.errors"}
+        "vpipe.checkpoint.manifest", "vpipe.checkpoint.folder", "vpipe.errors", "vpipe.files"}

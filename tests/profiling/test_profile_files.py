@@ -56,6 +56,13 @@ def damaged(content: dict[str, Any], *keys: Any, value: Any) -> str:
     (("layers",), [], "it has 0 layers and says 3"),
     (("default_link", "bytes_per_s"), 0, "a link carries 0.0 bytes per second"),
     (("identity",), {"model": "x"}, "missing"),
+    (("identity", "layers"), "3", "'3' is no count"),
+    (("identity", "ranks_per_host"), 0, "ranks_per_host is 0"),
+    (("identity", "model"), 7, "7 is no text"),
+    (("layers", 1, "reads"), ["h", "x"], "reads ['x'], which nothing before it writes"),
+    (("layers", 1, "name"), None, "None is no text"),
+    (("device_bytes",), 2**63, f"{2**63} is no count"),
+    (("cores",), 0, "its ranks share 0 cores"),
     (("cores",), "two", "'two' is no count")])
 def test_a_damaged_file_says_what_is_wrong(tmp_path: Path, keys: tuple[Any, ...], value: Any, says: str) -> None:
     path = tmp_path / "profile.json"

@@ -260,7 +260,7 @@ def test_actions_that_torch_has_not_are_left_out_for_it() -> None:
     (b"0F0,\xff\n", "is not UTF-8 text", "give a CSV file of actions", 1),
     ("0B0\n", "0B0 (rank 0, cell 1) is of stage 0, which has no forward", "add the forwards of that stage", 1),
     ('0F0,"' + "0" * 200_000, "is not CSV: field larger than field limit", "write one row per rank", 1),
-    (b"\0" * (LARGEST_BYTES + 1), "is larger than 32 MiB", "that is no schedule of a pipeline", None),
+    (b"\0" * (LARGEST_BYTES + 1), "has more than 8 MiB", "a schedule of a pipeline is not that large", None),
 ])
 def test_a_file_that_is_no_schedule(text: str | bytes, what: str, hint: str, line: int | None, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:

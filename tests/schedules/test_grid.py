@@ -53,6 +53,14 @@ def test_a_window_at_the_edges() -> None:
     assert second.split() == ["rank", "1", "...", *[f"1F{i}" for i in range(192, 200)], "end", *MARK.split()]
 
 
+def test_of_many_ranks_those_near_a_mark_are_shown() -> None:
+    rows = draw(programs(*[f"{rank}F0 {rank}B0" for rank in range(100)]), [(1, 0), (50, 1)]).splitlines()
+    assert [row.split()[1] if row != "..." else row for row in rows] == [
+        "0", "1", "2", "3", "4", "...", "47", "48", "49", "50", "51", "52", "53", "..."]
+    assert rows[1] == f"rank 1  1F0 {MARK} 1B0"
+    assert rows[9].endswith(MARK)
+
+
 def test_cursors_say_what_each_row_is_about() -> None:
     rows = draw(long_programs(), [(0, 50), (1, 20)], cursors=[50, 20]).splitlines()
     assert rows[0].index(MARK) == rows[1].index(MARK)

@@ -14,11 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.errors import UserError
+from vpipe.files import count_of, parse_json, read_bounded, text_of
 
 FORMAT = 1
 """Grows when an older vpipe could no longer read what a newer one writes."""
 
 MANIFEST = "checkpoint.json"
+
+MOST_BYTES = 64 << 20
+"""Of a manifest: 400,000 tensors."""
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
               "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1,
@@ -132,16 +136,19 @@ class Manifest(About):
         """
         path = folder / MANIFEST
         try:
-            content = json.loads(path.read_bytes())
+            content = parse_json(read_bounded(path, MOST_BYTES, "a manifest"))
         except FileNotFoundError:
             if any(folder.glob("rank*.safetensors")):
                 raise UserError(f"the checkpoint '{folder}' is damaged: {MANIFEST} is missing", hint=_OTHER) from None
             raise UserError(f"'{folder}' is no checkpoint: it has no {MANIFEST}",
                             hint="give a step-N folder, or the folder of a run that saved one") from None
         except OSError as error:
-            raise UserError(f"cannot read the checkpoint: {error.strerror}", where=str(path), hint=_OTHER) from None
-        except (ValueError, RecursionError):
-            raise _damaged(path, "it is no JSON") from None
+            raise UserError(f"cannot read the checkpoint: {error.strerror or error}", where=str(path),
+                            hint=_OTHER) from None
+        except UserError:
+            raise
+        except ValueError as error:
+            raise _damaged(path, f"it is no JSON ({error})") from None
         if not isinstance(content, dict):
             raise _damaged(path, "it is no JSON object")
         number = content.get("format")
@@ -183,22 +190,35 @@ def _entries(value: Any) -> str:
     return "{\n" + ",\n".join(lines) + "\n}"
 
 
+_ARRANGEMENT = {"partition": list, "placement": list, "recompute": list, "optimizers": list, "optimizer_of": dict,
+                "schedule": str, "run": str, "from": str, "microbatches": int, "update_every": int, "imported": bool,
+                "drained": bool}
+"""Kinds of what is read again of an arrangement."""
+
+
 def _manifest(content: Mapping[str, Any]) -> Manifest:
     if content["format"] != FORMAT:
         raise ValueError(f"its format is {content['format']!r}")
-    files = {plain_name(name): FileFacts(_count(facts["bytes"]), _word(facts["sha256"]))
+    files = {plain_name(name): FileFacts(count_of(facts["bytes"]), text_of(facts["sha256"]))
              for name, facts in content["files"].items()}
-    tensors = {_word(name): stored_of(stored) for name, stored in content["tensors"].items()}
+    tensors = {name: stored_of(stored) for name, stored in content["tensors"].items()}
     for name, stored in tensors.items():
         if stored.file not in files:
             raise ValueError(f"tensor '{name}' is in file '{stored.file}', of which nothing is said")
     for key in ("arrangement", "numbers", "versions"):
         if not isinstance(content[key], dict):
             raise TypeError(f"{key} is {content[key]!r}")
-    return Manifest(step=_count(content["step"]), samples=_count(content["samples"]), seed=_count(content["seed"]),
-                    data=_word(content["data"]), config=_word(content["config"]), made=_word(content["made"]),
-                    arrangement=content["arrangement"], numbers=content["numbers"],
-                    versions={name: _word(value) for name, value in content["versions"].items()},
+    for key, value in content["arrangement"].items():
+        kind = _ARRANGEMENT.get(key)
+        if kind is not None and not isinstance(value, (kind, type(None))):
+            raise TypeError(f"{key} of the arrangement is {value!r}")
+    for name in (*(content["arrangement"].get("optimizers") or ()),
+                 *(content["arrangement"].get("optimizer_of") or {}).values()):
+        text_of(name)
+    return Manifest(step=count_of(content["step"]), samples=count_of(content["samples"]),
+                    seed=count_of(content["seed"]), data=text_of(content["data"]), config=text_of(content["config"]),
+                    made=text_of(content["made"]), arrangement=content["arrangement"], numbers=content["numbers"],
+                    versions={name: text_of(value) for name, value in content["versions"].items()},
                     tensors=tensors, files=files)
 
 
@@ -208,10 +228,12 @@ def stored_of(content: Mapping[str, Any]) -> Stored:
     Raises:
         KeyError, TypeError, ValueError: it is none.
     """
-    dtype = _word(content["dtype"])
+    dtype = text_of(content["dtype"])
     if dtype not in ITEM_BYTES:
         raise ValueError(f"unknown kind of numbers '{dtype}'")
-    return Stored(tuple(_count(size) for size in content["shape"]), dtype, plain_name(content["file"]))
+    stored = Stored(tuple(count_of(size) for size in content["shape"]), dtype, plain_name(content["file"]))
+    count_of(stored.bytes)
+    return stored
 
 
 def plain_name(name: Any) -> str:
@@ -223,15 +245,3 @@ def plain_name(name: Any) -> str:
     if type(name) is not str or not name or name.startswith(".") or any(sign in name for sign in "/\\\0"):
         raise ValueError(f"{name!r} is no name of a file of the folder")
     return name
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no count")
-    return value
-
-
-def _word(value: Any) -> str:
-    if type(value) is not str:
-        raise TypeError(f"{value!r} is no text")
-    return value

@@ -22,6 +22,7 @@ from vpipe.data.manifest import package_versions
 from vpipe.data.plain_text import text_files
 from vpipe.data.prepared import Prepared, prepared_for_vocabulary, state, states
 from vpipe.data.tokenizer_file import save_tokenizer
+from vpipe.errors import counted
 
 _FORMAT = 1  # raised when the same parameters come to mean other samples
 
@@ -32,7 +33,7 @@ class BertCache(Prepared):
 
     def samples(self, split: Split) -> int:
         """How many samples the split holds."""
-        return int(self.manifest["counts"][f"{split}_samples"])
+        return self.number("counts", f"{split}_samples")
 
     def arrays(self) -> dict[tuple[Split, str], NDArray[np.generic]]:
         """Every field of both splits, as :meth:`array` gives it: all files are open, and the folder may go."""
@@ -41,7 +42,13 @@ class BertCache(Prepared):
 
     def array(self, split: Split, field: str) -> NDArray[np.generic]:
         """One field of one split ``[N, *shape]``, mapped from disk: only the rows that are indexed are read."""
-        array: NDArray[np.generic] = np.load(self.folder / f"{split}_{field}.npy", mmap_mode="r", allow_pickle=False)
+        try:
+            array: NDArray[np.generic] = np.load(self.folder / f"{split}_{field}.npy", mmap_mode="r",
+                                                 allow_pickle=False)
+        except ValueError as error:
+            raise self.damaged(f"{split}_{field}.npy: {error}") from None
+        if len(array) != self.samples(split):
+            raise self.damaged(f"{split}_{field}.npy holds {counted(len(array), 'sample')}, not {self.samples(split)}")
         return array
 
 

@@ -18,17 +18,20 @@ import numpy as np
 from vpipe.data.bert_fields import Samples, bert_fields
 from vpipe.data.dataset import DatasetSettings, Field, Split
 from vpipe.data.epoch import check_batch_size, check_split, generator, needed_fields, tensors
-from vpipe.data.hdf5_shard import SUFFIXES, Shard, largest_id, open_shard
+from vpipe.data.hdf5_shard import SUFFIXES, Shard, largest_id, open_shard, wrong_value
 from vpipe.data.manifest import NAME as MANIFEST
 from vpipe.data.manifest import read_manifest
 from vpipe.data.progress import progress
 from vpipe.data.registry import register_dataset
+from vpipe.data.tokenizer_file import LARGEST_VOCAB_SIZE
 from vpipe.data.wordpiece import load_wordpiece
 from vpipe.errors import Problem, UserError
+from vpipe.files import count_of, read_bounded
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+_MOST_WORDS_BYTES = 64 << 20
 _HELD_OUT = 20  # one row in so many of the last shard, when there are no test files
 
 
@@ -105,9 +108,10 @@ class BertHdf5:
         if not needed:
             return {}
         read = shard.read([name for name in self.fields if name in needed])
-        if largest_id(read) >= self.vocab_size:
-            raise UserError(f"the shard {shard.path.name} has the token id {largest_id(read)}, but vocab_size is "
-                            f"{self.vocab_size}", hint="use vocab_size: -1 to ask the shards", where=str(shard.path))
+        if wrong := wrong_value(read, self.vocab_size, self.sequence_length):
+            raise UserError(f"the shard {shard.path.name} has {wrong}", where=str(shard.path),
+                            hint="use vocab_size: -1 to ask the shards" if "vocab_size" in wrong else
+                            "the shard is damaged, or of another format: copy or build it again")
         return read
 
 
@@ -169,7 +173,13 @@ def _vocab_size(folder: Path, shards: Sequence[Shard], wanted: int) -> int:
     """The size that was asked for, if it is enough; for -1 what a file beside the shards says, or what the ids need."""
     told, by = _told_vocab_size(folder)
     if wanted == -1:
-        return told or _needed_vocab_size(shards)
+        told, by = (told, by) if told else (_needed_vocab_size(shards), "the largest token id")
+        if not 0 < told <= LARGEST_VOCAB_SIZE:
+            raise UserError(f"{by} makes {told:,} tokens, more than {LARGEST_VOCAB_SIZE:,}", where=str(folder),
+                            hint="the shards are damaged, or of another format: copy or build them again")
+        return told
+    if not 0 < wanted <= LARGEST_VOCAB_SIZE:
+        raise UserError(f"vocab_size is {wanted}", hint=f"give 1 to {LARGEST_VOCAB_SIZE:,} tokens, or -1")
     if wanted < told:
         raise UserError(f"vocab_size is {wanted}, but the shards were made with {told} tokens",
                         hint=f"use vocab_size: -1 to take what {by} says", where=str(folder / by))
@@ -179,13 +189,25 @@ def _vocab_size(folder: Path, shards: Sequence[Shard], wanted: int) -> int:
 def _told_vocab_size(folder: Path) -> tuple[int, str]:
     """The vocabulary size that a file beside the shards tells, and its name; 0 when none does."""
     manifest = read_manifest(folder)
-    if manifest is not None and isinstance(manifest.get("vocab_size"), int):
-        return int(manifest["vocab_size"]), MANIFEST
+    if manifest is not None and manifest.get("vocab_size") is not None:
+        try:
+            return count_of(manifest["vocab_size"]), MANIFEST
+        except ValueError as error:
+            raise UserError(f"vocab_size in {MANIFEST}: {error}", hint="build the shards again", where=str(folder)) \
+                from None
     if (folder / "tokenizer.json").is_file():
         return int(load_wordpiece(folder / "tokenizer.json").get_vocab_size()), "tokenizer.json"
     if (folder / "vocab.txt").is_file():
-        return len((folder / "vocab.txt").read_text(encoding="utf-8").splitlines()), "vocab.txt"
+        return len(_words(folder / "vocab.txt")), "vocab.txt"
     return 0, ""
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return read_bounded(path, _MOST_WORDS_BYTES, "a vocabulary").decode("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path.name} cannot be read: {error}", hint="it holds a word per line, in UTF-8",
+                        where=str(path)) from None
 
 
 def _needed_vocab_size(shards: Sequence[Shard]) -> int:

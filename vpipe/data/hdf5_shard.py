@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import h5py
 
 SUFFIXES = (".hdf5", ".h5")
+_SMALL_BYTES, _MOST_PACKED = 64 << 20, 100  # a shard is read whole: compressed 10 times is usual, 1000 times is a bomb
 _AXES = {"N": "rows", "S": "tokens per row", "P": "predictions per row"}
 
 
@@ -37,7 +39,8 @@ class Shard:
     def read(self, fields: Collection[str]) -> Samples:
         """The rows of those fields, whole: ``[len(shard), *shape]`` each. Raises :class:`UserError` if it cannot."""
         with _opened(self.path) as file:
-            return {name: np.asarray(file[name][self.start:self.stop]) for name in fields}
+            read = {name: np.asarray(file[name][self.start:self.stop]) for name in fields}
+        return {name: array.astype(array.dtype.newbyteorder("="), copy=False) for name, array in read.items()}
 
 
 def open_shard(path: Path) -> Shard:
@@ -49,10 +52,19 @@ def open_shard(path: Path) -> Shard:
         missing = [name for name in SHAPES if name not in file]
         if missing:
             raise UserError(f"the shard {path.name} has no key '{missing[0]}'; its keys are: "
-                            f"{', '.join(sorted(file)) or 'none'}",
+                            f"{', '.join(sorted(map(str, file))) or 'none'}",
                             hint=f"BERT shards have {', '.join(SHAPES)}", where=str(path))
+        for name in SHAPES:
+            _check_dataset(file, name, path)
         shapes: dict[str, tuple[int, ...]] = {name: file[name].shape for name in SHAPES}
         types = {name: file[name].dtype for name in SHAPES}
+        # Also of a chunk, which may be larger than what is used of it.
+        sizes_bytes = [max(prod(file[name].shape), prod(file[name].chunks or ())) * types[name].itemsize
+                       for name in SHAPES]
+    most = max(_SMALL_BYTES, _MOST_PACKED * path.stat().st_size)
+    if sum(sizes_bytes) > most:
+        raise UserError(f"the shard {path.name} has {path.stat().st_size:,} bytes, but says that it holds "
+                        f"{sum(sizes_bytes):,}, more than {most:,}", hint="copy or build it again", where=str(path))
     sizes: dict[str, tuple[int, str]] = {}  # of N, S, P: the number, and the first key that has it
     for name, axes in SHAPES.items():
         if len(shapes[name]) != 1 + len(axes):
@@ -71,6 +83,21 @@ def open_shard(path: Path) -> Shard:
     return Shard(path, 0, sizes["N"][0], sizes["S"][0], sizes["P"][0])
 
 
+def _check_dataset(file: h5py.File, name: str, path: Path) -> None:
+    """Refuse a key that is no array in the file itself."""
+    import h5py
+
+    found = file[name]
+    what = None
+    if not isinstance(found, h5py.Dataset) or found.shape is None:
+        what = "is no array"
+    elif isinstance(file.get(name, getlink=True), h5py.ExternalLink) or found.external or found.is_virtual:
+        what = "leads to another file"
+    if what:
+        raise UserError(f"'{name}' in the shard {path.name} {what}", where=str(path),
+                        hint="a shard holds its six arrays itself: build it again")
+
+
 def write_shard(path: Path, samples: Samples) -> None:
     """Write a file of the six fields, uncompressed (a compressed shard takes six times as long to read)."""
     import h5py
@@ -85,6 +112,9 @@ def _opened(path: Path) -> Iterator[h5py.File]:
     """An HDF5 file for reading, closed again; what the library cannot read is the user's file at fault."""
     import h5py
 
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path.name} is no file", where=str(path),
+                        hint="a shard is an HDF5 file: remove or rename this")
     try:
         with h5py.File(path, "r") as file:
             yield file
@@ -92,6 +122,21 @@ def _opened(path: Path) -> Iterator[h5py.File]:
         size = f"{path.stat().st_size} bytes" if path.exists() else "missing"
         raise UserError(f"the shard {path.name} ({size}) is not an HDF5 file or is truncated: {error}",
                         hint="copy or build it again", where=str(path)) from error
+
+
+def wrong_value(samples: Samples, vocab_size: int, sequence_length: int) -> str | None:
+    """Return what is wrong with the values of a shard, or None: every one of a field has a range."""
+    for name, array in samples.items():
+        least, largest = (int(array.min()), int(array.max())) if array.size else (0, 0)
+        ids, positions = name in ("input_ids", "masked_lm_ids"), name == "masked_lm_positions"
+        if least >= 0 and largest < (vocab_size if ids else sequence_length if positions else 2):
+            continue
+        wrong = least if least < 0 else largest
+        if ids:
+            return f"the token id {wrong}, but vocab_size is {vocab_size}"
+        return f"the masked position {wrong} in a row of {sequence_length} tokens" if positions else \
+            f"{wrong} in '{name}', which is 0 or 1"
+    return None
 
 
 def largest_id(samples: Samples) -> int:

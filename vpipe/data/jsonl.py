@@ -15,6 +15,7 @@ import re
 import zlib
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ CODE = ("func_code_string", "code", "whole_func_string")
 DOCUMENTATION = ("func_documentation_string", "docstring")
 PARTITION = ("partition", "split", "split_name")
 _MOST_PROBLEMS = 10
+_LONGEST_LINE = 4 << 20
 
 
 def jsonl_files(path: Path) -> list[Path]:
@@ -35,8 +37,8 @@ def jsonl_files(path: Path) -> list[Path]:
     if not path.exists():
         raise UserError(f"{path} does not exist", hint="name a file or a folder of *.jsonl or *.jsonl.gz files as "
                                                        "dataset.path")
-    if path.is_file():
-        if not path.name.endswith(SUFFIXES):
+    if not path.is_dir():
+        if not path.is_file() or not path.name.endswith(SUFFIXES):
             raise UserError(f"{path} is no *.jsonl or *.jsonl.gz file", hint="name one, or a folder that holds some")
         return [path]
     files = files_among(file for file in path.rglob("*") if file.name.endswith(SUFFIXES))
@@ -77,7 +79,9 @@ def _lines(file: Path, problems: list[Problem]) -> Iterator[tuple[int, bytes]]:
         if file.name.endswith(".gz") and not file.stat().st_size:
             raise EOFError("it has 0 bytes")  # which gzip takes for the end of the last member
         with gzip.open(file) if file.name.endswith(".gz") else file.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
+            for number, line in enumerate(iter(partial(lines.readline, _LONGEST_LINE + 1), b""), 1):
+                if len(line) > _LONGEST_LINE:
+                    raise OSError(f"line {number} has more than {_LONGEST_LINE >> 20} MiB")
                 line = line.removeprefix(BOM_UTF8) if number == 1 else line
                 if line.strip():
                     yield number, line

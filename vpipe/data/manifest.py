@@ -10,7 +10,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from vpipe.files import count_of, parse_json, read_bounded, text_of
+
 NAME = "manifest.json"
+_MOST_BYTES = 16 << 20
 _SMALL_BYTES = 1 << 20  # files up to here are hashed whenever a folder is opened: a few milliseconds
 
 
@@ -25,7 +28,7 @@ def write_manifest(folder: Path, **facts: Any) -> None:
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """The manifest of ``folder``, or None when there is none that can be read."""
     try:
-        manifest = json.loads((folder / NAME).read_text())
+        manifest = parse_json(read_bounded(folder / NAME, _MOST_BYTES, "a manifest"))
     except (OSError, ValueError):
         return None
     return manifest if isinstance(manifest, dict) and isinstance(manifest.get("files"), dict) else None
@@ -35,13 +38,17 @@ def damage(folder: Path, manifest: dict[str, Any]) -> str | None:
     """What is wrong with a folder, or None: the manifest is checked, every size, and the content of the small files."""
     if manifest.get("sha256") != _digest({key: value for key, value in manifest.items() if key != "sha256"}):
         return f"{NAME} was changed, or is another version's (its SHA-256 differs)"
-    for name, fact in manifest["files"].items():
+    try:
+        files = {name: (count_of(fact["bytes"]), text_of(fact["sha256"])) for name, fact in manifest["files"].items()}
+    except (KeyError, TypeError, ValueError) as error:
+        return f"{NAME} does not say what its files are ({type(error).__name__}: {error})"
+    for name, (size, digest) in files.items():
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
-        if path.stat().st_size != fact["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes instead of {fact['bytes']}"
-        if fact["bytes"] <= _SMALL_BYTES and _sha256(path) != fact["sha256"]:
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+        if size <= _SMALL_BYTES and _sha256(path) != digest:
             return f"{name} was changed (its SHA-256 differs)"
     return None
 

@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.data.manifest import damage, read_manifest, write_manifest
+from vpipe.data.tokenizer_file import LARGEST_VOCAB_SIZE
 from vpipe.errors import UserError
+from vpipe.files import count_of
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,25 @@ class Prepared:
 
     @property
     def vocab_size(self) -> int:
-        return int(self.manifest["vocab_size"])
+        found = self.number("vocab_size")
+        if not 0 < found <= LARGEST_VOCAB_SIZE:
+            raise self.damaged(f"vocab_size: {found}")
+        return found
+
+    def number(self, *keys: str) -> int:
+        """Return what the manifest counts under ``keys``. Raises :class:`UserError` where it does not."""
+        found: Any = self.manifest
+        try:
+            for key in keys:
+                found = found[key]
+            return count_of(found)
+        except (KeyError, TypeError, ValueError) as error:
+            raise self.damaged(f"{'.'.join(keys)}: {type(error).__name__}: {error}") from None
+
+    def damaged(self, why: str) -> UserError:
+        """Return the error of a folder that is not what was prepared."""
+        return UserError(f"the prepared data is damaged: {why}", hint="remove its folder, and it is made anew",
+                         where=str(self.folder))
 
     @property
     def tokenizer_path(self) -> Path:

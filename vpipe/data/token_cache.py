@@ -43,12 +43,14 @@ class TokenCache(Prepared):
 
     def count(self, split: Split) -> int:
         """How many tokens the split has."""
-        return int(self.manifest["counts"][f"{split}_tokens"])
+        return self.number("counts", f"{split}_tokens")
 
     def tokens(self, split: Split) -> Tokens:
         """The tokens of a split [T], mapped from disk: only what is indexed is read."""
-        path, dtype = self.folder / f"{split}.bin", np.dtype(self.manifest["dtype"])
-        return np.memmap(path, dtype, "r") if self.count(split) else np.empty(0, dtype)
+        path, name, count = self.folder / f"{split}.bin", self.manifest.get("dtype"), self.count(split)
+        if name not in ("uint16", "uint32") or path.stat().st_size != count * np.dtype(name).itemsize:
+            raise self.damaged(f"{path.name} does not hold {counted(count, 'token')} of {name}")
+        return np.memmap(path, np.dtype(name), "r") if count else np.empty(0, np.dtype(name))
 
 
 def token_dataset(corpus: Corpus, settings: DatasetSettings) -> TokenArrays:

@@ -6,11 +6,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vpipe.errors import UserError
+from vpipe.files import read_bounded
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 DEFAULT_VOCAB_SIZE = 8192
+_MOST_BYTES = 128 << 20
+
+LARGEST_VOCAB_SIZE = 1 << 24
+"""The most tokens that a model may have (:mod:`vpipe.model.limits`)."""
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -19,10 +24,17 @@ def load_tokenizer(path: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises bare Exception for every mistake
+        tokenizer = Tokenizer.from_buffer(read_bounded(path, _MOST_BYTES, "a tokenizer"))
+    except UserError:
+        raise
+    except BaseException as error:  # the package raises bare Exception for every mistake, or panics
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise UserError(f"{path.name} is not a tokenizer: {error}",
                         hint="write it with Tokenizer.save of the package tokenizers", where=str(path)) from error
+    if ids_in(tokenizer) > LARGEST_VOCAB_SIZE:
+        raise UserError(f"{path.name} has the token id {ids_in(tokenizer) - 1:,}", where=str(path),
+                        hint=f"a model has {LARGEST_VOCAB_SIZE:,} tokens at most")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -35,7 +47,7 @@ def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
 
 def ids_in(tokenizer: Tokenizer) -> int:
     """One more than the largest id; a tokenizer may have gaps below."""
-    return 1 + max(tokenizer.get_vocab().values())
+    return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 
 def model_vocab_size(asked: int, words: int, tokenizer: Path | None) -> int:

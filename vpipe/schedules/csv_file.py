@@ -20,13 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vpipe.errors import UserError, counted, nearest
+from vpipe.files import read_bounded
 from vpipe.schedules.action import COMPLETES, COMPUTE, OF_MODELS, PER_MICROBATCH, Action, Op
 from vpipe.schedules.facts import rank_loads, stage_loads
 from vpipe.schedules.order import Schedule
-from vpipe.schedules.size import Placement
+from vpipe.schedules.size import MOST_ACTIONS, MOST_RANKS, MOST_STAGES, Placement, first_missing
 
-LARGEST_BYTES = 32 << 20
-"""A file beyond this is no schedule: 64 ranks, 512 microbatches, 4 stages a rank and all transfers take 7 MB."""
+LARGEST_BYTES = 8 << 20
+"""A file beyond this is no schedule: 250,000 forwards and backwards with all of their transfers take 7 MB."""
 
 LONGEST_CELL = 128
 
@@ -41,7 +42,7 @@ _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 _ALMOST = re.compile(r"(\d+)\s*([A-Za-z_]+)\s*(\d+)")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Cell:
     """An action and where it was read."""
 
@@ -70,7 +71,13 @@ def read_csv(path: Path) -> Schedule:
     Raises:
         UserError: the file cannot be read, or is no schedule; the error has the line.
     """
-    rows = [list(_row(cells, rank, f"{path}:{line}")) for rank, (line, cells) in enumerate(_lines(path))]
+    rows, computed = [], 0
+    for rank, (line, cells) in enumerate(_lines(path)):
+        rows.append(list(_row(cells, rank, f"{path}:{line}")))
+        computed += sum(cell.action.op in COMPUTE for cell in rows[-1])
+        if computed > MOST_ACTIONS:
+            raise UserError(f"'{path}' has more than {MOST_ACTIONS:,} forwards and backwards",
+                            hint="use fewer microbatches, stages or replicas", where=f"{path}:{line}")
     if not any(rows):
         raise UserError(f"there is no action in '{path}'", hint="write one row per rank, one action per cell, such as "
                         "0F0,0F1,0B0,0B1")
@@ -112,17 +119,13 @@ def compute_only(schedule: Schedule) -> Schedule:
 def _lines(path: Path) -> list[tuple[int, list[str]]]:
     """The rows up to the last one that has an action, with their line numbers."""
     try:
-        with path.open("rb") as file:
-            content = file.read(LARGEST_BYTES + 1)
+        content = read_bounded(path, LARGEST_BYTES, "a schedule of a pipeline")
     except FileNotFoundError:
         raise UserError(f"there is no file '{path}'", hint="check the path; it is taken from the current "
                         "folder") from None
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"the file '{path}' cannot be read: {why}", hint="give a readable CSV file") from None
-    if len(content) > LARGEST_BYTES:
-        raise UserError(f"the file '{path}' is larger than {LARGEST_BYTES >> 20} MiB",
-                        hint="that is no schedule of a pipeline; use fewer ranks or microbatches")
+    except OSError as error:
+        raise UserError(f"the file '{path}' cannot be read: {error.strerror}",
+                        hint="give a readable CSV file") from None
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -132,7 +135,11 @@ def _lines(path: Path) -> list[tuple[int, list[str]]]:
     reader = csv.reader(io.StringIO(text, newline=""))
     lines: list[tuple[int, list[str]]] = []
     try:
-        lines += ((reader.line_num, row) for row in reader)
+        for row in reader:
+            lines.append((reader.line_num, row))
+            if len(lines) > MOST_RANKS:
+                raise UserError(f"there are more than {MOST_RANKS:,} rows", where=f"{path}:{reader.line_num}",
+                                hint="every row is a rank: use fewer")
     except csv.Error as error:
         raise UserError(f"the file is not CSV: {error}", hint="write one row per rank, cells separated by "
                         "commas", where=f"{path}:{reader.line_num}") from None
@@ -202,8 +209,9 @@ def _placement(rows: Sequence[Sequence[_Cell]]) -> Placement:
                 raise UserError(f"{cell} is of stage {cell.action.stage}, which has no forward",
                                 hint=f"add the forwards of that stage, such as {cell.action.stage}F0, to a row",
                                 where=cell.where)
-    missing = next((stage for stage in range(len(home)) if stage not in home), None)
-    if missing is not None:
+    if len(home) > MOST_STAGES:
+        raise UserError(f"there are {len(home)} stages", hint=f"use {MOST_STAGES:,} at most", where=rows[0][0].where)
+    if (missing := first_missing(home)) < len(home):
         last = home[max(home)]
         raise UserError(f"stage {missing} is in no row, but stage {max(home)} is: {last}",
                         hint=_numbered(len(home), "stage"), where=last.where)

@@ -13,12 +13,13 @@ Spot = tuple[int, int]
 
 MARK = "<-- here"
 SIDE = 8  # columns on either side of the mark: with transfers, a screen holds about this many
+MOST_ROWS, NEAR = 32, 3  # of more ranks those near a mark are shown
 
 
 def draw(programs: Sequence[Sequence[Action]], marks: Collection[Spot], cursors: Sequence[int] | None = None) -> str:
     """One row per rank, columns aligned, the marked actions followed by ``<-- here``.
 
-    Long programs are cut to a window of :data:`SIDE` columns on either side.
+    Long programs are cut to a window of :data:`SIDE` columns on either side, many ranks to those near a mark.
 
     Args:
         programs: actions per rank.
@@ -36,10 +37,18 @@ def draw(programs: Sequence[Sequence[Action]], marks: Collection[Spot], cursors:
         cells = [[*row, *[""] * (longest - len(row))] for row in rows]
     else:
         cells = [_window(row, middle) for row, middle in zip(rows, cursors or _abreast(rows, marks), strict=True)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    label = len(f"rank {ranks - 1}")
-    lines = [" ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-    return "\n".join(f"{f'rank {rank}':{label}} {line}".rstrip() for rank, line in enumerate(lines))
+    shown = list(range(ranks))
+    if ranks > MOST_ROWS:
+        near = {rank for marked, _ in marks for rank in range(marked - NEAR, marked + NEAR + 1)} & set(shown)
+        shown = sorted(near)[:MOST_ROWS]
+    widths = [max(map(len, column)) for column in zip(*(cells[rank] for rank in shown), strict=True)]
+    label, lines = len(f"rank {ranks - 1}"), []
+    for before, rank in zip([-1, *shown], [*shown, ranks], strict=True):
+        lines += ["..."] * (rank > before + 1)
+        if rank < ranks:
+            line = " ".join(cell.ljust(width) for cell, width in zip(cells[rank], widths, strict=True))
+            lines.append(f"{f'rank {rank}':{label}} {line}".rstrip())
+    return "\n".join(lines)
 
 
 def _abreast(rows: Sequence[Sequence[str]], marks: Collection[Spot]) -> list[int]:

@@ -24,6 +24,9 @@ MOST_BYTES = 1 << 19
 MOST_VALUES = 20_000
 """Keys and values of such a file, those that an alias repeats counted each time: half a second of reading."""
 
+DEEPEST = 50
+"""Mappings and lists in each other, down to a value."""
+
 MOST_DIGITS = 100
 """Of a whole number: such as ``0xfff...`` may have more than Python prints."""
 
@@ -43,14 +46,19 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
-        self.values_left = MOST_VALUES
+        self.values_left, self.depth = MOST_VALUES, 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Compose a key or a value, while there may be more."""
         self.values_left -= 1
         if self.values_left < 0:
             raise _TooManyError
-        return super().compose_node(parent, index)
+        self.depth += 1
+        if self.depth > DEEPEST:
+            raise RecursionError
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 class _Dumper(yaml.SafeDumper):
