@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from vpipe import Layer, Model, Pipeline
 from vpipe.errors import UserError
+from vpipe.train.oracle import Training, asynchronous_oracle
 from vpipe.train.versions import VERSIONS
 
 Call = tuple[str, float]
@@ -35,10 +36,10 @@ class Hooked(nn.Module):
     None of the hooks is linear: it matters what they are given. One is registered by the first forward.
     """
 
-    def __init__(self, name: str, calls: Calls) -> None:
+    def __init__(self, name: str, calls: Calls, late: bool = True) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.name, self.calls, self.late = name, calls, True
+        self.name, self.calls, self.late = name, calls, late
         self.a.weight.register_hook(self.halve)
         self.a.weight.register_post_accumulate_grad_hook(self.clip)
         self.b.weight.register_post_accumulate_grad_hook(self.clip)
@@ -66,10 +67,10 @@ class Hooked(nn.Module):
         return torch.tanh(F.linear(h, self.a.weight)) + h
 
 
-def hooked_model(calls: Calls, tied: bool = False, hooked: int = 4) -> Model:
+def hooked_model(calls: Calls, tied: bool = False, hooked: int = 4, late: bool = True) -> Model:
     """Words, hooked layers, head; ``tied``: the last of them shares a bias with the first."""
     return Model([Layer("words", Words, ("ids",), ("h",)),
-                  *(Layer(f"hooked{i}", lambda i=i: Hooked(f"hooked{i}", calls),
+                  *(Layer(f"hooked{i}", lambda i=i: Hooked(f"hooked{i}", calls, late),
                           ties={"b.bias": "hooked0.b.bias"} if tied and i == 3 else {}) for i in range(hooked)),
                   Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
 
@@ -173,6 +174,19 @@ def test_hooks_on_parameters_equal_weight_stashing_by_hand(schedule: str, recomp
                     optimizer=momentum, seed=2, recompute=recompute, update_every=every)
     losses = [step.loss for step in pipe.train(batches)]
     assert_same(pipe, losses, calls, stashed(hooked_model(called, hooked=2), batches, 8, schedule, 4, every), called)
+
+
+def test_the_oracle_of_an_asynchronous_run_has_hooks_too() -> None:
+    class Momentum:
+        def from_named(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer | None:
+            return momentum(list(named.values())) if named else None
+
+    batches = rich_batches(2, 8)
+    model = hooked_model(Calls(), hooked=2, late=False)
+    oracle = asynchronous_oracle(model, batches, Training(Momentum().from_named, 8, 2), [1] * 4)
+    by_hand = stashed(model, batches, 8, "pipedream", 4, 1)
+    assert oracle.losses == by_hand[0]
+    assert [name for name, value in by_hand[1].items() if not torch.equal(oracle.state[name], value)] == []
 
 
 @pytest.mark.parametrize("recompute", [[], [1, 2], [4]])

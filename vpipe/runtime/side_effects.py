@@ -48,6 +48,11 @@ class _Slot(NamedTuple):
     label: str
     statistics: bool
 
+    @property
+    def place(self) -> tuple[int, str]:
+        """What two slots are told apart by."""
+        return id(self.table), self.key
+
 
 class _Kept(NamedTuple):
     """What a slot held before a forward; of a tensor also its version, how many hold it, and, if it may be changed in
@@ -77,10 +82,14 @@ class _Source(NamedTuple):
 
 
 class Before(NamedTuple):
-    """What a forward finds, as far as it changes it: what modules keep, and the states of random numbers."""
+    """What a forward finds, as far as it changes it: what modules keep, and the states of random numbers.
+
+    ``constant``: tensors that no forward has changed so far, and their versions.
+    """
 
     kept: Sequence[_Kept] = ()
     states: Sequence[tuple[_Source, Any]] = ()
+    constant: Sequence[tuple[Any, int]] = ()
 
 
 NOTHING = Before()
@@ -113,7 +122,7 @@ class SideEffects:
         self._left = WATCHED
         self.inputs: set[str] = set()
         self._changing: dict[tuple[int, str], tuple[_Slot, bool]] = {}  # and whether in place
-        self._saved: list[_Slot] = []  # of these, what graphs keep
+        self._saved: dict[tuple[int, str], _Slot] = {}  # of these, what graphs keep
         self._constant: list[_Slot] = []
         self._sources = list(_sources(part for module in self._layers.values() for part in module.modules()))
         self._drawn: list[_Source] = []
@@ -150,7 +159,7 @@ class SideEffects:
     def first(self, inputs: Mapping[str, Tensor]) -> First | None:
         """Get ready for a forward with a graph that is kept; return what it finds, if it is one of the first."""
         copies: dict[int, Tensor] = {}
-        for kept in [_kept(slot, True, copies) for slot in self._saved]:
+        for kept in [_kept(slot, True, copies) for slot in self._saved.values()]:
             if kept.copy is not None:
                 _put(kept.slot, kept.copy)
         if not self._left:
@@ -202,17 +211,17 @@ class SideEffects:
             return
         before, frozen = [weights.marks() for weights in self._weights], self._sums_of_frozen()
         yield
-        self._left -= 1
-        for weights, marks in zip(self._weights, before, strict=True):
-            weights.check_forward(marks, self._recomputed)
         for name, total in self._sums_of_frozen().items():
             if frozen.get(name, total) != total:
                 raise UserError(f"'{name}', which is not trained, was changed by a forward: a recompute would change "
                                 "it again", hint="leave the layer out of recompute, or make it a buffer")
+        self._left -= 1
+        for weights, marks in zip(self._weights, before, strict=True):
+            weights.check_forward(marks, self._recomputed)
 
     def _sums_of_frozen(self) -> dict[str, int]:
-        """Return by what a change of a parameter that is not trained shows, where that matters."""
-        if not self._recomputed:
+        """Return by what a change of a parameter that is not trained shows: at the first forward, where it matters."""
+        if not self._recomputed or self._left < WATCHED:
             return {}
         return {name: int(parameter.detach().contiguous().reshape(-1).view(torch.uint8).sum(dtype=torch.int64))
                 for layer, module in self._layers.items() for name, parameter in module.named_parameters(prefix=layer)
@@ -223,9 +232,10 @@ class SideEffects:
         if self._left:
             return self._everything()
         copies: dict[int, Tensor] = {}  # a buffer that stands in two places stays one
-        slots = [*self._changing.values(), *((slot, False) for slot in self._constant)]
-        return Before([_kept(slot, in_place, copies) for slot, in_place in slots],
-                      [(source, source.get()) for source in self._drawn])
+        return Before([_kept(slot, in_place, copies) for slot, in_place in self._changing.values()],
+                      [(source, source.get()) for source in self._drawn],
+                      [(value := slot.table.get(slot.key), value._version if isinstance(value, Tensor) else 0)
+                       for slot in self._constant])
 
     def _everything(self) -> Before:
         copies: dict[int, Tensor] = {}
@@ -239,30 +249,38 @@ class SideEffects:
             UserError: a buffer changed in place for the first time, but was not copied.
         """
         if not self._left:
-            for kept in before.kept[len(self._changing):]:
-                constant: Tensor = kept.value
-                if kept.slot.table.get(kept.slot.key) is not constant or constant._version != kept.version:
-                    raise UserError(f"'{kept.slot.label}' was changed by a forward, which none of the first {WATCHED} "
-                                    "forwards did: a recompute would find it changed",
-                                    hint="leave the layer out of recompute")
-            return before._replace(kept=before.kept[:len(self._changing)])
-        known = {(id(kept.slot.table), kept.slot.key) for kept in before.kept}
-        new = [_Kept(slot, _ABSENT, None, 0, 0) for slot in self._slots() if (id(slot.table), slot.key) not in known]
+            return self._after_a_later_one(before)
+        known = {kept.slot.place for kept in before.kept}
+        new = [_Kept(slot, _ABSENT, None, 0, 0) for slot in self._slots() if slot.place not in known]
         for kept in (*before.kept, *new):
             slot, in_place = kept.slot, kept.is_changed_in_place()
             if in_place or kept.is_replaced():
-                _, was = self._changing.get((id(slot.table), slot.key), (slot, False))
-                self._changing[id(slot.table), slot.key] = slot, in_place or was
-                if in_place and not self._recomputed and kept.value._use_count() > kept.holders and (
-                        slot not in self._saved and not slot.statistics):
-                    self._saved.append(slot)
-        self._constant = [slot for slot in self._slots() if isinstance(slot.table.get(slot.key), Tensor) and not
-                          slot.table[slot.key].requires_grad
-                          and (id(slot.table), slot.key) not in self._changing]
+                _, was = self._changing.get(slot.place, (slot, False))
+                self._changing[slot.place] = slot, in_place or was
+                if (in_place and not self._recomputed and not slot.statistics
+                        and kept.value._use_count() > kept.holders):
+                    self._saved[slot.place] = slot
+        self._constant = [slot for slot in self._slots() if slot.place not in self._changing
+                          and isinstance(slot.table.get(slot.key), Tensor)]
         self._drawn += [source for source, state in before.states
                         if source not in self._drawn and source.get() != state]
-        return Before([kept for kept in (*before.kept, *new) if (id(kept.slot.table), kept.slot.key) in self._changing],
+        return Before([kept for kept in (*before.kept, *new) if kept.slot.place in self._changing],
                       [(source, state) for source, state in before.states if source in self._drawn])
+
+    def _after_a_later_one(self, before: Before) -> Before:
+        replaced = []
+        for slot, (value, version) in zip(self._constant, before.constant, strict=True):
+            if slot.table.get(slot.key) is not value:  # such as a table that has grown: what was there is still known
+                replaced.append(_Kept(slot, value, None, 0, 0))
+            elif isinstance(value, Tensor) and value._version != version:
+                raise UserError(f"'{slot.label}' was changed by a forward, which none of the first {WATCHED} forwards "
+                                "did: a recompute would find it changed", hint="leave the layer out of recompute")
+        if not replaced:
+            return before
+        for kept in replaced:
+            self._changing[kept.slot.place] = kept.slot, False
+        self._constant = [slot for slot in self._constant if slot.place not in self._changing]
+        return Before([*before.kept, *replaced], before.states)
 
     @property
     def may_share(self) -> bool:
@@ -282,7 +300,7 @@ class SideEffects:
         """Let a forward find again what it found, and then the next one what it finds now.
 
         Raises:
-            UserError: what they keep now was changed meanwhile.
+            UserError: what modules keep now was changed meanwhile.
         """
         now = [(kept.slot, kept.slot.table.get(kept.slot.key, _ABSENT)) for kept in before.kept]
         states = [(source, source.get()) for source, _ in before.states]
@@ -313,7 +331,7 @@ class SideEffects:
 
     def undo(self, before: Before) -> None:
         """Let the next forward find what one found that failed."""
-        known = {(id(kept.slot.table), kept.slot.key) for kept in before.kept}
+        known = {kept.slot.place for kept in before.kept}
         for kept in before.kept:
             _put(kept.slot, kept.value)
             if kept.copy is not None:
@@ -321,7 +339,7 @@ class SideEffects:
         _set(before.states)
         if self._left:
             for slot in list(self._slots()):
-                if (id(slot.table), slot.key) not in known:
+                if slot.place not in known:
                     _put(slot, _ABSENT)
 
     def _slots(self) -> Iterator[_Slot]:

@@ -65,8 +65,16 @@ class Versions:
         return len(self._versions) - 1
 
     def leaves(self, version: int) -> dict[str, Tensor]:
-        """The parameters for one microbatch, in the version that was made so many updates after the first one."""
-        return {name: value.clone().requires_grad_() for name, value in self._versions[self.first + version].items()}
+        """The parameters for one microbatch, in the version that was made so many updates after the first one.
+
+        With their hooks; those that run after accumulation see the gradient of this microbatch alone.
+        """
+        leaves = {name: value.clone().requires_grad_() for name, value in self._versions[self.first + version].items()}
+        for name, leaf in leaves.items():
+            for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                if hooks := getattr(self.parameters[name], kind):
+                    setattr(leaf, kind, hooks)
+        return leaves
 
     def update(self, gradients: Mapping[str, Tensor | None], step: int) -> bool:
         """Apply the mean over the microbatches seen of gradients that are sums divided by ``every``; or skip it.
