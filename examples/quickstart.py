@@ -18,7 +18,8 @@ net = nn.Sequential(
 )
 model = Model.sequential(net, loss=nn.CrossEntropyLoss())
 
-# %% Data: dicts with "input" and "target", dimension 0 = samples. Two interleaved spirals.
+# %% Data: dicts with "input" and "target", dimension 0 = samples. Two interleaved spirals. Every process reads the same
+# batches: give a DataLoader that shuffles generator=torch.Generator().manual_seed(1), as these samples have one.
 random = torch.Generator().manual_seed(1)
 
 

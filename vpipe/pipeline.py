@@ -191,7 +191,8 @@ class Pipeline:
         With a flush a batch is an update. Without one every ``update_every`` microbatches are (on every replica; with
         several a step takes the fewest microbatches that are whole updates of every stage), and the pipeline stays full
         from batch to batch; it drains when the batches end, and before :meth:`evaluate` and :meth:`state_dict`. Under
-        torchrun every process passes the same batches; a field that its layers do not read may be on the meta device.
+        torchrun every process passes the same batches, and they are compared (docs/data.md); a field that its layers do
+        not read may be on the meta device. What raises while a batch is read is raised when those before are done.
         """
         _check_batches(batches)
         if not self._trained:
