@@ -13,8 +13,9 @@ from vpipe.errors import VpipeError
 
 
 def batches() -> Iterator[dict[str, torch.Tensor]]:
+    drawn = torch.Generator().manual_seed(0)  # on every rank the same
     while True:
-        yield {"input": torch.randn(8, 16), "target": torch.randn(8, 16)}
+        yield {"input": torch.randn(8, 16, generator=drawn), "target": torch.randn(8, 16, generator=drawn)}
 
 
 def main(timeout_s: float) -> None:
