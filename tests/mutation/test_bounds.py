@@ -16,6 +16,7 @@ from vpipe.data.dataset import DatasetSettings
 from vpipe.data.synthetic import synthetic
 from vpipe.errors import UserError
 from vpipe.model.split import balanced
+from vpipe.plan.plan import Plan
 from vpipe.schedules.arrange import Wanted
 from vpipe.train.config import load_config
 from vpipe.train.job import Job
@@ -84,6 +85,18 @@ def test_vpipe_schedule(options: str, what: str, capsys: pytest.CaptureFixture[s
     assert what in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("command", "what"), [
+    ("verify CONFIG --steps 1000000000", "--steps is 1000000000\nhint: compare 10,000 updates at most"),
+    ("slurm CONFIG --nodes 1000000000", "4 ranks cannot be put on 1000000000 nodes with equally many on each"),
+    ("data build-bert --out OUT --sequence-length 1000000000", "BERT samples have at most 8,192 tokens")])
+def test_other_commands(command: str, what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    words = {"CONFIG": str(tmp_path / "c.yaml"), "OUT": str(tmp_path / "out")}
+    with within_limits():
+        assert main([words.get(word, word) for word in command.split()]) == 2
+    assert what in capsys.readouterr().err
+
+
 def test_vpipe_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "c.yaml").write_text(CONFIG)
     with within_limits():
@@ -114,6 +127,10 @@ def test_an_argument_of_a_pipeline(arguments: dict[str, object], what: str) -> N
                                   "1,280,000 forwards")])
 def test_what_takes_too_long_to_prove(wanted: Wanted, what: str) -> None:
     assert what in str(refusal(wanted.arranged))
+
+
+def test_a_plan_made_in_python() -> None:
+    assert "partition has 1,000,000,000 layers in all" in str(refusal(lambda: Plan((10**9,), (1.0,)).recomputed))
 
 
 def test_a_model_of_very_many_layers_is_balanced_at_once() -> None:

@@ -21,6 +21,8 @@ from vpipe.train.job import Job
 from vpipe.train.trail import Trail
 from vpipe.train.verify import Difference, Reference, batches_of, compare, in_process, references, steps_of
 
+MOST_STEPS = 10_000
+
 
 def run_verify(options: argparse.Namespace) -> None:
     """Print every step of both runs beside the oracle's.
@@ -29,8 +31,9 @@ def run_verify(options: argparse.Namespace) -> None:
         RunError: they differ by more than they may.
     """
     check_alone("vpipe verify", os.environ)
-    if options.steps < 1:
-        raise UserError(f"--steps is {options.steps}", hint="compare 1 update or more")
+    if not 1 <= options.steps <= MOST_STEPS:
+        raise UserError(f"--steps is {options.steps}", hint="compare 1 update or more" if options.steps < 1 else
+                        f"compare {MOST_STEPS:,} updates at most: the weights of each are kept")
     torch.set_num_threads(1)
     # On this machine's processors, whatever the config trains on: there the numbers are the same to the bit.
     settings = [*options.settings, "parallel.backend=gloo", "parallel.device=cpu"]

@@ -29,6 +29,7 @@ STORAGE: Mapping[str, type[np.signedinteger]] = {
     "masked_lm_positions": np.int32, "masked_lm_ids": np.int32, "next_sentence_labels": np.int8,
 }
 MASKED_SHARE = 0.15
+LONGEST = 8192
 SHORTEST = 8  # [CLS] a [SEP] b [SEP] and a few words to learn from
 
 
@@ -52,8 +53,10 @@ def bert_fields(sequence_length: int, max_predictions: int) -> dict[str, Field]:
 
 def check_lengths(sequence_length: int, max_predictions: int) -> None:
     """Raises :class:`UserError` for lengths that no sample can have."""
-    if sequence_length < SHORTEST:
-        raise UserError(f"sequence_length is {sequence_length}", hint=f"BERT samples need at least {SHORTEST} tokens")
+    if not SHORTEST <= sequence_length <= LONGEST:
+        raise UserError(f"sequence_length is {sequence_length}",
+                        hint=f"BERT samples need at least {SHORTEST} tokens" if sequence_length < SHORTEST else
+                        f"BERT samples have at most {LONGEST:,} tokens: all of them are padded to it, and in memory")
     if not 1 <= max_predictions <= sequence_length:
         raise UserError(f"max_predictions is {max_predictions} in sequences of {sequence_length} tokens",
                         hint=f"the usual value is 15 %: {default_max_predictions(sequence_length)}")
