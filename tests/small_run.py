@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
+from vpipe.config.config import load_config
 from vpipe.model.layer import Model
 from vpipe.model.registry import Family, ModelSettings
-from vpipe.train.config import load_config
 from vpipe.train.job import Job
-from vpipe.train.oracle import Run, Training, asynchronous_oracle, flush_oracle
+from vpipe.verify.reference import Run, Training, asynchronous_oracle, flush_oracle
 
 SMALL: Mapping[str, Mapping[str, Any]] = {
     "model": {"name": "bert", "preset": "tiny", "hidden_size": 16, "sequence_length": 16, "vocab_size": 32},
@@ -56,7 +56,7 @@ def put_in(monkeypatch: pytest.MonkeyPatch, model: Model,
     """A model in place of the config's, whatever its settings."""
     family = Family(lambda settings: model, flops=flops)
     monkeypatch.setattr("vpipe.train.job.model_named", lambda name: family.factory)
-    monkeypatch.setattr("vpipe.train.model_of.family_named", lambda name: family)
+    monkeypatch.setattr("vpipe.train.model_settings.family_named", lambda name: family)
 
 
 def only_run(runs: Path) -> Path:

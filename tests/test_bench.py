@@ -10,9 +10,9 @@ import pytest
 from small_run import losses, write_config
 
 from vpipe.cli import main
+from vpipe.config.config import Config
 from vpipe.errors import RunError
 from vpipe.launch.folder import make_run_folder
-from vpipe.train.config import Config
 from vpipe.train.job import Job
 from vpipe.train.loop import train
 

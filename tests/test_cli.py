@@ -348,7 +348,7 @@ def test_what_nobody_foresaw_shows_no_traceback(here: Path, capsys: pytest.Captu
             (fail(ZeroDivisionError("by zero")), "error: ZeroDivisionError: by zero", "hint: mend what raised it"),
             (fail(OSError(28, "No space left", "a")), "error: [Errno 28] No space left: 'a'", "hint: look whether the "
              "path exists, may be used and has room")):
-        monkeypatch.setattr("vpipe.train.config.load_config", load)
+        monkeypatch.setattr("vpipe.config.config.load_config", load)
         assert main(["train", "c.yaml"]) == 1
         said, *frames, hint = capsys.readouterr().err.splitlines()
         assert said == what
@@ -356,7 +356,7 @@ def test_what_nobody_foresaw_shows_no_traceback(here: Path, capsys: pytest.Captu
         assert hint.startswith(f"{remedy}; the traceback is in ")
         file = Path(hint.partition("the traceback is in ")[2])
         assert "Traceback" in file.read_text()
-    monkeypatch.setattr("vpipe.train.config.load_config", fail(KeyboardInterrupt()))  # type: ignore[arg-type]
+    monkeypatch.setattr("vpipe.config.config.load_config", fail(KeyboardInterrupt()))  # type: ignore[arg-type]
     assert main(["train", "c.yaml"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 

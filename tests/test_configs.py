@@ -12,8 +12,8 @@ from made_profile import made_profile
 from small_run import check_updates, losses, metrics
 
 from vpipe.cli import main
+from vpipe.config.config import load_config
 from vpipe.plan.profile import Profile
-from vpipe.train.config import load_config
 from vpipe.train.job import Job
 from vpipe.train.loop import train
 from vpipe.train.planning import planned

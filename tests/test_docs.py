@@ -23,6 +23,9 @@ import pytest
 from pydantic.fields import FieldInfo
 
 from vpipe.cli import _parser, main
+from vpipe.config.config import Config, load_config
+from vpipe.config.validation import Section, section_of
+from vpipe.config.vpipe_flat import FlatConfig, PartitionFile, RankFile
 from vpipe.draw.summary import RankCosts, Summary
 from vpipe.errors import UserError
 from vpipe.schedules import registry
@@ -30,9 +33,6 @@ from vpipe.schedules.action import Op
 from vpipe.schedules.order import build
 from vpipe.schedules.registry import recipe_named, schedule_names
 from vpipe.schedules.size import default_placement
-from vpipe.train.config import Config, load_config
-from vpipe.train.flat_config import FlatConfig, PartitionFile, RankFile
-from vpipe.train.validation import Section, section_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import vpipe
 from vpipe.cli import _parser
-from vpipe.train.config import Config
-from vpipe.train.validation import section_of
+from vpipe.config.config import Config
+from vpipe.config.validation import section_of
 
 OF_OTHERS = {"--master-port", "--max-restarts", "--nnodes", "--nproc-per-node",  # torchrun
              "--ntasks"}  # srun

@@ -32,7 +32,7 @@ MAY_IMPORT = {
 }
 """What a room may import of vpipe. Those that are not listed stand on top."""
 
-ON_TOP = {"pipeline", "train", "launch", "compare", "commands", "cli", "__main__", "__init__"}
+ON_TOP = {"pipeline", "config", "train", "verify", "launch", "compare", "commands", "cli", "__main__", "__init__"}
 
 
 def imported(source: str) -> set[str]:

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from vpipe.checkpoint.folder import Checkpoints
 from vpipe.checkpoint.integrity import damages
+from vpipe.config.config import load_config
 from vpipe.runtime.compress import Compression
-from vpipe.train.config import load_config
-from vpipe.train.crossing import Crossing
 from vpipe.train.job import Job
-from vpipe.train.oracle import Run, asynchronous_oracle, evaluate_oracle, flush_oracle
-from vpipe.train.trail import Trail
-from vpipe.train.training import Training, uncompressed
-from vpipe.train.versions import VERSIONS
+from vpipe.verify.compression import Crossing
+from vpipe.verify.reference import Run, asynchronous_oracle, evaluate_oracle, flush_oracle
+from vpipe.verify.reference_optimizer import Training, uncompressed
+from vpipe.verify.reference_versions import VERSIONS
+from vpipe.verify.trajectory import Trail
 
 LAYERS = 9
 SAVE_EVERY, EVALUATE_EVERY = 8, 20

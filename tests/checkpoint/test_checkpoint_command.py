@@ -25,8 +25,8 @@ from vpipe.cli import main
 from vpipe.data.dataset import Tokenized
 from vpipe.launch.folder import RUNNING
 from vpipe.train.job import Job
-from vpipe.train.oracle import Training, flush_oracle
-from vpipe.train.start import Start
+from vpipe.verify.initial_state import Start
+from vpipe.verify.reference import Training, flush_oracle
 
 Vpipe = Callable[..., tuple[int, str, str]]
 

@@ -12,11 +12,11 @@ import pytest
 from small_run import write_config
 
 import vpipe
+from vpipe.config.config import Config, load_config
 from vpipe.errors import UserError
 from vpipe.launch import container as module
 from vpipe.launch.container import Container, enter, inside_container
 from vpipe.launch.ranks import HostRanks
-from vpipe.train.config import Config, load_config
 
 PACKAGE = Path(vpipe.__file__).parents[1]
 STAND_IN = """\

@@ -11,8 +11,9 @@ import zygote
 from small_run import check_updates, losses, only_run, oracle, write_config
 
 from vpipe.cli import main
-from vpipe.launch import container, hosts
-from vpipe.train.config import load_config
+from vpipe.config import machines as hosts
+from vpipe.config.config import load_config
+from vpipe.launch import container
 from vpipe.train.job import Job
 
 SSH = '#!/bin/bash\nexec bash -c "${@: -1}"\n'

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from vpipe.config.parallel import ParallelSection
 from vpipe.errors import UserError
 from vpipe.launch.meeting import Agreement
 from vpipe.launch.member import Member, slurm_address, slurm_port
 from vpipe.launch.starter import agent_of
-from vpipe.train.parallel import ParallelSection
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "hostA", "MASTER_PORT": "29500",
             "TORCHELASTIC_RUN_ID": "none"}

@@ -12,9 +12,9 @@ import yaml
 from small_run import write_config
 
 from vpipe.cli import main
-from vpipe.launch import hosts
+from vpipe.config import machines as hosts
+from vpipe.config.config import load_config
 from vpipe.launch.ssh import ssh_command
-from vpipe.train.config import load_config
 
 
 @pytest.fixture(autouse=True)

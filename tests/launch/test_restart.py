@@ -14,6 +14,7 @@ from small_run import write_config
 from vpipe.checkpoint.folder import Checkpoints
 from vpipe.checkpoint.manifest import MANIFEST, Manifest
 from vpipe.cli import main
+from vpipe.config.config import Config, load_config
 from vpipe.errors import UserError
 from vpipe.launch import restart
 from vpipe.launch.conclusion import Conclusion
@@ -24,7 +25,6 @@ from vpipe.launch.machine import ranks_of
 from vpipe.launch.member import Member
 from vpipe.launch.restart import Failure, announced, last_step, newest_intact, over
 from vpipe.launch.starter import FILE, Starter, agent_of
-from vpipe.train.config import Config, load_config
 from vpipe.train.job import Job
 
 KILLED = Failure("rank 2 was killed; rank 1 was waiting for F7", 41, "step-40")

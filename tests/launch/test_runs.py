@@ -12,9 +12,9 @@ import pytest
 from small_run import check_updates, losses, metrics, only_run, oracle, write_config
 
 from vpipe.cli import main
+from vpipe.config.config import load_config
 from vpipe.data.hdf5_shard import write_shard
 from vpipe.data.synthetic import synthetic_bert
-from vpipe.train.config import load_config
 from vpipe.train.job import Job
 
 pytestmark = pytest.mark.usefixtures("forked")

@@ -9,11 +9,11 @@ import pytest
 import torch
 from small_run import write_config
 
+from vpipe.config.config import load_config
 from vpipe.errors import RunError, UserError
 from vpipe.launch.failure import write_report
 from vpipe.launch.machine import check_gpus
 from vpipe.launch.worker import speaks
-from vpipe.train.config import load_config
 
 
 def test_one_rank_speaks(tmp_path: Path) -> None:

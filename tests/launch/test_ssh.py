@@ -20,18 +20,18 @@ from stand_in_host import command as stand_in_command
 from test_ends import alive, until
 
 from vpipe.cli import main
+from vpipe.config import machines as hosts_module
+from vpipe.config.config import Config, load_config
+from vpipe.config.machines import Hosts
 from vpipe.errors import RunError, UserError
-from vpipe.launch import hosts as hosts_module
 from vpipe.launch import local, reach
 from vpipe.launch import ssh as ssh_module
-from vpipe.launch.hosts import Hosts
 from vpipe.launch.local import Interrupted, close_all, run_ranks
 from vpipe.launch.messages import decoded, encoded
 from vpipe.launch.network import free_port
 from vpipe.launch.ranks import HostRanks, ranks_here
 from vpipe.launch.reach import connect, prepare
 from vpipe.launch.ssh import Remote, hello_s, ssh_command
-from vpipe.train.config import Config, load_config
 
 SSH = """\
 #!/bin/bash

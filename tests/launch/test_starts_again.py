@@ -16,10 +16,10 @@ from test_ends import VPIPE, until
 from test_runs import FRAGILE
 from test_together import TORCHRUN, put_model
 
+from vpipe.config.config import load_config
 from vpipe.errors import LastingError, RunError, UserError
 from vpipe.launch.network import free_port
 from vpipe.launch.run import run
-from vpipe.train.config import load_config
 from vpipe.train.job import Job
 
 pytestmark = pytest.mark.usefixtures("forked")

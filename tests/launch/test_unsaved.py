@@ -10,11 +10,11 @@ import pytest
 from small_run import write_config
 
 from vpipe.cli import _parser
+from vpipe.config.config import Config, load_config
 from vpipe.errors import LastingError, RunError, UserError
 from vpipe.launch.folder import CONFIG, METRICS, make_run_folder
 from vpipe.launch.run import _Run
 from vpipe.launch.unsaved import why_unsaved
-from vpipe.train.config import Config, load_config
 from vpipe.train.resume import start_of
 
 

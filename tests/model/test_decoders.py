@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vpipe import Pipeline
+from vpipe.config.sections import ModelSection
 from vpipe.errors import UserError
 from vpipe.model.attention import attention
 from vpipe.model.gpt import Attention as GptAttention
@@ -23,9 +24,8 @@ from vpipe.model.loss import NO_LABEL
 from vpipe.model.registry import ModelSettings, family_named
 from vpipe.model.rotary import RopeScaling, rotary_tables, rotate
 from vpipe.model.split import parameter_counts
-from vpipe.train.model_of import model_settings
-from vpipe.train.oracle import Training, flush_oracle
-from vpipe.train.sections import ModelSection
+from vpipe.train.model_settings import model_settings
+from vpipe.verify.reference import Training, flush_oracle
 
 SIZES: dict[str, dict[str, Any]] = {
     "gpt": {"n_embd": 24, "n_layer": 2, "n_head": 3, "n_inner": 40, "n_positions": 16, "initializer_range": 0.2,

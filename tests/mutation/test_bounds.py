@@ -12,13 +12,13 @@ from torch import nn
 
 from vpipe import Model, Pipeline
 from vpipe.cli import main
+from vpipe.config.config import load_config
 from vpipe.data.dataset import DatasetSettings
 from vpipe.data.synthetic import synthetic
 from vpipe.errors import UserError
 from vpipe.model.split import balanced
 from vpipe.plan.plan import Plan
 from vpipe.schedules.arrange import Wanted
-from vpipe.train.config import load_config
 from vpipe.train.job import Job
 
 CONFIG = """\

@@ -12,6 +12,8 @@ import pytest
 from limits import refusal
 
 from vpipe.checkpoint.manifest import Manifest
+from vpipe.config.config import load_config
+from vpipe.config.yaml_tree import MOST_BYTES, MOST_VALUES, read_json
 from vpipe.data.bert_hdf5 import BertHdf5
 from vpipe.data.jsonl import jsonl_files, read_functions
 from vpipe.data.tokenizer_file import load_tokenizer
@@ -19,8 +21,6 @@ from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
 from vpipe.schedules.arrange import Wanted
 from vpipe.schedules.csv_file import read_csv
-from vpipe.train.config import load_config
-from vpipe.train.yaml_file import MOST_BYTES, MOST_VALUES, read_json
 
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "config": ("c.yaml", load_config),

@@ -26,6 +26,7 @@ from mutations import mutated, mutated_bytes
 from vpipe.checkpoint.manifest import MANIFEST, About, Manifest, _checksum
 from vpipe.checkpoint.restore import read
 from vpipe.checkpoint.storage import write
+from vpipe.config.config import load_config
 from vpipe.data.bert_fields import SHAPES, STORAGE, shape_of
 from vpipe.data.bert_hdf5 import BertHdf5
 from vpipe.data.hdf5_shard import write_shard
@@ -38,7 +39,6 @@ from vpipe.schedules.csv_file import read_csv, write_csv
 from vpipe.schedules.lower import lower
 from vpipe.schedules.order import build
 from vpipe.schedules.size import default_placement
-from vpipe.train.config import load_config
 
 NATIVE = {
     "model": {"name": "bert", "preset": "tiny", "hidden_size": 16, "num_heads": 4, "dropout": 0.1, "vocab_size": 64},

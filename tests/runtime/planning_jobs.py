@@ -8,13 +8,13 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
+from vpipe.config.config import load_config
 from vpipe.errors import PlanningError
 from vpipe.plan.profile import Profile
-from vpipe.train.config import load_config
 from vpipe.train.job import Job
 from vpipe.train.loop import build
 from vpipe.train.planning import planned
-from vpipe.train.replan import Replanning
+from vpipe.train.replanning import Replanning
 
 
 def plan_and_compare(*, config: str, profile: str, steps: int) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def plan_and_compare(*, config: str, profile: str, steps: int) -> dict[str, Any]
         return {size: Profile.load(profile) if dist.get_rank() == 0 else None for size in sizes}
 
     lines: list[str] = []
-    with patch("vpipe.train.planning.profile_job", profile_job), patch("vpipe.train.replan.ALLOWED", -1.0):
+    with patch("vpipe.train.planning.profile_job", profile_job), patch("vpipe.train.replanning.ALLOWED", -1.0):
         try:
             job = planned(Job.of(load_config(Path(config))), folder)
         except PlanningError as error:

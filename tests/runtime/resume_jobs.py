@@ -7,8 +7,8 @@ from unittest.mock import patch
 
 from torch._C._distributed_c10d import PrefixStore
 
+from vpipe.config.config import load_config
 from vpipe.launch.store import own_store
-from vpipe.train.config import load_config
 from vpipe.train.job import Job
 from vpipe.train.loop import train
 
@@ -22,6 +22,6 @@ def train_in(*, folder: str, checkpoint: str | None, notes: str) -> str | None:
     def store(kind: str, rank: int, ranks: int, timeout_s: float) -> PrefixStore:
         return own_store(f"{kind} {notes}", rank, ranks, timeout_s)
 
-    with patch("vpipe.train.saving.own_store", store):
+    with patch("vpipe.train.checkpointing.own_store", store):
         return train(Job.of(load_config(Path(folder) / "config.yaml")), Path(folder),
                      None if checkpoint is None else Path(checkpoint))

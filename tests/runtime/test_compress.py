@@ -19,8 +19,8 @@ from vpipe.errors import UserError
 from vpipe.runtime.compress import LEAST_SCALE, Bf16, Codec, Coder, Compression, Int8, _parts
 from vpipe.runtime.compressed import Compressed
 from vpipe.runtime.transport import InProcess, Key, Spec
-from vpipe.train.crossing import Crossing
-from vpipe.train.oracle import Training, asynchronous_oracle, flush_oracle
+from vpipe.verify.compression import Crossing
+from vpipe.verify.reference import Training, asynchronous_oracle, flush_oracle
 
 NEAREST, STOCHASTIC = Int8(stochastic=False), Int8(stochastic=True)
 CODECS: dict[str, Codec] = {"bf16": Bf16(), "int8": NEAREST, "int8 stochastic": STOCHASTIC}

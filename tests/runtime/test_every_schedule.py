@@ -22,7 +22,7 @@ from vpipe.schedules.csv_file import write_csv
 from vpipe.schedules.order import build
 from vpipe.schedules.registry import _RECIPES, recipe_named, schedule_names
 from vpipe.schedules.size import Size, default_placement
-from vpipe.train.oracle import VERSIONS, Run, Training, asynchronous_oracle, flush_oracle
+from vpipe.verify.reference import VERSIONS, Run, Training, asynchronous_oracle, flush_oracle
 
 FLUSH = [name for name in schedule_names() if recipe_named(name).flush]
 STREAMS = [name for name in schedule_names() if not recipe_named(name).flush]

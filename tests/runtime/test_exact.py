@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline
 from vpipe.errors import RunError, UserError
-from vpipe.train.oracle import Run, Training, asynchronous_oracle, evaluate_oracle, flush_oracle
+from vpipe.verify.reference import Run, Training, asynchronous_oracle, evaluate_oracle, flush_oracle
 
 
 class AdamW:

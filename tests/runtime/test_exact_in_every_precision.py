@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from vpipe import Layer, Model, Pipeline
 from vpipe.runtime.position import Position
 from vpipe.runtime.step import Step
-from vpipe.train import loss_scale
-from vpipe.train.arithmetic import Arithmetic
-from vpipe.train.oracle import NOTHING, VERSIONS, Run, Training, asynchronous_oracle, evaluate_oracle, flush_oracle
-from vpipe.train.start import Start
+from vpipe.verify import loss_scale
+from vpipe.verify.arithmetic import Arithmetic
+from vpipe.verify.initial_state import Start
+from vpipe.verify.reference import NOTHING, VERSIONS, Run, Training, asynchronous_oracle, evaluate_oracle, flush_oracle
 
 MICROBATCHES = 4
 REDUCED = ["bf16", "bf16_pure", "fp16"]

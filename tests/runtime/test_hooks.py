@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from vpipe import Layer, Model, Pipeline
 from vpipe.errors import UserError
-from vpipe.train.oracle import Training, asynchronous_oracle
-from vpipe.train.versions import VERSIONS
+from vpipe.verify.reference import Training, asynchronous_oracle
+from vpipe.verify.reference_versions import VERSIONS
 
 Call = tuple[str, float]
 """A hook that ran, and the sum of the gradient that it was given."""

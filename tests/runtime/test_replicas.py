@@ -33,7 +33,7 @@ from vpipe.schedules.action import Op
 from vpipe.schedules.order import build
 from vpipe.schedules.registry import recipe_named, schedule_names
 from vpipe.schedules.size import Placement
-from vpipe.train.oracle import VERSIONS, Run, Training, asynchronous_oracle, evaluate_oracle, flush_oracle
+from vpipe.verify.reference import VERSIONS, Run, Training, asynchronous_oracle, evaluate_oracle, flush_oracle
 
 WIDTHS = [(2, 1), (1, 2), (1, 3, 2), (2, 2, 2), (2, 1, 2)]
 FOLDED = [name for name in schedule_names()

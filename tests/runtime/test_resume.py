@@ -18,10 +18,10 @@ from vpipe import Layer, Model, Pipeline
 from vpipe.errors import UserError
 from vpipe.runtime.position import Position
 from vpipe.runtime.step import Step
-from vpipe.train.crossing import Crossing
 from vpipe.train.optimizers import OptimizerSettings
-from vpipe.train.oracle import VERSIONS, Training, asynchronous_oracle, flush_oracle
-from vpipe.train.start import Start
+from vpipe.verify.compression import Crossing
+from vpipe.verify.initial_state import Start
+from vpipe.verify.reference import VERSIONS, Training, asynchronous_oracle, flush_oracle
 
 Saved = tuple[Position, Mapping[str, Tensor]]
 MICROBATCHES = 4

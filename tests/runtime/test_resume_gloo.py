@@ -13,7 +13,7 @@ from world import World
 
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.checkpoint.restore import read
-from vpipe.train.config import load_config
+from vpipe.config.config import load_config
 from vpipe.train.job import Job
 from vpipe.train.loop import train
 from vpipe.train.resume import Start, resumed_config, start_of, take_up

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from vpipe import Layer, Model, Pipeline
 from vpipe.errors import UserError
 from vpipe.runtime.side_effects import WATCHED
-from vpipe.train.oracle import Training, asynchronous_oracle, flush_oracle
+from vpipe.verify.reference import Training, asynchronous_oracle, flush_oracle
 
 Build = Callable[[], nn.Module]
 

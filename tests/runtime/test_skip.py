@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline
-from vpipe.train.oracle import VERSIONS, Training, asynchronous_oracle, flush_oracle
+from vpipe.verify.reference import VERSIONS, Training, asynchronous_oracle, flush_oracle
 
 WIDTH, SAMPLES, MICROBATCHES, BATCHES = 5, 8, 4, 6
 FINE, HURT = 1.0, 0.0

@@ -20,7 +20,7 @@ from vpipe.model.split import split
 from vpipe.plan.recompute import recomputed_layers
 from vpipe.runtime.layers import generators_of
 from vpipe.runtime.stage import Stage
-from vpipe.train.oracle import Training, flush_oracle
+from vpipe.verify.reference import Training, flush_oracle
 
 IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
 

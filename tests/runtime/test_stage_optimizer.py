@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR, LinearLR, LRScheduler, OneCycleLR
 from vpipe import Layer, Model, Pipeline
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.errors import UserError
-from vpipe.train.oracle import Training, asynchronous_oracle
+from vpipe.verify.reference import Training, asynchronous_oracle
 
 WIDTH = 6
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from vpipe import Layer, Model, Pipeline
 from vpipe.errors import UserError
 from vpipe.runtime.weights import Weights
-from vpipe.train.oracle import Training, asynchronous_oracle, flush_oracle
+from vpipe.verify.reference import Training, asynchronous_oracle, flush_oracle
 
 
 class Product(nn.Module):

@@ -11,7 +11,7 @@ from bench import MOMENTS, SOON_S, Bench, Outcome, Place, alone, both, cell, cel
 from cells import RANKS, TIMEOUT_S, Cell
 from small_run import oracle
 
-from vpipe.train.config import load_config
+from vpipe.config.config import load_config
 from vpipe.train.job import Job
 
 PLACES = list(MOMENTS["pipedream"])

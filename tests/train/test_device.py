@@ -8,8 +8,8 @@ import pytest
 import torch
 from small_run import job_of, write_config
 
+from vpipe.config.config import load_config
 from vpipe.errors import UserError
-from vpipe.train.config import load_config
 from vpipe.train.device import device_of, on_processors
 
 

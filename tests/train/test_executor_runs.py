@@ -10,8 +10,8 @@ from small_run import job_of, losses, write_config
 from vpipe.cli import main
 from vpipe.runtime.executor import NO_GAIN
 from vpipe.train.loop import train
-from vpipe.train.report import headline
-from vpipe.train.verify import batches_of, compare, in_process, references
+from vpipe.train.summary import headline
+from vpipe.verify.differences import batches_of, compare, in_process, references
 
 
 def test_what_the_oracle_says_holds_to_the_bit_under_async_threaded(tmp_path: Path) -> None:

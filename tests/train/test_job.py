@@ -13,13 +13,13 @@ import torch
 from small_run import job_of, put_in
 
 from vpipe.checkpoint.manifest import Manifest
+from vpipe.config.config import load_config
 from vpipe.data.byte_bpe import train_byte_bpe
 from vpipe.data.synthetic import synthetic_bert
 from vpipe.errors import UserError
 from vpipe.model.layer import Layer, Model
 from vpipe.model.registry import ModelSettings
-from vpipe.train.config import load_config
-from vpipe.train.model_of import model_flops
+from vpipe.train.model_settings import model_flops
 from vpipe.train.resume import IMPORTED, other_tokens
 
 

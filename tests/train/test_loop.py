@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vpipe.model.layer import Layer, Model
 from vpipe.train.job import Job
 from vpipe.train.loop import train
-from vpipe.train.oracle import evaluate_oracle
+from vpipe.verify.reference import evaluate_oracle
 
 ASYNCHRONOUS = {"parallel__schedule": "pipedream", "parallel__update_every": 2}
 """Batches of 4 microbatches: two updates each."""

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 from small_run import check_updates, job_of, losses, oracle
 
+from vpipe.config.config import load_config
 from vpipe.errors import PlanningError, RunError, UserError
 from vpipe.launch.failure import first_failure, write_report
 from vpipe.launch.machine import ranks_of
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds, TensorBytes
 from vpipe.profiling.cache import store
-from vpipe.train.config import load_config
 from vpipe.train.job import Job
 from vpipe.train.loop import train
 from vpipe.train.planning import memory_limit, planned, request_of
 from vpipe.train.profiled import identity_of
-from vpipe.train.report import headline
+from vpipe.train.summary import headline
 
 
 def profile_of(seconds: tuple[float, ...]) -> Profile:

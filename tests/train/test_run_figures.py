@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from small_run import job_of, write_config
 
+from vpipe.config.config import load_config
 from vpipe.profiling.peak import Peak
 from vpipe.runtime.step import Step
 from vpipe.runtime.usage import StageUsage
 from vpipe.train import metrics as module
-from vpipe.train.config import load_config
 from vpipe.train.csv_rows import config_row, csv_text
 from vpipe.train.efficiency import Efficiency, layer_flops
 from vpipe.train.metrics import Metrics, Past, Worth

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from small_run import losses, write_config
 
-from vpipe.train.config import load_config
+from vpipe.config.config import load_config
 from vpipe.train.job import Job
 from vpipe.train.loop import build, train
 

@@ -13,10 +13,10 @@ from attempts import begin
 from small_run import metrics, write_config
 
 from vpipe.checkpoint.manifest import Manifest
+from vpipe.config.config import load_config
 from vpipe.errors import UserError
 from vpipe.launch.folder import leave, running
 from vpipe.plan.plan import Plan
-from vpipe.train.config import load_config
 from vpipe.train.job import Job
 from vpipe.train.loop import train
 from vpipe.train.resume import Start, resumed_config, start_of, take_up

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from small_run import job_of, losses
 
+from vpipe.config.config import Config
 from vpipe.errors import UserError
 from vpipe.runtime import labels
 from vpipe.runtime.worker import Worker
@@ -16,7 +17,6 @@ from vpipe.schedules.action import PER_MICROBATCH, Op
 from vpipe.schedules.csv_file import write_csv
 from vpipe.schedules.order import build
 from vpipe.schedules.size import default_placement
-from vpipe.train.config import Config
 from vpipe.train.loop import train
 from vpipe.train.torch_profile import profile_name
 

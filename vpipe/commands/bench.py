@@ -15,12 +15,12 @@ from typing import Any
 
 from vpipe.compare.systems import names_of
 from vpipe.compare.table import SAME
+from vpipe.config.config import Config, load_config
 from vpipe.draw.table import fitted, terminal_columns
 from vpipe.errors import Problem, RunError, UserError, VpipeError, counted, nearest
 from vpipe.launch.alone import check_alone
 from vpipe.launch.folder import METRICS, SUMMARY, leave, make_run_folder
 from vpipe.schedules.registry import schedule_names
-from vpipe.train.config import Config, load_config
 from vpipe.train.csv_rows import check_output, config_row, csv_text
 
 CONFIGS = Path("configs")

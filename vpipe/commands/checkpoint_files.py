@@ -22,6 +22,7 @@ from vpipe.checkpoint.huggingface import CONFIG, find_model, imported
 from vpipe.checkpoint.manifest import About, Manifest
 from vpipe.checkpoint.stage_files import Matched, matched, read_stages, stage_files
 from vpipe.commands.checkpoint import checkpoints_in, counted_in, reading
+from vpipe.config.config import load_config
 from vpipe.data.byte_bpe import end_token
 from vpipe.data.dataset import Tokenized
 from vpipe.data.tokenizer_file import load_tokenizer
@@ -30,9 +31,8 @@ from vpipe.model.layer import Model
 from vpipe.model.registry import HuggingFace, ModelSettings, family_named
 from vpipe.sizes import size_text
 from vpipe.train.checkpoint_model import CheckpointModel, config_of, config_text, says_model
-from vpipe.train.config import load_config
 from vpipe.train.job import Job
-from vpipe.train.model_of import model_differences, model_file, model_settings
+from vpipe.train.model_settings import model_differences, model_file, model_settings
 
 SLOW_BYTES = 1 << 29
 """From as many on, writing takes seconds and is announced."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vpipe.compare.ask import Ask
+from vpipe.config.config import load_config
 from vpipe.errors import UserError
 from vpipe.launch.alone import check_alone
 from vpipe.launch.folder import make_run_folder
@@ -17,7 +18,6 @@ from vpipe.launch.machine import check_gpus, hosts_of, ranks_of
 from vpipe.launch.network import free_port
 from vpipe.launch.ranks import ranks_here
 from vpipe.runtime.executor import THREADED
-from vpipe.train.config import load_config
 from vpipe.train.csv_rows import check_output
 
 

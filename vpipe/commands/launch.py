@@ -8,12 +8,12 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 
-from vpipe.launch.hosts import host_of
+from vpipe.config.config import load_config
+from vpipe.config.machines import host_of
 from vpipe.launch.machine import hosts_of, ranks_of
 from vpipe.launch.network import free_port
 from vpipe.launch.ranks import HostRanks, ranks_here
 from vpipe.launch.ssh import ssh_command
-from vpipe.train.config import load_config
 
 FOLDER = "$FOLDER"
 

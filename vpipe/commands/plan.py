@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from vpipe.config.config import Config, load_config
+from vpipe.config.parallel import AUTO
 from vpipe.draw.explain import Explained
 from vpipe.draw.plan_table import peak_bytes, predicted
 from vpipe.errors import UserError, counted
@@ -23,8 +25,6 @@ from vpipe.plan.recompute import recomputed_layers
 from vpipe.plan.solve import ASYNCHRONOUS, SYNCHRONOUS, Alternative, Request, Solution, solve, without_recompute
 from vpipe.schedules.arrange import is_file
 from vpipe.sizes import parse_size, size_text
-from vpipe.train.config import Config, load_config
-from vpipe.train.parallel import AUTO
 
 PIPE_COLUMNS = 200
 """Width of what goes to a file or a pipe."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vpipe.config.config import load_config
 from vpipe.draw.table import table
 from vpipe.errors import UserError, VpipeError, counted
 from vpipe.launch import local
@@ -23,7 +24,6 @@ from vpipe.launch.ranks import ranks_here
 from vpipe.plan.held import Held
 from vpipe.plan.profile import LinkProfile, Profile, Seconds
 from vpipe.sizes import size_text
-from vpipe.train.config import load_config
 
 if TYPE_CHECKING:
     from vpipe.train.job import Job

@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from vpipe.config.config import load_config
 from vpipe.errors import RunError, UserError
 from vpipe.launch.machine import ranks_of
 from vpipe.launch.slurm import Nodes, ranks_per_node, slurm_script
-from vpipe.train.config import load_config
 
 
 def run_slurm(options: argparse.Namespace) -> None:

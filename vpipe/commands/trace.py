@@ -42,7 +42,7 @@ def _config(folder: Path) -> Mapping[str, Any]:
     """The run's resolved config as plain values; empty where it has none."""
     if not (folder / "config.yaml").is_file():
         return {}
-    from vpipe.train.yaml_file import read_yaml  # PyYAML, only where there is something to read
+    from vpipe.config.yaml_tree import read_yaml  # PyYAML, only where there is something to read
 
     tree = read_yaml(folder / "config.yaml")
     if tree.problems:

@@ -9,12 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from vpipe.checkpoint.integrity import check_intact
+from vpipe.config import config as configs
+from vpipe.config.config import Config
 from vpipe.errors import UserError, VpipeError, counted
 from vpipe.launch.folder import leave
 from vpipe.launch.member import Member
 from vpipe.launch.starter import Starter
-from vpipe.train import config as configs
-from vpipe.train.config import Config
 from vpipe.train.resume import Start, resumed_config, start_of
 from vpipe.train.roots import absolute
 

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import torch
 
+from vpipe.config.config import load_config
 from vpipe.errors import RunError, UserError
 from vpipe.launch.alone import check_alone
 from vpipe.launch.folder import CONFIG
 from vpipe.launch.local import run_ranks
 from vpipe.launch.network import free_port
 from vpipe.launch.ranks import HostRanks
-from vpipe.train.config import load_config
 from vpipe.train.job import Job
-from vpipe.train.trail import Trail
-from vpipe.train.verify import Difference, Reference, batches_of, compare, in_process, references, steps_of
+from vpipe.verify.differences import Difference, Reference, batches_of, compare, in_process, references, steps_of
+from vpipe.verify.trajectory import Trail
 
 MOST_STEPS = 10_000
 

@@ -12,6 +12,8 @@ from shlex import quote
 
 from vpipe.checkpoint.folder import Checkpoints
 from vpipe.checkpoint.manifest import Manifest
+from vpipe.config.config import load_config
+from vpipe.config.yaml_tree import parse
 from vpipe.errors import UserError
 from vpipe.launch.failure import first_report
 from vpipe.launch.folder import CONFIG
@@ -19,11 +21,9 @@ from vpipe.launch.machine import ranks_of
 from vpipe.launch.member import Member
 from vpipe.launch.restart import Failure, announced, last_step, newest_intact, over
 from vpipe.launch.starter import Starter
-from vpipe.train.config import load_config
 from vpipe.train.job import Job
 from vpipe.train.resume import Start, check_config, config_of, nothing_left, take_up
 from vpipe.train.roots import roots_of
-from vpipe.train.yaml_file import parse
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from vpipe.config.config import Config
 from vpipe.errors import UserError
-from vpipe.train.config import Config
 
 PROGRAMS = ("apptainer", "singularity")
 """In the order in which they are looked for; the second is the first's old name."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from vpipe.config.config import Config
+from vpipe.config.parallel import AUTO
 from vpipe.errors import UserError, counted
 from vpipe.launch.machine import ranks_of
 from vpipe.schedules.arrange import is_file
-from vpipe.train.config import Config
-from vpipe.train.parallel import AUTO
 
 
 def fitted(config: Config, ranks: int) -> Config:

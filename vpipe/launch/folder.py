@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING
 from vpipe.errors import UserError
 
 if TYPE_CHECKING:
-    from vpipe.train.config import Config
+    from vpipe.config.config import Config
 
 CONFIG = "config.yaml"
 

@@ -20,6 +20,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
+from vpipe.config.config import load_config
 from vpipe.errors import Problem, UserError
 from vpipe.launch.container import Container
 from vpipe.launch.failure import as_error, read_report, signal_name
@@ -28,7 +29,6 @@ from vpipe.launch.local import GRACE_S, POLL_S, Interrupted, Processes, Signals
 from vpipe.launch.messages import BEAT_S, decoded, encoded, identity
 from vpipe.launch.network import interface_towards, reach
 from vpipe.launch.ranks import HostRanks
-from vpipe.train.config import load_config
 
 SILENCE_S = 60.0
 """Until the first host says how long it may be silent."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterable
 
+from vpipe.config.config import Config
+from vpipe.config.machines import Hosts
 from vpipe.errors import UserError, counted
-from vpipe.launch.hosts import Hosts
 from vpipe.schedules.arrange import Wanted
-from vpipe.train.config import Config
 
 
 def ranks_of(config: Config) -> int:

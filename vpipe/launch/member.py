@@ -14,7 +14,7 @@ from vpipe.launch.starter import agent_of
 from vpipe.launch.variables import AGENT, RUN, STARTER
 
 if TYPE_CHECKING:
-    from vpipe.train.parallel import ParallelSection
+    from vpipe.config.parallel import ParallelSection
 
 FIRST_PORT, PORTS = 10_000, 20_000
 """A job's port is one of these: below those that Linux gives to connections."""

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import token_hex
 
+from vpipe.config.config import Config
+from vpipe.config.machines import Hosts, host_of
 from vpipe.launch.container import Container
-from vpipe.launch.hosts import Hosts, host_of
 from vpipe.launch.network import interface_towards, meeting_address
 from vpipe.launch.variables import HOST, RUN
-from vpipe.train.config import Config
 
 
 @dataclass(frozen=True)

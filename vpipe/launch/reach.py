@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from vpipe.config.machines import Hosts
+from vpipe.config.sections import LaunchSection
 from vpipe.errors import Problem, UserError
-from vpipe.launch.hosts import Hosts
 from vpipe.launch.local import close_all
 from vpipe.launch.network import listening
 from vpipe.launch.ranks import HostRanks
 from vpipe.launch.ssh import Remote, hello_s
-from vpipe.train.sections import LaunchSection
 
 PREPARE_S, SILENT_S = 3600.0, 30.0
 """For a host to look at the config, where it may prepare a large text; and without a sign of life from its launcher

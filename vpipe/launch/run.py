@@ -11,12 +11,13 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from vpipe.checkpoint.folder import Checkpoints
+from vpipe.config.config import Config
+from vpipe.config.machines import Hosts, Machine
 from vpipe.errors import LastingError, Problem, RunError, UserError
 from vpipe.launch import local
 from vpipe.launch.elastic import fitted, other_updates
 from vpipe.launch.folder import checkpoints_root
 from vpipe.launch.halted import Halted
-from vpipe.launch.hosts import Hosts, Machine
 from vpipe.launch.local import Interrupted
 from vpipe.launch.machine import check_gpus, hosts_of, ranks_of
 from vpipe.launch.network import free_port
@@ -26,7 +27,6 @@ from vpipe.launch.restart import Failure, announced, last_step, newest_intact, o
 from vpipe.launch.ssh import Remote
 from vpipe.launch.starting import Starting
 from vpipe.launch.unsaved import why_unsaved
-from vpipe.train.config import Config
 
 if TYPE_CHECKING:
     from vpipe.train.resume import Start
@@ -130,8 +130,8 @@ class _Run:
         try:
             # torch is slow to import: only when the config is worth it.
             from vpipe.train.job import Job
-            from vpipe.train.report import headline
             from vpipe.train.resume import Start, nothing_left, take_up
+            from vpipe.train.summary import headline
 
             job = Job.of(config)
             config = job.config

@@ -19,12 +19,12 @@ from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
 from typing import Any
 
+from vpipe.config.machines import host_of
+from vpipe.config.sections import LaunchSection
 from vpipe.errors import Problem, RunError, UserError, VpipeError
-from vpipe.launch.hosts import host_of
 from vpipe.launch.local import GRACE_S
 from vpipe.launch.messages import BEAT_S, decoded, encoded, identity
 from vpipe.launch.ranks import HostRanks
-from vpipe.train.sections import LaunchSection
 
 CONNECT_S = 10
 HELLO_S = 20.0

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vpipe.config.config import Config
 from vpipe.errors import RunError, VpipeError, counted
 from vpipe.launch.conclusion import Conclusion
 from vpipe.launch.container import enter
@@ -27,11 +28,10 @@ from vpipe.launch.starter import Starter
 from vpipe.launch.stops import LAST_WORDS_S, Stopped, end_as_decided, listen, stopped_status
 from vpipe.launch.variables import HOST
 from vpipe.launch.worker import do, speaks
-from vpipe.train.config import Config
 from vpipe.train.job import Job
 from vpipe.train.loop import train
-from vpipe.train.report import headline
 from vpipe.train.resume import Start
+from vpipe.train.summary import headline
 
 log = logging.getLogger("vpipe")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from vpipe.config.config import Config
 from vpipe.errors import counted
 from vpipe.launch.folder import log_path
 from vpipe.launch.restart import last_step
-from vpipe.train.config import Config
 
 
 def why_unsaved(config: Config, folder: Path) -> str:

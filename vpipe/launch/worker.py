@@ -39,10 +39,10 @@ def main(folder: Path, task: str, *arguments: str) -> int:
     stopped: list[Stopped | None] = [None]
 
     def work() -> None:
-        from vpipe.train.config import load_config
+        from vpipe.config.config import load_config
         from vpipe.train.job import Job
         from vpipe.train.loop import train
-        from vpipe.train.verify import leave_trail
+        from vpipe.verify.differences import leave_trail
 
         config = load_config(folder / CONFIG)
         if config.launch.keep_memory:

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vpipe.checkpoint.manifest import Manifest
-from vpipe.train.config import Config
-from vpipe.train.sections import CheckpointSection
-from vpipe.train.yaml_file import describe, parse
+from vpipe.config.config import Config
+from vpipe.config.sections import CheckpointSection
+from vpipe.config.yaml_tree import describe, parse
 
 _ALWAYS = {"training.num_microbatches", "training.precision", "training.loss_scale", "parallel.compress",
            "parallel.compress_rounding", "parallel.compress_feedback"}

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vpipe.checkpoint.manifest import Manifest
+from vpipe.config.config import Config
+from vpipe.config.sections import ModelSection
+from vpipe.config.validation import validated
+from vpipe.config.yaml_tree import parse, write
 from vpipe.errors import UserError
 from vpipe.model.layer import Model
 from vpipe.model.registry import Family, ModelSettings, family_named
-from vpipe.train.config import Config
-from vpipe.train.model_of import model_file, model_settings
-from vpipe.train.sections import ModelSection
-from vpipe.train.validation import validated
-from vpipe.train.yaml_file import parse, write
+from vpipe.train.model_settings import model_file, model_settings
 
 WHERE = "the checkpoint's config"
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vpipe.config.config import Config
 from vpipe.errors import UserError
-from vpipe.train.config import Config
 
 Row = Mapping[str, Any]
 

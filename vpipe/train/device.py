@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from vpipe.config.config import Config
 from vpipe.launch.device import DeviceMap, Visible, choose_device, make_current
 from vpipe.launch.world import join_world
-from vpipe.train.config import Config
 
 
 def on_processors(config: Config) -> bool:

@@ -10,8 +10,8 @@ from typing import NoReturn
 from vpipe.checkpoint.folder import Checkpoints, step_of
 from vpipe.errors import LastingError
 from vpipe.runtime.step import Step
+from vpipe.train.checkpointing import Saving
 from vpipe.train.job import Job
-from vpipe.train.saving import Saving
 
 MOST_SKIPPED = 20
 """Steps skipped in a row, after which ``on_nan: skip`` stops, too: the weights are lost, not a batch odd."""

@@ -13,7 +13,7 @@ from vpipe.profiling.peak import Peak, peak_of
 from vpipe.profiling.world import World
 from vpipe.train.device import device_of
 from vpipe.train.job import Job
-from vpipe.train.model_of import model_flops
+from vpipe.train.model_settings import model_flops
 
 
 @dataclass(frozen=True)

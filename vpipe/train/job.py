@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from vpipe.config.config import Config
 from vpipe.data.dataset import Dataset, DatasetSettings, Tokenized
 from vpipe.data.registry import dataset_named
 from vpipe.errors import UserError
@@ -26,11 +27,10 @@ from vpipe.runtime.executor import last_first
 from vpipe.schedules.arrange import Wanted
 from vpipe.schedules.order import Schedule, describe_rank
 from vpipe.schedules.size import Placement
-from vpipe.train.config import Config
-from vpipe.train.events import check_tensorboard
-from vpipe.train.model_of import model_file, model_flops, model_settings
+from vpipe.train.lr_policy import Policy
+from vpipe.train.model_settings import model_file, model_flops, model_settings
 from vpipe.train.optimizers import OptimizerSettings
-from vpipe.train.policies import Policy
+from vpipe.train.tensorboard import check_tensorboard
 
 _STAND_IN = 8192
 """A vocabulary for a model that is only asked what it reads, before the data set has said how large theirs is."""

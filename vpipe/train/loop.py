@@ -26,20 +26,20 @@ from vpipe.runtime.feed import Batch
 from vpipe.runtime.step import Step
 from vpipe.schedules.few_microbatches import few_microbatches
 from vpipe.slow import said_when_slow
+from vpipe.train.checkpointing import Cadence, Saving, from_first, restore
 from vpipe.train.csv_rows import config_row, csv_text
 from vpipe.train.device import device_of, join
 from vpipe.train.divergence import Divergence
 from vpipe.train.efficiency import Efficiency
-from vpipe.train.events import Events
 from vpipe.train.job import Job
 from vpipe.train.metrics import Metrics, Past, Worth
 from vpipe.train.progress import Progress
 from vpipe.train.rank_times import RankTimes
 from vpipe.train.reading import reading
-from vpipe.train.replan import Replanning
-from vpipe.train.report import summary
+from vpipe.train.replanning import Replanning
 from vpipe.train.run_figures import RunFigures
-from vpipe.train.saving import Cadence, Saving, from_first, restore
+from vpipe.train.summary import summary
+from vpipe.train.tensorboard import Events
 from vpipe.train.torch_profile import TorchProfile
 from vpipe.train.trace import Trace
 from vpipe.watch.current import at_work, forget_stop, note_to, stop_asked

@@ -16,8 +16,8 @@ from typing import Any
 from vpipe.errors import LastingError, counted
 from vpipe.runtime.step import Step
 from vpipe.train.efficiency import Efficiency
-from vpipe.train.events import Events
 from vpipe.train.lines import Lines
+from vpipe.train.tensorboard import Events
 
 log = logging.getLogger("vpipe")
 

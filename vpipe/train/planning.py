@@ -11,16 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vpipe.config.config import Config
+from vpipe.config.parallel import AUTO
 from vpipe.errors import PlanningError, Problem, UserError
 from vpipe.launch.folder import CONFIG, PROFILE
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
 from vpipe.plan.solve import SYNCHRONOUS, Request, Solution, solve
 from vpipe.profiling.world import World
-from vpipe.train.config import Config
 from vpipe.train.device import device_of
 from vpipe.train.job import Job
-from vpipe.train.parallel import AUTO
 from vpipe.train.profiled import profile_job
 
 log = logging.getLogger("vpipe")

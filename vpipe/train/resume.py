@@ -14,6 +14,11 @@ from typing import TYPE_CHECKING
 from vpipe.checkpoint.folder import Checkpoints, find
 from vpipe.checkpoint.integrity import instead_of, newest_intact_before
 from vpipe.checkpoint.manifest import Manifest
+from vpipe.config.config import Config, load_config
+from vpipe.config.parallel import AUTO
+from vpipe.config.sections import ModelSection
+from vpipe.config.validation import validated
+from vpipe.config.yaml_tree import describe, parse
 from vpipe.data.dataset import Tokenized
 from vpipe.errors import Problem, UserError, counted
 from vpipe.launch.folder import CONFIG, METRICS, PLAN, begin_attempt, make_run_folder, next_attempt, take
@@ -23,12 +28,7 @@ from vpipe.plan.plan import Plan
 from vpipe.plan.recompute import recomputed_layers
 from vpipe.runtime.position import Position
 from vpipe.train.changes import changes
-from vpipe.train.config import Config, load_config
-from vpipe.train.parallel import AUTO
 from vpipe.train.roots import RUN, absolute, new_root, put_away_later, roots_of
-from vpipe.train.sections import ModelSection
-from vpipe.train.validation import validated
-from vpipe.train.yaml_file import describe, parse
 
 if TYPE_CHECKING:
     from vpipe.train.job import Job
@@ -318,7 +318,7 @@ def _misfits(manifest: Manifest, job: Job) -> Iterator[Problem]:
 
 def _other_model(manifest: Manifest, job: Job) -> list[str]:
     """What names and shapes do not show, such as the number of attention heads."""
-    from vpipe.train.model_of import model_differences, model_file, model_settings
+    from vpipe.train.model_settings import model_differences, model_file, model_settings
 
     ours, before = job.config.model, parse(manifest.config, "", "the checkpoint's config")
     if before.get(("model",)) is None:

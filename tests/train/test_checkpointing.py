@@ -1,0 +1,250 @@
+"""Which checkpoints a run has made at its end, where they are, and what becomes of it when one cannot be made."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+from itertools import islice
+from pathlib import Path
+from threading import Event, current_thread
+from threading import enumerate as enumerate_threads
+from time import perf_counter, sleep
+from typing import Any
+
+import pytest
+from attempts import begin, go_on
+from small_run import check_updates, metrics, write_config
+from torch import Tensor
+
+from vpipe.checkpoint import storage
+from vpipe.checkpoint.copies import HostCopies
+from vpipe.checkpoint.folder import Checkpoints
+from vpipe.config.config import Config, load_config
+from vpipe.errors import LastingError, RunError, UserError
+from vpipe.pipeline import Pipeline
+from vpipe.train.checkpointing import Saving
+from vpipe.train.job import Job
+from vpipe.train.lines import Lines
+from vpipe.train.loop import train
+from vpipe.train.resume import Start, start_of
+
+
+def test_only_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                  capsys: pytest.CaptureFixture[str]) -> None:
+    room, takes = HostCopies._make_room, []
+
+    def make_room(self: HostCopies, count: int, pinned: bool) -> None:
+        takes.append((current_thread().name, count))
+        room(self, count, pinned)
+
+    monkeypatch.setattr(HostCopies, "_make_room", make_room)
+    run = begin(tmp_path, checkpoint__every_steps=1, checkpoint__keep=2)
+    assert sorted(os.listdir(run / "checkpoints")) == ["latest", "step-3", "step-4"]
+    assert re.search(r"^4 checkpoints of [\d.]+ MB, 2 kept, the last of step 4 in ", capsys.readouterr().out, re.M)
+    size = takes[0][1]
+    assert takes == [("vpipe-saver", size), ("MainThread", size)], "memory is not taken in the first pause"
+
+
+def test_checkpoints_in_a_directory_of_their_own(tmp_path: Path) -> None:
+    run = begin(tmp_path, checkpoint__at_end=True, checkpoint__directory=str(tmp_path / "c"), training__max_steps=1)
+    checkpoint = tmp_path / "c" / run.name / "step-1"
+    assert start_of(run) == start_of(checkpoint) == start_of(checkpoint.parent) == Start(run, checkpoint)
+    assert not (run / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("on_nan", ["stop", "skip"])
+def test_a_loss_that_is_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_nan: str,
+                                   capsys: pytest.CaptureFixture[str]) -> None:
+    batches = Job.training_batches
+
+    def spoiled(self: Job, fields: tuple[str, ...]) -> Any:
+        for number, batch in enumerate(batches(self, fields)):
+            yield batch
+            if number == 1:  # after the second step, the next batch is read
+                for parameter in weights:
+                    parameter.fill_(float("nan"))
+
+    weights: list[Tensor] = []
+    built = Pipeline.__init__
+
+    def build(self: Pipeline, *arguments: Any, **named: Any) -> None:
+        built(self, *arguments, **named)
+        weights.extend(p.data for stage in self.engine.local_stages for p in stage.weights.masters.values())
+
+    monkeypatch.setattr(Pipeline, "__init__", build)
+    monkeypatch.setattr(Job, "training_batches", spoiled)
+    folder = tmp_path
+    if on_nan == "skip":
+        begin(folder, training__on_nan="skip", training__max_steps=3, parallel__partition=[5],
+              parallel__model_parallel_size=1)
+        shown = capsys.readouterr()
+        assert "update 3 was skipped: loss is nan" in shown.err
+        assert "1 of 3 updates were skipped: not finite\ntraining loss" in shown.out
+    else:
+        with pytest.raises(LastingError, match="loss is nan at step 2") as caught:
+            begin(folder, checkpoint__every_steps=1, parallel__partition=[5], parallel__model_parallel_size=1)
+        assert "go on from step 2, such as: vpipe train --resume " in caught.value.hint
+    [run] = (folder / "runs").iterdir()
+    lines = metrics(run)[0]
+    assert [line["loss"] is None for line in lines] == [False, False, True]
+    assert lines[2].get("skipped") is (True if on_nan == "skip" else None)
+    if on_nan == "stop":
+        assert sorted(os.listdir(run / "checkpoints")) == ["latest", "step-1", "step-2"]
+
+
+def full_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the disk have no room for the checkpoint of a step."""
+    written = storage.write
+
+    def write(partial: Path, *rest: Any) -> Any:
+        if partial.name == f"step-{step}.tmp":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return written(partial, *rest)
+
+    monkeypatch.setattr(storage, "write", write)
+
+
+def test_a_disk_that_is_full_and_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be gone on from is not said to be."""
+    full_at(4, monkeypatch)
+    with pytest.raises(RunError, match="the last checkpoint, of step 4, could not be saved: No space left") as caught:
+        begin(tmp_path, checkpoint__at_end=True)
+    assert caught.value.hint == ("make room, or set checkpoint.directory, or lower the learning rate where weights are "
+                                 "not finite; there is no checkpoint to go on from")
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+                             last: bool) -> None:
+    full_at(4 if last else 2, monkeypatch)
+    changes = {"checkpoint__every_steps": 1, "checkpoint__keep": None}
+    if last:
+        with pytest.raises(RunError, match="the last checkpoint, of step 4, could not be saved: No space") as caught:
+            begin(tmp_path, **changes)
+        [run] = (tmp_path / "runs").iterdir()
+        assert caught.value.hint.endswith(f"; then go on from step 3 with: vpipe train --resume {run}")
+    else:
+        begin(tmp_path, **changes)
+    [run] = (tmp_path / "runs").iterdir()
+    check_updates(run, 4)
+    given_up = 4 if last else 2
+    assert sorted(os.listdir(run / "checkpoints")) == [
+        "latest", *(f"step-{step}" for step in range(1, 5) if step != given_up)]
+    out, err = capsys.readouterr()
+    assert f"warning: could not save step {given_up}: No space left on device" in err
+    assert "3 checkpoints of " in out
+    [line] = [line for line in (run / "metrics.jsonl").read_text().splitlines() if '"error"' in line]
+    assert json.loads(line)["checkpoint"] == f"step-{given_up}"
+
+
+def test_a_folder_that_not_all_hosts_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                         capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*_: Any) -> None:
+        raise UserError("rank 1 (b) does not see it", hint="set checkpoint.directory")
+
+    monkeypatch.setattr("vpipe.train.checkpointing.shared_folder_check", refused)
+    with pytest.raises(UserError, match="rank 1"):
+        begin(tmp_path / "a", checkpoint__at_end=True)
+    (tmp_path / "b").mkdir()
+    config = load_config(write_config(tmp_path / "b", training__max_steps=1), ["checkpoint=null"])
+    train(Job.of(config), tmp_path / "b")
+    assert "no checkpoints are made: rank 1 (b) does not see it (set checkpoint.directory)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_disk_that_is_full_for_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: bool,
+                                             capsys: pytest.CaptureFixture[str]) -> None:
+    written, calls = os.write, 0
+
+    def write(file: int, data: bytes) -> int:
+        nonlocal calls
+        calls += os.readlink(f"/proc/self/fd/{file}").endswith("metrics.jsonl")
+        if calls in (2, 3) or (calls > 3 and not room):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return written(file, data)
+
+    monkeypatch.setattr("vpipe.train.lines.os.write", write)
+    if room:
+        run = begin(tmp_path)
+        check_updates(run, 4)
+    else:
+        with pytest.raises(LastingError, match=r"the last 5 lines of '.*metrics.jsonl' could not be written: No space"):
+            begin(tmp_path)
+    shown = capsys.readouterr()
+    assert shown.err.count("metrics.jsonl': No space left on device; training goes on") == 1
+    assert shown.err.count("is whole again") == room
+    assert "4 updates in" in shown.out
+
+
+def test_all_of_the_pause_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What needs no pause is not done in it."""
+    saved = Saving.save
+
+    def save(self: Saving) -> None:
+        def untimely(*_: Any) -> str:
+            raise AssertionError("in a pause")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Job, "fingerprint", untimely)
+            patched.setattr(Config, "resolved_yaml", untimely)
+            saved(self)
+
+    monkeypatch.setattr(Saving, "save", save)
+    monkeypatch.setattr("vpipe.train.checkpointing.perf_counter", lambda: perf_counter() - 1000)  # when the pause began
+    run = begin(tmp_path, checkpoint__at_end=True, training__max_steps=1)
+    [line] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if '"pause_s"' in line]
+    assert line["pause_s"] >= 1000
+    assert line["save_s"] >= line["pause_s"]
+
+
+def test_metrics_reach_the_disk_before_the_checkpoint_has_its_name(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    order: list[str] = []
+    synced, committed = Lines.sync, Checkpoints.commit
+
+    def sync(self: Lines) -> None:
+        synced(self)
+        order.append("metrics")
+
+    def commit(self: Checkpoints, step: int) -> Path:
+        order.append(f"step {step}")
+        return committed(self, step)
+
+    monkeypatch.setattr(Lines, "sync", sync)
+    monkeypatch.setattr(Checkpoints, "commit", commit)
+    run = begin(tmp_path, checkpoint__every_steps=2)
+    assert order == ["metrics", "step 2", "metrics", "step 4"]
+    path = run / "metrics.jsonl"
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if '"step": 1, "loss"' not in line))
+    go_on(run, at=2)
+    assert "warning: metrics.jsonl lacks lines of steps that are done: 1\n" in capsys.readouterr().err
+    assert [line["step"] for line in metrics(run)[0]] == [0, 2, 3]
+
+
+@pytest.mark.parametrize("peer", [None, 1])
+def test_a_rank_that_fails_lets_the_save_be_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                      peer: int | None) -> None:
+    """Unless another rank is to blame, which may be gone."""
+    failed, batches, written = Event(), Job.training_batches, storage.write
+
+    def failing(self: Job, fields: tuple[str, ...]) -> Any:
+        yield from islice(batches(self, fields), 2)
+        failed.set()
+        raise RunError("the data are gone", hint="bring them back", peer=peer)
+
+    def write(*arguments: Any) -> Any:
+        assert failed.wait(60)
+        sleep(0.3)
+        return written(*arguments)
+
+    monkeypatch.setattr(Job, "training_batches", failing)
+    monkeypatch.setattr(storage, "write", write)
+    with pytest.raises(RunError, match="the data are gone"):
+        begin(tmp_path, checkpoint__every_steps=2)
+    [run] = (tmp_path / "runs").iterdir()
+    assert (run / "checkpoints" / "step-2").exists() is (peer is None)
+    for thread in enumerate_threads():
+        if thread.name == "vpipe-saver":
+            thread.join(60)

@@ -1,0 +1,157 @@
+"""The summary at the end of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from small_run import job_of
+
+from vpipe.profiling.peak import Peak
+from vpipe.runtime.step import Step
+from vpipe.runtime.usage import StageUsage
+from vpipe.train import metrics as module
+from vpipe.train.efficiency import Efficiency
+from vpipe.train.loop import build
+from vpipe.train.metrics import Metrics, Worth
+from vpipe.train.run_figures import RunFigures
+from vpipe.train.summary import headline, summary
+
+USAGES = [StageUsage(forward_s=0.4, backward_s=0.8, step_s=0.08, communication_s=0.008, idle_s=idle, bytes_sent=n,
+                     versions=2, staleness=1, peak_activations=2, peak_memory_bytes=3.5e9)
+          for idle, n in ((0.016, 8000), (0.16, 16_000_000))]
+PLACEMENT = ((0,), (1,))
+TABLE = [
+    "",
+    "stage  rank  layers  forward  backward  step  comm  idle",
+    "    0     0     0-2     50.0     100.0  10.0   1.0   2.0",
+    "    1     1     3-4     50.0     100.0  10.0   1.0  20.0",
+    "",
+    "stage  rank      sent  versions  staleness  in flight    memory",
+    "    0     0    1000 B         2          1          2  3.26 GiB",
+    "    1     1  1.91 MiB         2          1          2  3.26 GiB",
+    "(forward to idle: milliseconds per update; idle: waiting for other ranks; sent: per",
+    "  update; in flight: microbatches)"]
+
+
+@pytest.fixture
+def _a_quarter_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(100))
+    monkeypatch.setattr(module, "perf_counter", lambda: next(now) / 4)
+
+
+def trained(worth: Worth, updates: int = 8) -> Metrics:
+    metrics = Metrics(None, worth)
+    for i in range(updates):
+        metrics.update(Step(i, 8.0 - i, 0.1, None, stop=False))
+    metrics.evaluation(updates - 1, 2.0)
+    return metrics
+
+
+@pytest.mark.usefixtures("_a_quarter_each")
+def test_the_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "85")
+    job = job_of(tmp_path, parallel__partition=[3, 2])
+    efficiency = Efficiency((1e6, 1e6), 5e5, Peak(0.01, 2, "fp32", "measured"))  # 512 tokens/s: 3.072 GFLOP/s of 20
+    metrics = trained(Worth(8, 128, efficiency))
+    text = summary(job, metrics, RunFigures.of(metrics, USAGES, PLACEMENT), ["1 checkpoint"])
+    assert [line.rstrip() for line in text.splitlines()] == [
+        "8 updates in 2.0 s",
+        "training loss 7.500 -> 1.500 (mean of the first 2, mean of the last 2)",
+        "evaluation loss after 8 updates: 2.0000",
+        "1 checkpoint",
+        "",
+        "samples/s  tokens/s  median     p95     MFU     HFU  bubble    memory      sent",
+        "     32.0       512  250 ms  250 ms  15.4 %  16.6 %   6.1 %  3.26 GiB  1.91 MiB",
+        "(bubble: share of time in which ranks wait for others; memory: peak of the fullest",
+        "  process; sent: by all, per update)",
+        "(without the first 2 updates; MFU, HFU: of 2 x 0.01 TFLOP/s fp32, measured)",
+        *TABLE]
+
+
+@pytest.mark.usefixtures("_a_quarter_each")
+def test_tables_fit_the_terminal_and_name_every_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(tmp_path, parallel__data_parallel_size=2)
+    metrics = trained(Worth(8, 128, Efficiency((1e6,), 0.0, Peak(0.01, 2, "fp32", "measured"))))
+    figures = RunFigures.of(metrics, [USAGES[0], *USAGES, USAGES[1]], job.placement)
+    for columns, tables in ((40, 4), (60, 3), (80, 2), (100, 2), (140, 1)):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        lines = summary(job, metrics, figures).splitlines()[3:]
+        assert max(map(len, lines)) <= columns
+        cells = [line.split() for line in lines]
+        ranks = [tuple(row[:2]) for row in cells if row[:1] in (["0"], ["1"])]
+        assert ranks == [("0", "0"), ("0", "1"), ("1", "2"), ("1", "3")] * tables
+        heads = [word for row in cells if row[:2] == ["stage", "rank"] for word in row[2:]]
+        assert " ".join(heads) == ("layers forward backward step comm idle sent versions staleness in flight memory")
+
+
+def test_where_a_gpus_stream_waits_nobody_knows_the_bubble(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    metrics, unknown = trained(Worth(8, 128)), [replace(usage, idle_s=math.nan) for usage in USAGES]
+    figures = RunFigures.of(metrics, unknown, PLACEMENT)
+    assert figures is not None
+    assert figures.bubble is figures.as_json()["stages"][0]["idle_s"] is None
+    json.dumps(figures.as_json(), allow_nan=False)
+    lines = summary(job_of(tmp_path), metrics, figures).splitlines()
+    heads = ("MFU  HFU  bubble", "comm  idle")
+    shown = [(line.index(head) + len(head), lines[number + 1]) for head in heads
+             for number, line in enumerate(lines) if head in line]
+    assert [row[:end].split()[-1] for end, row in shown] == ["-", "-"]
+    worker = build(job_of(tmp_path)).engine.workers[0]
+    assert worker.usage(0).idle_s == 0.0
+    monkeypatch.setattr(worker.transport, "ordered", True, raising=False)
+    assert worker.usage(0).idle_s == 0.0  # a wait on the CPU is one of the host
+    monkeypatch.setattr(worker.stages[0], "device", torch.device("cuda"))
+    monkeypatch.setattr("vpipe.runtime.worker.peak_memory_bytes", lambda device: 0)
+    assert math.isnan(worker.usage(0).idle_s)
+
+
+def test_a_headline_says_what_is_not_usual(tmp_path: Path) -> None:
+    job = job_of(tmp_path, training__precision="bf16_pure", parallel__model_parallel_size=1, parallel__partition=[5],
+                 parallel__schedule="gpipe", parallel__executor="naive")
+    assert headline(job) == ("bert: 5 layers in 1 stage [5], schedule gpipe, executor naive, bf16_pure, one process "
+                             "per stage")
+
+
+def test_a_run_that_trained_nothing_says_so(tmp_path: Path) -> None:
+    metrics = Metrics(None, Worth(8, 128))
+    metrics.update(*(Step(index, 4.0, 0.1, None, stop=False, skipped=True) for index in range(3)))
+    job = job_of(tmp_path, training__precision="fp16", training__loss_scale=1e9)
+    said = summary(job, metrics, RunFigures.of(metrics, USAGES, PLACEMENT)).splitlines()
+    assert said[1:3] == ["3 of 3 updates were skipped: not finite", (
+        "warning: nothing was trained, and the speed below is that of nothing; lower training.loss_scale, which is "
+        "1e+09, or leave it out")]
+    metrics.update(Step(3, 4.0, 0.1, None, stop=False))
+    assert "nothing was trained" not in summary(job, metrics, RunFigures.of(metrics, USAGES, PLACEMENT))
+
+
+@pytest.mark.usefixtures("_a_quarter_each")
+def test_a_utilization_that_cannot_be_is_never_shown_without_a_warning(tmp_path: Path,
+                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    job = job_of(tmp_path, parallel__partition=[3, 2])
+    metrics = trained(Worth(8, 128, Efficiency((1e6, 1e6), 0.0, Peak(0.001, 2, "fp32", "as metrics.peak_tflops says"))))
+    lines = summary(job, metrics, RunFigures.of(metrics, USAGES, PLACEMENT)).splitlines()
+    assert "  153.6 % (!)  153.6 % (!)" in lines[5]
+    assert ("warning: the MFU of 154 % cannot be: the peak is wrong (2 x 0.001 TFLOP/s fp32, as "
+                        "metrics.peak_tflops says); the devices reached 0.001536 TFLOP/s each, so set "
+                        "metrics.peak_tflops to more than that") in lines
+
+
+def test_the_summary_of_one_update_of_a_family_that_says_no_operations(tmp_path: Path) -> None:
+    job = job_of(tmp_path)
+    metrics = Metrics(None, Worth(8, 128))
+    metrics.update(Step(0, 3.0, 0.1, None, stop=True))
+    lines = summary(job, metrics, RunFigures.of(metrics, [StageUsage.empty()] * 2, PLACEMENT)).splitlines()
+    assert lines[:2] == ["1 update in 0.0 s", "training loss 3.000 -> 3.000 (mean of the first 1, mean of the last 1)"]
+    assert lines[7] == "(no MFU: the family does not say what its layers compute)"
+
+
+def test_the_summary_of_no_update(tmp_path: Path) -> None:
+    metrics = Metrics(None, Worth(8, 128))
+    assert RunFigures.of(metrics, USAGES, PLACEMENT) is None
+    assert summary(job_of(tmp_path), metrics, None, ["no checkpoint"]) == "no checkpoint"

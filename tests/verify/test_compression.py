@@ -1,0 +1,93 @@
+"""``parallel.compress`` in a config: what is accepted, and that ``vpipe verify`` holds it to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from small_run import job_of, write_config
+from torch import Tensor, nn
+
+from vpipe import Layer, Model
+from vpipe.config.config import load_config
+from vpipe.config.parallel import Codec, ParallelSection
+from vpipe.errors import UserError
+from vpipe.runtime.compress import CODECS, ROUNDINGS, Compression, Int8
+from vpipe.runtime.transport import Spec
+from vpipe.verify.compression import Crossing
+from vpipe.verify.differences import compare, in_process, references
+
+
+@pytest.mark.parametrize("changes", [
+    {"schedule": "1f1b", "compress": "int8"}, {"schedule": "gpipe", "compress": "bf16"},
+    {"schedule": "pipedream", "compress": ["int8", "none"], "compress_rounding": "stochastic",
+     "model_parallel_size": 3},
+    {"schedule": "1f1b", "compress": "int8", "stage_to_rank_map": {"0": [0], "1": [1, 2]}}],
+    ids=lambda changes: changes["schedule"])
+def test_a_config_is_what_its_oracle_says(changes: dict[str, Any], tmp_path: Path) -> None:
+    job = job_of(tmp_path, **{f"parallel__{key}": value for key, value in changes.items()})
+    [reference] = references(job, 2)
+    assert reference.bound == 0
+    differences = list(compare(in_process(job, 2), reference.trail))
+    assert len(differences) >= 2
+    assert all(difference.within(0) for difference in differences)
+
+
+def test_without_the_codec_the_oracle_differs(tmp_path: Path) -> None:
+    [reference] = references(job_of(tmp_path, parallel__compress="int8", model__tie_weights=False), 2)
+    plain = in_process(job_of(tmp_path, model__tie_weights=False), 2)
+    assert all(0 < difference.loss_difference < 1e-3 for difference in compare(plain, reference.trail))
+
+
+def test_an_order_that_cannot_be_compared(tmp_path: Path) -> None:
+    file = tmp_path / "turned.csv"
+    file.write_text("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n")
+    job = job_of(tmp_path, parallel__schedule=str(file), training__num_microbatches=2, parallel__compress="int8")
+    with pytest.raises(UserError, match="completes microbatches out of order"):
+        list(references(job, 1))
+
+
+@pytest.mark.parametrize(("changes", "what", "key"), [
+    ({"compress": "int4"}, "must be none, bf16 or int8, got 'int4'", "compress"),
+    ({"compress": True}, "must be none, bf16 or int8, got true", "compress"),
+    ({"compress": ["int8", 8]}, "must be none, bf16 or int8, got 8", "compress[1]"),
+    ({"compress": ["int8", "none"]}, "has 2 entries for the 1 cuts between 2 stages", "compress"),
+    ({"compress": "bf16", "compress_rounding": "stochastic"}, "is stochastic, but nothing is sent as int8",
+     "compress_rounding")])
+def test_what_is_refused(changes: dict[str, Any], what: str, key: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        load_config(write_config(tmp_path, **{f"parallel__{name}": value for name, value in changes.items()}))
+    assert f"parallel.{key} {what}" in [problem.what for problem in caught.value.problems]
+
+
+def test_names_are_those_of_the_codecs() -> None:
+    assert get_args(Codec) == CODECS
+    assert get_args(ParallelSection.model_fields["compress_rounding"].annotation) == ROUNDINGS
+
+
+def test_one_cut() -> None:
+    """Gradients come back coded, the error with the next; a tensor that nobody used comes back as zeros."""
+    model = Model([Layer("first", nn.Identity, ("x",), ("h", "skip")), Layer("second", nn.Identity),
+                   Layer("last", nn.Identity, ("h", "skip"), ("loss",))], batch=("x",))
+    compression = Compression.of(["int8", "none"], "nearest", True, 3, 0)
+    assert compression is not None
+    crossing, codec, lost = Crossing(model, [1, 1, 1], ((0,), (1,), (1,)), compression), Int8(False), torch.zeros(2, 16)
+    for number in range(2):
+        values = torch.randn(4, 2, 16, generator=torch.Generator().manual_seed(number))
+        h, skip, gradient, _ = values
+        leaves = {"h": h.clone().requires_grad_(), "skip": skip.clone().requires_grad_()}
+        tensors: dict[str, Tensor] = dict(leaves)
+        for layer in (0, 2):
+            crossing(number, number, layer, tensors)
+            assert tensors["h"] is leaves["h"], "no cut lies there that is coded"
+        crossing(number, number, 1, tensors)
+        assert torch.equal(tensors["h"], codec.decode(codec.encode(h, 0), Spec.of(h)))
+        tensors["h"].backward(gradient)
+        arrived = codec.decode(codec.encode(gradient + lost, 0), Spec.of(h))
+        lost = gradient + lost - arrived
+        assert leaves["h"].grad is not None
+        assert torch.equal(leaves["h"].grad, arrived)
+        assert leaves["skip"].grad is not None
+        assert not leaves["skip"].grad.any()

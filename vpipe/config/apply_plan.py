@@ -1,0 +1,126 @@
+"""A plan file in a config, put where the config would have said what it says; and what follows from a cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from vpipe.config.yaml_tree import Keys, Tree, describe, read_json
+from vpipe.errors import Problem, UserError
+from vpipe.plan.plan import Plan
+from vpipe.plan.recompute import Recompute, recomputed_layers
+
+PLAN = ("parallel", "plan")
+
+_TARGETS: dict[str, Keys] = {
+    "partition": ("parallel", "partition"), "recompute_ratio": ("parallel", "recompute"),
+    "recompute_layers": ("parallel", "recompute"), "stage_to_rank_map": ("parallel", "stage_to_rank_map"),
+    "schedule": ("parallel", "schedule"), "update_every": ("parallel", "update_every"),
+    "microbatches": ("training", "num_microbatches")}
+"""Key of a plan -> key of a config. Layers go before the ratios, which are there for other readers."""
+
+_FOLLOWS: dict[str, tuple[Keys, ...]] = {
+    "partition": (("parallel", "model_parallel_size"), ("parallel", "warmup_depth")),
+    "stage_to_rank_map": (("parallel", "data_parallel_size"), ("parallel", "chunks"))}
+"""What a key of a plan says by the way."""
+
+
+_COMPRESS: Keys = ("parallel", "compress")
+"""May be a list with an entry per cut, of which a plan may have another number."""
+
+
+def put_plan(tree: Tree, settings: Iterable[str] = ()) -> None:
+    """Put what the plan file that ``tree`` names says into it.
+
+    Args:
+        settings: the keys set on the command line. A plan named there goes before what the config's file says; one
+            named in the file must agree with it, and with the command line any must.
+
+    Raises:
+        UserError: the file is no plan, or the config contradicts it.
+    """
+    path = tree.get(PLAN)
+    if not isinstance(path, str):
+        return  # there is none, or it is refused as no path
+    found = read_json(Path(path))
+    if found.problems:
+        raise UserError.all_of(found.problems)
+    plan = Plan.of_json(found.value, path)
+    given = {tuple(key.split(".")) for key in settings}
+    if PLAN in given:
+        compress = tree.get(_COMPRESS)
+        if isinstance(compress, list) and len(compress) != len(plan.partition) - 1 and _COMPRESS not in given:
+            tree.drop(_COMPRESS)
+        for key, keys in said(found):
+            for other in (keys, *_FOLLOWS.get(key, ())):
+                if other not in given:
+                    tree.drop(other)
+    problems = list(_contradictions(tree, found, plan, path))
+    if problems:
+        raise UserError.all_of(problems)
+    for key, keys in said(found):
+        tree.put(keys, found.at((key,)))
+
+
+def drop_what_follows(tree: Tree, settings: Mapping[str, Any]) -> None:
+    """Take out of the config of a run, where every key is written, what followed from keys that are now set anew.
+
+    Another number of stages takes its partition and ranks along, another schedule its updates: they are found anew,
+    unless they are set, too.
+
+    Args:
+        settings: key -> value.
+    """
+    given = {tuple(key.split(".")): value for key, value in settings.items()}
+    parallel = {name: ("parallel", name) for name in (
+        "model_parallel_size", "partition", "stage_to_rank_map", "recompute", "compress", "warmup_depth", "schedule",
+        "update_every", "chunks", "data_parallel_size")}
+    counts = [value if isinstance(value, int) else len(value)
+              for name in ("model_parallel_size", "partition", "stage_to_rank_map")
+              if isinstance(value := given.get(parallel[name]), (int, list, dict))]
+    gone = set()
+    if counts and counts[0] != tree.get(parallel["model_parallel_size"]):
+        gone |= {"model_parallel_size", "partition", "stage_to_rank_map", "warmup_depth"}
+        gone |= {name for name in ("recompute", "compress") if isinstance(tree.get(parallel[name]), list)}
+    elif parallel["partition"] in given and isinstance(old := tree.get(parallel["recompute"]), list):
+        gone |= {"recompute"} if any(isinstance(layers, list) for layers in old) else set()
+    if parallel["schedule"] in given:
+        gone |= {"update_every", "chunks"}
+    if parallel["data_parallel_size"] in given:
+        gone |= {"stage_to_rank_map"}
+    for name in gone:
+        if parallel[name] not in given:
+            tree.drop(parallel[name])
+
+
+def said(found: Tree) -> Iterator[tuple[str, Keys]]:
+    """The keys of a plan that a config has, too, and what it calls them."""
+    for key, keys in _TARGETS.items():
+        if found.value.get(key) and (key != "recompute_ratio" or not found.value.get("recompute_layers")):
+            yield key, keys
+
+
+def _contradictions(tree: Tree, found: Tree, plan: Plan, path: str) -> Iterator[Problem]:
+    """Where a config says something else than its plan."""
+    for key, keys in said(found):
+        value = tree.get(keys)
+        if value is None or value == "auto" or _same(key, value, found.value[key], plan):
+            continue
+        yield Problem(f"{tree.name(keys)} is {_shown(value)}, but {key} in the plan '{path}' is "
+                      f"{_shown(found.value[key])}", "keep one of the two: leave the key out, or parallel.plan",
+                      tree.where(keys))
+
+
+def _shown(value: Any) -> str:
+    return str(value) if isinstance(value, dict) else describe(value)
+
+
+def _same(key: str, value: Any, planned: Any, plan: Plan) -> bool:
+    if not key.startswith("recompute"):
+        return bool(value == planned)
+    try:
+        recompute: Recompute = value
+        return recomputed_layers(recompute, plan.partition) == plan.recomputed
+    except (UserError, TypeError):
+        return False

@@ -1,0 +1,144 @@
+"""What a run is told: one frozen :class:`Config`, from a native or a flat VPipe file and the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pydantic import Field
+
+from vpipe.config.apply_plan import drop_what_follows, put_plan
+from vpipe.config.machines import machine_mistakes
+from vpipe.config.parallel import SCHEDULERS, ParallelSection
+from vpipe.config.sections import (
+    CheckpointSection,
+    DatasetSection,
+    FilePath,
+    LaunchSection,
+    MetricsSection,
+    ModelSection,
+    Texts,
+    TrainingSection,
+    neighbours,
+)
+from vpipe.config.validation import Mistake, Section, validated
+from vpipe.config.vpipe_flat import FLAT_KEYS, is_flat, to_native
+from vpipe.config.yaml_tree import Place, Tree, describe, parse, read_yaml, write
+from vpipe.errors import UserError
+from vpipe.runtime.executor import NO_TIMELINE, THREADED
+from vpipe.schedules.registry import recipe_if_any
+from vpipe.schedules.reversal import REVERSIBLE
+
+DEEPEST = 8
+"""Names in a key of ``--set``; none of a config has more than four."""
+
+
+class Config(Section):
+    """Everything that decides a run. Paths are taken from the current folder."""
+
+    model: ModelSection = Field(description="what is trained")
+    dataset: DatasetSection = Field(description="what it is trained on")
+    training: TrainingSection = Field(description="how long, and with which updates")
+    parallel: ParallelSection = Field(description="how the model is cut into stages, and their schedule")
+    checkpoint: CheckpointSection | None = Field(None, description="when the state of the run is written")
+    launch: LaunchSection = Field(default_factory=lambda: LaunchSection.model_validate({}),
+                                  description="how ranks are started, those of other hosts above all")
+    metrics: MetricsSection = Field(default_factory=lambda: MetricsSection.model_validate({}),
+                                    description="what the run says of itself")
+    machines: Texts | None = Field(None, description="host:gpu of each rank, such as [hostA:0, hostA:1, hostB:0]; the "
+                                                     "first is this host, the others are reached over ssh; null runs "
+                                                     "all ranks here")
+    container: str | None = Field(None, description="image that the ranks run in, with apptainer or singularity")
+    log_directory: FilePath = Field(Path("output"), description="folder in which each run makes a folder of its own")
+    trace: bool = Field(False, description="whether the run writes its timeline")
+    elastic: bool = Field(False, description="whether a run that starts again may do so with fewer ranks, when a host "
+                                             "stays away")
+
+    @property
+    def saving(self) -> CheckpointSection:
+        """How checkpoints are made; a section that is absent says what one without keys says."""
+        return self.checkpoint or CheckpointSection.model_validate({})
+
+    @property
+    def microbatch_size(self) -> int:
+        """Samples per microbatch."""
+        return self.dataset.batch_size // self.training.num_microbatches
+
+    def mistakes(self) -> Iterator[Mistake]:
+        yield from machine_mistakes(self.machines)
+        samples, microbatches = self.dataset.batch_size, self.training.num_microbatches
+        if samples % microbatches:
+            low, high = neighbours(samples, microbatches)
+            yield Mistake(("dataset", "batch_size"),
+                          f"is {samples}, which the {microbatches} microbatches of training.num_microbatches do not "
+                          "divide", f"the nearest batch sizes are {low} and {high}" if low else
+                          f"the nearest batch size is {high}")
+        every = self.parallel.update_every or 1
+        if self.parallel.asynchronous and microbatches % every:
+            divisors = ", ".join(str(k) for k in range(1, microbatches + 1) if microbatches % k == 0)
+            yield Mistake(("parallel", "update_every"),
+                          f"is {every}, which does not divide the {microbatches} microbatches of a batch",
+                          f"use one of {divisors}, or make training.num_microbatches a multiple of {every}")
+
+        codecs = self.parallel.compress if isinstance(self.parallel.compress, tuple) else (self.parallel.compress,)
+        for key, what, hint in self.training.computed.refused(codecs, self.parallel.compress_feedback):
+            yield Mistake(("parallel", key), what, hint)
+
+        if self.trace and self.parallel.executor == THREADED:
+            yield Mistake(("trace",), f"is true, but {NO_TIMELINE[0]}", NO_TIMELINE[1])
+
+    def with_parallel(self, **changes: object) -> Config:
+        """With other values of ``parallel``, which are right already."""
+        return self.model_copy(update={"parallel": self.parallel.model_copy(update=changes)})
+
+    def resolved_yaml(self) -> str:
+        """The native YAML of this config, all keys written out; loading it gives an equal config."""
+        return write(self.model_dump(mode="json"))
+
+
+def load_config(path: Path, overrides: Sequence[str] = (), scheduler: str | None = None, *,
+                resolved: bool = False) -> Config:
+    """The config in the file at ``path``, native or flat.
+
+    ``overrides`` are the texts of ``--set``, such as ``training.learning_rate=3e-4``: native keys, and in
+    a flat file also its own. ``scheduler`` is the value of ``--scheduler``, which goes before the schedule and the
+    executor of the file. ``resolved``: the file is that of a run,
+    which says every key; what follows from a key that is set goes with it. All mistakes in the files and on
+    the command line are raised together as one :class:`~vpipe.errors.UserError`.
+    """
+    tree = read_yaml(path)
+    settings = [_setting(text) for text in overrides]
+    if is_flat(tree.value, Config.model_fields):
+        flat = [(key, part) for key, part in settings if key in FLAT_KEYS]
+        settings = [(key, part) for key, part in settings if key not in FLAT_KEYS]
+        for key, part in flat:
+            tree.put((key,), part)
+        tree = to_native(tree, path.parent, Config.model_fields)
+    if scheduler is not None and scheduler not in SCHEDULERS and recipe_if_any(scheduler) is not None:
+        raise UserError(f"'{scheduler}' is a schedule; a scheduler is {' or '.join(SCHEDULERS)}",
+                        hint=f"write --set parallel.schedule={scheduler}", where="--scheduler")
+    if scheduler is not None:
+        place = Place("--scheduler", "--scheduler", "--scheduler")
+        told = {key for key, _ in settings}
+        settings.append(("parallel.scheduler", Tree.leaf(scheduler, place)))
+        if scheduler in SCHEDULERS:
+            meant = {"parallel.schedule": REVERSIBLE, "parallel.executor": scheduler}
+            settings += [(key, Tree.leaf(value, place)) for key, value in meant.items() if key not in told]
+            drop_what_follows(tree, {"parallel.schedule": REVERSIBLE})
+    if resolved:
+        drop_what_follows(tree, {key: part.value for key, part in settings})
+    for key, part in settings:
+        tree.put(tuple(key.split(".")), part)
+    put_plan(tree, [key for key, _ in settings])
+    return validated(Config, tree)
+
+
+def _setting(text: str) -> tuple[str, Tree]:
+    """``key=value`` of one ``--set``, the value read as YAML."""
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    where = f"--set {key}"
+    if not equals or not all(parts := key.split(".")) or len(parts) > DEEPEST:
+        raise UserError(f"{describe(text)} does not set a key", where=where,
+                        hint="write --set training.learning_rate=3e-4")
+    return key, parse(value, key, where)

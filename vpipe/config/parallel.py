@@ -1,0 +1,322 @@
+"""The section of a config that says how the model is cut into stages, and in which order their work is done."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from vpipe.config.rank_map import rank_map_mistakes
+from vpipe.config.sections import FilePath, Ints, as_tuple
+from vpipe.config.validation import Mistake, MistakesError, Section, unavailable
+from vpipe.config.yaml_tree import describe
+from vpipe.errors import UserError, nearest
+from vpipe.plan.recompute import MOST_LAYERS, ranges
+from vpipe.runtime.executor import Executor, refusal
+from vpipe.schedules.arrange import has_flush, is_file
+from vpipe.schedules.registry import schedule_names
+from vpipe.schedules.reversal import REVERSIBLE
+from vpipe.schedules.size import MOST_MICROBATCHES, MOST_RANKS, MOST_STAGES, Placement
+from vpipe.sizes import parse_size
+
+Scheduler = Literal["naive", "async_threaded"]
+SCHEDULERS: tuple[str, ...] = get_args(Scheduler)
+
+AUTO = "auto"
+"""What is measured and planned when the run starts."""
+
+
+def _layers_or_auto(value: Any) -> Any:
+    hint = "partition: the number of layers of each stage such as [3, 2, 2, 2], or auto"
+    if value == AUTO:
+        return value
+    if not isinstance(value, (list, tuple)) or not value:
+        raise MistakesError([Mistake((), f"must be a list of whole numbers or auto, got {describe(value)}", hint)])
+    wrong = [Mistake((i,), f"must be a whole number of at least 1, got {describe(layers)}", hint)
+             for i, layers in enumerate(value) if type(layers) is not int or layers < 1]
+    if not wrong and sum(value) > MOST_LAYERS:
+        wrong = [Mistake((), f"has {sum(value):,} layers in all, more than {MOST_LAYERS:,}", hint)]
+    if wrong:
+        raise MistakesError(wrong)
+    return tuple(value)
+
+
+def _recompute(value: Any) -> Any:
+    """A share, or per stage a share or a list of layers."""
+    hint = ("recompute: the share of a stage's layers to recompute, counted from its end: 0..1; or a list with a "
+            "share, or a list of layers, per stage; or auto")
+    if value == AUTO:
+        return value
+    several = isinstance(value, (list, tuple))
+    wrong: list[Mistake] = []
+    for i, entry in enumerate(value if several else [value]):
+        if several and isinstance(entry, (list, tuple)):
+            wrong += [Mistake((i, j), f"must be the number of a layer, got {describe(layer)}", hint)
+                      for j, layer in enumerate(entry) if type(layer) is not int or layer < 0]
+        elif type(entry) not in (int, float) or not 0 <= entry <= 1:
+            wrong.append(Mistake((i,) if several else (), f"must be a number from 0 to 1, got {describe(entry)}", hint))
+    if wrong:
+        raise MistakesError(wrong)
+    if not several:
+        return float(value)
+    return tuple(tuple(entry) if isinstance(entry, (list, tuple)) else float(entry) for entry in value)
+
+
+def _size(value: Any) -> Any:
+    if value is None:
+        return None
+    try:
+        return parse_size(value, "")
+    except UserError as error:
+        [problem] = error.problems
+        raise MistakesError([Mistake((), problem.what.lstrip(), problem.hint)]) from None
+
+
+def _device(value: Any) -> Any:
+    if value is None or value in ("cpu", "cuda") or (isinstance(value, str) and re.fullmatch(r"cuda:\d{1,4}", value)):
+        return value
+    raise MistakesError([Mistake((), f"must be cpu, cuda or a GPU such as cuda:1, got {describe(value)}",
+                                 "device: leave it out to compute on GPUs where there are any")])
+
+
+def _codecs(value: Any) -> Any:
+    several = isinstance(value, (list, tuple))
+    wrong = [Mistake((i,) if several else (), f"must be none, bf16 or int8, got {describe(name)}",
+                     "compress: how tensors travel between stages: one word, or a list with one per cut")
+             for i, name in enumerate(value if several else [value]) if name not in get_args(Codec)]
+    if wrong:
+        raise MistakesError(wrong)
+    return as_tuple(value)
+
+
+def used_codecs(compress: Codec | tuple[Codec, ...]) -> tuple[Codec, ...]:
+    """What ``parallel.compress`` names."""
+    return compress if isinstance(compress, tuple) else (compress,)
+
+
+Codec = Literal["none", "bf16", "int8"]
+Codecs = Annotated[Codec | tuple[Codec, ...], BeforeValidator(_codecs)]
+Recomputed = Annotated[float | tuple[float | tuple[int, ...], ...] | Literal["auto"], BeforeValidator(_recompute)]
+Bytes = Annotated[int | None, BeforeValidator(_size)]
+DeviceName = Annotated[str | None, BeforeValidator(_device)]
+
+
+class ParallelSection(Section):
+    """How the model is cut into stages, and in which order their work is done."""
+
+    model_parallel_size: int = Field(ge=1, le=MOST_STAGES, description="number of stages; may be left out when "
+                                                                       "partition or stage_to_rank_map tells it")
+    data_parallel_size: int = Field(1, ge=1, le=MOST_RANKS, description="replicas of the whole pipeline, where "
+                                                                        "stage_to_rank_map does not give the ranks of "
+                                                                        "each stage")
+    schedule: str = Field("1f1b", min_length=1, description="order of forwards, backwards and updates, such as "
+                                                            "gpipe, 1f1b or pipedream; auto, the fastest with a flush; "
+                                                            "or a CSV file of actions, from the current folder")
+    chunks: int | None = Field(None, ge=1, le=MOST_STAGES, description="stages per rank, for schedules that may have "
+                                                                       "any number of them (interleaved, looped_bfs, "
+                                                                       "hanayo); null takes the schedule's own")
+    scheduler: Scheduler | None = Field(None, description="OurGPipe's name for schedule gpipe with this executor; "
+                                                          "--scheduler on the command line goes before the config's "
+                                                          "schedule and executor")
+    use_orion_scheduler: bool = Field(False, description="whether Orion shares a GPU between microbatches")
+    executor: Executor = Field("overlapped", description="how a rank does its actions, with the same numbers: "
+                                                         "overlapped sends and receives during compute; naive ends "
+                                                         "each action before the next; async_threaded, for gpipe on "
+                                                         "GPUs, runs the forwards in a thread and a stream per "
+                                                         "microbatch")
+    partition: Annotated[tuple[int, ...] | Literal["auto"], BeforeValidator(_layers_or_auto)] = Field(
+        "auto", description="layers per stage; auto measures the layers when the run starts, and takes the fastest; "
+                            "under a schedule from a file it balances the stages by their parameters")
+    recompute: Recomputed = Field(0.0, description="share of a stage's layers, counted from its end, whose activations "
+                                                   "are recomputed in backward; one number, or a list with a share or "
+                                                   "a list of layers per stage; auto takes what the memory asks for")
+    memory: Bytes = Field(None, description="bytes that a rank may use, also as 8GiB or 500MB, where something is "
+                                            "auto; null takes the device's, on a processor the host's divided by its "
+                                            "ranks")
+    plan: FilePath | None = Field(None, description="plan file, as vpipe plan writes it, from the current folder: says "
+                                                    "partition, recompute, stage_to_rank_map, schedule, update_every "
+                                                    "and training.num_microbatches")
+    update_every: int | None = Field(None, ge=1, le=MOST_MICROBATCHES,
+                                     description="microbatches per update of an asynchronous schedule, and per rank of "
+                                                 "a stage; null takes the fewest that it can have")
+    stage_to_rank_map: dict[str, Ints] | None = Field(None, description='ranks of each stage, such as {"0": [0, 1], '
+                                                                        '"1": [2]}: with several, microbatch i goes to '
+                                                                        'replica i mod their number; null places them '
+                                                                        'as the schedule does')
+    backend: Literal["gloo", "nccl"] | None = Field(None, description="what carries tensors between ranks; null takes "
+                                                                      "nccl where every rank has a GPU of its own, "
+                                                                      "else gloo")
+    device: DeviceName = Field(None, description="what a rank computes on: cpu; cuda, the GPU of its number on its "
+                                                 "host, which ranks share where they outnumber GPUs; cuda:1, that "
+                                                 "GPU; null takes cuda where there is a GPU, else cpu")
+    master_port: int | None = Field(None, ge=1, le=65535, description="TCP port where ranks meet; null takes a free "
+                                                                      "one")
+    master_address: str | None = Field(None, min_length=1, description="name or address of the first rank's host, as "
+                                                                       "the others reach it; null finds it")
+    interface: str | None = Field(None, min_length=1, description="network interface between ranks, such as eth0; null "
+                                                                  "takes the one on the route to the first rank's host")
+    compress: Codecs = Field("none", description="how activations and gradients travel between stages on different "
+                                                 "ranks: none as they are, bf16 in half the bytes of fp32, int8 in a "
+                                                 "quarter; one word, or a list with one per cut")
+    compress_rounding: Literal["nearest", "stochastic"] = Field("nearest", description="rounding of int8")
+    compress_feedback: bool = Field(True, description="whether what compressing a gradient lost is added to the next "
+                                                      "microbatch's")
+    timeout_s: float = Field(60.0, gt=0, le=10**6, description="seconds a rank waits for another before the run fails")
+    warmup_depth: Ints | None = Field(None, description="forwards of a rank of each stage before its first backward; "
+                                                        "null takes (ranks of this and later stages - 1) // ranks of "
+                                                        "this stage")
+
+    @property
+    def to_plan(self) -> tuple[str, ...]:
+        """The keys whose values the run is to find when it starts.
+
+        One stage can be cut in one way only, and the solver knows no schedule from a file: under one, stages are
+        balanced by their parameters.
+        """
+        cut = self.model_parallel_size > 1 and not is_file(self.schedule)
+        return tuple(key for key in ("partition", "recompute", "schedule")
+                     if getattr(self, key) == AUTO and (key != "partition" or cut))
+
+    @property
+    def standing_in(self) -> ParallelSection:
+        """With a schedule and nothing recomputed in place of what is to be planned; it has the same ranks."""
+        return self.model_copy(update={"schedule": "1f1b" if self.schedule == AUTO else self.schedule,
+                                       "recompute": 0.0 if self.recompute == AUTO else self.recompute})
+
+    @property
+    def asks_for_gpus(self) -> bool:
+        """Whether ranks must compute on GPUs, and not only where there are any."""
+        return self.backend == "nccl" or (self.device or "").startswith("cuda")
+
+    @property
+    def devices(self) -> str:
+        """What ranks compute on and what carries tensors between them, in words, before that is known of a host."""
+        where = self.device or ("cuda" if self.backend == "nccl" else "GPUs where there are any, else cpu")
+        between = self.backend or ("gloo" if self.device == "cpu" else "nccl where each has a GPU, else gloo")
+        return f"ranks compute on {where}; {between} between them"
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the schedule updates without a flush."""
+        return not has_flush(self.schedule)
+
+    @property
+    def placement(self) -> Placement | None:
+        """Ranks per stage, where the config says them."""
+        ranks = self.stage_to_rank_map
+        return None if ranks is None else tuple(ranks[str(stage)] for stage in range(len(ranks)))
+
+    @property
+    def order(self) -> str:
+        """The schedule, and the executor where that is not the usual one, for messages."""
+        return self.schedule + ("" if self.executor == "overlapped" else f", executor {self.executor}")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_both(cls, data: Any) -> Any:
+        """Write out what ``scheduler`` stands for."""
+        if not isinstance(data, dict) or data.get("scheduler") not in SCHEDULERS:
+            return data
+        scheduler = data["scheduler"]
+        meant = {"schedule": REVERSIBLE, "executor": scheduler}
+        hint = "leave one of the two out, the scheduler of a file with --set parallel.scheduler=null"
+        wrong = [Mistake((key,), f"is {describe(data[key])}, but scheduler: {scheduler} means {key}: {value}", hint)
+                 for key, value in meant.items() if data.get(key, value) != value]
+        if wrong:
+            raise MistakesError(wrong)
+        return {**data, **meant, "scheduler": None}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _count_stages(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("model_parallel_size") is not None:
+            return data
+        data = {key: value for key, value in data.items() if key != "model_parallel_size"}
+        for tells in (data.get("partition"), data.get("stage_to_rank_map")):
+            if isinstance(tells, (list, tuple, dict)) and tells:
+                return {**data, "model_parallel_size": len(tells)}
+        return data
+
+    def mistakes(self) -> Iterator[Mistake]:
+        yield from self._unavailable()
+        stages = self.model_parallel_size
+        for key, entries in (("partition", self.partition), ("recompute", self.recompute),
+                             ("warmup_depth", self.warmup_depth)):
+            if isinstance(entries, tuple) and len(entries) != stages:
+                yield Mistake((key,), f"has {_count(entries)} for {stages} stages", "give one entry per stage")
+        if self.backend == "nccl" and self.device == "cpu":
+            yield Mistake(("device",), "is cpu, but nccl carries tensors of GPUs only", "write backend: gloo, or leave "
+                          "device out")
+        yield from self._recomputed()
+        yield from self._compression()
+        if self.stage_to_rank_map is not None:
+            yield from rank_map_mistakes(self.stage_to_rank_map, stages, self.schedule)
+            if self.data_parallel_size > 1 and any(len(own) != self.data_parallel_size
+                                                   for own in self.stage_to_rank_map.values()):
+                yield Mistake(("data_parallel_size",), f"is {self.data_parallel_size}, but stage_to_rank_map gives the "
+                              f"stages {', '.join(str(len(own)) for own in self.stage_to_rank_map.values())} ranks",
+                              "leave it out: the map says it")
+        yield from self._schedule()
+        compressed = any(codec != "none" for codec in used_codecs(self.compress))
+        if refused := refusal(self.executor, self.schedule, compressed, self.compress_feedback):
+            yield Mistake(("executor",), f"is {refused[0]}", refused[1])
+        named = self.stage_to_rank_map or {}
+        widths = [len(named.get(str(stage), ())) or self.data_parallel_size for stage in range(stages)]
+        depths = tuple((sum(widths[stage:]) - 1) // width for stage, width in enumerate(widths))
+        if self.warmup_depth and len(self.warmup_depth) == stages and self.warmup_depth != depths:
+            yield unavailable("warmup_depth", f"the depths {list(self.warmup_depth)} where these stages have "
+                              f"{list(depths)} by themselves", "leave it out")
+
+    def _recomputed(self) -> Iterator[Mistake]:
+        named = {stage: entry for stage, entry in enumerate(self.recompute) if isinstance(entry, tuple)} if isinstance(
+            self.recompute, tuple) else {}
+        if named and isinstance(self.partition, str):
+            yield Mistake(("recompute",), "names layers, but the partition, which decides whose they are, is auto",
+                          "write the partition, or recompute: auto")
+        elif not isinstance(self.partition, str) and len(self.partition) == self.model_parallel_size:
+            here = ranges(self.partition)
+            yield from (Mistake(("recompute", stage), f"names layer {layer}, but stage {stage} has the layers "
+                                f"{here[stage].start} to {here[stage].stop - 1}", "layers are those of the model, "
+                                "counted from 0") for stage, layers in named.items() if stage < len(here)
+                        for layer in layers if layer not in here[stage])
+
+    def _compression(self) -> Iterator[Mistake]:
+        cuts = self.model_parallel_size - 1
+        if isinstance(self.compress, tuple) and len(self.compress) != cuts:
+            yield Mistake(("compress",), f"has {_count(self.compress)} for the {cuts} cuts between "
+                          f"{self.model_parallel_size} stages", "give one word, or one entry per cut")
+        if self.compress_rounding != "nearest" and "int8" not in used_codecs(self.compress):
+            yield Mistake(("compress_rounding",), f"is {self.compress_rounding}, but nothing is sent as int8",
+                          "leave it out, or set compress: int8")
+
+    def _schedule(self) -> Iterator[Mistake]:
+        if self.schedule == AUTO and self.chunks is not None:
+            yield Mistake(("chunks",), f"is {self.chunks}, but the schedule is auto",
+                          "leave it out, or name a schedule")
+        if is_file(self.schedule) and self.recompute == AUTO:
+            yield Mistake(("recompute",), f"is auto, but the schedule is a file, '{self.schedule}', under which "
+                          "nothing is planned", "write what is recomputed, or name a schedule")
+        if not is_file(self.schedule) and self.schedule not in schedule_names():
+            yield Mistake(("schedule",), f"is '{self.schedule}', which is no schedule of this version",
+                          nearest(self.schedule, schedule_names()))
+            return
+        try:
+            flush = has_flush(self.schedule)
+        except UserError as error:  # of a file
+            [problem] = error.problems
+            place = f" ({problem.where})" if problem.where else ""
+            yield Mistake(("schedule",), f"names no schedule: {problem.what}{place}", problem.hint)
+            return
+        if (self.update_every or 1) > 1 and flush:
+            yield Mistake(("update_every",), f"is {self.update_every}, but the schedule {self.schedule} updates once "
+                          "per batch", "leave it out; training.num_microbatches says how many microbatches a batch has")
+
+    def _unavailable(self) -> Iterator[Mistake]:
+        if self.use_orion_scheduler:
+            yield unavailable("use_orion_scheduler", "the Orion scheduler", "set it to false")
+
+
+def _count(entries: tuple[object, ...]) -> str:
+    return "1 entry" if len(entries) == 1 else f"{len(entries)} entries"

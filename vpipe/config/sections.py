@@ -1,0 +1,269 @@
+"""The sections of a config, one class each; every field says what it means and in which unit.
+
+A key whose feature does not exist yet is accepted with its neutral value only: any other value is
+refused by the section's ``mistakes``, so nothing a user writes is ignored.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from math import inf
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from vpipe.config.validation import Mistake, MistakesError, Section
+from vpipe.config.yaml_tree import describe
+from vpipe.model.limits import LARGEST_SIZE, MOST_BLOCKS
+from vpipe.runtime.precision import Precision, PrecisionName
+from vpipe.schedules.size import MOST_MICROBATCHES
+
+MOST_SAMPLES = 1 << 20
+"""In a batch."""
+
+MOST_STEPS = 10**9
+"""Steps, epochs, or updates between two of something."""
+
+
+def as_tuple(value: Any) -> Any:
+    """A list as the tuple that a frozen section holds."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _ratios(value: Any) -> Any:
+    hint = "recompute: the share of a stage's layers to recompute, counted from its end: 0..1, or a list per stage"
+    several = isinstance(value, (list, tuple))
+    ratios = list(value) if several else [value]
+    wrong = [Mistake((i,) if several else (), f"must be a number from 0 to 1, got {describe(ratio)}", hint)
+             for i, ratio in enumerate(ratios) if type(ratio) not in (int, float) or not 0 <= ratio <= 1]
+    if wrong:
+        raise MistakesError(wrong)
+    return tuple(map(float, ratios)) if several else float(value)
+
+
+def _scale(value: Any) -> Any:
+    if value == "dynamic":
+        return value
+    if type(value) not in (int, float) or not 0 < value < inf:
+        raise MistakesError([Mistake((), f"must be a number above 0, or dynamic, got {describe(value)}",
+                                     "loss_scale: by what fp16 multiplies the loss, such as 1024; dynamic finds it")])
+    return float(value)
+
+
+def _path(path: Path) -> Path:
+    try:
+        name = os.fsencode(path)
+    except UnicodeEncodeError:
+        name = b"\0"
+    if b"\0" in name or len(name) > 1024 or max(map(len, name.split(b"/"))) > 255:
+        raise MistakesError([Mistake((), f"is {describe(str(path))}, which is no path of a file",
+                                     "a path has 1,024 bytes at most, each name in it 255, and no character 0")])
+    return path
+
+
+Ints = Annotated[tuple[int, ...], BeforeValidator(as_tuple)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
+Layers = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(as_tuple), Field(min_length=1)]
+Ratios = Annotated[float | tuple[float, ...], BeforeValidator(_ratios)]
+FilePath = Annotated[Path, Field(strict=False), AfterValidator(_path)]
+Absolute = Annotated[FilePath, AfterValidator(lambda path: Path(os.path.abspath(path)))]
+LossScale = Annotated[float | Literal["dynamic"], BeforeValidator(_scale)]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
+
+
+class ModelSection(Section):
+    """What is trained. Sizes written here go before those of ``preset`` or ``config_file``."""
+
+    name: str = Field(min_length=1, description="family of the model, such as bert, gpt or llama")
+    preset: str | None = Field(None, description="named sizes of the family; for bert tiny, mini, small, medium, "
+                                                 "base or large; for gpt small, medium, large or xl; for llama 15m, "
+                                                 "110m, 135m, 360m, 1b, 7b or 13b")
+    hidden_size: int | None = Field(None, ge=1, le=LARGEST_SIZE, description="width of a layer's output, in features")
+    num_layers: int | None = Field(None, ge=1, le=MOST_BLOCKS, description="number of transformer blocks; each is cut "
+                                                                           "into two layers")
+    num_heads: int | None = Field(None, ge=1, le=LARGEST_SIZE, description="attention heads per block; must divide "
+                                                                            "hidden_size")
+    num_kv_heads: int | None = Field(None, ge=1, le=LARGEST_SIZE,
+                                     description="heads of keys and values per block, for llama: groups of num_heads "
+                                                 "share one; null gives every head its own")
+    sequence_length: int = Field(128, ge=1, le=LARGEST_SIZE, description="tokens per sample")
+    vocab_size: int = Field(-1, ge=-1, le=LARGEST_SIZE, description="tokens in the vocabulary; -1 takes it from "
+                                                                    "config_file, else from the data set")
+    dropout: float | None = Field(None, ge=0, lt=1, description="share of activations dropped in training; null keeps "
+                                                                "the family's own")
+    tie_weights: bool | None = Field(None, description="whether the output layer shares the weights of the word "
+                                                       "embeddings; null keeps the family's own, or config_file's")
+    config_file: FilePath | None = Field(None, description="path of a Hugging Face config such as bert_config.json "
+                                                           "that gives the sizes, from the current folder")
+
+    def mistakes(self) -> Iterator[Mistake]:
+        if self.vocab_size == 0:
+            yield Mistake(("vocab_size",), "is 0", "give the number of tokens, or -1 to ask the data set")
+        if self.preset and self.config_file:
+            yield Mistake(("preset",), f"is '{self.preset}', but the sizes also come from the config_file "
+                                       f"'{self.config_file}'", "keep one of the two")
+        if self.hidden_size and self.num_heads and self.hidden_size % self.num_heads:
+            low, high = neighbours(self.hidden_size, self.num_heads)
+            yield Mistake(("hidden_size",), f"is {self.hidden_size}, which {self.num_heads} heads do not divide",
+                          f"the nearest sizes are {low} and {high}" if low else f"the nearest size is {high}")
+
+
+class DatasetSection(Section):
+    """What it is trained on."""
+
+    name: str = Field(min_length=1, description="registered data set, such as text, code_search_net, bert_hdf5, "
+                                                "huggingface or synthetic")
+    path: FilePath | None = Field(None, description="file or folder of the data, from the current folder")
+    batch_size: int = Field(ge=1, le=MOST_SAMPLES, description="samples per batch, which is cut into num_microbatches "
+                                                               "microbatches; with a flush one update per batch")
+    num_workers: int = Field(0, ge=0, le=1024, description="batches that a thread prepares ahead on each rank that "
+                                                           "reads some; 0 prepares each when it is due")
+    samples: int | None = Field(None, ge=1, le=10**12,
+                                description="training samples: at most so many; a synthetic data set makes exactly so "
+                                            "many, for null 1024 or 8 batches")
+    tokenizer: FilePath | None = Field(None, description="tokenizer.json for text, such as that of imported weights, "
+                                                         "from the current folder; null trains one on the data")
+    cache_directory: FilePath | None = Field(None, description="folder for prepared data and tokenizers; null "
+                                                               "takes ~/.cache/vpipe")
+    seed: Seed | None = Field(None, description="seed of the order and of masking; null takes training.seed")
+
+
+class TrainingSection(Section):
+    """How long and with which updates.
+
+    A run ends at the first of ``epochs``, ``max_steps`` and ``max_minutes`` that it reaches; one that is
+    null does not count, and the data repeat as often as needed. With none of the three it is one epoch.
+    """
+
+    learning_rate: float = Field(gt=0, description="learning rate after the warm-up, such as 1e-3")
+    epochs: int | None = Field(None, ge=1, le=MOST_STEPS, description="stop after so many passes over the data; 1 when "
+                                                                      "neither max_steps nor max_minutes is given")
+    max_steps: int | None = Field(None, ge=1, le=MOST_STEPS, description="stop after so many steps")
+    max_minutes: float | None = Field(None, gt=0, le=MOST_STEPS, description="stop after so many minutes of training")
+    num_microbatches: int = Field(1, ge=1, le=MOST_MICROBATCHES, description="microbatches per batch; must divide "
+                                                                             "dataset.batch_size")
+    optimizer: Literal["sgd", "adam", "adamw", "lamb"] = Field("adamw", description="rule of an update")
+    momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd")
+    lr_policy: Literal["constant", "step", "polynomial", "cosine"] = Field(
+        "constant", description="learning rate after the warm-up: constant; step: divided by 10 after each third of "
+                                "the updates; polynomial (a straight line) or cosine: falling to 0 at the last update")
+    warmup_steps: float = Field(0, ge=0, le=MOST_STEPS, description="steps over which the learning rate rises from 0; "
+                                                                    "a value below 1 is the share of all steps of the "
+                                                                    "run")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay (adamw, lamb), or L2 term in the "
+                                                           "gradient (sgd, adam); never of biases and norms")
+    grad_clip: float | None = Field(None, gt=0, description="largest norm of the gradient over all stages")
+    on_nan: Literal["stop", "skip"] = Field("stop", description="what a loss or gradient that is not finite does: stop "
+                                                                "ends the run; skip leaves out the update, with a "
+                                                                "flush on all stages, without one where it is")
+    precision: PrecisionName = Field("fp32", description="numbers that layers compute with; bf16 and fp16 under "
+                                                         "autocast, bf16_pure with the weights rounded, too, beside "
+                                                         "fp32 masters")
+    loss_scale: LossScale = Field("dynamic", description="by what fp16 multiplies the loss; dynamic finds it while "
+                                                         "training, leaving out updates that overflow")
+    seed: Seed = Field(0, description="seed of initial weights and dropout")
+    evaluate_every: int | None = Field(None, ge=1, le=MOST_STEPS, description="steps between evaluations; there is "
+                                                                              "always one at the end")
+    evaluation_batches: int = Field(8, ge=1, le=MOST_STEPS, description="batches per evaluation")
+    profile_iteration: int | None = Field(None, ge=1, le=MOST_STEPS,
+                                          description="update that torch's profiler records on every rank, counted "
+                                                      "from 1 as in the lines of progress")
+    exit_after_profile: bool = Field(False, description="whether the run ends, in good order, after profile_iteration")
+    print_frequency: int = Field(10, ge=1, le=MOST_STEPS,
+                                 description="updates between two lines of progress in the ranks' logs, and on the "
+                                             "screen where it is no terminal with a progress bar")
+    threads: int = Field(1, ge=1, le=1024, description="CPU threads per rank")
+
+    @property
+    def needs_norms(self) -> bool:
+        """Whether the stages tell each other the norms of their gradients, where the schedule has a flush."""
+        return self.grad_clip is not None or self.on_nan == "skip" or self.computed.scaled
+
+    @property
+    def computed(self) -> Precision:
+        """In which numbers layers compute."""
+        return Precision(self.precision, None if self.loss_scale == "dynamic" else self.loss_scale)
+
+    def warmup_updates(self, total: int) -> int:
+        """The updates of the warm-up in a run of ``total`` updates."""
+        return int(self.warmup_steps * total if self.warmup_steps < 1 else self.warmup_steps)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_epoch(cls, data: Any) -> Any:
+        limits = ("epochs", "max_steps", "max_minutes")
+        if isinstance(data, dict) and all(data.get(key) is None for key in limits):
+            return {**data, "epochs": 1}
+        return data
+
+    def mistakes(self) -> Iterator[Mistake]:
+        endless = self.epochs is None and self.max_steps is None
+        remedy = "give max_steps or epochs as well; the run still ends at the first limit it reaches"
+        if endless and self.lr_policy != "constant":
+            yield Mistake(("lr_policy",), f"is {self.lr_policy}, which depends on the number of updates, but "
+                                          "max_minutes alone does not tell it", remedy)
+        if 0 < self.warmup_steps < 1 and endless:
+            yield Mistake(("warmup_steps",), f"is {self.warmup_steps}, a share of all updates, but max_minutes "
+                                             "alone does not tell their number", remedy)
+        if self.warmup_steps > 1 and self.warmup_steps % 1:
+            yield Mistake(("warmup_steps",), f"is {self.warmup_steps}", "give whole updates, or a share below 1")
+        if self.loss_scale != "dynamic" and self.precision != "fp16":
+            yield Mistake(("loss_scale",), f"is {self.loss_scale:g}, but the precision is {self.precision}",
+                          "only fp16 scales its loss: leave it out, or set precision: fp16")
+        if self.momentum != 0.9 and self.optimizer != "sgd":
+            yield Mistake(("momentum",), f"is {self.momentum}, but the optimizer is {self.optimizer}",
+                          "momentum belongs to sgd: leave it out, or set optimizer: sgd")
+        if self.exit_after_profile and self.profile_iteration is None:
+            yield Mistake(("exit_after_profile",), "is true, but no profile_iteration says which update is profiled",
+                          "set profile_iteration, or leave it out")
+
+
+def neighbours(size: int, divisor: int) -> tuple[int, int]:
+    """The nearest multiples of ``divisor`` below and above ``size``, which is none itself."""
+    low = size // divisor * divisor
+    return low, low + divisor
+
+
+class LaunchSection(Section):
+    """How ranks are started: those of other hosts, and what is set for each."""
+
+    ssh_options: Texts = Field((), description="options for ssh, such as [-p, '2222', -i, /home/me/.ssh/cluster]; ssh "
+                                               "is never let ask for a password")
+    python: str | None = Field(None, min_length=1, description="Python on the other hosts; null takes the path of this "
+                                                               "one")
+    directory: str | None = Field(None, min_length=1, description="folder on the other hosts from which paths are "
+                                                                  "taken; null takes the path of this one")
+    keep_memory: bool = Field(True, description="whether a rank keeps memory that it has freed for its next tensors, "
+                                                "on every host, where the C library is glibc")
+
+
+class CheckpointSection(Section):
+    """When the state of a run is written, and where."""
+
+    every_steps: int | None = Field(None, ge=1, le=MOST_STEPS, description="steps between two checkpoints; null makes "
+                                                                           "none on the way")
+    keep: int | None = Field(3, ge=1, le=MOST_STEPS, description="newest checkpoints that are kept; null keeps all")
+    at_end: bool = Field(True, description="whether the end of the run, and a stop by a signal, makes a checkpoint")
+    directory: Absolute | None = Field(None, description="folder in which each run makes a folder of its own for its "
+                                                         "checkpoints, on a disk that all hosts see; null takes "
+                                                         "checkpoints in the run's folder")
+
+    @property
+    def makes_any(self) -> bool:
+        """Whether a run writes checkpoints at all."""
+        return self.at_end or self.every_steps is not None
+
+
+class MetricsSection(Section):
+    """What a run says of itself, beside ``metrics.jsonl``."""
+
+    peak_tflops: float | None = Field(None, gt=0, le=10**9, description="what one device computes at most, in 10^12 "
+                                                                        "operations per second, for MFU and HFU; null "
+                                                                        "takes it from a table of GPUs, else measures "
+                                                                        "it")
+    rank_times_every: int | None = Field(None, ge=1, le=MOST_STEPS,
+                                         description="updates between two reports of where the time of each rank went, "
+                                                     "and how much it sent; null for none")
+    tensorboard: bool = Field(False, description="whether the run writes events for TensorBoard into its folder")
