@@ -15,7 +15,7 @@ from vpipe.config.config import load_config
 from vpipe.model.layer import Model
 from vpipe.model.registry import Family, ModelSettings
 from vpipe.train.job import Job
-from vpipe.verify.reference import Run, Training, asynchronous_oracle, flush_oracle
+from vpipe.verify.reference import ReferenceRun, TrainingRecipe, asynchronous_oracle, flush_oracle
 
 SMALL: Mapping[str, Mapping[str, Any]] = {
     "model": {"name": "bert", "preset": "tiny", "hidden_size": 16, "sequence_length": 16, "vocab_size": 32},
@@ -89,15 +89,15 @@ def check_updates(run: Path, count: int | None = None) -> None:
     assert evaluations[-1]["step"] == updates[-1]["step"]
 
 
-def oracle(job: Job, updates: int, drained_at: tuple[int, ...] = ()) -> Run:
+def oracle(job: Job, updates: int, drained_at: tuple[int, ...] = ()) -> ReferenceRun:
     """What a sequential program computes for the first ``updates`` of a job."""
     config = job.config
     fields, per_step = tuple(job.dataset.fields), job.schedule.rounds.per_step
     count = -(-updates * per_step // config.training.num_microbatches)
     batches = list(islice(job.training_batches(fields), count))
-    recipe = Training(job.optimizer().from_named, config.training.num_microbatches, seed=config.training.seed,
+    recipe = TrainingRecipe(job.optimizer().from_named, config.training.num_microbatches, seed=config.training.seed,
                     factor=job.policy(), clip=config.training.grad_clip)
     partition = job.partition
     if not config.parallel.asynchronous:
-        return flush_oracle(job.model, batches, recipe, sides_apart=partition)
+        return flush_oracle(job.model, batches, recipe, partition=partition)
     return asynchronous_oracle(job.model, batches, recipe, partition, config.parallel.update_every, drained_at)

@@ -20,11 +20,11 @@ from vpipe.checkpoint.integrity import damages
 from vpipe.config.config import load_config
 from vpipe.runtime.compress import Compression
 from vpipe.train.job import Job
-from vpipe.verify.compression import Crossing
-from vpipe.verify.reference import Run, asynchronous_oracle, evaluate_oracle, flush_oracle
-from vpipe.verify.reference_optimizer import Training, uncompressed
+from vpipe.verify.compression import CutCompression
+from vpipe.verify.reference import ReferenceRun, asynchronous_oracle, evaluate_oracle, flush_oracle
+from vpipe.verify.reference_optimizer import TrainingRecipe, uncompressed
 from vpipe.verify.reference_versions import VERSIONS
-from vpipe.verify.trajectory import Trail
+from vpipe.verify.trajectory import Trajectory
 
 LAYERS = 9
 SAVE_EVERY, EVALUATE_EVERY = 8, 20
@@ -102,8 +102,8 @@ class Course:
         job = Job.of(load_config(self.folder / "config.yaml"))
         # The oracle of an evaluation codes nothing; what the pipeline's codes there has no state, and changes none.
         compared = self.evaluations and job.config.parallel.compress == "none"
-        lines, trail = self.lines(), Trail() if compared else None
-        oracle = self._oracle(job, trail, progress)
+        lines, trajectory = self.lines(), Trajectory() if compared else None
+        oracle = self._oracle(job, trajectory, progress)
         updates = [line for line in lines if "loss" in line]
         found = []
         if [line["step"] for line in updates] != list(range(self.steps)):
@@ -113,9 +113,9 @@ class Course:
                   if line["loss"] != theirs][:3]
         found += self._evaluations_missed([line["step"] + 1 for line in lines if "evaluation_loss" in line])
         for line in lines:
-            if trail is not None and "evaluation_loss" in line:
+            if trajectory is not None and "evaluation_loss" in line:
                 batches = job.evaluation_batches(tuple(job.dataset.fields))
-                theirs = evaluate_oracle(job.model, trail.values[line["step"]], batches,
+                theirs = evaluate_oracle(job.model, trajectory.values[line["step"]], batches,
                                          job.config.training.num_microbatches)
                 if line["evaluation_loss"] != theirs:
                     found.append(f"the evaluation after step {line['step']} gave {line['evaluation_loss']!r}, the "
@@ -155,7 +155,7 @@ class Course:
         return found + [f"weight '{name}' is not the oracle's" for name in sorted(set(ours) & set(state))
                         if not torch.equal(ours[name], state[name])][:3]
 
-    def _oracle(self, job: Job, trail: Trail | None, progress: Callable[[int], None]) -> Run:
+    def _oracle(self, job: Job, trajectory: Trajectory | None, progress: Callable[[int], None]) -> ReferenceRun:
         parallel, training = job.config.parallel, job.config.training
         per_step, partition = job.schedule.rounds.per_step, job.partition
 
@@ -167,9 +167,10 @@ class Course:
 
         compression = Compression.of(parallel.compress, parallel.compress_rounding, parallel.compress_feedback,
                                      len(partition), training.seed)
-        cross = uncompressed if compression is None else Crossing(job.model, partition, job.placement, compression)
-        recipe = Training(job.optimizer().from_named, training.num_microbatches, training.seed, job.policy(),
-                          training.grad_clip, trail, cross, training.on_nan == "skip")
+        cross = uncompressed if compression is None else CutCompression(job.model, partition, job.placement,
+                                                                        compression)
+        recipe = TrainingRecipe(job.optimizer().from_named, training.num_microbatches, training.seed, job.policy(),
+                          training.grad_clip, trajectory, cross, training.on_nan == "skip")
         if job.schedule.flush:
             return flush_oracle(job.model, batches(), recipe)
         drains = {*range(0, self.steps, SAVE_EVERY), *range(0, self.steps, EVALUATE_EVERY), *self.drained}

@@ -25,8 +25,8 @@ from vpipe.cli import main
 from vpipe.data.dataset import Tokenized
 from vpipe.launch.folder import RUNNING
 from vpipe.train.job import Job
-from vpipe.verify.initial_state import Start
-from vpipe.verify.reference import Training, flush_oracle
+from vpipe.verify.reference import TrainingRecipe, flush_oracle
+from vpipe.verify.reference_optimizer import InitialState
 
 Vpipe = Callable[..., tuple[int, str, str]]
 
@@ -218,8 +218,9 @@ def test_huggingface_there_and_back(vpipe: Vpipe, run: Path, job: Job, tmp_path:
     pipe = Pipeline(job.model, partition=[2, 3], microbatches=4, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), seed=4)
     assert pipe.load(start).steps == 0
     batches = list(islice(job.training_batches(job.model.batch), 2))
-    expected = flush_oracle(job.model, batches, Training(lambda p: torch.optim.SGD(p.values(), lr=0.1), 4, seed=4),
-                            sides_apart=[2, 3], start=Start(tensors=found))
+    expected = flush_oracle(job.model, batches, TrainingRecipe(lambda p: torch.optim.SGD(p.values(), lr=0.1), 4,
+                                                               seed=4),
+                            partition=[2, 3], start=InitialState(tensors=found))
     assert [step.loss for step in pipe.train(batches)] == expected.losses
 
     # Without a config, the folder's own says what model it is; what comes of it can be exported again.

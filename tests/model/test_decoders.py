@@ -25,7 +25,7 @@ from vpipe.model.registry import ModelSettings, family_named
 from vpipe.model.rotary import RopeScaling, rotary_tables, rotate
 from vpipe.model.split import parameter_counts
 from vpipe.train.model_settings import model_settings
-from vpipe.verify.reference import Training, flush_oracle
+from vpipe.verify.reference import TrainingRecipe, flush_oracle
 
 SIZES: dict[str, dict[str, Any]] = {
     "gpt": {"n_embd": 24, "n_layer": 2, "n_head": 3, "n_inner": 40, "n_positions": 16, "initializer_range": 0.2,
@@ -233,8 +233,8 @@ def test_a_pipeline_trains_it_as_one_process_does(family: str, schedule: str, re
     batches = [batch_of(8, 5), batch_of(8, 7)]
     pipe = Pipeline(model, partition=[2, 3], microbatches=4, schedule=schedule, recompute=recompute,
                     optimizer=lambda p: torch.optim.SGD(p, lr=0.1), seed=4)
-    expected = flush_oracle(model, batches, Training(lambda p: torch.optim.SGD(p.values(), lr=0.1), 4, seed=4),
-                            sides_apart=[2, 3])
+    expected = flush_oracle(model, batches, TrainingRecipe(lambda p: torch.optim.SGD(p.values(), lr=0.1), 4, seed=4),
+                            partition=[2, 3])
     assert [step.loss for step in pipe.train(batches)] == expected.losses
 
 

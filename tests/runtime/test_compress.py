@@ -19,8 +19,8 @@ from vpipe.errors import UserError
 from vpipe.runtime.compress import LEAST_SCALE, Bf16, Codec, Coder, Compression, Int8, _parts
 from vpipe.runtime.compressed import Compressed
 from vpipe.runtime.transport import InProcess, Key, Spec
-from vpipe.verify.compression import Crossing
-from vpipe.verify.reference import Training, asynchronous_oracle, flush_oracle
+from vpipe.verify.compression import CutCompression
+from vpipe.verify.reference import TrainingRecipe, asynchronous_oracle, flush_oracle
 
 NEAREST, STOCHASTIC = Int8(stochastic=False), Int8(stochastic=True)
 CODECS: dict[str, Codec] = {"bf16": Bf16(), "int8": NEAREST, "int8 stochastic": STOCHASTIC}
@@ -223,8 +223,8 @@ def run(schedule: str, partition: list[int], codecs: str | list[str], rounding: 
                     learning_rate_factor=decay, grad_clip=0.5, compress=codecs, compress_rounding=rounding,
                     compress_feedback=feedback, **arguments)
     steps = list(pipe.train(batches))
-    crossing = Crossing(model, partition, pipe.placement, compression(codecs, rounding, feedback, len(partition)))
-    recipe = Training(AdamW().from_named, 4, 2, decay, 0.5, cross=crossing)
+    crossing = CutCompression(model, partition, pipe.placement, compression(codecs, rounding, feedback, len(partition)))
+    recipe = TrainingRecipe(AdamW().from_named, 4, 2, decay, 0.5, compress=crossing)
     widths = [len(ranks) for ranks in pipe.placement]
     if schedule == "pipedream":
         expected = asynchronous_oracle(model, batches, recipe, partition, pipe.update_every, widths=widths)

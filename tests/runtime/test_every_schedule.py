@@ -22,7 +22,7 @@ from vpipe.schedules.csv_file import write_csv
 from vpipe.schedules.order import build
 from vpipe.schedules.registry import _RECIPES, recipe_named, schedule_names
 from vpipe.schedules.size import Size, default_placement
-from vpipe.verify.reference import VERSIONS, Run, Training, asynchronous_oracle, flush_oracle
+from vpipe.verify.reference import VERSIONS, ReferenceRun, TrainingRecipe, asynchronous_oracle, flush_oracle
 
 FLUSH = [name for name in schedule_names() if recipe_named(name).flush]
 STREAMS = [name for name in schedule_names() if not recipe_named(name).flush]
@@ -39,21 +39,22 @@ def cut(name: str, ranks: int = 2) -> list[int]:
 
 
 @cache
-def plain() -> Run:
+def plain() -> ReferenceRun:
     return flush_oracle(rich_model(tied=False), rich_batches(2, MICROBATCHES),
-                        Training(AdamW().from_named, MICROBATCHES, 7, decay, 0.5))
+                        TrainingRecipe(AdamW().from_named, MICROBATCHES, 7, decay, 0.5))
 
 
 @cache
-def plain_with_ties(partition: tuple[int, ...]) -> Run:
+def plain_with_ties(partition: tuple[int, ...]) -> ReferenceRun:
     return flush_oracle(rich_model(), rich_batches(2, MICROBATCHES),
-                        Training(Momentum().from_named, MICROBATCHES, 1, clip=0.3), sides_apart=partition)
+                        TrainingRecipe(Momentum().from_named, MICROBATCHES, 1, clip=0.3), partition=partition)
 
 
 @cache
-def streamed(name: str, stages: int, every: int, batches: int) -> Run:
+def streamed(name: str, stages: int, every: int, batches: int) -> ReferenceRun:
     return asynchronous_oracle(rich_model(), rich_batches(batches, MICROBATCHES),
-                               Training(AdamW().from_named, MICROBATCHES, 2, decay, 0.5), cut(name, stages), every,
+                               TrainingRecipe(AdamW().from_named, MICROBATCHES, 2, decay, 0.5), cut(name, stages),
+                               every,
                                version_of=VERSIONS[name])
 
 
@@ -114,7 +115,7 @@ def test_a_weight_tied_several_times(partition: list[int], schedule: str, recomp
     pipe = Pipeline(model, partition=partition, schedule=schedule, microbatches=4, recompute=recompute,
                     optimizer=Momentum(), seed=1)
     losses = [step.loss for step in pipe.train(batches)]
-    expected = flush_oracle(model, batches, Training(Momentum().from_named, 4, 1), sides_apart=partition)
+    expected = flush_oracle(model, batches, TrainingRecipe(Momentum().from_named, 4, 1), partition=partition)
     if recompute == 0.5:
         assert losses == pytest.approx(expected.losses, rel=3 * 8 * torch.finfo(torch.float32).eps)
     else:
@@ -153,7 +154,7 @@ def test_microbatches_in_an_order_of_each_stage_s_own(tmp_path: Path) -> None:
     file.write_text("1F0,1B0,1F1,1B1\n0F1,0F0,0B0,0B1\n")
     model, batches = rich_model(tied=False), rich_batches(3, 4)
     pipe = Pipeline(model, partition=[3, 5], schedule=str(file), microbatches=2, optimizer=AdamW(), seed=7)
-    expected = flush_oracle(model, batches, Training(AdamW().from_named, 2, 7))
+    expected = flush_oracle(model, batches, TrainingRecipe(AdamW().from_named, 2, 7))
     assert [step.loss for step in pipe.train(batches)] == expected.losses
 
 
@@ -179,7 +180,7 @@ def test_a_stream_whose_weight_halves_come_late(monkeypatch: pytest.MonkeyPatch)
     model, batches = rich_model(), rich_batches(3, 4)
     pipe = Pipeline(model, partition=[3, 5], schedule="late", microbatches=4, optimizer=AdamW(), seed=7, update_every=2)
     losses = [step.loss for step in pipe.train(batches)]
-    expected = asynchronous_oracle(model, batches, Training(AdamW().from_named, 4, 7), [3, 5], 2)
+    expected = asynchronous_oracle(model, batches, TrainingRecipe(AdamW().from_named, 4, 7), [3, 5], 2)
     assert losses == expected.losses
     assert_same_state(pipe.state_dict(), expected.state)
 
@@ -211,7 +212,8 @@ def test_a_stream_that_pauses_equals_its_oracle(name: str) -> None:
     losses = [step.loss for step in pipe.train(first)]
     pipe.evaluate(first)
     losses += [step.loss for step in pipe.train(second)]
-    expected = asynchronous_oracle(model, first + second, Training(AdamW().from_named, MICROBATCHES, 2), partition, 4,
+    expected = asynchronous_oracle(model, first + second, TrainingRecipe(AdamW().from_named, MICROBATCHES, 2),
+                                   partition, 4,
                                    drained_at=[2 * MICROBATCHES], version_of=VERSIONS[name])
     assert losses == expected.losses
     assert_same_state(pipe.state_dict(), expected.state)
@@ -222,7 +224,7 @@ def test_a_layer_that_checkpoints_itself_recomputes_with_the_version_of_its_forw
     model, batches, partition = checkpointed_model(), rich_batches(2, MICROBATCHES), [2, 1, 2]
     pipe = Pipeline(model, schedule=name, microbatches=MICROBATCHES, partition=partition, optimizer=AdamW(), seed=2)
     losses = [step.loss for step in pipe.train(batches)]
-    expected = asynchronous_oracle(model, batches, Training(AdamW().from_named, MICROBATCHES, 2), partition,
+    expected = asynchronous_oracle(model, batches, TrainingRecipe(AdamW().from_named, MICROBATCHES, 2), partition,
                                    pipe.update_every, version_of=VERSIONS[name])
     assert losses == expected.losses
 
@@ -235,7 +237,7 @@ def test_a_schedule_from_a_file(tmp_path: Path) -> None:
     pipe = Pipeline(model, partition=[3, 5], schedule=str(file), microbatches=2, optimizer=AdamW(), seed=7,
                     recompute=0.5, grad_clip=0.5)
     losses = [step.loss for step in pipe.train(batches)]
-    expected = flush_oracle(model, batches, Training(AdamW().from_named, 2, 7, clip=0.5))
+    expected = flush_oracle(model, batches, TrainingRecipe(AdamW().from_named, 2, 7, clip=0.5))
     assert losses == expected.losses
     assert_same_state(pipe.state_dict(), expected.state)
 
@@ -246,7 +248,7 @@ def test_an_asynchronous_schedule_from_a_file_ends_with_its_batch(tmp_path: Path
     model, batches = rich_model(), rich_batches(3, 4)
     pipe = Pipeline(model, partition=[3, 5], schedule=str(file), microbatches=4, optimizer=AdamW(), seed=7)
     losses = [step.loss for step in pipe.engine.train(batches, updates=6)]
-    expected = asynchronous_oracle(model, batches[:2], Training(AdamW().from_named, 4, 7), [3, 5], drained_at=[4])
+    expected = asynchronous_oracle(model, batches[:2], TrainingRecipe(AdamW().from_named, 4, 7), [3, 5], drained_at=[4])
     assert losses == expected.losses
     assert_same_state(pipe.state_dict(), expected.state)
 

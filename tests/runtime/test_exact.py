@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline
 from vpipe.errors import RunError, UserError
-from vpipe.verify.reference import Run, Training, asynchronous_oracle, evaluate_oracle, flush_oracle
+from vpipe.verify.reference import ReferenceRun, TrainingRecipe, asynchronous_oracle, evaluate_oracle, flush_oracle
 
 
 class AdamW:
@@ -44,13 +44,14 @@ def assert_same_state(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) 
 
 
 @cache
-def plain_run() -> Run:
-    return flush_oracle(rich_model(tied=False), rich_batches(4, 8), Training(AdamW().from_named, 4, 7, decay, 0.5))
+def plain_run() -> ReferenceRun:
+    return flush_oracle(rich_model(tied=False), rich_batches(4, 8), TrainingRecipe(AdamW().from_named, 4, 7, decay,
+                                                                                   0.5))
 
 
 @cache
-def streamed(partition: tuple[int, ...], update_every: int) -> Run:
-    return asynchronous_oracle(rich_model(), rich_batches(4, 8), Training(AdamW().from_named, 4, 2, decay, 0.5),
+def streamed(partition: tuple[int, ...], update_every: int) -> ReferenceRun:
+    return asynchronous_oracle(rich_model(), rich_batches(4, 8), TrainingRecipe(AdamW().from_named, 4, 2, decay, 0.5),
                                partition, update_every)
 
 
@@ -80,7 +81,7 @@ def test_any_layers_may_be_recomputed(data: st.DataObject) -> None:
     pipe = Pipeline(model, schedule=schedule, microbatches=4, partition=partition, recompute=recompute,
                     optimizer=AdamW(), seed=7, learning_rate_factor=decay, grad_clip=0.5)
     losses = [step.loss for step in pipe.train(batches)]
-    recipe = Training(AdamW().from_named, 4, 7, decay, 0.5)
+    recipe = TrainingRecipe(AdamW().from_named, 4, 7, decay, 0.5)
     plain = (asynchronous_oracle(model, batches, recipe, partition) if schedule == "pipedream" else
              flush_oracle(model, batches, recipe))
     assert losses == plain.losses
@@ -95,8 +96,8 @@ def test_flush_with_tied_weights_equals_plain_pytorch_summed_per_side(partition:
     pipe = Pipeline(model, schedule="1f1b", microbatches=3, partition=partition, recompute=0.5, optimizer=Momentum(),
                     seed=1, grad_clip=0.3)
     steps = list(pipe.train(batches))
-    recipe = Training(Momentum().from_named, 3, 1, clip=0.3)
-    apart = flush_oracle(model, batches, recipe, sides_apart=partition)
+    recipe = TrainingRecipe(Momentum().from_named, 3, 1, clip=0.3)
+    apart = flush_oracle(model, batches, recipe, partition=partition)
     assert [step.loss for step in steps] == apart.losses
     assert [step.gradient_norm for step in steps] == apart.gradient_norms
     assert_same_state(pipe.state_dict(), apart.state)
@@ -126,7 +127,7 @@ def test_pipedream_with_momentum_over_forty_updates_holds_four_three_two_one_ver
     model, batches = rich_model(), rich_batches(40, 4)
     pipe = Pipeline(model, stages=4, schedule="pipedream", microbatches=1, optimizer=Momentum(), seed=2)
     losses = [step.loss for step in pipe.train(batches)]
-    oracle = asynchronous_oracle(model, batches, Training(Momentum().from_named, 1, 2), pipe.partition)
+    oracle = asynchronous_oracle(model, batches, TrainingRecipe(Momentum().from_named, 1, 2), pipe.partition)
     assert losses == oracle.losses
     assert [stage.weights.most_held for worker in pipe.engine.workers.values()
             for stage in worker.stages.values()] == [4, 3, 2, 1]
@@ -184,7 +185,7 @@ def test_evaluation_drains_an_asynchronous_pipeline_and_training_goes_on_as_its_
         if step.index in (7, 8, 30):
             evaluations.append(pipe.evaluate(rich_batches(2, 4, seed=9)))
     # After update 7 (8 done) microbatches up to 11 may be in flight: 12 are finished. Updates 8..11 were made by then.
-    oracle = asynchronous_oracle(model, batches, Training(AdamW().from_named, 2, 2), pipe.partition,
+    oracle = asynchronous_oracle(model, batches, TrainingRecipe(AdamW().from_named, 2, 2), pipe.partition,
                                  drained_at=(12, 35))
     assert losses == oracle.losses
     assert evaluations[0] == evaluations[1] != evaluations[2]
@@ -198,7 +199,7 @@ def test_leaving_the_loop_early_keeps_what_was_in_flight() -> None:
         if step.index == 4:
             break
     state = pipe.state_dict()  # drains: 5 updates were seen, 3 more microbatches had entered
-    oracle = asynchronous_oracle(model, batches[:8], Training(AdamW().from_named, 1, 2), pipe.partition)
+    oracle = asynchronous_oracle(model, batches[:8], TrainingRecipe(AdamW().from_named, 1, 2), pipe.partition)
     assert_same_state(state, oracle.state)
     more = [step.index for step in pipe.train(batches[8:10])]
     assert more == [8, 9]
@@ -208,7 +209,7 @@ def test_shapes_may_change_from_batch_to_batch() -> None:
     model, batches = rich_model(tied=False), rich_batches(6, 8, lengths=(6, 9, 3))
     pipe = Pipeline(model, stages=3, schedule="1f1b", microbatches=4, optimizer=AdamW(), seed=2)
     losses = [step.loss for step in pipe.train(batches)]
-    assert losses == flush_oracle(model, batches, Training(AdamW().from_named, 4, 2)).losses
+    assert losses == flush_oracle(model, batches, TrainingRecipe(AdamW().from_named, 4, 2)).losses
 
 
 def test_the_random_state_of_the_caller_is_left_alone() -> None:
@@ -300,5 +301,5 @@ def test_gradients_of_a_skip_add_up_in_the_order_of_one_graph(partition: list[in
     batches = [{"x": torch.randn(4, 64, generator=torch.Generator().manual_seed(1))}]
     pipe = Pipeline(skipping, partition=partition, recompute=recompute, optimizer=lambda own: torch.optim.SGD(own, 1.0))
     list(pipe.train(batches))
-    plain = flush_oracle(skipping, batches, Training(lambda named: torch.optim.SGD(named.values(), 1.0), 1))
+    plain = flush_oracle(skipping, batches, TrainingRecipe(lambda named: torch.optim.SGD(named.values(), 1.0), 1))
     assert_same_state(pipe.state_dict(), plain.state)

@@ -16,10 +16,18 @@ from torch import Tensor, nn
 from vpipe import Layer, Model, Pipeline
 from vpipe.runtime.position import Position
 from vpipe.runtime.step import Step
-from vpipe.verify import loss_scale
-from vpipe.verify.arithmetic import Arithmetic
-from vpipe.verify.initial_state import Start
-from vpipe.verify.reference import NOTHING, VERSIONS, Run, Training, asynchronous_oracle, evaluate_oracle, flush_oracle
+from vpipe.verify import reference_optimizer
+from vpipe.verify.reference import (
+    FROM_SCRATCH,
+    VERSIONS,
+    ReferenceRun,
+    TrainingRecipe,
+    asynchronous_oracle,
+    evaluate_oracle,
+    flush_oracle,
+)
+from vpipe.verify.reference_model import ReferencePrecision
+from vpipe.verify.reference_optimizer import InitialState
 
 MICROBATCHES = 4
 REDUCED = ["bf16", "bf16_pure", "fp16"]
@@ -31,13 +39,13 @@ def pipeline(model: Model, precision: str, **arguments: Any) -> Pipeline:
         **arguments})
 
 
-def recipe(precision: str, scale: float | None = None, **changes: Any) -> Training:
-    return Training(**{"optimizer": AdamW().from_named, "microbatches": MICROBATCHES, "seed": 2, "factor": decay,
-                       "clip": 0.5, "arithmetic": Arithmetic(precision, scale), **changes})
+def recipe(precision: str, scale: float | None = None, **changes: Any) -> TrainingRecipe:
+    return TrainingRecipe(**{"optimizer": AdamW().from_named, "microbatches": MICROBATCHES, "seed": 2, "factor": decay,
+                       "clip": 0.5, "precision": ReferencePrecision(precision, scale), **changes})
 
 
-def oracle(model: Model, batches: Sequence[Mapping[str, Tensor]], how: Training, pipe: Pipeline,
-           start: Start = NOTHING) -> Run:
+def oracle(model: Model, batches: Sequence[Mapping[str, Tensor]], how: TrainingRecipe, pipe: Pipeline,
+           start: InitialState = FROM_SCRATCH) -> ReferenceRun:
     """Of a pipeline's arrangement."""
     widths = list(map(len, pipe.placement))
     if pipe.schedule in VERSIONS:
@@ -46,7 +54,7 @@ def oracle(model: Model, batches: Sequence[Mapping[str, Tensor]], how: Training,
     return flush_oracle(model, batches, how, pipe.partition, widths, start)
 
 
-def assert_same(pipe: Pipeline, steps: Sequence[Step], run: Run) -> None:
+def assert_same(pipe: Pipeline, steps: Sequence[Step], run: ReferenceRun) -> None:
     """Losses, norms, which steps were skipped, and all that a checkpoint holds; bits, so NaN is itself."""
     assert [step.loss for step in steps] == run.losses
     if run.gradient_norms:
@@ -54,15 +62,15 @@ def assert_same(pipe: Pipeline, steps: Sequence[Step], run: Run) -> None:
                            torch.tensor(run.gradient_norms).view(torch.int32))
     assert {step.index for step in steps if step.skipped} == run.skipped
     ours = pipe.engine.saved()
-    assert sorted(ours) == sorted(run.kept)
-    assert not [name for name, value in run.kept.items()
+    assert sorted(ours) == sorted(run.tensors)
+    assert not [name for name, value in run.tensors.items()
                 if ours[name].dtype != value.dtype or not torch.equal(ours[name], value)]
     state = pipe.state_dict()
     assert not [name for name, value in run.state.items() if not torch.equal(state[name], value)]
 
 
 @cache
-def plain(precision: str) -> Run:
+def plain(precision: str) -> ReferenceRun:
     """Plain PyTorch, gradients in the order of the microbatches."""
     return flush_oracle(rich_model(tied=False), rich_batches(2, 8), recipe(precision))
 
@@ -142,7 +150,7 @@ def test_with_a_flush_an_overflow_stops_the_step_on_all_stages(
     assert run.skipped == skipped
     assert_same(pipe, steps, run)
     if scale is None:
-        assert float(run.kept["loss_scale.0.value"]) == 65536 / 8
+        assert float(run.tensors["loss_scale.0.value"]) == 65536 / 8
     assert torch.isfinite(torch.cat([value.flatten() for value in run.state.values()])).all()
 
 
@@ -174,7 +182,7 @@ def test_a_stage_that_trains_nothing_answers_for_what_it_hands_back() -> None:
     steps = list(pipe.train(rich_batches(5, 8)))
     run = oracle(model, rich_batches(5, 8), recipe("fp16"), pipe)
     assert 0 < len(run.skipped) < len(run.losses)
-    assert 65536 > float(run.kept["loss_scale.3.value"]) > float(run.kept["loss_scale.0.value"])
+    assert 65536 > float(run.tensors["loss_scale.3.value"]) > float(run.tensors["loss_scale.0.value"])
     assert_same(pipe, steps, run)
 
 
@@ -199,19 +207,19 @@ def test_a_stage_whose_own_gradients_are_finite_answers_for_what_it_hands_back(p
     steps = list(pipe.train(rich_batches(4, 8)))
     run = oracle(model, rich_batches(4, 8), recipe("fp16"), pipe)
     assert run.skipped
-    assert float(run.kept["loss_scale.2.value"]) < float(run.kept["loss_scale.3.value"])
+    assert float(run.tensors["loss_scale.2.value"]) < float(run.tensors["loss_scale.3.value"])
     assert_same(pipe, steps, run)
 
 
 def test_the_scale_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_scale, "GROWS_AFTER", 3)
+    monkeypatch.setattr(reference_optimizer, "GROWS_AFTER", 3)
     monkeypatch.setattr("vpipe.runtime.scaling.GROWTH_UPDATES", 3)
     for schedule in ("1f1b", "pipedream"):
         pipe = pipeline(rich_model(), "fp16", schedule=schedule, partition=[3, 5])
         steps = list(pipe.train(rich_batches(3, 8)))
         run = oracle(rich_model(), rich_batches(3, 8), recipe("fp16"), pipe)
         assert_same(pipe, steps, run)
-        assert schedule == "pipedream" or float(run.kept["loss_scale.0.value"]) == 2 * 65536
+        assert schedule == "pipedream" or float(run.tensors["loss_scale.0.value"]) == 2 * 65536
 
 
 # -- going on, and evaluation
@@ -233,7 +241,7 @@ def test_a_run_goes_on_under_another_partition(schedules: tuple[str, str], preci
     second = pipeline(model, precision, schedule=schedules[1], partition=[3, 2, 1])
     second.engine.restore(position, tensors)
     steps = list(second.train(batches[2:]))
-    start = Start(position.steps, position.microbatches, 0, tensors)
+    start = InitialState(position.steps, position.microbatches, 0, tensors)
     run = oracle(model, batches[2:], recipe(precision), second, start)
     assert_same(second, steps, run)
 
@@ -250,7 +258,7 @@ def test_with_a_flush_a_run_goes_on_as_if_it_had_not_stopped(precision: str) -> 
         losses += [step.loss for step in pipe.train([batch])]
         place = saved(pipe)
     assert losses == plain(precision).losses
-    assert not [name for name, value in plain(precision).kept.items() if not torch.equal(value, place[1][name])]
+    assert not [name for name, value in plain(precision).tensors.items() if not torch.equal(value, place[1][name])]
 
 
 @pytest.mark.parametrize("precision", REDUCED)
@@ -261,4 +269,5 @@ def test_evaluation_is_that_of_the_whole_model_and_changes_nothing(precision: st
         steps.append(step)
         evaluated.append(pipe.evaluate(held_out))
     assert_same(pipe, steps, plain(precision))
-    assert evaluated[-1] == evaluate_oracle(model, pipe.state_dict(), held_out, MICROBATCHES, Arithmetic(precision))
+    assert evaluated[-1] == evaluate_oracle(model, pipe.state_dict(), held_out, MICROBATCHES,
+                                            ReferencePrecision(precision))

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from vpipe import Layer, Model, Pipeline
 from vpipe.errors import UserError
-from vpipe.verify.reference import Training, asynchronous_oracle
+from vpipe.verify.reference import TrainingRecipe, asynchronous_oracle
 from vpipe.verify.reference_versions import VERSIONS
 
 Call = tuple[str, float]
@@ -183,7 +183,7 @@ def test_the_oracle_of_an_asynchronous_run_has_hooks_too() -> None:
 
     batches = rich_batches(2, 8)
     model = hooked_model(Calls(), hooked=2, late=False)
-    oracle = asynchronous_oracle(model, batches, Training(Momentum().from_named, 8, 2), [1] * 4)
+    oracle = asynchronous_oracle(model, batches, TrainingRecipe(Momentum().from_named, 8, 2), [1] * 4)
     by_hand = stashed(model, batches, 8, "pipedream", 4, 1)
     assert oracle.losses == by_hand[0]
     assert [name for name, value in by_hand[1].items() if not torch.equal(oracle.state[name], value)] == []

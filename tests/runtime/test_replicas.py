@@ -33,7 +33,14 @@ from vpipe.schedules.action import Op
 from vpipe.schedules.order import build
 from vpipe.schedules.registry import recipe_named, schedule_names
 from vpipe.schedules.size import Placement
-from vpipe.verify.reference import VERSIONS, Run, Training, asynchronous_oracle, evaluate_oracle, flush_oracle
+from vpipe.verify.reference import (
+    VERSIONS,
+    ReferenceRun,
+    TrainingRecipe,
+    asynchronous_oracle,
+    evaluate_oracle,
+    flush_oracle,
+)
 
 WIDTHS = [(2, 1), (1, 2), (1, 3, 2), (2, 2, 2), (2, 1, 2)]
 FOLDED = [name for name in schedule_names()
@@ -58,11 +65,11 @@ def pipeline(model: Model, widths: Sequence[int], schedule: str, microbatches: i
                               "learning_rate_factor": decay, **arguments})
 
 
-def recipe(microbatches: int, clip: float | None = None, optimizer: Any = AdamW) -> Training:
-    return Training(optimizer().from_named, microbatches, 7, decay, clip)
+def recipe(microbatches: int, clip: float | None = None, optimizer: Any = AdamW) -> TrainingRecipe:
+    return TrainingRecipe(optimizer().from_named, microbatches, 7, decay, clip)
 
 
-def assert_same(pipe: Pipeline, steps: Sequence[Step], expected: Run) -> None:
+def assert_same(pipe: Pipeline, steps: Sequence[Step], expected: ReferenceRun) -> None:
     assert [step.loss for step in steps] == expected.losses
     assert [step.index for step in steps] == list(range(len(steps)))
     if expected.gradient_norms:

@@ -19,9 +19,9 @@ from vpipe.errors import UserError
 from vpipe.runtime.position import Position
 from vpipe.runtime.step import Step
 from vpipe.train.optimizers import OptimizerSettings
-from vpipe.verify.compression import Crossing
-from vpipe.verify.initial_state import Start
-from vpipe.verify.reference import VERSIONS, Training, asynchronous_oracle, flush_oracle
+from vpipe.verify.compression import CutCompression
+from vpipe.verify.reference import VERSIONS, TrainingRecipe, asynchronous_oracle, flush_oracle
+from vpipe.verify.reference_optimizer import InitialState
 
 Saved = tuple[Position, Mapping[str, Tensor]]
 MICROBATCHES = 4
@@ -115,7 +115,7 @@ OTHER_CUTS: list[dict[str, Any]] = [
 def test_with_a_flush_any_cut_and_schedule_goes_on_alike() -> None:
     """From each to the next, one batch each; untied weights, so that all orders of sums are those of plain PyTorch."""
     model, batches = rich_model(tied=False), rich_batches(6, 8)
-    plain = flush_oracle(model, batches, Training(AdamW().from_named, MICROBATCHES, 2, decay, 0.5))
+    plain = flush_oracle(model, batches, TrainingRecipe(AdamW().from_named, MICROBATCHES, 2, decay, 0.5))
     place, losses = None, []
     for arguments, batch in zip([*OTHER_CUTS, OTHER_CUTS[0]], batches, strict=True):
         pipe = pipeline(model, **arguments)
@@ -124,7 +124,7 @@ def test_with_a_flush_any_cut_and_schedule_goes_on_alike() -> None:
         losses += [step.loss for step in pipe.train([batch])]
         place = saved(pipe)
     assert losses == plain.losses
-    same_bits(place[1], plain.kept)
+    same_bits(place[1], plain.tensors)
 
 
 @pytest.mark.parametrize("model", [rich_model, norm_model])
@@ -139,11 +139,11 @@ def test_with_a_flush_ties_and_other_widths_go_on_as_the_oracle_from_there(model
     second = pipeline(model(), schedule="1f1b", partition=cut, placement=widths)
     second.engine.restore(position, tensors)
     steps = list(second.train(batches[2:]))
-    oracle = flush_oracle(model(), batches[2:], Training(AdamW().from_named, MICROBATCHES, 2, decay, 0.5), cut,
-                          list(map(len, widths)), Start(2, 8, 0, tensors))
+    oracle = flush_oracle(model(), batches[2:], TrainingRecipe(AdamW().from_named, MICROBATCHES, 2, decay, 0.5), cut,
+                          list(map(len, widths)), InitialState(2, 8, 0, tensors))
     assert [step.index for step in steps] == [2, 3]
     assert [step.loss for step in steps] == oracle.losses
-    same_bits(saved(second)[1], oracle.kept)
+    same_bits(saved(second)[1], oracle.tensors)
 
 
 ASYNCHRONOUS: list[dict[str, Any]] = [
@@ -158,7 +158,7 @@ ASYNCHRONOUS: list[dict[str, Any]] = [
 @given(data=st.data())
 def test_without_a_flush_any_cut_goes_on_as_its_oracle_from_there(data: st.DataObject) -> None:
     """Two arrangements after each other, the second from anywhere in a batch; both run empty on the way."""
-    model, batches, start = rich_model(), rich_batches(8, 8), Start()
+    model, batches, start = rich_model(), rich_batches(8, 8), InitialState()
     alone = [{name: part[i] for name, part in parts.items()} for batch in batches
              for parts in [{name: tensor.chunk(MICROBATCHES) for name, tensor in batch.items()}]
              for i in range(MICROBATCHES)]
@@ -179,12 +179,13 @@ def test_without_a_flush_any_cut_goes_on_as_its_oracle_from_there(data: st.DataO
         position, tensors = saved(pipe)
         assert position.microbatches == min(start.microbatches + pauses * span, len(alone))
         oracle = asynchronous_oracle(
-            model, alone[start.microbatches:position.microbatches], Training(AdamW().from_named, 1, 2, decay, 0.5),
+            model, alone[start.microbatches:position.microbatches], TrainingRecipe(AdamW().from_named, 1, 2, decay,
+                                                                                   0.5),
             pipe.partition, pipe.update_every, range(start.microbatches, position.microbatches, span),
             VERSIONS[arguments["schedule"]], list(map(len, pipe.placement)), start)
         assert losses == oracle.losses
-        same_bits(tensors, oracle.kept)
-        start = Start(position.steps, position.microbatches, 0, tensors)
+        same_bits(tensors, oracle.tensors)
+        start = InitialState(position.steps, position.microbatches, 0, tensors)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
@@ -200,16 +201,16 @@ def test_what_coding_lost_goes_on_at_the_cuts_that_stay(schedule: str) -> None:
     losses = [step.loss for step in second.train(batches[2:])]
     compression = second.engine._settings.compression
     assert compression is not None
-    crossing = Crossing(model, [4, 4], second.placement, compression)
-    crossing.fill(tensors)
-    recipe = Training(AdamW().from_named, MICROBATCHES, 2, decay, 0.5, cross=crossing)
-    start = Start(position.steps, position.microbatches, 0, tensors)
+    compress_cut = CutCompression(model, [4, 4], second.placement, compression)
+    compress_cut.load(tensors)
+    recipe = TrainingRecipe(AdamW().from_named, MICROBATCHES, 2, decay, 0.5, compress=compress_cut)
+    start = InitialState(position.steps, position.microbatches, 0, tensors)
     if schedule == "1f1b":
         oracle = flush_oracle(model, batches[2:], recipe, [4, 4], [1, 2], start)
     else:
         oracle = asynchronous_oracle(model, batches[2:], recipe, [4, 4], widths=[1, 2], start=start)
     assert losses == oracle.losses
-    same_bits(saved(second)[1], oracle.kept | crossing.kept())
+    same_bits(saved(second)[1], oracle.tensors | compress_cut.checkpoint_tensors())
 
 
 def test_leaving_off_before_a_pause_drains_no_further_than_that() -> None:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from vpipe import Layer, Model, Pipeline
 from vpipe.errors import UserError
 from vpipe.runtime.side_effects import WATCHED
-from vpipe.verify.reference import Training, asynchronous_oracle, flush_oracle
+from vpipe.verify.reference import TrainingRecipe, asynchronous_oracle, flush_oracle
 
 Build = Callable[[], nn.Module]
 
@@ -41,7 +41,7 @@ def assert_exact(model: Model, schedule: str = "1f1b", partition: Sequence[int] 
     pipe = Pipeline(model, schedule=schedule, partition=list(partition), microbatches=4, recompute=recompute,
                     optimizer=Momentum(), seed=2, executor=executor)
     losses = [step.loss for step in pipe.train(data)]
-    recipe = Training(Momentum().from_named, 4, 2)
+    recipe = TrainingRecipe(Momentum().from_named, 4, 2)
     plain = (asynchronous_oracle(model, data, recipe, partition) if schedule == "pipedream"
              else flush_oracle(model, data, recipe))
     assert losses == plain.losses
@@ -344,7 +344,7 @@ def test_a_table_that_grows_with_longer_samples_is_exact_where_it_is_recomputed(
     model, batches = model_of(Grows, Grows), [*rich_batches(2, 8), *rich_batches(2, 8, lengths=(9, 7))]
     pipe = Pipeline(model, partition=[1, 2, 1], microbatches=4, recompute=1.0, optimizer=Momentum(), seed=2)
     losses = [step.loss for step in pipe.train(batches)]
-    plain = flush_oracle(model, batches, Training(Momentum().from_named, 4, 2))
+    plain = flush_oracle(model, batches, TrainingRecipe(Momentum().from_named, 4, 2))
     assert losses == plain.losses
     pipe.evaluate(rich_batches(1, 8, lengths=(11,)))
     assert len(list(pipe.train(batches[:1]))) == 1
@@ -436,7 +436,7 @@ def test_an_input_whose_memory_another_stage_has_saved_is_copied() -> None:
                     optimizer=Momentum(), seed=2)
     losses = [step.loss for step in pipe.train(rich_batches(3, 8))]
     plain = flush_oracle(model_of(nn.Tanh, lambda: InPlace(F.relu)), rich_batches(3, 8),
-                         Training(Momentum().from_named, 4, 2))
+                         TrainingRecipe(Momentum().from_named, 4, 2))
     assert losses == plain.losses
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline
-from vpipe.verify.reference import VERSIONS, Training, asynchronous_oracle, flush_oracle
+from vpipe.verify.reference import VERSIONS, TrainingRecipe, asynchronous_oracle, flush_oracle
 
 WIDTH, SAMPLES, MICROBATCHES, BATCHES = 5, 8, 4, 6
 FINE, HURT = 1.0, 0.0
@@ -68,8 +68,8 @@ def pipeline(schedule: str, skip: bool = True, **how: Any) -> Pipeline:
                     skip_not_finite=skip, **how)
 
 
-def recipe(clip: float | None = None) -> Training:
-    return Training(Adam().from_named, MICROBATCHES, 3, clip=clip, skip=True)
+def recipe(clip: float | None = None) -> TrainingRecipe:
+    return TrainingRecipe(Adam().from_named, MICROBATCHES, 3, clip=clip, skip=True)
 
 
 def assert_same(pipe: Pipeline, losses: list[float], run: Any) -> None:

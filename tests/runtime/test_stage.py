@@ -20,7 +20,7 @@ from vpipe.model.split import split
 from vpipe.plan.recompute import recomputed_layers
 from vpipe.runtime.layers import generators_of
 from vpipe.runtime.stage import Stage
-from vpipe.verify.reference import Training, flush_oracle
+from vpipe.verify.reference import TrainingRecipe, flush_oracle
 
 IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
 
@@ -147,7 +147,7 @@ def test_statistics_equal_plain_pytorch_when_microbatches_overlap() -> None:
     pipe = Pipeline(model, schedule="1f1b", partition=[2, 2, 2], microbatches=4, recompute=1.0, seed=2,
                     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     losses = [step.loss for step in pipe.train(batches)]
-    plain = flush_oracle(model, batches, Training(sgd, 4, 2))
+    plain = flush_oracle(model, batches, TrainingRecipe(sgd, 4, 2))
     state = pipe.state_dict()
     assert losses == plain.losses
     assert [name for name in state if not torch.equal(state[name], plain.state[name])] == []

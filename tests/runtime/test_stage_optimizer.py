@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR, LinearLR, LRScheduler, OneCycleLR
 from vpipe import Layer, Model, Pipeline
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.errors import UserError
-from vpipe.verify.reference import Training, asynchronous_oracle
+from vpipe.verify.reference import TrainingRecipe, asynchronous_oracle
 
 WIDTH = 6
 
@@ -448,7 +448,7 @@ def test_without_a_flush_rates_change_while_the_pipeline_is_empty() -> None:
     kept.put(0.02)
     steps += pipe.train(batches[2:])
     oracle = asynchronous_oracle(
-        rich_model(), batches, Training(lambda named: SGD(named.values(), lr=1.0, momentum=0.9), 4, 2,
+        rich_model(), batches, TrainingRecipe(lambda named: SGD(named.values(), lr=1.0, momentum=0.9), 4, 2,
                                         lambda step: 0.1 if step < 8 else 0.02), pipe.partition, drained_at=[8])
     assert [step.loss for step in steps] == oracle.losses
     assert [step.learning_rate for step in steps] == [0.1] * 8 + [0.02] * 8
@@ -470,7 +470,7 @@ def test_without_a_flush_a_change_while_it_is_full_is_refused_and_counts_when_it
         "train, or choose a schedule with a flush")
     steps += pipe.engine.drain()
     assert [step.learning_rate for step in steps] == [0.1] * len(steps)
-    how = Training(lambda named: SGD(named.values(), lr=0.1, momentum=0.9), 4, 2)
+    how = TrainingRecipe(lambda named: SGD(named.values(), lr=0.1, momentum=0.9), 4, 2)
     expected = asynchronous_oracle(rich_model(), batches[:3], how, pipe.partition)
     assert [step.loss for step in steps] == expected.losses[:len(steps)]
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from vpipe import Layer, Model, Pipeline
 from vpipe.errors import UserError
 from vpipe.runtime.weights import Weights
-from vpipe.verify.reference import Training, asynchronous_oracle, flush_oracle
+from vpipe.verify.reference import TrainingRecipe, asynchronous_oracle, flush_oracle
 
 
 class Product(nn.Module):
@@ -270,7 +270,7 @@ def test_recurrent_layers_under_pipedream_equal_plain_pytorch_and_the_oracle(rec
     state = pipe.state_dict()
     assert list(state) == list(weights)
     assert [name for name in state if not torch.equal(state[name], weights[name])] == []
-    oracle = asynchronous_oracle(recurrent_model(), batches, Training(Momentum().from_named, 1, 2), [1] * 5)
+    oracle = asynchronous_oracle(recurrent_model(), batches, TrainingRecipe(Momentum().from_named, 1, 2), [1] * 5)
     assert losses == oracle.losses
 
 
@@ -283,7 +283,7 @@ def test_frozen_parameters_stay_as_they_are_and_the_rest_trains(schedule: str) -
     losses = [step.loss for step in pipe.train(batches)]
     after = pipe.state_dict()
     assert [name for name in after if torch.equal(before[name], after[name])] == ["words.word.weight", "half.fixed"]
-    recipe = Training(Momentum().from_named, 2, 2)
+    recipe = TrainingRecipe(Momentum().from_named, 2, 2)
     oracle = (flush_oracle(model, batches, recipe) if schedule == "1f1b"
               else asynchronous_oracle(model, batches, recipe, [1, 1, 2]))
     assert losses == oracle.losses
@@ -371,7 +371,7 @@ def test_it_is_exact_where_they_have_one(build: type[nn.Module], schedule: str) 
     model, batches = raw_model(build), rich_batches(3, 4)
     pipe = Pipeline(model, partition=[1] * 4, schedule=schedule, microbatches=2, optimizer=Momentum(), seed=2)
     losses = [step.loss for step in pipe.train(batches)]
-    oracle = flush_oracle(model, batches, Training(Momentum().from_named, 2, 2))
+    oracle = flush_oracle(model, batches, TrainingRecipe(Momentum().from_named, 2, 2))
     assert losses == oracle.losses
     state = pipe.state_dict()
     assert [name for name in state if not torch.equal(oracle.state[name], state[name])] == []
@@ -427,7 +427,7 @@ def test_a_last_child_that_keeps_a_list_of_its_parameters_trains_with_the_versio
     batches = [{"input": torch.randn(4, 4), "target": torch.randint(3, (4,))} for _ in range(6)]
     pipe = Pipeline(model, stages=2, schedule="pipedream", microbatches=2, optimizer=Momentum())
     losses = [step.loss for step in pipe.train(batches)]
-    assert losses == asynchronous_oracle(model, batches, Training(Momentum().from_named, 2, 0), [1, 1]).losses
+    assert losses == asynchronous_oracle(model, batches, TrainingRecipe(Momentum().from_named, 2, 0), [1, 1]).losses
 
 
 def test_leaves_keep_the_kind_and_the_attributes_of_their_parameter() -> None:

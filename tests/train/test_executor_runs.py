@@ -11,17 +11,17 @@ from vpipe.cli import main
 from vpipe.runtime.executor import NO_GAIN
 from vpipe.train.loop import train
 from vpipe.train.summary import headline
-from vpipe.verify.differences import batches_of, compare, in_process, references
+from vpipe.verify.differences import batches_for_steps, compare, references, run_in_process
 
 
 def test_what_the_oracle_says_holds_to_the_bit_under_async_threaded(tmp_path: Path) -> None:
     """Its backwards are turned round, but its sums are not: plain PyTorch's bits, also with a tied head."""
     job = job_of(tmp_path, parallel__scheduler="async_threaded", parallel__schedule="gpipe", training__grad_clip=0.5,
                  parallel__recompute=0.5)
-    batches = batches_of(job, 2)
+    batches = batches_for_steps(job, 2)
     exact, *_ = references(job, batches)
     assert exact.bound == 0
-    assert all(difference.within(0) for difference in compare(in_process(job, batches), exact.trail))
+    assert all(difference.within(0) for difference in compare(run_in_process(job, batches), exact.trajectory))
     assert headline(job) == ("bert: 5 layers in 2 stages [3, 2], schedule gpipe, executor async_threaded, one process "
                              "per stage")
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vpipe import Layer, Model
-from vpipe.verify.arithmetic import Arithmetic
-from vpipe.verify.loss_scale import GROWS_AFTER, LEAST, MOST, LossScale
-from vpipe.verify.reference import Training, asynchronous_oracle, flush_oracle
+from vpipe.verify.reference import TrainingRecipe, asynchronous_oracle, flush_oracle
+from vpipe.verify.reference_model import ReferencePrecision
+from vpipe.verify.reference_optimizer import GROWS_AFTER, LEAST, MOST, ReferenceLossScale
 
 WIDTH, MICROBATCHES = 6, 2
 
@@ -55,8 +55,8 @@ def parts(batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     return [{name: tensor.chunk(MICROBATCHES)[m] for name, tensor in batch.items()} for m in range(MICROBATCHES)]
 
 
-def recipe(precision: str, loss_scale: float | None = None) -> Training:
-    return Training(adam, MICROBATCHES, 5, clip=0.7, arithmetic=Arithmetic(precision, loss_scale))
+def recipe(precision: str, loss_scale: float | None = None) -> TrainingRecipe:
+    return TrainingRecipe(adam, MICROBATCHES, 5, clip=0.7, precision=ReferencePrecision(precision, loss_scale))
 
 
 def assert_weights(ours: Mapping[str, Tensor], theirs: nn.Module) -> None:
@@ -128,8 +128,8 @@ def test_fp16_is_what_torch_s_own_scaler_does(loss_scale: float | None) -> None:
     assert run.skipped == skipped
     assert skipped == ({1, 3} if loss_scale is None else {3})
     if loss_scale is None:
-        assert run.kept["loss_scale.0.value"] == scaler.get_scale() == 65536.0 / 4
-        assert run.kept["loss_scale.0.good"] == 2
+        assert run.tensors["loss_scale.0.value"] == scaler.get_scale() == 65536.0 / 4
+        assert run.tensors["loss_scale.0.good"] == 2
 
 
 class Pushed(nn.Module):
@@ -144,24 +144,24 @@ def test_without_a_flush_a_stage_answers_for_what_it_hands_back() -> None:
     model = Model([Layer("a", Linear, ("x",)), Layer("b", Linear), Layer("c", Pushed, ("h", "y", "push"), ("loss",))],
                   batch=("x", "y", "push"))
     run = asynchronous_oracle(model, batches([1000.0] * 8), recipe("fp16"), [1, 1, 1])
-    scales = [float(run.kept[f"loss_scale.{layer}.value"]) for layer in range(3)]
+    scales = [float(run.tensors[f"loss_scale.{layer}.value"]) for layer in range(3)]
     assert scales[2] == 64.0  # 64 x 1000 is a number of fp16
     assert scales[:2] == [16.0, 16.0]
     assert run.skipped == set(range(12))  # of 16 updates
 
 
 def test_a_scale_moves_between_its_ends() -> None:
-    scale = LossScale(None, 3, {"loss_scale.0.value": torch.tensor(4.0), "loss_scale.0.good": torch.tensor(7),
+    scale = ReferenceLossScale(None, 3, {"loss_scale.0.value": torch.tensor(4.0), "loss_scale.0.good": torch.tensor(7),
                                 "loss_scale.2.value": torch.tensor(2.0), "loss_scale.2.good": torch.tensor(9),
                                 "loss_scale.4.value": torch.tensor(8.0), "loss_scale.4.good": torch.tensor(1)})
     assert (scale.value, scale.good) == (2.0, 9)
     for _ in range(3):
-        scale.updated(overflow=True)
+        scale.update(overflow=True)
     assert (scale.value, scale.good) == (LEAST, 0)
     for _ in range(26 * GROWS_AFTER):
-        scale.updated(overflow=False)
+        scale.update(overflow=False)
     assert (scale.value, scale.good) == (MOST, 0)
-    assert scale.kept()["loss_scale.3.value"].dtype == torch.float64
-    fixed = LossScale(1000.0, 0, {})
-    fixed.updated(overflow=True)
-    assert (fixed.value, fixed.kept()) == (1000.0, {})
+    assert scale.checkpoint_tensors()["loss_scale.3.value"].dtype == torch.float64
+    fixed = ReferenceLossScale(1000.0, 0, {})
+    fixed.update(overflow=True)
+    assert (fixed.value, fixed.checkpoint_tensors()) == (1000.0, {})

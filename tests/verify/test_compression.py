@@ -16,8 +16,8 @@ from vpipe.config.parallel import Codec, ParallelSection
 from vpipe.errors import UserError
 from vpipe.runtime.compress import CODECS, ROUNDINGS, Compression, Int8
 from vpipe.runtime.transport import Spec
-from vpipe.verify.compression import Crossing
-from vpipe.verify.differences import compare, in_process, references
+from vpipe.verify.compression import CutCompression
+from vpipe.verify.differences import compare, references, run_in_process
 
 
 @pytest.mark.parametrize("changes", [
@@ -30,15 +30,15 @@ def test_a_config_is_what_its_oracle_says(changes: dict[str, Any], tmp_path: Pat
     job = job_of(tmp_path, **{f"parallel__{key}": value for key, value in changes.items()})
     [reference] = references(job, 2)
     assert reference.bound == 0
-    differences = list(compare(in_process(job, 2), reference.trail))
+    differences = list(compare(run_in_process(job, 2), reference.trajectory))
     assert len(differences) >= 2
     assert all(difference.within(0) for difference in differences)
 
 
 def test_without_the_codec_the_oracle_differs(tmp_path: Path) -> None:
     [reference] = references(job_of(tmp_path, parallel__compress="int8", model__tie_weights=False), 2)
-    plain = in_process(job_of(tmp_path, model__tie_weights=False), 2)
-    assert all(0 < difference.loss_difference < 1e-3 for difference in compare(plain, reference.trail))
+    plain = run_in_process(job_of(tmp_path, model__tie_weights=False), 2)
+    assert all(0 < difference.loss_difference < 1e-3 for difference in compare(plain, reference.trajectory))
 
 
 def test_an_order_that_cannot_be_compared(tmp_path: Path) -> None:
@@ -73,16 +73,17 @@ def test_one_cut() -> None:
                    Layer("last", nn.Identity, ("h", "skip"), ("loss",))], batch=("x",))
     compression = Compression.of(["int8", "none"], "nearest", True, 3, 0)
     assert compression is not None
-    crossing, codec, lost = Crossing(model, [1, 1, 1], ((0,), (1,), (1,)), compression), Int8(False), torch.zeros(2, 16)
+    compress_cut, codec, lost = CutCompression(model, [1, 1, 1], ((0,), (1,), (1,)),
+                                               compression), Int8(False), torch.zeros(2, 16)
     for number in range(2):
         values = torch.randn(4, 2, 16, generator=torch.Generator().manual_seed(number))
         h, skip, gradient, _ = values
         leaves = {"h": h.clone().requires_grad_(), "skip": skip.clone().requires_grad_()}
         tensors: dict[str, Tensor] = dict(leaves)
         for layer in (0, 2):
-            crossing(number, number, layer, tensors)
+            compress_cut(number, number, layer, tensors)
             assert tensors["h"] is leaves["h"], "no cut lies there that is coded"
-        crossing(number, number, 1, tensors)
+        compress_cut(number, number, 1, tensors)
         assert torch.equal(tensors["h"], codec.decode(codec.encode(h, 0), Spec.of(h)))
         tensors["h"].backward(gradient)
         arrived = codec.decode(codec.encode(gradient + lost, 0), Spec.of(h))

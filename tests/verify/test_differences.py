@@ -15,8 +15,15 @@ from vpipe.commands.verify import _compared
 from vpipe.errors import RunError
 from vpipe.runtime.weights import Weights
 from vpipe.schedules.registry import recipe_named, schedule_names
-from vpipe.verify.differences import Difference, batches_of, compare, in_process, references, steps_of
-from vpipe.verify.trajectory import Torn, Trail
+from vpipe.verify.differences import (
+    Difference,
+    batches_for_steps,
+    compare,
+    references,
+    run_in_process,
+    steps_in_batches,
+)
+from vpipe.verify.trajectory import ReplicaMismatch, Trajectory
 
 
 @pytest.mark.parametrize("name", schedule_names())
@@ -25,17 +32,17 @@ def test_bert_under_every_schedule_is_what_its_oracle_says(name: str, tmp_path: 
     recipe = recipe_named(name)
     job = job_of(tmp_path, parallel__schedule=name, parallel__model_parallel_size=2 * recipe.chunks,
                  parallel__recompute=0.5, training__grad_clip=0.5 if recipe.flush else None)
-    batches = batches_of(job, 2)
+    batches = batches_for_steps(job, 2)
     exact, *plain = references(job, batches)
-    differences = list(compare(in_process(job, batches), exact.trail))
+    differences = list(compare(run_in_process(job, batches), exact.trajectory))
     assert exact.bound == 0
-    assert len(differences) == steps_of(job, batches) >= 2
+    assert len(differences) == steps_in_batches(job, batches) >= 2
     assert all(difference.within(0) and difference.weight_difference == 0 for difference in differences)
     assert len(plain) == recipe.flush
     for reference in plain:
         assert reference.bound > 0
         assert all(difference.within(reference.bound)
-                   for difference in compare(in_process(job, batches), reference.trail))
+                   for difference in compare(run_in_process(job, batches), reference.trajectory))
 
 
 @pytest.mark.parametrize(("name", "precision", "words"), [
@@ -44,15 +51,15 @@ def test_bert_under_every_schedule_is_what_its_oracle_says(name: str, tmp_path: 
     ("1f1b", "fp16", " under torch.autocast(float16) with loss scaling")])
 def test_bert_in_every_precision_is_what_its_oracle_says(name: str, precision: str, words: str, tmp_path: Path) -> None:
     job = job_of(tmp_path, parallel__schedule=name, training__precision=precision)
-    batches = batches_of(job, 2)
+    batches = batches_for_steps(job, 2)
     exact, *plain = references(job, batches)
-    ours = in_process(job, batches)
+    ours = run_in_process(job, batches)
     assert exact.name.startswith(("plain PyTorch" if name == "1f1b" else "the sequential oracle") + words)
     assert exact.bound == 0
-    assert all(difference.within(0) for difference in compare(ours, exact.trail))
+    assert all(difference.within(0) for difference in compare(ours, exact.trajectory))
     assert len(plain) == (name == "1f1b")
     assert all(difference.within(reference.bound) for reference in plain
-               for difference in compare(ours, reference.trail))
+               for difference in compare(ours, reference.trajectory))
 
 
 @pytest.mark.usefixtures("forked")
@@ -81,7 +88,7 @@ def test_a_run_that_differs_ends_with_one_and_the_place(tmp_path: Path, capfd: p
                 value.data[0, 0] += 1e-3
 
     monkeypatch.setattr(Weights, "step", wrong)
-    monkeypatch.setattr("vpipe.commands.verify._over_gloo", lambda job, batches, folder: in_process(job, batches))
+    monkeypatch.setattr("vpipe.commands.verify._over_gloo", lambda job, batches, folder: run_in_process(job, batches))
     assert main(["verify", str(write_config(tmp_path))]) == 1
     err = capfd.readouterr().err
     assert err.startswith("error: in one process, step 0 is not what plain PyTorch on one device")
@@ -96,16 +103,16 @@ def test_replicas_are_what_their_oracle_says(schedule: str, widths: tuple[int, .
     placement = [[next(ranks) for _ in range(width)] for width in widths]
     job = job_of(tmp_path, parallel__schedule=schedule, parallel__model_parallel_size=len(widths),
                  parallel__stage_to_rank_map={str(stage): on for stage, on in enumerate(placement)})
-    batches = batches_of(job, 2)
+    batches = batches_for_steps(job, 2)
     exact, *plain = references(job, batches)
-    ours = in_process(job, batches)
-    assert not ours.torn
-    assert all(difference.within(0) for difference in compare(ours, exact.trail))
+    ours = run_in_process(job, batches)
+    assert not ours.mismatches
+    assert all(difference.within(0) for difference in compare(ours, exact.trajectory))
     assert [reference.name for reference in plain] == ["plain PyTorch on one device"] * (schedule == "1f1b")
     assert all(difference.within(reference.bound) for reference in plain
-               for difference in compare(ours, reference.trail))
+               for difference in compare(ours, reference.trajectory))
     if schedule == "pipedream":  # in a step a stage of one replica makes the more updates
-        steps = steps_of(job, batches)
+        steps = steps_in_batches(job, batches)
         for layer, width in ((job.model.layers[0], widths[0]), (job.model.layers[-1], widths[-1])):
             made = {update for update, name in ours.updates() if name.startswith(layer.name)}
             assert len(made) == steps * math.lcm(*widths) // width
@@ -123,90 +130,92 @@ def test_a_replica_that_differs_is_named(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Weights, "step", wrong)
     job = job_of(tmp_path, parallel__stage_to_rank_map={"0": [0], "1": [1, 2]}, parallel__partition=[1, 4])
-    assert _compared("in one process", in_process(job, 3), [], job) == [
+    assert _compared("in one process", run_in_process(job, 3), [], job) == [
         "in one process, rank 2 (stage 1) differs from its replica, rank 1 (stage 1), after update 1 of "
         "block0.mlp.expand.weight"]
 
 
-def trail_of(loss: float, weight: float) -> Trail:
+def trajectory_of(loss: float, weight: float) -> Trajectory:
     """Of one step with one update."""
-    trail = Trail()
-    trail.gradients(0, {"a": torch.tensor([3.0]), "b": torch.tensor([4.0]), "c": None})
-    trail.weights(0, {"a": torch.tensor([weight]), "b": torch.tensor([0.0])})
-    trail.ends_step(loss)
-    return trail
+    trajectory = Trajectory()
+    trajectory.gradients(0, {"a": torch.tensor([3.0]), "b": torch.tensor([4.0]), "c": None})
+    trajectory.weights(0, {"a": torch.tensor([weight]), "b": torch.tensor([0.0])})
+    trajectory.end_step(loss)
+    return trajectory
 
 
 def test_what_counts_as_a_difference() -> None:
-    [same] = compare(trail_of(2.0, 1.0), trail_of(2.0, 1.0))
+    [same] = compare(trajectory_of(2.0, 1.0), trajectory_of(2.0, 1.0))
     assert same == Difference(0, 2.0, 5.0, 0.0, 0.0, 0.0, None)
-    [off] = compare(trail_of(2.0, 1.0), trail_of(2.5, 1.25))
+    [off] = compare(trajectory_of(2.0, 1.0), trajectory_of(2.5, 1.25))
     assert off == Difference(0, 2.0, 5.0, 0.2, 0.0, 0.25, "a")
     assert not off.within(0.1)
     assert off.within(0.2)
-    [nan] = compare(trail_of(math.nan, math.nan), trail_of(2.0, 1.0))
+    [nan] = compare(trajectory_of(math.nan, math.nan), trajectory_of(2.0, 1.0))
     assert nan.weight == "a"
     assert not nan.within(1.0)
     assert not nan.within(0.0)
     for first, second in ((math.nan, 1.0), (1.0, math.nan)):
-        ours, theirs = trail_of(2.0, first), trail_of(2.0, 1.0)
+        ours, theirs = trajectory_of(2.0, first), trajectory_of(2.0, 1.0)
         ours.weights(0, {"b": torch.tensor([second])})
         theirs.weights(0, {"b": torch.tensor([1.0])})
         [hidden] = compare(ours, theirs)
         assert hidden.weight_difference == math.inf
         assert not hidden.within(1.0)
         assert not hidden.within(0.0)
-    overflowed, other = trail_of(2.0, 1.0), trail_of(2.0, 1.0)
+    overflowed, other = trajectory_of(2.0, 1.0), trajectory_of(2.0, 1.0)
     overflowed.norms[0]["a"], other.norms[0]["a"] = math.inf, math.nan
     [skipped] = compare(overflowed, other)
     assert skipped.within(0)
-    [alone] = compare(overflowed, trail_of(2.0, 1.0))
+    [alone] = compare(overflowed, trajectory_of(2.0, 1.0))
     assert not alone.within(1.0)
     with pytest.raises(RunError, match="the run made 1 steps, its oracle 2"):
-        list(compare(trail_of(2.0, 1.0), Trail([2.0, 2.0])))
-    [both_nan] = compare(trail_of(math.nan, 1.0), trail_of(math.nan, 1.0))
+        list(compare(trajectory_of(2.0, 1.0), Trajectory([2.0, 2.0])))
+    [both_nan] = compare(trajectory_of(math.nan, 1.0), trajectory_of(math.nan, 1.0))
     assert not both_nan.within(1.0)
-    more = trail_of(2.0, 1.0)
+    more = trajectory_of(2.0, 1.0)
     more.weights(1, {"b": torch.tensor([1.0])})
-    for ours, theirs, who in ((more, trail_of(2.0, 1.0), "run, but not its oracle"),
-                              (trail_of(2.0, 1.0), more, "oracle, but not the run")):
+    for ours, theirs, who in ((more, trajectory_of(2.0, 1.0), "run, but not its oracle"),
+                              (trajectory_of(2.0, 1.0), more, "oracle, but not the run")):
         with pytest.raises(RunError, match=f"the {who}, made update 1 of b"):
             list(compare(ours, theirs))
 
 
 def test_a_step_takes_in_all_updates_of_a_narrow_stage() -> None:
-    def trail(last: float) -> Trail:
-        trail = Trail()
+    def trajectory(last: float) -> Trajectory:
+        trajectory = Trajectory()
         for update, value in enumerate((1.0, last)):
-            trail.gradients(update, {"narrow": torch.tensor([2.0])})
-            trail.weights(update, {"narrow": torch.tensor([value])})
-        trail.gradients(0, {"wide": torch.tensor([1.0])})
-        trail.weights(0, {"wide": torch.tensor([1.0])})
-        trail.ends_step(1.0)
-        return trail
+            trajectory.gradients(update, {"narrow": torch.tensor([2.0])})
+            trajectory.weights(update, {"narrow": torch.tensor([value])})
+        trajectory.gradients(0, {"wide": torch.tensor([1.0])})
+        trajectory.weights(0, {"wide": torch.tensor([1.0])})
+        trajectory.end_step(1.0)
+        return trajectory
 
-    [difference] = compare(trail(2.0), trail(2.5))
+    [difference] = compare(trajectory(2.0), trajectory(2.5))
     assert difference == Difference(0, 1.0, 3.0, 0.0, 0.0, 0.5, "narrow")
 
 
 def test_replicas_that_differ_are_named_with_the_first_update() -> None:
-    def trail(values: list[float], gradients: list[float]) -> Trail:
-        trail = Trail([1.0])
+    def trajectory(values: list[float], gradients: list[float]) -> Trajectory:
+        trajectory = Trajectory([1.0])
         for update, (value, gradient) in enumerate(zip(values, gradients, strict=True)):
-            trail.gradients(update, {"w": torch.tensor([gradient])})
-            trail.weights(update, {"w": torch.tensor([value])})
-        return trail
+            trajectory.gradients(update, {"w": torch.tensor([gradient])})
+            trajectory.weights(update, {"w": torch.tensor([value])})
+        return trajectory
 
-    good = trail([1.0, 2.0, 3.0], [1.0, 1.0, 1.0])
-    assert Trail.joined({2: good, 0: good}).torn == []
-    whole = Trail.joined({0: good, 1: trail([1.0, 2.5, 3.5], [1.0] * 3), 2: trail([1.0, 2.0, 3.0], [1.0, 1.0, 9.0]),
-                          3: trail([1.0, 2.0], [1.0] * 2), 4: good})
-    assert whole.torn == [Torn(1, "w", 1, 0), Torn(2, "w", 2, 0), Torn(2, "w", 3, 0)]
+    good = trajectory([1.0, 2.0, 3.0], [1.0, 1.0, 1.0])
+    assert Trajectory.join({2: good, 0: good}).mismatches == []
+    whole = Trajectory.join({0: good, 1: trajectory([1.0, 2.5, 3.5], [1.0] * 3),
+                             2: trajectory([1.0, 2.0, 3.0], [1.0, 1.0, 9.0]),
+                             3: trajectory([1.0, 2.0], [1.0] * 2), 4: good})
+    assert whole.mismatches == [ReplicaMismatch(1, "w", 1, 0), ReplicaMismatch(2, "w", 2, 0),
+                                ReplicaMismatch(2, "w", 3, 0)]
     assert [float(whole.values[update]["w"]) for update in range(3)] == [1.0, 2.0, 3.0]
 
 
 def test_a_trail_on_disk_is_the_same(tmp_path: Path) -> None:
-    first, second = Trail([1.5, 1.25]), Trail([1.5, 1.25])
+    first, second = Trajectory([1.5, 1.25]), Trajectory([1.5, 1.25])
     for update in range(2):
         first.gradients(update, {"a.w": torch.full((2,), 0.1 + update)})
         first.weights(update, {"a.w": torch.full((2,), 0.3 + update)})
@@ -214,7 +223,7 @@ def test_a_trail_on_disk_is_the_same(tmp_path: Path) -> None:
         second.weights(update, {"b.w": torch.full((3, 1), 0.7 + update)})
     first.save(tmp_path, 0)
     second.save(tmp_path, 1)
-    whole = Trail.joined({rank: Trail.load(tmp_path, rank) for rank in range(2)})
+    whole = Trajectory.join({rank: Trajectory.load(tmp_path, rank) for rank in range(2)})
     assert whole.losses == [1.5, 1.25]
     assert whole.norms == {update: first.norms[update] | second.norms[update] for update in range(2)}
     assert torch.equal(whole.values[1]["b.w"], second.values[1]["b.w"])

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from vpipe import Layer, Model
 from vpipe.model.layer import seed_of
-from vpipe.verify.reference import VERSIONS, Training, asynchronous_oracle, flush_oracle
-from vpipe.verify.trajectory import Trail
+from vpipe.verify.reference import VERSIONS, TrainingRecipe, asynchronous_oracle, flush_oracle
+from vpipe.verify.trajectory import Trajectory
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -88,7 +88,7 @@ def assert_same(run: Any, losses: Sequence[float], weights: Mapping[str, Tensor]
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_flush_oracle_is_what_everybody_writes(tied: bool) -> None:
     model = mixing(tied)
-    assert_same(flush_oracle(model, BATCHES, Training(adam, 6, 5)), *plain_pytorch(model))
+    assert_same(flush_oracle(model, BATCHES, TrainingRecipe(adam, 6, 5)), *plain_pytorch(model))
 
 
 @pytest.mark.parametrize("widths", [[1, 1, 1, 1], [2, 1, 3, 1], [4, 5, 6, 2]])
@@ -101,7 +101,7 @@ def test_replicas_sum_apart_and_then_in_order(widths: list[int]) -> None:
         exact.append((sum(sums[1:], sums[0]), gradients))
         return exact[-1][0]
 
-    recipe = Training(adam, 6, 5)
+    recipe = TrainingRecipe(adam, 6, 5)
     run = flush_oracle(model, BATCHES, recipe, ONE_LAYER_EACH, widths)
     assert_same(run, *plain_pytorch(model, by_replica))
     plain = flush_oracle(model, BATCHES, recipe)
@@ -115,7 +115,7 @@ def test_replicas_sum_apart_and_then_in_order(widths: list[int]) -> None:
 
 def test_a_tied_weight_is_summed_by_side_and_there_by_replica() -> None:
     model = mixing(tied=True)
-    recipe = Training(adam, 6, 5)
+    recipe = TrainingRecipe(adam, 6, 5)
     alone = flush_oracle(model, BATCHES, recipe, ONE_LAYER_EACH)
     run = flush_oracle(model, BATCHES, recipe, ONE_LAYER_EACH, [2, 1, 1, 3])
     plain = flush_oracle(model, BATCHES, recipe)
@@ -164,19 +164,19 @@ def test_two_to_one_by_hand() -> None:
 
     Versions of a: 0 0 0 0 1, of b: 0 1 2 3 4. Gradients are b for a and a for b.
     """
-    trail = Trail()
-    recipe = Training(descent(0.5), 1, factor=lambda step: (1.0, 1.0, 0.5)[step], trail=trail)
+    trajectory = Trajectory()
+    recipe = TrainingRecipe(descent(0.5), 1, factor=lambda step: (1.0, 1.0, 0.5)[step], trajectory=trajectory)
     run = asynchronous_oracle(chain([1.0, 2.0]), numbers([1.0] * 5), recipe, [1, 1], widths=[2, 1])
     # microbatch    0      1      2      3        4
     # a             1      1      1      1        0.0625
     # b             2      1.75   1.5    1.25     1
     assert run.losses == [(2 + 1.75) / 2, (1.5 + 1.25) / 2, 0.0625]
-    made_a = [float(trail.values[update]["l0.w"]) for update in range(3)]
+    made_a = [float(trajectory.values[update]["l0.w"]) for update in range(3)]
     # Means of two, then what is there alone; in the last step half the rate.
     assert made_a == [1 - 0.5 * 1.875, 0.0625 - 0.5 * 1.375, -0.625 - 0.25 * 1.0]
-    made_b = [float(trail.values[update]["l1.w"]) for update in range(5)]
+    made_b = [float(trajectory.values[update]["l1.w"]) for update in range(5)]
     assert made_b == [1.75, 1.5, 1.25, 1.0, 1 - 0.5 * 0.5 * 0.5 * 0.0625]
-    assert [sorted(step) for step in trail.made] == [
+    assert [sorted(step) for step in trajectory.step_updates] == [
         [(0, "l0.w"), (0, "l1.w"), (1, "l1.w")], [(1, "l0.w"), (2, "l1.w"), (3, "l1.w")], [(2, "l0.w"), (4, "l1.w")]]
     assert run.state == {"l0.w": made_a[-1], "l0.seen": 3, "l1.w": made_b[-1], "l1.seen": 5}, "of replica 0"
 
@@ -255,8 +255,9 @@ def test_replicas_that_carry_out_their_programs(widths: list[int], every: int, c
     if tied:
         start[-1] = start[0]
     drained_at = [sum(counts[:j]) for j in range(1, len(counts))]
-    trail = Trail()
-    run = asynchronous_oracle(chain(start, tied), numbers(values), Training(descent(0.01), 1, trail=trail),
+    trajectory = Trajectory()
+    run = asynchronous_oracle(chain(start, tied), numbers(values), TrainingRecipe(descent(0.01), 1,
+                                                                                  trajectory=trajectory),
                               [1] * len(widths), every, drained_at, widths=widths)
     weights, losses, made = list(start), [], [0] * len(widths)
     step = every * math.lcm(*widths)
@@ -267,4 +268,4 @@ def test_replicas_that_carry_out_their_programs(widths: list[int], every: int, c
     assert run.losses == pytest.approx(losses, rel=1e-12)
     for s, weight in enumerate(weights[:-1] if tied else weights):
         assert float(run.state[f"l{s}.w"]) == pytest.approx(weight, rel=1e-12)
-        assert len([update for update, name in trail.updates() if name == f"l{s}.w"]) == made[s]
+        assert len([update for update, name in trajectory.updates() if name == f"l{s}.w"]) == made[s]

@@ -18,14 +18,22 @@ from vpipe.launch.local import run_ranks
 from vpipe.launch.network import free_port
 from vpipe.launch.ranks import HostRanks
 from vpipe.train.job import Job
-from vpipe.verify.differences import Difference, Reference, batches_of, compare, in_process, references, steps_of
-from vpipe.verify.trajectory import Trail
+from vpipe.verify.differences import (
+    Difference,
+    Reference,
+    batches_for_steps,
+    compare,
+    references,
+    run_in_process,
+    steps_in_batches,
+)
+from vpipe.verify.trajectory import Trajectory
 
 MOST_STEPS = 10_000
 
 
 def run_verify(options: argparse.Namespace) -> None:
-    """Print every step of both runs beside the oracle's.
+    """Run a few updates in one process and over gloo, and print every step beside the oracle's.
 
     Raises:
         RunError: they differ by more than they may.
@@ -38,8 +46,8 @@ def run_verify(options: argparse.Namespace) -> None:
     # On this machine's processors, whatever the config trains on: there the numbers are the same to the bit.
     settings = [*options.settings, "parallel.backend=gloo", "parallel.device=cpu"]
     job = Job.of(load_config(options.config, settings, options.scheduler))
-    batches, ranks = batches_of(job, options.steps), job.schedule.ranks
-    steps = steps_of(job, batches)
+    batches, ranks = batches_for_steps(job, options.steps), job.schedule.ranks
+    steps = steps_in_batches(job, batches)
     print(f"{job.config.model.name}: {len(job.model)} layers in {len(job.placement)} stages on {ranks} ranks, schedule "
           f"{job.config.parallel.standing_in.order}, {steps} steps" +
           (", on this host without its container" if job.config.container else ""), flush=True)
@@ -47,8 +55,8 @@ def run_verify(options: argparse.Namespace) -> None:
         print(f"a run plans {', '.join(to_plan)} when it starts; here stages balanced by their parameters stand in: "
               f"{list(job.partition)}", flush=True)
     oracles = list(references(job, batches))
-    _say_reference(oracles[0])
-    wrong = _compared("in one process", in_process(job, batches), oracles, job)
+    _print_reference(oracles[0])
+    wrong = _compared("in one process", run_in_process(job, batches), oracles, job)
     folder = Path(tempfile.mkdtemp(prefix="vpipe-verify-"))
     failed = False
     try:
@@ -68,31 +76,32 @@ def run_verify(options: argparse.Namespace) -> None:
           "file adds up gradients in another order; of the weights that says nothing")
 
 
-def _over_gloo(job: Job, batches: int, folder: Path) -> Trail:
+def _over_gloo(job: Job, batches: int, folder: Path) -> Trajectory:
     (folder / CONFIG).write_text(job.config.resolved_yaml())
     ranks = job.schedule.ranks
     run_ranks(HostRanks.alone(ranks, free_port(job.config.parallel.master_port), 1, ("verify", str(batches))), folder,
               job.describe)
-    return Trail.joined({rank: Trail.load(folder, rank) for rank in range(ranks)})
+    return Trajectory.join({rank: Trajectory.load(folder, rank) for rank in range(ranks)})
 
 
-def _say_reference(reference: Reference) -> None:
+def _print_reference(reference: Reference) -> None:
     print(f"\nreference: {reference.name}\n    step  loss                 gradient norm")
-    for step, (loss, made) in enumerate(zip(reference.trail.losses, reference.trail.made, strict=True)):
-        print(f"  {step:6}  {loss:<19.16g}  {reference.trail.norm(made):<.16g}")
+    for step, (loss, updates) in enumerate(zip(reference.trajectory.losses, reference.trajectory.step_updates,
+                                               strict=True)):
+        print(f"  {step:6}  {loss:<19.16g}  {reference.trajectory.norm(updates):<.16g}")
 
 
-def _compared(run: str, trail: Trail, oracles: list[Reference], job: Job) -> list[str]:
-    """Print a run beside its oracles; what is wrong with it."""
-    wrong = [f"{run}, {job.describe(torn.rank)} differs from its replica, {job.describe(torn.other)}, after update "
-             f"{torn.update} of {torn.parameter}" for torn in trail.torn[:1]]
+def _compared(run: str, trajectory: Trajectory, oracles: list[Reference], job: Job) -> list[str]:
+    """Print a run beside its oracles, and return its faults."""
+    wrong = [f"{run}, {job.describe(found.rank)} differs from its replica, {job.describe(found.other)}, after update "
+             f"{found.update} of {found.parameter}" for found in trajectory.mismatches[:1]]
     for oracle in oracles:
         bound = f"losses and norms may differ by {oracle.bound:.1e}" if oracle.bound else "must be equal"
         print(f"\n{run}, beside {oracle.name} ({bound})\n"
               "    step  loss                 gradient norm        largest difference of loss, norm, weights")
         far = []
-        for difference in compare(trail, oracle.trail):
-            print(f"  {_row(difference)}", flush=True)
+        for difference in compare(trajectory, oracle.trajectory):
+            print(f"  {_difference_row(difference)}", flush=True)
             far += [difference] if not difference.within(oracle.bound) else []
         if far:
             wrong.append(f"{run}, step {far[0].step} is not what {oracle.name} gives: loss off by "
@@ -102,7 +111,7 @@ def _compared(run: str, trail: Trail, oracles: list[Reference], job: Job) -> lis
     return wrong
 
 
-def _row(difference: Difference) -> str:
+def _difference_row(difference: Difference) -> str:
     numbers = (difference.loss_difference, difference.norm_difference, difference.weight_difference)
     off = "0" if not any(number != 0 for number in numbers) else ", ".join(f"{number:.1e}" for number in numbers)
     return (f"{difference.step:6}  {difference.loss:<19.16g}  {difference.gradient_norm:<19.16g}  {off}"

@@ -42,14 +42,14 @@ def main(folder: Path, task: str, *arguments: str) -> int:
         from vpipe.config.config import load_config
         from vpipe.train.job import Job
         from vpipe.train.loop import train
-        from vpipe.verify.differences import leave_trail
+        from vpipe.verify.differences import record_rank
 
         config = load_config(folder / CONFIG)
         if config.launch.keep_memory:
             log.info(keep_memory())
         job = Job.of(config)
         if task == "verify":
-            leave_trail(job, folder, int(arguments[0]))
+            record_rank(job, folder, int(arguments[0]))
         elif task == "train":
             stopped[0] = train(job, folder, *map(Path, arguments))
         elif task == "compare":

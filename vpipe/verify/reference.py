@@ -1,17 +1,16 @@
-"""The oracle: what a run must compute, as a plain sequential program.
+"""The oracle: a plain sequential program that computes what a pipeline must compute.
 
-It shares with the engine the model, the seeds and the cut, and nothing else: no actions, no stages at
-work, no transfers. With a flush it is plain PyTorch with gradient accumulation. Without one, the weights
-that each stage gives a microbatch follow from its number alone: see
-:data:`~vpipe.verify.reference_versions.VERSIONS`; gradients go to the latest version.
+It shares the model, the seeds and the cut with the engine, and nothing else: no actions, no stage workers, no
+transfers. With a flush it is plain PyTorch with gradient accumulation. Without one, the weight version that each stage
+uses for a microbatch follows from the microbatch's number: see :data:`~vpipe.verify.reference_versions.VERSIONS`;
+gradients are applied to the latest version.
 
-On one CPU thread the pipeline's losses and weights equal the oracle's bit for bit, in any precision. Two
-things need a word, because a pipeline adds up the gradients of an update in another order than plain PyTorch, which
-takes one microbatch after the other. A stage of several replicas sums those of each replica, then the sums. A weight
-tied across two stages sums those of each side, then the sums. The order of a sum of m numbers (2m with a tie,
-for m microbatches) is all that differs, at most as many rounding errors of the gradient, none for m = 1. The
-asynchronous oracle sums in the pipeline's order; the flush oracle does when given ``sides_apart``, and is plain PyTorch
-to the letter otherwise.
+On one CPU thread the pipeline's losses and weights equal the oracle's bit for bit, in any precision. The order of sums
+matters for that. Plain PyTorch adds the gradients of an update microbatch by microbatch. A stage with several replicas
+adds those of each replica, then the sums; a weight tied across two stages adds those of each copy, then the sums. Such
+a sum of m numbers (2m with a tie, for m microbatches) differs by at most as many rounding errors; for m = 1 it does not
+differ. The asynchronous oracle adds in the pipeline's order. The flush oracle does so if ``partition`` is given;
+otherwise it is exactly plain PyTorch.
 """
 
 from __future__ import annotations
@@ -27,131 +26,139 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from vpipe.model.layer import LOSS, Model, seed_of
-from vpipe.verify.arithmetic import FP32, Arithmetic
-from vpipe.verify.handover import hand_over, handed_over
-from vpipe.verify.initial_state import Start, kept
-from vpipe.verify.loss_scale import LossScale
-from vpipe.verify.reference_model import Whole
-from vpipe.verify.reference_optimizer import Training
-from vpipe.verify.reference_versions import VERSIONS, VersionRule, Versions
-from vpipe.verify.summation_order import GradientSums
-from vpipe.verify.trajectory import Trail
+from vpipe.verify.reference_model import FP32, ReferenceModel, ReferencePrecision
+from vpipe.verify.reference_optimizer import (
+    GradientSums,
+    InitialState,
+    ReferenceLossScale,
+    TrainingRecipe,
+    optimizer_tensors,
+)
+from vpipe.verify.reference_versions import VERSIONS, StageVersions, VersionRule, rescale_at_cut, rescaled
+from vpipe.verify.trajectory import Trajectory
 
 Batch = Mapping[str, Tensor]
 
-NOTHING = Start()
-"""A run from its beginning."""
+FROM_SCRATCH = InitialState()
+"""The beginning of a run."""
 
 
 @dataclass
-class Run:
-    """What an oracle computed: the loss of every step, the gradient norms where clipped, the weights at the end.
+class ReferenceRun:
+    """The result of an oracle.
 
-    ``skipped`` are the steps in which an update was left out. ``kept`` is what a checkpoint there holds, by its names
-    there; less what coding gradients lost.
+    Attributes:
+        losses: of every step.
+        gradient_norms: of every update, if gradients are clipped.
+        skipped: steps in which an update was skipped.
+        state: the weights at the end, named as in ``Pipeline.state_dict``.
+        tensors: of a checkpoint at the end, by their names there, without the residuals of compressed gradients.
     """
 
     losses: list[float] = field(default_factory=list)
     gradient_norms: list[float] = field(default_factory=list)
     skipped: set[int] = field(default_factory=set)
     state: dict[str, Tensor] = field(default_factory=dict)
-    kept: dict[str, Tensor] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
 
-    def ends_step(self, losses: Sequence[Tensor], trail: Trail | None) -> None:
-        """Note the mean loss of a step, whose updates are made."""
+    def end_step(self, losses: Sequence[Tensor], trajectory: Trajectory | None) -> None:
+        """Record the mean loss of a step after its updates."""
         self.losses.append(float(torch.stack(list(losses)).double().mean()))
-        if trail is not None:
-            trail.ends_step(self.losses[-1])
+        if trajectory is not None:
+            trajectory.end_step(self.losses[-1])
 
 
-def flush_oracle(model: Model, batches: Iterable[Batch], recipe: Training, sides_apart: Sequence[int] | None = None,
-                 widths: Sequence[int] | None = None, start: Start = NOTHING) -> Run:
-    """Plain PyTorch on one device: the microbatches' gradients accumulate, then one step.
+def flush_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe, partition: Sequence[int] | None = None,
+                 widths: Sequence[int] | None = None, start: InitialState = FROM_SCRATCH) -> ReferenceRun:
+    """Train on one device with plain PyTorch: accumulate the gradients of the microbatches, then one optimizer step.
 
     Args:
-        sides_apart: a partition. Tied weights that it puts on two stages get a gradient per side, summed
-            before the step; see above.
-        widths: replicas of each of its stages; one of each when not given. A gradient per replica, summed in the
-            order of the replicas before the step; see above.
-        start: what was done before; at the end of a batch.
+        partition: layers per stage. Weights tied across its stages get a gradient per copy, summed before the step;
+            see above.
+        widths: replicas per stage, one by default. Gradients are summed per replica, then in the order of the replicas;
+            see above.
+        start: the state at the end of a batch.
     """
-    partition = [len(model)] if sides_apart is None else sides_apart
-    arithmetic = recipe.arithmetic
-    whole = Whole(model, recipe.seed, partition, widths or [1] * len(partition), arithmetic)
-    whole.fill(start.tensors)
-    sides, parameters, masters = whole.split_sides(), whole.parameters, whole.masters
-    sums = GradientSums(whole.stage_of, whole.owners, whole.widths)
+    partition = [len(model)] if partition is None else partition
+    precision = recipe.precision
+    reference = ReferenceModel(model, recipe.seed, partition, widths or [1] * len(partition), precision)
+    reference.load(start.tensors)
+    copies = reference.separate_tied_weights()
+    parameters, masters = reference.parameters, reference.masters
+    sums = GradientSums(reference.stage_of, reference.owners, reference.widths)
     optimizers = recipe.optimizers(masters, start)
-    run, scale = Run(), LossScale.of(arithmetic, 0, start.tensors)
+    run, scale = ReferenceRun(), ReferenceLossScale.create(precision, 0, start.tensors)
     for update, batch in enumerate(batches):
         losses, number = [], update + start.microbatches // recipe.microbatches
         for m, fields in enumerate(_microbatches(batch, recipe.microbatches)):
-            with whole.replica(m):
-                loss = _forward(model, fields, lambda i, arguments: whole.layers[i](*arguments),
-                                (recipe.seed, number, m), partial(recipe.cross, number * recipe.microbatches + m, m),
-                                arithmetic)
+            with reference.replica(m):
+                loss = _forward(model, fields, lambda i, arguments: reference.layers[i](*arguments),
+                                (recipe.seed, number, m), partial(recipe.compress, number * recipe.microbatches + m, m),
+                                precision)
                 recipe.backward(loss, recipe.microbatches, scale)
             losses.append(loss.detach())
-            sums.add(m, _taken(parameters | sides))
-        made = recipe.apply(sums.take(parameters), masters, optimizers, update, recipe.factor(start.steps + update),
-                            scale)
-        if made.norm is not None:
-            run.gradient_norms.append(made.norm)
-        if made.skipped:
+            sums.add(m, _pop_gradients(parameters | copies))
+        result = recipe.apply(sums.pop(parameters), masters, optimizers, update, recipe.factor(start.steps + update),
+                              scale)
+        if result.norm is not None:
+            run.gradient_norms.append(result.norm)
+        if result.skipped:
             run.skipped.add(start.steps + update)
-        whole.take_over()
+        reference.copy_masters()
         with torch.no_grad():
-            for side, value in sides.items():
-                value.copy_(parameters[whole.owners[side]])
-        run.ends_step(losses, recipe.trail)
-    run.state, run.kept = whole.state(), whole.kept() | kept(optimizers, masters) | _kept([scale])
+            for name, copy in copies.items():
+                copy.copy_(parameters[reference.owners[name]])
+        run.end_step(losses, recipe.trajectory)
+    run.state = reference.state()
+    run.tensors = reference.checkpoint_tensors() | optimizer_tensors(optimizers, masters) | _scale_tensors([scale])
     return run
 
 
-def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training, partition: Sequence[int],
+def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe, partition: Sequence[int],
                         update_every: int = 1, drained_at: Sequence[int] = (),
                         version_of: VersionRule = VERSIONS["pipedream"], widths: Sequence[int] | None = None,
-                        start: Start = NOTHING) -> Run:
-    """An asynchronous run in one sequential program.
+                        start: InitialState = FROM_SCRATCH) -> ReferenceRun:
+    """Train as an asynchronous pipeline does, in one sequential program.
 
-    An update of a stage takes ``update_every`` microbatches on each of its replicas and the mean of their gradients. A
-    step, which has one loss, ends when that comes out even for all stages. A tied weight follows the stage
-    that owns it: its versions, and which microbatches make an update.
+    An update of a stage applies the mean gradient of ``update_every`` microbatches on each of its replicas. A step,
+    which has one loss, ends with the microbatch at which every stage has just made an update. A tied weight follows the
+    stage that owns it: its versions, and which microbatches make an update.
 
-    In fp16 every stage has a loss scale of its own. What comes back through a cut is multiplied with that of the stage
-    that it comes to, and divided by that of the one it comes from. A stage that hands on a gradient that is not finite,
-    through a cut or of a tied weight, skips its update and halves its scale like one whose weights got it.
+    In fp16 every stage has a loss scale of its own. A gradient that crosses a cut is multiplied by the scale of the
+    stage that receives it and divided by that of the sender. A stage that sends a non-finite gradient, through a cut or
+    of a tied weight, skips its update and halves its scale, as if its own weights had got that gradient.
 
     Args:
         update_every: k, microbatches per update and replica.
-        drained_at: microbatches, counted over the whole run, before which the pipeline was empty (evaluation, a
-            checkpoint, a new call of ``train``): updates and the step that were incomplete are made from what there
-            is, the microbatches from there on see the latest version at every stage, and the pipeline fills anew.
+        drained_at: microbatches, counted over all of the run, before which the pipeline was empty (evaluation, a
+            checkpoint, a new call of ``train``). Incomplete updates and the incomplete step are made from the
+            microbatches there are; later microbatches see the latest version at every stage, as the pipeline fills.
         version_of: one of :data:`~vpipe.verify.reference_versions.VERSIONS`.
-        widths: replicas per stage; one of each when not given.
-        start: what was done before.
+        widths: replicas per stage, one by default.
+        start: the state to begin with.
     """
-    arithmetic = recipe.arithmetic
-    whole = Whole(model, recipe.seed, partition, widths or [1] * len(partition), arithmetic)
-    whole.fill(start.tensors)
-    sums, work = GradientSums(whole.stage_of, whole.owners, whole.widths), _Work(whole.layers)
+    precision = recipe.precision
+    reference = ReferenceModel(model, recipe.seed, partition, widths or [1] * len(partition), precision)
+    reference.load(start.tensors)
+    sums, layers = GradientSums(reference.stage_of, reference.owners, reference.widths), _CallInside(reference.layers)
     first = [0, *accumulate(partition)]  # layers
-    stages = [Versions(whole.of_stage(s), recipe, update_every, width, width / whole.widths[0], start, first[s])
-              for s, width in enumerate(whole.widths)]
-    cuts = {first[s]: (stages[s - 1], stages[s]) for s in range(1, len(stages))} if arithmetic.dynamic else {}
-    round_of_all = update_every * math.lcm(*whole.widths)
-    run, empty = Run(), start.microbatches  # the microbatch before which the pipeline was last empty
+    stages = [StageVersions(reference.stage_parameters(s), recipe, update_every, width, width / reference.widths[0],
+                            start, first[s])
+              for s, width in enumerate(reference.widths)]
+    cuts = {first[s]: (stages[s - 1], stages[s]) for s in range(1, len(stages))} if precision.dynamic else {}
+    round_of_all = update_every * math.lcm(*reference.widths)
+    run, empty = ReferenceRun(), start.microbatches  # the microbatch before which the pipeline was last empty
     losses: list[Tensor] = []  # of the step that is not complete yet
 
     def complete(ending: bool = False) -> None:
-        """Make the updates and the step for which the microbatches are there; at the end from those there are."""
+        """Make the updates and the step that have all their microbatches; with ``ending``, also incomplete ones."""
         for stage in stages:
             if stage.seen == stage.span or (ending and stage.seen):
                 step = start.steps + len(run.losses)
-                if not stage.update(sums.take(stage.parameters), step):
+                if not stage.update(sums.pop(stage.parameters), step):
                     run.skipped.add(step)
         if len(losses) == round_of_all or (ending and losses):
-            run.ends_step(losses, recipe.trail)
+            run.end_step(losses, recipe.trajectory)
             losses.clear()
 
     stream = (fields for batch in batches for fields in _microbatches(batch, recipe.microbatches))
@@ -163,100 +170,103 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
                 stage.first = stage.latest
         leaves: dict[str, Tensor] = {}
         for s, stage in enumerate(stages):
-            leaves |= stage.leaves(version_of(i - empty, s, whole.widths, update_every))
-        leaves |= {side: leaves[owner].detach().clone().requires_grad_() for side, owner in whole.owners.items()}
-        weights = {f"layers.{layer}.{own}": leaves[name] for layer, used in enumerate(whole.names)
+            leaves |= stage.leaves(version_of(i - empty, s, reference.widths, update_every))
+        leaves |= {copy: leaves[owner].detach().clone().requires_grad_() for copy, owner in reference.owners.items()}
+        weights = {f"layers.{layer}.{own}": leaves[name] for layer, used in enumerate(reference.names)
                    for own, name in used.items()}
         key = (recipe.seed, i // update_every, i % update_every)
 
         def microbatch(fields: Batch = fields, key: tuple[int, int, int] = key, number: int = i,
                        since: int = i - empty) -> Tensor:
-            def cross(before: int, tensors: dict[str, Tensor]) -> None:
+            def compress(before: int, tensors: dict[str, Tensor]) -> None:
                 if before in cuts:
-                    hand_over(tensors, *cuts[before])
-                recipe.cross(number, since, before, tensors)
+                    rescale_at_cut(tensors, *cuts[before])
+                recipe.compress(number, since, before, tensors)
 
-            loss = _forward(model, fields, lambda at, arguments: work.layers[at](*arguments), key, cross, arithmetic)
+            loss = _forward(model, fields, lambda at, inputs: layers.layers[at](*inputs), key, compress, precision)
             recipe.backward(loss, update_every, stages[-1].scale)
             return loss.detach()
 
-        with whole.replica(i - empty):
-            losses.append(functional_call(work, weights, (microbatch,), tie_weights=False))
+        with reference.replica(i - empty):
+            losses.append(functional_call(layers, weights, (microbatch,), tie_weights=False))
         gradients = {name: leaf.grad for name, leaf in leaves.items()}
-        if arithmetic.dynamic:
-            for side, owner in whole.owners.items():
-                gradients[side] = handed_over(gradients[side], stages[whole.stage_of[owner]],
-                                              stages[whole.stage_of[side]])
+        if precision.dynamic:
+            for copy, owner in reference.owners.items():
+                gradients[copy] = rescaled(gradients[copy], stages[reference.stage_of[owner]],
+                                           stages[reference.stage_of[copy]])
         sums.add(i - empty, gradients)
         for stage in stages:
             stage.seen += 1
         complete()
     complete(ending=True)
-    run.state = whole.state()
-    run.kept = whole.kept() | _kept(stage.scale for stage in stages)
+    run.state = reference.state()
+    run.tensors = reference.checkpoint_tensors() | _scale_tensors(stage.scale for stage in stages)
     for stage in stages:
-        run.kept |= kept(stage.optimizers, stage.parameters)
+        run.tensors |= optimizer_tensors(stage.optimizers, stage.parameters)
     return run
 
 
 def evaluate_oracle(model: Model, state: Mapping[str, Tensor], batches: Iterable[Batch], microbatches: int,
-                    arithmetic: Arithmetic = FP32) -> float:
-    """Mean loss of a model with the given weights over all samples, in evaluation mode."""
-    whole = model.materialize(0)
-    arithmetic.round(whole.values())
+                    precision: ReferencePrecision = FP32) -> float:
+    """Return the mean loss of a model with the given weights over all samples, in evaluation mode."""
+    modules = model.materialize(0)
+    precision.round(modules.values())
     for i, layer in enumerate(model.layers):
         prefix = model.layers[i].name + "."
         own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-        whole[layer.name].load_state_dict(own, strict=False)
-    whole.eval()
+        modules[layer.name].load_state_dict(own, strict=False)
+    modules.eval()
     total, samples = 0.0, 0
     with torch.no_grad():
         for batch in batches:
             for fields in _microbatches(batch, microbatches):
                 size = len(next(iter(fields.values())))
-                loss = _forward(model, fields, lambda i, arguments: whole[model.layers[i].name](*arguments), (0, 0, 0),
-                                arithmetic=arithmetic)
+                loss = _forward(model, fields, lambda i, inputs: modules[model.layers[i].name](*inputs), (0, 0, 0),
+                                precision=precision)
                 total, samples = total + float(loss) * size, samples + size
     return total / samples
 
 
-class _Work(nn.Module):
-    """Calls what it is given; under ``functional_call`` other weights stand in the layers meanwhile.
+class _CallInside(nn.Module):
+    """A module that calls its argument, so that ``functional_call`` holds other weights in the layers meanwhile.
 
-    The backward must run there, too: a layer that checkpoints itself computes its forward again in it.
+    Backward must run inside the call, too: a layer that checkpoints itself recomputes its forward there.
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
 
-    def forward(self, work: Callable[[], Tensor]) -> Tensor:
-        return work()
+    def forward(self, function: Callable[[], Tensor]) -> Tensor:
+        return function()
 
 
 def _forward(model: Model, fields: Batch, call: Callable[[int, list[Tensor]], object],
-             key: tuple[int, int, int], cross: Callable[[int, dict[str, Tensor]], None] = lambda *_: None,
-             arithmetic: Arithmetic = FP32) -> Tensor:
-    """All layers in order, each under its own seed."""
-    tensors = arithmetic.fields(fields)
+             key: tuple[int, int, int], compress: Callable[[int, dict[str, Tensor]], None] = lambda *_: None,
+             precision: ReferencePrecision = FP32) -> Tensor:
+    """Run all layers in order, each under its own seed, and return the loss."""
+    tensors = precision.fields(fields)
     for i, layer in enumerate(model.layers):
-        cross(i, tensors)
+        compress(i, tensors)
         _seed(seed_of(*key, i))
         arguments = [tensors[name] for name in layer.inputs]
-        tensors |= arithmetic.outputs(layer.outputs, partial(call, i, arguments))
+        tensors |= precision.outputs(layer.outputs, partial(call, i, arguments))
     return tensors[LOSS]
 
 
 def _seed(seed: int) -> None:
-    """As ``torch.manual_seed``, which formats the stack of its caller, too, for a CUDA that is not there: a quarter of
-    an oracle's time on a small model."""
+    """Seed the default generators.
+
+    Without CUDA ``torch.manual_seed`` also formats the caller's stack: a quarter of an oracle's time on a small model.
+    """
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(seed)
 
 
-def _kept(scales: Iterable[LossScale | None]) -> dict[str, Tensor]:
-    return {name: tensor for scale in scales if scale is not None for name, tensor in scale.kept().items()}
+def _scale_tensors(scales: Iterable[ReferenceLossScale | None]) -> dict[str, Tensor]:
+    return {name: tensor for scale in scales if scale is not None for name,
+            tensor in scale.checkpoint_tensors().items()}
 
 
 def _microbatches(batch: Batch, microbatches: int) -> Iterator[dict[str, Tensor]]:
@@ -265,8 +275,8 @@ def _microbatches(batch: Batch, microbatches: int) -> Iterator[dict[str, Tensor]
         yield {name: part[m] for name, part in parts.items()}
 
 
-def _taken(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
-    """The gradients, which start from nothing again."""
+def _pop_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
+    """Return the gradients and reset them to None."""
     gradients = {name: p.grad for name, p in parameters.items()}
     for parameter in parameters.values():
         parameter.grad = None

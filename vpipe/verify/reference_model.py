@@ -1,62 +1,146 @@
-"""A model on one device that knows how a pipeline would cut it."""
+"""A model on one device, as the reference runs it: its precision, and what replicas and tied stages have of their own.
+
+A plain PyTorch program that shares no code with the engine. In ``bf16`` and ``fp16`` every layer runs under a
+``torch.autocast`` of its own; in ``bf16_pure`` the layers and their inputs are bf16. In each of the three, a float32
+tensor is rounded when a layer returns it, except for the loss, which is float32.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from vpipe.model.layer import Model, set_parameter, split_target
+from vpipe.model.layer import LOSS, Model, set_parameter, split_target
+from vpipe.model.sequential import rounded_module
 from vpipe.model.split import split
-from vpipe.verify.arithmetic import FP32, Arithmetic
+
+_REDUCED = {"bf16": torch.bfloat16, "bf16_pure": torch.bfloat16, "fp16": torch.float16}
 
 
-class Whole:
-    """All layers of a model, and what the stages of a partition and their replicas have of their own in them.
+@dataclass(frozen=True)
+class ReferencePrecision:
+    """The precision that a reference computes in.
+
+    Attributes:
+        precision: the value of ``training.precision``.
+        loss_scale: for fp16, a fixed number; None for a dynamic scale.
+    """
+
+    precision: str = "fp32"
+    loss_scale: float | None = None
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The reduced dtype; None in fp32."""
+        return _REDUCED.get(self.precision)
+
+    @property
+    def pure(self) -> bool:
+        """Return whether the parameters of the layers are rounded."""
+        return self.precision == "bf16_pure"
+
+    @property
+    def scaled(self) -> bool:
+        """Return whether losses are scaled."""
+        return self.precision == "fp16"
+
+    @property
+    def dynamic(self) -> bool:
+        """Return whether the loss scale is dynamic."""
+        return self.scaled and self.loss_scale is None
+
+    @property
+    def description(self) -> str:
+        """Describe a plain program in this precision, to stand after "plain PyTorch"."""
+        if self.dtype is None:
+            return ""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (f" with {dtype} layers and float32 master weights" if self.pure else
+                f" under torch.autocast({dtype})" + " with loss scaling" * self.scaled)
+
+    def round(self, modules: Iterable[nn.Module]) -> None:
+        """Round parameters and buffers in place, if this precision rounds them."""
+        if self.pure:
+            for module in map(rounded_module, modules):
+                for tensor in (*module.parameters(), *module.buffers()):
+                    tensor.data = self.weight(tensor.data)
+
+    def weight(self, master: Tensor) -> Tensor:
+        """Return a weight as a layer computes with it."""
+        return self._rounded(master) if self.pure else master
+
+    def fields(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the fields of a batch as layers read them."""
+        return {name: self.weight(value) for name, value in batch.items()}
+
+    def outputs(self, names: Sequence[str], call: Callable[[], object]) -> dict[str, Tensor]:
+        """Run a layer by ``call`` and return its outputs by name."""
+        autocast = self.dtype is not None and not self.pure
+        with torch.autocast("cpu", dtype=self.dtype) if autocast else nullcontext():
+            result = call()
+        made = dict(zip(names, result if isinstance(result, tuple) else (result,), strict=True))
+        return {name: self._loss(tensor) if name == LOSS else self._rounded(tensor) for name, tensor in made.items()}
+
+    def _rounded(self, tensor: Tensor) -> Tensor:
+        return tensor if self.dtype is None or tensor.dtype != torch.float32 else tensor.to(self.dtype)
+
+    def _loss(self, tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.dtype == self.dtype else tensor
+
+
+FP32 = ReferencePrecision()
+
+
+class ReferenceModel:
+    """All layers of a model, with separate buffers per replica and separate copies of weights tied across stages.
 
     Args:
         seed: of the initial weights.
         partition: layers per stage.
         widths: replicas per stage.
-        arithmetic: whether layers are rounded.
+        precision: decides whether layers are rounded.
 
     Attributes:
         layers: modules, in order.
         parameters: trainable ones by ``"<layer>.<parameter>"``, tied ones once, under the first name.
-        masters: what an optimizer steps; the parameters themselves, or, where these are rounded, unrounded ones.
-        owners: the far sides of ties, in the order of the stages -> the parameter. All uses of a weight in a stage
-            that borrows it are one value, called ``"<parameter>@<stage>"``.
-        stage_of: parameters and sides -> their stage.
-        names: per layer, its own names of parameters -> what each goes by: a side's name, or the parameter's.
+        masters: the parameters that an optimizer steps: ``parameters``, or float32 copies where those are rounded.
+        owners: copy of a tied weight -> its parameter, in the order of the stages. A stage that borrows a weight has
+            one copy of it, called ``"<parameter>@<stage>"``.
+        stage_of: parameter or copy -> its stage.
+        names: per layer, its own name of a parameter -> the name of the parameter or copy in it.
     """
 
     def __init__(self, model: Model, seed: int, partition: Sequence[int], widths: Sequence[int],
-                 arithmetic: Arithmetic = FP32) -> None:
+                 precision: ReferencePrecision = FP32) -> None:
         self._model, self._modules, self.widths = model, model.materialize(seed), tuple(widths)
         self.layers = [self._modules[layer.name] for layer in model.layers]
         specs = split(model, partition)
         assert len(specs) == len(widths), "one width per stage"
         self._stage = [spec.index for spec in specs for _ in spec.layers]
-        self.parameters = self._named()
-        self.masters = self.parameters if not arithmetic.pure else {
+        self.parameters = self._trainable()
+        self.masters = self.parameters if not precision.pure else {
             name: nn.Parameter(p.detach().clone()) for name, p in self.parameters.items()}
-        self._kinds = {name: value.dtype for name, value in self._held().items()}
-        arithmetic.round(self.layers)
-        sides = {own: f"{target}@{spec.index}" for spec in specs for own, (_, target) in spec.borrowed.items()}
-        self.owners = {side: side.rpartition("@")[0] for side in sides.values()}
+        self._dtypes = {name: value.dtype for name, value in self._module_tensors().items()}
+        precision.round(self.layers)
+        copies = {own: f"{target}@{spec.index}" for spec in specs for own, (_, target) in spec.borrowed.items()}
+        self.owners = {copy: copy.rpartition("@")[0] for copy in copies.values()}
         self.stage_of = {name: self._stage[model.index(split_target(name, model.layers)[0])]
                          for name in self.parameters}
-        self.stage_of |= {side: int(side.rpartition("@")[2]) for side in self.owners}
-        self.names = self._names(sides)
-        # Resting in the modules are replica 0's; those of the others stand here.
+        self.stage_of |= {copy: int(copy.rpartition("@")[2]) for copy in self.owners}
+        self.names = self._names(copies)
+        # Replica 0's buffers rest in the modules, those of the other replicas here.
         self._buffers = [[[buffer.clone() for buffer in layer.buffers()] for _ in range(1, widths[stage])]
                          for layer, stage in zip(self.layers, self._stage, strict=True)]
 
-    def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Weights and buffers of a checkpoint, before anything is computed, if it has any. A replica that it has no
-        buffers of gets the first one's."""
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load weights and buffers of a checkpoint, before anything is computed.
+
+        A replica whose buffers are not in it gets those of replica 0. Nothing happens if ``tensors`` is empty.
+        """
         if not tensors:
             return
         if self.masters is not self.parameters:
@@ -71,8 +155,8 @@ class Whole:
                 for (name, first), buffer in zip(module.named_buffers(), buffers, strict=True):
                     buffer.copy_(tensors.get(f"buffers.{replica}.{layer.name}.{name}", first))
 
-    def kept(self) -> dict[str, Tensor]:
-        """Weights and buffers by their names in a checkpoint; copies."""
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """Return copies of weights and buffers by their names in a checkpoint."""
         tensors = {f"model.{name}": value for name, value in self.state().items()}
         for layer, module, others in zip(self._model.layers, self.layers, self._buffers, strict=True):
             for replica, buffers in enumerate(others, start=1):
@@ -80,55 +164,57 @@ class Whole:
                             zip(module.named_buffers(), buffers, strict=True)}
         return tensors
 
-    def of_stage(self, stage: int) -> dict[str, nn.Parameter]:
-        """What the optimizer of a stage steps."""
+    def stage_parameters(self, stage: int) -> dict[str, nn.Parameter]:
+        """Return the parameters that the optimizer of a stage steps."""
         return {name: p for name, p in self.masters.items() if self.stage_of[name] == stage}
 
     @torch.no_grad()
-    def take_over(self) -> None:
-        """Make the parameters what the masters are, rounded where the layers are."""
+    def copy_masters(self) -> None:
+        """Copy the masters into the parameters, rounded where the layers are."""
         if self.masters is not self.parameters:
             for name, parameter in self.parameters.items():
                 parameter.copy_(self.masters[name])
 
-    def split_sides(self) -> dict[str, nn.Parameter]:
-        """Put a parameter of its own into the layers for every side of a tie, so that it gets a gradient of its own."""
-        sides = {side: nn.Parameter(self.parameters[owner].detach().clone()) for side, owner in self.owners.items()}
+    def separate_tied_weights(self) -> dict[str, nn.Parameter]:
+        """Give each stage that borrows a weight a parameter of its own, which gets a gradient of its own."""
+        copies = {copy: nn.Parameter(self.parameters[owner].detach().clone()) for copy, owner in self.owners.items()}
         for layer, names in zip(self.layers, self.names, strict=True):
             for own, name in names.items():
-                if name in sides:
-                    set_parameter(layer, own, sides[name])
-        return sides
+                if name in copies:
+                    set_parameter(layer, own, copies[name])
+        return copies
 
     @contextmanager
     def replica(self, microbatch: int) -> Iterator[None]:
-        """Have in the layers the buffers of the replicas that work on a microbatch."""
-        self._turn(microbatch)
+        """Hold in the layers the buffers of the replicas that process a microbatch."""
+        self._swap_buffers(microbatch)
         yield
-        self._turn(microbatch)
+        self._swap_buffers(microbatch)
 
     def state(self) -> dict[str, Tensor]:
-        """Parameters, unrounded, and buffers as ``Pipeline.state_dict`` names them, of the kind they had before they
-        were rounded; buffers are replica 0's."""
-        return {name: self.masters.get(name, value).detach().to(self._kinds[name], copy=True)
-                for name, value in self._held().items()}
+        """Return copies of parameters (unrounded) and replica 0's buffers, named as in ``Pipeline.state_dict``.
 
-    def _held(self) -> dict[str, Tensor]:
+        Each has the dtype that it had before it was rounded.
+        """
+        return {name: self.masters.get(name, value).detach().to(self._dtypes[name], copy=True)
+                for name, value in self._module_tensors().items()}
+
+    def _module_tensors(self) -> dict[str, Tensor]:
         return {f"{layer.name}.{name}": value for layer in self._model.layers
                 for name, value in self._modules[layer.name].state_dict().items() if name not in layer.ties}
 
     @torch.no_grad()
-    def _turn(self, microbatch: int) -> None:
-        """Exchange the buffers in the layers with those of the replicas at work."""
+    def _swap_buffers(self, microbatch: int) -> None:
+        """Exchange the buffers in the layers with those of the replicas that process a microbatch."""
         for layer, stage, others in zip(self.layers, self._stage, self._buffers, strict=True):
             replica = microbatch % self.widths[stage]
             if replica > 0:
                 for buffer, other in zip(layer.buffers(), others[replica - 1], strict=True):
-                    kept = buffer.clone()
+                    before = buffer.clone()
                     buffer.copy_(other)
-                    other.copy_(kept)
+                    other.copy_(before)
 
-    def _named(self) -> dict[str, nn.Parameter]:
+    def _trainable(self) -> dict[str, nn.Parameter]:
         named: dict[str, nn.Parameter] = {}
         seen: set[int] = set()
         for layer in self._model.layers:
@@ -138,8 +224,8 @@ class Whole:
                     named[f"{layer.name}.{name}"] = parameter
         return named
 
-    def _names(self, sides: Mapping[str, str]) -> list[dict[str, str]]:
+    def _names(self, copies: Mapping[str, str]) -> list[dict[str, str]]:
         canonical = {id(p): name for name, p in self.parameters.items()}
-        return [{name: sides.get(f"{layer.name}.{name}", canonical[id(p)])
+        return [{name: copies.get(f"{layer.name}.{name}", canonical[id(p)])
                  for name, p in self._modules[layer.name].named_parameters(remove_duplicate=False)
                  if id(p) in canonical} for layer in self._model.layers]

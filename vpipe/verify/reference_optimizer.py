@@ -1,38 +1,188 @@
-"""How an oracle trains: what :class:`vpipe.Pipeline` is told, and how an update is made of it."""
+"""An update of the reference: sum the gradients in the pipeline's order, unscale, clip, step, and keep the state.
+
+Like the rest of the reference it shares no code with the engine: optimizers are filled and read by torch's own
+``load_state_dict`` and ``state_dict``.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from vpipe.verify.arithmetic import FP32, Arithmetic
-from vpipe.verify.initial_state import Start
-from vpipe.verify.loss_scale import LossScale
-from vpipe.verify.trajectory import Trail
+from vpipe.verify.reference_model import FP32, ReferencePrecision
+from vpipe.verify.trajectory import Trajectory
 
 MakeOptimizer = Callable[[Mapping[str, nn.Parameter]],
                          torch.optim.Optimizer | Sequence[torch.optim.Optimizer | None] | None]
 
-Cross = Callable[[int, int, int, dict[str, Tensor]], None]
-"""(microbatch of the run, microbatch since the pipeline was empty, layer, tensors so far): what compression makes of
-the tensors before that layer, put in their place."""
+CompressAtCut = Callable[[int, int, int, dict[str, Tensor]], None]
+"""(microbatch of the run, microbatch since the pipeline was empty, layer, tensors): replace the inputs of that layer
+by what compression makes of them."""
 
 
 def uncompressed(number: int, microbatch: int, layer: int, tensors: dict[str, Tensor]) -> None:
-    """All tensors arrive as they are."""
+    """Leave all tensors as they are."""
+
+_NUMBERS = {int: ("int", torch.int64), float: ("float", torch.float64)}
+"""Type of a number in an optimizer's state -> its suffix and dtype in a checkpoint."""
 
 
-class Applied(NamedTuple):
-    """What came of an update.
+@dataclass(frozen=True)
+class InitialState:
+    """The state in which a reference begins: of a checkpoint, whoever wrote it, or nothing done.
 
     Attributes:
-        norm: of the gradients before clipping, if they are clipped.
-        skipped: whether they were not applied.
+        steps, microbatches: done before, in total.
+        begun: how many of these microbatches belong to the first batch that is given.
+        tensors: of the checkpoint, by name.
+    """
+
+    steps: int = 0
+    microbatches: int = 0
+    begun: int = 0
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Load the state of an optimizer that was just created for some of these parameters."""
+        content = optimizer.state_dict()
+        for index, name in _numbered(optimizer, parameters).items():
+            prefix = f"optim.{name}."
+            for full, tensor in self.tensors.items():
+                if full.startswith(prefix):
+                    key, _, kind = full.removeprefix(prefix).partition("#")
+                    content["state"].setdefault(index, {})[key] = tensor.item() if kind else tensor.clone()
+        optimizer.load_state_dict(content)
+
+
+def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer],
+                      parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Return copies of the state of optimizers of these parameters, by their names in a checkpoint."""
+    tensors: dict[str, Tensor] = {}
+    for optimizer in optimizers:
+        names = _numbered(optimizer, parameters)
+        for index, state in optimizer.state_dict()["state"].items():
+            for key, value in state.items():
+                full = f"optim.{names[index]}.{key}"
+                if isinstance(value, Tensor):
+                    tensors[full] = value.clone()
+                else:
+                    kind, dtype = _NUMBERS[type(value)]
+                    tensors[f"{full}#{kind}"] = torch.tensor(value, dtype=dtype)
+    return tensors
+
+
+def _numbered(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[int, str]:
+    """Map the indices that torch gives parameters, in the order of their groups, to their names."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    in_order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {index: names[id(parameter)] for index, parameter in enumerate(in_order)}
+
+
+FIRST, LEAST, MOST = 65536.0, 1.0, 2.0**24
+GROWS_AFTER = 2000
+"""Finite updates in a row after which the scale doubles."""
+
+
+class ReferenceLossScale:
+    """The factor of fp16 losses: halved by an update with a non-finite gradient, doubled after many without; or fixed.
+
+    Source: Micikevicius et al., Mixed Precision Training (arXiv:1710.03740), section 3.2; the constants are those of
+    ``torch.amp.GradScaler``, except that it grows to 2**24 at most.
+
+    Args:
+        fixed: the number; None for a dynamic scale.
+        layer: first layer that it applies to; names it in a checkpoint.
+        tensors: of a checkpoint. The entry of the last layer at or before ``layer`` is used.
+    """
+
+    def __init__(self, fixed: float | None, layer: int, tensors: Mapping[str, Tensor]) -> None:
+        self._dynamic, self._layer = fixed is None, layer
+        self.value, self.good = FIRST if fixed is None else fixed, 0
+        layers = [number for number in range(layer + 1) if f"loss_scale.{number}.value" in tensors]
+        if self._dynamic and layers:
+            self.value = float(tensors[f"loss_scale.{layers[-1]}.value"])
+            self.good = int(tensors[f"loss_scale.{layers[-1]}.good"])
+
+    @classmethod
+    def create(cls, precision: ReferencePrecision, layer: int,
+               tensors: Mapping[str, Tensor]) -> ReferenceLossScale | None:
+        """Create the scale of a precision; None where losses are not scaled."""
+        return cls(precision.loss_scale, layer, tensors) if precision.scaled else None
+
+    def update(self, overflow: bool) -> None:
+        """Adjust the scale after an update that was made, or skipped because of an overflow."""
+        if not self._dynamic:
+            return
+        self.good = 0 if overflow else self.good + 1
+        if overflow:
+            self.value = max(LEAST, self.value / 2)
+        elif self.good == GROWS_AFTER:
+            self.value, self.good = min(MOST, 2 * self.value), 0
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """Return value and count by their names in a checkpoint."""
+        return {} if not self._dynamic else {
+            f"loss_scale.{self._layer}.value": torch.tensor(self.value, dtype=torch.float64),
+            f"loss_scale.{self._layer}.good": torch.tensor(self.good)}
+
+
+class GradientSums:
+    """Sums of the gradients of an update, added in the order of a pipeline.
+
+    Replica ``i mod width`` of a stage processes microbatch i. Each replica adds its own microbatches in order; then the
+    sums of the replicas are added, replica 0 first. A stage that borrows a tied weight does the same with its copy; the
+    sums of the copies are added, the last stage first (autograd's order), and then to the owner's sum.
+
+    Args:
+        stage_of: the stage of every parameter and of every copy of one.
+        owners: copy -> its parameter, in the order of the stages.
+        widths: replicas per stage.
+    """
+
+    def __init__(self, stage_of: Mapping[str, int], owners: dict[str, str], widths: Sequence[int]) -> None:
+        self._width = {name: widths[stage] for name, stage in stage_of.items()}
+        self._owners = owners
+        self._shares: dict[str, dict[int, Tensor]] = defaultdict(dict)  # by replica
+
+    def add(self, microbatch: int, gradients: Mapping[str, Tensor | None]) -> None:
+        """Add the gradients of a microbatch."""
+        for name, gradient in gradients.items():
+            replica = microbatch % self._width[name]
+            before = self._shares[name].get(replica)
+            if gradient is not None:
+                self._shares[name][replica] = gradient if before is None else before + gradient
+
+    def pop(self, names: Iterable[str]) -> dict[str, Tensor | None]:
+        """Return and reset the sums of some parameters; None where there was no gradient."""
+        return {name: _added([self._reduced(name),
+                              _added([self._reduced(copy) for copy in reversed(self._owners)
+                                      if self._owners[copy] == name])]) for name in names}
+
+    def _reduced(self, name: str) -> Tensor | None:
+        return _added([share for _, share in sorted(self._shares.pop(name, {}).items())])
+
+
+def _added(parts: Iterable[Tensor | None]) -> Tensor | None:
+    """Add the parts from the first to the last, without those that are None."""
+    total: Tensor | None = None
+    for part in parts:
+        if part is not None:
+            total = part if total is None else total + part
+    return total
+
+
+class UpdateResult(NamedTuple):
+    """The outcome of an update.
+
+    Attributes:
+        norm: of the gradients before clipping; None if they are not clipped.
+        skipped: whether the gradients were not applied.
     """
 
     norm: float | None
@@ -40,30 +190,37 @@ class Applied(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Training:
-    """How to train, as :class:`vpipe.Pipeline` takes it."""
+class TrainingRecipe:
+    """How to train, as :class:`vpipe.Pipeline` takes it, and how to make an update of it.
+
+    Attributes:
+        factor: step -> factor of the learning rate.
+        clip: largest norm of the gradients.
+        trajectory: records every update.
+        skip: whether to skip an update whose loss or gradient norms are not all finite.
+    """
 
     optimizer: MakeOptimizer
     microbatches: int
     seed: int = 0
     factor: Callable[[int], float] = lambda update: 1.0
     clip: float | None = None
-    trail: Trail | None = None  # where to note every update
-    cross: Cross = uncompressed
-    skip: bool = False  # an update whose losses and gradient norms are not all finite
-    arithmetic: Arithmetic = FP32
+    trajectory: Trajectory | None = None
+    compress: CompressAtCut = uncompressed
+    skip: bool = False
+    precision: ReferencePrecision = FP32
 
-    def optimizers(self, parameters: Mapping[str, nn.Parameter], start: Start) -> list[torch.optim.Optimizer]:
-        """Those of some parameters, with the state that they begin with."""
+    def optimizers(self, parameters: Mapping[str, nn.Parameter], start: InitialState) -> list[torch.optim.Optimizer]:
+        """Create the optimizers of some parameters, in their initial state."""
         made = self.optimizer(parameters)
         entries: Sequence[object] = made if isinstance(made, (list, tuple)) else [made]
         optimizers = [each for each in entries if isinstance(each, torch.optim.Optimizer)]
         for optimizer in optimizers:
-            start.fill(optimizer, parameters)
+            start.load_optimizer(optimizer, parameters)
         return optimizers
 
-    def backward(self, loss: Tensor, parts: int, scale: LossScale | None = None) -> None:
-        """Of a microbatch's share of the mean. One that is not finite is NaN to every gradient, when that counts."""
+    def backward(self, loss: Tensor, parts: int, scale: ReferenceLossScale | None = None) -> None:
+        """Run backward of a share of the mean loss; with ``skip`` a non-finite loss makes every gradient NaN."""
         lost = torch.full_like(loss, math.nan) if self.skip and not loss.isfinite() else None
         if scale is None:
             torch.autograd.backward(loss / parts, lost)
@@ -72,13 +229,13 @@ class Training:
 
     def apply(self, gradients: Mapping[str, Tensor | None], parameters: Mapping[str, nn.Parameter],
               optimizers: Sequence[torch.optim.Optimizer], update: int, factor: float,
-              scale: LossScale | None = None, overflow: bool = False) -> Applied:
-        """Make an update of these parameters, or skip it.
+              scale: ReferenceLossScale | None = None, overflow: bool = False) -> UpdateResult:
+        """Update these parameters, or skip the update.
 
         Args:
-            gradients: by the names of the parameters, which may hold more bits; multiplied with the scale. Those of
-                parameters that no optimizer steps count nowhere.
-            update: its number, for the trail.
+            gradients: by name of the parameter, multiplied by the scale; their dtype may be narrower than the
+                parameter's. Those of parameters that no optimizer steps are ignored.
+            update: its number in the trajectory.
             factor: of the learning rate.
             overflow: whether something else than these gradients is not finite.
         """
@@ -90,8 +247,8 @@ class Training:
                          for name, gradient in gradients.items()}
         for name, gradient in gradients.items():
             parameters[name].grad = gradient
-        if self.trail is not None:
-            self.trail.gradients(update, gradients)
+        if self.trajectory is not None:
+            self.trajectory.gradients(update, gradients)
         overflow = overflow or not all(bool(torch.linalg.vector_norm(gradient).isfinite())
                                        for gradient in gradients.values() if gradient is not None)
         skipped = overflow and (self.skip or scale is not None)
@@ -102,8 +259,8 @@ class Training:
             optimizer.step()
         for parameter in parameters.values():
             parameter.grad = None
-        if self.trail is not None:
-            self.trail.weights(update, parameters)
+        if self.trajectory is not None:
+            self.trajectory.weights(update, parameters)
         if scale is not None:
-            scale.updated(overflow)
-        return Applied(norm, skipped)
+            scale.update(overflow)
+        return UpdateResult(norm, skipped)

@@ -1,18 +1,18 @@
-"""A stage without a flush, for an oracle: the versions of its weights, and which of them a microbatch is given."""
+"""Weight versions of a stage without a flush: which version a microbatch uses, and how an update makes the next."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from vpipe.verify.initial_state import Start
-from vpipe.verify.loss_scale import LossScale
-from vpipe.verify.reference_optimizer import Training
+from vpipe.verify.reference_optimizer import InitialState, ReferenceLossScale, TrainingRecipe
 
 VersionRule = Callable[[int, int, Sequence[int], int], int]
-"""(microbatch, stage, widths, microbatches per update and replica) -> version: how many updates of the stage made the
-weights it uses."""
+"""(microbatch, stage, widths, microbatches per update and replica) -> version: the number of updates of the stage that
+made the weights it uses."""
 
 
 def _pipedream(i: int, s: int, w: Sequence[int], k: int) -> int:
@@ -25,49 +25,48 @@ VERSIONS: Mapping[str, VersionRule] = {
     "pipedream_vertical_sync": lambda i, s, w, k: max(0, (i // w[s] - (len(w) - 1)) // k),
     "2bw": lambda i, s, w, k: max(0, i // w[s] // k - 1),
 }
-"""What each asynchronous schedule gives microbatch i (from 0) at stage s, which has ``w[s]`` replicas, when a replica
-takes k microbatches per update. Vertical sync is defined for equal widths.
+"""The version that each asynchronous schedule uses for microbatch i (from 0) at stage s, which has ``w[s]`` replicas,
+when a replica takes k microbatches per update. Vertical sync is defined for equal widths.
 
 Sources: PipeDream (SOSP 2019), section 3.3, weight stashing and vertical sync, and for replicas 1F1B-RR in section
 3.2; PipeDream-2BW (arXiv:2006.09503), section 3.1.
 """
 
 
-class Versions:
-    """The versions of the parameters of one stage, and what makes the next one.
+class StageVersions:
+    """The weight versions of one stage, and its optimizer.
 
     Args:
-        parameters: what its optimizer steps.
+        parameters: those that its optimizer steps.
         every: microbatches of an update per replica.
         width: replicas.
         rate: learning rate relative to that of the first stage.
-        start: what was done before.
-        layer: its first one.
+        layer: first layer of the stage.
 
     Attributes:
         span: microbatches of an update, over all replicas.
         seen: microbatches since the last update.
-        first: the version that was the latest when the pipeline began to fill.
-        scale: what its gradients are multiplied with; None where losses are not scaled.
-        overflow: whether, since the last update, a gradient that it handed on was not finite.
+        first: the latest version when the pipeline began to fill.
+        scale: the factor of its gradients; None where losses are not scaled.
+        overflow: whether, since the last update, it sent a gradient that is not finite.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], recipe: Training, every: int, width: int,
-                 rate: float, start: Start, layer: int = 0) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], recipe: TrainingRecipe, every: int, width: int,
+                 rate: float, start: InitialState, layer: int = 0) -> None:
         self.parameters, self.span, self.seen, self.first = parameters, every * width, 0, 0
         self._recipe, self._every, self._rate = recipe, every, rate
         self.optimizers = recipe.optimizers(parameters, start)
-        self.scale, self.overflow = LossScale.of(recipe.arithmetic, layer, start.tensors), False
-        self._versions = [self._now()]
+        self.scale, self.overflow = ReferenceLossScale.create(recipe.precision, layer, start.tensors), False
+        self._versions = [self._copy()]
 
     @property
     def latest(self) -> int:
         return len(self._versions) - 1
 
     def leaves(self, version: int) -> dict[str, Tensor]:
-        """The parameters for one microbatch, in the version that was made so many updates after the first one.
+        """Return copies of the parameters for one microbatch, ``version`` updates after the first, with their hooks.
 
-        With their hooks; those that run after accumulation see the gradient of this microbatch alone.
+        Hooks that run after accumulation see the gradient of this microbatch only.
         """
         leaves = {name: value.clone().requires_grad_() for name, value in self._versions[self.first + version].items()}
         for name, leaf in leaves.items():
@@ -77,10 +76,10 @@ class Versions:
         return leaves
 
     def update(self, gradients: Mapping[str, Tensor | None], step: int) -> bool:
-        """Apply the mean over the microbatches seen of gradients that are sums divided by ``every``; or skip it.
+        """Apply the mean over the microbatches seen of gradients that are sums divided by ``every``, or skip it.
 
         Returns:
-            Whether they were applied.
+            Whether the update was applied.
         """
         if self.seen != self._every:
             share = self._every / self.seen
@@ -88,9 +87,40 @@ class Versions:
                          for name, each in gradients.items()}
         made = self._recipe.apply(gradients, self.parameters, self.optimizers, self.latest,
                                   self._recipe.factor(step) * self._rate, self.scale, self.overflow)
-        self._versions.append(self._now())
+        self._versions.append(self._copy())
         self.seen, self.overflow = 0, False
         return not made.skipped
 
-    def _now(self) -> dict[str, Tensor]:
-        return {name: self._recipe.arithmetic.weight(p.detach()).clone() for name, p in self.parameters.items()}
+    def _copy(self) -> dict[str, Tensor]:
+        return {name: self._recipe.precision.weight(p.detach()).clone() for name, p in self.parameters.items()}
+
+
+def rescaled(gradient: Tensor | None, to: StageVersions, of: StageVersions) -> Tensor | None:
+    """Return a gradient of stage ``of`` multiplied by the loss scale of stage ``to``; note an overflow on ``of``."""
+    assert to.scale is not None, "stages have scales all together"
+    assert of.scale is not None, "or none has"
+    if gradient is None:
+        return None
+    of.overflow = of.overflow or not bool(gradient.isfinite().all())
+    ratio = to.scale.value / of.scale.value
+    return gradient if ratio == 1 else gradient * ratio
+
+
+def rescale_at_cut(tensors: dict[str, Tensor], before: StageVersions, after: StageVersions) -> None:
+    """At a cut, replace the tensors that require a gradient by ones whose gradient is rescaled in backward."""
+    for name, tensor in tensors.items():
+        if tensor.requires_grad:
+            tensors[name] = _RescaleGradient.apply(tensor, before, after)  # type: ignore[no-untyped-call]
+
+
+class _RescaleGradient(torch.autograd.Function):
+    """The identity, whose backward rescales the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, before: StageVersions, after: StageVersions) -> Tensor:
+        ctx.sides = before, after
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+        return rescaled(gradient, *ctx.sides), None, None

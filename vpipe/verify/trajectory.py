@@ -1,4 +1,4 @@
-"""What a run leaves behind for a comparison: losses, gradient norms and weights, update by update."""
+"""The trajectory of a run: losses, gradient norms and weights, update by update, to compare runs with."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Made = tuple[int, str]
-"""An update of a parameter: its number, counted over the updates of the parameter's stage, and the name."""
+ParameterUpdate = tuple[int, str]
+"""The number of an update, counted per stage, and the name of a parameter."""
 
 
 @dataclass(frozen=True)
-class Torn:
-    """The first update after which a replica of a stage differs from another one, which it must not by a bit.
+class ReplicaMismatch:
+    """The first update after which two replicas of a stage differ; they must be equal to the bit.
 
     Attributes:
-        update, parameter: which update of which parameter.
-        rank: of the replica that differs.
-        other: rank of the replica that it differs from.
+        update, parameter: the update, and the parameter.
+        rank, other: of the replica that differs, and of the one that it differs from.
     """
 
     update: int
@@ -35,97 +34,97 @@ class Torn:
 
 
 @dataclass
-class Trail:
-    """Filled by whoever trains: an engine stage by stage, an oracle all at once.
+class Trajectory:
+    """Recorded while training: by an engine stage by stage, by an oracle for all stages.
 
     Attributes:
         losses: of every step.
-        norms: per update, the norm of each parameter's gradient before clipping; 0 where there is none.
-        values: per update, the weights it made.
-        made: of every step, the updates that lie in it: without a flush a narrow stage makes more of them than a wide
-            one. Only an oracle notes it.
-        torn: replicas of a stage that differ; known where the trails of several ranks were joined.
+        norms: per update, the norm of each parameter's gradient before clipping; 0 without a gradient.
+        values: per update, the weights after it.
+        step_updates: the updates of every step. Without a flush a narrow stage makes more of them in a step than a wide
+            one. Recorded by oracles only.
+        mismatches: differences between replicas of a stage; filled by :meth:`join`.
     """
 
     losses: list[float] = field(default_factory=list)
     norms: dict[int, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
     values: dict[int, dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
-    made: list[list[Made]] = field(default_factory=list)
-    torn: list[Torn] = field(default_factory=list)
-    _since: list[Made] = field(default_factory=list)  # the last step
+    step_updates: list[list[ParameterUpdate]] = field(default_factory=list)
+    mismatches: list[ReplicaMismatch] = field(default_factory=list)
+    _since: list[ParameterUpdate] = field(default_factory=list)  # the last step
 
     def gradients(self, update: int, named: Mapping[str, Tensor | None]) -> None:
-        """Note the gradients that an update of a stage is about to apply."""
+        """Record the gradients that an update of a stage is about to apply."""
         for name, gradient in named.items():
             norm = 0.0 if gradient is None else float(torch.linalg.vector_norm(gradient.detach()))
             self.norms[update][name] = norm
 
     def weights(self, update: int, named: Mapping[str, Tensor]) -> None:
-        """Note the weights that an update of a stage made."""
+        """Record the weights that an update of a stage made."""
         self.values[update].update({name: value.detach().cpu().clone() for name, value in named.items()})
         self._since += [(update, name) for name in named]
 
-    def ends_step(self, loss: float) -> None:
-        """Note that all updates since the last step lie in one step, with its loss."""
+    def end_step(self, loss: float) -> None:
+        """End a step: record its loss, and the updates since the last step as its own."""
         self.losses.append(loss)
-        self.made.append(self._since)
+        self.step_updates.append(self._since)
         self._since = []
 
-    def norm(self, made: Iterable[Made]) -> float:
-        """The norm of the gradients of some updates together."""
-        return math.sqrt(math.fsum(self.norms[update][name]**2 for update, name in made))
+    def norm(self, updates: Iterable[ParameterUpdate]) -> float:
+        """Return the norm of the gradients of several updates together."""
+        return math.sqrt(math.fsum(self.norms[update][name]**2 for update, name in updates))
 
-    def updates(self) -> set[Made]:
-        """The updates of every parameter."""
+    def updates(self) -> set[ParameterUpdate]:
+        """Return the updates of all parameters."""
         return {(update, name) for update, named in self.values.items() for name in named}
 
     def save(self, folder: Path, rank: int) -> None:
-        """Write what a rank saw, for :meth:`load`."""
+        """Write the trajectory of a rank into a folder, for :meth:`load`."""
         arrays: dict[str, Any] = {f"{update}/{name}": value.numpy()
                                   for update, named in self.values.items() for name, value in named.items()}
         np.savez(_weights_path(folder, rank), **arrays)
         _numbers_path(folder, rank).write_text(json.dumps({"losses": self.losses, "norms": self.norms}))
 
     @classmethod
-    def load(cls, folder: Path, rank: int) -> Trail:
-        """What a rank saw and saved."""
+    def load(cls, folder: Path, rank: int) -> Trajectory:
+        """Read the trajectory of a rank."""
         numbers = json.loads(_numbers_path(folder, rank).read_text())
-        trail = cls(numbers["losses"])
-        trail.norms.update({int(update): norms for update, norms in numbers["norms"].items()})
+        trajectory = cls(numbers["losses"])
+        trajectory.norms.update({int(update): norms for update, norms in numbers["norms"].items()})
         with np.load(_weights_path(folder, rank), allow_pickle=False) as arrays:
             for key in arrays.files:
                 update, _, name = key.partition("/")
-                trail.values[int(update)][name] = torch.from_numpy(arrays[key])
-        return trail
+                trajectory.values[int(update)][name] = torch.from_numpy(arrays[key])
+        return trajectory
 
     @classmethod
-    def joined(cls, ranks: Mapping[int, Trail]) -> Trail:
-        """What the ranks of a run saw together; every rank knows all losses.
+    def join(cls, ranks: Mapping[int, Trajectory]) -> Trajectory:
+        """Join the trajectories of the ranks of a run; every rank knows all losses.
 
-        Of a stage's replicas the lowest rank is believed; where another one saw other gradients or weights, or other
-        updates, that is noted in :attr:`torn`, once for each rank and parameter.
+        Of the replicas of a stage the lowest rank counts. If another one has other gradients, weights or updates, its
+        first difference of each parameter goes into :attr:`mismatches`.
         """
         whole = cls()
         home: dict[str, int] = {}
-        for rank, trail in sorted(ranks.items()):
-            whole.losses = trail.losses
+        for rank, trajectory in sorted(ranks.items()):
+            whole.losses = trajectory.losses
             own: dict[str, set[int]] = defaultdict(set)
-            for update, name in trail.updates():
+            for update, name in trajectory.updates():
                 own[name].add(update)
             for name, updates in sorted(own.items()):
                 other = home.setdefault(name, rank)
                 if other == rank:
                     for update in updates:
-                        whole.norms[update][name] = trail.norms[update][name]
-                        whole.values[update][name] = trail.values[update][name]
+                        whole.norms[update][name] = trajectory.norms[update][name]
+                        whole.values[update][name] = trajectory.values[update][name]
                 else:
-                    differing = ranks[other].differing(trail, name)
-                    whole.torn += [Torn(update, name, rank, other) for update in differing[:1]]
+                    differing = ranks[other].differing_updates(trajectory, name)
+                    whole.mismatches += [ReplicaMismatch(update, name, rank, other) for update in differing[:1]]
         return whole
 
-    def differing(self, other: Trail, name: str) -> list[int]:
-        """The updates of a parameter in which two trails differ, in order."""
-        mine, theirs = ({update for update, named in trail.values.items() if name in named} for trail in (self, other))
+    def differing_updates(self, other: Trajectory, name: str) -> list[int]:
+        """Return the updates of a parameter in which two trajectories differ, in order."""
+        mine, theirs = ({update for update, named in each.values.items() if name in named} for each in (self, other))
         return sorted(mine ^ theirs | {
             update for update in mine & theirs if self.norms[update][name] != other.norms[update][name]
             or not torch.equal(self.values[update][name], other.values[update][name])})
