@@ -19,15 +19,16 @@ from vpipe.model.layer import Model
 from vpipe.model.split import balanced, parameter_counts, split, ties_between
 from vpipe.plan.plan import Plan
 from vpipe.plan.recompute import Recompute, recomputed_layers
-from vpipe.runtime.compress import Compression
+from vpipe.runtime.build import Settings
 from vpipe.runtime.engine import Engine
-from vpipe.runtime.executor import EXECUTORS, check_executor, last_first
-from vpipe.runtime.feed import Batch
-from vpipe.runtime.one_checkpoint import OneCheckpoint
-from vpipe.runtime.position import Position
+from vpipe.runtime.executors.registry import EXECUTORS, check_executor, last_first
+from vpipe.runtime.microbatches import Batch
+from vpipe.runtime.pipeline_checkpoint import OneCheckpoint
 from vpipe.runtime.precision import PRECISIONS, Precision
-from vpipe.runtime.settings import MakeOptimizer, Optimizers, Settings
-from vpipe.runtime.step import Step
+from vpipe.runtime.stage_optimizer import MakeOptimizer, Optimizers
+from vpipe.runtime.state_dict import Position
+from vpipe.runtime.step_results import Step
+from vpipe.runtime.transport.compression import Compression
 from vpipe.schedules.arrange import Wanted
 from vpipe.schedules.few_microbatches import few_microbatches
 from vpipe.schedules.size import Placement

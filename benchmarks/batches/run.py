@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from vpipe import Layer, Model, Pipeline
 from vpipe.launch.world import join_world
 from vpipe.runtime.batch_comparison import BatchComparison
-from vpipe.runtime.feed import Batch
+from vpipe.runtime.microbatches import Batch
 
 STEPS, ROUNDS = 40, 6
 """Of a turn of either pipeline, the first quarter of which does not count; and how many turns each has."""

@@ -9,8 +9,8 @@ from time import thread_time
 
 import torch
 
-from vpipe.runtime.compress import Coder, Compression
-from vpipe.runtime.transport import Key, Spec
+from vpipe.runtime.transport.compression import Coder, Compression
+from vpipe.runtime.transport.transport import Key, Spec
 
 SHAPES = ((4, 128, 256), (16, 128, 1024))
 CODECS = (("bf16", "nearest"), ("int8", "nearest"), ("int8", "stochastic"))

@@ -18,7 +18,7 @@ from torch import Tensor
 from vpipe.checkpoint.folder import Checkpoints
 from vpipe.checkpoint.integrity import damages
 from vpipe.config.config import load_config
-from vpipe.runtime.compress import Compression
+from vpipe.runtime.transport.compression import Compression
 from vpipe.train.job import Job
 from vpipe.verify.compression import CutCompression
 from vpipe.verify.reference import ReferenceRun, asynchronous_oracle, evaluate_oracle, flush_oracle

@@ -17,7 +17,7 @@ from vpipe.plan.held import Held
 from vpipe.plan.profile import Profile
 from vpipe.profiling.bench import Bench, Given, gradients_for, read_later
 from vpipe.profiling.counts import Counts, count
-from vpipe.runtime.kept import Kept
+from vpipe.runtime.activations import Kept
 from vpipe.runtime.stage import Stage
 
 CPU = torch.device("cpu")

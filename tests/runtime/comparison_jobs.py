@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from vpipe import Model, Pipeline
-from vpipe.runtime.feed import Batch
+from vpipe.runtime.microbatches import Batch
 
 
 def pipeline(**arguments: Any) -> Pipeline:

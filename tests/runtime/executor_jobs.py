@@ -11,8 +11,8 @@ from jobs import pipeline
 from models import rich_batches, rich_model
 from torch.distributed.distributed_c10d import _get_default_store
 
-from vpipe.runtime.distributed import Distributed
-from vpipe.runtime.transport import Key, Spec
+from vpipe.runtime.transport.distributed import Distributed
+from vpipe.runtime.transport.transport import Key, Spec
 from vpipe.schedules.action import Action
 
 _PATIENCE = timedelta(seconds=30)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from vpipe import Model, Pipeline
 from vpipe.errors import UserError
-from vpipe.runtime.feed import Batch
+from vpipe.runtime.microbatches import Batch
 
 MODELS = {"rich": rich_model, "untied": lambda: rich_model(tied=False), "dtypes": dtype_model,
           "norm": norm_model, "frozen": frozen_front}

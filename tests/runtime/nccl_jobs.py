@@ -16,9 +16,10 @@ from torch import Tensor
 from vpipe.errors import UserError
 from vpipe.profiling.links import measure_links
 from vpipe.profiling.world import World
-from vpipe.runtime import distributed, engine, process_groups
-from vpipe.runtime.neighbours import Neighbours
-from vpipe.runtime.programs import Programs
+from vpipe.runtime import engine
+from vpipe.runtime.interpreter import Programs
+from vpipe.runtime.p2p import Neighbours
+from vpipe.runtime.transport import distributed, process_groups
 
 
 def under(*, run: str, eager: bool = False, buffered: bool = False, **arguments: Any) -> Any:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vpipe.runtime import process_groups
+from vpipe.runtime.transport import process_groups
 
 NAME = "nccl_rules"
 _HELLO, _CLEAR, _DATA = range(3)

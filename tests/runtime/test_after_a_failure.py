@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline
 from vpipe.errors import RunError, UserError
-from vpipe.runtime.feed import Batch
+from vpipe.runtime.microbatches import Batch
 
 
 class _Breaks(torch.autograd.Function):

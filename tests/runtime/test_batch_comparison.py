@@ -12,9 +12,8 @@ from world import World
 
 from vpipe.errors import RunError
 from vpipe.runtime.batch_comparison import BatchComparison, checksum
-from vpipe.runtime.feed import Batch, Feed
-from vpipe.runtime.segment import Segment
-from vpipe.runtime.transport import InProcess, Mailroom
+from vpipe.runtime.microbatches import Batch, Feed, Segment
+from vpipe.runtime.transport.transport import InProcess, Mailroom
 from vpipe.schedules.rounds import Rounds
 
 HINT = ("\nhint: every rank must read the same batches in the same order: give a DataLoader that shuffles a generator "

@@ -16,7 +16,7 @@ from test_exact import AdamW, Momentum, assert_same_state, decay
 
 from vpipe import Pipeline
 from vpipe.errors import UserError
-from vpipe.runtime.transport import InProcess, Key
+from vpipe.runtime.transport.transport import InProcess, Key
 from vpipe.schedules.action import Action, Op, input_half, weight_half
 from vpipe.schedules.csv_file import write_csv
 from vpipe.schedules.order import build

@@ -14,8 +14,8 @@ from test_exact import AdamW, decay
 from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline
-from vpipe.runtime.position import Position
-from vpipe.runtime.step import Step
+from vpipe.runtime.state_dict import Position
+from vpipe.runtime.step_results import Step
 from vpipe.verify import reference_optimizer
 from vpipe.verify.reference import (
     FROM_SCRATCH,
@@ -213,7 +213,7 @@ def test_a_stage_whose_own_gradients_are_finite_answers_for_what_it_hands_back(p
 
 def test_the_scale_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference_optimizer, "GROWS_AFTER", 3)
-    monkeypatch.setattr("vpipe.runtime.scaling.GROWTH_UPDATES", 3)
+    monkeypatch.setattr("vpipe.runtime.loss_scaler.GROWTH_UPDATES", 3)
     for schedule in ("1f1b", "pipedream"):
         pipe = pipeline(rich_model(), "fp16", schedule=schedule, partition=[3, 5])
         steps = list(pipe.train(rich_batches(3, 8)))

@@ -20,11 +20,10 @@ from world import World
 
 from vpipe import Layer, Model, Pipeline
 from vpipe.errors import RunError, UserError
-from vpipe.runtime import threaded
-from vpipe.runtime.executor import EXECUTORS
-from vpipe.runtime.streams import CudaStreams
-from vpipe.runtime.threaded import ThreadedWorker, _Done
-from vpipe.runtime.weights import Weights
+from vpipe.runtime.executors import async_threaded as threaded
+from vpipe.runtime.executors.async_threaded import CudaStreams, ThreadedWorker, _Done
+from vpipe.runtime.executors.registry import EXECUTORS
+from vpipe.runtime.weight_versions import Weights
 from vpipe.schedules.action import Action, Op
 from vpipe.watch.current import work
 

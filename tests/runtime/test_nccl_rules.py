@@ -20,9 +20,9 @@ from test_replicas_gloo import FOUR, ONE_THREE, TWO_ONE_ONE, TWO_TWO, without_ra
 from world import World
 
 from vpipe.config.config import load_config
-from vpipe.runtime import process_groups
-from vpipe.runtime.distributed import Distributed, _Failing
-from vpipe.runtime.transport import Key
+from vpipe.runtime.transport import process_groups
+from vpipe.runtime.transport.distributed import Distributed, _Failing
+from vpipe.runtime.transport.transport import Key
 from vpipe.schedules.registry import recipe_named, schedule_names
 from vpipe.train.job import Job
 from vpipe.train.resume import Start, take_up

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
-import test_halves as halves
+import test_weight_grad_store as halves
 import torch
 from models import rich_batches, rich_model
 from torch import Tensor, nn
@@ -15,11 +15,11 @@ from torch.nn import functional as F
 from vpipe import Layer, Model, Pipeline
 from vpipe.errors import UserError
 from vpipe.model.split import split
-from vpipe.runtime import scaling
-from vpipe.runtime.position import Position
+from vpipe.runtime import loss_scaler as scaling
+from vpipe.runtime.optimizer_step import Update
 from vpipe.runtime.precision import Precision
 from vpipe.runtime.stage import Stage
-from vpipe.runtime.update import Update
+from vpipe.runtime.state_dict import Position
 
 WORDS, WIDTH, SAMPLES = 12, 8, 8
 BF16 = torch.bfloat16

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vpipe import Layer, Model, Pipeline
 from vpipe.errors import RunError, UserError
-from vpipe.runtime.step import Step
+from vpipe.runtime.step_results import Step
 from vpipe.schedules.action import Op
 from vpipe.schedules.order import build
 from vpipe.schedules.registry import recipe_named, schedule_names
@@ -271,7 +271,7 @@ def test_the_timetables_of_the_page_are_what_replicas_do() -> None:
 @pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 5), ("zb_h1", 6), ("pipedream", 5)])
 def test_gradients_in_many_buckets(schedule: str, microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket per parameter: most of them leave in the middle of the last backward."""
-    monkeypatch.setattr("vpipe.runtime.reduce.BUCKET_BYTES", 1)
+    monkeypatch.setattr("vpipe.runtime.reducer.BUCKET_BYTES", 1)
     widths, model, batches = (2, 3), rich_model(), rich_batches(3, microbatches)
     pipe = pipeline(model, widths, schedule, microbatches, recompute=0.5)
     steps = list(pipe.train(batches))

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline
 from vpipe.errors import UserError
-from vpipe.runtime.position import Position
-from vpipe.runtime.step import Step
+from vpipe.runtime.state_dict import Position
+from vpipe.runtime.step_results import Step
 from vpipe.train.optimizers import OptimizerSettings
 from vpipe.verify.compression import CutCompression
 from vpipe.verify.reference import VERSIONS, TrainingRecipe, asynchronous_oracle, flush_oracle

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline
 from vpipe.errors import RunError
-from vpipe.runtime import kept, trace
-from vpipe.runtime.feed import Batch
+from vpipe.runtime import activations as kept
+from vpipe.runtime import trace
+from vpipe.runtime.microbatches import Batch
 from vpipe.runtime.trace import Evaluated, Recorded
 from vpipe.schedules.action import PER_MICROBATCH, Op
 

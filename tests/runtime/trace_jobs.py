@@ -11,8 +11,8 @@ import torch.distributed as dist
 from models import rich_batches, rich_model
 
 from vpipe import Pipeline
-from vpipe.runtime.clock import clock_offset
 from vpipe.runtime.trace import Recorded
+from vpipe.runtime.transport.broadcast import clock_offset
 
 
 def recorded() -> dict[str, Any]:
@@ -25,7 +25,7 @@ def recorded() -> dict[str, Any]:
     assert all(isinstance(note, Recorded) for own in notes.values() for note in own)
     offset_s = 0.0
     if dist.is_initialized():
-        with patch("vpipe.runtime.clock.perf_counter", lambda: perf_counter() + 3600 * dist.get_rank()):
+        with patch("vpipe.runtime.transport.broadcast.perf_counter", lambda: perf_counter() + 3600 * dist.get_rank()):
             offset_s = clock_offset()
     return {"losses": losses, "offset_s": offset_s,
             "actions": {rank: [[f"{note.stage}{note.op.value}{note.number}", note.held_bytes, note.versions]

@@ -19,7 +19,7 @@ from vpipe.checkpoint.restore import read
 from vpipe.config.config import load_config
 from vpipe.launch.folder import CONFIG
 from vpipe.launch.stops import Stopped
-from vpipe.runtime.step import Step
+from vpipe.runtime.step_results import Step
 from vpipe.train.job import Job
 from vpipe.train.loop import _Run, train
 from vpipe.train.progress import Progress

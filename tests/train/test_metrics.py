@@ -11,7 +11,7 @@ import pytest
 
 from vpipe.errors import LastingError
 from vpipe.profiling.peak import Peak
-from vpipe.runtime.step import Step
+from vpipe.runtime.step_results import Step
 from vpipe.train import metrics as module
 from vpipe.train.efficiency import Efficiency
 from vpipe.train.metrics import Metrics, Past, Worth, mean

@@ -10,7 +10,7 @@ from attempts import begin, go_on
 from small_run import job_of, metrics, only_run
 
 from vpipe.errors import LastingError, UserError
-from vpipe.runtime import scaling
+from vpipe.runtime import loss_scaler as scaling
 from vpipe.schedules.action import Op
 from vpipe.train import divergence
 

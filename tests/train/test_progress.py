@@ -10,7 +10,7 @@ import termios
 
 import pytest
 
-from vpipe.runtime.step import Step
+from vpipe.runtime.step_results import Step
 from vpipe.train import metrics as module
 from vpipe.train.metrics import Metrics, Worth
 from vpipe.train.progress import Progress

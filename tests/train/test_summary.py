@@ -12,7 +12,7 @@ import torch
 from small_run import job_of
 
 from vpipe.profiling.peak import Peak
-from vpipe.runtime.step import Step
+from vpipe.runtime.step_results import Step
 from vpipe.runtime.usage import StageUsage
 from vpipe.train import metrics as module
 from vpipe.train.efficiency import Efficiency

@@ -14,8 +14,8 @@ from vpipe import Layer, Model
 from vpipe.config.config import load_config
 from vpipe.config.parallel import Codec, ParallelSection
 from vpipe.errors import UserError
-from vpipe.runtime.compress import CODECS, ROUNDINGS, Compression, Int8
-from vpipe.runtime.transport import Spec
+from vpipe.runtime.transport.compression import CODECS, ROUNDINGS, Compression, Int8
+from vpipe.runtime.transport.transport import Spec
 from vpipe.verify.compression import CutCompression
 from vpipe.verify.differences import compare, references, run_in_process
 

@@ -13,7 +13,7 @@ from small_run import job_of, write_config
 from vpipe.cli import main
 from vpipe.commands.verify import _compared
 from vpipe.errors import RunError
-from vpipe.runtime.weights import Weights
+from vpipe.runtime.weight_versions import Weights
 from vpipe.schedules.registry import recipe_named, schedule_names
 from vpipe.verify.differences import (
     Difference,

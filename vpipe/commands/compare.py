@@ -17,7 +17,7 @@ from vpipe.launch.local import run_ranks
 from vpipe.launch.machine import check_gpus, hosts_of, ranks_of
 from vpipe.launch.network import free_port
 from vpipe.launch.ranks import ranks_here
-from vpipe.runtime.executor import THREADED
+from vpipe.runtime.executors.registry import THREADED
 from vpipe.train.csv_rows import check_output
 
 

@@ -23,10 +23,10 @@ from vpipe.compare.turns import Course, take_turns
 from vpipe.errors import PlanningError, Problem, UserError, counted
 from vpipe.pipeline import Pipeline
 from vpipe.profiling.world import World
-from vpipe.runtime.all_ranks import LocalUsage
-from vpipe.runtime.process_groups import control_group
-from vpipe.runtime.step import Step
+from vpipe.runtime.collectives import LocalUsage
+from vpipe.runtime.step_results import Step
 from vpipe.runtime.trace import Recorded, Recorder
+from vpipe.runtime.transport.process_groups import control_group
 from vpipe.runtime.usage import StageUsage
 from vpipe.train.csv_rows import csv_text
 from vpipe.train.device import device_of, join

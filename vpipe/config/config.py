@@ -25,7 +25,7 @@ from vpipe.config.validation import Mistake, Section, validated
 from vpipe.config.vpipe_flat import FLAT_KEYS, is_flat, to_native
 from vpipe.config.yaml_tree import Place, Tree, describe, parse, read_yaml, write
 from vpipe.errors import UserError
-from vpipe.runtime.executor import NO_TIMELINE, THREADED
+from vpipe.runtime.executors.registry import NO_TIMELINE, THREADED
 from vpipe.schedules.registry import recipe_if_any
 from vpipe.schedules.reversal import REVERSIBLE
 

@@ -14,7 +14,7 @@ from vpipe.config.validation import Mistake, MistakesError, Section, unavailable
 from vpipe.config.yaml_tree import describe
 from vpipe.errors import UserError, nearest
 from vpipe.plan.recompute import MOST_LAYERS, ranges
-from vpipe.runtime.executor import Executor, refusal
+from vpipe.runtime.executors.registry import Executor, refusal
 from vpipe.schedules.arrange import has_flush, is_file
 from vpipe.schedules.registry import schedule_names
 from vpipe.schedules.reversal import REVERSIBLE

@@ -11,8 +11,8 @@ from torch import Tensor
 from vpipe.model.layer import LOSS, Model
 from vpipe.model.split import StageSpec, alive
 from vpipe.profiling.kinds import owners
+from vpipe.runtime.activations import Record
 from vpipe.runtime.precision import FP32, Precision
-from vpipe.runtime.record import Record
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import StageOptimizer
 

@@ -15,10 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from vpipe.plan.profile import TensorBytes
 from vpipe.profiling.bench import Bench, Given
-from vpipe.runtime.kept import Kept
-from vpipe.runtime.settings import MakeOptimizer
+from vpipe.runtime.activations import Kept
 from vpipe.runtime.stage import Stage
-from vpipe.runtime.stage_optimizer import StageOptimizer
+from vpipe.runtime.stage_optimizer import MakeOptimizer, StageOptimizer
 
 
 @dataclass(frozen=True)

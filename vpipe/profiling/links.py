@@ -13,8 +13,8 @@ from vpipe.plan.profile import LinkProfile
 from vpipe.profiling.device import copied_bytes_per_s
 from vpipe.profiling.walk import summary
 from vpipe.profiling.world import World
-from vpipe.runtime.distributed import Distributed
-from vpipe.runtime.transport import Key, Spec
+from vpipe.runtime.transport.distributed import Distributed
+from vpipe.runtime.transport.transport import Key, Spec
 
 SIZES = (1 << 10, 1 << 17, 1 << 20, 1 << 22)
 """Bytes of what is exchanged."""

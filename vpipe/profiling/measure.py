@@ -30,7 +30,7 @@ from vpipe.profiling.survey import Survey, survey
 from vpipe.profiling.walk import Samples, Walk, summary, until_sure
 from vpipe.profiling.world import World
 from vpipe.runtime.precision import FP32, Precision
-from vpipe.runtime.settings import MakeOptimizer
+from vpipe.runtime.stage_optimizer import MakeOptimizer
 
 BUDGET_S = 8.0
 """For the times of the layers at one size of microbatch; every figure is measured a few times even if that takes

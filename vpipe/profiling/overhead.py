@@ -17,8 +17,8 @@ from vpipe.profiling.bench import Bench
 from vpipe.profiling.counts import still
 from vpipe.profiling.device import Clock
 from vpipe.runtime.precision import Precision
-from vpipe.runtime.settings import MakeOptimizer
 from vpipe.runtime.stage import Stage
+from vpipe.runtime.stage_optimizer import MakeOptimizer
 
 _TIMES = 40
 

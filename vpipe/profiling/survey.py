@@ -12,9 +12,9 @@ from vpipe.errors import RunError, VpipeError
 from vpipe.model.layer import Model
 from vpipe.profiling.bench import Bench, Given, gradients_for, read_later
 from vpipe.profiling.counts import Counts, count
+from vpipe.runtime.layers import Rounding
 from vpipe.runtime.precision import FP32, Precision
-from vpipe.runtime.rounding import Rounding
-from vpipe.runtime.settings import MakeOptimizer
+from vpipe.runtime.stage_optimizer import MakeOptimizer
 
 INSTANCES = 2
 """Layers of a kind that are timed: one, and another to see whether equal layers are equal."""

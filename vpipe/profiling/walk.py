@@ -14,8 +14,8 @@ from vpipe.profiling.bench import Bench, Given
 from vpipe.profiling.counts import still
 from vpipe.profiling.device import Clock
 from vpipe.profiling.world import World
-from vpipe.runtime.record import Record
-from vpipe.runtime.settings import MakeOptimizer
+from vpipe.runtime.activations import Record
+from vpipe.runtime.stage_optimizer import MakeOptimizer
 
 Samples = dict[str, list[float]]
 """Seconds, by what took them: ``forward``, ``backward``, ``input_half``, ``weight_half``, ``recompute``, ``step``."""

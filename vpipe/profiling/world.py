@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from vpipe.profiling.device import gpu_uuid, usable_cores
-from vpipe.runtime.process_groups import control_group
-from vpipe.runtime.talk import share_tensors, talking_with
+from vpipe.runtime.transport.broadcast import share_tensors, talking_with
+from vpipe.runtime.transport.process_groups import control_group
 
 PATIENCE_S = 3600.0
 """How long ranks wait for others that measure; one that is gone is noticed at once all the same."""

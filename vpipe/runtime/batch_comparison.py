@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from vpipe.errors import RunError, UserError
-from vpipe.runtime.feed import Batch, Feed
-from vpipe.runtime.segment import Segment
-from vpipe.runtime.transport import Key, Spec, Transport
+from vpipe.runtime.microbatches import Batch, Feed, Segment
+from vpipe.runtime.transport.transport import Key, Spec, Transport
 from vpipe.schedules.order import stages_of_rank
 from vpipe.schedules.size import Placement
 from vpipe.watch.current import announce

@@ -14,22 +14,16 @@ from torch import Tensor
 from vpipe.errors import RunError, UserError, counted
 from vpipe.model.layer import Model
 from vpipe.model.split import StageSpec
-from vpipe.runtime.all_ranks import AllRanks
-from vpipe.runtime.crew import Crew
-from vpipe.runtime.executor import NO_TIMELINE, THREADED
-from vpipe.runtime.feed import Batch, Feed
-from vpipe.runtime.outcome import Outcomes
-from vpipe.runtime.position import Position
-from vpipe.runtime.programs import Programs
-from vpipe.runtime.saved import parts_of
-from vpipe.runtime.segment import Segment
-from vpipe.runtime.settings import MakeOptimizer, Settings
+from vpipe.runtime.build import Settings, make_workers
+from vpipe.runtime.collectives import AllRanks
+from vpipe.runtime.executors.registry import NO_TIMELINE, THREADED
+from vpipe.runtime.interpreter import Crew, Programs, Stream
+from vpipe.runtime.microbatches import Batch, Feed, Segment
 from vpipe.runtime.stage import Stage
-from vpipe.runtime.stage_optimizer import StageOptimizer, check_rescheduled
-from vpipe.runtime.step import Step
-from vpipe.runtime.stream import Stream
+from vpipe.runtime.stage_optimizer import MakeOptimizer, StageOptimizer, check_rescheduled
+from vpipe.runtime.state_dict import Position, parts_of
+from vpipe.runtime.step_results import Outcomes, Step
 from vpipe.runtime.trace import MOST_ACTIONS, Recorder
-from vpipe.runtime.workers import make_workers
 from vpipe.schedules.order import Schedule
 from vpipe.schedules.registry import Recipe
 from vpipe.schedules.rounds import Rounds
@@ -312,7 +306,7 @@ class Engine:
     # -- to stop and go on -----------------------------------------------------------------------------
 
     def saved(self) -> dict[str, Tensor]:
-        """All that this process must keep to go on from here as if it had not stopped: see :mod:`vpipe.runtime.saved`.
+        """Return all that this process must keep to go on from here, see :mod:`vpipe.runtime.state_dict`.
 
         Every rank calls it after the same step; an asynchronous pipeline drains first. No copies: training goes on in
         the same memory.

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from vpipe.errors import UserError
-from vpipe.runtime.weights import Weights
+from vpipe.runtime.weight_versions import Weights
 
 WATCHED = 3
 """So many forwards show what a layer changes: statistics may begin with the second one."""

@@ -15,14 +15,13 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.model.layer import Model
 from vpipe.model.split import StageSpec, alive
-from vpipe.runtime.collect import collect
-from vpipe.runtime.halves import WeightHalf
-from vpipe.runtime.layer_error import Computed, backward_error, find_layer, hint_of, may_repeat, one_of
-from vpipe.runtime.layers import Layers
+from vpipe.runtime.activations import DropoutKey, Graph, Held, Record, Span
+from vpipe.runtime.layer_errors import Computed, backward_error, find_layer, hint_of, may_repeat, one_of
+from vpipe.runtime.layers import Layers, collect
 from vpipe.runtime.precision import FP32, Precision
-from vpipe.runtime.record import DropoutKey, Graph, Held, Record, Span
 from vpipe.runtime.side_effects import Before, SideEffects
-from vpipe.runtime.weights import Weights
+from vpipe.runtime.weight_grad_store import WeightHalf
+from vpipe.runtime.weight_versions import Weights
 
 
 class Stage:

@@ -7,15 +7,21 @@ and counts in no norm. With several optimizers every parameter must be in one of
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vpipe.errors import Problem, UserError, VpipeError, counted
-from vpipe.runtime.settings import MakeOptimizer
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer | None] | None
+"""What an optimizer factory may return: an optimizer, a list of them, or None where nothing is to be trained."""
+
+MakeOptimizer = Callable[[Mapping[str, nn.Parameter]], Optimizers]
+"""Named parameters of a stage -> what steps them."""
 
 _LIST_HINT = "return a torch.optim.Optimizer, or a list of them: [Muon(matrices), AdamW(others)]"
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple
 
+from torch.profiler import record_function
+
 from vpipe.errors import RunError
-from vpipe.runtime.feed import Signature
-from vpipe.runtime.kept import Kept
+from vpipe.runtime.activations import Kept
+from vpipe.runtime.microbatches import Signature
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import PER_MICROBATCH, Action, Op
@@ -216,3 +218,29 @@ def _beside_versions(stage: Stage) -> int:
     masters = stage.weights.masters.values() if stage.precision.pure else ()
     return sum(master.nbytes for master in masters) + sum(
         p.nbytes for module in stage.modules.values() for p in module.parameters() if not p.requires_grad)
+
+
+def put_labels(worker: Worker) -> Callable[[], None]:
+    """Carry out every action of a worker under its text form, such as ``0F3``, from now on.
+
+    The number is the run's, as in the record of a run (:class:`~vpipe.runtime.trace.Recorded`).
+
+    Returns:
+        What takes the labels off; without them an action costs what it always did.
+    """
+    plain = worker.operations
+
+    def labelled(op: Op, operation: Callable[[int, int], None]) -> Callable[[int, int], None]:
+        def carried_out(stage: int, index: int) -> None:
+            segment = worker.segment
+            number = segment.number(index) if op in PER_MICROBATCH else segment.update_number(stage, index)
+            with record_function(f"{stage}{op}{number}"):
+                operation(stage, index)
+
+        return carried_out
+
+    def take_off() -> None:
+        worker.operations = plain
+
+    worker.operations = {op: labelled(op, operation) for op, operation in plain.items()}
+    return take_off

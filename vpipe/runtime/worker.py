@@ -14,18 +14,16 @@ from torch import Tensor
 
 from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.model.split import Ties
+from vpipe.runtime.activations import DropoutKey, Record
 from vpipe.runtime.batch_comparison import BatchComparison
-from vpipe.runtime.feed import Signature
-from vpipe.runtime.layer_error import hint_of
-from vpipe.runtime.neighbours import SCALE, Neighbours
-from vpipe.runtime.record import DropoutKey, Record
-from vpipe.runtime.scaling import Scaling
-from vpipe.runtime.segment import Segment
+from vpipe.runtime.layer_errors import hint_of
+from vpipe.runtime.loss_scaler import Scaling
+from vpipe.runtime.microbatches import Segment, Signature
+from vpipe.runtime.optimizer_step import Update, Updates
+from vpipe.runtime.p2p import SCALE, Neighbours
 from vpipe.runtime.stage import Stage
-from vpipe.runtime.tied import TiedWeights
-from vpipe.runtime.transport import Key, Transport
-from vpipe.runtime.update import Update
-from vpipe.runtime.updates import Updates
+from vpipe.runtime.tied_weights import TiedWeights
+from vpipe.runtime.transport.transport import Key, Transport
 from vpipe.runtime.usage import StageUsage, peak_memory_bytes
 from vpipe.schedules.action import COMPUTE, RECEIVES, RETURNS, SENDS, Action, Op
 from vpipe.schedules.size import Placement

@@ -29,8 +29,8 @@ from vpipe.launch.folder import checkpoints_root
 from vpipe.launch.store import own_store
 from vpipe.launch.variables import HOST
 from vpipe.pipeline import Pipeline
-from vpipe.runtime.position import Position
-from vpipe.runtime.talk import share_tensors
+from vpipe.runtime.state_dict import Position
+from vpipe.runtime.transport.broadcast import share_tensors
 from vpipe.train.device import device_of
 from vpipe.train.job import Job
 from vpipe.train.metrics import Metrics

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from vpipe.checkpoint.folder import Checkpoints, step_of
 from vpipe.errors import LastingError
-from vpipe.runtime.step import Step
+from vpipe.runtime.step_results import Step
 from vpipe.train.checkpointing import Saving
 from vpipe.train.job import Job
 

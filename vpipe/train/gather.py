@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vpipe.runtime.process_groups import control_group
-from vpipe.runtime.talk import talking_with
+from vpipe.runtime.transport.broadcast import talking_with
+from vpipe.runtime.transport.process_groups import control_group
 
 
 class Gather:

@@ -23,7 +23,7 @@ from vpipe.model.split import balanced, parameter_counts, split, ties_between
 from vpipe.plan.plan import Plan
 from vpipe.plan.recompute import recomputed_layers
 from vpipe.profiling.cache import by_digest
-from vpipe.runtime.executor import last_first
+from vpipe.runtime.executors.registry import last_first
 from vpipe.schedules.arrange import Wanted
 from vpipe.schedules.order import Schedule, describe_rank
 from vpipe.schedules.size import Placement

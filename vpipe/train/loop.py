@@ -20,10 +20,10 @@ from vpipe.launch.folder import METRICS, SUMMARY, running
 from vpipe.launch.stops import Stopped, in_good_order
 from vpipe.measures import WARM_UP, counted_updates
 from vpipe.pipeline import Pipeline
-from vpipe.runtime.all_ranks import LocalUsage
-from vpipe.runtime.executor import NO_GAIN, THREADED
-from vpipe.runtime.feed import Batch
-from vpipe.runtime.step import Step
+from vpipe.runtime.collectives import LocalUsage
+from vpipe.runtime.executors.registry import NO_GAIN, THREADED
+from vpipe.runtime.microbatches import Batch
+from vpipe.runtime.step_results import Step
 from vpipe.schedules.few_microbatches import few_microbatches
 from vpipe.slow import said_when_slow
 from vpipe.train.checkpointing import Cadence, Saving, from_first, restore

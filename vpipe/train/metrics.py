@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from vpipe.errors import LastingError, counted
-from vpipe.runtime.step import Step
+from vpipe.runtime.step_results import Step
 from vpipe.train.efficiency import Efficiency
 from vpipe.train.lines import Lines
 from vpipe.train.tensorboard import Events

@@ -9,7 +9,7 @@ from math import inf
 
 from tqdm import tqdm
 
-from vpipe.runtime.step import Step
+from vpipe.runtime.step_results import Step
 from vpipe.train.metrics import Metrics
 
 log = logging.getLogger("vpipe")

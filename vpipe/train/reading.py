@@ -11,7 +11,7 @@ import torch
 from vpipe.data.ahead import Ahead
 from vpipe.errors import RunError, UserError
 from vpipe.pipeline import Pipeline
-from vpipe.runtime.feed import Batch
+from vpipe.runtime.microbatches import Batch
 
 
 @contextmanager

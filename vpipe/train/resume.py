@@ -26,7 +26,7 @@ from vpipe.launch.restart import last_step
 from vpipe.launch.unsaved import why_unsaved
 from vpipe.plan.plan import Plan
 from vpipe.plan.recompute import recomputed_layers
-from vpipe.runtime.position import Position
+from vpipe.runtime.state_dict import Position
 from vpipe.train.changes import changes
 from vpipe.train.roots import RUN, absolute, new_root, put_away_later, roots_of
 

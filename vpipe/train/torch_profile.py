@@ -17,7 +17,7 @@ from torch.autograd.profiler import profile, record_function
 from vpipe.config.config import Config
 from vpipe.errors import UserError
 from vpipe.pipeline import Pipeline
-from vpipe.runtime.labels import put_labels
+from vpipe.runtime.trace import put_labels
 from vpipe.schedules.arrange import is_file
 from vpipe.slow import said_when_slow
 from vpipe.train.job import Job

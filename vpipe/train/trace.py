@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from vpipe.errors import UserError
 from vpipe.pipeline import Pipeline
-from vpipe.runtime.clock import clock_offset
 from vpipe.runtime.trace import MOST_ACTIONS, Recorder
+from vpipe.runtime.transport.broadcast import clock_offset
 from vpipe.schedules.arrange import has_flush
 
 log = logging.getLogger("vpipe")

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from vpipe.model.layer import Model
 from vpipe.model.split import split
-from vpipe.runtime.compress import Coder, Compression, decode
-from vpipe.runtime.transport import Key, Spec
+from vpipe.runtime.transport.compression import Coder, Compression, decode
+from vpipe.runtime.transport.transport import Key, Spec
 from vpipe.schedules.size import Placement
 
 

@@ -27,8 +27,8 @@ from vpipe.config.sections import TrainingSection
 from vpipe.errors import RunError, UserError
 from vpipe.model.split import split, ties_between
 from vpipe.pipeline import Pipeline
-from vpipe.runtime.compress import Compression
-from vpipe.runtime.executor import last_first
+from vpipe.runtime.executors.registry import last_first
+from vpipe.runtime.transport.compression import Compression
 from vpipe.schedules.action import COMPLETES
 from vpipe.schedules.arrange import is_file
 from vpipe.schedules.order import Schedule, build

@@ -1,0 +1,219 @@
+"""An error in a layer names the layer, and what the layer was given, whatever runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vpipe import Layer, Model, Pipeline
+from vpipe.errors import RunError
+from vpipe.runtime.layer_errors import hint_of, may_repeat, shown
+
+WIDTH, MICROBATCHES = 6, 4
+
+FORWARD_HINT = "\nhint: make the layer take what it is given, or let what comes before it hand on what it takes"
+BACKWARD_HINT = "\nhint: torch.autograd.set_detect_anomaly(True) prints the line of the forward that it belongs to"
+
+EXECUTORS = [("naive", "gpipe"), ("overlapped", "1f1b"), ("overlapped", "pipedream"), ("overlapped", "zb_h1"),
+             ("async_threaded", "gpipe")]
+
+
+class RaisesInBackward(torch.autograd.Function):
+    """Hands on what it gets, and refuses its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise ZeroDivisionError("no gradient today")
+
+
+class Broken(nn.Module):
+    """Raises where it is told: in forward, in forward without a graph, in a forward that recomputes, in backward."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.forwards: list[int] = []  # not a number, which a recompute would find as the forward did
+        self.register_buffer("seen", torch.zeros(()))
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards.append(1)
+        self.seen += 1
+        if self.where == ("forward" if torch.is_grad_enabled() else "evaluation") or \
+                (self.where == "recompute" and len(self.forwards) > 1):
+            raise IndexError("out of luck")
+        x = self.linear(x)
+        return RaisesInBackward.apply(x) if self.where == "backward" else x  # type: ignore[no-untyped-call,no-any-return]
+
+
+class ChangedLater(nn.Module):
+    """What its backward needs is changed by the layer behind it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sigmoid()
+
+
+class Changes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(1)
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
+
+
+def model(*middle: Callable[[], nn.Module]) -> Model:
+    """A first layer, those in the middle, numbered from 1, and a loss."""
+    layers = [Layer("first", lambda: nn.Linear(WIDTH, WIDTH), ("x",))]
+    layers += [Layer(f"middle{i}", build) for i, build in enumerate(middle)]
+    return Model([*layers, Layer("loss", Mean, outputs=("loss",))], batch=("x",))
+
+
+def pipeline(of: Model, executor: str = "overlapped", schedule: str = "1f1b", **more: Any) -> Pipeline:
+    return Pipeline(of, stages=2, schedule=schedule, executor=executor, **{"microbatches": MICROBATCHES, **more},
+                    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+
+
+def error_of(pipe: Pipeline) -> RunError:
+    with pytest.raises(RunError) as caught:
+        list(pipe.train([{"x": torch.ones(2 * MICROBATCHES, WIDTH)}]))
+    assert caught.value.__cause__ is not None
+    return caught.value
+
+
+@pytest.mark.parametrize(("executor", "schedule"), EXECUTORS)
+def test_the_forward_of_a_layer(executor: str, schedule: str) -> None:
+    pipe = pipeline(model(nn.Identity, lambda: Broken("forward")), executor, schedule, partition=[2, 2])
+    error = error_of(pipe)
+    assert str(error) == ("error: the forward of layer 2 'middle1' on h float32[2, 6] raised IndexError: out of luck "
+                          f"(rank 1, stage 1, microbatch 0, action 1F0){FORWARD_HINT}")
+    assert isinstance(error.__cause__, IndexError)
+    assert (error.rank, error.stage, error.microbatch, error.action) == (1, 1, 0, "1F0")
+
+
+@pytest.mark.parametrize("recompute", [0.0, 1.0])
+@pytest.mark.parametrize(("executor", "schedule"), EXECUTORS)
+def test_the_backward_of_a_layer(executor: str, schedule: str, recompute: float) -> None:
+    pipe = pipeline(model(lambda: Broken("backward"), nn.ReLU, nn.Dropout), executor, schedule, partition=[4, 1],
+                    recompute=recompute)
+    error = error_of(pipe)
+    last_first = executor == "async_threaded"
+    assert str(error) == (
+        "error: the backward of layer 1 'middle0' on the gradient of h float32[2, 6] raised ZeroDivisionError: no "
+        f"gradient today (rank 0, stage 0, microbatch {3 if last_first else 0}, action "
+        f"0{'I' if schedule == 'zb_h1' else 'B'}{3 if last_first else 0}){BACKWARD_HINT}")
+    assert isinstance(error.__cause__, ZeroDivisionError)
+
+
+def test_finding_the_layer_changes_neither_gradients_nor_buffers() -> None:
+    pipe = pipeline(model(lambda: Broken("backward"), nn.ReLU), schedule="gpipe", partition=[3, 1])
+    error_of(pipe)
+    stage = pipe.engine.local_stages[0]
+    assert stage.modules[1].get_buffer("seen") == MICROBATCHES  # and not once more
+    assert stage.weights.gradients == [None] * 4
+
+
+def test_a_tensor_that_a_later_layer_has_changed() -> None:
+    error = error_of(pipeline(model(nn.Identity, ChangedLater, Changes), partition=[4, 1]))
+    assert str(error).startswith("error: the backward of layer 2 'middle1' on the gradient of h float32[2, 6] raised "
+                                 "RuntimeError: one of the variables needed for gradient computation has been modified "
+                                 "by an inplace operation: ")
+
+
+def test_a_backward_that_fails_once_may_be_of_any_layer_of_the_stage() -> None:
+    failed = []
+
+    def once(gradient: Tensor) -> None:
+        if not failed:
+            failed.append(True)
+            raise ZeroDivisionError("only once")
+
+    class Hooked(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + 1
+            x.register_hook(once)
+            return x
+
+    assert str(error_of(pipeline(model(Hooked, nn.ReLU), partition=[3, 1]))).startswith(
+        "error: the backward of one of the layers 0 'first' to 2 'middle1' on the gradient of h float32[2, 6] raised "
+        "ZeroDivisionError: only once (rank 0, stage 0, ")
+
+
+def test_the_forward_that_recomputes() -> None:
+    error = error_of(pipeline(model(lambda: Broken("recompute")), partition=[2, 1], recompute=1.0, microbatches=1))
+    assert str(error).startswith(
+        "error: recomputing for a backward, the forward of layer 1 'middle0' on h float32[8, 6] raised IndexError: out "
+        "of luck (rank 0, stage 0, microbatch 0, action 0")
+
+
+def test_an_evaluation() -> None:
+    pipe = pipeline(model(lambda: Broken("evaluation")))
+    with pytest.raises(RunError) as caught:
+        pipe.evaluate([{"x": torch.ones(2 * MICROBATCHES, WIDTH)}])
+    assert str(caught.value).startswith("error: the forward of layer 1 'middle0' on h float32[2, 6] raised IndexError: "
+                                        "out of luck (rank 1, stage 1, microbatch 0, action 1F0 of an evaluation)\n")
+
+
+def test_what_is_no_layers_fault_is_named_by_the_action(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(self: torch.optim.SGD) -> None:
+        raise OverflowError("too far")
+
+    pipe = pipeline(model())
+    monkeypatch.setattr(torch.optim.SGD, "step", step)
+    assert str(error_of(pipe)) == ("error: the optimizer step raised OverflowError: too far (rank 0, stage 0, action "
+                                   "0STEP0)\nhint: mend what raised it")
+
+
+def test_a_layer_that_cannot_be_built() -> None:
+    def build() -> nn.Module:
+        raise OverflowError("too wide")
+
+    with pytest.raises(OverflowError, match="too wide") as caught:
+        pipeline(model(build))
+    assert caught.value.__notes__ == ["raised by what builds layer 'middle0'"]
+
+
+def test_the_loss_of_a_sequential_model_is_of_its_last_layer() -> None:
+    whole = Model.sequential(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)), loss=nn.CrossEntropyLoss())
+    pipe = pipeline(whole)
+    with pytest.raises(RunError) as caught:
+        list(pipe.train([{"input": torch.ones(8, 3), "target": torch.full((8,), 3)}]))
+    assert str(caught.value).startswith("error: the forward of layer 2 '2' on h float32[2, 3], target int64[2] raised "
+                                        "IndexError: Target 3 is out of bounds. (rank 1, stage 1, microbatch 0, ")
+
+
+def test_a_microbatch_is_named_by_its_number_in_the_run() -> None:
+    class Seventh(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls == 7:
+                raise ValueError("the seventh")
+            return x
+
+    pipe = pipeline(model(Seventh))
+    with pytest.raises(RunError) as caught:
+        list(pipe.train([{"x": torch.ones(2 * MICROBATCHES, WIDTH)}] * 2))
+    assert "raised ValueError: the seventh (rank 1, stage 1, microbatch 6, action 1F2)" in str(caught.value)
+
+
+def test_another_device_is_shown() -> None:
+    tensors = {"h": torch.empty(2, 3, dtype=torch.bfloat16, device="meta"), "ids": torch.empty(4, dtype=torch.int64)}
+    assert shown(tensors) == "h bfloat16[2, 3] on meta, ids int64[4]"
+
+
+def test_without_memory_nothing_is_repeated() -> None:
+    lack = torch.OutOfMemoryError("CUDA out of memory")
+    assert not may_repeat(lack)
+    assert may_repeat(ValueError("7"))
+    assert hint_of(lack) == "smaller microbatches, more recompute, or fewer layers in this stage take less memory"

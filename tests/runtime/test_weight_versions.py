@@ -1,0 +1,514 @@
+"""Weight versions: which are held, when memory is reused, and that autograd never sees a change."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+import pytest
+import torch
+from models import Head, RawMatmul, Words, frozen_front, recurrent_model, rich_batches
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vpipe import Layer, Model, Pipeline
+from vpipe.errors import UserError
+from vpipe.runtime.weight_versions import Weights
+from vpipe.verify.reference import TrainingRecipe, asynchronous_oracle, flush_oracle
+
+
+class Product(nn.Module):
+    """x @ w on the raw parameter: autograd saves w for the gradient of x."""
+
+    def __init__(self, value: Sequence[Sequence[float]]) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(value))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.w
+
+
+def one_weight(value: Sequence[Sequence[float]] = ((1.0, 2.0), (3.0, 4.0))) -> tuple[Product, Weights]:
+    module = Product(value)
+    return module, Weights({"w": module.w}, {"w": [(module, "w")]})
+
+
+def sgd(weights: Weights, lr: float = 1.0) -> torch.optim.Optimizer:
+    return torch.optim.SGD(weights.masters.values(), lr=lr)
+
+
+def memory(weights: Weights, version: int) -> int:
+    (leaf,) = weights._leaves[version]
+    return leaf.data_ptr()
+
+
+def held(weights: Weights) -> list[int]:
+    return sorted(weights._leaves)
+
+
+def test_a_backward_uses_the_version_of_its_forward_though_a_step_lies_between() -> None:
+    module, weights = one_weight()
+    optimizer = sgd(weights)
+    x = torch.tensor([[1.0, 1.0]], requires_grad=True)
+    y = torch.tensor([[1.0, 1.0]], requires_grad=True)
+    first = weights.pin()
+    out_x = module(x)
+    # Another microbatch makes version 1, as w - gradient: the gradient of sum(z @ w) is z on every column.
+    weights.begin_backward(weights.pin())
+    module(torch.tensor([[10.0, 20.0]])).sum().backward()
+    weights.unpin(first)
+    weights.step(optimizer)
+    second = weights.pin()
+    assert (first, second) == (0, 1)
+    assert module.w.tolist() == [[-9.0, -8.0], [-17.0, -16.0]]
+    out_y = module(y)
+    weights.begin_backward(first)
+    out_x.sum().backward()
+    weights.unpin(first)
+    weights.begin_backward(second)
+    out_y.sum().backward()
+    weights.unpin(second)
+    assert x.grad.tolist() == [[3.0, 7.0]], "the old weights' row sums"
+    assert y.grad.tolist() == [[-17.0, -33.0]], "the new weights' row sums"
+
+
+def test_gradients_of_two_versions_go_to_the_latest_together() -> None:
+    module, weights = one_weight()
+    optimizer = sgd(weights)
+    outputs = []
+    for row in ([1.0, 0.0], [0.0, 1.0]):
+        outputs.append((weights.pin(), module(torch.tensor([row]))))
+        weights.step(None)  # makes a version of equal value
+    assert held(weights) == [0, 1, 2]
+    for version, output in outputs:
+        weights.begin_backward(version)
+        output.sum().backward()
+        weights.unpin(version)
+    assert held(weights) == [2]
+    (gradient,) = weights.gradients
+    assert gradient.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    weights.step(optimizer)
+    assert weights.values(["w"])[0].tolist() == [[0.0, 1.0], [2.0, 3.0]]
+    assert weights.gradients == [None], "the next update starts from nothing"
+    assert weights.masters["w"].grad is None
+
+
+def test_a_step_is_in_place_when_nobody_holds_the_latest_version() -> None:
+    module, weights = one_weight()
+    optimizer, where = sgd(weights), memory(weights, 0)
+    for update in range(3):
+        version = weights.pin()
+        weights.begin_backward(version)
+        module(torch.ones(1, 2)).sum().backward()
+        weights.unpin(version)
+        weights.step(optimizer)
+        assert (weights.latest, held(weights), memory(weights, update + 1)) == (update + 1, [update + 1], where)
+    assert weights.values(["w"])[0].tolist() == [[-2.0, -1.0], [0.0, 1.0]]
+    assert weights.most_held == 1
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 3, 4])
+def test_memory_of_the_first_versions_serves_all_later_ones(in_flight: int) -> None:
+    """As stage s of p under PipeDream: p - s microbatches in flight, p - s - 1 of which hold a version at a step."""
+    module, weights = one_weight()
+    optimizer = sgd(weights, 0.125)
+    expected, history = module.w.detach().clone(), []
+    flying: deque[tuple[int, Tensor]] = deque()
+    seen: list[set[int]] = []
+    for i in range(20):
+        flying.append((weights.pin(), module(torch.full((1, 2), float(i % 3)))))
+        history.append(expected.clone())
+        assert torch.equal(module.w, expected), "the forward has the latest weights"
+        if len(flying) < in_flight:
+            continue
+        version, output = flying.popleft()
+        (leaf,) = weights._leaves[version]
+        assert torch.equal(leaf, history[i - in_flight + 1]), "and the backward those of its forward"
+        weights.begin_backward(version)
+        output.sum().backward()
+        weights.unpin(version)
+        weights.step(optimizer)
+        expected -= 0.125 * ((i - in_flight + 1) % 3)
+        assert weights.masters["w"].data_ptr() == memory(weights, weights.latest)
+        seen.append({memory(weights, version) for version in held(weights)} | {
+            leaf.data_ptr() for leaves in weights._free for leaf in leaves})
+    assert weights.most_held == in_flight
+    everything = set().union(*seen)
+    assert len(everything) == in_flight
+    assert seen[in_flight:] == [everything] * len(seen[in_flight:]), "no allocation after the first versions"
+
+
+def test_a_version_stays_until_its_last_microbatch_and_no_longer() -> None:
+    _, weights = one_weight()
+    for _ in range(2):
+        weights.pin()
+    weights.step(None)
+    weights.pin()
+    assert (held(weights), weights.pinned) == ([0, 1], 3)
+    weights.unpin(0)
+    assert held(weights) == [0, 1], "another microbatch still holds it"
+    weights.unpin(0)
+    assert held(weights) == [1]
+    weights.unpin(1)
+    assert (held(weights), weights.pinned) == ([1], 0), "the latest stays though nobody holds it"
+    with pytest.raises(KeyError):
+        weights.pin(0)
+
+
+def test_a_version_can_be_used_and_pinned_by_number() -> None:
+    module, weights = one_weight()
+    optimizer = sgd(weights)
+    weights.pin()
+    weights.add_gradient("w", torch.ones(2, 2))
+    weights.step(optimizer)
+    assert module.w.tolist() == [[1.0, 2.0], [3.0, 4.0]], "a step does not turn the module"
+    weights.use(1)
+    assert module.w.tolist() == [[0.0, 1.0], [2.0, 3.0]]
+    assert weights.pin(0) == 0
+    assert module.w.tolist() == [[1.0, 2.0], [3.0, 4.0]]
+
+
+def test_received_versions_take_the_place_of_the_latest() -> None:
+    module, weights = one_weight()
+    weights.install(0, [torch.zeros(2, 2)])
+    weights.pin()
+    assert module.w.tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    weights.install(1, [torch.ones(2, 2)])
+    weights.install(4, [torch.full((2, 2), 4.0)])
+    assert held(weights) == [0, 4], "version 1 was never held"
+    assert weights.values(["w"])[0][0, 0] == 4
+    weights.unpin(0)
+    assert (held(weights), weights.most_held) == ([4], 2)
+
+
+def test_what_several_backwards_give_at_once_is_summed_before_it_is_added() -> None:
+    module, weights = one_weight()
+    big, one = torch.tensor([[2.0**25, 0.0]]), torch.tensor([[1.0, 0.0]])
+    weights.begin_backward(weights.pin())
+    module(big).sum().backward()
+    with weights.added_at_once(["w"]):
+        module(one).sum().backward()
+        module(one).sum().backward()
+        module(one).sum().backward()
+    (gradient,) = weights.gradients
+    assert gradient[0, 0] == 2.0**25 + 4, "3 rounds to 4, its neighbour; one by one they would round to nothing"
+    with weights.added_at_once(["w"]):
+        pass
+    assert weights.gradients[0] is gradient, "and what gives nothing changes nothing"
+
+
+def test_gradients_from_elsewhere_are_added_and_taken() -> None:
+    _, weights = one_weight()
+    weights.add_gradient("w", torch.ones(2, 2))
+    weights.add_gradient("w", torch.ones(2, 2))
+    (taken,) = weights.take_gradients()
+    assert taken.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+    assert weights.take_gradients() == [None]
+
+
+def test_all_places_of_a_shared_parameter_turn_together() -> None:
+    one, two = Product([[1.0]]), Product([[1.0]])
+    two.w = one.w
+    weights = Weights({"w": one.w}, {"w": [(one, "w"), (two, "w")]})
+    weights.pin()
+    weights.step(None)
+    weights.use(1)
+    assert one.w is two.w is weights.leaves()[0]
+
+
+def test_weights_without_parameters_have_versions_too() -> None:
+    weights = Weights({}, {})
+    assert weights.pin() == 0
+    weights.begin_backward(0)
+    weights.step(None)
+    weights.unpin(0)
+    assert (weights.latest, weights.pin(), held(weights)) == (1, 1, [1])
+
+
+# -- through a pipeline --------------------------------------------------------------------------------
+
+
+class Momentum:
+    def from_named(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer | None:
+        return torch.optim.SGD(named.values(), lr=0.1, momentum=0.9) if named else None
+
+
+def lstm_by_hand(batches: Sequence[Mapping[str, Tensor]], stages: int) -> tuple[list[float], dict[str, Tensor]]:
+    """PipeDream with one layer per stage in plain PyTorch: a whole model per version, no swapping of weights."""
+    model = recurrent_model()
+    whole = model.materialize(2)
+    names = [layer.name for layer in model.layers]
+    optimizers = [Momentum().from_named(dict(whole[name].named_parameters())) for name in names]
+    history = [[{k: v.clone() for k, v in whole[name].state_dict().items()}] for name in names]
+    losses = []
+    for i, batch in enumerate(batches):
+        used = model.materialize(2)
+        for s, name in enumerate(names):
+            used[name].load_state_dict(history[s][max(0, i - (stages - 1 - s))])
+        hidden = used[names[0]](batch["ids"])
+        for name in names[1:-1]:
+            hidden = used[name](hidden)
+        loss = used[names[-1]](hidden, batch["labels"])
+        loss.backward()
+        losses.append(loss.item())
+        for s, name in enumerate(names):
+            for mine, theirs in zip(whole[name].parameters(), used[name].parameters(), strict=True):
+                mine.grad = theirs.grad
+            optimizers[s].step()
+            history[s].append({k: v.clone() for k, v in whole[name].state_dict().items()})
+    return losses, {f"{name}.{k}": v for name in names for k, v in whole[name].state_dict().items()}
+
+
+@pytest.mark.parametrize("recompute", [0.0, 1.0])
+def test_recurrent_layers_under_pipedream_equal_plain_pytorch_and_the_oracle(recompute: float) -> None:
+    batches = rich_batches(12, 2)
+    pipe = Pipeline(recurrent_model(), schedule="pipedream", partition=[1] * 5, recompute=recompute,
+                    optimizer=Momentum(), seed=2)
+    losses = [step.loss for step in pipe.train(batches)]
+    by_hand, weights = lstm_by_hand(batches, 5)
+    assert losses == by_hand
+    state = pipe.state_dict()
+    assert list(state) == list(weights)
+    assert [name for name in state if not torch.equal(state[name], weights[name])] == []
+    oracle = asynchronous_oracle(recurrent_model(), batches, TrainingRecipe(Momentum().from_named, 1, 2), [1] * 5)
+    assert losses == oracle.losses
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_frozen_parameters_stay_as_they_are_and_the_rest_trains(schedule: str) -> None:
+    model, batches = frozen_front(), rich_batches(3, 4)
+    pipe = Pipeline(model, schedule=schedule, partition=[1, 1, 2], microbatches=2, optimizer=Momentum(), seed=2,
+                    recompute=0.5)
+    before = pipe.state_dict()
+    losses = [step.loss for step in pipe.train(batches)]
+    after = pipe.state_dict()
+    assert [name for name in after if torch.equal(before[name], after[name])] == ["words.word.weight", "half.fixed"]
+    recipe = TrainingRecipe(Momentum().from_named, 2, 2)
+    oracle = (flush_oracle(model, batches, recipe) if schedule == "1f1b"
+              else asynchronous_oracle(model, batches, recipe, [1, 1, 2]))
+    assert losses == oracle.losses
+    assert [name for name in after if not torch.equal(oracle.state[name], after[name])] == []
+
+
+# -- references of a layer's own -----------------------------------------------------------------------
+
+
+class InList(RawMatmul):
+    """Reads its parameter from a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = [self.w]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.tanh(hidden @ self.parts[0])
+
+
+class InClosure(RawMatmul):
+    """Adds a penalty that needs no gradient, from a closure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = self.w
+        self.penalty = lambda: weight.detach().square().sum()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) + self.penalty()
+
+
+class FromFirstForward(RawMatmul):
+    """Keeps what its first forward found; ``drift`` needs no gradient of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.found = self.found or [self.w]
+        return super().forward(hidden) + (self.w - self.found[0].detach()).sum()
+
+
+class FromForwardBefore(RawMatmul):
+    """Keeps what the forward before found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        before, self.found = self.found or [self.w], [self.w]
+        return torch.tanh(hidden @ before[0])
+
+
+USED = ("error: 'raw.w' is used through a reference that its layer keeps beside the module's own: there it would stay "
+        "as it was at first, whatever is trained\nhint: read the parameter from its module in every forward, as in "
+        "self.weight, instead of from a list, a closure or another attribute")
+ASTRAY = ("error: 'raw.w' got a gradient in another version than its microbatch uses: its layer keeps a reference from "
+          "an earlier forward, or calls backward() in its forward\nhint: read the parameter from its module in every "
+          "forward, as in self.weight; take gradients in a forward with torch.autograd.grad")
+
+
+def raw_model(build: type[nn.Module]) -> Model:
+    return Model([Layer("words", Words, ("ids",), ("h",)), Layer("raw", build), Layer("raw1", RawMatmul),
+                  Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
+@pytest.mark.parametrize(("build", "text"), [(InList, USED), (InClosure, USED), (FromFirstForward, USED),
+                                             (FromForwardBefore, ASTRAY)])
+def test_a_reference_of_a_layers_own_is_refused_where_weights_have_versions(build: type[nn.Module], text: str,
+                                                                            schedule: str) -> None:
+    pipe = Pipeline(raw_model(build), partition=[1] * 4, schedule=schedule, microbatches=4, optimizer=Momentum(),
+                    seed=2)
+    with pytest.raises(UserError) as error:
+        list(pipe.train(rich_batches(6, 4)))
+    assert str(error.value) == text
+
+
+@pytest.mark.parametrize("build", [InList, InClosure, FromFirstForward, FromForwardBefore])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_it_is_exact_where_they_have_one(build: type[nn.Module], schedule: str) -> None:
+    model, batches = raw_model(build), rich_batches(3, 4)
+    pipe = Pipeline(model, partition=[1] * 4, schedule=schedule, microbatches=2, optimizer=Momentum(), seed=2)
+    losses = [step.loss for step in pipe.train(batches)]
+    oracle = flush_oracle(model, batches, TrainingRecipe(Momentum().from_named, 2, 2))
+    assert losses == oracle.losses
+    state = pipe.state_dict()
+    assert [name for name in state if not torch.equal(oracle.state[name], state[name])] == []
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+@pytest.mark.parametrize("partition", [[2], [1, 1]])
+def test_a_reference_to_a_parameter_that_a_tie_replaces_is_refused(schedule: str, partition: list[int]) -> None:
+    class Keeps(Head):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept = [self.decoder.weight]
+
+        def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+            return F.cross_entropy(F.linear(hidden, self.kept[0]).flatten(0, 1), labels.flatten())
+
+    model = Model([Layer("words", Words, ("ids",), ("h",)),
+                   Layer("head", Keeps, ("h", "labels"), ("loss",), ties={"decoder.weight": "words.word.weight"})],
+                  batch=("ids", "labels"))
+    pipe = Pipeline(model, partition=partition, schedule=schedule, optimizer=Momentum())
+    with pytest.raises(UserError, match=r"'(head.decoder|words.word).weight' is used through a reference"):
+        list(pipe.train(rich_batches(1, 4)))
+
+
+def test_shapes_of_a_replaced_parameter_may_still_be_read() -> None:
+    class Sized(RawMatmul):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = [self.w]
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            part = self.parts[0]
+            assert (part.shape, part.size(0), part.dtype, len(part), part.grad) == (
+                self.w.shape, 12, torch.float32, 12, None)
+            assert part.numel() == 144
+            assert "Parameter" in repr(part)
+            return super().forward(hidden)
+
+    pipe = Pipeline(raw_model(Sized), partition=[1] * 4, schedule="pipedream", optimizer=Momentum())
+    assert len(list(pipe.train(rich_batches(6, 4)))) == 6
+
+
+class Rereads(nn.LSTM):
+    """A recurrent network as a last child: it keeps a list of its parameters, which follows them."""
+
+    def forward(self, hidden: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(hidden[None])[0][0]
+
+
+def test_a_last_child_that_keeps_a_list_of_its_parameters_trains_with_the_versions() -> None:
+    torch.manual_seed(3)
+    model = Model.sequential(nn.Sequential(nn.Linear(4, 4), Rereads(4, 3)), nn.CrossEntropyLoss())
+    batches = [{"input": torch.randn(4, 4), "target": torch.randint(3, (4,))} for _ in range(6)]
+    pipe = Pipeline(model, stages=2, schedule="pipedream", microbatches=2, optimizer=Momentum())
+    losses = [step.loss for step in pipe.train(batches)]
+    assert losses == asynchronous_oracle(model, batches, TrainingRecipe(Momentum().from_named, 2, 0), [1, 1]).losses
+
+
+def test_leaves_keep_the_kind_and_the_attributes_of_their_parameter() -> None:
+    class Special(nn.Parameter):
+        pass
+
+    class Scaled(RawMatmul):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = Special(self.w.detach().clone())
+            self.w.scale = 0.5
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            assert type(self.w) is Special
+            return super().forward(hidden * self.w.scale)
+
+    model, batches = raw_model(Scaled), rich_batches(6, 4)
+    pipe = Pipeline(model, partition=[1] * 4, schedule="pipedream", optimizer=Momentum(), seed=2)
+    assert len(list(pipe.train(batches))) == 6
+
+
+class Assigning(torch.optim.Optimizer):
+    """Gives parameters other memory instead of changing them in place."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data = parameter.data.add(parameter.grad, alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_an_optimizer_that_assigns_data_trains_the_same(schedule: str) -> None:
+    runs = []
+    for optimizer in (Assigning, lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=False)):
+        pipe = Pipeline(raw_model(RawMatmul), partition=[1] * 4, schedule=schedule, microbatches=4,
+                        optimizer=optimizer, seed=2)
+        losses = [step.loss for step in pipe.train(rich_batches(3, 4))]
+        runs.append([*losses, *(float(value.sum()) for value in pipe.state_dict().values())])
+    assert runs[0] == runs[1]
+
+
+# -- parameters of several stages, and of none -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+@pytest.mark.parametrize("shares", ["module", "parameter"])
+def test_a_parameter_on_two_stages_without_a_tie_is_refused(shares: str, schedule: str) -> None:
+    one, other = RawMatmul(), RawMatmul()
+    if shares == "parameter":
+        other.w = one.w
+    second = one if shares == "module" else other
+    model = Model([Layer("words", Words, ("ids",), ("h",)), Layer("a", lambda: one), Layer("b", lambda: second),
+                   Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
+    with pytest.raises(UserError) as error:
+        Pipeline(model, partition=[2, 2], schedule=schedule, optimizer=Momentum())
+    assert str(error.value) == ("error: 'b.w' and 'a.w' are one parameter, but on different stages or ranks, where "
+                                "each is trained by itself\nhint: let every build function make a module of its own, "
+                                "and tie them: Layer(..., ties={...})")
+    assert len(list(Pipeline(model, partition=[1, 3], schedule="1f1b", optimizer=Momentum()).train(
+        rich_batches(1, 4)))) == 1, "within a stage it is one"
+
+
+def test_replicas_that_are_one_module_are_refused() -> None:
+    one = RawMatmul()
+    model = Model([Layer("words", Words, ("ids",), ("h",)), Layer("a", lambda: one),
+                   Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
+    with pytest.raises(UserError, match=r"'a\.w' and 'a\.w' are one parameter, but on different stages or ranks"):
+        Pipeline(model, partition=[1, 1, 1], placement=[[0], [1, 2], [3]], microbatches=2, optimizer=Momentum())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_a_parameter_that_is_freed_later_is_refused(schedule: str) -> None:
+    pipe = Pipeline(frozen_front(), schedule=schedule, partition=[1, 1, 2], microbatches=2, optimizer=Momentum())
+    list(pipe.train(rich_batches(1, 4)))
+    pipe.engine.local_stages[0].modules[0].requires_grad_()
+    with pytest.raises(UserError) as error:
+        list(pipe.train(rich_batches(1, 4)))
+    assert str(error.value) == ("error: 'words.word.weight' requires a gradient now, but did not when the pipeline was "
+                                "built: no optimizer steps it\nhint: save, and load into a pipeline that is built with "
+                                "what is trained from here on")

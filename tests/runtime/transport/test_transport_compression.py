@@ -1,0 +1,319 @@
+"""Compression between stages: the codecs, what is kept of gradients, and runs that equal their oracles to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jobs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import rich_batches, rich_model
+from test_exact import AdamW, assert_same_state, decay
+from torch import Tensor
+from world import World
+
+from vpipe import Pipeline
+from vpipe.errors import UserError
+from vpipe.runtime.transport.compression import LEAST_SCALE, Bf16, Codec, Coder, Compressed, Compression, Int8, _parts
+from vpipe.runtime.transport.transport import InProcess, Key, Spec
+from vpipe.verify.compression import CutCompression
+from vpipe.verify.reference import TrainingRecipe, asynchronous_oracle, flush_oracle
+
+NEAREST, STOCHASTIC = Int8(stochastic=False), Int8(stochastic=True)
+CODECS: dict[str, Codec] = {"bf16": Bf16(), "int8": NEAREST, "int8 stochastic": STOCHASTIC}
+
+
+def carried(codec: Codec, tensor: Tensor, seed: int = 0) -> Tensor:
+    return codec.decode(codec.encode(tensor, seed), Spec.of(tensor))
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def compression(codecs: str | list[str] = "int8", rounding: str = "nearest", feedback: bool = True,
+                stages: int = 4) -> Compression:
+    made = Compression.of(codecs, rounding, feedback, stages, seed=2)
+    assert made is not None
+    return made
+
+
+# -- codecs --------------------------------------------------------------------------------------------
+
+
+@given(shape=st.lists(st.integers(0, 6), max_size=4), name=st.sampled_from(sorted(CODECS)),
+       dtype=st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int64,
+                              torch.bool]))
+@settings(deadline=None, max_examples=60)
+def test_what_travels_is_what_its_spec_says_and_smaller(shape: list[int], name: str, dtype: torch.dtype) -> None:
+    codec, tensor = CODECS[name], torch.ones(shape, dtype=dtype)
+    wire = codec.wire(Spec.of(tensor))
+    if wire is None:
+        row = shape[-1] if shape else 1
+        coded = tensor.numel() * 2 if name == "bf16" else tensor.numel() // max(row, 1) * (row + 4)
+        assert not dtype.is_floating_point or not shape or coded >= tensor.nbytes
+        return
+    encoded = codec.encode(tensor, 0)
+    assert Spec.of(encoded) == wire
+    assert encoded.nbytes < tensor.nbytes
+    assert encoded.is_contiguous()
+    assert torch.equal(codec.decode(encoded, Spec.of(tensor)), tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(9,), (5, 12), (3, 7, 40), (40, 9000)])
+def test_an_int8_number_is_off_by_half_a_scale_at_most(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensor = (randn(*shape) * 10).to(dtype)
+    scale = tensor.float().abs().amax(-1, keepdim=True) / 127
+    rounded = torch.finfo(dtype).eps * tensor.float().abs().amax()
+    for codec, most in ((NEAREST, 0.5), (STOCHASTIC, 1.0)):
+        decoded = carried(codec, tensor)
+        assert decoded.dtype == dtype
+        assert (decoded.float() - tensor.float()).abs().le((most + 1e-2) * scale + rounded).all()
+
+
+def test_bf16_rounds_to_the_nearest() -> None:
+    tensor = randn(4, 8)
+    assert torch.equal(carried(CODECS["bf16"], tensor), tensor.bfloat16().float())
+
+
+@pytest.mark.parametrize("name", sorted(CODECS))
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_stays_visible_and_harms_no_other_row(name: str, wrong: float) -> None:
+    tensor = randn(3, 2, 300)
+    tensor[1, 0, 200] = wrong
+    decoded = carried(CODECS[name], tensor)
+    if name == "bf16":
+        assert torch.equal(decoded, tensor.bfloat16().float()) or decoded[1, 0, 200].isnan()
+    else:
+        assert decoded[1, 0].isnan().all()
+        scales, _ = _parts(CODECS[name].encode(tensor, 0))
+        assert scales[2].isnan(), "whatever the processor makes of a NaN as a code"
+    decoded[1, 0] = 0.0
+    assert decoded.isfinite().all()
+
+
+@pytest.mark.parametrize("codec", [NEAREST, STOCHASTIC])
+def test_rows_of_zeros_and_of_denormals(codec: Codec) -> None:
+    tensor = torch.zeros(4, 16)
+    tensor[1], tensor[2, 3], tensor[3] = 1e-40, 1e-44, 1e-30
+    decoded = carried(codec, tensor)
+    assert _parts(codec.encode(tensor, 0))[0].ge(LEAST_SCALE).all(), "each has an inverse"
+    assert decoded.isfinite().all()
+    assert torch.equal(decoded[0], tensor[0])
+    assert (decoded - tensor)[1:3].abs().le(LEAST_SCALE).all()
+    assert torch.allclose(decoded[3], tensor[3], rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("codec", [NEAREST, STOCHASTIC])
+def test_the_largest_numbers_keep_their_sign(codec: Codec) -> None:
+    most = torch.finfo(torch.float32).max
+    for seed in range(20):
+        decoded = carried(codec, torch.tensor([[most, -most, 1.0, 0.0], [1.0, -1.0, 1.0, -1.0]]), seed)
+        assert torch.allclose(decoded, torch.tensor([[most, -most, 0.0, 0.0], [1.0, -1.0, 1.0, -1.0]]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(CODECS))
+def test_layout_does_not_matter(name: str) -> None:
+    tensor = randn(6, 4, 10)
+    for view in (tensor.transpose(0, 1), tensor[::2, 1:], tensor[:1].expand(5, 4, 10)):
+        assert not view.is_contiguous()
+        assert torch.equal(CODECS[name].encode(view, 3), CODECS[name].encode(view.contiguous(), 3))
+
+
+def test_a_decoded_tensor_is_a_leaf_that_wants_what_its_spec_wants() -> None:
+    tensor = randn(2, 8).requires_grad_() * 1.0
+    for codec in CODECS.values():
+        wire = codec.encode(tensor, 0)
+        assert not wire.requires_grad
+        decoded = codec.decode(wire, Spec.of(tensor))
+        assert decoded.is_leaf
+        assert decoded.requires_grad
+        assert not codec.decode(wire, Spec((2, 8), torch.float32, wants_gradient=False)).requires_grad
+
+
+def test_stochastic_rounding_is_right_on_average_and_follows_its_seed() -> None:
+    tensor = randn(2, 200)
+    scale = tensor.abs().amax(-1, keepdim=True) / 127
+    mean = torch.stack([carried(STOCHASTIC, tensor, seed) for seed in range(2000)]).mean(0)
+    # Standard deviation of the mean: at most half a scale over sqrt(2000); rounding to 1/256 adds 1/512.
+    assert (mean - tensor).abs().le(scale * (5 * 0.5 / 2000**0.5 + 1 / 512)).all()
+    assert torch.equal(STOCHASTIC.encode(tensor, 5), STOCHASTIC.encode(tensor, 5))
+    assert not torch.equal(STOCHASTIC.encode(tensor, 5), STOCHASTIC.encode(tensor, 6))
+    assert torch.equal(NEAREST.encode(tensor, 5), NEAREST.encode(tensor, 6))
+
+
+def test_every_tensor_is_rounded_by_a_chance_of_its_own() -> None:
+    def coded(key: Key, number: int, seed: int = 2) -> bytes:
+        coder = Coder(Compression(("int8",) * 3, "stochastic", seed, feedback=False))
+        return coder.encode(key, [randn(2, 64)] * 2)[number].numpy().tobytes()
+
+    cases = [(Key("F", 2, 5), 0), (Key("F", 2, 6), 0), (Key("F", 1, 5), 0), (Key("B", 1, 5), 0), (Key("F", 2, 5), 1)]
+    assert len({coded(*case) for case in cases} | {coded(*cases[0], seed=3)}) == 6
+    assert coded(*cases[0]) == coded(*cases[0])
+
+
+# -- what a rank keeps ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("codecs", "rounding"), [("int8", "nearest"), ("int8", "stochastic"), ("bf16", "nearest")])
+def test_with_feedback_nothing_is_lost_in_the_long_run(codecs: str, rounding: str) -> None:
+    used = compression(codecs, rounding)
+    coder, key = Coder(used), Key("B", 1, 0)
+    codec = used.codec(key)
+    assert codec is not None
+    sent, arrived, alone = torch.zeros(3, 16), torch.zeros(3, 16), torch.zeros(3, 16)
+    for i in range(40):
+        gradient = randn(3, 16, seed=7) + 0.01 * randn(3, 16, seed=i)
+        [wire] = coder.encode(Key("B", 1, i), [gradient])
+        sent, arrived = sent + gradient, arrived + codec.decode(wire, Spec.of(gradient))
+        alone += carried(Bf16() if codecs == "bf16" else NEAREST, gradient)
+    lost = coder.lost(1)[0]
+    assert torch.allclose(arrived + lost, sent, atol=1e-4)
+    assert (arrived - sent).norm() < 0.5 * (alone - sent).norm()
+
+
+def test_what_is_kept_and_when_it_starts_anew() -> None:
+    coder = Coder(compression(["int8", "none", "int8"]))
+    coder.encode(Key("F", 1, 0), [randn(3, 16)])
+    coder.encode(Key("B", 1, 0), [randn(3, 16)])
+    assert not any(map(coder.lost, range(3))), "of activations nothing is kept, nor of a cut that is not coded"
+    coder.encode(Key("B", 0, 0), [randn(3, 16), torch.arange(9), randn(3, 16, seed=1)])
+    coder.encode(Key("B", 2, 0), [randn(3, 16)])
+    assert [sorted(coder.lost(cut)) for cut in range(3)] == [[0, 2], [], [0]]
+    fresh = Coder(compression())
+    other = Key("B", 0, 1), [randn(6, 8)]
+    assert torch.equal(coder.encode(*other)[0], fresh.encode(*other)[0])
+    without = Coder(compression(feedback=False))
+    without.encode(Key("B", 0, 0), [randn(3, 16)])
+    assert not without.lost(0)
+
+
+def test_a_gradient_that_is_not_finite_harms_none_after_it() -> None:
+    used, gradient = compression(), randn(3, 16)
+    codec, coder = used.codec(Key("B", 0, 0)), Coder(used)
+    assert codec is not None
+    wrong = gradient.clone()
+    wrong[1, 3], wrong[2, 4] = float("nan"), float("inf")
+    arrived = codec.decode(coder.encode(Key("B", 0, 0), [wrong])[0], Spec.of(wrong))
+    assert arrived[1:].isnan().all()
+    arrived = codec.decode(coder.encode(Key("B", 0, 1), [gradient])[0], Spec.of(gradient))
+    assert torch.equal(arrived[1:], carried(NEAREST, gradient)[1:])
+
+
+def test_a_gradient_given_is_left_alone() -> None:
+    coder, gradient = Coder(compression()), randn(3, 16)
+    before = gradient.clone()
+    for i in range(3):
+        coder.encode(Key("B", 0, i), [gradient])
+    assert torch.equal(gradient, before)
+
+
+# -- runs ----------------------------------------------------------------------------------------------
+
+
+def run(schedule: str, partition: list[int], codecs: str | list[str], rounding: str = "nearest", feedback: bool = True,
+        **arguments: Any) -> Pipeline:
+    """A run whose losses, gradient norms and weights are those of its oracle."""
+    model, batches = rich_model(), rich_batches(3, 8, lengths=(6, 9))
+    pipe = Pipeline(model, schedule=schedule, microbatches=4, partition=partition, optimizer=AdamW(), seed=2,
+                    learning_rate_factor=decay, grad_clip=0.5, compress=codecs, compress_rounding=rounding,
+                    compress_feedback=feedback, **arguments)
+    steps = list(pipe.train(batches))
+    crossing = CutCompression(model, partition, pipe.placement, compression(codecs, rounding, feedback, len(partition)))
+    recipe = TrainingRecipe(AdamW().from_named, 4, 2, decay, 0.5, compress=crossing)
+    widths = [len(ranks) for ranks in pipe.placement]
+    if schedule == "pipedream":
+        expected = asynchronous_oracle(model, batches, recipe, partition, pipe.update_every, widths=widths)
+    else:
+        expected = flush_oracle(model, batches, recipe, partition, widths)
+        assert [step.gradient_norm for step in steps] == expected.gradient_norms
+    assert [step.loss for step in steps] == expected.losses
+    assert_same_state(pipe.state_dict(), expected.state)
+    return pipe
+
+
+@pytest.mark.parametrize(("codecs", "rounding", "feedback"), [
+    ("int8", "nearest", True), ("int8", "stochastic", True), ("int8", "nearest", False), ("bf16", "nearest", True),
+    (["int8", "none", "bf16"], "stochastic", True)])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "pipedream"])
+def test_a_run_equals_its_oracle_with_the_same_codec_at_the_cuts(schedule: str, codecs: str | list[str], rounding: str,
+                                                                 feedback: bool) -> None:
+    run(schedule, [2, 3, 1, 2], codecs, rounding, feedback, recompute=[0.0, 1.0, 1.0, 0.5])
+
+
+@pytest.mark.parametrize(("schedule", "partition"), [("zb_v", [2, 2, 2, 2]), ("interleaved", [2, 2, 2, 2]),
+                                                     ("zb_v", [4, 4])])
+def test_stages_on_one_rank_pass_their_tensors_as_they_are(schedule: str, partition: list[int]) -> None:
+    pipe = run(schedule, partition, "int8")
+    if len(partition) == 2:
+        assert pipe.placement == ((0,), (0,))
+        assert all(worker.transport.bytes_sent == 0 for worker in pipe.engine.workers.values())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+@pytest.mark.parametrize("placement", [[[0], [1, 2]], [[0, 1], [2]], [[0, 1], [2, 3, 4]]])
+def test_every_replica_keeps_what_it_lost_itself(schedule: str, placement: list[list[int]]) -> None:
+    run(schedule, [4, 4], "int8", placement=placement)
+
+
+def test_the_codec_is_seen_in_the_numbers_and_in_the_bytes() -> None:
+    sent, losses = {}, {}
+    for codecs in ("none", "bf16", "int8"):
+        pipe = Pipeline(rich_model(tied=False), schedule="1f1b", microbatches=2, partition=[3, 5], optimizer=AdamW(),
+                        seed=2, compress=codecs)
+        losses[codecs] = [step.loss for step in pipe.train(rich_batches(2, 4))]
+        workers = pipe.engine.workers.values()
+        assert all(isinstance(worker.transport, InProcess if codecs == "none" else Compressed) for worker in workers)
+        sent[codecs] = sum(worker.transport.bytes_sent for worker in workers)
+    assert len(set(map(tuple, losses.values()))) == 3
+    # Per microbatch of 2 x 6 rows of 12: the states, the skip and a mask of a byte each, and two gradients.
+    assert sent == {"none": 4 * 12 * (4 * 48 + 1), "bf16": 4 * 12 * (4 * 24 + 1), "int8": 4 * 12 * (4 * 16 + 1)}
+
+
+def test_evaluation_disturbs_nothing() -> None:
+    def train(evaluate: bool) -> list[float]:
+        pipe = Pipeline(rich_model(), schedule="1f1b", microbatches=2, partition=[3, 5], optimizer=AdamW(), seed=2,
+                        compress="int8", compress_rounding="stochastic")
+        losses = []
+        for step in pipe.train(rich_batches(3, 4)):
+            losses.append(step.loss)
+            if evaluate:
+                assert pipe.evaluate(rich_batches(2, 4, seed=9)) == pipe.evaluate(rich_batches(2, 4, seed=9))
+        return losses
+
+    assert train(evaluate=True) == train(evaluate=False)
+
+
+@pytest.mark.parametrize("arguments", [
+    {"model": "rich", "schedule": "1f1b", "compress": "int8", "compress_rounding": "stochastic", "lengths": [6, 9, 3],
+     "evaluate_after": [1], "grad_clip": 0.5},
+    {"model": "rich", "schedule": "pipedream", "compress": ["int8", "none", "bf16"], "lengths": [6, 9]},
+    {"model": "dtypes", "schedule": "gpipe", "compress": "int8", "partition": [1, 1, 1, 2]},
+    {"model": "dtypes", "schedule": "pipedream", "compress": "bf16", "partition": [2, 1, 1, 1]}],
+    ids=lambda arguments: f"{arguments['schedule']}-{arguments['model']}")
+def test_gloo_equals_one_process(world: World, arguments: dict[str, Any]) -> None:
+    arguments = {"partition": [2, 2, 2, 2], "microbatches": 2, "samples": 4, "batches": 4, **arguments}
+    assert world.run(jobs.train, **arguments) == [jobs.train(**arguments)] * 4
+
+
+# -- what is refused -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("codecs", "rounding", "text"), [
+    ("int4", "nearest", "compress is 'int4'\nhint: did you mean 'int8'?"),
+    (["int8", "zip", "none"], "nearest", "compress is 'zip'\nhint: known names: bf16, int8, none"),
+    (["int8"], "nearest", "compress has 1 entries for the 3 cuts between 4 stages\nhint: give one word for all cuts"),
+    ("int8", "up", "compress_rounding is 'up'\nhint: known names: nearest, stochastic")])
+def test_names_and_cuts(codecs: str | list[str], rounding: str, text: str) -> None:
+    with pytest.raises(UserError) as caught:
+        Compression.of(codecs, rounding, True, 4, 0)
+    assert text in str(caught.value)
+
+
+def test_more_tensors_than_a_compressed_cut_can_have() -> None:
+    transport = Compressed(InProcess(0, {}), compression())
+    with pytest.raises(UserError, match="32 tensors cross a cut that is compressed"):
+        transport.send(1, Key("F", 1, 0), [randn(2, 8)] * 32, announce=True)

@@ -1,0 +1,134 @@
+"""The bytes that a stage keeps of a microbatch between its forward and its backward, counted while they are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from vpipe.model.layer import Layer
+from vpipe.runtime.side_effects import NOTHING, Before, SideEffects
+from vpipe.runtime.weight_grad_store import WeightHalf
+
+DropoutKey = tuple[int, int]
+"""(update, microbatch within the update): with the layer's index it fixes the random numbers of a layer."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive layers of a stage that are kept, or dropped and recomputed, together, and what they change."""
+
+    layers: tuple[tuple[int, Layer, nn.Module], ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    recomputed: bool
+    effects: SideEffects
+
+
+@dataclass(slots=True)
+class Graph:
+    """The edges of a span's outputs, and where its weight gradients go that can wait, if it was run for that."""
+
+    edges: dict[str, GradientEdge]
+    half: WeightHalf | None
+
+
+@dataclass(slots=True)
+class Held:
+    """What the backward of one span needs: its inputs as leaves, and its graph if kept or already recomputed; else what
+    its modules kept before the forward, which has changed it, and the versions of the inputs."""
+
+    inputs: dict[str, Tensor]
+    graph: Graph | None
+    before: Before = NOTHING
+    versions: Sequence[int] = ()
+
+
+@dataclass(slots=True)
+class Record:
+    """What the backward of one microbatch needs; dropped as soon as it is used."""
+
+    held: list[Held]
+    fields: Mapping[str, Tensor]
+    key: DropoutKey
+    pins: dict[int, int]  # weight version per owner of weights: the stage itself, and those it borrows from
+    split: bool  # whether the backward comes in two halves
+    halves: list[WeightHalf] = field(default_factory=list)  # between them: of the spans, in the order of backward
+
+
+class Kept:
+    """What the graphs of one microbatch save, by storage.
+
+    It sees the tensors as autograd saves them and leaves them as they are, so that the numbers stay the same. It does
+    not hold them: a storage that has gone meanwhile no longer counts. Tensors without strides (sparse ones) are not
+    counted. Autograd does not look whether what hooks handle is changed in place before it is used; this does.
+    """
+
+    def __init__(self) -> None:
+        self._saved: dict[StorageWeakRef, int] = {}
+        self._fields: dict[StorageWeakRef, int] = {}  # of the batch, which the record lets go before the weight half
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Count what is saved meanwhile."""
+        with saved_tensors_hooks(self, _unchanged):
+            yield
+
+    def __call__(self, saved: Tensor) -> tuple[Tensor, int]:
+        _add(self._saved, saved)
+        return saved.detach(), saved._version  # an operation's output would hold the graph that holds it
+
+    def saved(self) -> dict[StorageWeakRef, int]:
+        """What was saved and still is there, in bytes by storage."""
+        return {storage: size for storage, size in self._saved.items() if not storage.expired()}  # type: ignore[no-untyped-call]
+
+    def bytes(self, record: Record, modules: Iterable[nn.Module]) -> int:
+        """What there is now because of the record: every storage once, without the modules' weights and buffers.
+
+        A field of the batch counts by its own size: its storage is that of the whole batch.
+        """
+        there = self.saved()
+        for tensor in (*(t for held in record.held for t in held.inputs.values()),
+                       *(t for half in record.halves for t in half.waiting())):
+            _add(there, tensor)
+        self._fields |= {_storage(field): field.nbytes for field in record.fields.values()}
+        there |= {storage: size for storage, size in self._fields.items() if record.fields or storage in there}
+        for module in modules:
+            for shared in (*module.parameters(), *module.buffers()):
+                if shared.layout is torch.strided:
+                    there.pop(_storage(shared), None)
+        return sum(there.values())
+
+
+def merely_counted() -> bool:
+    """Whether the hooks for saved tensors in force, if any, are those of a :class:`Kept`, which change nothing."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is None or isinstance(hooks[0], Kept)
+
+
+def _add(storages: dict[StorageWeakRef, int], tensor: Tensor) -> None:
+    if tensor.layout is torch.strided:
+        storages.setdefault(_storage(tensor), tensor.untyped_storage().nbytes())
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _unchanged(packed: tuple[Tensor, int]) -> Tensor:
+    """What was saved.
+
+    Raises:
+        RuntimeError: it was changed in place meanwhile, as autograd has it.
+    """
+    saved, version = packed
+    if saved._version != version:  # which it shares with the tensor that it was detached from
+        raise RuntimeError("one of the variables needed for gradient computation has been modified by an inplace "
+                           f"operation: [{saved.type()} {list(saved.shape)}] is at version {saved._version}; expected "
+                           f"version {version} instead")
+    return saved

@@ -1,0 +1,224 @@
+"""What the ranks know together: the whole model, where the time went, whether replicas agree."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vpipe.errors import RunError, UserError
+from vpipe.model.layer import check_alike, kind_of
+from vpipe.model.split import StageSpec
+from vpipe.runtime.stage import Stage
+from vpipe.runtime.transport.broadcast import share_tensors
+from vpipe.runtime.usage import StageUsage
+from vpipe.runtime.worker import Worker
+from vpipe.schedules.size import Placement
+
+LocalUsage = Mapping[int, Mapping[int, StageUsage]]
+"""Of the ranks of a process, by rank and stage."""
+
+
+class AllRanks:
+    """The ranks of this process, and with torch.distributed all others; then every rank must call the same.
+
+    Args:
+        specs: of all stages.
+        timeout_s: how long a rank may take to answer.
+    """
+
+    def __init__(self, workers: Mapping[int, Worker], specs: Sequence[StageSpec], placement: Placement,
+                 distributed: bool, timeout_s: float) -> None:
+        self._workers, self._specs, self._placement = workers, specs, placement
+        self._distributed, self._timeout_s = distributed, timeout_s
+
+    def state(self) -> dict[str, Tensor]:
+        """Parameters and buffers of the whole model, in the order of the layers; of the first replica."""
+        whole: dict[str, Tensor] = {}
+        for stage, ranks in enumerate(self._placement):
+            here = self._stage(stage, ranks[0])
+            shared = self._from(ranks[0], here.state() if here else {})
+            whole.update(shared if self._distributed else {name: t.clone() for name, t in shared.items()})
+        return whole
+
+    def meet(self, vote: str, decide: Callable[[list[str]], str]) -> str:
+        """What the first process makes of the words of all, by rank; known to all of them.
+
+        So these are :class:`vpipe.checkpoint.votes.Votes`, by sends from rank to rank.
+        """
+        if not self._distributed:
+            return decide([vote])
+        votes = [self._words(rank, vote) for rank in range(dist.get_world_size())]
+        return self._words(0, decide(votes) if dist.get_rank() == 0 else "")
+
+    def united(self, entries: Mapping[str, str]) -> dict[str, str]:
+        """The entries of all ranks, on every rank."""
+        found = self.meet(json.dumps(dict(entries)), lambda votes: json.dumps(
+            {name: value for vote in votes for name, value in json.loads(vote).items()}))
+        return dict(json.loads(found))
+
+    def check_trained(self) -> None:
+        """Refuse to train where no stage has an optimizer, though there are parameters.
+
+        Raises:
+            UserError: so it is.
+        """
+        stages = [(worker.update.optimizers[s], stage) for worker in self._workers.values()
+                  for s, stage in worker.stages.items()]
+        mine = {"parameters": any(stage.weights.names for _, stage in stages),
+                "optimizers": any(optimizer.optimizers for optimizer, _ in stages)}
+        if self.united({what: "" for what, there in mine.items() if there}).keys() == {"parameters"}:
+            raise UserError("the optimizer factory returned None for every stage, so nothing would be trained",
+                            hint="let it return what it makes: return torch.optim.AdamW(params, lr=1e-3)")
+
+    def close(self) -> None:
+        """Everybody has heard."""
+
+    def _words(self, rank: int, text: str) -> str:
+        """What a rank says, on every rank."""
+        said = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+        return bytes(self._from(rank, {"words": said})["words"].numpy()).decode().strip()
+
+    def local_usage(self) -> LocalUsage:
+        """Return where the time of training went so far, of the ranks of this process; nobody else is asked."""
+        return {rank: {stage: worker.usage(stage) for stage in worker.stages} for rank, worker in self._workers.items()}
+
+    def usage(self, before: LocalUsage | None = None) -> list[StageUsage]:
+        """Return where the time of training went: of every stage, and of each of its replicas.
+
+        Args:
+            before: what :meth:`local_usage` gave when the time began that counts; None: all of it does.
+        """
+        here = self.local_usage()
+        if before is not None:
+            here = {rank: {stage: usage.since(before[rank][stage]) for stage, usage in stages.items()}
+                    for rank, stages in here.items()}
+        return [self._usage(here, stage, rank) for stage, ranks in enumerate(self._placement) for rank in ranks]
+
+    def _usage(self, here: LocalUsage, stage: int, rank: int) -> StageUsage:
+        mine = here[rank][stage] if rank in here else StageUsage.empty()
+        return StageUsage.of(self._from(rank, {"usage": mine.as_tensor()})["usage"])
+
+    def check_ties(self) -> None:
+        """Compare the shapes and dtypes of tied parameters that are on different stages; every rank finds the same.
+
+        Raises:
+            UserError: two of them differ.
+        """
+        tied = {own: target for spec in self._specs for own, (_, target) in spec.borrowed.items()}
+        if not tied:
+            return
+        mine = {name: kind_of(parameter) for worker in self._workers.values() for stage in worker.stages.values()
+                for name, parameter in stage.named_parameters() if name in tied or name in tied.values()}
+        kinds = self.united(mine)
+        for own, target in tied.items():
+            check_alike({own: kinds[own], target: kinds[target]})
+
+    def agree_on_norms(self) -> None:
+        """Let every rank know how many gradient norms each stage publishes, and who to whom."""
+        counts = []
+        for stage, ranks in enumerate(self._placement):
+            here = self._stage(stage, ranks[0])
+            count = torch.tensor([len(here.weights.names) if here else 0])
+            counts.append(int(self._from(ranks[0], {"count": count})["count"]))
+        everyone = {rank for ranks in self._placement for rank in ranks}
+        for rank, worker in self._workers.items():
+            worker.update.clip_globally(
+                {stage: (ranks[0], counts[stage]) for stage, ranks in enumerate(self._placement)
+                 if stage not in worker.stages},
+                {stage: sorted(everyone - set(ranks)) if rank == (ranks := self._placement[stage])[0] else []
+                 for stage in worker.stages})
+
+    def check_replicas(self) -> None:
+        """Compare the weights of the replicas of every stage by their checksums.
+
+        Raises:
+            RunError: they differ.
+        """
+        for stage, name, first, rank in self._differences(_weights):
+            raise RunError(f"stage {stage}: '{name}' on rank {rank} is not what it is on rank {first}",
+                           hint="replicas that start alike and get the same gradients stay alike: look for a layer or "
+                                "an optimizer that draws random numbers outside torch, or for ranks with different "
+                                "libraries", rank=rank, stage=stage)
+
+    def check_replicas_begin(self, buffers: bool) -> None:
+        """Compare what the replicas of every stage begin with; every rank finds the same.
+
+        Args:
+            buffers: whether they are to be alike, too.
+
+        Raises:
+            UserError: something differs.
+        """
+        for stage, name, first, rank in self._differences(partial(_tensors, buffers=buffers)):
+            raise UserError(f"stage {stage}: '{name}' begins with other values on rank {rank} than on rank {first}",
+                            hint="replicas must begin alike: call torch.manual_seed with the same number on every rank "
+                                 "before an nn.Sequential is built, and let layers draw from torch's generator alone")
+
+    def _differences(self, tensors: Callable[[Stage], Iterator[tuple[str, Tensor]]]
+                     ) -> Iterator[tuple[int, str, int, int]]:
+        """Of tensors of the stages: the stage, the name, the first replica's rank and that of one that differs."""
+        for stage, ranks in enumerate(self._placement):
+            sums = [self._checksums(stage, rank, tensors) for rank in ranks if len(ranks) > 1]
+            for rank, theirs in zip(ranks[1:], sums[1:], strict=True):
+                for name, checksum in sums[0].items():
+                    if not torch.equal(checksum, theirs[name]):
+                        yield stage, name, ranks[0], rank
+
+    def _checksums(self, stage: int, rank: int,
+                   tensors: Callable[[Stage], Iterator[tuple[str, Tensor]]]) -> dict[str, Tensor]:
+        here, sums = self._stage(stage, rank), {}
+        for name, value in tensors(here) if here is not None else ():
+            data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            sums[name] = torch.frombuffer(bytearray(hashlib.sha256(data).digest()), dtype=torch.uint8)
+        return self._from(rank, sums)
+
+    @contextmanager
+    def first_buffers(self) -> Iterator[None]:
+        """Every replica with the buffers (running statistics) of the first, then with its own again."""
+        kept: list[tuple[Tensor, Tensor]] = []
+        for stage, ranks in enumerate(self._placement):
+            if len(ranks) == 1:
+                continue
+            first = self._stage(stage, ranks[0])
+            shared = self._from(ranks[0], dict(_buffers(first)) if first else {})
+            for rank in ranks[1:]:
+                if (here := self._stage(stage, rank)) is not None:
+                    for name, buffer in _buffers(here):
+                        kept.append((buffer, buffer.clone()))
+                        buffer.copy_(shared[name])
+        try:
+            yield
+        finally:
+            for buffer, value in reversed(kept):  # of a buffer under two names the first value is its own
+                buffer.copy_(value)
+
+    def _stage(self, stage: int, rank: int) -> Stage | None:
+        worker = self._workers.get(rank)
+        return None if worker is None else worker.stages[stage]
+
+    def _from(self, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of a rank, on every rank."""
+        return share_tensors(tensors, rank, self._timeout_s) if self._distributed else dict(tensors)
+
+
+def _weights(stage: Stage) -> Iterator[tuple[str, Tensor]]:
+    yield from zip(stage.weights.names, stage.weights.values(stage.weights.names), strict=True)
+
+
+def _tensors(stage: Stage, buffers: bool) -> Iterator[tuple[str, Tensor]]:
+    stage.use_latest()
+    yield from stage.named_parameters()
+    if buffers:
+        yield from _buffers(stage)
+
+
+def _buffers(stage: Stage) -> Iterator[tuple[str, Tensor]]:
+    for layer, module in stage.modules.items():
+        yield from ((f"{stage.layer_names[layer]}.{name}", buffer) for name, buffer in module.named_buffers())

@@ -1,0 +1,354 @@
+"""The executor ``async_threaded``: the forwards of a batch in a thread each, then the backwards in reverse order."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from vpipe.errors import RunError
+from vpipe.model.sequential import loss_buffers
+from vpipe.runtime.activations import Record
+from vpipe.runtime.worker import Given, Worker
+from vpipe.schedules.action import Action, Op
+from vpipe.watch.current import work
+
+
+class Streams:
+    """On a CPU: everything is done when its call returns. What is said here holds for :class:`CudaStreams`, too."""
+
+    def taking(self) -> AbstractContextManager[None]:
+        """While something is received, or copied to the device; what follows in the caller's stream waits for it."""
+        return nullcontext()
+
+    def begin(self, microbatch: int, given: Iterable[Tensor]) -> None:
+        """Let a microbatch's stream wait for the caller's, in which it was ``given`` tensors."""
+
+    def computing(self, microbatch: int, *, ordered: bool) -> AbstractContextManager[None]:
+        """While the forward of a microbatch is queued, in whatever thread.
+
+        Args:
+            ordered: it is computed after the one that was queued before it, whatever the stream.
+        """
+        return nullcontext()
+
+    def computed(self, microbatch: int) -> None:
+        """All of a forward has been queued."""
+
+    def lend(self, tensors: Iterable[Tensor]) -> None:
+        """Let tensors of any stream be sent, and read by the caller."""
+
+    def sending(self, microbatch: int | None) -> AbstractContextManager[None]:
+        """While something is sent: what the forward of a microbatch made, or what the caller's stream has."""
+        return nullcontext()
+
+    def gather(self) -> None:
+        """Let the caller's stream wait for all forwards."""
+
+
+class CudaStreams(Streams):
+    """Streams and events of one GPU.
+
+    - A stream waits for another by an event, never the host, so that forwards of several microbatches run at one time.
+    - A tensor that is used in another stream than it was allocated in is recorded there (``Tensor.record_stream``), or
+      its memory could be given away while it is still read.
+    - Forwards of a stage with buffers that are saved (running statistics) have their streams in the order of the
+      microbatches: each writes what the next one reads.
+    - Autograd runs the backward of an operation in the stream of its forward, waits where tensors cross, and lets the
+      stream in which ``backward`` was called wait for the leaves at its end (PyTorch, CUDA semantics: stream semantics
+      of backward passes). So gradients may be read where the backward was called.
+
+    Args:
+        device: of this rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._receives, self._sends = _stream(device), _stream(device)
+        self._of: dict[int, torch.cuda.Stream] = {}
+        self._ends: dict[int, torch.cuda.Event] = {}
+        self._newest: torch.cuda.Stream | None = None  # that a forward was queued in
+        # The microbatches' graphs share the nodes that accumulate a weight's gradient; they have the stream of one of
+        # them. Autograd waits there as it should; that it is a mismatch is meant.
+        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+
+    @contextmanager
+    def taking(self) -> Iterator[None]:
+        caller = torch.cuda.current_stream(self._device)
+        self._receives.wait_stream(caller)
+        with torch.cuda.stream(self._receives):
+            yield
+        caller.wait_stream(self._receives)
+
+    def begin(self, microbatch: int, given: Iterable[Tensor]) -> None:
+        if microbatch not in self._of:
+            self._of[microbatch] = _stream(self._device)
+        stream, caller = self._of[microbatch], torch.cuda.current_stream(self._device)
+        stream.wait_stream(caller)
+        _record(given, caller, stream)
+
+    @contextmanager
+    def computing(self, microbatch: int, *, ordered: bool) -> Iterator[None]:
+        stream = self._of[microbatch]
+        if ordered and self._newest is not None:
+            stream.wait_stream(self._newest)
+        self._newest = stream
+        with torch.cuda.stream(stream):
+            yield
+
+    def computed(self, microbatch: int) -> None:
+        self._ends[microbatch] = self._of[microbatch].record_event()
+
+    def lend(self, tensors: Iterable[Tensor]) -> None:
+        _record(tensors, torch.cuda.current_stream(self._device), self._sends)
+
+    @contextmanager
+    def sending(self, microbatch: int | None) -> Iterator[None]:
+        if microbatch in self._ends:
+            self._sends.wait_event(self._ends[microbatch])
+        else:  # the caller's stream has waited for it
+            self._sends.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._sends):
+            yield
+
+    def gather(self) -> None:
+        caller = torch.cuda.current_stream(self._device)
+        for event in self._ends.values():
+            caller.wait_event(event)
+        self._ends.clear()
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _record(tensors: Iterable[Tensor], *streams: torch.cuda.Stream) -> None:
+    """Keep the memory of tensors until these streams have come past what is queued there when they are let go."""
+    for tensor in tensors:
+        for stream in streams:
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
+
+
+def streams_of(device: torch.device) -> Streams:
+    """The streams of a rank."""
+    return CudaStreams(device) if device.type == "cuda" else Streams()
+
+
+_Gradients = list[list[Tensor | None]]
+"""Of the stage's own weights and of those that it borrows, in order."""
+
+_GOES_ON = frozenset({Op.FORWARD, Op.SEND_F, Op.RECV_F})
+"""Actions that may come while forwards are under way; every other one waits for them."""
+
+
+class _Done(NamedTuple):
+    """What a forward gave, and when its thread worked, in seconds of ``perf_counter``."""
+
+    outputs: list[Tensor]
+    record: Record
+    began: float
+    ended: float
+
+
+class ThreadedWorker(Worker):
+    """Carries out GPipe with its backwards turned round (:mod:`vpipe.schedules.reversal`).
+
+    A forward of a batch starts a thread, which queues the microbatch's work, on a GPU in a stream of its own
+    (:class:`CudaStreams`). The threads take turns in the order of the microbatches: random numbers are drawn, and
+    buffers written, in the order in which they are without threads, so each works under the lock of the one before.
+    On a GPU that orders what is queued, not what is computed; so a stage whose layers have buffers that are saved has
+    its streams ordered, too. Those that are not saved (``persistent=False``) are taken for constants.
+    All else is the calling thread's: receiving, sending, which so overlaps the threads' work, and autograd.
+
+    Every microbatch's gradients are kept apart until all are there, then added in the order of the microbatches: the
+    operations, and so the bits, of any other executor. Costs as many times the gradients as there are microbatches.
+
+    Args:
+        in_turn: ranks of one process take turns; then a forward ends before the next rank goes on.
+    """
+
+    def __init__(self, *arguments: Any, in_turn: bool, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._in_turn = in_turn
+        self._streams = streams_of(next(iter(self.stages.values())).device)
+        self._ordered = {index for index, stage in self.stages.items() if any(map(_keeps, stage.modules.values()))}
+        self._threads: dict[int, ThreadPoolExecutor] = {}  # one thread each, by microbatch
+        self._latest: Future[_Done] | None = None
+        self._under_way: dict[tuple[int, int], tuple[Given, Future[_Done]]] = {}
+        self._waits: list[tuple[float, float]] = []  # for other ranks, while forwards may have gone on
+        self._deferred: deque[Action] = deque()  # ends of forwards and their sends, in the program's order
+        self._apart: dict[int, dict[int, _Gradients]] = defaultdict(dict)  # by stage and microbatch
+        self._at_fault: Action | None = None  # whose failure shows in a later action
+        plain = self.operations
+        self.operations = {op: operation if op in _GOES_ON else partial(self._after_forwards, operation)
+                           for op, operation in plain.items()}
+        self.operations[Op.SEND_F] = self._send_forward
+        if self.transport.ordered:  # sends that were put off come before the receives behind them
+            self.operations[Op.RECV_F] = partial(self._after_sends, plain[Op.RECV_F])
+        self.operations[Op.SEND_B] = partial(self._send_backward, self.operations[Op.SEND_B])
+
+    # -- forwards, in threads --------------------------------------------------------------------------
+
+    def _forward(self, stage_index: int, microbatch: int) -> None:
+        if not self.segment.training:
+            super()._forward(stage_index, microbatch)
+            return
+        if 0 < stage_index < self._last:
+            self._catch_up()  # what others wait for goes out before this rank waits for them
+        waited = self.transport.wait_s
+        with self._streams.taking():
+            given = self._begin_forward(stage_index, microbatch)  # which waits last
+        now = perf_counter()
+        self._waits.append((now - (self.transport.wait_s - waited), now))
+        self._streams.begin(microbatch, (*given.received, *given.fields.values()))
+        if microbatch not in self._threads:
+            self._threads[microbatch] = ThreadPoolExecutor(1, thread_name_prefix=f"microbatch-{microbatch}")
+        self._latest = self._threads[microbatch].submit(self._compute, stage_index, microbatch, given, self._latest,
+                                                        torch.get_num_threads())
+        self._under_way[stage_index, microbatch] = given, self._latest
+        self._deferred.append(Action(Op.FORWARD, stage_index, microbatch))
+        if self._in_turn or self._decides(stage_index, microbatch):
+            self._gather()
+
+    def _decides(self, stage_index: int, microbatch: int) -> bool:
+        """Whether losses are told after this forward: all of the batch are known then."""
+        return (stage_index == self._last
+                and microbatch == self.segment.rounds.share(stage_index, 0, stage_index, self.rank)[-1])
+
+    def _compute(self, stage_index: int, microbatch: int, given: Given,
+                 before: Future[_Done] | None, threads: int) -> _Done:
+        """In the microbatch's thread: the forward, once the one before has been queued."""
+        if before is not None and before.exception() is not None:  # known when that one has ended
+            raise RunError(f"the microbatch before {microbatch} failed", hint="see there")
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)  # OpenMP keeps the number by thread, and sums depend on it
+        assert given.pins is not None, "evaluations have no threads"
+        began = perf_counter()
+        with (self._streams.computing(microbatch, ordered=stage_index in self._ordered),
+              self._labelled(Action(Op.FORWARD, stage_index, microbatch))):
+            outputs, record = self.stages[stage_index].forward(given.received, given.fields, given.key, given.pins,
+                                                               split=self.is_split(stage_index, microbatch))
+        return _Done(outputs, record, began, perf_counter())
+
+    def _gather(self) -> None:
+        """Go on when all forwards have ended, or on a GPU are queued before all that the calling thread will queue."""
+        self._catch_up()
+        self._streams.gather()
+
+    def _labelled(self, action: Action) -> AbstractContextManager[None]:
+        """While an action is done outside of its place in the program: what torch's profiler, if it runs, calls it."""
+        return record_function(f"{action.stage}{action.op}{self.segment.number(action.microbatch)}")
+
+    def _catch_up(self) -> None:
+        """Wait for the threads and do what was put off until their ends."""
+        while self._deferred:
+            action = self._deferred.popleft()
+            try:
+                if action.op is Op.FORWARD:
+                    self._take_in(action.stage, action.microbatch)
+                else:
+                    with self._streams.sending(action.microbatch), self._labelled(action):
+                        self._neighbours.send_forward(action.stage, action.microbatch)
+            except Exception:
+                self._at_fault = action
+                raise
+
+    def _take_in(self, stage_index: int, microbatch: int) -> None:
+        given, future = self._under_way.pop((stage_index, microbatch))
+        before, started = work.now, perf_counter()
+        work.now = Action(Op.FORWARD, stage_index, microbatch), started  # should it hang, it is this one
+        done = future.result()
+        work.now, waited = before, perf_counter() - started
+        if self._latest is future:
+            self._latest = None  # it holds what it gave
+        self._account(stage_index, done, waited)
+        self._streams.computed(microbatch)
+        self._streams.lend(done.outputs)
+        self._end_forward(stage_index, microbatch, given, done.outputs, done.record)
+
+    def _account(self, stage_index: int, done: _Done, waited: float) -> None:
+        """Count a forward as what its thread took: neither as the action that ``waited`` for it, nor as idle."""
+        idle = sum(max(0.0, min(done.ended, end) - max(done.began, begin)) for begin, end in self._waits)
+        if not self._under_way:
+            self._waits.clear()
+        self.transport.wait_s -= idle
+        self.seconds[stage_index, Op.FORWARD] += done.ended - done.began
+        now, _ = work.now
+        if isinstance(now, Action):
+            self.seconds[now.stage, now.op] -= waited + idle  # the latter, since it is no wait any more
+
+    def _send_forward(self, stage_index: int, microbatch: int) -> None:
+        if not self.segment.training:
+            self._neighbours.send_forward(stage_index, microbatch)
+            return
+        self._deferred.append(Action(Op.SEND_F, stage_index, microbatch))
+        if self._in_turn:
+            self._catch_up()
+
+    def _after_sends(self, operation: Callable[[int, int], None], stage_index: int, index: int) -> None:
+        self._catch_up()
+        operation(stage_index, index)
+
+    def _after_forwards(self, operation: Callable[[int, int], None], stage_index: int, index: int) -> None:
+        self._gather()
+        operation(stage_index, index)
+
+    # -- backwards, in the calling thread ----------------------------------------------------------------
+
+    def _begin_return(self, stage_index: int, microbatch: int, record: Record) -> dict[str, Tensor]:
+        with self._streams.taking():
+            gradients = super()._begin_return(stage_index, microbatch, record)
+        self._streams.begin(microbatch, gradients.values())
+        return gradients
+
+    def _end_return(self, stage_index: int, microbatch: int, returned: list[Tensor]) -> None:
+        self._streams.lend(returned)
+        super()._end_return(stage_index, microbatch, returned)
+
+    def _send_backward(self, operation: Callable[[int, int], None], stage_index: int, microbatch: int) -> None:
+        with self._streams.sending(None):
+            operation(stage_index, microbatch)
+
+    @contextmanager
+    def _completing(self, stage_index: int, microbatch: int, whole: bool) -> Iterator[None]:
+        stage = self.stages[stage_index]
+        everything = [stage.weights, *stage.borrowed.values()]
+        last = not any(other == stage_index for other, _ in self.records)
+        with super()._completing(stage_index, microbatch, whole=False):
+            with ExitStack() as stack:
+                for weights in everything:
+                    stack.enter_context(weights.without_hooks())
+                yield
+            self._apart[stage_index][microbatch] = [weights.take_gradients() for weights in everything]
+            if last:
+                apart = self._apart.pop(stage_index)
+                for number, weights in enumerate(everything):
+                    weights.accumulate([apart[microbatch][number] for microbatch in sorted(apart)])
+
+    def abandon(self) -> None:
+        wait([future for _, future in self._under_way.values()])
+        for store in (self._under_way, self._deferred, self._waits, self._apart):
+            store.clear()
+        self._latest = self._at_fault = None
+        super().abandon()
+
+    # -- failures ----------------------------------------------------------------------------------------
+
+    def _failed(self, error: RunError, action: Action) -> None:
+        at_fault, self._at_fault = self._at_fault or action, None
+        super()._failed(error, at_fault)
+
+
+def _keeps(module: nn.Module) -> bool:
+    """Whether it has buffers that its forward may write: what it writes must be saved with it."""
+    saved = module.state_dict()
+    return any(name in saved for name, _ in module.named_buffers()) or bool(loss_buffers(module))

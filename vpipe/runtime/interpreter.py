@@ -1,0 +1,268 @@
+"""The ranks of this process at work: they take turns in one thread, or there is only one of them."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from vpipe.errors import RunError
+from vpipe.runtime.microbatches import Segment
+from vpipe.runtime.step_results import Outcomes, Step
+from vpipe.runtime.trace import Recorder
+from vpipe.runtime.transport.compression import Compressed
+from vpipe.runtime.worker import IsSplit, VersionOf, Worker
+from vpipe.schedules.action import Action, Op
+from vpipe.schedules.lower import Lowering
+from vpipe.schedules.order import Schedule, stages_of_rank, stream_program
+from vpipe.schedules.reading import Reading
+from vpipe.schedules.registry import Recipe
+from vpipe.schedules.rounds import Rounds
+from vpipe.schedules.seat import seats
+from vpipe.schedules.transfer_order import TransferOrder, in_one_order
+from vpipe.schedules.wavefront import wavefront
+
+
+@dataclass(frozen=True)
+class Program:
+    """A rank's lowered actions, the versions of borrowed weights that its microbatches use, which are split."""
+
+    actions: Iterator[Action]
+    version_of: VersionOf
+    is_split: IsSplit
+
+
+class Programs:
+    """What becomes of a schedule when it meets data.
+
+    Args:
+        schedule: lowered.
+        recompute: stages that recompute activations.
+        ordered: whether transfers must come in one order, see :mod:`vpipe.schedules.transfer_order`.
+    """
+
+    def __init__(self, schedule: Schedule, recompute: Collection[int], ordered: bool) -> None:
+        if ordered and schedule.recipe is None:
+            schedule, _ = in_one_order(Reading.of(schedule))
+        self._schedule, self._recompute, self._ordered = schedule, recompute, ordered
+        self._split = frozenset((action.stage, action.microbatch) for program in schedule.programs for action in program
+                                if action.op is Op.INPUT)
+        self._versions = Reading.of(schedule).version
+        self._evaluations: dict[int, Schedule] = {}  # the latest, by its number of microbatches
+
+    def rounds(self, exists: Callable[[int], bool]) -> Rounds:
+        """How the microbatches that there are will be divided."""
+        return replace(self._schedule.rounds, exists=exists)
+
+    def of_batch(self, rank: int) -> Program:
+        """All of a rank's program: lowered once, the same for every batch."""
+        return Program(iter(self._schedule.programs[rank]), lambda owner, microbatch: self._versions[owner, microbatch],
+                       lambda stage, microbatch: (stage, microbatch) in self._split)
+
+    def of_stream(self, rounds: Rounds, recipe: Recipe) -> Callable[[int], Program]:
+        """The lowered program of a rank over the microbatches that come.
+
+        It is the program for very many microbatches less the actions on those that never come; see
+        :data:`vpipe.schedules.registry.Program`.
+        """
+        split, placement = {stage for stage, _ in self._split}, self._schedule.placement
+        seated = seats(recipe, placement, self._schedule.microbatches, rounds.update_every)
+
+        def compute(rank: int) -> Iterator[Action]:
+            return stream_program(recipe, seated[rank], rounds, stages_of_rank(placement, rank), self._recompute)
+
+        def program(rank: int) -> Program:
+            lowered = {every: Lowering(rounds, every, compute, self._schedule.ties)
+                       for every in (range(self._schedule.ranks) if self._ordered else (rank,))}
+            actions = lowered[rank].program()
+            if self._ordered:
+                order = TransferOrder(
+                    rounds, self._schedule.ties, [lowering.program() for lowering in lowered.values()],
+                    lambda of, owner, microbatch: lowered[of].version_of(owner, microbatch), normed=False, ranks=[rank])
+                actions = order.program(rank)
+            return Program(actions, lowered[rank].version_of, lambda stage, microbatch: stage in split)
+
+        return program
+
+    def of_evaluation(self, microbatches: int) -> Callable[[int], Program]:
+        """Every microbatch forward through all stages."""
+        if microbatches not in self._evaluations:
+            schedule = wavefront(self._schedule.placement, microbatches)
+            self._evaluations = {microbatches: in_one_order(Reading.of(schedule))[0] if self._ordered else schedule}
+        programs = self._evaluations[microbatches].programs
+        return lambda rank: Program(iter(programs[rank]), lambda owner, microbatch: 0, lambda stage, microbatch: False)
+
+
+class Crew:
+    """Carries out the programs of a segment.
+
+    Args:
+        workers: of this process, by rank.
+        outcomes: what is told as soon as losses are known.
+        distributed: whether there are other processes; then this one has one rank, which waits where it must.
+
+    Attributes:
+        broken: whether a segment was left before its end: the stages may be at different versions.
+        recorders: of the ranks whose actions in training are noted.
+    """
+
+    def __init__(self, workers: Mapping[int, Worker], outcomes: Outcomes, distributed: bool) -> None:
+        self._workers, self._outcomes, self._distributed = workers, outcomes, distributed
+        self.broken = self._stepped = False
+        self.recorders: Mapping[int, Recorder] = {}
+
+    def run(self, segment: Segment, program_of: Callable[[int], Program]) -> Iterator[int]:
+        """Carry out a segment; yields a step when every stage of this process has made all its updates of it."""
+        if self.broken:
+            raise RunError("this pipeline failed before and cannot go on", hint="build a new one")
+        programs: dict[int, Iterator[Action]] = {}
+        for rank, worker in self._workers.items():
+            program = program_of(rank)
+            programs[rank] = program.actions
+            worker.begin(segment, program.version_of, program.is_split)
+        rounds, here = segment.rounds, sum(len(worker.stages) for worker in self._workers.values())
+        made: Counter[int] = Counter()  # stages that have made all their updates of a step
+        done = 0
+        self.broken = True  # until the end is reached
+        at_work: Mapping[int, Worker | Recorder] = {**self._workers, **(self.recorders if segment.training else {})}
+        decisive = self._outcomes.decisive
+        self._stepped = False
+        try:
+            for rank, action in self._in_turn(programs, at_work, rounds.flush):
+                if action.op is Op.STEP:
+                    step, left = divmod((action.microbatch + 1) * rounds.span(action.stage), rounds.per_step)
+                    made[step - 1] += not left
+                    # Not one of fewer microbatches: some stages come to its end only when their programs end.
+                    if made[done] == here and len(rounds.of_step(done)) == rounds.per_step:
+                        self.broken = False
+                        yield done
+                        self.broken = True
+                        del made[done]
+                        done += 1
+                elif action is decisive.get(rank):
+                    self._outcomes.tell(segment, 0, rank)
+            for worker in self._workers.values():
+                worker.end()
+        except (Exception, KeyboardInterrupt):
+            self._abandon(segment)
+            raise
+        self.broken = False
+        if segment.training and rounds.of_step(done):
+            yield done
+
+    def _in_turn(self, programs: Mapping[int, Iterator[Action]],
+                 at_work: Mapping[int, Worker | Recorder], flush: bool) -> Iterator[tuple[int, Action]]:
+        """Execute the ranks' actions, each as soon as it has what it needs; yields them when done.
+
+        With a flush the ranks of one process step when all can: an error before that leaves the weights as they were.
+        """
+        together = flush and not self._distributed
+        heads = {rank: action for rank, program in programs.items() if (action := next(program, None)) is not None}
+        while heads:
+            moved = False
+            for rank in list(heads):
+                worker, execute = self._workers[rank], at_work[rank].execute
+                while rank in heads and (self._distributed or worker.waits_for(heads[rank]) is None):
+                    if heads[rank].op is Op.STEP:
+                        if together:
+                            break
+                        self._stepped = True
+                    execute(heads[rank])
+                    moved = True
+                    yield rank, heads[rank]
+                    following = next(programs[rank], None)
+                    if following is None:
+                        del heads[rank]
+                    else:
+                        heads[rank] = following
+            if together and not moved:
+                together = False
+            elif not moved:
+                waits = "; ".join(f"rank {rank} at {action} waits for {self._workers[rank].waits_for(action)}"
+                                  for rank, action in heads.items())
+                raise RunError(f"no rank can go on: {waits}", hint="the schedule deadlocks: this is a defect of vpipe")
+
+    def _abandon(self, segment: Segment) -> None:
+        """After a failure: let training go on as if the segment had not begun, where no stage has made a step of it.
+
+        Not over processes: what others were sent cannot be called back.
+        """
+        feedback = any(isinstance(worker.transport, Compressed) and worker.transport.feedback
+                       for worker in self._workers.values())  # keeps what coding the gradients of this batch lost
+        if self._stepped or self._distributed or (feedback and segment.training):
+            return
+        for worker in self._workers.values():
+            worker.abandon()
+        for recorder in self.recorders.values():
+            recorder.abandon()
+        self.broken = False
+
+    def lend(self) -> None:
+        """Let every stage that borrows tied weights have them as they are now."""
+        for worker in self._workers.values():
+            worker.tied.exchange_first()
+        for worker in self._workers.values():
+            worker.tied.install_all()
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait until what was sent has arrived everywhere: then this process may end."""
+        for worker in self._workers.values():
+            worker.transport.finish()
+
+    def check_whole(self) -> None:
+        """Refuse to give away the state of a pipeline that failed.
+
+        Raises:
+            RunError: it did.
+        """
+        if self.broken:
+            raise RunError("this pipeline failed in the middle of an update: its stages are at different versions",
+                           hint="keep a state_dict() from between steps, and build a new pipeline")
+
+
+class Stream:
+    """A segment that training has begun and not ended; its steps are what it iterates over.
+
+    Args:
+        segment: how long it is follows from its feed.
+        steps: the numbers of its steps, as they are made.
+        outcomes: what comes out of them.
+
+    Attributes:
+        done: steps finished.
+        drained: those that draining made, to be yielded when training goes on; None before.
+    """
+
+    def __init__(self, segment: Segment, steps: Iterator[int], outcomes: Outcomes) -> None:
+        self.segment, self._steps, self._outcomes = segment, steps, outcomes
+        self.done = 0
+        self.drained: deque[Step] | None = None
+
+    def __iter__(self) -> Iterator[Step]:
+        return self
+
+    def __next__(self) -> Step:
+        step = next(self._steps)
+        self.done += 1
+        return self._outcomes.step(self.segment, step)
+
+    def drain(self, schedule: Schedule) -> deque[Step]:
+        """Finish what is in flight, and the steps that makes.
+
+        Every rank drains after the same step, so all must agree on the last microbatch that still enters: the last one
+        before a pause that is known ahead, or else the latest that any rank may have asked for, rounded up to whole
+        steps. Beyond the last finished step these are as many as the replicas of a stage hold in flight, and with
+        several replicas those of the next update, which one may have ended when another ends this one, and the next
+        forward of each.
+        """
+        segment, placement = self.segment, schedule.placement
+        per_step, widest = segment.rounds.per_step, max(len(ranks) for ranks in placement)
+        in_flight = max(len(ranks) * schedule.peak_activations[rank] for ranks in placement for rank in ranks)
+        if widest > 1:
+            in_flight += (segment.every + 1) * widest
+        end = segment.first + -(-(self.done * per_step + in_flight) // per_step) * per_step
+        segment.feed.end = end if segment.feed.end is None else min(end, segment.feed.end)
+        self.drained = deque()
+        self.drained.extend(self)
+        return self.drained

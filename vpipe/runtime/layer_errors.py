@@ -1,0 +1,116 @@
+"""Name the layer that raised an error, and what it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from vpipe.errors import RunError
+from vpipe.model.layer import Layer
+from vpipe.runtime.activations import Span
+from vpipe.runtime.transport.transport import Spec
+
+
+class Computed(NamedTuple):
+    """A layer, its number in the model, and what its forward returned."""
+
+    number: int
+    layer: Layer
+    outputs: Sequence[Tensor]
+
+
+def hint_of(error: Exception, otherwise: str = "mend what raised it") -> str:
+    """Return the remedy for an error that is not vpipe's own."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "smaller microbatches, more recompute, or fewer layers in this stage take less memory"
+    return otherwise
+
+
+def forward_error(number: int, layer: Layer, inputs: Mapping[str, Tensor], error: Exception) -> RunError:
+    """Return the error of the forward of a layer.
+
+    Args:
+        number: of the layer in the model.
+        inputs: what it was given.
+    """
+    hint = "make the layer take what it is given, or let what comes before it hand on what it takes"
+    return RunError(f"the forward of layer {number} '{layer.name}' on {shown(inputs)} raised {_raised(error)}",
+                    hint=hint_of(error, hint))
+
+
+def backward_error(span: Span, gradients: Mapping[str, Tensor], error: Exception, found: Computed | None) -> RunError:
+    """Return the error of a backward through consecutive layers.
+
+    Args:
+        gradients: of the outputs of the last one.
+        found: the layer at fault, see :func:`find_layer`; None where it was not found.
+    """
+    if found is not None:
+        gradients = {name: t for name, t in zip(found.layer.outputs, found.outputs, strict=True) if t.requires_grad}
+        which = f"layer {found.number} '{found.layer.name}'"
+    else:
+        which = one_of((number, layer) for number, layer, _ in span.layers)
+    hint = "torch.autograd.set_detect_anomaly(True) prints the line of the forward that it belongs to"
+    return RunError(f"the backward of {which} on the gradient of {shown(gradients)} raised {_raised(error)}",
+                    hint=hint_of(error, hint))
+
+
+def find_layer(computed: Sequence[Computed], edges: Mapping[str, GradientEdge], gradients: Mapping[str, Tensor],
+               leaves: Iterable[Tensor], error: Exception) -> Computed | None:
+    """Repeat a backward that raised an error, and return the layer that it had reached when it raises one of that kind
+    again; None when it does not.
+
+    Autograd takes operations in the reverse order of the forward, so the layer whose output was reached last is at
+    fault. No gradient of a parameter is changed.
+
+    Args:
+        computed: of the repeated forward, in order.
+        edges: of that forward's outputs.
+        leaves: the inputs and parameters that the original backward gave gradients to.
+    """
+    makers: dict[Node, Computed] = {}  # a layer that hands on its input did not make it
+    for one in computed:
+        for output in one.outputs:
+            if output.grad_fn is not None:
+                makers.setdefault(output.grad_fn, one)
+    reached: list[Computed] = []
+    for node, one in makers.items():
+        node.register_prehook(partial(_reach, reached, one))
+    names = [name for name in edges if name in gradients]
+    try:
+        torch.autograd.grad([edges[name] for name in names], [leaf for leaf in leaves if leaf.requires_grad],
+                            [gradients[name] for name in names], allow_unused=True)
+    except Exception as again:
+        if type(again) is type(error) and reached:
+            return reached[-1]
+    return None
+
+
+def may_repeat(error: Exception) -> bool:
+    """Return whether a computation that raised this may be repeated: not without memory, nor on a broken device."""
+    return not isinstance(error, (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", ())))
+
+
+def one_of(layers: Iterable[tuple[int, Layer]]) -> str:
+    """Return ``layer 5 'head'``, or of several ``one of the layers 3 'mlp' to 5 'head'``."""
+    names = [f"{number} '{layer.name}'" for number, layer in layers]
+    return f"layer {names[0]}" if len(names) == 1 else f"one of the layers {names[0]} to {names[-1]}"
+
+
+def shown(tensors: Mapping[str, Tensor]) -> str:
+    """Return ``h float32[2, 16], target int64[2] on cuda:0``: names, dtypes, shapes, and devices other than the CPU."""
+    return ", ".join(f"{name} {Spec.of(t)}" + (f" on {t.device}" if t.device.type != "cpu" else "")
+                     for name, t in tensors.items())
+
+
+def _raised(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _reach(reached: list[Computed], one: Computed, _: object) -> None:
+    reached.append(one)

@@ -1,0 +1,133 @@
+"""A checkpoint of a pipeline in a folder of the caller's, made while training waits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from vpipe.checkpoint.fits import check_fits
+from vpipe.checkpoint.folder import find
+from vpipe.checkpoint.manifest import About, Manifest
+from vpipe.checkpoint.once import save_at
+from vpipe.checkpoint.parts import check_kinds
+from vpipe.checkpoint.restore import read
+from vpipe.errors import Problem, UserError
+from vpipe.model.layer import Model
+from vpipe.runtime.engine import Engine
+from vpipe.runtime.state_dict import Position
+from vpipe.watch.current import at_work
+
+
+class OneCheckpoint:
+    """A pipeline's state as a folder.
+
+    Args:
+        engine: every rank has its own, and calls the same of this.
+        batch: microbatches of a batch.
+        seed: of the run.
+        folder: a checkpoint's, of any name.
+    """
+
+    def __init__(self, engine: Engine, batch: int, seed: int, folder: Path) -> None:
+        self._engine, self._batch, self._seed, self._folder = engine, batch, seed, folder
+
+    def save(self, arrangement: Mapping[str, Any]) -> None:
+        """Write it, in place of one that is there.
+
+        Raises:
+            UserError: some of the state is nothing that a checkpoint can hold.
+            RunError: a rank could not write. What was there before still is.
+        """
+        tensors: Mapping[str, Tensor] = {}
+        with at_work("saving a checkpoint"), self._together() as problems:
+            try:
+                tensors = self._engine.saved()
+                check_kinds(tensors)
+            except UserError as error:
+                problems += error.problems
+        position = self._engine.position
+        about = About(position.steps, position.samples, self._seed, numbers=position.as_numbers(self._batch),
+                      arrangement={**arrangement, **self._optimizers()})
+        with at_work("saving a checkpoint"):
+            save_at(self._folder, about, tensors, self._rank, self._engine.all_ranks)
+
+    def load(self, model: Model) -> Position:
+        """Go on from it, or from the newest of the run whose folder it is; where that is.
+
+        Raises:
+            UserError: it does not fit, or is damaged; on every rank what the first of them found.
+        """
+        with at_work("loading a checkpoint"), self._together() as problems:
+            try:
+                folder = find(self._folder, _load_call)
+                manifest = Manifest.load(folder)
+                check_fits(manifest, model, "load it into a pipeline of the model that saved it")
+                self._check_run(manifest)
+                position = Position.of_numbers(manifest.step, manifest.samples, manifest.numbers, self._batch)
+                self._engine.check_begins(position)
+                tensors = read(folder, manifest, filter(self._engine.wants, manifest.tensors),
+                               to_go_on=_load_call)
+            except UserError as error:
+                problems += error.problems
+        self._engine.restore(position, tensors)
+        return position
+
+    @contextmanager
+    def _together(self) -> Iterator[list[Problem]]:
+        """What one rank finds wrong all of them raise, before any goes on to what they do together."""
+        mine: list[Problem] = []
+        yield mine
+        found = self._engine.all_ranks.meet(json.dumps([asdict(problem) for problem in mine]), _first)
+        if json.loads(found):
+            raise UserError.all_of([Problem(**problem) for problem in json.loads(found)])
+
+    @property
+    def _rank(self) -> int:
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    def _optimizers(self) -> dict[str, Any]:
+        """What the optimizers of all ranks are called; where there are several kinds, which steps each parameter."""
+        kind_of = self._engine.all_ranks.united(self._own_kinds())
+        kinds = sorted(set(kind_of.values()))
+        return {"optimizers": kinds, **({"optimizer_of": kind_of} if len(kinds) > 1 else {})}
+
+    def _own_kinds(self) -> dict[str, str]:
+        """The kind of optimizer that steps each parameter of this process."""
+        return {name: type(optimizer).__name__ for worker in self._engine.workers.values()
+                for stage in worker.update.optimizers.values()
+                for name, (optimizer, _) in stage.of_parameter.items()}
+
+    def _check_run(self, manifest: Manifest) -> None:
+        if manifest.arrangement.get("imported"):  # weights alone
+            return
+        if manifest.seed != self._seed:
+            raise UserError(f"the checkpoint is of a run with seed {manifest.seed}, this pipeline has {self._seed}",
+                            hint=f"give it seed={manifest.seed}: dropout follows it")
+        theirs, mine = manifest.arrangement.get("optimizers", []), self._own_kinds()
+        if theirs and mine and not set(theirs) & set(mine.values()):
+            raise UserError(f"the checkpoint has the state of {' and '.join(theirs)}, this pipeline trains with "
+                            f"{' and '.join(sorted(set(mine.values())))}",
+                            hint="give it an optimizer of the same kind")
+        kind_of = manifest.arrangement.get("optimizer_of") or (
+            dict.fromkeys(mine, theirs[0]) if len(theirs) == 1 else {})
+        for name, kind in mine.items():
+            if kind_of.get(name, kind) != kind and any(key.startswith(f"optim.{name}.") for key in manifest.tensors):
+                raise UserError(f"the checkpoint has the state of {kind_of[name]} for '{name}', which {kind} steps in "
+                                "this pipeline", hint="give every parameter an optimizer of the kind that saved")
+
+
+def _load_call(folder: Path) -> str:
+    """How to go on from a checkpoint, in Python."""
+    return f"pipe.load({str(folder)!r})"
+
+
+def _first(found: list[str]) -> str:
+    """The problems of the first rank that has any."""
+    return next((problems for problems in found if json.loads(problems)), "[]")

@@ -1,0 +1,252 @@
+"""Sums of gradients over the replicas of a stage, overlapped with the last backward of an update.
+
+The gradients lie in buckets. As soon as the last backward of an update has made those of a bucket, each replica gets
+its share of them: of w replicas one w-th. REDUCE_GRAD sums the shares in the order of the replicas and sends the sum
+to the others; NORM or STEP puts the sums together. So every replica gets the same numbers, whatever arrives when, and
+sends 2 (w-1)/w of the gradients' size, the least that is possible (Patarasuk and Yuan, Bandwidth Optimal All-reduce
+Algorithms, 2009, section 3; buckets in the order of backward: Li et al., PyTorch Distributed, VLDB 2020, section 3.2).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from math import isnan, nan
+
+import torch
+from torch import Tensor
+
+from vpipe.errors import RunError, UserError
+from vpipe.runtime.loss_scaler import Scaling
+from vpipe.runtime.stage import Stage
+from vpipe.runtime.transport.transport import Key, Spec, Transport
+from vpipe.runtime.weight_versions import Weights
+
+BUCKET_BYTES = 4 << 20
+"""Large enough that a message's fixed costs vanish (gloo: 70 us, the time of 0.2 MB), small enough to start early."""
+
+
+class _Bucket:
+    """Some of a stage's gradients as the rows of a matrix, one per replica.
+
+    Behind the gradients stands a number for each: whether the replica has one, which sums tell of all of them. It is
+    NaN where the replica has lost the update by something else than its gradients.
+    """
+
+    def __init__(self, members: Sequence[int], leaves: Sequence[Tensor], width: int) -> None:
+        self.members = members
+        self._shapes = [leaves[i].shape for i in members]
+        self._sizes = [leaves[i].numel() for i in members]
+        total, like = sum(self._sizes) + len(members), leaves[members[0]]
+        self.rows = like.new_empty((width, -(-total // width)))
+        # Of this replica's row. Two in turn: a sum to which few replicas contribute, that of a stream's last round, may
+        # be made while others still want the one before.
+        self._sums = like.new_empty((2, self.rows.shape[1]))
+
+    @property
+    def spec(self) -> Spec:
+        return Spec(tuple(self.rows[0].shape), self.rows.dtype, wants_gradient=False)
+
+    def sum(self, update: int) -> Tensor:
+        """Where this replica's sums of an update are."""
+        return self._sums[update % 2]
+
+    def fill(self, gradients: Sequence[Tensor | None], names: Sequence[str], lost: bool) -> None:
+        flat = self.rows.view(-1)
+        ends = sum(self._sizes)
+        for part, i in zip(torch.split(flat[:ends], self._sizes), self.members, strict=True):
+            gradient = gradients[i]
+            if gradient is not None and gradient.layout != torch.strided:
+                raise UserError(f"'{names[i]}' has a gradient in the layout {gradient.layout}: replicas cannot sum it",
+                                hint="make it dense (nn.Embedding(sparse=False)), or give its stage one rank")
+            if gradient is None:
+                part.zero_()
+            else:
+                part.copy_(gradient.reshape(-1))
+        there = [float(gradients[i] is not None) for i in self.members]
+        if lost:
+            there[there.index(1.0) if 1.0 in there else 0] = nan
+        flat[ends:ends + len(there)].copy_(torch.tensor(there))
+
+    def gradients(self) -> tuple[list[Tensor | None], bool]:
+        """Of the members, once the rows are sums; None where no replica has one. And whether one lost the update."""
+        flat = self.rows.view(-1)
+        ends = sum(self._sizes)
+        present = flat[ends:ends + len(self.members)].tolist()
+        parts = torch.split(flat[:ends], self._sizes)
+        return [part.view(shape) if there else None
+                for part, shape, there in zip(parts, self._shapes, present, strict=True)], any(map(isnan, present))
+
+
+class Reduction:
+    """One replica's part in the sums of a stage's gradients.
+
+    Args:
+        stage: its number.
+        weights: its own parameters.
+        late: names of those whose gradients are not final before the whole backward is done.
+        ranks: of the replicas, in order.
+        transport: of this rank.
+        scaling: of the losses, where it tells what is lost.
+    """
+
+    def __init__(self, stage: int, weights: Weights, late: Sequence[str], ranks: Sequence[int],
+                 transport: Transport, scaling: Scaling | None = None) -> None:
+        self._scaling = scaling
+        self._stage, self._weights, self._ranks, self._transport = stage, weights, ranks, transport
+        self._late = {weights.names.index(name) for name in late}
+        self._me = ranks.index(transport.rank)
+        self._others = [rank for rank in ranks if rank != transport.rank]
+        leaves = weights.leaves()
+        self._buckets = [_Bucket(members, leaves, len(ranks)) for members in _grouped(leaves)]
+        self._refuse_hooks()
+        self._bucket_of = {i: number for number, bucket in enumerate(self._buckets) for i in bucket.members}
+        self._sent = 0  # buckets, of the update at hand
+        self._missing: list[int] = []  # gradients that each bucket waits for
+        self._seen = False  # whether a backward has shown how often each gradient is added to
+
+    # -- the last backward of an update: shares go out
+
+    @contextmanager
+    def during_backward(self, update: int, contributors: Sequence[int]) -> Iterator[None]:
+        """Send what the backward inside makes as soon as it is made, and at its end the rest."""
+        if self._transport.ordered:  # then it is one transfer among others, at its own place
+            yield
+            return
+        times: Counter[int] = Counter()
+        self._missing = [len(bucket.members) for bucket in self._buckets]
+
+        def made(i: int) -> None:
+            times[i] += 1
+            if i in self._late or not self._seen:
+                return
+            if times[i] > 1 and self._bucket_of[i] < self._sent:
+                raise RunError(f"'{self._weights.names[i]}' got a second gradient in one backward of stage "
+                               f"{self._stage}, which it never did before, when the first had been sent",
+                               hint="use it in one part of the model that is recomputed, or in none")
+            self._missing[self._bucket_of[i]] -= 1 if times[i] == 1 else -1  # now it waits for the end
+            while self._sent < len(self._buckets) and not self._missing[self._sent]:
+                self._send_next(update, contributors)
+
+        with ExitStack() as hooks:
+            for i, leaf in enumerate(self._weights.graded()):
+                hook = leaf.register_post_accumulate_grad_hook(lambda _, i=i: made(i))  # type: ignore[no-untyped-call]
+                hooks.callback(hook.remove)
+            yield
+        self._late |= {i for i, count in times.items() if count > 1}
+        self._seen = True
+        self.send(update, contributors)
+
+    @contextmanager
+    def after_backward(self, update: int, contributors: Sequence[int]) -> Iterator[None]:
+        """Send all at the end of what is inside."""
+        yield
+        if not self._transport.ordered:
+            self.send(update, contributors)
+
+    def send(self, update: int, contributors: Sequence[int]) -> None:
+        """Send what was not sent yet; a replica without a microbatch of the update only gets ready for the others'."""
+        while self._sent < len(self._buckets):
+            self._send_next(update, contributors)
+        self._sent = 0
+
+    def abandon(self) -> None:
+        """Begin anew with an update that failed."""
+        self._sent = 0
+
+    def _send_next(self, update: int, contributors: Sequence[int]) -> None:
+        number, self._sent = self._sent, self._sent + 1
+        bucket, key = self._buckets[number], self._key("D", update, number)
+        contributes = self._transport.rank in contributors
+        if contributes:
+            bucket.fill(self._weights.gradients, self._weights.names,
+                        self._scaling is not None and self._scaling.is_lost(self._stage))
+        self._exchange(key, {rank: bucket.rows[i] for i, rank in enumerate(self._ranks) if contributes},
+                       contributors, bucket.spec)
+
+    def _exchange(self, key: Key, rows: dict[int, Tensor], senders: Sequence[int], spec: Spec) -> None:
+        """Send each other replica its row, and get ready for what the ``senders`` send.
+
+        Of two ranks the lower one sends first: a transport that keeps one order per pair would stand still otherwise.
+        """
+        for peer in self._others:
+            if peer in rows and self._transport.rank < peer:
+                self._transport.send(peer, key, [rows[peer]])
+            if peer in senders:
+                self._transport.post(peer, key, [spec])
+            if peer in rows and self._transport.rank > peer:
+                self._transport.send(peer, key, [rows[peer]])
+
+    # -- REDUCE_GRAD: the shares are summed
+
+    def shares_needed(self, update: int, contributors: Sequence[int]) -> Iterator[tuple[int, Key]]:
+        """The transfers that :meth:`add` waits for, with the ranks that they come from."""
+        for number in range(len(self._buckets)):
+            yield from ((rank, self._key("D", update, number)) for rank in self._others if rank in contributors)
+
+    def add(self, update: int, contributors: Sequence[int]) -> None:
+        """Sum this replica's share of every gradient and send it to the others."""
+        self._refuse_hooks()
+        if self._transport.ordered or self._transport.rank not in contributors:
+            self.send(update, contributors)
+        for number, bucket in enumerate(self._buckets):
+            key = self._key("D", update, number)
+            shares = [bucket.rows[self._me] if rank == self._transport.rank else self._transport.take(rank, key)[0]
+                      for rank in contributors]
+            total = bucket.sum(update).copy_(shares[0])
+            for share in shares[1:]:
+                total.add_(share)
+            self._exchange(self._key("S", update, number), dict.fromkeys(self._others, total), self._others,
+                           bucket.spec)
+
+    # -- NORM or STEP: the sums are put together
+
+    def sums_needed(self, update: int) -> Iterator[tuple[int, Key]]:
+        """The transfers that :meth:`collect` waits for, with the ranks that they come from."""
+        for number in range(len(self._buckets)):
+            yield from ((rank, self._key("S", update, number)) for rank in self._others)
+
+    def collect(self, update: int) -> None:
+        """Make the sums the gradients of the stage."""
+        gradients: dict[int, Tensor | None] = {}
+        for number, bucket in enumerate(self._buckets):
+            for row, rank in zip(bucket.rows, self._ranks, strict=True):
+                own = rank == self._transport.rank
+                row.copy_(bucket.sum(update) if own else self._transport.take(rank, self._key("S", update, number))[0])
+            sums, lost = bucket.gradients()
+            gradients.update(zip(bucket.members, sums, strict=True))
+            if lost and self._scaling is not None:
+                self._scaling.lose(self._stage)
+        self._weights.put_gradients([gradients[i] for i in range(len(self._weights.names))])
+
+    def _refuse_hooks(self) -> None:
+        for name in self._weights.hooked(["_post_accumulate_grad_hooks"]):
+            raise UserError(f"'{name}' has hooks that run after its gradient is added to those before "
+                            f"(register_post_accumulate_grad_hook), but the {len(self._ranks)} replicas of stage "
+                            f"{self._stage} each add up a part of them",
+                            hint="use register_hook, which sees each microbatch's gradient, or give the stage one "
+                                 "replica")
+
+    def _key(self, kind: str, update: int, bucket: int) -> Key:
+        return Key(kind, self._stage, update * len(self._buckets) + bucket)
+
+
+def count_buckets(stages: Iterable[Stage]) -> int:
+    """How many the stages of a rank have together."""
+    return sum(len(list(_grouped(stage.weights.leaves()))) for stage in stages)
+
+
+def _grouped(leaves: Sequence[Tensor]) -> Iterator[list[int]]:
+    """The parameters from the last to the first, the order in which a backward comes to them, in equal types."""
+    members: list[int] = []
+    size = 0
+    for i in reversed(range(len(leaves))):
+        leaf = leaves[i]
+        if members and (size + leaf.nbytes > BUCKET_BYTES or leaf.dtype != leaves[members[0]].dtype):
+            yield members
+            members, size = [], 0
+        members.append(i)
+        size += leaf.nbytes
+    if members:
+        yield members

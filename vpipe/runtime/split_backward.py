@@ -1,0 +1,271 @@
+"""Operations whose weight gradient can be computed later than their input gradient.
+
+While a layer runs forward, :class:`Interception` sees its calls of torch functions. A call that multiplies by a
+parameter is replaced by an autograd Function, whose backward hands on the gradient of the input and leaves that of the
+parameter to a :class:`~vpipe.runtime.weight_grad_store.WeightHalf` (Qi et al., arXiv:2401.10241, section 2, do so by
+hand in Megatron's linear layer). Torch's own split walks the graph and computes much twice; this costs a few
+microseconds per operation and keeps what the weights need alone: the operation's input and its output's gradient.
+
+What waits: the gradients of parameters that are direct arguments of the functions in :data:`PUT_OFF`, one of them a
+matrix. What is computed with the input half, because it comes for free there or cannot be told apart cheaply:
+normalisation; recurrent layers (their weight half would walk through time again); parameters that reach the operation
+through another one (weight_norm, ``x @ self.w.t()``, slices, the packed projection of cross attention); what custom
+autograd Functions, scripted modules and compiled code do inside; what runs under hooks for saved tensors
+(:mod:`torch.utils.checkpoint`, ``save_on_cpu``) or in a transform (``torch.vmap``); parameters that also take part in
+any of these where it can be seen.
+
+The gradients are those of the whole backward bit for bit, except for rounding, because a sum has another order, of a
+parameter that (1) is in ``PUT_OFF`` and at least twice where nobody sees it, in a custom Function or scripted module,
+under autocast at least once; (2) is used several times in an autocast that a layer opens itself, outside that of its
+precision (summed in its own precision, not in the lower one); (3) is used in several
+reentrant checkpoints (summed before it is added to earlier microbatches); (4) has a part in a gradient of a gradient
+that a layer takes in its forward (torch sums both parts where they meet).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from vpipe.runtime.activations import merely_counted
+from vpipe.runtime.weight_grad_store import WeightHalf, is_trained
+
+Function = Callable[..., Any]
+
+PUT_OFF: frozenset[Function] = frozenset({
+    F.linear, F.bilinear, torch.embedding,
+    torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm,
+    torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm, torch.einsum, torch.tensordot,
+    torch.conv1d, torch.conv2d, torch.conv3d,
+    torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d})
+"""Their weight gradient costs about as much as their input gradient, and shares no work with it."""
+
+
+CASTS: frozenset[Function] = PUT_OFF - {F.bilinear, torch.embedding, torch.einsum, torch.tensordot}
+"""Autocast casts what they are given; a parameter once for all of them."""
+
+
+class Interception(TorchFunctionMode):
+    """While active, operations put the gradients of their parameters off until ``half`` is accumulated.
+
+    Args:
+        autocasts: whether it is active around one autocast.
+    """
+
+    def __init__(self, half: WeightHalf, autocasts: bool = False) -> None:
+        super().__init__()
+        self._half, self._autocasts = half, autocasts
+        self._casts: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def __torch_function__(self, func: Function, types: Iterable[type], args: Sequence[Any] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        trained = [a for a in _flat((*args, *kwargs.values())) if is_trained(a)]
+        if not trained or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        if func in PUT_OFF and _worth_it(args, kwargs) and not _hooked():
+            if self._autocasts and func in CASTS:
+                args, kwargs = [self._cast(a) for a in args], {name: self._cast(a) for name, a in kwargs.items()}
+            return _put_off(self._half, func, args, kwargs)
+        if (inside := _opened(func)) is not None and not _changes_weight(func, args, kwargs):
+            with self:
+                return inside(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if any(isinstance(t, Tensor) and t.requires_grad for t in _flat((result,))):
+            self._half.used_elsewhere(trained)
+        return result
+
+    def _cast(self, argument: Any) -> Any:
+        """An argument as autocast, where it is on, gives it to an operation of :data:`CASTS`."""
+        if not isinstance(argument, Tensor) or not torch.is_autocast_enabled(argument.device.type):
+            return argument
+        dtype = torch.get_autocast_dtype(argument.device.type)
+        if argument.dtype in (dtype, torch.float64) or not argument.is_floating_point():
+            return argument
+        if not isinstance(argument, nn.Parameter) or not is_trained(argument) or argument.dtype is not torch.float32:
+            return argument.to(dtype)
+        key = id(argument), dtype
+        if key not in self._casts:
+            self._casts[key] = self._half.cast(argument, dtype)
+        return self._casts[key]
+
+
+def _flat(values: Iterable[Any]) -> Iterable[Any]:
+    """The values, and those in lists and tuples among them."""
+    for value in values:
+        if type(value) in (list, tuple):
+            yield from value
+        else:
+            yield value
+
+
+def _worth_it(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """A matrix is among the parameters, not a bias alone; and nothing but plain tensors is."""
+    values = (*args, *kwargs.values())
+    tensors = [a for a in _flat(values) if isinstance(a, Tensor)]
+    return ("out" not in kwargs and any(is_trained(a) and a.dim() > 1 for a in tensors)
+            and all(type(a) in (Tensor, nn.Parameter) for a in tensors)
+            and len(tensors) == sum(isinstance(a, Tensor) for a in values))  # none in a list
+
+
+def _changes_weight(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an embedding scales its vectors down to a greatest norm: what waits is kept as it was at its forward."""
+    return func is F.embedding and (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None
+
+
+def _hooked() -> bool:
+    """Whether somebody handles what operations save (a checkpoint, which in backward expects the same to be saved), or
+    transforms operations (``torch.vmap``)."""
+    return not merely_counted() or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _put_off(half: WeightHalf, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    if func is F.linear:
+        result = _linear(half, *args, **kwargs)
+        if result is not None:
+            return result
+    template = [None if isinstance(a, Tensor) else a for a in args]
+    fixed = {name: a for name, a in kwargs.items() if not isinstance(a, Tensor)}
+    places = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+    names = [name for name, a in kwargs.items() if isinstance(a, Tensor)]
+
+    def call(tensors: Sequence[Tensor]) -> Tensor:
+        positional = list(template)
+        for i, tensor in zip(places, tensors, strict=False):
+            positional[i] = tensor
+        result: Tensor = func(*positional, **fixed, **dict(zip(names, tensors[len(places):], strict=True)))
+        return result
+
+    tensors = (*(args[i] for i in places), *(kwargs[name] for name in names))
+    split: Tensor = _AnyOperation.apply(half, call, *tensors)  # type: ignore[no-untyped-call]
+    return split
+
+
+@cache
+def _opened(func: Function) -> Function | None:
+    """A torch function written in Python that does not ask again who wants to intercept it, so that its body is seen.
+
+    Such a function (:func:`torch.nn.functional.multi_head_attention_forward`) begins by handing itself to the active
+    mode. Called from there as it is, it runs with the mode off: the linear layers inside would go unseen.
+    """
+    if not isinstance(func, FunctionType):
+        return None
+    asks = [name for name in func.__code__.co_names if name.startswith("has_torch_function")]
+    if not asks:
+        return None
+    opened = FunctionType(func.__code__, {**func.__globals__, **dict.fromkeys(asks, _nobody)}, func.__name__,
+                          func.__defaults__, func.__closure__)
+    opened.__kwdefaults__ = func.__kwdefaults__
+    return opened
+
+
+def _nobody(*_: Any) -> bool:
+    return False
+
+
+def _linear(half: WeightHalf, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:  # noqa: A002
+    """``input [N, in] or [N, M, in], weight [out, in], bias [out]``; None for what torch computes in another way."""
+    if (input.dim() not in (2, 3) or weight.dim() != 2 or not input.is_contiguous()
+            or (bias is not None and bias.dim() != 1)
+            or (torch.is_autocast_enabled(input.device.type)
+                and {t.dtype for t in (input, weight, bias) if t is not None}
+                != {torch.get_autocast_dtype(input.device.type)})):  # it would cast them
+        return None
+    result: Tensor = _Linear.apply(half, input, weight, bias)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Linear(torch.autograd.Function):
+    """The most frequent operation by hand, in the very multiplications of autograd's own backward."""
+
+    @staticmethod
+    def forward(ctx: Any, half: WeightHalf, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.half, ctx.weight, ctx.bias = half, weight, bias
+        ctx.save_for_backward(x, weight)
+        ctx.set_materialize_grads(False)
+        return F.linear(x, weight, bias).detach()  # no view of anything, so that it may be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        gradient, = gradients
+        if gradient is None:
+            return None, None, None, None
+        (x, weight), half = ctx.saved_tensors, ctx.half
+        _, wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        dx = gradient.matmul(weight) if wants_x else None
+        leaf = ctx.weight  # itself: hooks for saved tensors hand back another object
+        leaves = [t for t in (leaf, ctx.bias) if t is not None and half.takes(t)]
+        if leaves:
+            kept = x.detach()  # not x itself, which would hold the graph behind it
+            makes = [_dw if t is leaf else _db for t in leaves]  # not t itself, which may be a cast
+            half.put_off(leaves, lambda: [make(kept, gradient) for make in makes], (kept, gradient))
+        later = set(map(id, leaves))
+        return (None, dx, _dw(x, gradient) if wants_weight and id(leaf) not in later else None,
+                _db(x, gradient) if wants_bias and id(ctx.bias) not in later else None)
+
+
+def _dw(x: Tensor, gradient: Tensor) -> Tensor:
+    return gradient.reshape(-1, gradient.shape[-1]).t().mm(x.reshape(-1, x.shape[-1]))
+
+
+def _db(_: Tensor, gradient: Tensor) -> Tensor:
+    return gradient.reshape(-1, gradient.shape[-1]).sum(0)
+
+
+class _AnyOperation(torch.autograd.Function):
+    """Any operation with one output: a graph of its own, cut off from what is before and after it.
+
+    The input half walks it for the inputs alone, the weight half for the parameters alone, so that either computes
+    what autograd would have computed for them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, half: WeightHalf, call: Callable[[Sequence[Tensor]], Tensor], *tensors: Tensor) -> Tensor:
+        cut = [t.detach().requires_grad_() if t.requires_grad else t for t in tensors]
+        with torch.enable_grad():
+            output = call(cut)
+        ctx.half, ctx.call, ctx.cut, ctx.edge = half, call, cut, get_gradient_edge(output)
+        ctx.leaves = [t if half.knows(t) else None for t in tensors]  # hooks for saved tensors hand back other objects
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        gradient, = gradients
+        tensors: Sequence[Tensor] = ctx.saved_tensors
+        result: list[Tensor | None] = [None] * len(tensors)
+        if gradient is None:
+            return None, None, *result
+        wanted = [i for i, wants in enumerate(ctx.needs_input_grad[2:]) if wants]
+        later = [i for i in wanted if ctx.half.takes(ctx.leaves[i])]
+        now = [i for i in wanted if i not in later]
+        if torch.is_grad_enabled():  # this gradient wants a gradient itself: the cut graph would hide it
+            found = torch.autograd.grad(ctx.call(tensors), [tensors[i] for i in now], gradient, create_graph=True,
+                                        allow_unused=True)
+        elif now:
+            found = torch.autograd.grad(ctx.edge, [ctx.cut[i] for i in now], gradient, retain_graph=True,
+                                        allow_unused=True)
+        else:
+            found = ()
+        for i, value in zip(now, found, strict=True):
+            result[i] = value
+        if later:
+            edge, cut = ctx.edge, [ctx.cut[i] for i in later]
+            ctx.half.put_off([ctx.leaves[i] for i in later], lambda: _unaliased(edge, cut, gradient), (gradient,))
+        return None, None, *result
+
+
+def _unaliased(edge: Any, leaves: Sequence[Tensor], gradient: Tensor) -> list[Tensor | None]:
+    """The gradients of leaves, in memory of their own: that of an addend is the output's gradient itself."""
+    found = torch.autograd.grad(edge, leaves, gradient, allow_unused=True)
+    return [g.clone() if g is not None and g.layout is torch.strided
+            and g.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr() else g for g in found]

@@ -1,0 +1,398 @@
+"""What a run must keep to go on as if it had not stopped, by names that say nothing of how it was cut.
+
+Each kind of state is a :class:`Part`: it gives its tensors of this process, and takes those that it wants of
+all there are. So a checkpoint is one flat table, whatever the partition, the widths and the transport:
+
+    model.<layer>.<parameter or buffer>                 a tied weight once, under its owner's name
+    optim.<layer>.<parameter>.<state>                   ...#int and ...#float: a number, without dimensions
+    optim.<layer>.<parameter>.group.lr, .group.initial_lr  #float; of its parameter group, where that was changed
+    buffers.<replica>.<layer>.<buffer>                  of replicas from 1 on; those of replica 0 are the model's
+    loss.<replica>.<layer>.<buffer>                     of the loss of a sequential model, which is not in its state
+    feedback.<layer behind the cut>.<replica>.<tensor>  what coding a gradient lost where it left that replica
+    loss_scale.<first layer of the stage>.value, .good  of fp16; with a flush one for all, layer 0's
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from vpipe.errors import UserError, counted
+from vpipe.model.sequential import loss_buffers
+from vpipe.model.split import StageSpec
+from vpipe.runtime.loss_scaler import LossScale
+from vpipe.runtime.stage import Stage
+from vpipe.runtime.stage_optimizer import StageOptimizer
+from vpipe.runtime.transport.compression import Compressed
+from vpipe.runtime.worker import Worker
+from vpipe.schedules.size import Placement
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a checkpoint was made, and where a run goes on.
+
+    Attributes:
+        steps: that are done; the next one has this index.
+        microbatches: that are done, counted over all training. Dropout and stochastic rounding follow their number.
+        begun: how many of them are of a batch that has more; training goes on within it. None: what is left over when
+            all batches have equally many.
+        samples: that they had.
+    """
+
+    steps: int
+    microbatches: int
+    begun: int | None = None
+    samples: int = 0
+
+    def within(self, batch: int) -> int:
+        """How many microbatches are done of a batch that has more of its ``batch``."""
+        return self.microbatches % batch if self.begun is None else self.begun
+
+    def after(self, steps: int, microbatches: int, samples: int, begun: int) -> Position:
+        """So many steps, microbatches and samples later, ``begun`` of them of a batch that has more."""
+        return Position(self.steps + steps, self.microbatches + microbatches, begun, self.samples + samples)
+
+    def as_numbers(self, batch: int) -> dict[str, int]:
+        """As a checkpoint holds it beside the steps and the samples; ``batch``: microbatches of a batch."""
+        return {"microbatches": self.microbatches, "begun": self.within(batch), "batch": batch}
+
+    @classmethod
+    def of_numbers(cls, steps: int, samples: int, numbers: Mapping[str, Any], batch: int) -> Position:
+        """The inverse of :meth:`as_numbers`, where a batch is now cut into ``batch`` microbatches.
+
+        Raises:
+            UserError: it does not fall between two of them, or is not known.
+        """
+        if not steps:  # weights from elsewhere
+            return cls(0, 0)
+        found = [numbers.get(key) for key in ("microbatches", "begun", "batch")]
+        done, begun, then = (count if type(count) is int and count >= 0 else -1 for count in found)
+        if not (0 <= begun < then and begun <= done):
+            raise UserError(f"the checkpoint of step {steps} does not say how many microbatches are done: it has "
+                            + ", ".join(f"{key} {numbers.get(key)!r}" for key in ("microbatches", "begun", "batch")),
+                            hint="it was not made by vpipe train or Pipeline.save")
+        scaled = []
+        for microbatches in (done, begun):
+            count, left = divmod(microbatches * batch, then)
+            if left:
+                raise UserError(f"the checkpoint is of a run with {then} microbatches per batch, and was made after "
+                                f"{begun} of them: with {batch} that is within one",
+                                hint=f"go on with {then} microbatches per batch, or from another checkpoint")
+            scaled.append(count)
+        return cls(steps, scaled[0], scaled[1], samples)
+
+
+NUMBERS = {"int": torch.int64, "float": torch.float64}
+"""Kinds of numbers in an optimizer's state, and what holds each exactly."""
+
+_RATES = ("lr", "initial_lr")
+"""Entries of a parameter group that follow from the run's arguments, unless the user or a scheduler changes them."""
+
+
+class Part(Protocol):
+    """One kind of state."""
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors that this process has to keep, by their names in a checkpoint; no copies.
+
+        Raises:
+            UserError: some of it is nothing that a checkpoint can hold.
+        """
+
+    def wants(self, name: str) -> bool:
+        """Whether this process takes up a tensor of this name."""
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take up those of the wanted tensors that there are; they are copied.
+
+        Raises:
+            UserError: one is missing that cannot be done without.
+        """
+
+
+class Held(NamedTuple):
+    """A stage on a rank of this process."""
+
+    worker: Worker
+    stage: Stage
+    replica: int
+
+
+def parts_of(workers: Mapping[int, Worker], specs: Sequence[StageSpec], placement: Placement) -> list[Part]:
+    """All parts of the stages on these ranks, in the order in which they are to be loaded."""
+    held = [Held(worker, stage, placement[number].index(rank))
+            for rank, worker in workers.items() for number, stage in worker.stages.items()]
+    return [ModelState(held), OptimizerState(held), ReplicaBuffers(held), LossBuffers(held), Feedback(held, specs),
+            LossScales(held)]
+
+
+class ModelState:
+    """Parameters and buffers: the first replica's, for all of them."""
+
+    def __init__(self, held: Sequence[Held]) -> None:
+        self._held = held
+
+    def state(self) -> dict[str, Tensor]:
+        return {f"model.{name}": value for each in self._held if each.replica == 0
+                for name, value in each.stage.state().items()}
+
+    def wants(self, name: str) -> bool:
+        return name in self._names
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        missing = [name.removeprefix("model.") for name in self._names if name not in tensors]
+        if missing:
+            raise UserError(f"{counted(len(missing), 'tensor')} of the model missing in the checkpoint: "
+                            f"{', '.join(missing[:3])}{', ...' * (len(missing) > 3)}",
+                            hint="it was made of another model")
+        for each in self._held:
+            each.stage.load({name: tensors[f"model.{name}"] for name in each.stage.state()})
+
+    @cached_property
+    def _names(self) -> dict[str, None]:
+        """Of what the stages here have, in order; asked for late, since not every model can be saved."""
+        return {f"model.{name}": None for each in self._held for name in each.stage.state()}
+
+
+class OptimizerState:
+    """What the optimizers keep of every parameter they have stepped; equal on all replicas, so the first one's."""
+
+    def __init__(self, held: Sequence[Held]) -> None:
+        self._of_replicas = [(each.worker.update.optimizers[each.stage.spec.index], each.replica) for each in held]
+        self._made = [_beside_state(optimizer) for optimizer, _ in self._of_replicas]
+
+    def state(self) -> dict[str, Tensor]:
+        named: dict[str, Tensor] = {}
+        for (optimizers, replica), made in zip(self._of_replicas, self._made, strict=True):
+            _check_state(optimizers, made)
+            for name, (optimizer, number) in optimizers.of_parameter.items() if replica == 0 else ():
+                group = optimizer.param_groups[number]
+                for key, value in optimizer.state.get(optimizers.parameters[name], {}).items():
+                    named.update([_as_tensor(f"optim.{name}.{key}", value)])
+                for key in _RATES if optimizers.rescheduled else ():
+                    if group.get(key) is not None:
+                        named.update([_as_tensor(_rate_name(name, key), float(group[key]))])
+        return named
+
+    def wants(self, name: str) -> bool:
+        return any(owner in optimizers.of_parameter for optimizers, _ in self._of_replicas
+                   for owner, _ in _readings(name))
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        for optimizers, _ in self._of_replicas:
+            _load_rates(optimizers, tensors)
+            for name, tensor in tensors.items():
+                for owner, kept in _readings(name):
+                    if owner in optimizers.of_parameter and not kept.startswith("group."):
+                        parameter, (optimizer, number) = optimizers.parameters[owner], optimizers.of_parameter[owner]
+                        key, value = _as_value(kept, tensor, parameter, optimizer.param_groups[number])
+                        optimizer.state[parameter][key] = value
+
+
+class _Buffers:
+    """Buffers under names of their own. A checkpoint may lack them: they stay as they are then."""
+
+    def __init__(self, held: Sequence[Held]) -> None:
+        self._held = held
+
+    def state(self) -> dict[str, Tensor]:
+        return dict(self._all())
+
+    def wants(self, name: str) -> bool:
+        return name in self._names
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, buffer in self._all():
+            if name in tensors:
+                buffer.copy_(tensors[name])
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self._all())
+
+    def _all(self) -> Iterator[tuple[str, Tensor]]:
+        raise NotImplementedError
+
+
+class ReplicaBuffers(_Buffers):
+    """The buffers of replicas from 1 on: their own microbatches made them. A new replica has those of the first."""
+
+    def _all(self) -> Iterator[tuple[str, Tensor]]:
+        for each in self._held:
+            if each.replica > 0:
+                kept = each.stage.state()
+                for layer, module in each.stage.modules.items():
+                    for name, buffer in module.named_buffers(prefix=each.stage.layer_names[layer]):
+                        if name in kept:
+                            yield f"buffers.{each.replica}.{name}", buffer
+
+
+class LossBuffers(_Buffers):
+    """The buffers of the loss of a sequential model, of every replica."""
+
+    def _all(self) -> Iterator[tuple[str, Tensor]]:
+        for each in self._held:
+            for layer, module in each.stage.modules.items():
+                for name, buffer in loss_buffers(module).items():
+                    yield f"loss.{each.replica}.{each.stage.layer_names[layer]}.{name}", buffer
+
+
+class Feedback:
+    """What coding gradients lost, where they leave a stage; nothing where another cut is, or none was."""
+
+    def __init__(self, held: Sequence[Held], specs: Sequence[StageSpec]) -> None:
+        self._held, self._specs = held, specs
+
+    def state(self) -> dict[str, Tensor]:
+        return {f"{prefix}{number}": lost for prefix, cut, coder in self._all()
+                for number, lost in coder.lost(cut).items()}
+
+    def wants(self, name: str) -> bool:
+        return any(name.startswith(prefix) for prefix, _, _ in self._all())
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        for prefix, cut, coder in self._all():
+            for name, tensor in tensors.items():
+                if name.startswith(prefix):
+                    coder.has_lost(cut, int(name.removeprefix(prefix)), tensor)
+
+    def _all(self) -> Iterator[tuple[str, int, Any]]:
+        for each in self._held:
+            number = each.stage.spec.index
+            if number > 0 and isinstance(each.worker.transport, Compressed):
+                layer = self._specs[number].layers.start
+                yield f"feedback.{layer}.{each.replica}.", number - 1, each.worker.transport.coder
+
+
+class LossScales:
+    """The scales of losses that training has found, and for how many updates in a row they were good.
+
+    Another partition, or a flush where there was none: a stage goes on with that of the last layer at or before its
+    first one.
+    """
+
+    def __init__(self, held: Sequence[Held]) -> None:
+        self._held = held
+
+    def state(self) -> dict[str, Tensor]:
+        return {name: tensor for layer, replica, scale in self._all() if replica == 0 for name, tensor in (
+            (f"loss_scale.{layer}.value", torch.tensor(scale.value, dtype=torch.float64)),
+            (f"loss_scale.{layer}.good", torch.tensor(scale.good)))}
+
+    def wants(self, name: str) -> bool:
+        return name.startswith("loss_scale.") and any(True for _ in self._all())
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        layers = sorted({int(name.split(".")[1]) for name in tensors})
+        for layer, _, scale in self._all():
+            if before := [other for other in layers if other <= layer]:
+                scale.value = float(tensors[f"loss_scale.{before[-1]}.value"])
+                scale.good = int(tensors[f"loss_scale.{before[-1]}.good"])
+
+    def _all(self) -> Iterator[tuple[int, int, LossScale]]:
+        """Layers, replicas and scales; one for all stages is in the first one, and on ranks without that has no
+        replica that keeps it."""
+        for each in self._held:
+            scaling = each.worker.update.scaling
+            if scaling is not None and scaling[each.stage.spec.index].dynamic:
+                number, first = each.stage.spec.index, each.stage.spec.layers.start
+                if scaling.travels:
+                    yield first, each.replica, scaling[number]
+                else:
+                    yield 0, each.replica if number == 0 else -1, scaling[number]
+
+
+def _readings(name: str) -> Iterator[tuple[str, str]]:
+    """The ways to read ``optim.<layer>.<parameter>.<state>``: any of the three may hold dots."""
+    _, *words = name.split(".")
+    if name.startswith("optim."):
+        for cut in range(1, len(words)):
+            yield ".".join(words[:cut]), ".".join(words[cut:])
+
+
+def _beside_state(optimizers: StageOptimizer) -> list[tuple[str, dict[str, Any]]]:
+    """Numbers that optimizers have beside the state of their parameters, and that should stay as they are."""
+    kinds = [type(optimizer).__name__ for optimizer in optimizers.optimizers for _ in optimizer.param_groups]
+    groups = [(f"of the parameter groups of {kind}", {key: value for key, value in group.items() if key not in _RATES})
+              for kind, group in zip(kinds, optimizers.options(), strict=True)]
+    return groups + [(f"among the attributes of {type(optimizer).__name__}",
+                      {name: value for name, value in vars(optimizer).items()
+                       if type(value) in (bool, int, float) and not name.startswith("_")})
+                     for optimizer in optimizers.optimizers]
+
+
+def _check_state(optimizers: StageOptimizer, made: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    """Refuse what optimizers keep elsewhere than with their parameters, where no checkpoint would hold it.
+
+    Args:
+        made: what :func:`_beside_state` said when they were made.
+    """
+    hint = "choose an optimizer that keeps its state per parameter"
+    for (where, before), (_, now) in zip(made, _beside_state(optimizers), strict=True):
+        changed = [key for key in now if key not in before or before[key] != now[key]]
+        if changed:
+            raise UserError(f"'{changed[0]}' {where} has changed since the start, which a checkpoint does not hold",
+                            hint=hint)
+    known = {id(parameter) for parameter in optimizers.parameters.values()}
+    for optimizer in optimizers.optimizers:
+        for key, state in optimizer.state.items():
+            if id(key) not in known and state:
+                raise UserError(f"{type(optimizer).__name__} keeps state that is of no parameter of its stage, but of "
+                                f"{type(key).__name__} {key!r}"[:200], hint=hint)
+
+
+def _rate_name(parameter: str, key: str) -> str:
+    return f"optim.{parameter}.group.{key}"
+
+
+def _load_rates(optimizers: StageOptimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Give parameter groups the learning rates that those of their parameters had, where they had been changed.
+
+    Raises:
+        UserError: the parameters of a group had different ones.
+    """
+    for key in _RATES:
+        found: dict[int, dict[float | None, str]] = defaultdict(dict)
+        for name, (optimizer, number) in optimizers.of_parameter.items():
+            rate = tensors.get(f"{_rate_name(name, key)}#float")
+            found[id(optimizer.param_groups[number])].setdefault(None if rate is None else rate.item(), name)
+        for group in optimizers.groups:
+            rates = found[id(group)]
+            if len(rates) > 1:
+                (first, one), (second, other), *_ = rates.items()
+                raise UserError(f"'{one}' and '{other}' are in one parameter group, but the checkpoint has them with "
+                                f"different learning rates ({key}): {first or 'as made'} and {second or 'as made'}",
+                                hint="put them into different parameter groups, or keep the partition that saved")
+            if (only := next(iter(rates), None)) is not None:
+                if isinstance(group.get(key), Tensor):
+                    group[key].fill_(only)
+                else:
+                    group[key] = only
+
+
+def _as_tensor(name: str, value: object) -> tuple[str, Tensor]:
+    """An entry of an optimizer's state as a checkpoint holds it."""
+    if isinstance(value, Tensor):
+        return name, value
+    if type(value) is int or type(value) is float:
+        kind = type(value).__name__
+        return f"{name}#{kind}", torch.tensor(value, dtype=NUMBERS[kind])
+    raise UserError(f"the optimizer keeps {type(value).__name__} {value!r} as '{name}'",
+                    hint="a checkpoint holds tensors and numbers: choose an optimizer that keeps nothing else")
+
+
+def _as_value(key: str, tensor: Tensor, parameter: nn.Parameter, group: Mapping[str, Any]) -> tuple[str, object]:
+    """The inverse of :func:`_as_tensor`, on the device where torch's own optimizers want it."""
+    name, _, kind = key.partition("#")
+    if kind:
+        return name, tensor.item()
+    on_host = name == "step" and not (group.get("capturable") or group.get("fused"))
+    return name, tensor.to("cpu" if on_host else parameter.device, copy=True)

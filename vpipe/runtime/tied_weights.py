@@ -1,0 +1,203 @@
+"""Tied weights that sit on two stages: versions travel to the borrower, gradients to the owner.
+
+The first stage that uses a tied weight owns it: it alone steps it and counts it in a norm. Another stage borrows
+it: its forward of a microbatch uses the version that the owner's forward of that microbatch used, and its gradients
+of an update are summed and sent to the owner, which adds them to its own before the step. Versions and updates are
+those of the owner. Where both stages live on one rank, tensors change hands there, without a copy: the
+owner holds a version until its own backward of a microbatch, which comes after the borrower's.
+
+With replicas each rank that borrows gets its versions from one of the owner's ranks, and sends its gradients to all of
+them: every replica of the owner adds the same numbers in the same order. Where each stage scales its losses by a number
+of its own, gradients travel unscaled.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from vpipe.errors import UserError
+from vpipe.model.split import Ties
+from vpipe.runtime.loss_scaler import Scaling
+from vpipe.runtime.stage import Stage
+from vpipe.runtime.transport.transport import Key, Spec, Transport
+from vpipe.runtime.weight_versions import Weights
+from vpipe.schedules.partners import Partners, borrowing_ranks
+from vpipe.schedules.rounds import Rounds
+from vpipe.schedules.size import Placement
+
+
+class TiedWeights:
+    """One rank's part in the exchange of tied weights. Updates and versions count from :meth:`begin`."""
+
+    def __init__(self, ties: Ties, placement: Placement, stages: Mapping[int, Stage], transport: Transport,
+                 scaling: Scaling | None = None) -> None:
+        """``scaling``: of the losses, where stages differ in it."""
+        self._ties, self._placement, self._stages, self._transport = ties, placement, stages, transport
+        self._scaling = scaling
+        self._number = {pair: i for i, pair in enumerate(sorted((owner, b) for owner in ties for b in ties[owner]))}
+        self._lender = {owner: next(rank for rank in placement[owner]
+                                    if transport.rank in borrowing_ranks(placement, owner, ties[owner], rank))
+                        for stage in stages.values() for owner in stage.borrowed}
+        self._posted: dict[int, deque[int]] = defaultdict(deque)  # versions on their way, by owner
+        self._here: dict[Key, list[Tensor]] = {}  # from this rank to itself
+        self._rounds: Rounds
+        self._senders: dict[tuple[int, int], list[int]] = {}  # whose gradients of an update are still to be posted
+        self._begun: dict[int, int] = defaultdict(int)  # the owner's updates before those that are counted
+        for owner in set(ties) & set(stages):
+            names = {name for borrowed in ties[owner].values() for name in borrowed}
+            for name in sorted(names - set(stages[owner].weights.names)):
+                raise UserError(f"'{name}' is tied to a parameter of another stage, but is no trainable parameter",
+                                hint="correct the name, or let it require a gradient, or leave out the tie")
+            _refuse_hooks(stages[owner].weights, names)
+        for stage in stages.values():
+            for weights in stage.borrowed.values():
+                _refuse_hooks(weights, weights.names)
+
+    def begin(self, rounds: Rounds) -> None:
+        """What follows is of these rounds: count updates and versions from here."""
+        self._rounds = rounds
+        self._partners = Partners(rounds, {owner: tuple(borrowers) for owner, borrowers in self._ties.items()})
+        for number, stage in self._stages.items():
+            self._begun[number] = stage.weights.latest
+            self._begun.update({owner: weights.latest for owner, weights in stage.borrowed.items()})
+
+    def abandon(self) -> None:
+        """Drop what is on its way."""
+        for store in (self._posted, self._here, self._senders):
+            store.clear()
+
+    def ready(self, peer: int, key: Key) -> bool:
+        """Whether a transfer can be taken without waiting."""
+        return key in self._here if peer == self._transport.rank else self._transport.ready(peer, key)
+
+    def exchange_first(self) -> None:
+        """Send and get ready for the initial weights: owner after owner, in one order on all ranks."""
+        for owner in sorted(self._ties):
+            if owner in self._stages:
+                self.send_version(owner, 0)
+            if owner in self._lender:
+                self.post_version(owner, 0)
+
+    # -- the owner's side
+
+    def send_version(self, owner: int, version: int) -> None:
+        """Send the latest version, which is this one, to every borrower."""
+        for borrower, names in sorted(self._ties[owner].items()):
+            key, values = self._key("W", owner, borrower, version), self._stages[owner].weights.values(names)
+            for rank in borrowing_ranks(self._placement, owner, [borrower], self._transport.rank):
+                self._send(rank, key, values)
+
+    def post_gradients(self, owner: int, update: int) -> None:
+        """Get ready for the borrowers' gradients of an update; where transfers have an order, for the next rank's."""
+        senders = self._senders.pop((owner, update), None) or self._partners.gradient_senders(owner, update)
+        if self._transport.ordered and len(senders) > 1:
+            self._senders[owner, update] = senders[1:]
+            senders = senders[:1]
+        for rank in senders:
+            for borrower, names in sorted(self._ties[owner].items()):
+                if rank in self._rounds.contributors(owner, update, borrower):
+                    self._post(rank, self._key("G", owner, borrower, update), self._stages[owner].weights.values(names))
+
+    def gradients_needed(self, owner: int, update: int) -> Iterator[tuple[int, Key]]:
+        """The transfers, with their ranks, that the owner's step waits for."""
+        for borrower in self._ties.get(owner, {}):
+            for rank in self._rounds.contributors(owner, update, borrower):
+                yield rank, self._key("G", owner, borrower, update)
+
+    def add_gradients(self, owner: int, update: int) -> None:
+        """Add the borrowers' gradients, the last stage's first: the order in which autograd would sum them."""
+        total: dict[str, Tensor] = {}
+        for borrower, names in sorted(self._ties.get(owner, {}).items(), reverse=True):
+            parts = [self._take(rank, self._key("G", owner, borrower, update))
+                     for rank in self._rounds.contributors(owner, update, borrower)]
+            for i, name in enumerate(names if parts else ()):
+                gradient = parts[0][i]
+                for part in parts[1:]:
+                    gradient = gradient + part[i]
+                total[name] = total[name] + gradient if name in total else gradient
+        if total:
+            _refuse_hooks(self._stages[owner].weights, total)
+        for name, gradient in total.items():
+            if self._scaling is not None:
+                gradient = gradient * self._scaling[owner].value
+            self._stages[owner].weights.add_gradient(name, gradient)
+
+    # -- the borrower's side
+
+    def post_version(self, owner: int, version: int) -> None:
+        """Get ready for a version of the owner's."""
+        for borrower, weights in self._borrowed(owner):
+            self._post(self._lender[owner], self._key("W", owner, borrower, version), weights.values(weights.names))
+        self._posted[owner].append(version)
+
+    def versions_needed(self, owner: int, version: int) -> Iterator[tuple[int, Key]]:
+        """The transfers, with their ranks, that using a version waits for."""
+        for posted in self._posted[owner]:
+            if posted <= version:
+                for borrower, _ in self._borrowed(owner):
+                    yield self._lender[owner], self._key("W", owner, borrower, posted)
+
+    def install(self, owner: int, version: int | None = None) -> None:
+        """Take in what was posted, up to a version, or all of it."""
+        posted = self._posted[owner]
+        while posted and (version is None or posted[0] <= version):
+            arrived = posted.popleft()
+            for borrower, weights in self._borrowed(owner):
+                tensors = self._take(self._lender[owner], self._key("W", owner, borrower, arrived))
+                weights.install(self._begun[owner] + arrived, tensors)
+
+    def install_all(self) -> None:
+        """Take in everything posted, of every owner."""
+        for owner in self._posted:
+            self.install(owner)
+
+    def version(self, owner: int, version: int) -> int:
+        """The number by which the borrowed weights know a version."""
+        return self._begun[owner] + version
+
+    def send_gradients(self, owner: int, update: int) -> None:
+        """Send what was accumulated for an update, and start from nothing again."""
+        for borrower, weights in self._borrowed(owner):
+            _refuse_hooks(weights, weights.names)
+            gradients = [torch.zeros_like(value) if gradient is None else gradient for value, gradient in
+                         zip(weights.values(weights.names), weights.take_gradients(), strict=True)]
+            if self._scaling is not None:
+                torch._foreach_mul_(gradients, 1 / self._scaling[borrower].value)
+            for rank in self._placement[owner]:
+                self._send(rank, self._key("G", owner, borrower, update), gradients)
+
+    def _borrowed(self, owner: int) -> list[tuple[int, Weights]]:
+        """The stages of this rank that borrow from an owner, and what they have of it."""
+        return [(s, stage.borrowed[owner]) for s, stage in self._stages.items() if owner in stage.borrowed]
+
+    def _key(self, kind: str, owner: int, borrower: int, number: int) -> Key:
+        return Key(kind, self._number[owner, borrower], self._begun[owner] + number)
+
+    # -- to another rank, or to this one
+
+    def _send(self, peer: int, key: Key, tensors: list[Tensor]) -> None:
+        if peer == self._transport.rank:
+            self._here[key] = tensors
+        else:
+            self._transport.send(peer, key, tensors)
+
+    def _post(self, peer: int, key: Key, like: list[Tensor]) -> None:
+        if peer != self._transport.rank:
+            self._transport.post(peer, key, [Spec(tuple(t.shape), t.dtype, wants_gradient=False) for t in like])
+
+    def _take(self, peer: int, key: Key) -> list[Tensor]:
+        return self._here.pop(key) if peer == self._transport.rank else self._transport.take(peer, key)
+
+
+def _refuse_hooks(weights: Weights, names: Collection[str]) -> None:
+    for name in weights.hooked():
+        if name in names:
+            raise UserError(f"'{name}' is tied across two stages and has hooks (register_hook, "
+                            "register_post_accumulate_grad_hook), which are given the whole gradient of a microbatch: "
+                            "neither stage has it",
+                            hint="choose a partition with both layers in one stage, or change the gradient in the "
+                                 "optimizer")

@@ -1,0 +1,171 @@
+"""What ranks tell each other outside of any schedule; what it means to the user when torch.distributed fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vpipe.errors import RunError
+from vpipe.runtime.transport.process_groups import control_group
+from vpipe.watch.current import watch_of_process
+from vpipe.watch.seen import Doing
+from vpipe.watch.watch import Watch
+
+_SHARING = "sharing what each has"
+
+
+def share_tensors(tensors: Mapping[str, Tensor], source: int, timeout_s: float | None = None) -> dict[str, Tensor]:
+    """Return the named tensors of one rank on every rank, in host memory. All ranks must call it.
+
+    Sent from rank to rank, as everything else: the worker threads behind gloo's collectives may outlive the
+    interpreter and then abort the process at its exit.
+
+    Args:
+        tensors: of the source; the other ranks give none.
+        source: whose.
+        timeout_s: how long one tensor may take; as long as the process group says when None.
+
+    Raises:
+        RunError: a rank did not answer in that time, or is gone.
+    """
+    group = control_group()
+
+    def wait(work: dist.Work | None) -> None:
+        assert work is not None, "this rank is in the group"
+        if timeout_s is None:
+            work.wait()
+        else:
+            work.wait(timedelta(seconds=timeout_s))
+
+    if dist.get_rank() != source:
+        with talking_with(source, _SHARING, timeout_s):
+            return _receive_shared(lambda tensor: wait(dist.irecv(tensor, source, group)))
+    shared = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    content = [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in shared.items()]
+    text = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
+    for peer in (other for other in range(dist.get_world_size()) if other != source):
+        with talking_with(peer, _SHARING, timeout_s):
+            for tensor in (torch.tensor([text.numel()]), text, *shared.values()):
+                if tensor.numel():
+                    wait(dist.isend(tensor, peer, group))
+    return {name: t.clone() for name, t in shared.items()}
+
+
+def _receive_shared(receive: Callable[[Tensor], None]) -> dict[str, Tensor]:
+    size = torch.empty(1, dtype=torch.int64)
+    receive(size)
+    text = torch.empty(int(size), dtype=torch.uint8)
+    receive(text)
+    received: dict[str, Tensor] = {}
+    for name, shape, dtype in json.loads(bytes(text.numpy()).decode()):
+        received[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+        if received[name].numel():
+            receive(received[name])
+    return received
+
+
+@contextmanager
+def talking_with(peer: int, doing: str, timeout_s: float | None = None) -> Iterator[None]:
+    """While this rank talks with another outside of any schedule; ``doing`` says what about, for messages.
+
+    ``timeout_s``: how long one transfer may take, where it is not the process group that says so.
+
+    Raises:
+        RunError: in place of what torch.distributed raises.
+    """
+    watch = watch_of_process()
+    note(watch, _Talk(peer, doing))
+    try:
+        yield
+    except RuntimeError as error:
+        raise failure_of(error, dist.get_rank(), peer, doing, lambda rank: f"rank {rank}", watch,
+                         timeout_s) from error
+    finally:
+        note(watch, None)
+
+
+@dataclass(frozen=True)
+class _Talk:
+    peer: int
+    doing: str
+
+    def __str__(self) -> str:
+        return f"{self.doing} with rank {self.peer}"
+
+    @property
+    def limit_s(self) -> None:
+        """Each transfer has one of its own."""
+
+    @property
+    def said(self) -> str:
+        return f"{self.doing} with"
+
+
+def note(watch: Watch | None, doing: Doing | None) -> None:
+    """Let the other ranks know what this one waits for."""
+    if watch is not None:
+        watch.doing = doing
+
+
+def failure_of(error: RuntimeError, rank: int, peer: int | None, doing: str, describe: Callable[[int], str],
+               watch: Watch | None, timeout_s: float | None) -> RunError:
+    """A transfer's failure: that a peer did not answer in time, or is gone; and who is to blame, if that is known.
+
+    Args:
+        doing: ``"waiting for the loss of update 3"``.
+        watch: knows whether another rank failed before the peer; without it the peer is blamed.
+        timeout_s: how long a peer is waited for, where it is not the process group that says so.
+    """
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    timed_out = "imed out" in text or "imeout" in text
+    me, other = describe(rank), "all ranks" if peer is None else describe(peer)
+    gave_up = f"{me} gave up {doing} with {other}" + (f" after {timeout_s:g} s" if timeout_s else "")
+    if watch is not None:
+        fault = watch.explain(peer, (timeout_s or watch.pace.silent_s) if timed_out else None)
+        return watch.error(fault, gave_up if timed_out else f"{me} was {doing} with {other}")
+    if timed_out:
+        return RunError(gave_up, hint="a rank is stuck or much slower than the others: see what it printed, or its "
+                                      "log; a slow start needs a larger timeout_s", rank=rank, peer=peer)
+    return RunError(f"{me} lost {other} while {doing}: {text}", rank=rank, peer=peer,
+                    hint="that rank ended first: see what it printed, or its log")
+
+
+ROUND_TRIPS = 40
+
+
+def clock_offset() -> float:
+    """What to add to this process's ``perf_counter`` to have that of rank 0. All ranks must call it.
+
+    Rank 0 tells its time in answer to each rank in turn; the quickest of some round trips counts, as if both ways took
+    equally long (Cristian, Probabilistic clock synchronization, 1989). Wrong by half of that round trip at most.
+
+    Raises:
+        RunError: a rank did not answer in the process group's time, or is gone.
+    """
+    rank = dist.get_rank()
+    time_s, group = torch.zeros(1, dtype=torch.float64), control_group()
+    if rank == 0:
+        for peer in range(1, dist.get_world_size()):
+            with talking_with(peer, "comparing clocks"):
+                for _ in range(ROUND_TRIPS):
+                    dist.recv(time_s, peer, group)
+                    dist.send(time_s.fill_(perf_counter()), peer, group)
+        return 0.0
+    found = []
+    with talking_with(0, "comparing clocks"):
+        for _ in range(ROUND_TRIPS):
+            asked_s = perf_counter()
+            dist.send(time_s, 0, group)
+            dist.recv(time_s, 0, group)
+            theirs_s = time_s.item()
+            answered_s = perf_counter()
+            found.append((answered_s - asked_s, theirs_s - (asked_s + answered_s) / 2))
+    return min(found)[1]

@@ -1,0 +1,317 @@
+"""Fewer bytes between stages: how a floating tensor is coded for the wire, and what a coder keeps of gradients.
+
+``bf16`` rounds to 16 bits. ``int8`` gives every row (the last dimension) a scale, its largest magnitude over 127, and
+every number a byte. A tensor that would not get smaller goes as it is, and so does whatever is not floating.
+
+What has gone wrong stays visible: with ``int8`` a row that holds a NaN or an infinity arrives as NaN throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from vpipe.arguments import shown
+from vpipe.errors import Problem, UserError, nearest
+from vpipe.model.layer import seed_of
+from vpipe.runtime.transport.distributed import MOST_TENSORS
+from vpipe.runtime.transport.transport import Key, Spec, Transport
+
+CODECS = ("none", "bf16", "int8")
+ROUNDINGS = ("nearest", "stochastic")
+
+SCALE_BYTES = 4
+LARGEST = 127
+LEAST_SCALE = torch.finfo(torch.float32).tiny
+"""Of a row: below it a scale has no exact inverse. Numbers under half of it (6e-39) become 0."""
+CACHED = 2**17
+"""Elements that a processor codes at once, so that what it computes on the way stays in its cache."""
+
+
+class Codec(Protocol):
+    """One way to code a tensor."""
+
+    def wire(self, spec: Spec) -> Spec | None:
+        """What travels in place of such a tensor; None: the tensor itself, because coding it saves nothing."""
+
+    def encode(self, tensor: Tensor, seed: int) -> Tensor:
+        """The tensor as it travels, in memory of its own; ``seed`` decides what is rounded by chance."""
+
+    def decode(self, wire: Tensor, spec: Spec) -> Tensor:
+        """The tensor of that shape and dtype, in memory of its own; a leaf that requires a gradient if it wants one."""
+
+
+class Bf16:
+    """16 bits per number, rounded to the nearest: 8 bits of exponent, 8 significant ones."""
+
+    def wire(self, spec: Spec) -> Spec | None:
+        return _if_smaller(Spec(spec.shape, torch.bfloat16, wants_gradient=False), spec)
+
+    def encode(self, tensor: Tensor, seed: int) -> Tensor:
+        return tensor.detach().to(torch.bfloat16, memory_format=torch.contiguous_format)
+
+    def decode(self, wire: Tensor, spec: Spec) -> Tensor:
+        return wire.to(spec.dtype).requires_grad_(spec.wants_gradient)
+
+
+class Int8:
+    """A byte per number and four per row.
+
+    What travels is a tensor of bytes with rows four longer than the original's. In its memory the scales (fp32) of all
+    rows come first, then the codes -127..127 (int8) of all of them. The error of a number is at most half a scale,
+    stochastically rounded one scale, with mean 0.
+
+    Args:
+        stochastic: round up with a probability of the distance to the number below, in steps of 1/256.
+    """
+
+    def __init__(self, stochastic: bool) -> None:
+        self._stochastic = stochastic
+
+    def wire(self, spec: Spec) -> Spec | None:
+        if not spec.shape:
+            return None
+        *outer, row = spec.shape
+        return _if_smaller(Spec((*outer, row + SCALE_BYTES), torch.uint8, wants_gradient=False), spec)
+
+    def encode(self, tensor: Tensor, seed: int) -> Tensor:
+        *outer, row = tensor.shape
+        wire = torch.empty((*outer, row + SCALE_BYTES), dtype=torch.uint8, device=tensor.device)
+        values, (scales, codes) = tensor.detach().reshape(-1, row), _parts(wire)
+        generator = torch.Generator(tensor.device).manual_seed(seed) if self._stochastic else None
+        rows = max(1, CACHED // row) if tensor.device.type == "cpu" else len(values)
+        for start in range(0, len(values), rows):
+            part = slice(start, start + rows)
+            self._encode(values[part], scales[part], codes[part], generator)
+        return wire
+
+    def _encode(self, values: Tensor, scales: Tensor, codes: Tensor, generator: torch.Generator | None) -> None:
+        """Fill in the scales ``[rows, 1]`` and codes ``[rows, row]`` of some rows."""
+        values = values.float()
+        steps = values.abs()
+        torch.amax(steps, -1, keepdim=True, out=scales)
+        scales.mul_(1 / LARGEST)
+        scales += scales - scales  # inf becomes NaN, as NaN is
+        inverse = scales.clamp_min_(LEAST_SCALE).reciprocal()
+        if generator is None:
+            codes.copy_(torch.mul(values, inverse, out=steps).round_())
+            return
+        torch.mul(values, inverse.mul_(256), out=steps)
+        # |steps| <= 127 * 256, so with 255 more it still is within 16 bits; the shift rounds down.
+        codes.copy_(steps.round_().to(torch.int16).add_(_noise(values, generator)).bitwise_right_shift_(8))
+
+    def decode(self, wire: Tensor, spec: Spec) -> Tensor:
+        scales, codes = _parts(wire)
+        return codes.float().mul_(scales).view(spec.shape).to(spec.dtype).requires_grad_(spec.wants_gradient)
+
+
+def _if_smaller(wire: Spec, spec: Spec) -> Spec | None:
+    smaller = prod(wire.shape) * wire.dtype.itemsize < prod(spec.shape) * spec.dtype.itemsize
+    return wire if spec.dtype.is_floating_point and smaller else None
+
+
+def _parts(wire: Tensor) -> tuple[Tensor, Tensor]:
+    """The scales ``[rows, 1]`` fp32 and the codes ``[rows, row]`` int8 in the memory of what travels."""
+    row = wire.shape[-1] - SCALE_BYTES
+    rows = wire.numel() // wire.shape[-1]
+    memory = wire.view(-1)
+    scales = memory[:rows * SCALE_BYTES].view(torch.float32).view(rows, 1)
+    return scales, memory[rows * SCALE_BYTES:].view(torch.int8).view(rows, row)
+
+
+def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
+    """A random byte for every element."""
+    words = torch.empty(-(-like.numel() // 8), dtype=torch.int64, device=like.device)
+    return words.random_(-2**63, None, generator=generator).view(torch.uint8)[:like.numel()].view(like.shape)
+
+
+@dataclass(frozen=True)
+class Compression:
+    """What is coded, and how: the same on every rank.
+
+    Attributes:
+        codecs: a name of :data:`CODECS` per cut; cut c lies between the stages c and c + 1.
+        rounding: one of :data:`ROUNDINGS`, for ``int8``.
+        seed: the run's seed.
+        feedback: whether a gradient's coding error is added to the gradient of the next microbatch.
+    """
+
+    codecs: tuple[str, ...]
+    rounding: str
+    seed: int
+    feedback: bool
+
+    @classmethod
+    def of(cls, codecs: str | Sequence[str], rounding: str, feedback: bool, stages: int,
+           seed: int) -> Compression | None:
+        """From what the user wrote, one word for all cuts or one per cut; None when nothing is coded.
+
+        Raises:
+            UserError: a name that is none, or not one per cut.
+        """
+        if not isinstance(codecs, (str, list, tuple)) or not all(isinstance(name, str) for name in codecs):
+            raise UserError(f"compress is {shown(codecs)}", hint=f"write one of {', '.join(CODECS)}, or a list of them")
+        if not isinstance(feedback, bool):
+            raise UserError(f"compress_feedback is {shown(feedback)}", hint="write True or False")
+        if not isinstance(rounding, str):
+            raise UserError(f"compress_rounding is {shown(rounding)}", hint=f"write one of {', '.join(ROUNDINGS)}")
+        named = (codecs,) * (stages - 1) if isinstance(codecs, str) else tuple(codecs)
+        problems = [Problem(f"compress is '{name}'", nearest(name, CODECS))
+                    for name in dict.fromkeys((codecs,) if isinstance(codecs, str) else named) if name not in CODECS]
+        if rounding not in ROUNDINGS:
+            problems.append(Problem(f"compress_rounding is '{rounding}'", nearest(rounding, ROUNDINGS)))
+        if len(named) != stages - 1:
+            problems.append(Problem(f"compress has {len(named)} entries for the {stages - 1} cuts between {stages} "
+                                    "stages", "give one word for all cuts, or one entry per cut"))
+        if problems:
+            raise UserError.all_of(problems)
+        return cls(named, rounding, seed, feedback) if set(named) - {"none"} else None
+
+    def codec(self, key: Key) -> Codec | None:
+        """Of a transfer; None for one that goes as it is."""
+        if key.kind not in "FB":
+            return None
+        name = self.codecs[cut_of(key)]
+        return None if name == "none" else Bf16() if name == "bf16" else Int8(self.rounding == "stochastic")
+
+
+def cut_of(key: Key) -> int:
+    """The cut that activations or gradients cross; the key names the stage that they are for."""
+    return key.stage - (key.kind == "F")
+
+
+class Coder:
+    """What one rank codes, with error feedback on gradients.
+
+    Of every gradient that leaves through a cut, the part that coding lost is kept, and added to the next one that
+    leaves there. A gradient of another shape starts anew, from nothing lost; so does a number whose loss is not finite.
+    """
+
+    def __init__(self, compression: Compression) -> None:
+        self._compression = compression
+        self._lost: dict[tuple[int, int], Tensor] = {}  # by cut and number of the tensor, fp32
+
+    def encode(self, key: Key, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors of a transfer as they travel. Activations keep no state, so evaluation disturbs nothing."""
+        codec = self._compression.codec(key)
+        if codec is None:
+            return list(tensors)
+        return [tensor if codec.wire(Spec.of(tensor)) is None else self._encode(codec, key, number, tensor)
+                for number, tensor in enumerate(tensors)]
+
+    def _encode(self, codec: Codec, key: Key, number: int, tensor: Tensor) -> Tensor:
+        cut = cut_of(key)
+        seed = seed_of(self._compression.seed, key.number, cut, int(key.kind == "B"), number)
+        if key.kind == "F" or not self._compression.feedback:
+            return codec.encode(tensor, seed)
+        wanted = self._lost.get((cut, number))
+        if wanted is None or wanted.shape != tensor.shape:
+            wanted = self._lost[cut, number] = torch.zeros_like(tensor, dtype=torch.float32)
+        wire = codec.encode(wanted.add_(tensor), seed)
+        given = codec.decode(wire, Spec(tuple(tensor.shape), tensor.dtype, wants_gradient=False))
+        wanted.sub_(given).nan_to_num_(0.0, 0.0, 0.0)
+        return wire
+
+    def lost(self, cut: int) -> dict[int, Tensor]:
+        """What coding the gradients that leave through a cut has lost, fp32, by the number of the tensor: what a run
+        must keep to go on as if it had not stopped."""
+        return {number: lost for (at, number), lost in self._lost.items() if at == cut}
+
+    def has_lost(self, cut: int, number: int, lost: Tensor) -> None:
+        """Go on from what was lost before."""
+        self._lost[cut, number] = lost.clone()
+
+
+def decode(codec: Codec, wires: Sequence[Tensor], specs: Sequence[Spec]) -> list[Tensor]:
+    """The tensors of a transfer, of those specs, from what travelled."""
+    return [wire if codec.wire(spec) is None else codec.decode(wire, spec)
+            for wire, spec in zip(wires, specs, strict=True)]
+
+
+class Compressed:
+    """Codes what is sent and decodes what is taken; posts follow from the specs of the tensors themselves.
+
+    A peer that cannot know those gets them with the first transfer, as one empty tensor for each ahead of the coded
+    ones: its shape behind a 0, its dtype, whether it wants a gradient, and not a byte.
+    """
+
+    def __init__(self, inner: Transport, compression: Compression) -> None:
+        self.rank, self.ordered = inner.rank, inner.ordered
+        self.coder = Coder(compression)
+        self._inner, self._compression = inner, compression
+        self._expected: dict[tuple[int, Key], Sequence[Spec]] = {}  # of transfers that travel coded
+
+    @property
+    def feedback(self) -> bool:
+        """Whether what coding a gradient lost is added to the next one."""
+        return self._compression.feedback
+
+    @property
+    def bytes_sent(self) -> int:
+        """As they travelled."""
+        return self._inner.bytes_sent
+
+    @bytes_sent.setter
+    def bytes_sent(self, count: int) -> None:
+        self._inner.bytes_sent = count
+
+    @property
+    def wait_s(self) -> float:
+        return self._inner.wait_s
+
+    @wait_s.setter
+    def wait_s(self, seconds: float) -> None:
+        self._inner.wait_s = seconds
+
+    def send(self, peer: int, key: Key, tensors: Sequence[Tensor], announce: bool = False) -> None:
+        if self._compression.codec(key) is not None:
+            blanks = [_blank(tensor) for tensor in tensors] if announce else []
+            if 2 * len(blanks) > MOST_TENSORS:
+                raise UserError(f"{len(tensors)} tensors cross a cut that is compressed",
+                                hint=f"at most {MOST_TENSORS // 2} can: write compress: none for this cut")
+            tensors = [*blanks, *self.coder.encode(key, tensors)]
+        self._inner.send(peer, key, tensors, announce)
+
+    def post(self, peer: int, key: Key, specs: Sequence[Spec] | None) -> None:
+        codec = self._compression.codec(key)
+        if codec is not None and specs is not None:
+            self._expected[peer, key] = specs
+            specs = [codec.wire(spec) or spec for spec in specs]
+        self._inner.post(peer, key, specs)
+
+    def learn(self, peer: int, key: Key) -> list[Spec]:
+        specs = self._inner.learn(peer, key)
+        if self._compression.codec(key) is not None:
+            blanks = specs[:len(specs) // 2]
+            specs = [Spec(blank.shape[1:], blank.dtype, blank.wants_gradient) for blank in blanks]
+            self._expected[peer, key] = specs
+        return specs
+
+    def ready(self, peer: int, key: Key) -> bool:
+        return self._inner.ready(peer, key)
+
+    def take(self, peer: int, key: Key) -> list[Tensor]:
+        tensors, codec = self._inner.take(peer, key), self._compression.codec(key)
+        if codec is None:
+            return tensors
+        specs = self._expected.pop((peer, key))
+        return decode(codec, tensors[len(tensors) - len(specs):], specs)
+
+    def abandon(self) -> None:
+        self._expected.clear()
+        self._inner.abandon()
+
+    def settle(self, kind: str) -> None:
+        self._inner.settle(kind)
+
+    def finish(self) -> None:
+        self._inner.finish()
+
+
+def _blank(tensor: Tensor) -> Tensor:
+    return torch.empty((0, *tensor.shape), dtype=tensor.dtype, requires_grad=tensor.requires_grad)

@@ -1,0 +1,163 @@
+"""The weight half of a backward: gradients of weights that wait until there is time for them.
+
+A backward computes, operation by operation, the gradient of the input, which the stage before waits for, and that of
+the weights, which nobody needs before the optimizer steps. Zero-bubble schedules run the second when the device
+would idle (Qi et al., arXiv:2401.10241, section 2). :mod:`vpipe.runtime.split_backward` makes operations leave
+their weight gradients here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(slots=True, eq=False)
+class Cast:
+    """A parameter in the precision of autocast, which a layer casts once for all its operations. Their gradients are
+    summed in that precision, and the sum is one contribution to the parameter's."""
+
+    parameter: nn.Parameter
+
+
+@dataclass(slots=True)
+class Deferred:
+    """The weight gradients of one operation, put off.
+
+    Attributes:
+        leaves: whose gradients.
+        compute: gives them, in that order; None where the operation did not use one.
+        operands: what it computes them from, detached; must not change until then.
+        versions: of the operands, as counted by autograd, when they were kept.
+    """
+
+    leaves: Sequence[nn.Parameter | Cast]
+    compute: Callable[[], Sequence[Tensor | None]]
+    operands: Sequence[Tensor]
+    versions: Sequence[int]
+
+    def gradients(self) -> Sequence[Tensor | None]:
+        """Compute them."""
+        if [t._version for t in self.operands] != self.versions:
+            raise RuntimeError("an activation or a gradient was changed in place between the two halves of a backward")
+        return self.compute()
+
+
+class WeightHalf:
+    """What the weight half of one span's backward needs.
+
+    The forward learns here which parameters may wait, the input half fills it, :meth:`accumulate` empties it. The
+    gradients are the whole backward's bit for bit: a parameter's contributions are computed by the same kernels and
+    summed in the order in which the engine would have summed them, then added to its gradient at once.
+    """
+
+    def __init__(self) -> None:
+        self._gathering = False
+        self._elsewhere: set[int] = set()
+        self._later: deque[Deferred] = deque()
+        self._now: list[tuple[nn.Parameter, Tensor]] = []
+        self._casts: dict[int, tuple[Tensor, Cast]] = {}  # until the input half is done
+
+    def __len__(self) -> int:
+        """How many operations wait."""
+        return len(self._later)
+
+    def waiting(self) -> Iterator[Tensor]:
+        """The tensors that are kept for it, as far as it knows them: an operation may keep a graph of its own."""
+        for deferred in self._later:
+            yield from deferred.operands
+        for _, gradient in self._now:
+            yield gradient
+
+    def used_elsewhere(self, parameters: Iterable[nn.Parameter]) -> None:
+        """These have contributions that cannot wait; then none waits: a sum depends on the order."""
+        self._elsewhere.update(map(id, parameters))
+
+    def cast(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        """A parameter as operations under autocast take it."""
+        tensor = parameter.to(dtype)
+        self._casts[id(tensor)] = tensor, Cast(parameter)
+        return tensor
+
+    def begin(self) -> None:
+        """The input half begins: gradients wait. They do not in a backward that a layer runs in its forward."""
+        self._gathering = True
+
+    def end(self, now: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
+        """The input half ends; these gradients did not wait. They, too, are added by the weight half."""
+        self._gathering = False
+        self._now += now
+        self._casts.clear()
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether an operation's argument is a parameter that wants a gradient, or the cast of one."""
+        return self._target(tensor) is not None
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether the gradient of an operation's argument waits."""
+        target = self._target(tensor)
+        parameter = target.parameter if isinstance(target, Cast) else target
+        return (self._gathering and parameter is not None and id(parameter) not in self._elsewhere
+                and not torch.is_grad_enabled())  # as it is where that gradient wants a gradient itself
+
+    def put_off(self, leaves: Sequence[Tensor], compute: Callable[[], Sequence[Tensor | None]],
+                operands: Sequence[Tensor]) -> None:
+        """Let the gradients of some parameters wait; in the order of the engine."""
+        targets = [target for leaf in leaves if (target := self._target(leaf)) is not None]
+        self._later.append(Deferred(targets, compute, operands, [t._version for t in operands]))
+
+    def accumulate(self) -> None:
+        """Compute what was put off and add it to the gradients; each operation's memory goes as soon as it is used."""
+        waiting = Counter(id(leaf) for deferred in self._later for leaf in deferred.leaves)
+        casts = {id(leaf): leaf for deferred in self._later for leaf in deferred.leaves if isinstance(leaf, Cast)}
+        waiting.update(id(cast.parameter) for cast in casts.values())
+        totals: dict[int, Tensor] = {}
+
+        def take(leaf: nn.Parameter | Cast, contribution: Tensor | None) -> None:
+            if contribution is not None:
+                before = totals.pop(id(leaf), None)
+                totals[id(leaf)] = contribution if before is None else before + contribution
+            waiting[id(leaf)] -= 1
+            if not waiting[id(leaf)]:
+                total = totals.pop(id(leaf), None)
+                if isinstance(leaf, Cast):
+                    take(leaf.parameter, None if total is None else total.to(leaf.parameter.dtype))
+                elif total is not None:
+                    _add(leaf, total)
+
+        for leaf, gradient in self._now:
+            if waiting[id(leaf)]:
+                totals[id(leaf)] = gradient
+            else:
+                _add(leaf, gradient)
+        self._now.clear()
+        while self._later:
+            deferred = self._later.popleft()
+            for target, contribution in zip(deferred.leaves, deferred.gradients(), strict=True):
+                take(target, contribution)
+
+    def _target(self, tensor: Tensor | None) -> nn.Parameter | Cast | None:
+        """Whose gradient that of an operation's argument is, if it is a parameter's."""
+        if isinstance(tensor, nn.Parameter) and is_trained(tensor):
+            return tensor
+        return self._casts[id(tensor)][1] if id(tensor) in self._casts else None
+
+
+def is_trained(argument: object) -> bool:
+    """Whether an argument is a parameter that wants a gradient."""
+    return type(argument) is nn.Parameter and argument.requires_grad
+
+
+def _add(leaf: nn.Parameter, gradient: Tensor) -> None:
+    """Add to a parameter's gradient, or begin it, as autograd's own accumulation does."""
+    strided = gradient.layout is torch.strided
+    if leaf.grad is None and strided and gradient.stride() == leaf.stride():
+        leaf.grad = gradient
+    elif leaf.grad is not None and strided and leaf.grad.layout is torch.strided:
+        leaf.grad.add_(gradient)
+    else:
+        torch.autograd.backward(leaf, gradient)

@@ -1,0 +1,416 @@
+"""Weight versions: values that microbatches hold, not a state the module is in.
+
+A forward pins the latest version; the backward of the same microbatch runs with that version; a
+version that nobody pins and that is not the latest gives its memory to the next one. The optimizer steps master
+parameters of its own, which share memory with the latest version. A step writes in place when no
+microbatch holds the latest version, and into fresh memory when one does. So a schedule with a flush,
+and the last stage of any, holds one version and copies nothing, and stage s of p under PipeDream
+holds p - s (Narayanan et al., PipeDream, SOSP 2019, section 3.3).
+
+Autograd never sees a change: every version has parameters ("leaves") of its own, which share no
+version counter with the masters, and the modules' slots are pointed to the leaves of the version
+in use. That is right for a layer that reads its parameters from their slots in every forward, also for one that
+computes ``x @ self.w``. One that keeps a reference of its own is refused, see :meth:`renew`.
+
+Hooks on parameters (``register_hook``, ``register_post_accumulate_grad_hook``) go with the parameter from version to
+version, and run where plain PyTorch runs them: once per microbatch, with its whole gradient, before and after that is
+added. Where gradients are kept apart first, hooks wait until they are added.
+
+Versions may be rounded. Then the masters have memory of their own, a step takes the gradients in their precision, and
+rounds them into the next version.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from vpipe.errors import UserError
+from vpipe.runtime.parameters import HOOKS, has_hooks, new_leaf, replace_parameter, share_hooks, without_hooks
+
+Slot = tuple[nn.Module, str]
+"""A place where a module keeps a parameter."""
+
+
+class Steps(Protocol):
+    """What steps the masters by their gradients, such as an optimizer."""
+
+    def step(self) -> object:
+        """Change them in place."""
+
+
+class _Mark(NamedTuple):
+    """By what a change of a parameter, or of its gradient, shows."""
+
+    version: int
+    memory: int
+    gradient: Tensor | None
+    gradient_version: int
+
+
+class Weights:
+    """Versions of a set of parameters, numbered by the updates that made them.
+
+    Args:
+        parameters: the first version, by name.
+        slots: for every name, the places in modules that hold the parameter.
+        unrounded: where versions are rounded, what the first one is the rounding of, by name.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], slots: Mapping[str, Sequence[Slot]],
+                 unrounded: Mapping[str, Tensor] | None = None) -> None:
+        self.names = tuple(parameters)
+        self.slots = {name: tuple(slots[name]) for name in self.names}
+        self.latest = 0
+        self._leaves: dict[int, list[nn.Parameter]] = {0: list(parameters.values())}
+        self._active = self._graded = self._first = self._leaves[0]
+        self._parted = False  # from the parameters that the modules were built with
+        self._moves = False  # whether forwards put the parameters into other memory
+        self._hooked: list[int] | None = None  # whose leaves have hooks, once looked for since the last step
+        self._unrounded = unrounded
+        self._settled: list[nn.Parameter] | None = None  # that have the gradients of the step at hand
+        self._pins: Counter[int] = Counter()
+        self._chosen: int | None = None
+        self._free: list[list[nn.Parameter]] = []
+        self.most_held = 1
+
+    @cached_property
+    def masters(self) -> dict[str, nn.Parameter]:
+        """What the optimizer steps: always the memory of the latest version, or what that is the rounding of.
+
+        They have the attributes that were set on the parameters, such as ``p.no_decay = True``.
+        """
+        masters = {}
+        for name, leaf in zip(self.names, self._leaves[self.latest], strict=True):
+            masters[name] = nn.Parameter(leaf.data if self._unrounded is None else self._unrounded[name])
+            masters[name].__dict__.update(leaf.__dict__)
+        return masters
+
+    def renew(self) -> None:
+        """Give the first version leaves of its own, for there will be others that modules are pointed to.
+
+        Whoever keeps a reference to one of the parameters before and computes with it gets an error.
+        """
+        self._parted = True
+        before = self._leaves[self.latest]
+        leaves = self._leaves[self.latest] = self._first = [new_leaf(parameter.data, parameter) for parameter in before]
+        for leaf, parameter in zip(leaves, before, strict=True):
+            share_hooks(leaf, parameter)
+        self._graded = leaves
+        self.use(self.latest)
+        for name, parameter in zip(self.names, before, strict=True):
+            replace_parameter(parameter, name)
+
+    def marks(self) -> list[_Mark]:
+        """Return by what a change of the parameters in use, or of their gradients, shows."""
+        return [_Mark(leaf._version, leaf.data_ptr(), leaf.grad, 0 if leaf.grad is None else leaf.grad._version)
+                for leaf in self._active]
+
+    def check_forward(self, marks: Sequence[_Mark], recomputed: bool) -> None:
+        """Refuse what a forward did to the parameters since :meth:`marks`, if it cannot be kept up.
+
+        Args:
+            recomputed: whether the forward will run again.
+
+        Raises:
+            UserError: with what it did.
+        """
+        for name, leaf, before, now in zip(self.names, self._active, marks, self.marks(), strict=True):
+            places = self.slots[name]
+            if any(module._parameters.get(own) is not leaf for module, own in places):
+                raise UserError(f"'{name}' was replaced by another parameter in a forward, which no optimizer steps",
+                                hint="make the parameter when the layer is built, and let an optimizer change it")
+            if now.gradient is not before.gradient or now.gradient_version != before.gradient_version:
+                raise UserError(f"'{name}' got a gradient in a forward: its layer calls backward() there",
+                                hint="take gradients in a forward with torch.autograd.grad, or add the term to the "
+                                     "loss")
+            if now.memory != before.memory:
+                if not any(isinstance(module, nn.RNNBase) for module, _ in places):  # flatten_parameters
+                    raise UserError(f"'{name}' got other memory in a forward (.data = ...), where its optimizer does "
+                                    "not find it", hint="change parameters in place, in the optimizer")
+                self._moves = True
+            elif now.version != before.version and (self._parted or (recomputed and not any(
+                    getattr(module, "max_norm", None) is not None for module, _ in places))):
+                raise UserError(f"'{name}' was changed in place by a forward, which must find it unchanged when it is "
+                                "recomputed, or as long as microbatches hold that version of it",
+                                hint="change parameters in the optimizer; or choose a schedule with a flush, such as "
+                                     "1f1b, and no recompute for the layer (nn.Embedding with max_norm: a flush)")
+
+    def adopt_hooks(self) -> None:
+        """Take over the hooks that an optimizer's factory put on the masters, which autograd never sees."""
+        for leaf, master in zip(self.leaves(), self.masters.values(), strict=True):
+            for kind in HOOKS:
+                new, old = getattr(master, kind), getattr(leaf, kind)
+                if new:
+                    setattr(leaf, kind, new if not old else type(old)({**old, **new}))
+
+    def hooked(self, kinds: Sequence[str] = HOOKS) -> list[str]:
+        """Return the names of the parameters that have hooks, of these kinds."""
+        return [name for name, *leaves in zip(self.names, self._graded, self._active, strict=True)
+                if any(getattr(leaf, kind) for leaf in leaves for kind in kinds)]
+
+    def pin(self, version: int | None = None) -> int:
+        """Hold a version (unless told, the chosen one, else the latest) for a microbatch; point the modules to it."""
+        if version is None:
+            version = self.latest if self._chosen is None else self._chosen
+        self.use(version)
+        self._pins[version] += 1
+        return version
+
+    def use(self, version: int) -> None:
+        """Point the modules to a version."""
+        leaves = self._leaves[version]
+        if leaves is self._active:
+            return
+        for leaf, places in zip(leaves, self.slots.values(), strict=True):
+            for module, name in places:
+                if type(module).__setattr__ is nn.Module.__setattr__:
+                    module._parameters[name] = leaf
+                else:  # such as nn.LSTM, which keeps a list of its parameters beside the table
+                    setattr(module, name, leaf)
+        self._active = leaves
+
+    def begin_backward(self, version: int) -> None:
+        """Let the gradients accumulated so far go on accumulating in this version's leaves."""
+        leaves = self._leaves[version]
+        if leaves is self._graded:
+            return
+        for i, (leaf, before) in enumerate(zip(leaves, self._graded, strict=True)):
+            if leaf.grad is not None:
+                raise UserError(f"'{self.names[i]}' got a gradient in another version than its microbatch uses: its "
+                                "layer keeps a reference from an earlier forward, or calls backward() in its forward",
+                                hint="read the parameter from its module in every forward, as in self.weight; take "
+                                     "gradients in a forward with torch.autograd.grad")
+            if (gradient := before.grad) is not None:
+                leaf.grad, before.grad = gradient, None
+        self._graded = leaves
+
+    def unpin(self, version: int) -> None:
+        """A microbatch needs this version no longer."""
+        self._pins[version] -= 1
+        if not self._pins[version]:
+            del self._pins[version]
+            self._drop_unused(version)
+
+    def _drop_unused(self, version: int) -> None:
+        if version not in self._pins and version < (self.latest if self._chosen is None else self._chosen):
+            leaves = self._leaves.pop(version)
+            self._free.append(self._renewed(leaves) if leaves is self._first else leaves)
+
+    def _renewed(self, leaves: list[nn.Parameter]) -> list[nn.Parameter]:
+        """Other leaves in the memory of the first ones, to which a first forward may have kept a reference."""
+        renewed = [new_leaf(leaf.data, leaf) for leaf in leaves]
+        for name, leaf in zip(self.names, leaves, strict=True):
+            replace_parameter(leaf, name)
+        return renewed
+
+    def choose(self, version: int | None) -> None:
+        """Give the following microbatches this version; None: the latest, whichever that is by then.
+
+        From now on later versions are kept, too: they will be chosen in their turn.
+        """
+        self._chosen = version
+        for held in list(self._leaves):
+            self._drop_unused(held)
+
+    @property
+    def pinned(self) -> int:
+        """How many microbatches hold a version."""
+        return self._pins.total()
+
+    @property
+    def held(self) -> int:
+        """How many versions there are, the latest among them."""
+        return len(self._leaves)
+
+    @property
+    def gradients(self) -> list[Tensor | None]:
+        """The gradients accumulated since the last step, in the order of ``names``."""
+        return [holder.grad for holder in self._settled or self._graded]
+
+    def settle(self) -> None:
+        """All gradients of a step are there: from now on they have the precision of the masters."""
+        if self._unrounded is None:
+            return
+        self._settled = list(self.masters.values())
+        for master, leaf in zip(self._settled, self._graded, strict=True):
+            master.grad, leaf.grad = None if leaf.grad is None else leaf.grad.to(master.dtype), None
+
+    def graded(self) -> list[nn.Parameter]:
+        """The parameters whose gradients are accumulating, in the order of ``names``."""
+        return self._graded
+
+    def put_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Take these, in the order of ``names``, for what was accumulated."""
+        for leaf, gradient in zip(self._graded, gradients, strict=True):
+            leaf.grad = gradient
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply what was accumulated."""
+        if present := [gradient for gradient in self.gradients if gradient is not None]:
+            torch._foreach_mul_(present, factor)
+
+    def leaves(self) -> list[nn.Parameter]:
+        """The latest version as autograd sees it, in the order of ``names``."""
+        return self._leaves[self.latest]
+
+    def values(self, names: Sequence[str]) -> list[Tensor]:
+        """The latest version of some parameters."""
+        return [self._leaves[self.latest][self.names.index(name)].data for name in names]
+
+    def add_gradient(self, name: str, gradient: Tensor) -> None:
+        """Add what another stage contributed to a tied weight's gradient."""
+        leaf = self._graded[self.names.index(name)]
+        # A copy: in one process the replicas of a stage are given the same tensor, and each scales its own.
+        leaf.grad = gradient.clone() if leaf.grad is None else leaf.grad.add_(gradient)
+
+    @contextmanager
+    def added_at_once(self, names: Sequence[str]) -> Iterator[None]:
+        """Let what several backwards contribute to these parameters be summed first, then added to the gradient.
+
+        Their hooks run at the end, with the sum.
+        """
+        leaves = [self._graded[self.names.index(name)] for name in names]
+        before = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        with without_hooks(leaves):
+            yield
+        for leaf, gradient in zip(leaves, before, strict=True):
+            total, leaf.grad = leaf.grad, gradient
+            if total is None:
+                continue
+            if has_hooks(leaf):
+                torch.autograd.backward(leaf, total)
+            elif gradient is None:
+                leaf.grad = total
+            else:
+                gradient.add_(total)
+
+    @contextmanager
+    def kept_apart(self, into: list[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
+        """Put what backwards contribute into a list, with its leaf, instead of adding it to the gradients."""
+        before = self.take_gradients()
+        with self.without_hooks():
+            yield
+        for leaf, gradient in zip(self._graded, before, strict=True):
+            if leaf.grad is not None:
+                into.append((leaf, leaf.grad))
+            leaf.grad = gradient
+
+    def without_hooks(self) -> AbstractContextManager[None]:
+        """While gradients are made that are added later: that is when the hooks run."""
+        return without_hooks([self._graded[i] for i in self._find_hooked()])
+
+    def with_hooks(self) -> AbstractContextManager[None]:
+        """While gradients are added that autograd does not add itself: hooks run at the end, with the sum."""
+        hooked = self._find_hooked()
+        return self.added_at_once([self.names[i] for i in hooked]) if hooked else nullcontext()
+
+    def _find_hooked(self) -> list[int]:
+        if self._hooked is None:
+            self._hooked = [i for i, leaf in enumerate(self._graded) if has_hooks(leaf)]
+        return self._hooked
+
+    def accumulate(self, gradients: Sequence[Sequence[Tensor | None]]) -> None:
+        """Add up what several backwards gave, each in the order of ``names``, running hooks as each is added."""
+        total: list[Tensor | None] = [None] * len(self.names)
+        plain = [not has_hooks(leaf) for leaf in self._graded]
+        for each in gradients:
+            both = [(mine, more) for mine, more, alone in zip(total, each, plain, strict=True)
+                    if alone and mine is not None and more is not None]
+            if both:
+                torch._foreach_add_([mine for mine, _ in both], [more for _, more in both])
+            total = [more if mine is None and alone else mine
+                     for mine, more, alone in zip(total, each, plain, strict=True)]
+        self.put_gradients(total)
+        for each in gradients if not all(plain) else ():
+            for leaf, gradient in reversed(list(zip(self._graded, each, strict=True))):
+                if gradient is not None and has_hooks(leaf):
+                    torch.autograd.backward(leaf, gradient)
+
+    def take_gradients(self) -> list[Tensor | None]:
+        """The accumulated gradients, which start from nothing again."""
+        gradients = self.gradients
+        for holder in self._settled or self._graded:
+            holder.grad = None
+        self._settled = None
+        return gradients
+
+    def abandon(self) -> None:
+        """Drop the gradients and the pins of microbatches that failed."""
+        self.take_gradients()
+        self._pins.clear()
+        self.choose(None)
+
+    def install(self, version: int, tensors: Sequence[Tensor]) -> None:
+        """Make received values (owned by the caller no longer) the latest version."""
+        leaves = [new_leaf(tensor, leaf) for tensor, leaf in zip(tensors, self.leaves(), strict=True)]
+        before = self.latest
+        self._advance(version, leaves)
+        if before not in self._pins and before != version:
+            del self._leaves[before]
+        self._free.clear()  # received values bring their own memory
+        self._count()
+
+    @torch.no_grad()
+    def step(self, optimizer: Steps | None) -> None:
+        """Apply the accumulated gradients to the latest version, which makes the next one."""
+        self._hooked = None
+        if self._unrounded is not None:
+            if optimizer is not None:
+                if self._settled is None:
+                    self.settle()
+                self._apply(optimizer)
+            self._make_next()
+            if self.names:
+                torch._foreach_copy_([leaf.data for leaf in self.leaves()],
+                                     [master.data for master in self.masters.values()])
+            return
+        self._make_next()
+        if optimizer is not None:
+            self._apply(optimizer)
+
+    def _apply(self, optimizer: Steps) -> None:
+        for master, gradient in zip(self.masters.values(), self.take_gradients(), strict=True):
+            master.grad = gradient
+        optimizer.step()
+        for master in self.masters.values():
+            master.grad = None
+        if self._unrounded is None and [master.data_ptr() for master in self.masters.values()] != [
+                leaf.data_ptr() for leaf in self.leaves()]:  # p.data = ...
+            for master, leaf in zip(self.masters.values(), self.leaves(), strict=True):
+                leaf.data = master.data
+
+    def _make_next(self) -> None:
+        latest = self._leaves[self.latest]
+        if self.latest not in self._pins and self._chosen is None:
+            if self._moves and self._unrounded is None:
+                for master, leaf in zip(self.masters.values(), latest, strict=True):
+                    master.data = leaf.data
+            self._leaves[self.latest + 1] = self._leaves.pop(self.latest)
+            self.latest += 1
+            return
+        fresh = self._free.pop() if self._free else [new_leaf(torch.empty_like(leaf), leaf) for leaf in latest]
+        for leaf, before in zip(fresh, latest, strict=True):
+            if before._backward_hooks is not None or before._post_accumulate_grad_hooks is not None:
+                share_hooks(leaf, before)
+        if latest and self._unrounded is None:
+            torch._foreach_copy_([leaf.data for leaf in fresh], [leaf.data for leaf in latest])
+            for master, leaf in zip(self.masters.values(), fresh, strict=True):
+                master.data = leaf.data
+        self._advance(self.latest + 1, fresh)
+        self._count()
+
+    def _advance(self, version: int, leaves: list[nn.Parameter]) -> None:
+        self._leaves[version] = leaves
+        self.latest = version
+
+    def _count(self) -> None:
+        self.most_held = max(self.most_held, len(self._leaves))
