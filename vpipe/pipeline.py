@@ -87,7 +87,6 @@ class Pipeline:
         compress: what activations and gradients between stages on different ranks are sent as: ``none`` (as they are),
             ``bf16`` or ``int8``; one word, or one for each of the ``stages - 1`` cuts. It changes the numbers.
         compress_rounding: of ``int8``: ``nearest`` or ``stochastic``.
-        compress_feedback: whether what coding a gradient lost is added to the next microbatch's.
         precision: in which numbers layers compute: ``fp32``; ``bf16`` or ``fp16``, each layer under torch.autocast;
             ``bf16_pure``, weights and gradients in bf16 too, with fp32 masters. In the last three a tensor between
             layers is rounded, wherever the model is cut. ``fp16`` leaves out an update that overflows.
@@ -111,8 +110,7 @@ class Pipeline:
                  learning_rate_factor: Callable[[int], float] = lambda update: 1.0, grad_clip: float | None = None,
                  skip_not_finite: bool = False,
                  device: torch.device | str | None = None, backend: str | None = None, timeout_s: float = 60.0,
-                 compress: str | Sequence[str] = "none",
-                 compress_rounding: str = "nearest", compress_feedback: bool = True,
+                 compress: str | Sequence[str] = "none", compress_rounding: str = "nearest",
                  precision: str = "fp32", loss_scale: float | None = None, executor: str = "overlapped") -> None:
         excepthook.install()
         given = Arguments()
@@ -164,8 +162,8 @@ class Pipeline:
         specs = split(model, self.partition)
         self.recomputed = recomputed_layers(recompute, self.partition)
         world = join_world(backend, timeout_s, device)
-        compression = Compression.of(compress, compress_rounding, compress_feedback, len(self.partition), seed)
-        self.executor = check_executor(executor, self.schedule, compression is not None, compress_feedback)
+        compression = Compression.of(compress, compress_rounding, len(self.partition), seed)
+        self.executor = check_executor(executor, self.schedule)
         lowered = Wanted(
             self.schedule, len(self.partition), microbatches, update_every,
             places, chunks, world.ranks if world.ranks > 1 else None, replicas,
@@ -175,7 +173,7 @@ class Pipeline:
             last_first=last_first(self.executor, self.schedule)).arranged()
         self.placement, self.update_every = lowered.placement, lowered.update_every
         if refused := [Problem(f"{name} {what}", hint) for name, what, hint in computed.refused(
-                compression.codecs if compression is not None else (), compress_feedback)]:
+                compression.codecs if compression is not None else ())]:
             raise UserError.all_of(refused)
         settings = Settings(microbatches, self.recomputed, _factor_of(learning_rate_factor), grad_clip, seed,
                             world.own, timeout_s, compression, skip_not_finite, computed,

@@ -9,7 +9,7 @@ from time import thread_time
 
 import torch
 
-from vpipe.runtime.transport.compression import Coder, Compression
+from vpipe.runtime.transport.compression import Compression
 from vpipe.runtime.transport.transport import Key, Spec
 
 SHAPES = ((4, 128, 256), (16, 128, 1024))
@@ -33,20 +33,17 @@ def measure() -> str:
 
     That is the worst case: nothing overlaps.
     """
-    lines = ["| tensor | codec | bytes | encode GB/s | with feedback | decode | pays below, GB/s | with feedback |",
-             "|---|---|---:|---:|---:|---:|---:|---:|"]
+    lines = ["| tensor | codec | bytes | encode GB/s | decode | pays below, GB/s |", "|---|---|---:|---:|---:|---:|"]
     for shape in SHAPES:
         tensor = torch.randn(shape)
         spec = Spec.of(tensor)
         for name, rounding in CODECS:
-            compression = Compression((name,), rounding, 0, feedback=True)
-            used, coder, back = compression.codec(Key("F", 1, 0)), Coder(compression), Key("B", 0, 0)
+            used = Compression((name,), rounding, 0).codec(Key("F", 1, 0))
             assert used is not None
             wire = used.encode(tensor, 0)
-            encode, feedback, decode = rate(tensor.nbytes, partial(used.encode, tensor, 0),
-                                            partial(coder.encode, back, [tensor]), partial(used.decode, wire, spec))
+            encode, decode = rate(tensor.nbytes, partial(used.encode, tensor, 0), partial(used.decode, wire, spec))
             share = wire.nbytes / tensor.nbytes
-            pays = [(1 - share) / (1 / encoding + 1 / decode) for encoding in (encode, feedback)]
+            pays = (1 - share) / (1 / encode + 1 / decode)
             lines.append(f"| {'x'.join(map(str, shape))} | {name} {rounding} | {share:.3f} | {encode:.1f} | "
-                         f"{feedback:.1f} | {decode:.1f} | {pays[0]:.1f} | {pays[1]:.1f} |")
+                         f"{decode:.1f} | {pays:.1f} |")
     return "\n".join(lines)

@@ -33,13 +33,10 @@ class Way:
     name: str
     compress: str
     rounding: str = "nearest"
-    feedback: bool = True
 
 
 WAYS = (Way("none", "none"), Way("bf16", "bf16"),
-        Way("int8 nearest", "int8"), Way("int8 nearest, no feedback", "int8", feedback=False),
-        Way("int8 stochastic", "int8", "stochastic"),
-        Way("int8 stochastic, no feedback", "int8", "stochastic", feedback=False))
+        Way("int8 nearest", "int8"), Way("int8 stochastic", "int8", "stochastic"))
 
 
 class Embed(nn.Module):
@@ -87,4 +84,4 @@ def pipeline(way: Way, seed: int, learning_rate: float = 1e-3) -> Pipeline:
     """Two stages under 1F1B."""
     return Pipeline(gpt(), partition=CUT, schedule="1f1b", microbatches=MICROBATCHES, seed=seed,
                     optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=learning_rate, fused=True),
-                    compress=way.compress, compress_rounding=way.rounding, compress_feedback=way.feedback, device="cpu")
+                    compress=way.compress, compress_rounding=way.rounding, device="cpu")

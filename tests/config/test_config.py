@@ -184,10 +184,9 @@ def test_one_wrong_value(at: Path, line: str, what: str) -> None:
     (["parallel.executor=async_threaded"],
      "parallel.executor is async_threaded, which runs the schedule gpipe alone, but the schedule is 1f1b",
      "use the schedule gpipe, or the executor overlapped, which runs any"),
-    (["parallel.executor=async_threaded", "parallel.schedule=gpipe", "parallel.compress=bf16"],
-     "parallel.executor is async_threaded, under which gradients travel from the last microbatch to the first: what "
-     "coding one lost would be added to other ones than under the other executors",
-     "switch compress_feedback off, or use the executor overlapped"),
+    (["parallel.compress=[none, bf16, int8]", "parallel.compress_feedback=true"],
+     "parallel.compress_feedback is true, but error feedback was removed: it made gradients less exact",
+     "leave it out"),
     (["parallel.scheduler=async_threaded", "trace=true"],
      "trace is true, but the forwards of the executor async_threaded go on in threads, several at one time: there is "
      "no timeline of actions one after the other", "use the executor overlapped, which computes the same numbers"),

@@ -263,17 +263,14 @@ def test_what_an_executor_cannot_do_is_refused() -> None:
     assert refused(executor="async_threaded", schedule="1f1b") == (
         "the executor is async_threaded, which runs the schedule gpipe alone, but the schedule is 1f1b",
         "use the schedule gpipe, or the executor overlapped, which runs any")
-    what, hint = refused(executor="async_threaded", schedule="gpipe", compress="int8")
-    assert what.startswith("the executor is async_threaded, under which gradients travel from the last microbatch")
-    assert hint == "switch compress_feedback off, or use the executor overlapped"
     pipe = pipeline(rich_model(), stages=2, schedule="gpipe", executor="async_threaded")
     with pytest.raises(UserError, match="there is no timeline of actions"):
         pipe.engine.record()
 
 
-def test_coded_without_feedback_gives_the_same_bits() -> None:
+def test_coded_tensors_give_the_same_bits() -> None:
     run: dict[str, Any] = {"model": "untied", "stages": 2, "schedule": "gpipe", "microbatches": 4, "batches": 2,
-                           "compress": "int8", "compress_rounding": "stochastic", "compress_feedback": False}
+                           "compress": "int8", "compress_rounding": "stochastic"}
     assert jobs.train(executor="async_threaded", **run) == jobs.train(**run)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from models import rich_batches
 from world import World
 
 from vpipe.checkpoint.integrity import damages
-from vpipe.checkpoint.manifest import Manifest
+from vpipe.checkpoint.manifest import Manifest, Stored
 from vpipe.checkpoint.restore import read
 from vpipe.errors import UserError
 
@@ -173,3 +174,16 @@ def test_of_a_run_the_newest_is_loaded_and_one_without_a_manifest_is_damaged(tmp
                          (tmp_path / "none", "none': it does not exist")):
         with pytest.raises(UserError, match=text):
             jobs.pipeline(jobs.MODELS["rich"](), microbatches=4, **FLUSH).load(folder)
+
+
+def test_error_feedback_of_an_older_version_is_left_out(tmp_path: Path) -> None:
+    pipe = jobs.pipeline(jobs.MODELS["rich"](), microbatches=4, compress="int8", **FLUSH)
+    list(pipe.train(rich_batches(2, 8)))
+    pipe.save(tmp_path / "step")
+    manifest = Manifest.load(tmp_path / "step")
+    lost = {"feedback.2.0.0": Stored((1,), "float32", next(iter(manifest.files)))}
+    replace(manifest, tensors={**manifest.tensors, **lost}).save(tmp_path / "step")
+    new = jobs.pipeline(jobs.MODELS["rich"](), microbatches=4, compress="int8", **FLUSH)
+    with pytest.warns(UserWarning, match="has error feedback of compressed gradients, which this version has not"):
+        assert new.load(tmp_path / "step").steps == 2
+    assert jobs.fingerprint(new.state_dict()) == jobs.fingerprint(pipe.state_dict())

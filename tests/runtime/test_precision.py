@@ -344,8 +344,7 @@ def test_two_halves_equal_the_whole_under_autocast(name: str, precision: str) ->
     ({"precision": "fp16", "loss_scale": 0}, "loss_scale is 0", "a number above 0"),
     ({"precision": "fp16", "loss_scale": True}, "loss_scale is True", "a number above 0"),
     ({"precision": "bf16", "compress": "bf16"}, "compress is bf16, but in precision bf16 tensors between stages",
-     "leave it out"),
-    ({"precision": "fp16", "compress": "int8"}, "compress_feedback is on", "set loss_scale to a number")])
+     "leave it out")])
 def test_refusals(arguments: dict[str, Any], what: str, hint: str) -> None:
     with pytest.raises(UserError, match=what) as caught:
         pipeline(**{"partition": [2, 2], **arguments})

@@ -19,7 +19,6 @@ from vpipe.errors import UserError
 from vpipe.runtime.state_dict import Position
 from vpipe.runtime.step_results import Step
 from vpipe.train.optimizers import OptimizerSettings
-from vpipe.verify.compression import CutCompression
 from vpipe.verify.reference import VERSIONS, TrainingRecipe, asynchronous_oracle, flush_oracle
 from vpipe.verify.reference_optimizer import InitialState
 
@@ -186,31 +185,6 @@ def test_without_a_flush_any_cut_goes_on_as_its_oracle_from_there(data: st.DataO
         assert losses == oracle.losses
         same_bits(tensors, oracle.tensors)
         start = InitialState(position.steps, position.microbatches, 0, tensors)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
-def test_what_coding_lost_goes_on_at_the_cuts_that_stay(schedule: str) -> None:
-    """The second cut of four stages is the only one of two; the others' parts are of no use any more."""
-    model, batches = rich_model(), rich_batches(4, 8)
-    first = pipeline(model, schedule=schedule, compress="int8")
-    list(first.train(batches[:2]))
-    position, tensors = saved(first)
-    assert {name.split(".")[1] for name in tensors if name.startswith("feedback.")} == {"2", "4", "6"}
-    second = pipeline(model, schedule=schedule, partition=[4, 4], placement=[[0], [1, 2]], compress="int8")
-    second.engine.restore(position, tensors)
-    losses = [step.loss for step in second.train(batches[2:])]
-    compression = second.engine._settings.compression
-    assert compression is not None
-    compress_cut = CutCompression(model, [4, 4], second.placement, compression)
-    compress_cut.load(tensors)
-    recipe = TrainingRecipe(AdamW().from_named, MICROBATCHES, 2, decay, 0.5, compress=compress_cut)
-    start = InitialState(position.steps, position.microbatches, 0, tensors)
-    if schedule == "1f1b":
-        oracle = flush_oracle(model, batches[2:], recipe, [4, 4], [1, 2], start)
-    else:
-        oracle = asynchronous_oracle(model, batches[2:], recipe, [4, 4], widths=[1, 2], start=start)
-    assert losses == oracle.losses
-    same_bits(saved(second)[1], oracle.tensors | compress_cut.checkpoint_tensors())
 
 
 def test_leaving_off_before_a_pause_drains_no_further_than_that() -> None:

@@ -123,8 +123,7 @@ def test_what_the_gradient_of_one_stage_alone_stops(schedule: str, changed: set[
     assert {name.partition(".")[0] for name in different} == changed
 
 
-def test_coding_losses_do_not_carry_it_on() -> None:
-    """Error feedback adds what coding lost of a gradient to the next one; of one that is no number that is nothing."""
+def test_coding_does_not_carry_it_on() -> None:
     pipe = pipeline("1f1b", partition=[2, 3], compress="int8")
     steps = list(pipe.train(batches(x={5: math.nan})))
     assert [step.skipped for step in steps] == [False, True, False, False, False, False]

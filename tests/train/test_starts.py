@@ -12,7 +12,7 @@ import pytest
 from attempts import begin
 from small_run import metrics, write_config
 
-from vpipe.checkpoint.manifest import Manifest
+from vpipe.checkpoint.manifest import Manifest, Stored
 from vpipe.config.config import load_config
 from vpipe.errors import UserError
 from vpipe.launch.folder import leave, running
@@ -57,6 +57,32 @@ def test_what_a_new_run_begins_with_is_said(one: Path, tmp_path: Path, capsys: p
     leave()
     assert capsys.readouterr().err.splitlines() == [
         says.format(len(manifest.tensors)).replace("FOLDER", str(folder))]
+
+
+def test_error_feedback_of_an_older_version_is_left_out(one: Path, tmp_path: Path,
+                                                        capsys: pytest.CaptureFixture[str]) -> None:
+    """Such a run had it on by default, whether or not anything was compressed."""
+    run = shutil.copytree(one, tmp_path / "run")
+    text = (run / "config.yaml").read_text()
+    older = text.replace("compress: none", "compress: int8").replace("compress_feedback: false",
+                                                                     "compress_feedback: true")
+    (run / "config.yaml").write_text(older)
+    checkpoint = run / "checkpoints" / "step-1"
+    manifest = Manifest.load(checkpoint)
+    lost = {"feedback.2.0.0": Stored((1,), "float32", next(iter(manifest.files)))}
+    replace(manifest, config=older, tensors={**manifest.tensors, **lost}).save(checkpoint)
+    start = start_of(run)
+    job = Job.of(resumed_config(start, None, ["training.max_steps=2"], None))
+    take_up(start, job)
+    assert capsys.readouterr().err.splitlines() == [
+        "warning: the checkpoint has error feedback of compressed gradients, which this version has not: it is left "
+        "out, so the losses from here on are others", "changed since step 1: training.max_steps 1 -> 2"]
+    train(job, run, checkpoint)
+    leave()
+    assert [line["step"] for line in metrics(run)[0]] == [0, 1]
+    assert "compress_feedback: false" in (run / "config.yaml").read_text()
+    (tmp_path / "same.yaml").write_text(older.replace("compress: int8", "compress: none"))
+    assert load_config(tmp_path / "same.yaml").parallel.compress == "none"
 
 
 def test_a_damaged_manifest_is_named_and_the_one_before_offered(tmp_path: Path) -> None:

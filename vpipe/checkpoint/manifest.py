@@ -166,6 +166,14 @@ class Manifest(About):
             raise _damaged(path, f"{type(error).__name__}: {error}") from None
 
 
+def no_longer_used(manifest: Manifest) -> str | None:
+    """Return a warning of state in the checkpoint that an older version kept and this one has not, if there is any."""
+    if any(name.startswith("feedback.") for name in manifest.tensors):
+        return ("the checkpoint has error feedback of compressed gradients, which this version has not: it is left "
+                "out, so the losses from here on are others")
+    return None
+
+
 _OTHER = "resume from an older checkpoint: vpipe checkpoint ls RUN lists them"
 
 

@@ -142,7 +142,7 @@ def _elsewhere(run: Path) -> Iterator[Path]:
     """The folder that a run was told to keep its checkpoints in."""
     if (run / CONFIG).is_file():
         from vpipe.launch.folder import checkpoints_root
-        from vpipe.train.resume import config_of
+        from vpipe.train.roots import config_of
 
         yield checkpoints_root(config_of(run), run)
 

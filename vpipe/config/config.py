@@ -81,7 +81,7 @@ class Config(Section):
                           f"use one of {divisors}, or make training.num_microbatches a multiple of {every}")
 
         codecs = self.parallel.compress if isinstance(self.parallel.compress, tuple) else (self.parallel.compress,)
-        for key, what, hint in self.training.computed.refused(codecs, self.parallel.compress_feedback):
+        for key, what, hint in self.training.computed.refused(codecs):
             yield Mistake(("parallel", key), what, hint)
 
         if self.trace and self.parallel.executor == THREADED:
@@ -126,11 +126,17 @@ def load_config(path: Path, overrides: Sequence[str] = (), scheduler: str | None
             settings += [(key, Tree.leaf(value, place)) for key, value in meant.items() if key not in told]
             drop_what_follows(tree, {"parallel.schedule": REVERSIBLE})
     if resolved:
+        drop_removed(tree)
         drop_what_follows(tree, {key: part.value for key, part in settings})
     for key, part in settings:
         tree.put(tuple(key.split(".")), part)
     put_plan(tree, [key for key, _ in settings])
     return validated(Config, tree)
+
+
+def drop_removed(tree: Tree) -> None:
+    """Take out of the config of a run what an older version had on by default and this one refuses."""
+    tree.drop(("parallel", "compress_feedback"))
 
 
 def _setting(text: str) -> tuple[str, Tree]:

@@ -161,8 +161,7 @@ class ParallelSection(Section):
                                                  "ranks: none as they are, bf16 in half the bytes of fp32, int8 in a "
                                                  "quarter; one word, or a list with one per cut")
     compress_rounding: Literal["nearest", "stochastic"] = Field("nearest", description="rounding of int8")
-    compress_feedback: bool = Field(True, description="whether what compressing a gradient lost is added to the next "
-                                                      "microbatch's")
+    compress_feedback: bool = Field(False, description="always false: error feedback on gradients was removed")
     timeout_s: float = Field(60.0, gt=0, le=10**6, description="seconds a rank waits for another before the run fails")
     warmup_depth: Ints | None = Field(None, description="forwards of a rank of each stage before its first backward; "
                                                         "null takes (ranks of this and later stages - 1) // ranks of "
@@ -259,8 +258,7 @@ class ParallelSection(Section):
                               f"stages {', '.join(str(len(own)) for own in self.stage_to_rank_map.values())} ranks",
                               "leave it out: the map says it")
         yield from self._schedule()
-        compressed = any(codec != "none" for codec in used_codecs(self.compress))
-        if refused := refusal(self.executor, self.schedule, compressed, self.compress_feedback):
+        if refused := refusal(self.executor, self.schedule):
             yield Mistake(("executor",), f"is {refused[0]}", refused[1])
         named = self.stage_to_rank_map or {}
         widths = [len(named.get(str(stage), ())) or self.data_parallel_size for stage in range(stages)]
@@ -290,6 +288,9 @@ class ParallelSection(Section):
         if self.compress_rounding != "nearest" and "int8" not in used_codecs(self.compress):
             yield Mistake(("compress_rounding",), f"is {self.compress_rounding}, but nothing is sent as int8",
                           "leave it out, or set compress: int8")
+        if self.compress_feedback and set(used_codecs(self.compress)) != {"none"}:
+            yield Mistake(("compress_feedback",), "is true, but error feedback was removed: it made gradients less "
+                          "exact", "leave it out")
 
     def _schedule(self) -> Iterator[Mistake]:
         if self.schedule == AUTO and self.chunks is not None:

@@ -22,8 +22,8 @@ from vpipe.launch.member import Member
 from vpipe.launch.restart import Failure, announced, last_step, newest_intact, over
 from vpipe.launch.starter import Starter
 from vpipe.train.job import Job
-from vpipe.train.resume import Start, check_config, config_of, nothing_left, take_up
-from vpipe.train.roots import roots_of
+from vpipe.train.resume import Start, check_config, nothing_left, take_up
+from vpipe.train.roots import config_of, roots_of
 
 
 @dataclass(frozen=True)

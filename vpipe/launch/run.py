@@ -195,7 +195,8 @@ class _Run:
             attempt: ``attempt 2 of 4``.
             what: failed.
         """
-        from vpipe.train.resume import Start, config_of
+        from vpipe.train.resume import Start
+        from vpipe.train.roots import config_of
 
         assert self.folder is not None
         arranged = config_of(self.folder)

@@ -60,7 +60,7 @@ class Engine:
         self.all_ranks.check_ties()
         if settings.needs_norms and schedule.flush:
             self.all_ranks.agree_on_norms()
-        self.parts = parts_of(self.workers, specs, self._placement)
+        self.parts = parts_of(self.workers, self._placement)
         self.position = Position(0, 0, 0)
         self._begun = 0  # what is done of the first batch that is given next: of a run that goes on
         self._made: deque[Step] = deque()  # the updates of the latest batch that were not yielded yet

@@ -10,7 +10,6 @@ from vpipe.errors import RunError
 from vpipe.runtime.microbatches import Segment
 from vpipe.runtime.step_results import Outcomes, Step
 from vpipe.runtime.trace import Recorder
-from vpipe.runtime.transport.compression import Compressed
 from vpipe.runtime.worker import IsSplit, VersionOf, Worker
 from vpipe.schedules.action import Action, Op
 from vpipe.schedules.lower import Lowering
@@ -144,7 +143,7 @@ class Crew:
             for worker in self._workers.values():
                 worker.end()
         except (Exception, KeyboardInterrupt):
-            self._abandon(segment)
+            self._abandon()
             raise
         self.broken = False
         if segment.training and rounds.of_step(done):
@@ -182,14 +181,12 @@ class Crew:
                                   for rank, action in heads.items())
                 raise RunError(f"no rank can go on: {waits}", hint="the schedule deadlocks: this is a defect of vpipe")
 
-    def _abandon(self, segment: Segment) -> None:
-        """After a failure: let training go on as if the segment had not begun, where no stage has made a step of it.
+    def _abandon(self) -> None:
+        """After a failure: let training go on as if its segment had not begun, where no stage has made a step of it.
 
         Not over processes: what others were sent cannot be called back.
         """
-        feedback = any(isinstance(worker.transport, Compressed) and worker.transport.feedback
-                       for worker in self._workers.values())  # keeps what coding the gradients of this batch lost
-        if self._stepped or self._distributed or (feedback and segment.training):
+        if self._stepped or self._distributed:
             return
         for worker in self._workers.values():
             worker.abandon()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from vpipe.checkpoint.fits import check_fits
 from vpipe.checkpoint.folder import find
-from vpipe.checkpoint.manifest import About, Manifest
+from vpipe.checkpoint.manifest import About, Manifest, no_longer_used
 from vpipe.checkpoint.once import save_at
 from vpipe.checkpoint.parts import check_kinds
 from vpipe.checkpoint.restore import read
@@ -70,6 +71,8 @@ class OneCheckpoint:
                 manifest = Manifest.load(folder)
                 check_fits(manifest, model, "load it into a pipeline of the model that saved it")
                 self._check_run(manifest)
+                if self._rank == 0 and (lost := no_longer_used(manifest)) is not None:
+                    warnings.warn(lost, stacklevel=3)
                 position = Position.of_numbers(manifest.step, manifest.samples, manifest.numbers, self._batch)
                 self._engine.check_begins(position)
                 tensors = read(folder, manifest, filter(self._engine.wants, manifest.tensors),

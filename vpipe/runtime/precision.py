@@ -86,14 +86,11 @@ class Precision:
         """Whether the scale of the loss is found while training."""
         return self.scaled and self.loss_scale is None
 
-    def refused(self, codecs: Collection[str], feedback: bool) -> Iterator[tuple[str, str, str]]:
+    def refused(self, codecs: Collection[str]) -> Iterator[tuple[str, str, str]]:
         """How tensors between stages cannot travel in it: the argument, what is wrong with it, the remedy."""
         if self.dtype is not None and "bf16" in codecs:
             yield ("compress", f"is bf16, but in precision {self.name} tensors between stages have 16 bits already",
                    "leave it out, or send them as int8")
-        if self.dynamic and "int8" in codecs and feedback:
-            yield ("compress_feedback", "is on, but what is kept of a gradient's coding has the loss scale of its "
-                   "update, which changes", "switch it off, or set loss_scale to a number such as 1024")
 
 
 FP32 = Precision("fp32")

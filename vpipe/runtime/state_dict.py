@@ -8,7 +8,6 @@ all there are. So a checkpoint is one flat table, whatever the partition, the wi
     optim.<layer>.<parameter>.group.lr, .group.initial_lr  #float; of its parameter group, where that was changed
     buffers.<replica>.<layer>.<buffer>                  of replicas from 1 on; those of replica 0 are the model's
     loss.<replica>.<layer>.<buffer>                     of the loss of a sequential model, which is not in its state
-    feedback.<layer behind the cut>.<replica>.<tensor>  what coding a gradient lost where it left that replica
     loss_scale.<first layer of the stage>.value, .good  of fp16; with a flush one for all, layer 0's
 """
 
@@ -25,11 +24,9 @@ from torch import Tensor, nn
 
 from vpipe.errors import UserError, counted
 from vpipe.model.sequential import loss_buffers
-from vpipe.model.split import StageSpec
 from vpipe.runtime.loss_scaler import LossScale
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import StageOptimizer
-from vpipe.runtime.transport.compression import Compressed
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.size import Placement
 
@@ -125,12 +122,11 @@ class Held(NamedTuple):
     replica: int
 
 
-def parts_of(workers: Mapping[int, Worker], specs: Sequence[StageSpec], placement: Placement) -> list[Part]:
+def parts_of(workers: Mapping[int, Worker], placement: Placement) -> list[Part]:
     """All parts of the stages on these ranks, in the order in which they are to be loaded."""
     held = [Held(worker, stage, placement[number].index(rank))
             for rank, worker in workers.items() for number, stage in worker.stages.items()]
-    return [ModelState(held), OptimizerState(held), ReplicaBuffers(held), LossBuffers(held), Feedback(held, specs),
-            LossScales(held)]
+    return [ModelState(held), OptimizerState(held), ReplicaBuffers(held), LossBuffers(held), LossScales(held)]
 
 
 class ModelState:
@@ -243,33 +239,6 @@ class LossBuffers(_Buffers):
             for layer, module in each.stage.modules.items():
                 for name, buffer in loss_buffers(module).items():
                     yield f"loss.{each.replica}.{each.stage.layer_names[layer]}.{name}", buffer
-
-
-class Feedback:
-    """What coding gradients lost, where they leave a stage; nothing where another cut is, or none was."""
-
-    def __init__(self, held: Sequence[Held], specs: Sequence[StageSpec]) -> None:
-        self._held, self._specs = held, specs
-
-    def state(self) -> dict[str, Tensor]:
-        return {f"{prefix}{number}": lost for prefix, cut, coder in self._all()
-                for number, lost in coder.lost(cut).items()}
-
-    def wants(self, name: str) -> bool:
-        return any(name.startswith(prefix) for prefix, _, _ in self._all())
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        for prefix, cut, coder in self._all():
-            for name, tensor in tensors.items():
-                if name.startswith(prefix):
-                    coder.has_lost(cut, int(name.removeprefix(prefix)), tensor)
-
-    def _all(self) -> Iterator[tuple[str, int, Any]]:
-        for each in self._held:
-            number = each.stage.spec.index
-            if number > 0 and isinstance(each.worker.transport, Compressed):
-                layer = self._specs[number].layers.start
-                yield f"feedback.{layer}.{each.replica}.", number - 1, each.worker.transport.coder
 
 
 class LossScales:

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vpipe.checkpoint.manifest import Manifest
-from vpipe.config.config import Config
+from vpipe.config.config import Config, drop_removed
 from vpipe.config.sections import CheckpointSection
 from vpipe.config.yaml_tree import describe, parse
 
 _ALWAYS = {"training.num_microbatches", "training.precision", "training.loss_scale", "parallel.compress",
-           "parallel.compress_rounding", "parallel.compress_feedback"}
+           "parallel.compress_rounding"}
 """Settings of how a run is arranged that change its numbers under every schedule."""
 
 _WITHOUT_FLUSH = {"parallel.partition", "parallel.update_every", "parallel.stage_to_rank_map",
@@ -22,10 +22,11 @@ _WITHOUT_FLUSH = {"parallel.partition", "parallel.update_every", "parallel.stage
 def changes(manifest: Manifest, config: Config) -> list[str]:
     """Every key that is another than in the checkpoint's config: ``training.max_steps 60 -> 80 (the learning rate
     follows the new end)``. Of a checkpoint that a script made, none."""
-    before = parse(manifest.config, "", "the checkpoint's config").value
-    if not isinstance(before, dict):
+    before = parse(manifest.config, "", "the checkpoint's config")
+    drop_removed(before)
+    if not isinstance(before.value, dict):
         return []
-    then, now = dict(_leaves(before)), dict(_leaves(config.model_dump(mode="json")))
+    then, now = dict(_leaves(before.value)), dict(_leaves(config.model_dump(mode="json")))
     had_flush = not manifest.arrangement.get("drained")
     said = []
     for key, value in now.items():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vpipe.checkpoint.manifest import Manifest
-from vpipe.config.config import Config
+from vpipe.config.config import Config, drop_removed
 from vpipe.config.sections import ModelSection
 from vpipe.config.validation import validated
 from vpipe.config.yaml_tree import parse, write
@@ -81,4 +81,5 @@ def config_text(found: str, settings: ModelSettings, config_file: Path) -> str:
 def config_of(manifest: Manifest) -> Config | None:
     """The whole config of the run that made a checkpoint; None where no run did."""
     content = parse(manifest.config, "", WHERE)
+    drop_removed(content)
     return validated(Config, content) if content.get(("training",)) is not None else None

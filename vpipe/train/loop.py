@@ -285,5 +285,5 @@ def build(job: Job) -> Pipeline:
                         device=device_of(config),
                         timeout_s=config.parallel.timeout_s, compress=config.parallel.compress,
                         compress_rounding=config.parallel.compress_rounding,
-                        compress_feedback=config.parallel.compress_feedback, executor=config.parallel.executor,
-                        precision=config.training.precision, loss_scale=config.training.computed.loss_scale)
+                        executor=config.parallel.executor, precision=config.training.precision,
+                        loss_scale=config.training.computed.loss_scale)

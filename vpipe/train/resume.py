@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from vpipe.checkpoint.folder import Checkpoints, find
 from vpipe.checkpoint.integrity import instead_of, newest_intact_before
-from vpipe.checkpoint.manifest import Manifest
+from vpipe.checkpoint.manifest import Manifest, no_longer_used
 from vpipe.config.config import Config, load_config
 from vpipe.config.parallel import AUTO
 from vpipe.config.sections import ModelSection
@@ -28,7 +28,7 @@ from vpipe.plan.plan import Plan
 from vpipe.plan.recompute import recomputed_layers
 from vpipe.runtime.state_dict import Position
 from vpipe.train.changes import changes
-from vpipe.train.roots import RUN, absolute, new_root, put_away_later, roots_of
+from vpipe.train.roots import RUN, absolute, config_of, new_root, put_away_later, roots_of
 
 if TYPE_CHECKING:
     from vpipe.train.job import Job
@@ -88,20 +88,11 @@ def start_of(path: Path) -> Start:
 
 def _unsaved(run: Path, roots: Sequence[Path]) -> UserError:
     """Of a run that has nothing to go on from."""
-    config = load_config(run / CONFIG)
+    config = config_of(run)
     every = "" if config.saving.every_steps is not None else " --set checkpoint.every_steps=N"
     return UserError(f"there is no checkpoint of the run in '{run}': {why_unsaved(config, run)}",
                      where=f"looked in {', '.join(map(str, roots))}",
                      hint=f"begin anew: vpipe train {quote(str(run / CONFIG))}{every}")
-
-
-def config_of(folder: Path) -> Config:
-    """What the latest attempt of a run was told, with what was planned for it.
-
-    Raises:
-        UserError: its ``config.yaml`` cannot be read.
-    """
-    return load_config(folder / CONFIG)
 
 
 def resumed_config(start: Start, path: Path | None, settings: Sequence[str], scheduler: str | None) -> Config:
@@ -217,6 +208,8 @@ def take_up(start: Start, job: Job) -> Path:
         manifest = Manifest.load(start.checkpoint)
         check_fits_job(manifest, job)
         steps = manifest.step
+        if lost := no_longer_used(manifest):
+            print(f"warning: {lost}", file=sys.stderr, flush=True)
     config = job.config.resolved_yaml()
     if start.folder is None:
         saving = job.config.saving

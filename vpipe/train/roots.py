@@ -17,6 +17,15 @@ RUN = "run"
 """Entry of a checkpoint's arrangement: the folder of the run that made it."""
 
 
+def config_of(folder: Path) -> Config:
+    """Return what an attempt of a run was told, with what was planned for it.
+
+    Raises:
+        UserError: its ``config.yaml`` cannot be read.
+    """
+    return load_config(folder / CONFIG, resolved=True)
+
+
 def absolute(path: Path) -> Path:
     """The same path from anywhere, links as they are."""
     return Path(os.path.abspath(path))
@@ -28,7 +37,7 @@ def roots_of(run: Path) -> Iterator[Path]:
     Raises:
         UserError: its ``config.yaml`` cannot be read.
     """
-    root = absolute(checkpoints_root(load_config(run / CONFIG), run))
+    root = absolute(checkpoints_root(config_of(run), run))
     yield root
     texts, found = {(run / CONFIG).read_text(errors="replace")}, {root}
     earlier = [path for path in (run / EARLIER).glob("*") if path.name.isdecimal()]
@@ -38,7 +47,7 @@ def roots_of(run: Path) -> Iterator[Path]:
             if text in texts:
                 continue
             texts.add(text)
-            root = absolute(checkpoints_root(load_config(path / CONFIG), run))
+            root = absolute(checkpoints_root(config_of(path), run))
             if root not in found:
                 found.add(root)
                 yield root

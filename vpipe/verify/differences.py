@@ -111,8 +111,7 @@ def references(job: Job, batches: int) -> Iterator[Reference]:
     rounding = _rounding(precision, training.num_microbatches) * steps_in_batches(job, batches)
     # The executor that turns the backwards of gpipe round keeps gradients apart and adds them in order.
     bound = 0.0 if _in_order(schedule) or last_first(parallel.executor, parallel.schedule) else rounding
-    compression = Compression.of(parallel.compress, parallel.compress_rounding, parallel.compress_feedback,
-                                 len(partition), training.seed)
+    compression = Compression.of(parallel.compress, parallel.compress_rounding, len(partition), training.seed)
     if compression is not None and bound:
         raise UserError(f"'{parallel.schedule}' completes microbatches out of order, and with parallel.compress there "
                         "is no bound to compare within", hint="verify it with parallel.compress=none")

@@ -52,7 +52,7 @@ class ReferenceRun:
         gradient_norms: of every update, if gradients are clipped.
         skipped: steps in which an update was skipped.
         state: the weights at the end, named as in ``Pipeline.state_dict``.
-        tensors: of a checkpoint at the end, by their names there, without the residuals of compressed gradients.
+        tensors: of a checkpoint at the end, by their names there.
     """
 
     losses: list[float] = field(default_factory=list)

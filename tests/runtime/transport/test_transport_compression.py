@@ -1,4 +1,4 @@
-"""Compression between stages: the codecs, what is kept of gradients, and runs that equal their oracles to the bit."""
+"""Compression between stages: the codecs, and runs that equal their oracles to the bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from world import World
 
 from vpipe import Pipeline
 from vpipe.errors import UserError
-from vpipe.runtime.transport.compression import LEAST_SCALE, Bf16, Codec, Coder, Compressed, Compression, Int8, _parts
+from vpipe.runtime.transport.compression import LEAST_SCALE, Bf16, Codec, Compressed, Compression, Int8, _parts
 from vpipe.runtime.transport.transport import InProcess, Key, Spec
 from vpipe.verify.compression import CutCompression
 from vpipe.verify.reference import TrainingRecipe, asynchronous_oracle, flush_oracle
@@ -33,9 +33,8 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def compression(codecs: str | list[str] = "int8", rounding: str = "nearest", feedback: bool = True,
-                stages: int = 4) -> Compression:
-    made = Compression.of(codecs, rounding, feedback, stages, seed=2)
+def compression(codecs: str | list[str] = "int8", rounding: str = "nearest", stages: int = 4) -> Compression:
+    made = Compression.of(codecs, rounding, stages, seed=2)
     assert made is not None
     return made
 
@@ -147,82 +146,33 @@ def test_stochastic_rounding_is_right_on_average_and_follows_its_seed() -> None:
 
 def test_every_tensor_is_rounded_by_a_chance_of_its_own() -> None:
     def coded(key: Key, number: int, seed: int = 2) -> bytes:
-        coder = Coder(Compression(("int8",) * 3, "stochastic", seed, feedback=False))
-        return coder.encode(key, [randn(2, 64)] * 2)[number].numpy().tobytes()
+        return Compression(("int8",) * 3, "stochastic", seed).encode(key, [randn(2, 64)] * 2)[number].numpy().tobytes()
 
     cases = [(Key("F", 2, 5), 0), (Key("F", 2, 6), 0), (Key("F", 1, 5), 0), (Key("B", 1, 5), 0), (Key("F", 2, 5), 1)]
     assert len({coded(*case) for case in cases} | {coded(*cases[0], seed=3)}) == 6
     assert coded(*cases[0]) == coded(*cases[0])
 
 
-# -- what a rank keeps ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("codecs", "rounding"), [("int8", "nearest"), ("int8", "stochastic"), ("bf16", "nearest")])
-def test_with_feedback_nothing_is_lost_in_the_long_run(codecs: str, rounding: str) -> None:
-    used = compression(codecs, rounding)
-    coder, key = Coder(used), Key("B", 1, 0)
-    codec = used.codec(key)
-    assert codec is not None
-    sent, arrived, alone = torch.zeros(3, 16), torch.zeros(3, 16), torch.zeros(3, 16)
-    for i in range(40):
-        gradient = randn(3, 16, seed=7) + 0.01 * randn(3, 16, seed=i)
-        [wire] = coder.encode(Key("B", 1, i), [gradient])
-        sent, arrived = sent + gradient, arrived + codec.decode(wire, Spec.of(gradient))
-        alone += carried(Bf16() if codecs == "bf16" else NEAREST, gradient)
-    lost = coder.lost(1)[0]
-    assert torch.allclose(arrived + lost, sent, atol=1e-4)
-    assert (arrived - sent).norm() < 0.5 * (alone - sent).norm()
-
-
-def test_what_is_kept_and_when_it_starts_anew() -> None:
-    coder = Coder(compression(["int8", "none", "int8"]))
-    coder.encode(Key("F", 1, 0), [randn(3, 16)])
-    coder.encode(Key("B", 1, 0), [randn(3, 16)])
-    assert not any(map(coder.lost, range(3))), "of activations nothing is kept, nor of a cut that is not coded"
-    coder.encode(Key("B", 0, 0), [randn(3, 16), torch.arange(9), randn(3, 16, seed=1)])
-    coder.encode(Key("B", 2, 0), [randn(3, 16)])
-    assert [sorted(coder.lost(cut)) for cut in range(3)] == [[0, 2], [], [0]]
-    fresh = Coder(compression())
-    other = Key("B", 0, 1), [randn(6, 8)]
-    assert torch.equal(coder.encode(*other)[0], fresh.encode(*other)[0])
-    without = Coder(compression(feedback=False))
-    without.encode(Key("B", 0, 0), [randn(3, 16)])
-    assert not without.lost(0)
-
-
-def test_a_gradient_that_is_not_finite_harms_none_after_it() -> None:
+def test_what_is_sent_is_left_alone() -> None:
     used, gradient = compression(), randn(3, 16)
-    codec, coder = used.codec(Key("B", 0, 0)), Coder(used)
-    assert codec is not None
-    wrong = gradient.clone()
-    wrong[1, 3], wrong[2, 4] = float("nan"), float("inf")
-    arrived = codec.decode(coder.encode(Key("B", 0, 0), [wrong])[0], Spec.of(wrong))
-    assert arrived[1:].isnan().all()
-    arrived = codec.decode(coder.encode(Key("B", 0, 1), [gradient])[0], Spec.of(gradient))
-    assert torch.equal(arrived[1:], carried(NEAREST, gradient)[1:])
-
-
-def test_a_gradient_given_is_left_alone() -> None:
-    coder, gradient = Coder(compression()), randn(3, 16)
     before = gradient.clone()
-    for i in range(3):
-        coder.encode(Key("B", 0, i), [gradient])
+    for number in range(3):
+        used.encode(Key("B", 0, number), [gradient])
     assert torch.equal(gradient, before)
 
 
 # -- runs ----------------------------------------------------------------------------------------------
 
 
-def run(schedule: str, partition: list[int], codecs: str | list[str], rounding: str = "nearest", feedback: bool = True,
+def run(schedule: str, partition: list[int], codecs: str | list[str], rounding: str = "nearest",
         **arguments: Any) -> Pipeline:
     """A run whose losses, gradient norms and weights are those of its oracle."""
     model, batches = rich_model(), rich_batches(3, 8, lengths=(6, 9))
     pipe = Pipeline(model, schedule=schedule, microbatches=4, partition=partition, optimizer=AdamW(), seed=2,
                     learning_rate_factor=decay, grad_clip=0.5, compress=codecs, compress_rounding=rounding,
-                    compress_feedback=feedback, **arguments)
+                    **arguments)
     steps = list(pipe.train(batches))
-    crossing = CutCompression(model, partition, pipe.placement, compression(codecs, rounding, feedback, len(partition)))
+    crossing = CutCompression(model, partition, pipe.placement, compression(codecs, rounding, len(partition)))
     recipe = TrainingRecipe(AdamW().from_named, 4, 2, decay, 0.5, compress=crossing)
     widths = [len(ranks) for ranks in pipe.placement]
     if schedule == "pipedream":
@@ -235,13 +185,12 @@ def run(schedule: str, partition: list[int], codecs: str | list[str], rounding: 
     return pipe
 
 
-@pytest.mark.parametrize(("codecs", "rounding", "feedback"), [
-    ("int8", "nearest", True), ("int8", "stochastic", True), ("int8", "nearest", False), ("bf16", "nearest", True),
-    (["int8", "none", "bf16"], "stochastic", True)])
+@pytest.mark.parametrize(("codecs", "rounding"), [
+    ("int8", "nearest"), ("int8", "stochastic"), ("bf16", "nearest"), (["int8", "none", "bf16"], "stochastic")])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "pipedream"])
-def test_a_run_equals_its_oracle_with_the_same_codec_at_the_cuts(schedule: str, codecs: str | list[str], rounding: str,
-                                                                 feedback: bool) -> None:
-    run(schedule, [2, 3, 1, 2], codecs, rounding, feedback, recompute=[0.0, 1.0, 1.0, 0.5])
+def test_a_run_equals_its_oracle_with_the_same_codec_at_the_cuts(schedule: str, codecs: str | list[str],
+                                                                 rounding: str) -> None:
+    run(schedule, [2, 3, 1, 2], codecs, rounding, recompute=[0.0, 1.0, 1.0, 0.5])
 
 
 @pytest.mark.parametrize(("schedule", "partition"), [("zb_v", [2, 2, 2, 2]), ("interleaved", [2, 2, 2, 2]),
@@ -255,7 +204,7 @@ def test_stages_on_one_rank_pass_their_tensors_as_they_are(schedule: str, partit
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 @pytest.mark.parametrize("placement", [[[0], [1, 2]], [[0, 1], [2]], [[0, 1], [2, 3, 4]]])
-def test_every_replica_keeps_what_it_lost_itself(schedule: str, placement: list[list[int]]) -> None:
+def test_every_replica_codes_what_it_sends(schedule: str, placement: list[list[int]]) -> None:
     run(schedule, [4, 4], "int8", placement=placement)
 
 
@@ -309,7 +258,7 @@ def test_gloo_equals_one_process(world: World, arguments: dict[str, Any]) -> Non
     ("int8", "up", "compress_rounding is 'up'\nhint: known names: nearest, stochastic")])
 def test_names_and_cuts(codecs: str | list[str], rounding: str, text: str) -> None:
     with pytest.raises(UserError) as caught:
-        Compression.of(codecs, rounding, True, 4, 0)
+        Compression.of(codecs, rounding, 4, 0)
     assert text in str(caught.value)
 
 

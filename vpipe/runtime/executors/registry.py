@@ -30,26 +30,15 @@ def last_first(executor: Executor, schedule: str) -> bool:
     return executor == THREADED and schedule == REVERSIBLE
 
 
-def refusal(executor: Executor, schedule: str, compressed: bool, feedback: bool) -> tuple[str, str] | None:
-    """Why an executor cannot run a schedule, and what to do instead; None when it can.
-
-    Args:
-        compressed: whether tensors between stages travel coded.
-        feedback: whether what coding a gradient lost is added to the next microbatch's.
-    """
-    if executor != THREADED:
-        return None
-    if schedule != REVERSIBLE:
+def refusal(executor: Executor, schedule: str) -> tuple[str, str] | None:
+    """Why an executor cannot run a schedule, and what to do instead; None when it can."""
+    if executor == THREADED and schedule != REVERSIBLE:
         return (f"{THREADED}, which runs the schedule {REVERSIBLE} alone, but the schedule is {schedule}",
                 f"use the schedule {REVERSIBLE}, or the executor overlapped, which runs any")
-    if compressed and feedback:
-        return (f"{THREADED}, under which gradients travel from the last microbatch to the first: what coding one lost "
-                "would be added to other ones than under the other executors",
-                "switch compress_feedback off, or use the executor overlapped")
     return None
 
 
-def check_executor(executor: str, schedule: str, compressed: bool, feedback: bool) -> Executor:
+def check_executor(executor: str, schedule: str) -> Executor:
     """The executor of that name, for a schedule that it can run; see :func:`refusal`.
 
     Raises:
@@ -58,6 +47,6 @@ def check_executor(executor: str, schedule: str, compressed: bool, feedback: boo
     known = next((each for each in EXECUTORS if each == executor), None)
     if known is None:
         raise UserError(f"no executor is called {executor!r}", hint=nearest(str(executor), EXECUTORS))
-    if refused := refusal(known, schedule, compressed, feedback):
+    if refused := refusal(known, schedule):
         raise UserError(f"the executor is {refused[0]}", hint=refused[1])
     return known

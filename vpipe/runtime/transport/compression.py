@@ -1,4 +1,4 @@
-"""Fewer bytes between stages: how a floating tensor is coded for the wire, and what a coder keeps of gradients.
+"""Fewer bytes between stages: how a floating tensor is coded for the wire.
 
 ``bf16`` rounds to 16 bits. ``int8`` gives every row (the last dimension) a scale, its largest magnitude over 127, and
 every number a byte. A tensor that would not get smaller goes as it is, and so does whatever is not floating.
@@ -138,17 +138,14 @@ class Compression:
         codecs: a name of :data:`CODECS` per cut; cut c lies between the stages c and c + 1.
         rounding: one of :data:`ROUNDINGS`, for ``int8``.
         seed: the run's seed.
-        feedback: whether a gradient's coding error is added to the gradient of the next microbatch.
     """
 
     codecs: tuple[str, ...]
     rounding: str
     seed: int
-    feedback: bool
 
     @classmethod
-    def of(cls, codecs: str | Sequence[str], rounding: str, feedback: bool, stages: int,
-           seed: int) -> Compression | None:
+    def of(cls, codecs: str | Sequence[str], rounding: str, stages: int, seed: int) -> Compression | None:
         """From what the user wrote, one word for all cuts or one per cut; None when nothing is coded.
 
         Raises:
@@ -156,8 +153,6 @@ class Compression:
         """
         if not isinstance(codecs, (str, list, tuple)) or not all(isinstance(name, str) for name in codecs):
             raise UserError(f"compress is {shown(codecs)}", hint=f"write one of {', '.join(CODECS)}, or a list of them")
-        if not isinstance(feedback, bool):
-            raise UserError(f"compress_feedback is {shown(feedback)}", hint="write True or False")
         if not isinstance(rounding, str):
             raise UserError(f"compress_rounding is {shown(rounding)}", hint=f"write one of {', '.join(ROUNDINGS)}")
         named = (codecs,) * (stages - 1) if isinstance(codecs, str) else tuple(codecs)
@@ -170,7 +165,7 @@ class Compression:
                                     "stages", "give one word for all cuts, or one entry per cut"))
         if problems:
             raise UserError.all_of(problems)
-        return cls(named, rounding, seed, feedback) if set(named) - {"none"} else None
+        return cls(named, rounding, seed) if set(named) - {"none"} else None
 
     def codec(self, key: Key) -> Codec | None:
         """Of a transfer; None for one that goes as it is."""
@@ -179,52 +174,19 @@ class Compression:
         name = self.codecs[cut_of(key)]
         return None if name == "none" else Bf16() if name == "bf16" else Int8(self.rounding == "stochastic")
 
+    def encode(self, key: Key, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors of a transfer as they travel."""
+        codec = self.codec(key)
+        if codec is None:
+            return list(tensors)
+        return [tensor if codec.wire(Spec.of(tensor)) is None else
+                codec.encode(tensor, seed_of(self.seed, key.number, cut_of(key), int(key.kind == "B"), number))
+                for number, tensor in enumerate(tensors)]
+
 
 def cut_of(key: Key) -> int:
     """The cut that activations or gradients cross; the key names the stage that they are for."""
     return key.stage - (key.kind == "F")
-
-
-class Coder:
-    """What one rank codes, with error feedback on gradients.
-
-    Of every gradient that leaves through a cut, the part that coding lost is kept, and added to the next one that
-    leaves there. A gradient of another shape starts anew, from nothing lost; so does a number whose loss is not finite.
-    """
-
-    def __init__(self, compression: Compression) -> None:
-        self._compression = compression
-        self._lost: dict[tuple[int, int], Tensor] = {}  # by cut and number of the tensor, fp32
-
-    def encode(self, key: Key, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors of a transfer as they travel. Activations keep no state, so evaluation disturbs nothing."""
-        codec = self._compression.codec(key)
-        if codec is None:
-            return list(tensors)
-        return [tensor if codec.wire(Spec.of(tensor)) is None else self._encode(codec, key, number, tensor)
-                for number, tensor in enumerate(tensors)]
-
-    def _encode(self, codec: Codec, key: Key, number: int, tensor: Tensor) -> Tensor:
-        cut = cut_of(key)
-        seed = seed_of(self._compression.seed, key.number, cut, int(key.kind == "B"), number)
-        if key.kind == "F" or not self._compression.feedback:
-            return codec.encode(tensor, seed)
-        wanted = self._lost.get((cut, number))
-        if wanted is None or wanted.shape != tensor.shape:
-            wanted = self._lost[cut, number] = torch.zeros_like(tensor, dtype=torch.float32)
-        wire = codec.encode(wanted.add_(tensor), seed)
-        given = codec.decode(wire, Spec(tuple(tensor.shape), tensor.dtype, wants_gradient=False))
-        wanted.sub_(given).nan_to_num_(0.0, 0.0, 0.0)
-        return wire
-
-    def lost(self, cut: int) -> dict[int, Tensor]:
-        """What coding the gradients that leave through a cut has lost, fp32, by the number of the tensor: what a run
-        must keep to go on as if it had not stopped."""
-        return {number: lost for (at, number), lost in self._lost.items() if at == cut}
-
-    def has_lost(self, cut: int, number: int, lost: Tensor) -> None:
-        """Go on from what was lost before."""
-        self._lost[cut, number] = lost.clone()
 
 
 def decode(codec: Codec, wires: Sequence[Tensor], specs: Sequence[Spec]) -> list[Tensor]:
@@ -242,14 +204,8 @@ class Compressed:
 
     def __init__(self, inner: Transport, compression: Compression) -> None:
         self.rank, self.ordered = inner.rank, inner.ordered
-        self.coder = Coder(compression)
         self._inner, self._compression = inner, compression
         self._expected: dict[tuple[int, Key], Sequence[Spec]] = {}  # of transfers that travel coded
-
-    @property
-    def feedback(self) -> bool:
-        """Whether what coding a gradient lost is added to the next one."""
-        return self._compression.feedback
 
     @property
     def bytes_sent(self) -> int:
@@ -274,7 +230,7 @@ class Compressed:
             if 2 * len(blanks) > MOST_TENSORS:
                 raise UserError(f"{len(tensors)} tensors cross a cut that is compressed",
                                 hint=f"at most {MOST_TENSORS // 2} can: write compress: none for this cut")
-            tensors = [*blanks, *self.coder.encode(key, tensors)]
+            tensors = [*blanks, *self._compression.encode(key, tensors)]
         self._inner.send(peer, key, tensors, announce)
 
     def post(self, peer: int, key: Key, specs: Sequence[Spec] | None) -> None:
