@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vpipe.checkpoint import storage
 from vpipe.checkpoint.manifest import ITEM_BYTES, About, FileFacts, Manifest, Stored, stored_of
 from vpipe.errors import UserError
 
@@ -29,8 +30,6 @@ class Part:
         Raises:
             OSError: they could not be written.
         """
-        from vpipe.checkpoint import storage  # takes most of a second to import: in a thread that writes, nobody's
-
         folder.mkdir(parents=True, exist_ok=True)
         return cls(*storage.write(folder, rank, tensors))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vpipe.checkpoint import storage
 from vpipe.checkpoint.folder import resume_command
 from vpipe.checkpoint.integrity import Progress, check_intact, instead_of
 from vpipe.checkpoint.manifest import Manifest
@@ -27,8 +28,6 @@ def read(folder: Path, manifest: Manifest, names: Iterable[str], device: torch.d
         UserError: a name is not in the checkpoint, a file is missing or not what was written, or holds another shape
             than the manifest says.
     """
-    from vpipe.checkpoint import storage  # takes most of a second to import, which a run from the beginning saves
-
     wanted = list(names)
     missing = [name for name in wanted if name not in manifest.tensors]
     if missing:
@@ -38,11 +37,7 @@ def read(folder: Path, manifest: Manifest, names: Iterable[str], device: torch.d
     check_intact(folder, progress, manifest=manifest, only={manifest.tensors[name].file for name in wanted},
                  to_go_on=to_go_on)
     try:
-        storage.check_kinds(folder, manifest, wanted)
-        tensors = {name: torch.empty(manifest.tensors[name].shape, dtype=getattr(torch, manifest.tensors[name].dtype),
-                                     device=device) for name in wanted}
-        storage.load(folder, manifest, tensors)
+        return storage.load(folder, manifest, wanted, device)
     except OSError as error:
         raise UserError(f"cannot read the checkpoint '{folder}': {error.strerror or error}",
                         hint=instead_of(folder, progress, to_go_on)) from None
-    return tensors
