@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vpipe.commands.checkpoint_parser import add_checkpoint
-from vpipe.commands.parser import Parser, Version, add_config
+from vpipe.commands.parser import Parser, Version, add_config, add_models, add_overrides
 from vpipe.errors import VpipeError
 from vpipe.watch.excepthook import report, user_frames, write_error_file
 
@@ -100,27 +100,20 @@ def _parser() -> argparse.ArgumentParser:
                         "where a schedule without a flush needs them to show every weight version")
     verify.set_defaults(run=_verify)
 
-    compare = commands.add_parser("compare", help="systems or schedules beside each other, in the same processes")
-    add_config(compare)
+    compare = commands.add_parser("compare", help="models, systems or schedules beside each other, in the same "
+                                  "processes; one table, one CSV")
+    add_config(compare, needed=False)
+    add_models(compare)
     compare.add_argument("--systems", metavar="NAME,...", help="gpipe, pipedream, vpipe: each as its users ran it, "
                          "planned within the memory")
-    compare.add_argument("--schedules", metavar="NAME,...", help="schedules, with the config's partition and recompute")
     compare.add_argument("--memory", metavar="SIZE", help="what a rank of a system may hold, such as 8GiB; the "
                          "config's parallel.memory, else its part of the device's when left out")
-    compare.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the CSV there, too")
     compare.set_defaults(run=_compare)
 
-    bench = commands.add_parser("bench", help="models and schedules, each a run, one after the other; "
-                                "one table, one CSV")
-    bench.add_argument("--models", required=True, metavar="NAME,...", help="configs: gpt_small is "
-                       "configs/gpt_small.yaml; or paths of YAML files")
-    bench.add_argument("--schedules", metavar="NAME,...", help="schedules; each config's own when left out")
-    bench.add_argument("--steps", type=int, metavar="N", help="steps of each run; each config's when left out")
-    bench.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
-                       help="override a key of all configs, such as training.threads=2; may be repeated")
-    bench.add_argument("-o", "--output", type=Path, metavar="FILE", help="where the CSV goes; into the folder of the "
-                       "runs when left out")
-    bench.set_defaults(run=_bench)
+    bench = commands.add_parser("bench", help="the old name of compare --models")
+    add_models(bench, needed=True)
+    add_overrides(bench)
+    bench.set_defaults(run=_bench, config=None, systems=None, memory=None)
 
     profile = commands.add_parser("profile", help="measure what every layer takes and keeps, on the ranks of a config")
     add_config(profile)
@@ -222,7 +215,7 @@ def _compare(options: argparse.Namespace) -> None:
 
 
 def _bench(options: argparse.Namespace) -> None:
-    from vpipe.commands.bench import run_bench
+    from vpipe.commands.compare import run_bench
 
     run_bench(options)
 

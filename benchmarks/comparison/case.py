@@ -10,8 +10,7 @@ from bert_large import bert_large
 from gpu import FLAT, MEMORY_BYTES, PUBLISHED, Curve
 from ranks import Contender
 
-from vpipe.compare.fitting import fit, microbatch_counts
-from vpipe.compare.systems import SYSTEMS, System
+from vpipe.compare.systems import SYSTEMS, System, microbatch_counts, plan_system
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan
 from vpipe.plan.prediction import Prediction
@@ -106,7 +105,7 @@ class Run:
 def runs(case: Case) -> Mapping[str, Run | str]:
     """Every system's best in a case, or why there is none."""
     found: dict[str, Run | str] = {}
-    for system in SYSTEMS:
+    for system in SYSTEMS.values():
         try:
             found[system.name] = _published(system, case) if case.as_published else _best(system, case)
         except UserError as error:
@@ -116,8 +115,9 @@ def runs(case: Case) -> Mapping[str, Run | str]:
 
 def _best(system: System, case: Case) -> Run:
     """As ``vpipe compare`` has it."""
-    fitted = fit(system, {count: case.profile(count) for count in microbatch_counts(BATCH)}, RANKS, case.memory_bytes)
-    return Run(system.name, case, fitted.plan, fitted.microbatch_size, fitted.largest_size)
+    found = plan_system(system, {count: case.profile(count) for count in microbatch_counts(BATCH)}, RANKS,
+                        case.memory_bytes)
+    return Run(system.name, case, found.plan, found.microbatch_size, found.largest_size)
 
 
 def _published(system: System, case: Case) -> Run:

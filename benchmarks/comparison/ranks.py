@@ -18,7 +18,7 @@ import torch.distributed as dist
 from sleepers import WIDTH, Optimizers, sleeping_model
 
 from vpipe import Pipeline
-from vpipe.compare.turns import Course, take_turns
+from vpipe.compare.turns import TimedTraining, take_turns
 from vpipe.plan.profile import Profile
 
 TIMEOUT_S = 120
@@ -101,17 +101,17 @@ def _work(field: Sequence[Contender], slower: float, batches: int, rank: int, ra
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks,
                             timeout=timedelta(seconds=TIMEOUT_S))
-    courses = [Course(contender.name, contender.batches(slower, batches), batches) for contender in field]
+    trainings = [TimedTraining(contender.name, contender.batches(slower, batches), batches) for contender in field]
     started = perf_counter()
 
-    def show(course: Course) -> None:
+    def show(training: TimedTraining) -> None:
         if rank == 0:
-            print(f"  {course.name}: {len(course.losses)} of {batches} batches, {perf_counter() - started:.0f} s",
+            print(f"  {training.name}: {len(training.losses)} of {batches} batches, {perf_counter() - started:.0f} s",
                   flush=True)
 
-    take_turns(courses, lambda: barrier.wait(TIMEOUT_S), perf_counter, show, updates=1)
+    take_turns(trainings, lambda: barrier.wait(TIMEOUT_S), perf_counter, show, updates=1)
     if rank == 0:
-        out.send({course.name: [slower * contender.batch_size * turn.updates / turn.seconds for turn in course.counted]
-                  for course, contender in zip(courses, field, strict=True)})
+        out.send({training.name: [slower * contender.batch_size * len(turn) / sum(turn) for turn in training.counted]
+                  for training, contender in zip(trainings, field, strict=True)})
     barrier.wait(TIMEOUT_S)
     os._exit(0)  # the streams would go on: leaving them is the one way to stop them that costs nothing

@@ -1,4 +1,4 @@
-"""The turns, in a world of a clock and lists."""
+"""Check the turns, in a world of a clock and lists."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from vpipe.compare.turns import NEEDED, Course, Turn, take_turns
+from vpipe.compare.turns import NEEDED, TimedTraining, take_turns
 
 
 class World:
@@ -16,18 +16,18 @@ class World:
         self.now = 0.0
         self.events: list[str] = []
 
-    def contender(self, name: str, update_s: float, updates: int) -> Course:
+    def contender(self, name: str, update_s: float, updates: int) -> TimedTraining:
         def steps() -> Iterator[float]:
             for number in range(updates):
                 self.now += update_s
                 self.events.append(f"{name}{number}")
                 yield float(number)
 
-        return Course(name, steps(), updates)
+        return TimedTraining(name, steps(), updates)
 
-    def run(self, *courses: Course, updates: int) -> None:
-        take_turns(courses, lambda: self.events.append("meet"), lambda: self.now,
-                   lambda course: self.events.append(f"show {course.name}"), updates)
+    def run(self, *trainings: TimedTraining, updates: int) -> None:
+        take_turns(trainings, lambda: self.events.append("meet"), lambda: self.now,
+                   lambda training: self.events.append(f"show {training.name}"), updates)
 
 
 def test_all_warm_up_before_anybodys_turn_and_all_ranks_meet_before_each() -> None:
@@ -42,11 +42,11 @@ def test_neither_the_warm_up_nor_the_first_update_of_a_turn_counts_nor_the_turn_
     world = World()
     a, b = world.contender("a", 1.0, 12), world.contender("b", 2.5, 12)
     world.run(a, b, updates=2)
-    assert a.counted == (Turn(2, 2.0),) * 3
-    assert b.counted == (Turn(2, 5.0),) * 3
+    assert a.counted == ((1.0, 1.0),) * 3
+    assert b.counted == ((2.5, 2.5),) * 3
     assert a.losses == list(range(12))
     assert (a.seconds, b.seconds) == (12.0, 30.0)
-    assert (a.warmed, b.warmed) == (Turn(2, 2.0), Turn(2, 5.0))
+    assert a.warmed_up == b.warmed_up == 2
 
 
 def test_what_a_process_does_once_falls_on_nobody() -> None:
@@ -57,26 +57,26 @@ def test_what_a_process_does_once_falls_on_nobody() -> None:
             world.now += 1.0 + (once.pop() if once else 0)
             yield 1.0
 
-    a, b = Course("a", steps(), 5), Course("b", steps(), 5)
+    a, b = TimedTraining("a", steps(), 5), TimedTraining("b", steps(), 5)
     world.run(a, b, updates=4)
-    assert a.counted == b.counted == (Turn(3, 3.0),)
+    assert a.counted == b.counted == ((1.0,) * 3,)
 
 
 def test_of_a_run_too_short_for_a_turn_all_after_the_warm_up_counts() -> None:
     world = World()
     three, two, none = world.contender("a", 1.5, 3), world.contender("b", 1.5, 2), world.contender("c", 1.5, 0)
     world.run(three, two, none, updates=4)
-    assert three.counted == (Turn(1, 1.5),)
+    assert three.counted == ((1.5,),)
     assert two.counted == none.counted == ()
-    assert [len(course.losses) for course in (three, two, none)] == [3, 2, 0]
+    assert [len(training.losses) for training in (three, two, none)] == [3, 2, 0]
 
 
 @pytest.mark.parametrize(("updates", "turns"), [(NEEDED - 1, 1), (NEEDED, 2)])
 def test_as_many_updates_as_are_said_to_be_needed_make_two_turns(updates: int, turns: int) -> None:
     world = World()
-    course = world.contender("a", 1, updates)
-    take_turns([course], lambda: None, lambda: world.now, lambda course: None)
-    assert len(course.turns) == turns
+    training = world.contender("a", 1, updates)
+    take_turns([training], lambda: None, lambda: world.now, lambda training: None)
+    assert len(training.turns) == turns
 
 
 def test_one_that_has_ended_is_not_asked_again() -> None:
@@ -87,7 +87,7 @@ def test_one_that_has_ended_is_not_asked_again() -> None:
 
 def test_one_whose_number_of_updates_nobody_knows_ends_when_it_says_so() -> None:
     world = World()
-    course = Course("a", iter([1.0, 2.0, 3.0]))
-    world.run(course, updates=1)
-    assert course.ended
+    training = TimedTraining("a", iter([1.0, 2.0, 3.0]))
+    world.run(training, updates=1)
+    assert training.ended
     assert world.events == ["meet", "show a", "meet", "show a"]

@@ -1,53 +1,77 @@
-"""``vpipe compare``: systems or schedules in the same processes, taking turns."""
+"""``vpipe compare``: models, systems or schedules in the same processes, taking turns."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import shutil
+import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from vpipe.compare.ask import Ask
-from vpipe.config.config import load_config
-from vpipe.errors import UserError
+from vpipe.compare.systems import HINT, ComparisonRequest
+from vpipe.config.config import Config, load_config
+from vpipe.errors import Problem, UserError, counted, nearest
 from vpipe.launch.alone import check_alone
-from vpipe.launch.folder import make_run_folder
+from vpipe.launch.folder import CONFIG, make_run_folder
 from vpipe.launch.local import run_ranks
 from vpipe.launch.machine import check_gpus, hosts_of, ranks_of
 from vpipe.launch.network import free_port
 from vpipe.launch.ranks import ranks_here
 from vpipe.runtime.executors.registry import THREADED
-from vpipe.train.csv_rows import check_output
+from vpipe.train.csv_rows import check_output, config_row
+
+CONFIGS = Path("configs")
+"""The folder of a config that ``--models`` names without one."""
+
+OF_PROCESSES = ("training.threads", "parallel.backend", "parallel.device", "machines", "container")
+"""Keys that say how the processes start, in which all models run."""
+
+
+def run_bench(options: argparse.Namespace) -> None:
+    """Run ``vpipe bench``, the old name of ``vpipe compare --models``."""
+    print("vpipe bench is now: vpipe compare --models; the old name goes with the next release", file=sys.stderr)
+    run_compare(options)
 
 
 def run_compare(options: argparse.Namespace) -> None:
-    """Start the ranks of the config on this host; they measure, plan, and take turns.
+    """Start the ranks of the configs on this host; they measure, plan, and take turns.
 
     Raises:
-        VpipeError: what was asked, the config or the run is at fault.
+        VpipeError: the command line, a config or the run is at fault.
     """
     if options.output is not None:
         check_output(options.output)
-    ask = Ask.of(options.systems, options.schedules, options.memory)
-    config = load_config(options.config, options.settings, options.scheduler)
-    if config.parallel.executor == THREADED:
-        raise UserError(f"vpipe compare runs schedules that {THREADED} cannot, and notes when each action ran",
-                        hint="add --set parallel.executor=overlapped, or leave --scheduler out")
+    if (options.config is None) == (options.models is None):
+        raise UserError("vpipe compare takes a CONFIG or --models, " +
+                        ("and there is neither" if options.config is None else "not both"),
+                        hint="write vpipe compare CONFIG --systems NAME,..., or vpipe compare --models NAME,...")
+    request = ComparisonRequest.parse(options.systems, options.schedules, options.memory)
+    if options.models is None and not request.systems and not request.schedules:
+        raise UserError("vpipe compare takes --systems or --schedules, and there is neither", hint=HINT)
+    if options.steps is not None and options.steps < 1:
+        raise UserError(f"--steps is {options.steps}", hint="give a whole number, 1 or more")
+    configs = _load(options)
     check_alone("vpipe compare", os.environ)
+    config = next(iter(configs.values()))
     hosts = hosts_of(config)
-    if hosts is not None and hosts.others:
-        raise UserError(f"vpipe compare runs on this host alone, but machines names {len(hosts.others)} more",
-                        hint="leave machines out, or name this host only")
+    _check_together(configs)
     free_port(config.parallel.master_port)
     if config.parallel.asks_for_gpus:
         check_gpus(config, range(ranks_of(config)) if hosts is None else hosts.on(None).values())
-    from vpipe.train.job import Job  # torch is slow to import: only when the config is worth it
+    from vpipe.train.job import Job  # torch is slow to import: only when the configs are worth it
 
-    job = Job.of(config)
+    jobs = {model: Job.of(own) for model, own in configs.items()}
+    job = jobs[next(iter(jobs))]
+    files = {model: CONFIG if own is job else f"config-{number}.yaml"
+             for number, (model, own) in enumerate(jobs.items(), 1)}
     here = replace(ranks_here(job.config, hosts, job.schedule.ranks, free_port(config.parallel.master_port)),
-                   task=("compare", *ask.words()))
+                   task=("compare", options.systems or "", options.schedules or "", options.memory or "",
+                         *(word for item in files.items() for word in item)))
     folder = make_run_folder(job.config.log_directory, job.config.resolved_yaml())
+    for model in list(jobs)[1:]:
+        (folder / files[model]).write_text(jobs[model].config.resolved_yaml())
     print(f"run folder: {folder}", flush=True)
     try:
         run_ranks(here, folder, job.describe)
@@ -57,8 +81,86 @@ def run_compare(options: argparse.Namespace) -> None:
         print(f"run folder: {folder}", flush=True)
 
 
+def _load(options: argparse.Namespace) -> Mapping[str, Config]:
+    """Read the configs, by model.
+
+    Raises:
+        UserError: with all mistakes at once.
+    """
+    settings = options.settings + ([] if options.steps is None else [f"training.max_steps={options.steps}"])
+    paths = {"": options.config} if options.models is None else _config_files(options.models)
+    configs: dict[str, Config] = {}
+    problems: list[Problem] = []
+    for model, path in paths.items():
+        try:
+            configs[model] = load_config(path, settings, options.scheduler)
+        except UserError as error:
+            problems += error.problems
+            continue
+        if configs[model].parallel.executor == THREADED:
+            raise UserError(f"vpipe compare runs schedules that {THREADED} cannot, and notes when each action ran",
+                            hint="add --set parallel.executor=overlapped, or leave --scheduler out")
+    if problems:
+        raise UserError.all_of(list(dict.fromkeys(problems)))
+    return configs
+
+
+def _config_files(text: str) -> dict[str, Path]:
+    """Return the file of each config that ``--models`` names.
+
+    Raises:
+        UserError: a file is not there, or is named twice; all mistakes at once.
+    """
+    names = [name.strip() for name in text.split(",")]
+    known = sorted(path.stem for end in ("yaml", "yml") for path in CONFIGS.glob(f"*.{end}"))
+    files: dict[str, Path] = {}
+    problems: list[Problem] = []
+    for name in dict.fromkeys(names):
+        bare = Path(name).suffix not in (".yaml", ".yml")
+        paths = [CONFIGS / f"{name}{end}" for end in (".yaml", ".yml")] if bare else [Path(name)]
+        files[name] = next((path for path in paths if path.is_file()), paths[0])
+        if not name:
+            problems.append(Problem(f"--models '{text}' names nothing in one place",
+                                    "give names or files of configs, with commas between them"))
+        elif not files[name].is_file():
+            problems.append(Problem(
+                f"--models names '{name}', but there is no " + (f"file '{paths[0]}'" if bare else "such file"),
+                nearest(name, known) if bare and known else "name the file of a config, with its folder"))
+        elif names.count(name) > 1:
+            problems.append(Problem(f"--models names '{name}' {names.count(name)} times", "name it once"))
+    if problems:
+        raise UserError.all_of(problems)
+    return files
+
+
+def _check_together(configs: Mapping[str, Config]) -> None:
+    """Refuse configs that cannot run in the same processes of this host.
+
+    Raises:
+        UserError: with all differences.
+    """
+    (first, config), *others = configs.items()
+    hosts = hosts_of(config)
+    if hosts is not None and hosts.others:
+        raise UserError(f"vpipe compare runs on this host alone, but machines names {len(hosts.others)} more",
+                        hint="leave machines out, or name this host only")
+    mine, ranks = config_row(config), ranks_of(config)
+    problems: list[Problem] = []
+    for model, other in others:
+        theirs = config_row(other)
+        problems += [Problem(f"{key} is {mine.get(key)} in {first}, but {theirs.get(key)} in {model}: all models run "
+                             "in the same processes", f"add --set {key}=VALUE, or compare them apart")
+                     for key in OF_PROCESSES if mine.get(key) != theirs.get(key)]
+        if (count := ranks_of(other)) != ranks:
+            problems.append(Problem(f"{first} runs on {counted(ranks, 'rank')}, but {model} on {count}: all models "
+                                    "run in the same processes", f"add --set parallel.model_parallel_size={ranks}, or "
+                                                                 "compare them apart"))
+    if problems:
+        raise UserError.all_of(problems)
+
+
 def _copy(folder: Path, output: Path) -> None:
-    from vpipe.compare.world import CSV  # which reads torch
+    from vpipe.compare.run import CSV
 
     try:
         shutil.copyfile(folder / CSV, output)

@@ -63,3 +63,13 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
                         help="override a key of the config, such as training.learning_rate=3e-4; may be repeated")
     parser.add_argument("--scheduler", help="OurGPipe's scheduler, instead of the config's")
+
+
+def add_models(parser: argparse.ArgumentParser, needed: bool = False) -> None:
+    """Add the models and schedules to compare, and where the CSV goes."""
+    parser.add_argument("--models", required=needed, metavar="NAME,...", help="several configs instead of one: "
+                        "gpt_small is configs/gpt_small.yaml; or paths of YAML files")
+    parser.add_argument("--schedules", metavar="NAME,...", help="schedules, with a config's partition and recompute; "
+                        "of --models each config's own when left out")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps of each; each config's when left out")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the CSV there, too")

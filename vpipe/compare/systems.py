@@ -1,11 +1,24 @@
-"""The systems that are compared, each as its users ran it, in the words of the planner."""
+"""Define the systems to compare, and plan each as its users ran it: the best partition and microbatch that fit."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vpipe.errors import Problem, UserError, nearest
+from vpipe.plan.plan import Plan
+from vpipe.plan.prediction import Prediction
+from vpipe.plan.profile import Profile
+from vpipe.plan.solve import Request, solve
+from vpipe.schedules.registry import recipe_named, schedule_names
+from vpipe.sizes import parse_size
+
+MOST_SIZES = 8
+"""Microbatch sizes that are tried, the smallest ones: each has to be measured."""
+
+SLOWER = 2
+"""After so many sizes in a row that are slower than a larger one, smaller ones are not tried."""
 
 
 @dataclass(frozen=True)
@@ -14,46 +27,135 @@ class System:
 
     Attributes:
         name: on the command line.
-        schedule: its order of actions.
+        schedule: its schedule.
         recompute: share of every stage's layers that it recomputes; None lets the planner choose the layers.
-        words: what it is, for people.
+        description: for tables.
     """
 
     name: str
     schedule: str
     recompute: float | None
-    words: str
+    description: str
 
 
-SYSTEMS = (
+SYSTEMS = {system.name: system for system in (
     System("gpipe", "gpipe", 1.0, "with a flush, every layer recomputed, its best partition"),
     System("pipedream", "pipedream", 0.0, "without a flush, weights stashed, nothing recomputed, its best partition"),
-    System("vpipe", "pipedream", None, "without a flush, weights stashed, partition and recomputed layers planned"))
+    System("vpipe", "pipedream", None, "without a flush, weights stashed, partition and recomputed layers planned"))}
 """GPipe: Huang et al. (arXiv:1811.06965), section 2.3: recomputes all of a stage but its inputs. PipeDream: Narayanan
 et al. (SOSP 2019), section 3.1: a partition from a profile. VPipe: Zhao et al. (TPDS 2021): partition and recompute."""
 
 
-def systems_named(text: str) -> tuple[System, ...]:
-    """``"gpipe,vpipe"`` as systems, in that order.
+HINT = "write --systems gpipe,pipedream,vpipe, or --schedules 1f1b,zb_h1,pipedream"
 
-    Raises:
-        UserError: a name is unknown, or comes twice; all mistakes at once.
+
+@dataclass(frozen=True)
+class ComparisonRequest:
+    """What to compare: systems or schedules, of each model. Without either, each model runs as its config says.
+
+    Attributes:
+        systems, schedules: names, in order.
+        memory_bytes: that each rank may use; None: what the device has.
     """
-    known = {system.name: system for system in SYSTEMS}
-    return tuple(known[name] for name in names_of(text, "--systems", list(known), "system"))
+
+    systems: tuple[str, ...] = ()
+    schedules: tuple[str, ...] = ()
+    memory_bytes: int | None = None
+
+    @classmethod
+    def parse(cls, systems: str | None, schedules: str | None, memory: str | None) -> ComparisonRequest:
+        """Read the options of the command.
+
+        Raises:
+            UserError: they do not go together, or a name is unknown.
+        """
+        if systems is not None and schedules is not None:
+            raise UserError("vpipe compare takes --systems or --schedules, not both", hint=HINT)
+        if memory is not None and systems is None:
+            raise UserError("--memory decides what systems recompute, but --schedules run as the config says",
+                            hint="leave it out, or compare --systems")
+        return cls(() if systems is None else parse_names(systems, "--systems", list(SYSTEMS), "system"),
+                   () if schedules is None else parse_names(schedules, "--schedules", schedule_names(), "schedule"),
+                   None if memory is None else parse_size(memory, "--memory"))
 
 
-def names_of(text: str, option: str, known: Sequence[str], what: str) -> tuple[str, ...]:
-    """The names of a list on the command line, each of them known and there once.
+def parse_names(text: str, option: str, known: Sequence[str], what: str) -> tuple[str, ...]:
+    """Split a list of names of the command line.
 
     Raises:
-        UserError: they are not; all mistakes at once.
+        UserError: a name is unknown or comes twice; all mistakes at once.
     """
     names = [name.strip() for name in text.split(",")]
-    problems = [Problem(f"{option} names '{name}', which is no {what}", nearest(name, known))
-                for name in dict.fromkeys(names) if name not in known]
-    problems += [Problem(f"{option} names '{name}' {names.count(name)} times", "name it once")
-                 for name in dict.fromkeys(names) if name in known and names.count(name) > 1]
+    problems = []
+    for name, times in Counter(names).items():
+        if name not in known:
+            problems.append(Problem(f"{option} names '{name}', which is no {what}", nearest(name, known)))
+        elif times > 1:
+            problems.append(Problem(f"{option} names '{name}' {times} times", "name it once"))
     if problems:
         raise UserError.all_of(problems)
     return tuple(names)
+
+
+@dataclass(frozen=True)
+class SystemPlan:
+    """The plan of a system.
+
+    Attributes:
+        plan: of its best microbatch, with the prediction.
+        microbatch_size: of that, in samples.
+        largest_size: the largest microbatch that fits.
+        seconds_per_sample: predicted, by the microbatch sizes that were tried; None for one that does not fit.
+    """
+
+    plan: Plan
+    microbatch_size: int
+    largest_size: int
+    seconds_per_sample: Mapping[int, float | None]
+
+    @property
+    def prediction(self) -> Prediction:
+        assert self.plan.predictions is not None, "the solver predicts"
+        return self.plan.predictions
+
+
+def microbatch_counts(batch_size: int) -> list[int]:
+    """Return into how many equal microbatches a batch may be cut, the fewest first."""
+    return [count for count in range(1, batch_size + 1) if batch_size % count == 0][-MOST_SIZES:]
+
+
+def plan_system(system: System, profiles: Mapping[int, Profile], ranks: int, memory_bytes: int | None) -> SystemPlan:
+    """Plan a system with its best partition and microbatch.
+
+    It takes the microbatch that fits with the least predicted time per sample, the larger of equals. With a flush this
+    need not be the largest, which leaves fewer of them to fill the pipeline.
+
+    Args:
+        profiles: by microbatches per update, all of equally many samples per update.
+        ranks: one stage on each.
+        memory_bytes: that a rank may use; None: no limit.
+
+    Raises:
+        UserError: no size fits; says what the smallest lacks.
+    """
+    plans: dict[int, Plan] = {}
+    seconds: dict[int, float | None] = {}
+    for count in sorted(profiles):
+        every = None if recipe_named(system.schedule).flush else count  # without a flush: as many samples per update
+        try:
+            plans[count] = solve(Request(
+                {count: profiles[count]}, ranks, memory_bytes, (system.schedule,), {count: every},
+                placement=tuple((rank,) for rank in range(ranks)), recompute=system.recompute)).plan
+        except UserError as error:
+            refusal, seconds[count] = error, None
+            continue
+        predictions = plans[count].predictions
+        assert predictions is not None, "the solver predicts"
+        seconds[count] = predictions.seconds_per_sample
+        best = min(plans, key=lambda tried: (seconds[tried], tried))
+        if list(plans).index(best) < len(plans) - SLOWER:
+            break  # small microbatches are slow, and smaller ones slower
+    if not plans:
+        raise refusal
+    sizes = {count: profiles[count].identity.microbatch_size for count in seconds}
+    return SystemPlan(plans[best], sizes[best], sizes[min(plans)], {sizes[count]: seconds[count] for count in seconds})

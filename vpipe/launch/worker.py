@@ -1,8 +1,9 @@
 """What a rank's process runs: ``python -m vpipe.launch.worker FOLDER TASK``, started by a launcher.
 
 The task is ``train``, with the folder of a checkpoint if it is to go on from one; ``verify N``: leave a trail of N
-updates; ``compare``, with :mod:`vpipe.compare.ask`'s words; ``profile``, with sizes of microbatches; or ``prepare``:
-look whether this host has what the config asks for, once for all its ranks, before any starts.
+updates; ``compare``, with the arguments of :func:`vpipe.compare.run.run_comparison`; ``profile``, with sizes of
+microbatches; or ``prepare``: look whether this host has what the config asks for, once for all its ranks, before any
+starts.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ def main(folder: Path, task: str, *arguments: str) -> int:
         elif task == "train":
             stopped[0] = train(job, folder, *map(Path, arguments))
         elif task == "compare":
-            from vpipe.compare.enter import take_part
+            from vpipe.compare.run import run_comparison
 
-            take_part(job, folder, arguments)
+            run_comparison(job, folder, arguments)
         elif task == "profile":
             from vpipe.train.profiled import leave_profiles
 

@@ -1,0 +1,200 @@
+"""Turn the words of the command line into contenders: each a model with the plan that it follows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import lcm
+from typing import Any
+
+from vpipe.compare.systems import SYSTEMS, ComparisonRequest, microbatch_counts, plan_system
+from vpipe.config.parallel import AUTO
+from vpipe.errors import Problem, UserError, counted
+from vpipe.model.split import balanced, parameter_counts
+from vpipe.plan.plan import Plan
+from vpipe.plan.profile import Profile
+from vpipe.plan.recompute import recomputed_layers
+from vpipe.plan.solve import solve
+from vpipe.profiling.world import World
+from vpipe.schedules.registry import recipe_named
+from vpipe.sizes import size_text
+from vpipe.train.job import Job
+from vpipe.train.planning import memory_limit, request_of
+from vpipe.train.profiled import profile_job
+
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One of those that take turns, or would.
+
+    Attributes:
+        name: for tables.
+        model: its name on the command line; empty where there is one.
+        description: of how it trains.
+        plan: partition, recomputed layers, placement, schedule and microbatches; None: as the config says.
+        largest_size: the largest microbatch that fits, in samples, where several were tried.
+        memory_bytes: that each rank may use; None without a limit.
+        problem: why it cannot take part; None where it can.
+    """
+
+    name: str
+    model: str
+    description: str = ""
+    plan: Plan | None = None
+    largest_size: int | None = None
+    memory_bytes: int | None = None
+    problem: Problem | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return {**vars(self), "plan": None if self.plan is None else self.plan.as_json(),
+                "problem": None if self.problem is None else asdict(self.problem)}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Contender:
+        plan, problem = content["plan"], content["problem"]
+        return cls(**{**content, "plan": None if plan is None else Plan.of_json(plan),
+                      "problem": None if problem is None else Problem(**problem)})
+
+
+def plan_contenders(jobs: Mapping[str, Job], request: ComparisonRequest, world: World, log: Log) -> list[Contender]:
+    """Plan the contenders: of every model each of the systems or schedules, in order.
+
+    All ranks call this, since they measure layers together. Rank 0 plans alone; the others return nothing at once.
+
+    Args:
+        jobs: by model.
+        log: told of the progress.
+    """
+    profiles = {model: _measure(job, request, log) for model, job in jobs.items()}
+    if world.rank:
+        return []
+    contenders, device = [], None
+    names = request.systems or request.schedules or ("",)
+    for model, job in jobs.items():
+        memory = request.memory_bytes or job.config.parallel.memory
+        if profiles[model]:
+            device = memory_limit(job.config.with_parallel(memory=None), profiles[model][min(profiles[model])])
+            memory = memory_per_contender(memory, device, len(jobs) * len(names))
+        for name in names:
+            label = f"{model} {name}".strip()
+            try:
+                if request.systems:
+                    contender = system_contender(label, model, name, profiles[model], job.schedule.ranks, memory, log)
+                else:
+                    contender = schedule_contender(label, model, name, job, profiles[model], memory)
+            except UserError as error:
+                contender = Contender(label, model, problem=error.problems[0])
+                log(f"{label}: does not take part: {error.problems[0].what}")
+            contenders.append(contender)
+    if device is not None and (warning := memory_warning(contenders, device)):
+        log(warning)
+    return contenders
+
+
+def _measure(job: Job, request: ComparisonRequest, log: Log) -> Mapping[int, Profile]:
+    """Measure what the plans of a job need; returns profiles by microbatches per batch."""
+    batch, counts = job.config.dataset.batch_size, [job.config.training.num_microbatches]
+    if request.systems:
+        counts = microbatch_counts(batch)
+    elif AUTO not in request.schedules and (request.schedules or not job.config.parallel.to_plan):
+        return {}
+    profiles = profile_job(job, [batch // count for count in counts], say=log)
+    return {count: profiles[batch // count] for count in counts}
+
+
+def memory_per_contender(given: int | None, device_bytes: int | None, contenders: int) -> int | None:
+    """Return the bytes that a rank of one contender may use: what was given, else its part of the device.
+
+    The weights and optimizers of all contenders stay on the device from turn to turn.
+    """
+    return given or (None if device_bytes is None else device_bytes // contenders)
+
+
+def memory_warning(contenders: Sequence[Contender], device_bytes: int) -> str | None:
+    """Warn where all contenders together need more than the device has for a rank, which a given limit allows."""
+    plans: list[tuple[str, Plan]] = []
+    for contender in contenders:
+        if contender.plan is not None and (contender.model, contender.plan) not in plans:  # equal ones run once
+            plans.append((contender.model, contender.plan))
+    needs: Counter[int] = Counter()
+    for _, plan in plans:
+        for stage in plan.predictions.stages if plan.predictions is not None else ():
+            needs.update(dict.fromkeys(stage.ranks, stage.memory.peak))
+    [(rank, most)] = needs.most_common(1) or [(0, 0)]
+    if most <= device_bytes:
+        return None
+    return (f"warning: all {len(plans)} contenders stay in memory from turn to turn: rank {rank} may need "
+            f"{size_text(most)}, the sum of their peaks, and has {size_text(device_bytes)}; compare fewer at once, or "
+            "give less --memory")
+
+
+def system_contender(label: str, model: str, name: str, profiles: Mapping[int, Profile], ranks: int,
+                     memory_bytes: int | None, log: Log) -> Contender:
+    """Plan a system for a model.
+
+    Raises:
+        UserError: it does not fit into the memory.
+    """
+    system = SYSTEMS[name]
+    found = plan_system(system, profiles, ranks, memory_bytes)
+    tried = ", ".join(f"{size} " + ("does not fit" if seconds is None else f"{1 / seconds:.1f}/s")
+                      for size, seconds in found.seconds_per_sample.items())
+    most = max(stage.memory.peak for stage in found.prediction.stages)
+    log(f"{label}: microbatches of {found.microbatch_size}, {size_text(most)} on the fullest rank (samples per second "
+        f"predicted by microbatch: {tried})")
+    return Contender(label, model, system.description, found.plan, found.largest_size, memory_bytes)
+
+
+def schedule_contender(label: str, model: str, name: str, job: Job, profiles: Mapping[int, Profile] | None = None,
+                       memory_bytes: int | None = None) -> Contender:
+    """Plan a schedule for a model with its config's partition, recompute and microbatches, and an update per batch.
+
+    One with several stages on a rank cuts the model anew, balanced by parameters.
+
+    Args:
+        name: of the schedule; empty: the config's, with all that the config says.
+        profiles: where the solver is to find what is ``auto``.
+
+    Raises:
+        UserError: the schedule does not fit the config.
+    """
+    if name == AUTO or (not name and job.config.parallel.to_plan):
+        changes = {"memory": memory_bytes} | ({"schedule": AUTO, "update_every": None} if name else {})
+        assert profiles is not None, "they were measured for it"
+        plan = solve(request_of(replace(job, config=job.config.with_parallel(**changes)), profiles)).plan
+        return Contender(label, model, "planned for the measured layers", plan, memory_bytes=memory_bytes)
+    if not name:
+        return Contender(label, model, "as its config says")
+    recipe, parallel = recipe_named(name), job.config.parallel
+    ranks, microbatches = job.schedule.ranks, job.config.training.num_microbatches
+    every = None if recipe.flush else parallel.update_every or _microbatches_per_replica(job)
+    chunks = parallel.chunks if recipe.any_chunks and parallel.chunks else None
+    one_stage_each = sum(map(len, job.placement)) == ranks  # replicas of a stage are on as many ranks
+    if recipe.chunks == 1 and chunks is None and one_stage_each:
+        description, partition, placement = "the config's partition", job.partition, job.placement
+        recomputed = job.recomputed
+    else:
+        chunks = chunks or recipe.chunks
+        if any(len(own) > 1 for own in job.placement):
+            raise UserError(f"'{name}' holds {counted(chunks, 'stage')} on a rank, but the config has replicas of "
+                            "stages", hint="leave the replicas out, or the schedule")
+        description = f"{counted(chunks, 'stage')} on each rank, balanced by parameters"
+        partition = tuple(balanced(parameter_counts(job.model), ranks * chunks))
+        placement = recipe.layout.placement(ranks, chunks)
+        share = parallel.recompute if not isinstance(parallel.recompute, str) else 0.0
+        recomputed = recomputed_layers(share, partition)
+    plan = Plan(partition, (), placement, name, tuple(tuple(sorted(own)) for own in recomputed), microbatches, every)
+    job.planned(plan)
+    return Contender(label, model, description, plan)
+
+
+def _microbatches_per_replica(job: Job) -> int:
+    """Return the microbatches of an update on each replica, so that a step takes one batch."""
+    microbatches, replicas = job.config.training.num_microbatches, lcm(*map(len, job.placement))
+    if microbatches % replicas:
+        raise UserError(f"{counted(microbatches, 'microbatch')} of a batch cannot be divided among {replicas} replicas",
+                        hint=f"make training.num_microbatches a multiple of {replicas}, or set parallel.update_every")
+    return microbatches // replicas
