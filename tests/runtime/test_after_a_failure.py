@@ -107,6 +107,22 @@ def test_progress_can_be_saved_and_loaded_after_a_failure(tmp_path: Path) -> Non
     assert train(other, batches[1:]) == train(pipe, batches[1:])
 
 
+@pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
+@pytest.mark.parametrize("trained", [0, 2])
+def test_a_stream_that_fails_before_its_first_step_has_not_been(schedule: str, trained: int, tmp_path: Path) -> None:
+    breaker, batches = Breaker(), rich_batches(5, 8)
+    whole, pipe = pipeline(Breaker(), schedule=schedule), pipeline(breaker, schedule=schedule)
+    assert train(pipe, batches[:trained]) == train(whole, batches[:trained])
+    breaker.arm("forward", 1)
+    with pytest.raises(RunError, match="broken"):
+        train(pipe, batches[trained:])
+    assert pipe.engine.position == whole.engine.position
+    pipe.save(tmp_path / "saved")
+    assert pipe.engine.position == whole.engine.position
+    assert train(pipe, batches[trained:]) == train(whole, batches[trained:])
+    assert fingerprint(pipe.state_dict()) == fingerprint(whole.state_dict())
+
+
 def test_an_interrupt_in_a_batch_can_be_gone_on_from() -> None:
     breaker, batches = Breaker(), rich_batches(2, 8)
     pipe = pipeline(breaker, schedule="1f1b")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline
 from vpipe.errors import RunError, UserError
+from vpipe.runtime.microbatches import Batch
 from vpipe.verify.reference import ReferenceRun, TrainingRecipe, asynchronous_oracle, evaluate_oracle, flush_oracle
 
 
@@ -190,6 +192,19 @@ def test_evaluation_drains_an_asynchronous_pipeline_and_training_goes_on_as_its_
     assert losses == oracle.losses
     assert evaluations[0] == evaluations[1] != evaluations[2]
     assert_same_state(pipe.state_dict(), oracle.state)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_what_was_iterated_over_is_let_go(schedule: str) -> None:
+    def batches() -> Iterator[Batch]:
+        yield from rich_batches(3, 4)
+
+    pipe = Pipeline(rich_model(), stages=3, schedule=schedule, microbatches=2, optimizer=AdamW())
+    iterator = batches()
+    alive = weakref.ref(iterator)
+    list(pipe.train(iterator))
+    del iterator
+    assert alive() is None
 
 
 def test_leaving_the_loop_early_keeps_what_was_in_flight() -> None:

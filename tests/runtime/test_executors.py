@@ -300,15 +300,21 @@ class Clocks:
 
 
 class Kept(nn.Linear):
-    """Counts its calls in a buffer."""
+    """Has a buffer, in which it may count its calls."""
 
-    def __init__(self, persistent: bool) -> None:
+    def __init__(self, persistent: bool, counts: bool) -> None:
         super().__init__(WIDTH, WIDTH)
+        self._counts = counts
         self.register_buffer("calls", torch.zeros(()), persistent=persistent)
 
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self._counts:
+            self.calls += 1
+        return super().forward(hidden)
 
-@pytest.mark.parametrize("persistent", [True, False])
-def test_streams_are_ordered_where_a_buffer_may_be_written_and_only_there(persistent: bool,
+
+@pytest.mark.parametrize(("persistent", "counts"), [(True, False), (False, True), (False, False)])
+def test_streams_are_ordered_where_a_buffer_may_be_written_and_only_there(persistent: bool, counts: bool,
                                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     default = Clocks()
 
@@ -325,16 +331,16 @@ def test_streams_are_ordered_where_a_buffer_may_be_written_and_only_there(persis
     monkeypatch.setattr(torch.cuda, "stream", within)
     monkeypatch.setattr(torch.cuda, "current_stream", current)
     monkeypatch.setattr(threaded, "streams_of", CudaStreams)
-    model = Model([Layer("kept", lambda: Kept(persistent), ("x",), ("h",)), Layer("loss", Loss, ("h", "target"),
+    model = Model([Layer("kept", lambda: Kept(persistent, counts), ("x",), ("h",)), Layer("loss", Loss, ("h", "target"),
                                                                                   ("loss",))], batch=("x", "target"))
     pipe = out_of_turn(pipeline(model, stages=1, schedule="gpipe", microbatches=4, executor="async_threaded"))
     calls = []
     pipe.engine.local_stages[0].modules[0].register_forward_hook(lambda *_: calls.append(current().tick()))
     list(pipe.train([batch(), batch()]))
     assert len({stream for stream, _ in calls}) == 4
-    for first in (0, 4):
-        for (before, then), (_, now) in pairwise(calls[first:first + 4]):
-            assert (now.get(before, 0) >= then[before]) is persistent
+    for first, end in ((0, 3), (4, 8)):  # the first three show what a forward changes
+        for (before, then), (_, now) in pairwise(calls[first:end]):
+            assert (now.get(before, 0) >= then[before]) is (persistent or counts or first == 0)
     (last, then), (_, now) = calls[3:5]
     assert now[last] >= then[last], "the next batch comes after all of this one"
 

@@ -245,6 +245,34 @@ def test_a_hook_that_is_removed_runs_no_more(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "pipedream"])
+def test_hooks_of_a_layer_and_of_an_optimizer_factory_on_one_parameter_can_be_removed(schedule: str) -> None:
+    handles, seen = [], []
+
+    class Once(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH)
+            self.weight.hooked_here = True
+            handles.append(self.weight.register_hook(lambda gradient: seen.append("layer")))
+
+    def hooking(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        handles.extend(parameter.register_hook(lambda gradient: seen.append("factory"))
+                       for parameter in parameters if hasattr(parameter, "hooked_here"))
+        return momentum(parameters)
+
+    model = Model([Layer("words", Words, ("ids",), ("h",)), Layer("once", Once),
+                   Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
+    pipe = Pipeline(model, partition=[1, 1, 1], schedule=schedule, microbatches=2, optimizer=hooking)
+    list(pipe.train(rich_batches(1, 4)))
+    assert seen == ["layer", "factory"] * 2
+    handles[1].remove()
+    list(pipe.train(rich_batches(1, 4)))
+    assert seen[4:] == ["layer"] * 2
+    handles[0].remove()
+    list(pipe.train(rich_batches(1, 4)))
+    assert len(seen) == 6
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "pipedream"])
 def test_hooks_that_an_optimizer_factory_registers_run(schedule: str) -> None:
     """It is given masters, which autograd never sees."""
     def hooking(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:

@@ -274,9 +274,25 @@ def test_statistics_that_a_checkpoint_within_a_layer_advances_are_refused_where_
     with pytest.raises(UserError) as error:
         assert_exact(model, "1f1b", [2, 1])
     assert str(error.value) == (
-        "error: 'layer0.norm.running_mean' was changed by a backward: its layer computes its forward again there, when "
-        "those of 1 later microbatches have changed it, too\nhint: leave torch.utils.checkpoint out of the layer, and "
-        "let the pipeline recompute it: recompute=...")
+        "error: 'layer0.norm.running_mean', which forwards change, was changed by a backward, when those of 1 later "
+        "microbatches had changed it, too\nhint: leave torch.utils.checkpoint, which computes a forward again, out of "
+        "the layer: recompute=... does that here; and change it in no hook of a backward")
+
+
+class Greatest(nn.Linear):
+    """Notes its greatest gradient in a buffer, as scaling for eight bits does."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("greatest", torch.zeros(()))
+        self.register_full_backward_hook(self._note)
+
+    def _note(self, module: nn.Module, inputs: object, outputs: tuple[Tensor]) -> None:
+        self.greatest.copy_(torch.maximum(self.greatest, outputs[0].abs().max()))
+
+
+def test_a_buffer_that_backwards_alone_change_is_theirs() -> None:
+    assert_exact(model_of(Greatest), "1f1b", [2, 1])
 
 
 @pytest.mark.parametrize("recompute", [0.0, 1.0])

@@ -132,6 +132,13 @@ def test_a_hook_of_the_users_own_gets_what_is_not_hidden(capsys: pytest.CaptureF
         frame = frame.tb_next
 
 
+def test_an_error_that_is_its_own_cause_is_shown_once() -> None:
+    with pytest.raises(RunError) as error:
+        raise RunError("lost", hint="see there")
+    error.value.__cause__ = error.value
+    assert excepthook.user_frames(error.value).count("raise RunError") == 1
+
+
 def test_it_is_installed_once() -> None:
     excepthook.install()
     hook = sys.excepthook

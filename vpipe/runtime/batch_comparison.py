@@ -211,7 +211,9 @@ class BatchComparison:
             found = meet("" if feed.error is None else f"rank {self._rank} could not read batch {feed.batches}: "
                          f"{_first_line(feed.error)}", _unless_all)
         except RunError as error:
-            raise feed.error or error from error
+            if feed.error is None or feed.error is error:
+                raise
+            raise feed.error from error
         if found:
             raise feed.error or RunError(f"{found}; on other ranks the batches ended before", hint=_SEE_THERE,
                                          rank=self._rank)

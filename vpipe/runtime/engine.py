@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from operator import gt
 
+import torch
 from torch import Tensor
 
 from vpipe.errors import RunError, UserError, counted
@@ -124,14 +125,14 @@ class Engine:
                 feed.end = first + (pause - done) * self._schedule.rounds.per_step
             rounds = self._programs.rounds(partial(_has, feed, first))
             segment = self._segment(feed, first, rounds)
-            steps = self._crew.run(segment, self._programs.of_stream(rounds, recipe))
+            steps = self._steps_of_stream(segment, rounds, recipe)
             stream = self._stream = Stream(segment, steps, self._outcomes)
             in_flight = partial(_in_flight, stream, pause)
             try:
                 for step in stream:
                     yield from self._refusing_changes(step, in_flight)
             except RunError as error:  # of another rank, which has the batch that could not be read here
-                if feed.error is None:
+                if feed.error is None or feed.error is error:
                     raise
                 raise feed.error from error
             if stream.drained is None:
@@ -142,6 +143,14 @@ class Engine:
             feed.end = None
         self._end_batches(feed)
 
+    def _steps_of_stream(self, segment: Segment, rounds: Rounds, recipe: Recipe) -> Iterator[int]:
+        """Yield the steps of a stream; after a failure there is nothing left of it to drain."""
+        try:
+            yield from self._crew.run(segment, self._programs.of_stream(rounds, recipe))
+        except (Exception, KeyboardInterrupt):
+            self._stream = None
+            raise
+
     def _end_batches(self, feed: Feed) -> None:
         """Raise what a batch that could not be read raised, when what was read before is done.
 
@@ -150,8 +159,12 @@ class Engine:
             Exception: the user's own.
         """
         self._agree_on_end(feed)
+        feed.close()
         if feed.error is not None:
             raise feed.error
+        device = self._settings.device
+        if device.type == "cuda" and any(worker.transport.ordered for worker in self.workers.values()):
+            torch.cuda.current_stream(device).synchronize()  # the process may end now, and take what it sends along
 
     def _agree_on_end(self, feed: Feed) -> None:
         """Find out whether the batches end on every rank alike, where they end before a limit and a pause."""

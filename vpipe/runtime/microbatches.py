@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Protocol
 
 import torch
@@ -31,7 +33,6 @@ class BatchChecker(Protocol):
 
     def exhausted(self, feed: Feed) -> None:
         """Note that there are no more batches."""
-
 
 
 @dataclass
@@ -74,7 +75,7 @@ class Feed:
         self.end: int | None = None
         self.error: Exception | None = None
         self.known: dict[int, list[int]] = {}
-        self._sizes: list[tuple[int, int]] = []  # microbatches in a row, and how many samples each of them has
+        self._changes = [(0, 0, 0)]  # microbatches and samples before a change of size, and samples per microbatch
 
     def has(self, microbatch: int) -> bool:
         """Whether this microbatch exists and lies before the pause."""
@@ -102,7 +103,9 @@ class Feed:
             self.known[self._read] = self._comparison.checksums(fields)
         if left:
             if self._copy_to is not None:
-                fields |= {name: fields[name].to(self._copy_to, non_blocking=True, copy=True) for name in self._used}
+                # A copy from pinned memory is only queued: the user could change the batch before it is made.
+                fields |= {name: fields[name].to(self._copy_to, non_blocking=not fields[name].is_pinned(), copy=True)
+                           for name in self._used}
             parts = {name: torch.chunk(t, self._microbatches) for name, t in fields.items()}
             chunks = [{name: part[i] for name, part in parts.items()} for i in range(self._microbatches)]
             self._open[self._read] = _Open(chunks, left)
@@ -148,21 +151,12 @@ class Feed:
 
     def samples_before(self, microbatch: int) -> int:
         """How many samples the microbatches before this one have; all of them were read."""
-        total, first = 0, 0
-        for count, samples in self._sizes:
-            total += samples * min(count, microbatch - first)
-            first += count
-            if first >= microbatch:
-                break
-        return total
+        first, samples, size = self._changes[bisect_right(self._changes, microbatch, key=itemgetter(0)) - 1]
+        return samples + size * (microbatch - first)
 
-    def _count(self, samples: int) -> None:
-        count, before = self._sizes[-1] if self._sizes else (0, samples)
-        if before != samples:
-            count = 0
-        else:
-            del self._sizes[-1:]
-        self._sizes.append((count + self._microbatches, samples))
+    def close(self) -> None:
+        """Let go of what the user iterates over."""
+        self._batches = iter(())
 
     def _chunk(self, microbatch: int) -> dict[str, Tensor]:
         number, within = divmod(microbatch, self._microbatches)
@@ -202,7 +196,9 @@ class Feed:
         if unread := [name for name in self._used if tensors[name].is_meta]:
             raise UserError(f"the field '{unread[0]}' of a batch is on the meta device, but layers of this process "
                             "read it", hint="leave out the values of such fields alone as no layer of a rank reads")
-        self._count(samples // self._microbatches)
+        size, first = samples // self._microbatches, self._read * self._microbatches
+        if size != self._changes[-1][2]:
+            self._changes.append((first, self.samples_before(first), size))
         return tensors
 
 

@@ -182,7 +182,7 @@ class SideEffects:
         """Look at one backward, if it is among the first, of several microbatches that are in flight.
 
         Raises:
-            UserError: it changes what modules keep, by computing a forward again.
+            UserError: it changes what forwards change, such as by computing one of them again.
         """
         if not self._backwards or in_flight < 2:
             yield
@@ -191,11 +191,11 @@ class SideEffects:
         before = self._everything()
         yield
         for kept in before.kept:
-            if kept.copy is not None and (kept.is_replaced() or kept.is_changed_in_place()):
-                raise UserError(f"'{kept.slot.label}' was changed by a backward: its layer computes its forward again "
-                                f"there, when those of {in_flight - 1} later microbatches have changed it, too",
-                                hint="leave torch.utils.checkpoint out of the layer, and let the pipeline recompute "
-                                     "it: recompute=...")
+            if kept.slot.place in self._changing and (kept.is_replaced() or kept.is_changed_in_place()):
+                raise UserError(f"'{kept.slot.label}', which forwards change, was changed by a backward, when those of "
+                                f"{in_flight - 1} later microbatches had changed it, too",
+                                hint="leave torch.utils.checkpoint, which computes a forward again, out of the layer: "
+                                     "recompute=... does that here; and change it in no hook of a backward")
 
     # -- what modules keep
 

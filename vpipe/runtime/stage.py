@@ -74,6 +74,11 @@ class Stage:
                 if len(set[int]().union(*(spans[part] for part, _ in slots))) > 1]
 
     @property
+    def changes_modules(self) -> bool:
+        """Whether a forward may change what modules keep: one of the first, which show it, or a later one."""
+        return any(span.effects.may_share for span in self._spans)
+
+    @property
     def summed_late(self) -> list[str]:
         """Own parameters whose gradient is not there before a whole backward is done."""
         return [name for weights, names in self._shared if weights is self.weights for name in names]

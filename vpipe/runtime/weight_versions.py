@@ -90,6 +90,8 @@ class Weights:
         for name, leaf in zip(self.names, self._leaves[self.latest], strict=True):
             masters[name] = nn.Parameter(leaf.data if self._unrounded is None else self._unrounded[name])
             masters[name].__dict__.update(leaf.__dict__)
+            if has_hooks(leaf):  # an optimizer's factory adds its own to the same tables
+                share_hooks(masters[name], leaf)
         return masters
 
     def renew(self) -> None:
@@ -145,10 +147,8 @@ class Weights:
     def adopt_hooks(self) -> None:
         """Take over the hooks that an optimizer's factory put on the masters, which autograd never sees."""
         for leaf, master in zip(self.leaves(), self.masters.values(), strict=True):
-            for kind in HOOKS:
-                new, old = getattr(master, kind), getattr(leaf, kind)
-                if new:
-                    setattr(leaf, kind, new if not old else type(old)({**old, **new}))
+            if has_hooks(master):
+                share_hooks(leaf, master)
 
     def hooked(self, kinds: Sequence[str] = HOOKS) -> list[str]:
         """Return the names of the parameters that have hooks, of these kinds."""

@@ -85,9 +85,10 @@ def report(error: VpipeError) -> str:
 
 def user_frames(error: BaseException) -> str:
     """Return the lines of the user's code in the traceback of an error, and in that of its cause if it is vpipe's."""
-    text = ""
+    text, seen = "", set[int]()
     one: BaseException | None = error
-    while one is not None:
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
         text += "".join(traceback.format_tb(_without_hidden(one.__traceback__)))
         one = one.__cause__ if isinstance(one, VpipeError) else None
     return text

@@ -233,7 +233,8 @@ class ThreadedWorker(Worker):
             torch.set_num_threads(threads)  # OpenMP keeps the number by thread, and sums depend on it
         assert given.pins is not None, "evaluations have no threads"
         began = perf_counter()
-        with (self._streams.computing(microbatch, ordered=stage_index in self._ordered),
+        ordered = stage_index in self._ordered or self.stages[stage_index].changes_modules
+        with (self._streams.computing(microbatch, ordered=ordered),
               self._labelled(Action(Op.FORWARD, stage_index, microbatch))):
             outputs, record = self.stages[stage_index].forward(given.received, given.fields, given.key, given.pins,
                                                                split=self.is_split(stage_index, microbatch))
