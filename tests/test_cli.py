@@ -22,9 +22,9 @@ from vpipe.cli import main
 from vpipe.data.bert_fields import STORAGE
 from vpipe.data.hdf5_shard import write_shard
 from vpipe.data.synthetic import synthetic_bert
-from vpipe.schedules.csv_file import write_csv
+from vpipe.schedules.build import build
+from vpipe.schedules.csv_format import write_csv
 from vpipe.schedules.lower import lower
-from vpipe.schedules.order import build
 from vpipe.schedules.registry import schedule_names
 from vpipe.schedules.size import default_placement
 

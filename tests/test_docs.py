@@ -30,7 +30,7 @@ from vpipe.draw.summary import RankCosts, Summary
 from vpipe.errors import UserError
 from vpipe.schedules import registry
 from vpipe.schedules.action import Op
-from vpipe.schedules.order import build
+from vpipe.schedules.build import build
 from vpipe.schedules.registry import recipe_named, schedule_names
 from vpipe.schedules.size import default_placement
 

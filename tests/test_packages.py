@@ -24,7 +24,7 @@ KINDS: dict[str, tuple[str, Callable[[str], Any], Callable[[], list[str]], str]]
                        "def made(settings):\n    return None\n"),
     "vpipe.schedules": ("schedule", schedules.recipe_named, schedules.schedule_names,
                         "from vpipe.schedules.registry import register_schedule\n"
-                        "from vpipe.schedules.library.gpipe import gpipe\n"
+                        "from vpipe.schedules.generators.gpipe import gpipe\n"
                         "@register_schedule('{name}', flush=True)\n"
                         "def made(rank, ranks, microbatches):\n    yield from gpipe(rank, ranks, microbatches)\n")}
 """Group -> what its things are called, how one is had, which names there are, the source of one."""

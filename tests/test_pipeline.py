@@ -59,7 +59,7 @@ def test_the_public_names_are_four() -> None:
 
 
 @pytest.mark.parametrize("use", ["import vpipe", "from vpipe import Plan; Plan((1,))", "import vpipe.errors",
-                                 "from vpipe.schedules.order import build; build('1f1b', ((0,), (1,)), 2)"])
+                                 "from vpipe.schedules.build import build; build('1f1b', ((0,), (1,)), 2)"])
 def test_what_needs_no_torch_does_not_load_it(use: str) -> None:
     script = f"{use}\nimport sys\nassert 'torch' not in sys.modules, 'torch was loaded'"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

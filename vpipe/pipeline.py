@@ -29,8 +29,8 @@ from vpipe.runtime.stage_optimizer import MakeOptimizer, Optimizers
 from vpipe.runtime.state_dict import Position
 from vpipe.runtime.step_results import Step
 from vpipe.runtime.transport.compression import Compression
-from vpipe.schedules.arrange import Wanted
 from vpipe.schedules.few_microbatches import few_microbatches
+from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.size import Placement
 from vpipe.watch import excepthook
 
@@ -164,13 +164,13 @@ class Pipeline:
         world = join_world(backend, timeout_s, device)
         compression = Compression.of(compress, compress_rounding, len(self.partition), seed)
         self.executor = check_executor(executor, self.schedule)
-        lowered = Wanted(
+        lowered = ScheduleSpec(
             self.schedule, len(self.partition), microbatches, update_every,
             places, chunks, world.ranks if world.ranks > 1 else None, replicas,
             {owner: tuple(borrowers) for owner, borrowers in ties_between(specs).items()},
             [stage for stage, layers in enumerate(self.recomputed) if layers],
             grad_clip is not None or skip_not_finite or computed.scaled,
-            last_first=last_first(self.executor, self.schedule)).arranged()
+            last_first=last_first(self.executor, self.schedule)).prepare()
         self.placement, self.update_every = lowered.placement, lowered.update_every
         if refused := [Problem(f"{name} {what}", hint) for name, what, hint in computed.refused(
                 compression.codecs if compression is not None else ())]:

@@ -12,10 +12,9 @@ from ranks import Contender
 
 from vpipe.compare.systems import SYSTEMS, System, microbatch_counts, plan_system
 from vpipe.errors import UserError
-from vpipe.plan.plan import Plan
-from vpipe.plan.prediction import Prediction
+from vpipe.plan.plan import Plan, Prediction
 from vpipe.plan.profile import Profile
-from vpipe.plan.solve import Request, solve
+from vpipe.plan.solver import Request, solve
 from vpipe.schedules.registry import recipe_named
 
 RANKS = 8

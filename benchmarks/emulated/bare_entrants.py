@@ -14,7 +14,7 @@ from entrant import Entrant, Updates
 from orders import ORDERS, Order
 
 from vpipe.schedules.action import RETURNS, Op
-from vpipe.schedules.order import stages_of_rank
+from vpipe.schedules.schedule import stages_of_rank
 
 
 class Boxes:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from case import Case
 from torch.distributed.pipelining import schedules as torchs
 
-from vpipe.schedules.order import Schedule, build
+from vpipe.schedules.build import build
+from vpipe.schedules.costs import Costs
 from vpipe.schedules.registry import recipe_named
-from vpipe.schedules.simulation.costs import Costs
-from vpipe.schedules.simulation.simulate import simulate
+from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.simulator.simulate import simulate
 from vpipe.schedules.size import Size
 
 

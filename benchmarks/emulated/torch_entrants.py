@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from vpipe.schedules.order import stages_of_rank
+from vpipe.schedules.schedule import stages_of_rank
 
 
 def _updates(order: Order, case: Case, rank: int) -> Updates:

@@ -26,7 +26,7 @@ from world import run_world
 
 from vpipe import Layer, Model, Pipeline, Plan
 from vpipe.plan.predict import predict
-from vpipe.plan.solve import Request, solve
+from vpipe.plan.solver import Request, solve
 from vpipe.profiling.identity import identify
 from vpipe.profiling.measure import measure
 

@@ -20,7 +20,7 @@ from vpipe import Pipeline, Plan
 from vpipe.errors import VpipeError
 from vpipe.model.layer import Model
 from vpipe.model.split import balanced
-from vpipe.plan.predict import Predicted, predict
+from vpipe.plan.predict import SimulatedPlan, predict
 from vpipe.plan.profile import Profile
 from vpipe.profiling.identity import identify
 from vpipe.profiling.measure import measure
@@ -126,7 +126,7 @@ def held(recorder: Recorder, notes: Sequence[object]) -> int:
     return most
 
 
-def expected(predicted: Predicted) -> list[int]:
+def expected(predicted: SimulatedPlan) -> list[int]:
     """The same as predicted, rank after rank; every rank here has one stage."""
     return [stage.memory.activations + stage.memory.weights + stage.memory.stashed
             for stage in predicted.prediction.stages]
@@ -146,7 +146,7 @@ def clocked(worker: Worker) -> dict[str, list[float]]:
     return seconds
 
 
-def expected_ops(predicted: Predicted) -> dict[str, float]:
+def expected_ops(predicted: SimulatedPlan) -> dict[str, float]:
     """The same as predicted."""
     return {f"{stage}{op}": float(value) for stage, cost in enumerate(predicted.timeline.costs.stages) for op, value in
             (("F", cost.forward_s), ("B", cost.input_s + cost.weight_s), ("I", cost.input_s), ("W", cost.weight_s),

@@ -11,10 +11,10 @@ import torch
 from device import WIDTH, Device, Times
 
 from vpipe import Layer, Model, Pipeline
-from vpipe.schedules.order import build
+from vpipe.schedules.build import build
+from vpipe.schedules.costs import Costs, StageCosts
 from vpipe.schedules.registry import recipe_named
-from vpipe.schedules.simulation.costs import Costs, StageCosts
-from vpipe.schedules.simulation.simulate import simulate
+from vpipe.schedules.simulator.simulate import simulate
 from vpipe.schedules.size import Placement
 
 MICROBATCHES, BATCHES = 16, 3

@@ -15,8 +15,8 @@ from vpipe.compare import results
 from vpipe.compare.chart import draw
 from vpipe.compare.contenders import Contender
 from vpipe.compare.results import Comparison, Outcome
-from vpipe.plan.memory import StageMemory
-from vpipe.plan.prediction import Prediction, StagePrediction
+from vpipe.plan.plan import Prediction, StagePrediction
+from vpipe.plan.stage_costs import StageMemory
 from vpipe.profiling.peak import Peak
 from vpipe.runtime.usage import StageUsage
 from vpipe.train.efficiency import Efficiency

@@ -11,9 +11,8 @@ from small_run import job_of, write_config
 
 from vpipe.config.config import Config, load_config
 from vpipe.errors import UserError
-from vpipe.plan.memory import StageMemory
-from vpipe.plan.plan import Plan
-from vpipe.plan.prediction import Prediction, StagePrediction
+from vpipe.plan.plan import Plan, Prediction, StagePrediction
+from vpipe.plan.stage_costs import StageMemory
 from vpipe.train.job import Job
 
 PREDICTION = Prediction(0.03, 8, 0.0, tuple(

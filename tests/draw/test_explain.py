@@ -11,10 +11,9 @@ from made_profile import MIB, made_profile
 from vpipe.draw.explain import Explained
 from vpipe.draw.plan_table import Column, alternatives_table, columns, memory_table, peak_bytes
 from vpipe.draw.table import filled
-from vpipe.plan.memory import StageMemory
-from vpipe.plan.plan import Plan
-from vpipe.plan.prediction import Prediction, StagePrediction
-from vpipe.plan.solve.request import Alternative
+from vpipe.plan.plan import Plan, Prediction, StagePrediction
+from vpipe.plan.solver.request import Alternative
+from vpipe.plan.stage_costs import StageMemory
 
 
 def planned(idle_ms: Sequence[float] = (60, 62, 40, 2), step_ms: float = 152, schedule: str = "1f1b",

@@ -15,8 +15,8 @@ from vpipe.draw.summary import RankCosts, Summary
 from vpipe.draw.svg import draw_svg
 from vpipe.errors import UserError
 from vpipe.schedules.action import COMPUTE, Op
-from vpipe.schedules.csv_file import read_csv
-from vpipe.schedules.order import build
+from vpipe.schedules.build import build
+from vpipe.schedules.csv_format import read_csv
 from vpipe.schedules.registry import recipe_named, schedule_names
 
 SVG = "{http://www.w3.org/2000/svg}"

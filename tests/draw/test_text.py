@@ -12,8 +12,8 @@ import pytest
 from vpipe.draw.summary import RankCosts, Summary
 from vpipe.draw.text import draw_text
 from vpipe.errors import UserError
-from vpipe.schedules.csv_file import read_csv
-from vpipe.schedules.order import build
+from vpipe.schedules.build import build
+from vpipe.schedules.csv_format import read_csv
 from vpipe.schedules.registry import recipe_named, schedule_names
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")

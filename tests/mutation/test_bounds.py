@@ -18,7 +18,7 @@ from vpipe.data.synthetic import synthetic
 from vpipe.errors import UserError
 from vpipe.model.split import balanced
 from vpipe.plan.plan import Plan
-from vpipe.schedules.arrange import Wanted
+from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.train.job import Job
 
 CONFIG = """\
@@ -119,14 +119,14 @@ def test_an_argument_of_a_pipeline(arguments: dict[str, object], what: str) -> N
 
 
 @pytest.mark.parametrize(("wanted", "what"), [
-    (Wanted("1f1b", 1024, 60_000), "1024 ranks and 60000 microbatches are 122,880,000 forwards and backwards\nhint: "
-                                   "stay below 250,000: use fewer microbatches, stages or replicas"),
-    (Wanted("1f1b", 4, 256, replicas=256), "1024 ranks and 256 microbatches are 524,288 forwards and backwards or "
-                                           "parts of sums"),
-    (Wanted("pipedream", 400, 4), "400 ranks and 1600 microbatches, which prove a stream of 'pipedream', are "
+    (ScheduleSpec("1f1b", 1024, 60_000), "1024 ranks and 60000 microbatches are 122,880,000 forwards and backwards\n"
+                                   "hint: stay below 250,000: use fewer microbatches, stages or replicas"),
+    (ScheduleSpec("1f1b", 4, 256, replicas=256), "1024 ranks and 256 microbatches are 524,288 forwards and backwards "
+                                           "or parts of sums"),
+    (ScheduleSpec("pipedream", 400, 4), "400 ranks and 1600 microbatches, which prove a stream of 'pipedream', are "
                                   "1,280,000 forwards")])
-def test_what_takes_too_long_to_prove(wanted: Wanted, what: str) -> None:
-    assert what in str(refusal(wanted.arranged))
+def test_what_takes_too_long_to_prove(wanted: ScheduleSpec, what: str) -> None:
+    assert what in str(refusal(wanted.prepare))
 
 
 def test_a_plan_made_in_python() -> None:

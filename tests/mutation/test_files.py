@@ -19,8 +19,8 @@ from vpipe.data.jsonl import jsonl_files, read_functions
 from vpipe.data.tokenizer_file import load_tokenizer
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
-from vpipe.schedules.arrange import Wanted
-from vpipe.schedules.csv_file import read_csv
+from vpipe.schedules.csv_format import read_csv
+from vpipe.schedules.prepare import ScheduleSpec
 
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "config": ("c.yaml", load_config),
@@ -28,7 +28,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "plan": ("plan.json", Plan.load),
     "profile": ("profile.json", Profile.load),
     "schedule": ("s.csv", read_csv),
-    "arranged schedule": ("s.csv", lambda path: Wanted(str(path), 1, 1).arranged()),
+    "arranged schedule": ("s.csv", lambda path: ScheduleSpec(str(path), 1, 1).prepare()),
     "manifest": ("checkpoint.json", lambda path: Manifest.load(path.parent)),
     "shard": ("a_training.hdf5", lambda path: BertHdf5(path.parent)),
     "functions": ("a.jsonl", lambda path: list(read_functions(jsonl_files(path.parent), path.parent))),
@@ -104,7 +104,7 @@ def test_csv_that_is_no_schedule(text: str, what: str, tmp_path: Path) -> None:
 def test_a_schedule_that_takes_too_long_to_prove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "s.csv").write_text("0F0,0F1\n1F0,1F1,1B0\n")
     assert read_csv(tmp_path / "s.csv").stages == 2
-    monkeypatch.setattr("vpipe.schedules.csv_file.MOST_ACTIONS", 4)
+    monkeypatch.setattr("vpipe.schedules.csv_format.MOST_ACTIONS", 4)
     found = refusal(lambda: read_csv(tmp_path / "s.csv"))
     assert f"has more than 4 forwards and backwards ({tmp_path / 's.csv'}:2)" in str(found)
 

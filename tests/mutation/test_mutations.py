@@ -34,10 +34,10 @@ from vpipe.data.jsonl import jsonl_files, read_functions
 from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
 from vpipe.plan.profile import Profile
-from vpipe.schedules.arrange import Wanted
-from vpipe.schedules.csv_file import read_csv, write_csv
+from vpipe.schedules.build import build
+from vpipe.schedules.csv_format import read_csv, write_csv
 from vpipe.schedules.lower import lower
-from vpipe.schedules.order import build
+from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.size import default_placement
 
 NATIVE = {
@@ -145,7 +145,7 @@ def test_schedules(tmp_path: Path) -> None:
 
     def arrange() -> None:
         schedule = read_csv(path)
-        Wanted(str(path), schedule.stages, schedule.microbatches).arranged()
+        ScheduleSpec(str(path), schedule.stages, schedule.microbatches).prepare()
 
     for text in texts:
         path.write_text(text)

@@ -9,9 +9,8 @@ import pytest
 
 from vpipe import Plan
 from vpipe.errors import UserError
-from vpipe.plan.memory import StageMemory
-from vpipe.plan.plan import ratio_of
-from vpipe.plan.prediction import Prediction, StagePrediction
+from vpipe.plan.plan import Prediction, StagePrediction, ratio_of
+from vpipe.plan.stage_costs import StageMemory
 
 FULL = Plan((3, 2, 2), (0.5, 0.0, 1.0), ((2,), (0,), (1,)), "1f1b")
 MEMORY = StageMemory(1, 2, 3, 4, 5, 6)

@@ -12,19 +12,16 @@ from hypothesis import strategies as st
 from profiles import KIB, any_profile, layer, profile, transformer
 
 from vpipe.errors import UserError
-from vpipe.plan.costs import costs_of
-from vpipe.plan.loads import heaviest
-from vpipe.plan.memory import stage_memory
-from vpipe.plan.plan import Plan
+from vpipe.plan.plan import Plan, Prediction
 from vpipe.plan.predict import predict
-from vpipe.plan.prediction import Prediction
 from vpipe.plan.profile import Profile, Seconds
+from vpipe.plan.stage_costs import pipeline_costs, stage_memory
 from vpipe.schedules.action import Op
-from vpipe.schedules.csv_file import write_csv
-from vpipe.schedules.facts import rank_facts, stage_facts
-from vpipe.schedules.order import build
+from vpipe.schedules.build import build
+from vpipe.schedules.csv_format import write_csv
+from vpipe.schedules.peaks import peak_contents, rank_peaks, stage_peaks
 from vpipe.schedules.registry import recipe_named
-from vpipe.schedules.simulation.simulate import simulate
+from vpipe.schedules.simulator.simulate import simulate
 from vpipe.schedules.size import default_placement
 
 
@@ -120,7 +117,7 @@ def test_memory_is_that_of_the_schedule(name: str) -> None:
     plan = Plan((3, 3, 3, 4), recompute_layers=((0, 1), (), (7,), ()), schedule=name, microbatches=8)
     predicted = predict(made, plan)
     schedule = predicted.timeline.schedule
-    for stage, (facts, versions) in enumerate(zip(rank_facts(schedule), stage_facts(schedule), strict=True)):
+    for stage, (facts, versions) in enumerate(zip(rank_peaks(schedule), stage_peaks(schedule), strict=True)):
         halves = facts.peak_weight_halves if name == "zb_h1" and stage else 0
         bound = stage_memory(made, [range(0, 3), range(3, 6), range(6, 9), range(9, 13)][stage],
                              plan.recomputed[stage], facts.peak_activations, versions.versions, halves)
@@ -138,7 +135,7 @@ def test_a_rank_with_two_stages_holds_both_at_one_moment() -> None:
     for rank, own in enumerate(((0, 3), (1, 2))):
         held = sum(stages[stage].memory.activations + stages[stage].memory.weights for stage in own)
         assert held <= timeline.peak_bytes[rank]  # which counts a forward from its start, before another ends
-        loads = heaviest(timeline.schedule, timeline.costs, rank)
+        loads = peak_contents(timeline.schedule, timeline.costs, rank)
         assert held == sum(loads[stage].bytes(timeline.costs.stages[stage]) for stage in own)
 
 
@@ -174,7 +171,7 @@ def test_a_prediction_survives_a_file() -> None:
 def test_costs_are_of_halves_where_a_schedule_halves() -> None:
     made, placement = equal(), recipe_named("zb_h1").layout.placement(4, 1)
     predicted = predict(made, Plan((1,) * 4, schedule="zb_h1", microbatches=8))
-    split = costs_of(made, (1,) * 4, [()] * 4, placement, split=True)
+    split = pipeline_costs(made, (1,) * 4, [()] * 4, placement, split=True)
     assert predicted.timeline.costs.stages[1].input_s == split.stages[1].input_s == pytest.approx(1.1)
     assert made.layers[0].saved_bytes == 8 * KIB
 

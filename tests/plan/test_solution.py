@@ -10,10 +10,10 @@ import pytest
 from profiles import KIB, any_profile, transformer
 
 from vpipe.errors import UserError
-from vpipe.plan.memory import StageMemory, together
-from vpipe.plan.solve import ASYNCHRONOUS, Request, Solution, solve, without_recompute
-from vpipe.plan.solve.form import even
-from vpipe.plan.solve.trials import fullest_rank
+from vpipe.plan.solver import ASYNCHRONOUS, Request, Solution, solve, without_recompute
+from vpipe.plan.solver.candidate_trials import fullest_rank
+from vpipe.plan.solver.schedule_model import even
+from vpipe.plan.stage_costs import StageMemory, combined_memory
 from vpipe.sizes import parse_size
 
 
@@ -79,12 +79,13 @@ def test_a_choice_that_cannot_be_had_is_not_said_not_to_fit() -> None:
 
 def test_a_rank_works_on_one_stage_at_a_time() -> None:
     one = StageMemory(1, 2, 3, 4, 5, 6)
-    assert together([one, replace(one, working=10)]) == StageMemory(2, 4, 6, 8, 10, 10)
+    assert combined_memory([one, replace(one, working=10)]) == StageMemory(2, 4, 6, 8, 10, 10)
     made = transformer(6)
     plan = solve(Request({8: made}, 2, None, ("interleaved",), placement=even("interleaved", 2, 1))).plan
     assert plan.predictions is not None
     stages = [stage.memory for stage in plan.predictions.stages]
-    assert fullest_rank(plan.predictions)[1] == max(together(stages[:3:2]).peak, together(stages[1::2]).peak)
+    assert fullest_rank(plan.predictions)[1] == max(combined_memory(stages[:3:2]).peak,
+                                                    combined_memory(stages[1::2]).peak)
 
 
 def test_a_plan_that_is_known_is_not_lost_to() -> None:

@@ -14,20 +14,19 @@ from hypothesis import strategies as st
 from profiles import KIB, any_profile, layer, profile, transformer
 
 from vpipe.errors import UserError
-from vpipe.plan.costs import stage_costs
-from vpipe.plan.held import Held
-from vpipe.plan.memory import stage_memory
+from vpipe.plan.activation_memory import ActivationMemory
 from vpipe.plan.predict import predict
 from vpipe.plan.profile import Profile
-from vpipe.plan.solve import ASYNCHRONOUS, SYNCHRONOUS, Request, better_partition, solve, without_recompute
-from vpipe.plan.solve.cuts import TOLERANCE
-from vpipe.plan.solve.form import Form, even, placed
-from vpipe.plan.solve.scope import Choice, Scope
-from vpipe.plan.solve.spans import Hold, Spans
-from vpipe.plan.solve.trials import fullest_rank
-from vpipe.schedules.facts import rank_facts, stage_facts
-from vpipe.schedules.order import build
-from vpipe.schedules.simulation.costs import StageCosts
+from vpipe.plan.solver import ASYNCHRONOUS, SYNCHRONOUS, Request, better_partition, solve, without_recompute
+from vpipe.plan.solver.candidate_trials import fullest_rank
+from vpipe.plan.solver.partition_search import TOLERANCE
+from vpipe.plan.solver.schedule_model import ScheduleModel, even, placed
+from vpipe.plan.solver.search_space import Choice, SearchSpace
+from vpipe.plan.solver.stage_table import StageDemand, StageTable
+from vpipe.plan.stage_costs import stage_costs, stage_memory
+from vpipe.schedules.build import build
+from vpipe.schedules.costs import StageCosts
+from vpipe.schedules.peaks import rank_peaks, stage_peaks
 
 
 def subsets(layers: range) -> Iterator[tuple[int, ...]]:
@@ -44,8 +43,8 @@ def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
 @given(st.integers(0, 10**6), st.integers(1, 3))
 def test_bytes_of_every_stage_and_set_are_those_of_the_memory_model(seed: int, in_flight: int) -> None:
     made = any_profile(seed, 5)
-    hold = Hold(in_flight, 2, 1)
-    free = Spans(made, None)
+    hold = StageDemand(in_flight, 2, 1)
+    free = StageTable(made, None)
     for first, stop in combinations(range(6), 2):
         sets = {dropped: stage_memory(made, range(first, stop), dropped, in_flight, 2, 1).peak
                 for dropped in subsets(range(first, stop))}
@@ -58,10 +57,10 @@ def test_bytes_of_every_stage_and_set_are_those_of_the_memory_model(seed: int, i
 @given(st.integers(0, 10**6), st.integers(1, 4), st.floats(0, 1))
 def test_what_is_recomputed_takes_the_least_time_of_all_sets_that_fit(seed: int, in_flight: int, room: float) -> None:
     made = any_profile(seed, 6)
-    hold = Hold(in_flight, 1, 0)
+    hold = StageDemand(in_flight, 1, 0)
     peaks = {dropped: stage_memory(made, range(6), dropped, in_flight, 1).peak for dropped in subsets(range(6))}
     limit = int(min(peaks.values()) + room * (peaks[()] - min(peaks.values())))
-    spans = Spans(made, limit)
+    spans = StageTable(made, limit)
     best = min(sum(made.layers[number].recompute.median for number in dropped)
                for dropped, peak in peaks.items() if peak <= limit)
     chosen = spans.recomputed(0, 6, hold)
@@ -69,19 +68,19 @@ def test_what_is_recomputed_takes_the_least_time_of_all_sets_that_fit(seed: int,
     assert peaks[tuple(sorted(chosen))] <= limit
     assert sum(made.layers[number].recompute.median for number in chosen) == pytest.approx(best)
     assert spans.recompute_s(np.array([0]), np.array([6]), hold)[0] == pytest.approx(best)
-    assert Spans(made, min(peaks.values()) - 1).recomputed(0, 6, hold) is None
+    assert StageTable(made, min(peaks.values()) - 1).recomputed(0, 6, hold) is None
 
 
 @cache
-def held(number: int) -> Held:
-    return Held(MADE[number])
+def held(number: int) -> ActivationMemory:
+    return ActivationMemory(MADE[number])
 
 
 MADE: dict[int, Profile] = {}
 
 
 @cache
-def _fastest(number: int, layers: range, hold: Hold, split: bool, limit: int) -> StageCosts | None:
+def _fastest(number: int, layers: range, hold: StageDemand, split: bool, limit: int) -> StageCosts | None:
     made, best = MADE[number], None
     for dropped in subsets(layers):
         peak = stage_memory(made, layers, dropped, hold.in_flight, hold.versions, hold.weight_halves,
@@ -92,13 +91,13 @@ def _fastest(number: int, layers: range, hold: Hold, split: bool, limit: int) ->
     return best
 
 
-def fastest(made: Profile, layers: range, hold: Hold, split: bool, limit: int) -> StageCosts | None:
+def fastest(made: Profile, layers: range, hold: StageDemand, split: bool, limit: int) -> StageCosts | None:
     """A stage with the set of recomputed layers that takes the least time of those that fit."""
     MADE[id(made)] = made
     return _fastest(id(made), layers, hold, split, limit)
 
 
-def by_formula(made: Profile, form: Form, partition: tuple[int, ...], widths: tuple[int, ...],
+def by_formula(made: Profile, form: ScheduleModel, partition: tuple[int, ...], widths: tuple[int, ...],
                limit: int) -> float:
     """What the solver minimises, of one partition, from the figures that the simulator gets; infinite if none fits."""
     behind, sums, costs, work = sum(widths), 0.0, [], 0.0
@@ -133,13 +132,13 @@ def by_formula(made: Profile, form: Form, partition: tuple[int, ...], widths: tu
 def test_the_best_partition_is_the_best_of_all(schedule: str, seed: int, cores: int | None, room: float) -> None:
     made = replace(any_profile(seed, 6, latency_s=0.001, bytes_per_s=1e7, cores=cores), dispatch_s=0.0005,
                    copy_bytes_per_s=1e7)
-    free = Scope(Request({6: made}, 3, None, (schedule,)))
+    free = SearchSpace(Request({6: made}, 3, None, (schedule,)))
     choice = Choice(schedule, 6, even(schedule, 3, 1))
     least = free.formula(choice, None).least_bytes()
     assert least is not None
     limit = int(least.greatest * (1 + room))
-    draft = Scope(Request({6: made}, 3, limit, (schedule,))).draft(choice)
-    form = Form(schedule, 6, None, 3, choice.placement)
+    draft = SearchSpace(Request({6: made}, 3, limit, (schedule,))).draft(choice)
+    form = ScheduleModel(schedule, 6, None, 3, choice.placement)
     tried = {partition: by_formula(made, form, partition, (1, 1, 1), limit) for partition in compositions(6, 3)}
     assert draft is not None
     cost = draft.seconds_per_sample * (4 * 6 if form.flush else 4)
@@ -154,13 +153,13 @@ def test_the_best_partition_is_the_best_of_all(schedule: str, seed: int, cores: 
 @given(seed=st.integers(1, 10**6), room=st.floats(0, 1))
 def test_the_best_widths_are_the_best_of_all(schedule: str, seed: int, room: float) -> None:
     made = any_profile(seed, 4, latency_s=0.001, bytes_per_s=1e7)
-    scope = Scope(Request({12: made}, 4, None, (schedule,)))
+    scope = SearchSpace(Request({12: made}, 4, None, (schedule,)))
     choice = Choice(schedule, 12, None)
     least = scope.formula(choice, None).least_bytes()
     assert least is not None
     limit = int(least.greatest * (1 + room))
-    draft = Scope(Request({12: made}, 4, limit, (schedule,))).draft(choice)
-    form = Form(schedule, 12, None, 4, None)
+    draft = SearchSpace(Request({12: made}, 4, limit, (schedule,))).draft(choice)
+    form = ScheduleModel(schedule, 12, None, 4, None)
     best = min(by_formula(made, form, partition, widths, limit) for stages in range(1, 5)
                for partition in compositions(4, stages) for widths in compositions(4, stages))
     assert draft is not None
@@ -174,10 +173,10 @@ def test_what_stages_hold_is_what_the_programs_say(schedule: str, widths: tuple[
     if len(set(widths)) > 1 and schedule.startswith("zb"):
         return  # only equal widths are searched
     placement = placed(widths)
-    told, free = (Form(schedule, microbatches, None, 4, given) for given in (placement, None))
+    told, free = (ScheduleModel(schedule, microbatches, None, 4, given) for given in (placement, None))
     flush = told.flush
     built = build(schedule, placement, microbatches if flush else 12 * told.every, None if flush else told.every)
-    activations, versions = rank_facts(built), stage_facts(built)
+    activations, versions = rank_peaks(built), stage_peaks(built)
     behind = 4
     for stage, crew in enumerate(placement):
         hold = told.hold(behind, len(crew))
@@ -225,13 +224,13 @@ def seconds(solution: object) -> float:
 def test_the_heuristic_of_the_paper_is_never_better(seed: int, schedule: str) -> None:
     made = any_profile(seed, 10)
     choice = Choice(schedule, 6, even(schedule, 3, 1))
-    least = Scope(Request({6: made}, 3)).formula(choice, None).least_bytes()
+    least = SearchSpace(Request({6: made}, 3)).formula(choice, None).least_bytes()
     assert least is not None
-    scope = Scope(Request({6: made}, 3, int(1.5 * least.greatest), (schedule,)))
+    scope = SearchSpace(Request({6: made}, 3, int(1.5 * least.greatest), (schedule,)))
     exact, moved = scope.draft(choice), scope.draft_of_paper(choice)
     assert exact is not None
     if moved is not None:
-        fixed = Scope(replace(scope.request, partition=moved.partition)).draft(choice)
+        fixed = SearchSpace(replace(scope.request, partition=moved.partition)).draft(choice)
         assert fixed is not None
         assert fixed.partition == moved.partition
         again = [sum(made.layers[number].recompute.median for number in layers)

@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 from profiles import KIB, layer, profile
 
-from vpipe.plan.costs import costs_of, stage_costs
-from vpipe.plan.memory import stage_memory
 from vpipe.plan.profile import LinkProfile, Profile
-from vpipe.schedules.simulation.costs import Link
+from vpipe.plan.stage_costs import pipeline_costs, stage_costs, stage_memory
+from vpipe.schedules.costs import Link
 
 
 @pytest.fixture
@@ -66,12 +65,12 @@ def test_tied_weights_count_where_they_are_borrowed_and_cross_where_they_are_len
 def test_links_and_hosts_come_from_the_profile(four: Profile) -> None:
     placement = ((0,), (1,))
     linked = replace(four, links={(0, 1): LinkProfile(0.5, 10.0), (6, 7): LinkProfile(1.0, 1.0)}, cores=2)
-    costs = costs_of(linked, (2, 2), [(), ()], placement)
+    costs = pipeline_costs(linked, (2, 2), [(), ()], placement)
     assert costs.links == {(0, 1): Link(0.5, 10.0)}
     assert (costs.default_link, costs.cores, costs.hosts) == (Link(0.0, 1e9), 2, (0, 0))
     spread = replace(linked, identity=replace(linked.identity, ranks_per_host=1))
-    assert costs_of(spread, (2, 2), [(), ()], placement).hosts == (0, 1)
-    assert costs_of(four, (2, 2), [(), ()], placement).cores is None
+    assert pipeline_costs(spread, (2, 2), [(), ()], placement).hosts == (0, 1)
+    assert pipeline_costs(four, (2, 2), [(), ()], placement).cores is None
 
 
 def test_memory_by_kind(four: Profile) -> None:

@@ -10,8 +10,8 @@ from measured import ADAMW
 from torch import nn
 
 from vpipe import Layer, Model
-from vpipe.plan.memory import stage_memory
 from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds
+from vpipe.plan.stage_costs import stage_memory
 from vpipe.profiling.bench import Bench, Given
 from vpipe.profiling.counts import count
 from vpipe.runtime.precision import Precision

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.schedules.action import RETURNS, Action, Op
-from vpipe.schedules.order import build
+from vpipe.schedules.build import build
 from vpipe.schedules.registry import recipe_named
 
 MS = 1e-3

@@ -14,7 +14,7 @@ from vpipe.errors import RunError
 from vpipe.runtime.batch_comparison import BatchComparison, checksum
 from vpipe.runtime.microbatches import Batch, Feed, Segment
 from vpipe.runtime.transport.transport import InProcess, Mailroom
-from vpipe.schedules.rounds import Rounds
+from vpipe.schedules.replication import Rounds
 
 HINT = ("\nhint: every rank must read the same batches in the same order: give a DataLoader that shuffles a generator "
         "with the same seed on all ranks, generator=torch.Generator().manual_seed(0), and no DistributedSampler, since "

@@ -18,8 +18,8 @@ from vpipe import Pipeline
 from vpipe.errors import UserError
 from vpipe.runtime.transport.transport import InProcess, Key
 from vpipe.schedules.action import Action, Op, input_half, weight_half
-from vpipe.schedules.csv_file import write_csv
-from vpipe.schedules.order import build
+from vpipe.schedules.build import build
+from vpipe.schedules.csv_format import write_csv
 from vpipe.schedules.registry import _RECIPES, recipe_named, schedule_names
 from vpipe.schedules.size import Size, default_placement
 from vpipe.verify.reference import VERSIONS, ReferenceRun, TrainingRecipe, asynchronous_oracle, flush_oracle

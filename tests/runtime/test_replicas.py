@@ -30,7 +30,7 @@ from vpipe import Layer, Model, Pipeline
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.step_results import Step
 from vpipe.schedules.action import Op
-from vpipe.schedules.order import build
+from vpipe.schedules.build import build
 from vpipe.schedules.registry import recipe_named, schedule_names
 from vpipe.schedules.size import Placement
 from vpipe.verify.reference import (

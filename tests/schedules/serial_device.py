@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vpipe.schedules.action import RECEIVES, SENDS, Action, Op
-from vpipe.schedules.order import Schedule
-from vpipe.schedules.reading import Reading
+from vpipe.schedules.dependencies import Dependencies
+from vpipe.schedules.schedule import Schedule
 
 Transfer = tuple[Action, int, int]
 """The send, the rank that sends, the rank that receives; of a sum over replicas the action, and -1 twice."""
@@ -23,7 +23,7 @@ class SerialDevices:
 
     def __init__(self, schedule: Schedule, *, rendezvous: bool, blocking: bool = False) -> None:
         self.schedule, self.rendezvous, self.blocking = schedule, rendezvous, blocking
-        self.reading = Reading.of(schedule)
+        self.deps = Dependencies.from_schedule(schedule)
         ranks = range(schedule.ranks)
         self.cursors = [0] * schedule.ranks
         self.queues: list[list[Transfer]] = [[] for _ in ranks]
@@ -62,10 +62,10 @@ class SerialDevices:
         if action.op is Op.REDUCE:
             return [(action, -1, -1)]
         if action.op in SENDS:
-            return [(action, rank, peer) for _, peer in self.reading.partners.of(action, rank) if peer != rank]
+            return [(action, rank, peer) for _, peer in self.deps.peers.other_ends(action, rank) if peer != rank]
         if action.op not in RECEIVES:
             return []
-        sends = self.reading.partners.of(action, rank)
+        sends = self.deps.peers.other_ends(action, rank)
         if action.op is Op.RECV_G:  # once for each of its senders
             number = self.received_tied.setdefault((action, rank), 0)
             self.received_tied[action, rank] += 1
@@ -74,11 +74,11 @@ class SerialDevices:
 
     def _awaited(self, action: Action, rank: int) -> list[tuple[Transfer, int]]:
         """What an action waits for: the transfers that bring what it uses."""
-        found = [((send, peer, rank), rank) for receive in self.reading.receives(action, rank)
-                 for send, peer in self.reading.partners.of(receive, rank) if peer != rank]
+        found = [((send, peer, rank), rank) for receive in self.deps.receives(action, rank)
+                 for send, peer in self.deps.peers.other_ends(receive, rank) if peer != rank]
         if action.op in (Op.NORM, Op.STEP) and self.schedule.rounds.width(action.stage) > 1:
             found.append(((Action(Op.REDUCE, action.stage, action.microbatch), -1, -1), rank))
-        if action.op is Op.STEP and self.reading.normed:
+        if action.op is Op.STEP and self.deps.normed:
             found += [((Action(Op.NORM, stage, action.microbatch), -1, -1), ranks[0])
                       for stage, ranks in enumerate(self.schedule.placement) if rank not in ranks]
         return found
@@ -86,7 +86,7 @@ class SerialDevices:
     def _is_done(self, transfer: Transfer, rank: int) -> bool:
         action = transfer[0]
         if action.op is Op.NORM:  # over the host
-            return self.reading.position(action, rank) < self.cursors[rank]
+            return self.deps.position(action, rank) < self.cursors[rank]
         return (transfer, rank) in self.ended
 
     def _transfer(self) -> bool:

@@ -12,16 +12,17 @@ from hypothesis import strategies as st
 
 from vpipe.errors import UserError
 from vpipe.schedules.action import Action, Op
-from vpipe.schedules.arrange import Wanted
+from vpipe.schedules.build import build
 from vpipe.schedules.check import check, prove
-from vpipe.schedules.facts import rank_facts
+from vpipe.schedules.costs import Costs, Link, StageCosts
 from vpipe.schedules.lower import lower
-from vpipe.schedules.order import Schedule, build
+from vpipe.schedules.peaks import rank_peaks
+from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.registry import recipe_named, register_schedule, schedule_names
-from vpipe.schedules.searching.search import search, search_placements
-from vpipe.schedules.simulation.costs import Costs, Link, StageCosts
-from vpipe.schedules.simulation.simulate import simulate
-from vpipe.schedules.simulation.timeline import Timeline
+from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.search.search import search, search_placements
+from vpipe.schedules.simulator.simulate import simulate
+from vpipe.schedules.simulator.timeline import Timeline
 from vpipe.schedules.size import Layout, Placement, Size, default_placement
 
 V_OF_4 = Layout.ZIGZAG.placement(4, 2)
@@ -87,7 +88,7 @@ def test_never_worse_than_any_made_by_hand_that_keeps_the_limits(
     check(lower(schedule))
     found = timeline(schedule, costs)
     assert keeps(found.peak_bytes, limits)
-    assert schedule.peak_activations == tuple(rank.peak_activations for rank in rank_facts(schedule))
+    assert schedule.peak_activations == tuple(rank.peak_activations for rank in rank_peaks(schedule))
     for other in by_hand(placement, microbatches):
         made = timeline(other, costs)
         if keeps(made.peak_bytes, limits):
@@ -170,8 +171,8 @@ def test_by_name_on_any_placement() -> None:
         assert schedule.ties == {0: (len(placement) - 1,)}
         assert any(action.op is Op.RECOMPUTE for program in schedule.programs for action in program)
     size = Size(4, 8, 1, 8)
-    wanted = Wanted("auto", 4, 8, costs=Costs.uniform(size, 3, 2, 1), limits=4)
-    assert max(timeline(wanted.arranged(), Costs.uniform(size, 3, 2, 1)).peak_bytes) <= 4
+    wanted = ScheduleSpec("auto", 4, 8, costs=Costs.uniform(size, 3, 2, 1), limits=4)
+    assert max(timeline(wanted.prepare(), Costs.uniform(size, 3, 2, 1)).peak_bytes) <= 4
     programs = [list(recipe_named("auto").program(rank, 4, 8, chunks=2)) for rank in range(4)]
     assert programs == [list(program) for program in build("auto", Layout.LOOP.placement(4, 2), 8).programs]
 

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Action, Op
+from vpipe.schedules.build import build
 from vpipe.schedules.check import RULES, check, prove
-from vpipe.schedules.execute import execute
+from vpipe.schedules.deadlock import execute
+from vpipe.schedules.dependencies import Dependencies
 from vpipe.schedules.lower import lower
-from vpipe.schedules.order import Schedule, build
-from vpipe.schedules.reading import Reading
 from vpipe.schedules.registry import recipe_named
+from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Layout, default_placement
 
 
@@ -310,9 +311,9 @@ BROKEN: dict[str, list[tuple[Callable[[], Schedule], str, str]]] = {  # rule: (b
                          [(rule, *case) for rule, cases in BROKEN.items() for case in cases])
 def test_a_broken_rule(rule: str, broken: Callable[[], Schedule], text: str, marked: str) -> None:
     schedule = broken()
-    reading = Reading.of(schedule)
+    deps = Dependencies.from_schedule(schedule)
     for kept in RULES[:[one.__name__ for one in RULES].index(rule)]:
-        kept(reading)
+        kept(deps)
     with pytest.raises(CheckError) as raised:
         check(schedule)
     what, *grid, hint = str(raised.value).splitlines()
@@ -361,7 +362,8 @@ def proved(draw: st.DrawFn) -> Schedule:
 @settings(deadline=None, max_examples=60)
 @given(proved())
 def test_every_placement_and_tie_passes(schedule: Schedule) -> None:
-    assert execute(Reading.of(schedule), rendezvous=True) == ([len(program) for program in schedule.programs], [])
+    assert execute(Dependencies.from_schedule(schedule), rendezvous=True) == (
+        [len(program) for program in schedule.programs], [])
 
 
 @settings(deadline=None, max_examples=40)
@@ -412,7 +414,7 @@ def test_a_borrower_on_the_owners_rank_takes_over_without_a_transfer() -> None:
 @pytest.mark.parametrize(("schedule", "version"), [(stream, [0, 1, 2, 3]), (synchronised, [0, 0, 1, 2])])
 def test_the_version_in_use(schedule: Callable[[], Schedule], version: list[int]) -> None:
     made = schedule()
-    assert [Reading.of(made).version[made.stages - 1, microbatch] for microbatch in range(4)] == version
+    assert [Dependencies.from_schedule(made).version[made.stages - 1, microbatch] for microbatch in range(4)] == version
     check(made)
 
 

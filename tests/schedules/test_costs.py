@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from vpipe.schedules.simulation.costs import Costs, Link, StageCosts
+from vpipe.schedules.costs import Costs, Link, StageCosts
 from vpipe.schedules.size import Size
 
 

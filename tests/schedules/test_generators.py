@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import COMPLETES, RETURNS, Op
+from vpipe.schedules.build import build
 from vpipe.schedules.check import prove
-from vpipe.schedules.facts import rank_facts, rank_loads
-from vpipe.schedules.order import Schedule, build
+from vpipe.schedules.costs import Costs, Number
+from vpipe.schedules.peaks import rank_loads, rank_peaks
 from vpipe.schedules.registry import recipe_named, schedule_names
-from vpipe.schedules.simulation.costs import Costs, Number
-from vpipe.schedules.simulation.simulate import simulate
+from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.simulator.simulate import simulate
 from vpipe.schedules.size import Size
 
 
@@ -65,7 +66,7 @@ def test_every_size_passes_or_is_refused(name: str, data: st.DataObject) -> None
         if schedule.flush:
             assert program[-1].op is Op.STEP
     if name not in AT_MOST:
-        assert [fact.peak_activations for fact in rank_facts(schedule)] == list(schedule.peak_activations)
+        assert [fact.peak_activations for fact in rank_peaks(schedule)] == list(schedule.peak_activations)
 
 
 AT_MOST = {"v_half", "v_min", "auto"}  # their bounds count from F to W, or come from a limit
@@ -154,11 +155,11 @@ def test_golden_bubbles(numbers: tuple[int, int], times: tuple[Number, Number, N
 
 def test_golden_numbers_of_few_microbatches_and_of_memory() -> None:
     assert bubble_s(made("zb_h1", 4, 4)) == bubble_s(made("zb_h2", 4, 4)) == 3
-    assert rank_facts(made("interleaved", 4, 8))[0].peak_activations == 5.5 * 2
-    assert rank_facts(made("interleaved", 8, 24))[0].peak_activations == 11.5 * 2
-    assert rank_facts(made("interleaved", 4, 4))[0].peak_activations == 4 * 2
-    assert [fact.peak_activations for fact in rank_facts(made("zb_h2", 4, 8))] == [7, 5, 3, 1]
-    assert [fact.peak_weight_halves for fact in rank_facts(made("zb_h1", 4, 8))] == [1, 2, 3, 4]
+    assert rank_peaks(made("interleaved", 4, 8))[0].peak_activations == 5.5 * 2
+    assert rank_peaks(made("interleaved", 8, 24))[0].peak_activations == 11.5 * 2
+    assert rank_peaks(made("interleaved", 4, 4))[0].peak_activations == 4 * 2
+    assert [fact.peak_activations for fact in rank_peaks(made("zb_h2", 4, 8))] == [7, 5, 3, 1]
+    assert [fact.peak_weight_halves for fact in rank_peaks(made("zb_h1", 4, 8))] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("times", [(1, 1, 1), (2, 3, 1), (3, 3, 2), (1, 2, 0)])

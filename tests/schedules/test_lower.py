@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vpipe.schedules.action import COMPUTE, PER_MICROBATCH, RECEIVES, RETURNS, SENDS, Action, Op, forward
+from vpipe.schedules.build import build, replica_views, stream_program
 from vpipe.schedules.lower import Lowering, VersionsUsed, lower
-from vpipe.schedules.order import Schedule, build, stages_of_rank, stream_program
 from vpipe.schedules.registry import recipe_named
-from vpipe.schedules.rounds import Rounds
-from vpipe.schedules.seat import seats
+from vpipe.schedules.replication import Rounds
+from vpipe.schedules.schedule import Schedule, stages_of_rank
 from vpipe.schedules.size import Layout, Placement, default_placement
 
 
@@ -168,7 +168,7 @@ def test_a_stream_repeats(name: str, stages: int, more: int, tied: bool, norm: b
 def endless(name: str, placement: Placement, every: int, rank: int) -> Iterator[Action]:
     """The compute program of a rank, with microbatches without end."""
     recipe, rounds = recipe_named(name), Rounds(placement, every, False, lambda microbatch: True)
-    return stream_program(recipe, seats(recipe, placement, 12 * every, every)[rank], rounds,
+    return stream_program(recipe, replica_views(recipe, placement, 12 * every, every)[rank], rounds,
                           stages_of_rank(placement, rank))
 
 

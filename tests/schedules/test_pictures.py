@@ -7,10 +7,11 @@ import inspect
 import pytest
 
 from vpipe.schedules.action import Action, Op
-from vpipe.schedules.order import Schedule, build, stages_of_rank
+from vpipe.schedules.build import build
+from vpipe.schedules.costs import Costs
 from vpipe.schedules.registry import recipe_named, schedule_names
-from vpipe.schedules.simulation.costs import Costs
-from vpipe.schedules.simulation.simulate import simulate
+from vpipe.schedules.schedule import Schedule, stages_of_rank
+from vpipe.schedules.simulator.simulate import simulate
 from vpipe.schedules.size import Size
 
 SIZES = {"zb_h1": (3, 4), "zb_h2": (3, 5), "gpipe": (3, 4), "1f1b": (3, 4)}  # ranks and microbatches; others 2 and 4

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from vpipe.errors import CheckError
 from vpipe.schedules.action import Action, Op
+from vpipe.schedules.build import build
 from vpipe.schedules.check import check
 from vpipe.schedules.lower import lower
-from vpipe.schedules.order import Schedule, build, stages_of_rank
-from vpipe.schedules.receives import post_in_time
+from vpipe.schedules.receive_order import post_in_time
+from vpipe.schedules.schedule import Schedule, stages_of_rank
 from vpipe.schedules.size import Layout, Placement, default_placement
 
 

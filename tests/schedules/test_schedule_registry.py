@@ -13,8 +13,8 @@ import pytest
 from vpipe.errors import UserError
 from vpipe.schedules import registry
 from vpipe.schedules.action import Action, backward, forward, step
-from vpipe.schedules.arrange import Wanted
 from vpipe.schedules.check import prove
+from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.registry import recipe_named, register_schedule
 from vpipe.schedules.size import default_placement
 
@@ -86,18 +86,18 @@ def test_a_wrong_generator(program: Callable[..., Any], what: str, hint: str) ->
 
 
 @pytest.mark.parametrize(("wanted", "what"), [
-    (Wanted("zb_v", 6, 8, chunks=3), "chunks is 3, but 'zb_v' holds 2 stages on each rank"),
-    (Wanted("pipedream", 8, 8, chunks=2), "chunks is 2, but 'pipedream' holds 1 stage on each rank"),
-    (Wanted("interleaved", 8, 8, chunks=0), "chunks is 0"),
-    (Wanted("interleaved", 8, 8, chunks=4, placement=((0,), (1,), (2,), (3,)) * 2),
+    (ScheduleSpec("zb_v", 6, 8, chunks=3), "chunks is 3, but 'zb_v' holds 2 stages on each rank"),
+    (ScheduleSpec("pipedream", 8, 8, chunks=2), "chunks is 2, but 'pipedream' holds 1 stage on each rank"),
+    (ScheduleSpec("interleaved", 8, 8, chunks=0), "chunks is 0"),
+    (ScheduleSpec("interleaved", 8, 8, chunks=4, placement=((0,), (1,), (2,), (3,)) * 2),
      "chunks is 4, but the placement puts 2 stages on rank 0"),
-    (Wanted("zb_v", 7, 8), "'zb_v' holds 2 stages on each rank, which do not divide 7 stages"),
-    (Wanted("zb_v", 8, 8, ranks=1), "1 process for 8 stages, of which 'zb_v' holds 2 on each rank"),
-    (Wanted(5, 8, 8), "the schedule is 5, which is no name"),  # type: ignore[arg-type]
-    (Wanted(Path("a.csv"), 8, 8), "the schedule is PosixPath('a.csv'), which is no name"),  # type: ignore[arg-type]
-    (Wanted("1F1B", 4, 8), "no schedule is called '1F1B'"),
+    (ScheduleSpec("zb_v", 7, 8), "'zb_v' holds 2 stages on each rank, which do not divide 7 stages"),
+    (ScheduleSpec("zb_v", 8, 8, ranks=1), "1 process for 8 stages, of which 'zb_v' holds 2 on each rank"),
+    (ScheduleSpec(5, 8, 8), "the schedule is 5, which is no name"),  # type: ignore[arg-type]
+    (ScheduleSpec(Path("a.csv"), 8, 8), "the schedule is PosixPath('a.csv'), which is no name"),  # type: ignore[arg-type]
+    (ScheduleSpec("1F1B", 4, 8), "no schedule is called '1F1B'"),
 ])
-def test_numbers_that_do_not_fit(wanted: Wanted, what: str) -> None:
+def test_numbers_that_do_not_fit(wanted: ScheduleSpec, what: str) -> None:
     with pytest.raises(UserError) as caught:
-        wanted.arranged()
+        wanted.prepare()
     assert caught.value.problems[0].what == what

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from vpipe.errors import UserError
 from vpipe.schedules.action import Action
-from vpipe.schedules.order import Schedule, build
+from vpipe.schedules.build import build
+from vpipe.schedules.costs import Costs, Link, Number, StageCosts
 from vpipe.schedules.registry import recipe_named
-from vpipe.schedules.simulation.costs import Costs, Link, Number, StageCosts
-from vpipe.schedules.simulation.sharing import Host
-from vpipe.schedules.simulation.simulate import Timeline, simulate
-from vpipe.schedules.simulation.timeline import Event
+from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.simulator.event_loop import SharedCores
+from vpipe.schedules.simulator.simulate import Timeline, simulate
+from vpipe.schedules.simulator.timeline import Event
 from vpipe.schedules.size import Placement, default_placement
 
 TWO = StageCosts(2, 1, 1)
@@ -124,7 +125,7 @@ def test_what_no_host_has_is_refused(changed: dict[str, object], text: str) -> N
 
 def test_who_joins_in_finds_the_others_half_done() -> None:
     """Only another host's news makes somebody begin while more are at work than there are cores."""
-    host = Host(1)
+    host = SharedCores(1)
     host.begin(0, 1, 4)
     host.begin(0, 2, 4)
     host.begin(4, 3, 4)  # the others have had 2 each of the 4

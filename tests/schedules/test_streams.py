@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from vpipe.errors import UserError
 from vpipe.schedules.action import Action, Op
+from vpipe.schedules.build import build
 from vpipe.schedules.check import prove
-from vpipe.schedules.facts import rank_facts, stage_facts
-from vpipe.schedules.order import Schedule, build
-from vpipe.schedules.reading import Reading
+from vpipe.schedules.costs import Costs
+from vpipe.schedules.dependencies import Dependencies
+from vpipe.schedules.peaks import rank_peaks, stage_peaks
 from vpipe.schedules.registry import recipe_named, schedule_names
-from vpipe.schedules.simulation.costs import Costs
-from vpipe.schedules.simulation.simulate import simulate
+from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.simulator.simulate import simulate
 from vpipe.schedules.size import Size, default_placement
 
 STREAMS = [name for name in schedule_names() if not recipe_named(name).flush]
@@ -69,9 +70,9 @@ def test_2bw_changes_over_before_a_step_would_make_a_third_version() -> None:
 def test_versions(name: str, data: st.DataObject) -> None:
     ranks, every, updates = data.draw(streams(name))
     schedule = prove(name, default_placement(ranks), every * updates, every)
-    for (stage, microbatch), version in Reading.of(schedule).version.items():
+    for (stage, microbatch), version in Dependencies.from_schedule(schedule).version.items():
         assert version == VERSIONS[name](ranks, every, stage, microbatch)
-    assert [fact.peak_activations for fact in rank_facts(schedule)] == list(schedule.peak_activations)
+    assert [fact.peak_activations for fact in rank_peaks(schedule)] == list(schedule.peak_activations)
 
 
 @pytest.mark.parametrize("name", STREAMS)
@@ -79,7 +80,7 @@ def test_versions(name: str, data: st.DataObject) -> None:
 @given(data=st.data())
 def test_versions_and_staleness_of_a_long_stream(name: str, data: st.DataObject) -> None:
     ranks, every, _ = data.draw(streams(name))
-    held = stage_facts(made(name, ranks, every * (2 + -(-2 * ranks // every)), every))
+    held = stage_peaks(made(name, ranks, every * (2 + -(-2 * ranks // every)), every))
     for stage, fact in enumerate(held):
         behind = ranks - 1 - (0 if name == "pipedream_vertical_sync" else stage)
         versions = 2 if name == "2bw" else 1 - -behind // every

@@ -11,22 +11,21 @@ from serial_device import SerialDevices
 
 from vpipe.errors import UserError
 from vpipe.schedules.action import RECEIVES, Action, Op
+from vpipe.schedules.build import build_evaluation, replica_views, stream_program
 from vpipe.schedules.check import prove
-from vpipe.schedules.lower import Lowering
-from vpipe.schedules.order import Schedule, stages_of_rank, stream_program
-from vpipe.schedules.reading import Reading
+from vpipe.schedules.dependencies import Dependencies
+from vpipe.schedules.lower import Lowering, lower
+from vpipe.schedules.receive_order import TransferOrder, in_one_order
 from vpipe.schedules.registry import recipe_named, schedule_names
-from vpipe.schedules.rounds import Rounds
-from vpipe.schedules.seat import seats
+from vpipe.schedules.replication import Rounds
+from vpipe.schedules.schedule import Schedule, stages_of_rank
 from vpipe.schedules.size import Placement, widened
-from vpipe.schedules.transfer_order import TransferOrder, in_one_order
-from vpipe.schedules.wavefront import wavefront
 
 MODES = [(rendezvous, blocking) for rendezvous in (False, True) for blocking in (False, True)]
 
 
 def ordered(schedule: Schedule) -> Schedule:
-    placed, stuck = in_one_order(Reading.of(schedule))
+    placed, stuck = in_one_order(Dependencies.from_schedule(schedule))
     assert not stuck
     return placed
 
@@ -62,7 +61,7 @@ def test_replicas_of_any_width(name: str, widths: list[int], microbatches: int, 
 
 def test_evaluations_reach_their_end() -> None:
     for placement in (((0,), (1,), (0,), (1,)), ((0, 1), (2,), (3, 4, 5))):
-        check_serial(ordered(wavefront(placement, 12)))
+        check_serial(ordered(lower(build_evaluation(placement, 12))))
 
 
 def test_without_the_order_the_model_of_a_device_stands_still() -> None:
@@ -83,7 +82,7 @@ def test_actions_keep_their_order_and_only_receives_move() -> None:
 def lazily(name: str, placement: Placement, microbatches: int, rank: int) -> list[Action]:
     """The actions of a rank of a stream that is ordered while it comes, as the engine does it."""
     recipe = recipe_named(name)
-    found = seats(recipe, placement, 4 * len(placement), 1 if name == "pipedream" else None)
+    found = replica_views(recipe, placement, 4 * len(placement), 1 if name == "pipedream" else None)
     rounds = Rounds(placement, found[0].size.update_every, False, lambda number: number < microbatches)
     ties = {0: (len(placement) - 1,)}
     lowered = [Lowering(rounds, each, lambda of: stream_program(
@@ -98,7 +97,7 @@ def lazily(name: str, placement: Placement, microbatches: int, rank: int) -> lis
 def test_a_stream_is_ordered_as_the_same_schedule_of_known_length(name: str, placement: Placement) -> None:
     """Every rank orders the whole stream by itself, as far as it has come: all must find the same order."""
     microbatches = 24
-    every = seats(recipe_named(name), placement, 4 * len(placement), 1 if name == "pipedream" else None)[0].size
+    every = replica_views(recipe_named(name), placement, 4 * len(placement), 1 if name == "pipedream" else None)[0].size
     whole = ordered(prove(name, placement, microbatches, every.update_every, {0: (len(placement) - 1,)}))
     for rank, program in enumerate(whole.programs):
         assert lazily(name, placement, microbatches, rank) == list(program)
@@ -108,7 +107,7 @@ def test_a_stream_asks_for_no_microbatch_much_before_it_comes() -> None:
     asked: list[int] = []
     placement = ((0,), (1,), (2,))
     recipe = recipe_named("pipedream")
-    found = seats(recipe, placement, 12, 1)
+    found = replica_views(recipe, placement, 12, 1)
 
     def exists(number: int) -> bool:
         asked.append(number)

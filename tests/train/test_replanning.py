@@ -14,10 +14,9 @@ from small_run import job_of, put_in
 from torch import Tensor, nn
 
 from vpipe.model.layer import Layer, Model
-from vpipe.plan.memory import StageMemory
-from vpipe.plan.plan import Plan
-from vpipe.plan.prediction import Prediction, StagePrediction
+from vpipe.plan.plan import Plan, Prediction, StagePrediction
 from vpipe.plan.profile import Profile
+from vpipe.plan.stage_costs import StageMemory
 from vpipe.train.job import Job
 from vpipe.train.loop import build
 from vpipe.train.replanning import Compared, Replanning, said

@@ -14,8 +14,8 @@ from vpipe.errors import UserError
 from vpipe.runtime import trace as labels
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import PER_MICROBATCH, Op
-from vpipe.schedules.csv_file import write_csv
-from vpipe.schedules.order import build
+from vpipe.schedules.build import build
+from vpipe.schedules.csv_format import write_csv
 from vpipe.schedules.size import default_placement
 from vpipe.train.loop import train
 from vpipe.train.torch_profile import profile_name

@@ -22,8 +22,8 @@ from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
 from vpipe.plan.profile import Profile
 from vpipe.plan.recompute import recomputed_layers
-from vpipe.plan.solve import ASYNCHRONOUS, SYNCHRONOUS, Alternative, Request, Solution, solve, without_recompute
-from vpipe.schedules.arrange import is_file
+from vpipe.plan.solver import ASYNCHRONOUS, SYNCHRONOUS, Alternative, Request, Solution, solve, without_recompute
+from vpipe.schedules.prepare import is_file
 from vpipe.sizes import parse_size, size_text
 
 PIPE_COLUMNS = 200

@@ -21,7 +21,7 @@ from vpipe.launch.folder import CONFIG
 from vpipe.launch.machine import check_gpus, hosts_of
 from vpipe.launch.network import free_port
 from vpipe.launch.ranks import ranks_here
-from vpipe.plan.held import Held
+from vpipe.plan.activation_memory import ActivationMemory
 from vpipe.plan.profile import LinkProfile, Profile, Seconds
 from vpipe.sizes import size_text
 
@@ -142,7 +142,7 @@ def profiles_of(job: Job, sizes: Sequence[int], *, again: bool = False) -> dict[
 
 def described(profile: Profile) -> str:
     """A row per distinct layer, the links, the device."""
-    identity, held = profile.identity, Held(profile)
+    identity, held = profile.identity, ActivationMemory(profile)
     kinds: dict[int, list[int]] = {}
     for number, layer in enumerate(profile.layers):
         kinds.setdefault(layer.like, []).append(number)

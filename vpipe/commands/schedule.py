@@ -19,13 +19,15 @@ from vpipe.draw.text import draw_text
 from vpipe.draw.words import listed, number, replicas, sizes
 from vpipe.errors import UserError, counted
 from vpipe.schedules.action import RECEIVES, SENDS
+from vpipe.schedules.build import build, check_chunks
 from vpipe.schedules.check import check
-from vpipe.schedules.csv_file import compute_only, read_csv, write_csv
-from vpipe.schedules.facts import rank_facts, stage_facts
+from vpipe.schedules.csv_format import read_csv, write_csv
 from vpipe.schedules.lower import lower
-from vpipe.schedules.order import Schedule, build, check_chunks
+from vpipe.schedules.passes import compute_only
+from vpipe.schedules.peaks import rank_peaks, stage_peaks
 from vpipe.schedules.registry import Recipe, recipe_named, schedule_names
-from vpipe.schedules.searching.search import search_placements
+from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.search.search import search_placements
 from vpipe.schedules.size import Placement, check_work
 
 MOST_SEARCHED = 25_000
@@ -60,8 +62,8 @@ def run_check(options: argparse.Namespace) -> None:
     print(f"ok: {schedule.name}: {sizes(schedule)}, {actions} actions{of_them}")
     print("no deadlock, whether sends wait for their receives or not"
           + ("" if transfers else "; with the transfers that vpipe adds"))
-    stages = stage_facts(schedule)
-    print(f"peak activations per rank: {listed([rank.peak_activations for rank in rank_facts(schedule)])}; "
+    stages = stage_peaks(schedule)
+    print(f"peak activations per rank: {listed([rank.peak_activations for rank in rank_peaks(schedule)])}; "
           f"versions per stage: {listed([stage.versions for stage in stages])}; "
           f"staleness: {listed([stage.staleness for stage in stages])}")
 

@@ -15,7 +15,7 @@ from vpipe.model.split import balanced, parameter_counts
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
 from vpipe.plan.recompute import recomputed_layers
-from vpipe.plan.solve import solve
+from vpipe.plan.solver import solve
 from vpipe.profiling.world import World
 from vpipe.schedules.registry import recipe_named
 from vpipe.sizes import size_text

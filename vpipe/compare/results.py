@@ -15,7 +15,7 @@ from vpipe.compare.turns import NEEDED, WARM_UP, Turn
 from vpipe.draw.table import filled, fitted, terminal_columns
 from vpipe.errors import counted
 from vpipe.measures import Utilization, bubble, p95, share_text
-from vpipe.plan.prediction import Prediction
+from vpipe.plan.plan import Prediction
 from vpipe.report.words import milliseconds
 from vpipe.runtime.usage import StageUsage
 from vpipe.sizes import size_text

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vpipe.errors import Problem, UserError, nearest
-from vpipe.plan.plan import Plan
-from vpipe.plan.prediction import Prediction
+from vpipe.plan.plan import Plan, Prediction
 from vpipe.plan.profile import Profile
-from vpipe.plan.solve import Request, solve
+from vpipe.plan.solver import Request, solve
 from vpipe.schedules.registry import recipe_named, schedule_names
 from vpipe.sizes import parse_size
 

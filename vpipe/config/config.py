@@ -26,8 +26,8 @@ from vpipe.config.vpipe_flat import FLAT_KEYS, is_flat, to_native
 from vpipe.config.yaml_tree import Place, Tree, describe, parse, read_yaml, write
 from vpipe.errors import UserError
 from vpipe.runtime.executors.registry import NO_TIMELINE, THREADED
+from vpipe.schedules.passes import REVERSIBLE
 from vpipe.schedules.registry import recipe_if_any
-from vpipe.schedules.reversal import REVERSIBLE
 
 DEEPEST = 8
 """Names in a key of ``--set``; none of a config has more than four."""

@@ -15,9 +15,9 @@ from vpipe.config.yaml_tree import describe
 from vpipe.errors import UserError, nearest
 from vpipe.plan.recompute import MOST_LAYERS, ranges
 from vpipe.runtime.executors.registry import Executor, refusal
-from vpipe.schedules.arrange import has_flush, is_file
+from vpipe.schedules.passes import REVERSIBLE
+from vpipe.schedules.prepare import has_flush, is_file
 from vpipe.schedules.registry import schedule_names
-from vpipe.schedules.reversal import REVERSIBLE
 from vpipe.schedules.size import MOST_MICROBATCHES, MOST_RANKS, MOST_STAGES, Placement
 from vpipe.sizes import parse_size
 

@@ -18,10 +18,9 @@ from vpipe.draw.plan_table import (
 )
 from vpipe.draw.table import filled
 from vpipe.errors import counted
-from vpipe.plan.plan import Plan
-from vpipe.plan.prediction import StagePrediction
+from vpipe.plan.plan import Plan, StagePrediction
 from vpipe.plan.profile import Profile
-from vpipe.plan.solve.request import Alternative
+from vpipe.plan.solver.request import Alternative
 from vpipe.schedules.registry import recipe_named
 from vpipe.sizes import size_text
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from vpipe.draw.table import filled, table
 from vpipe.draw.words import listed, ms_text
-from vpipe.plan.memory import StageMemory, together
-from vpipe.plan.plan import Plan
-from vpipe.plan.prediction import Prediction, StagePrediction
-from vpipe.plan.solve.request import Alternative
+from vpipe.plan.plan import Plan, Prediction, StagePrediction
+from vpipe.plan.solver.request import Alternative
+from vpipe.plan.stage_costs import StageMemory, combined_memory
 from vpipe.sizes import size_text
 
 BAR = 20
@@ -100,7 +99,7 @@ def held_together(plan: Plan) -> list[list[int]]:
 
 def rank_memory(plan: Plan, stages: Sequence[int]) -> StageMemory:
     """What a rank holds of its stages when each holds most; it works on one at a time."""
-    return together([predicted(plan).stages[stage].memory for stage in stages])
+    return combined_memory([predicted(plan).stages[stage].memory for stage in stages])
 
 
 def peak_bytes(plan: Plan) -> int:

@@ -10,13 +10,13 @@ from functools import cached_property
 from vpipe.draw.words import number, percent, plain, sizes
 from vpipe.schedules.action import Op
 from vpipe.schedules.check import check
-from vpipe.schedules.csv_file import compute_only
-from vpipe.schedules.facts import RankFacts, StageFacts, rank_facts, stage_facts
-from vpipe.schedules.order import Schedule, stages_of_rank
-from vpipe.schedules.reading import Reading
-from vpipe.schedules.simulation.costs import Costs, Link, Number, StageCosts, ratio
-from vpipe.schedules.simulation.simulate import simulate
-from vpipe.schedules.simulation.timeline import Timeline
+from vpipe.schedules.costs import Costs, Link, Number, StageCosts, ratio
+from vpipe.schedules.dependencies import Dependencies
+from vpipe.schedules.passes import compute_only
+from vpipe.schedules.peaks import RankPeaks, StagePeaks, rank_peaks, stage_peaks
+from vpipe.schedules.schedule import Schedule, stages_of_rank
+from vpipe.schedules.simulator.simulate import simulate
+from vpipe.schedules.simulator.timeline import Timeline
 from vpipe.schedules.size import Placement
 
 
@@ -69,8 +69,8 @@ class Summary:
     schedule: Schedule
     costs: RankCosts
     timeline: Timeline
-    ranks: tuple[RankFacts, ...]
-    stages: tuple[StageFacts, ...]
+    ranks: tuple[RankPeaks, ...]
+    stages: tuple[StagePeaks, ...]
 
     @classmethod
     def of(cls, schedule: Schedule, costs: RankCosts) -> Summary:
@@ -84,7 +84,7 @@ class Summary:
         recomputing = {action.stage for program in computed.programs for action in program
                        if action.op is Op.RECOMPUTE}
         timeline = simulate(computed, costs.of(computed.placement, recomputing))
-        return cls(computed, costs, timeline, rank_facts(computed), stage_facts(computed))
+        return cls(computed, costs, timeline, rank_peaks(computed), stage_peaks(computed))
 
     @property
     def bubble_share(self) -> Number:
@@ -95,7 +95,7 @@ class Summary:
     @property
     def versions_used(self) -> Mapping[tuple[int, int], int]:
         """The weight version of every (stage, microbatch), in forward and backward; none for a flush, which has one."""
-        return {} if self.schedule.flush else Reading.of(self.schedule).version
+        return {} if self.schedule.flush else Dependencies.from_schedule(self.schedule).version
 
     @property
     def chunks(self) -> str:

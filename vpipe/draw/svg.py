@@ -10,9 +10,9 @@ from html import escape
 from vpipe.draw.summary import Summary
 from vpipe.draw.words import number, row_name
 from vpipe.schedules.action import Op
-from vpipe.schedules.order import stages_of_rank
-from vpipe.schedules.simulation.costs import Number
-from vpipe.schedules.simulation.timeline import Event
+from vpipe.schedules.costs import Number
+from vpipe.schedules.schedule import stages_of_rank
+from vpipe.schedules.simulator.timeline import Event
 
 COLOURS: dict[Op, str] = {  # light enough for dark numbers, on either background
     Op.FORWARD: "#6ea8fe",

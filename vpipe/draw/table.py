@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from vpipe.draw.summary import Summary
 from vpipe.draw.words import number, percent
-from vpipe.schedules.order import stages_of_rank
-from vpipe.schedules.simulation.costs import ratio
+from vpipe.schedules.costs import ratio
+from vpipe.schedules.schedule import stages_of_rank
 
 FILE_COLUMNS = 100
 """Width of tables where there is no terminal: in logs, pipes and files."""

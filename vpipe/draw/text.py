@@ -10,8 +10,8 @@ from vpipe.draw.summary import Summary
 from vpipe.draw.table import table
 from vpipe.draw.words import number, replica, row_name
 from vpipe.schedules.action import Op
-from vpipe.schedules.order import stages_of_rank
-from vpipe.schedules.simulation.timeline import Event
+from vpipe.schedules.schedule import stages_of_rank
+from vpipe.schedules.simulator.timeline import Event
 
 _SHADES: dict[Op, tuple[str, ...]] = {  # foreground;background of the 256 colours, one per stage of a rank
     Op.FORWARD: ("38;5;255;48;5;26", "38;5;16;48;5;75", "38;5;16;48;5;117", "38;5;16;48;5;153"),

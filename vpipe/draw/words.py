@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from vpipe.errors import counted
-from vpipe.schedules.order import Schedule, stages_of_rank
-from vpipe.schedules.simulation.costs import Number
+from vpipe.schedules.costs import Number
+from vpipe.schedules.schedule import Schedule, stages_of_rank
 from vpipe.schedules.size import Placement
 
 _LISTED = 16

@@ -8,7 +8,7 @@ from vpipe.config.config import Config
 from vpipe.config.parallel import AUTO
 from vpipe.errors import UserError, counted
 from vpipe.launch.machine import ranks_of
-from vpipe.schedules.arrange import is_file
+from vpipe.schedules.prepare import is_file
 
 
 def fitted(config: Config, ranks: int) -> Config:

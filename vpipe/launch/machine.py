@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from vpipe.config.config import Config
 from vpipe.config.machines import Hosts
 from vpipe.errors import UserError, counted
-from vpipe.schedules.arrange import Wanted
+from vpipe.schedules.prepare import ScheduleSpec
 
 
 def ranks_of(config: Config) -> int:
@@ -18,9 +18,9 @@ def ranks_of(config: Config) -> int:
         UserError: there is no such schedule.
     """
     parallel = config.parallel.standing_in
-    return Wanted(parallel.schedule, parallel.model_parallel_size, config.training.num_microbatches,
-                  parallel.update_every, parallel.placement, parallel.chunks,
-                  replicas=1 if parallel.placement else parallel.data_parallel_size).arranged().ranks
+    return ScheduleSpec(parallel.schedule, parallel.model_parallel_size, config.training.num_microbatches,
+                        parallel.update_every, parallel.placement, parallel.chunks,
+                        replicas=1 if parallel.placement else parallel.data_parallel_size).prepare().ranks
 
 
 def hosts_of(config: Config) -> Hosts | None:

@@ -7,26 +7,25 @@ from dataclasses import dataclass, replace
 
 from vpipe.errors import UserError, counted
 from vpipe.measures import bubble
-from vpipe.plan.costs import costs_of
-from vpipe.plan.held import Held
-from vpipe.plan.loads import Load, heaviest
-from vpipe.plan.memory import StageMemory, stage_memory
-from vpipe.plan.plan import Plan
-from vpipe.plan.prediction import Prediction, StagePrediction
+from vpipe.plan.activation_memory import ActivationMemory
+from vpipe.plan.plan import Plan, Prediction, StagePrediction
 from vpipe.plan.profile import Profile
 from vpipe.plan.recompute import ranges
+from vpipe.plan.stage_costs import StageMemory, pipeline_costs, stage_memory
 from vpipe.schedules.action import PER_MICROBATCH, Action, Op
-from vpipe.schedules.arrange import Wanted, is_file
-from vpipe.schedules.order import Schedule, build
+from vpipe.schedules.build import build
+from vpipe.schedules.costs import Costs
+from vpipe.schedules.peaks import StageContents, peak_contents
+from vpipe.schedules.prepare import ScheduleSpec, is_file
 from vpipe.schedules.registry import recipe_named
-from vpipe.schedules.simulation.costs import Costs
-from vpipe.schedules.simulation.simulate import simulate
-from vpipe.schedules.simulation.timeline import Timeline
+from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.simulator.simulate import simulate
+from vpipe.schedules.simulator.timeline import Timeline
 from vpipe.schedules.size import Placement
 
 
 @dataclass(frozen=True)
-class Predicted:
+class SimulatedPlan:
     """What a plan will take, and how.
 
     Attributes:
@@ -40,7 +39,7 @@ class Predicted:
 
 
 def predict(profile: Profile, plan: Plan, *, schedule: str | None = None, microbatches: int | None = None,
-            update_every: int | None = None) -> Predicted:
+            update_every: int | None = None) -> SimulatedPlan:
     """What training with ``plan`` takes per step; evaluations, checkpoints and reading data are not in it.
 
     A step with a flush is the time from one to the next of several in a row, without one the mean over several in
@@ -63,21 +62,21 @@ def predict(profile: Profile, plan: Plan, *, schedule: str | None = None, microb
         raise UserError(f"the plan is for {sum(plan.partition)} layers, but the profile is of a model of {layers}",
                         hint="make another plan, or profile the model that the plan is for")
     recomputed = plan.recomputed
-    wanted = Wanted(name, len(plan.partition), microbatches, plan.update_every or update_every,
-                    plan.stage_to_rank_map or None, ties=ties_of(profile, plan.partition),
-                    recompute=[stage for stage, dropped in enumerate(recomputed) if dropped])
+    wanted = ScheduleSpec(name, len(plan.partition), microbatches, plan.update_every or update_every,
+                          plan.stage_to_rank_map or None, ties=ties_of(profile, plan.partition),
+                          recompute=[stage for stage, dropped in enumerate(recomputed) if dropped])
     if is_file(name):
-        arranged = wanted.arranged()
+        arranged = wanted.prepare()
     else:
         placement = wanted.placement or _default(name, wanted.stages)
         arranged = _built(replace(wanted, placement=placement),
-                          costs_of(profile, plan.partition, recomputed, placement))
+                          pipeline_costs(profile, plan.partition, recomputed, placement))
     split = any(action.op is Op.INPUT for program in arranged.programs for action in program)
     rounds = arranged.rounds
-    costs = costs_of(profile, plan.partition, recomputed, arranged.placement, split, arranged.versions,
-                     [-(-rounds.span(stage) // rounds.width(stage)) for stage in range(arranged.stages)])
+    costs = pipeline_costs(profile, plan.partition, recomputed, arranged.placement, split, arranged.versions,
+                           [-(-rounds.span(stage) // rounds.width(stage)) for stage in range(arranged.stages)])
     steps = _Steps.simulated(arranged, costs)
-    return Predicted(_prediction(profile, plan.partition, recomputed, steps), steps.timeline)
+    return SimulatedPlan(_prediction(profile, plan.partition, recomputed, steps), steps.timeline)
 
 
 def ties_of(profile: Profile, partition: Sequence[int]) -> dict[int, tuple[int, ...]]:
@@ -99,7 +98,7 @@ def _default(name: str, stages: int) -> Placement:
     return recipe.layout.placement(stages // recipe.chunks, recipe.chunks)
 
 
-def _built(wanted: Wanted, costs: Costs) -> Schedule:
+def _built(wanted: ScheduleSpec, costs: Costs) -> Schedule:
     """The schedule; without a flush of so many microbatches that there is a steady state in its middle.
 
     Not proved: what is simulated is not run.
@@ -145,7 +144,7 @@ class _Steps:
     """Simulated steps.
 
     Attributes:
-        timeline: see :class:`Predicted`.
+        timeline: see :class:`SimulatedPlan`.
         step_s: the time from step to step.
         working_s: per rank and step, how long it computes or steps, at the speed that it has.
     """
@@ -156,7 +155,7 @@ class _Steps:
 
     @classmethod
     def simulated(cls, schedule: Schedule, costs: Costs) -> _Steps:
-        return cls._of_batches(schedule, costs) if schedule.recipe is None else cls._of_stream(schedule, costs)
+        return cls._of_batches(schedule, costs) if not schedule.stream else cls._of_stream(schedule, costs)
 
     @classmethod
     def _of_batches(cls, schedule: Schedule, costs: Costs) -> _Steps:
@@ -221,11 +220,11 @@ def _per_batch(action: Action, schedule: Schedule) -> int:
 def _prediction(profile: Profile, partition: Sequence[int], recomputed: Sequence[Collection[int]],
                 steps: _Steps) -> Prediction:
     timeline, step_s = steps.timeline, steps.step_s
-    schedule, costs, held = timeline.schedule, timeline.costs, Held(profile)
+    schedule, costs, held = timeline.schedule, timeline.costs, ActivationMemory(profile)
     idle = [max(0.0, step_s - working) for working in steps.working_s]
-    loads: dict[int, list[Load]] = {stage: [] for stage in range(schedule.stages)}
+    loads: dict[int, list[StageContents]] = {stage: [] for stage in range(schedule.stages)}
     for rank in range(schedule.ranks):
-        for stage, load in heaviest(schedule, costs, rank).items():
+        for stage, load in peak_contents(schedule, costs, rank).items():
             loads[stage].append(load)
     sending, stages = _sending_s(steps), []
     for stage, layers in enumerate(ranges(partition)):
@@ -240,8 +239,9 @@ def _prediction(profile: Profile, partition: Sequence[int], recomputed: Sequence
                       bubble(zip(idle, steps.working_s, strict=True)), tuple(stages))
 
 
-def _memory(profile: Profile, layers: range, recomputed: Collection[int], load: Load, held: Held) -> StageMemory:
-    """Of a stage with a load: as :func:`~vpipe.plan.memory.stage_memory`, at one moment of its rank."""
+def _memory(profile: Profile, layers: range, recomputed: Collection[int], load: StageContents,
+            held: ActivationMemory) -> StageMemory:
+    """Of a stage with a load: as :func:`~vpipe.plan.stage_costs.stage_memory`, at one moment of its rank."""
     at_most = stage_memory(profile, layers, recomputed, 1, load.versions, held=held)
     full = load.recomputed if recomputed else load.in_flight
     activations = (full * held.full(layers, recomputed) + (load.in_flight - full) * held.kept(layers, recomputed)

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from vpipe.draw.svg import COLOURS
 from vpipe.draw.words import row_name
-from vpipe.plan.prediction import Prediction
+from vpipe.plan.plan import Prediction
 from vpipe.report.causes import Cause, RankTime
 from vpipe.report.evidence import Evidence
 from vpipe.report.figures import Figures

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.errors import CheckError, UserError, counted
-from vpipe.plan.plan import Plan
+from vpipe.plan.plan import Plan, Prediction
 from vpipe.plan.predict import predict
-from vpipe.plan.prediction import Prediction
 from vpipe.plan.profile import Profile
 from vpipe.report.causes import Producers
 from vpipe.report.figures import Figures
@@ -19,7 +18,7 @@ from vpipe.report.planned import as_recording, in_a_row, planned_memory, replaye
 from vpipe.report.recorded import Recording, read_recording
 from vpipe.report.steady import step_ends
 from vpipe.report.totals import Totals
-from vpipe.schedules.simulation.timeline import Timeline
+from vpipe.schedules.simulator.timeline import Timeline
 
 _IN_A_ROW, _FEWEST, _ACTIONS = 8, 4, 60_000  # simulated batches of a schedule with a flush; so many actions are quick
 

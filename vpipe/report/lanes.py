@@ -17,7 +17,7 @@ from vpipe.report.steady import Window, step_ends
 from vpipe.report.style import FILLS, shade
 from vpipe.report.words import describe, milliseconds
 from vpipe.schedules.action import Op
-from vpipe.schedules.order import stages_of_rank
+from vpipe.schedules.schedule import stages_of_rank
 
 _ROW, _GAP, _HEAD, _AXIS = 26, 6, 34, 28
 _NARROWEST_PX = 680  # of the picture on a phone

@@ -11,10 +11,10 @@ from vpipe.report.causes import Cause, Producers, medians, pieces
 from vpipe.report.recorded import Done, Recording, Track
 from vpipe.report.steady import step_ends
 from vpipe.schedules.action import COMPUTE, PER_MICROBATCH, Action, Op
-from vpipe.schedules.order import Schedule
-from vpipe.schedules.simulation.costs import Costs, Link, StageCosts
-from vpipe.schedules.simulation.simulate import simulate
-from vpipe.schedules.simulation.timeline import Timeline
+from vpipe.schedules.costs import Costs, Link, StageCosts
+from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.simulator.simulate import simulate
+from vpipe.schedules.simulator.timeline import Timeline
 
 _LONGEST = 24  # steps that are simulated
 _REPLAYED = COMPUTE | {Op.STEP}

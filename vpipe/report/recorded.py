@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from vpipe.errors import UserError, counted
 from vpipe.report.header import AGAIN, SHARED, is_number, is_whole, opened, read_header
 from vpipe.schedules.action import Action, Op
-from vpipe.schedules.rounds import Rounds
+from vpipe.schedules.replication import Rounds
 from vpipe.schedules.size import Placement
 
 _SLACK_S = 1e-6  # by which rounded times may overlap

@@ -25,7 +25,7 @@ from torch import Tensor
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.microbatches import Batch, Feed, Segment
 from vpipe.runtime.transport.transport import Key, Spec, Transport
-from vpipe.schedules.order import stages_of_rank
+from vpipe.schedules.schedule import stages_of_rank
 from vpipe.schedules.size import Placement
 from vpipe.watch.current import announce
 

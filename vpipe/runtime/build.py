@@ -26,7 +26,7 @@ from vpipe.runtime.transport.compression import Compressed, Compression
 from vpipe.runtime.transport.distributed import Distributed
 from vpipe.runtime.transport.transport import InProcess, Mailroom, Transport
 from vpipe.runtime.worker import Worker
-from vpipe.schedules.order import Schedule, describe_rank
+from vpipe.schedules.schedule import Schedule, describe_rank
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,8 @@ from vpipe.runtime.stage_optimizer import MakeOptimizer, StageOptimizer, check_r
 from vpipe.runtime.state_dict import Position, parts_of
 from vpipe.runtime.step_results import Outcomes, Step
 from vpipe.runtime.trace import MOST_ACTIONS, Recorder
-from vpipe.schedules.order import Schedule
-from vpipe.schedules.registry import Recipe
-from vpipe.schedules.rounds import Rounds
+from vpipe.schedules.replication import Rounds
+from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Placement
 
 Pauses = Callable[[int], int | None]
@@ -92,11 +91,11 @@ class Engine:
         self._made.clear()
         self._outcomes.stop = stop
         begun, self._begun = self._begun, 0
-        recipe, per_step = self._schedule.recipe, self._schedule.rounds.per_step
-        whole = self._schedule.microbatches if recipe is None else per_step
+        schedule, per_step = self._schedule, self._schedule.rounds.per_step
+        whole = per_step if schedule.stream else schedule.microbatches
         feed = self._feed(batches, None if updates is None else begun + -(-updates * per_step // whole) * whole,
-                          self._schedule.microbatches if recipe is None else None, begun, copied=recipe is not None)
-        return self._train_whole(feed) if recipe is None else self._train_stream(feed, begun, recipe, pauses)
+                          None if schedule.stream else schedule.microbatches, begun, copied=schedule.stream)
+        return self._train_stream(feed, begun, pauses) if schedule.stream else self._train_whole(feed)
 
     def _train_whole(self, feed: Feed) -> Iterator[Step]:
         """Batch after batch, each with all of the schedule's programs and an empty pipeline at its end."""
@@ -115,7 +114,7 @@ class Engine:
                 yield from self._refusing_changes(self._made.popleft(), lambda step: bool(self._made))
         self._end_batches(feed)
 
-    def _train_stream(self, feed: Feed, first: int, recipe: Recipe, pauses: Pauses) -> Iterator[Step]:
+    def _train_stream(self, feed: Feed, first: int, pauses: Pauses) -> Iterator[Step]:
         while feed.has(first):
             self.drain()  # of another call of train
             done = self.position.steps
@@ -125,7 +124,7 @@ class Engine:
                 feed.end = first + (pause - done) * self._schedule.rounds.per_step
             rounds = self._programs.rounds(partial(_has, feed, first))
             segment = self._segment(feed, first, rounds)
-            steps = self._steps_of_stream(segment, rounds, recipe)
+            steps = self._steps_of_stream(segment, rounds)
             stream = self._stream = Stream(segment, steps, self._outcomes)
             in_flight = partial(_in_flight, stream, pause)
             try:
@@ -143,10 +142,10 @@ class Engine:
             feed.end = None
         self._end_batches(feed)
 
-    def _steps_of_stream(self, segment: Segment, rounds: Rounds, recipe: Recipe) -> Iterator[int]:
+    def _steps_of_stream(self, segment: Segment, rounds: Rounds) -> Iterator[int]:
         """Yield the steps of a stream; after a failure there is nothing left of it to drain."""
         try:
-            yield from self._crew.run(segment, self._programs.of_stream(rounds, recipe))
+            yield from self._crew.run(segment, self._programs.of_stream(rounds))
         except (Exception, KeyboardInterrupt):
             self._stream = None
             raise
@@ -366,7 +365,7 @@ class Engine:
             raise UserError(f"training has begun: {counted(self.position.steps, 'step')} done",
                             hint="load a checkpoint into a new pipeline, before its first step")
         begun = position.within(self._settings.microbatches)
-        if begun and self._schedule.recipe is None:
+        if begun and not self._schedule.stream:
             raise UserError(f"the checkpoint was made after {begun} of the {self._settings.microbatches} microbatches "
                             f"of a batch, but '{self._schedule.name}' takes whole ones",
                             hint="go on with the schedule that made it, or from a checkpoint at the end of a batch")

@@ -12,14 +12,13 @@ from vpipe.runtime.step_results import Outcomes, Step
 from vpipe.runtime.trace import Recorder
 from vpipe.runtime.worker import IsSplit, VersionOf, Worker
 from vpipe.schedules.action import Action, Op
-from vpipe.schedules.lower import Lowering
-from vpipe.schedules.order import Schedule, stages_of_rank, stream_program
-from vpipe.schedules.reading import Reading
-from vpipe.schedules.registry import Recipe
-from vpipe.schedules.rounds import Rounds
-from vpipe.schedules.seat import seats
-from vpipe.schedules.transfer_order import TransferOrder, in_one_order
-from vpipe.schedules.wavefront import wavefront
+from vpipe.schedules.build import build_evaluation, replica_views, stream_program
+from vpipe.schedules.dependencies import Dependencies
+from vpipe.schedules.lower import Lowering, lower
+from vpipe.schedules.receive_order import TransferOrder, in_one_order
+from vpipe.schedules.registry import recipe_named
+from vpipe.schedules.replication import Rounds
+from vpipe.schedules.schedule import Schedule, stages_of_rank
 
 
 @dataclass(frozen=True)
@@ -37,16 +36,16 @@ class Programs:
     Args:
         schedule: lowered.
         recompute: stages that recompute activations.
-        ordered: whether transfers must come in one order, see :mod:`vpipe.schedules.transfer_order`.
+        ordered: whether transfers must come in one order, see :mod:`vpipe.schedules.receive_order`.
     """
 
     def __init__(self, schedule: Schedule, recompute: Collection[int], ordered: bool) -> None:
-        if ordered and schedule.recipe is None:
-            schedule, _ = in_one_order(Reading.of(schedule))
+        if ordered and not schedule.stream:
+            schedule, _ = in_one_order(Dependencies.from_schedule(schedule))
         self._schedule, self._recompute, self._ordered = schedule, recompute, ordered
         self._split = frozenset((action.stage, action.microbatch) for program in schedule.programs for action in program
                                 if action.op is Op.INPUT)
-        self._versions = Reading.of(schedule).version
+        self._versions = Dependencies.from_schedule(schedule).version
         self._evaluations: dict[int, Schedule] = {}  # the latest, by its number of microbatches
 
     def rounds(self, exists: Callable[[int], bool]) -> Rounds:
@@ -58,17 +57,18 @@ class Programs:
         return Program(iter(self._schedule.programs[rank]), lambda owner, microbatch: self._versions[owner, microbatch],
                        lambda stage, microbatch: (stage, microbatch) in self._split)
 
-    def of_stream(self, rounds: Rounds, recipe: Recipe) -> Callable[[int], Program]:
+    def of_stream(self, rounds: Rounds) -> Callable[[int], Program]:
         """The lowered program of a rank over the microbatches that come.
 
         It is the program for very many microbatches less the actions on those that never come; see
         :data:`vpipe.schedules.registry.Program`.
         """
         split, placement = {stage for stage, _ in self._split}, self._schedule.placement
-        seated = seats(recipe, placement, self._schedule.microbatches, rounds.update_every)
+        recipe = recipe_named(self._schedule.name)
+        views = replica_views(recipe, placement, self._schedule.microbatches, rounds.update_every)
 
         def compute(rank: int) -> Iterator[Action]:
-            return stream_program(recipe, seated[rank], rounds, stages_of_rank(placement, rank), self._recompute)
+            return stream_program(recipe, views[rank], rounds, stages_of_rank(placement, rank), self._recompute)
 
         def program(rank: int) -> Program:
             lowered = {every: Lowering(rounds, every, compute, self._schedule.ties)
@@ -86,8 +86,10 @@ class Programs:
     def of_evaluation(self, microbatches: int) -> Callable[[int], Program]:
         """Every microbatch forward through all stages."""
         if microbatches not in self._evaluations:
-            schedule = wavefront(self._schedule.placement, microbatches)
-            self._evaluations = {microbatches: in_one_order(Reading.of(schedule))[0] if self._ordered else schedule}
+            schedule = lower(build_evaluation(self._schedule.placement, microbatches))
+            if self._ordered:
+                schedule, _ = in_one_order(Dependencies.from_schedule(schedule))
+            self._evaluations = {microbatches: schedule}
         programs = self._evaluations[microbatches].programs
         return lambda rank: Program(iter(programs[rank]), lambda owner, microbatch: 0, lambda stage, microbatch: False)
 

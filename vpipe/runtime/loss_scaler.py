@@ -21,7 +21,7 @@ from vpipe.errors import UserError
 from vpipe.runtime.precision import Precision
 from vpipe.runtime.stage import Stage
 from vpipe.schedules.action import Op
-from vpipe.schedules.order import Schedule
+from vpipe.schedules.schedule import Schedule
 
 INITIAL_SCALE = 65536.0
 LEAST_SCALE = 1.0

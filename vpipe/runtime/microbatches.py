@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vpipe.errors import UserError
-from vpipe.schedules.rounds import Rounds
+from vpipe.schedules.replication import Rounds
 from vpipe.watch.current import at_work
 
 Batch = Mapping[str, Tensor]

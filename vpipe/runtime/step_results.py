@@ -13,7 +13,7 @@ from vpipe.runtime.microbatches import Segment
 from vpipe.runtime.transport.transport import Key, Spec
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import Action, Op
-from vpipe.schedules.order import Schedule
+from vpipe.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Outcomes:
         return self._in_order(parts, microbatches).tolist()
 
     def _last_forwards(self, schedule: Schedule) -> Mapping[int, Action]:
-        if schedule.recipe is not None or schedule.rounds.per_step < schedule.microbatches or self._on_gpu:
+        if schedule.stream or schedule.rounds.per_step < schedule.microbatches or self._on_gpu:
             return {}
         return {rank: [action for action in schedule.programs[rank]
                        if action.op is Op.FORWARD and action.stage == self._last_stage][-1] for rank in self._sources}

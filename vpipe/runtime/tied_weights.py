@@ -25,8 +25,8 @@ from vpipe.runtime.loss_scaler import Scaling
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport.transport import Key, Spec, Transport
 from vpipe.runtime.weight_versions import Weights
-from vpipe.schedules.partners import Partners, borrowing_ranks
-from vpipe.schedules.rounds import Rounds
+from vpipe.schedules.dependencies import TransferPeers, borrowing_ranks
+from vpipe.schedules.replication import Rounds
 from vpipe.schedules.size import Placement
 
 
@@ -60,7 +60,7 @@ class TiedWeights:
     def begin(self, rounds: Rounds) -> None:
         """What follows is of these rounds: count updates and versions from here."""
         self._rounds = rounds
-        self._partners = Partners(rounds, {owner: tuple(borrowers) for owner, borrowers in self._ties.items()})
+        self._partners = TransferPeers(rounds, {owner: tuple(borrowers) for owner, borrowers in self._ties.items()})
         for number, stage in self._stages.items():
             self._begun[number] = stage.weights.latest
             self._begun.update({owner: weights.latest for owner, weights in stage.borrowed.items()})

@@ -1,32 +1,33 @@
-"""The specification of a schedule, executable: one function per rule.
-
-Every rule takes a :class:`Reading` and raises :class:`CheckError` when it is broken; a rule may rely on
-those before it in :data:`RULES`.
-"""
+"""Check a schedule: hold it to the rules of :mod:`vpipe.schedules.rules` and :mod:`vpipe.schedules.deadlock`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
+from vpipe.schedules.build import build
+from vpipe.schedules.costs import Costs
+from vpipe.schedules.deadlock import no_deadlock_buffered, no_deadlock_in_one_order, no_deadlock_rendezvous
+from vpipe.schedules.dependencies import Dependencies
 from vpipe.schedules.lower import lower
-from vpipe.schedules.order import Schedule, build
-from vpipe.schedules.reading import Reading
+from vpipe.schedules.passes import reverse_backwards
 from vpipe.schedules.registry import Limits
-from vpipe.schedules.reversal import backwards_last_first
-from vpipe.schedules.rules.bounds import peak_activations, weight_versions
-from vpipe.schedules.rules.structure import completeness, indices, placement
-from vpipe.schedules.rules.transfers import (
+from vpipe.schedules.rules import (
     borrowed_versions,
     channel_order,
+    completeness,
+    indices,
     last_versions,
     matching,
-    no_deadlock_buffered,
-    no_deadlock_in_one_order,
-    no_deadlock_rendezvous,
+    norms,
+    peak_activations,
+    placement,
     precedence,
+    reductions,
+    updates,
+    used_versions,
+    weight_versions,
 )
-from vpipe.schedules.rules.updates import norms, reductions, updates, used_versions
-from vpipe.schedules.simulation.costs import Costs
+from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Placement
 
 
@@ -34,24 +35,25 @@ def prove(name: str, placement: Placement, microbatches: int, update_every: int 
           ties: Mapping[int, tuple[int, ...]] | None = None, norm: bool = False,
           recompute: Collection[int] = (), costs: Costs | None = None, limits: Limits = None,
           last_first: bool = False) -> Schedule:
-    """The schedule ``name``, built, lowered and checked; what to call before a process is started.
+    """Build, lower and check the schedule ``name``, before any process is started.
 
-    ``last_first``: with :func:`~vpipe.schedules.reversal.backwards_last_first` in between.
-
-    A stream (a schedule without a flush) is proved by a finite part of it. After the warm-up its programs
-    repeat: the actions of the next :attr:`~vpipe.schedules.rounds.Rounds.per_step` microbatches are those of the ones
-    before with microbatches, updates and versions shifted, and the rules see only differences between these. No action
-    depends on one further away than the microbatches in flight, at most as many per rank as the pipeline is deep, and
-    the versions in use, made at most that many microbatches or one update before the latest. So what holds in one
-    repetition holds in all; four times as many microbatches hold the warm-up, several repetitions and the
+    A stream (a schedule without a flush) is proved by a finite part of it. After the warm-up its programs repeat: the
+    actions of the next :attr:`~vpipe.schedules.replication.Rounds.per_step` microbatches are those of the ones before
+    with microbatches, updates and versions shifted, and the rules see only differences between these. An action
+    depends on no action further away than the microbatches in flight (at most as many per rank as the pipeline is deep)
+    and the versions in use (made at most that many microbatches, or one update, before the latest). So what holds in
+    one repetition holds in all. Four times as many microbatches contain the warm-up, several repetitions and the
     cooldown (``tests/schedules/test_lower.py`` shows the repetition).
+
+    Args:
+        last_first: reverse the backwards with :func:`~vpipe.schedules.passes.reverse_backwards`.
 
     Raises:
         UserError: the numbers do not fit the schedule.
         CheckError: the schedule breaks a rule.
     """
     schedule = build(name, placement, microbatches, update_every, ties, recompute, costs, limits)
-    schedule = lower(backwards_last_first(schedule) if last_first else schedule, norm)
+    schedule = lower(reverse_backwards(schedule) if last_first else schedule, norm)
     check(schedule)
     return schedule
 
@@ -59,18 +61,18 @@ def prove(name: str, placement: Placement, microbatches: int, update_every: int 
 def check(schedule: Schedule) -> None:
     """Hold a schedule to every rule in :data:`RULES`.
 
-    A schedule without any transfer counts as not lowered: its rules on transfers are empty, and its
-    actions wait for each other directly.
+    A schedule without any transfer counts as not lowered: the rules on transfers are empty then, and its actions wait
+    for each other directly.
 
     Raises:
         CheckError: a rule is broken; the text shows the grid of actions with the one at fault marked.
     """
-    reading = Reading.of(schedule)
+    dependencies = Dependencies.from_schedule(schedule)
     for rule in RULES:
-        rule(reading)
+        rule(dependencies)
 
 
-RULES: tuple[Callable[[Reading], None], ...] = (
+RULES: tuple[Callable[[Dependencies], None], ...] = (
     placement, indices, completeness, updates, used_versions, reductions, norms, matching, precedence, last_versions,
     borrowed_versions, channel_order, no_deadlock_buffered, no_deadlock_rendezvous, no_deadlock_in_one_order,
     weight_versions, peak_activations)

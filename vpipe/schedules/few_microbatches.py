@@ -6,11 +6,12 @@ from contextlib import suppress
 
 from vpipe.errors import UserError, counted
 from vpipe.schedules.action import Op
-from vpipe.schedules.csv_file import compute_only
-from vpipe.schedules.order import Schedule, build
+from vpipe.schedules.build import build
+from vpipe.schedules.costs import Costs, StageCosts
+from vpipe.schedules.passes import compute_only
 from vpipe.schedules.registry import recipe_if_any
-from vpipe.schedules.simulation.costs import Costs, StageCosts
-from vpipe.schedules.simulation.simulate import simulate
+from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.simulator.simulate import simulate
 
 MOST_ACTIONS = 10_000
 """That are simulated, in a third of a second; of larger schedules no share is named."""

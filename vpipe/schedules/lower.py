@@ -4,7 +4,7 @@ Adds transfers between stages, the sums over replicas, the exchange of tied weig
 Works lazily and on one rank at a time, so that a stream of unknown length can be lowered while it runs.
 
 Receives stand before the compute action *preceding* the one that needs them: the transfer happens
-behind that one. Where sends could wait for each other they stand earlier (:mod:`vpipe.schedules.receives`). Sends
+behind that one. Where sends could wait for each other they stand earlier (:mod:`vpipe.schedules.receive_order`). Sends
 stand right behind the action that made the tensors. Stages on the same rank pass tensors without a transfer.
 A tied weight belongs to the first stage that uses it; other stages borrow it:
 
@@ -31,10 +31,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from vpipe.schedules.action import COMPLETES, COMPUTE, RETURNS, Action, Op
-from vpipe.schedules.order import Schedule, stages_of_rank
-from vpipe.schedules.partners import borrowing_ranks
-from vpipe.schedules.receives import post_in_time
-from vpipe.schedules.rounds import Rounds
+from vpipe.schedules.dependencies import borrowing_ranks
+from vpipe.schedules.receive_order import post_in_time
+from vpipe.schedules.replication import Rounds
+from vpipe.schedules.schedule import Schedule, stages_of_rank
 
 Compute = Callable[[int], Iterator[Action]]
 """The compute program of a rank, from its beginning, as often as asked."""
@@ -245,4 +245,4 @@ def lower(schedule: Schedule, norm: bool = False) -> Schedule:
         list(Lowering(schedule.rounds, rank, compute, schedule.ties, norm).program())
         for rank in range(len(schedule.programs))])
     # A stream goes on beyond these programs, where nobody can look ahead: it must do without.
-    return post_in_time(lowered) if schedule.recipe is None else lowered
+    return post_in_time(lowered) if not schedule.stream else lowered

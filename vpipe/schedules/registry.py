@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
-import vpipe.schedules.library
+import vpipe.schedules.generators
 from vpipe.errors import Problem, UserError, nearest
 from vpipe.packages import announced, load, unregistered
 from vpipe.schedules.action import Action
-from vpipe.schedules.simulation.costs import Costs, Number
+from vpipe.schedules.costs import Costs, Number
 from vpipe.schedules.size import Layout, Placement, Size
 
 if TYPE_CHECKING:
-    from vpipe.schedules.order import Schedule
+    from vpipe.schedules.schedule import Schedule
 
 Program = Callable[..., Iterator[Action]]
 """``program(rank, ranks, microbatches)`` yields the compute actions and steps of one rank, lazily.
@@ -39,12 +39,12 @@ Constraint = Callable[[Size], Problem | None]
 """What is wrong with a size, with the numbers to change; None when it fits."""
 
 Limits = Number | Sequence[Number | None] | None
-"""What a rank may hold, in the unit of ``StageCosts.activation_bytes`` (:mod:`vpipe.schedules.simulation.costs`): one
+"""What a rank may hold, in the unit of ``StageCosts.activation_bytes`` (:mod:`vpipe.schedules.costs`): one
 number for all, or one per rank; None is no limit."""
 
 
 class Search(Protocol):
-    """Finds an order over ``placement`` for ``microbatches``; see :func:`~vpipe.schedules.searching.search.search`."""
+    """Finds an order over ``placement`` for ``microbatches``; see :func:`~vpipe.schedules.search.search.search`."""
 
     def __call__(self, placement: Placement, microbatches: int, costs: Costs | None = None,
                  limits: Limits = None) -> Schedule: ...
@@ -83,7 +83,7 @@ class Recipe:
 
 
 ENTRY_POINTS = "vpipe.schedules"
-_LIBRARY = "vpipe.schedules.library."
+_LIBRARY = "vpipe.schedules.generators."
 _RECIPES: dict[str, Recipe] = {}
 
 
@@ -173,5 +173,5 @@ def schedule_names() -> list[str]:
 @cache
 def _find_all() -> None:
     """Import every module of the library, so that a schedule is added by one file in it."""
-    for module in pkgutil.iter_modules(vpipe.schedules.library.__path__, prefix=_LIBRARY):
+    for module in pkgutil.iter_modules(vpipe.schedules.generators.__path__, prefix=_LIBRARY):
         importlib.import_module(module.name)

@@ -32,7 +32,7 @@ class Size:
         even: whether all stages have equally many replicas.
 
     Of a replicated stage these are the numbers of the pipeline in which one replica sits; see
-    :class:`vpipe.schedules.seat.Seat`.
+    :class:`vpipe.schedules.replication.ReplicaView`.
     """
 
     ranks: int

@@ -24,8 +24,8 @@ from vpipe.plan.plan import Plan
 from vpipe.plan.recompute import recomputed_layers
 from vpipe.profiling.cache import by_digest
 from vpipe.runtime.executors.registry import last_first
-from vpipe.schedules.arrange import Wanted
-from vpipe.schedules.order import Schedule, describe_rank
+from vpipe.schedules.prepare import ScheduleSpec
+from vpipe.schedules.schedule import Schedule, describe_rank
 from vpipe.schedules.size import Placement
 from vpipe.train.lr_policy import Policy
 from vpipe.train.model_settings import model_file, model_flops, model_settings
@@ -121,12 +121,12 @@ class Job:
         specs = split(model, partition)
         assert not isinstance(parallel.recompute, str), "nothing stands in for it"
         recomputed = recomputed_layers(parallel.recompute, partition)
-        schedule = Wanted(
+        schedule = ScheduleSpec(
             parallel.schedule, len(partition), training.num_microbatches, parallel.update_every, parallel.placement,
             parallel.chunks, None, 1 if parallel.placement else parallel.data_parallel_size,
             {owner: tuple(borrowers) for owner, borrowers in ties_between(specs).items()},
             [stage for stage, layers in enumerate(recomputed) if layers], training.needs_norms,
-            last_first=last_first(parallel.executor, parallel.schedule)).arranged()
+            last_first=last_first(parallel.executor, parallel.schedule)).prepare()
         config = config.with_parallel(update_every=None if schedule.flush else schedule.update_every)
         if "partition" not in to_plan:
             config = config.with_parallel(partition=partition)
@@ -272,7 +272,7 @@ def _updates(config: Config, dataset: Dataset, schedule: Schedule, steps_done: i
     training, per_step = config.training, schedule.rounds.per_step
     limits = []
     if training.max_steps is not None:
-        whole = schedule.microbatches // per_step if schedule.recipe is None else 1  # a file ends with its batch
+        whole = schedule.microbatches // per_step if not schedule.stream else 1  # a file ends with its batch
         limits.append(-(-max(0, training.max_steps - steps_done) // whole) * whole)
     if training.epochs is not None:
         batches = dataset.samples("train") // config.dataset.batch_size

@@ -17,7 +17,7 @@ from vpipe.errors import PlanningError, Problem, UserError
 from vpipe.launch.folder import CONFIG, PROFILE
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
-from vpipe.plan.solve import SYNCHRONOUS, Request, Solution, solve
+from vpipe.plan.solver import SYNCHRONOUS, Request, Solution, solve
 from vpipe.profiling.world import World
 from vpipe.train.device import device_of
 from vpipe.train.job import Job

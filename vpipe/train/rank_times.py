@@ -17,7 +17,7 @@ from vpipe.draw.words import ms_text
 from vpipe.launch.folder import RANK_TIMES
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.usage import StageUsage
-from vpipe.schedules.order import stages_of_rank
+from vpipe.schedules.schedule import stages_of_rank
 from vpipe.sizes import size_text
 from vpipe.train.gather import Gather
 from vpipe.train.job import Job

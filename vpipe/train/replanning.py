@@ -13,12 +13,11 @@ from torch import Tensor
 from vpipe.errors import UserError
 from vpipe.launch.folder import PLAN, PROFILE
 from vpipe.pipeline import Pipeline
-from vpipe.plan.plan import Plan
-from vpipe.plan.prediction import Prediction, StagePrediction
+from vpipe.plan.plan import Plan, Prediction, StagePrediction
 from vpipe.plan.profile import Profile
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import Op
-from vpipe.schedules.arrange import is_file
+from vpipe.schedules.prepare import is_file
 from vpipe.sizes import size_text
 from vpipe.train.device import device_of
 from vpipe.train.gather import Gather
@@ -238,7 +237,7 @@ def _remedy(microbatch_s: Sequence[float], job: Job, profile: Profile | None, *,
         return "no partition is planned for a schedule from a file"
     if profile is None or len(profile.layers) != len(job.model):
         return "vpipe plan CONFIG finds a better partition"
-    from vpipe.plan.solve import Request, better_partition  # which few runs need
+    from vpipe.plan.solver import Request, better_partition  # which few runs need
     from vpipe.train.planning import memory_limit
 
     memory, microbatches = memory_limit(job.config, profile), job.config.training.num_microbatches

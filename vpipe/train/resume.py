@@ -303,7 +303,7 @@ def _misfits(manifest: Manifest, job: Job) -> Iterator[Problem]:
         yield Problem(f"the checkpoint was made after {manifest.samples} samples, which are no whole number of "
                       f"microbatches of {size}", "set training.num_microbatches as it was")
     batch = job.config.dataset.batch_size
-    if job.schedule.recipe is None and manifest.samples % batch:
+    if not job.schedule.stream and manifest.samples % batch:
         yield Problem(f"the checkpoint was made after {manifest.samples % batch} of the {batch} samples of a batch, "
                       f"but the schedule {job.config.parallel.schedule} takes whole batches", "go on with the schedule "
                       "that made it, or from a checkpoint at the end of a batch")

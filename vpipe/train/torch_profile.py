@@ -18,7 +18,7 @@ from vpipe.config.config import Config
 from vpipe.errors import UserError
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.trace import put_labels
-from vpipe.schedules.arrange import is_file
+from vpipe.schedules.prepare import is_file
 from vpipe.slow import said_when_slow
 from vpipe.train.job import Job
 from vpipe.watch.current import at_work
@@ -59,7 +59,7 @@ class TorchProfile:
         if self._step is None:
             return
         # What a file of a schedule says of several steps is done before the first of them is told.
-        at_once = 1 if job.schedule.recipe is not None else job.schedule.microbatches // job.schedule.rounds.per_step
+        at_once = 1 if job.schedule.stream else job.schedule.microbatches // job.schedule.rounds.per_step
         self._gpu = pipe.engine.local_stages[0].device.type == "cuda"
         self._begins = (self._step - 1) // at_once * at_once
         self._recording: tuple[profile, ExitStack] | None = None

@@ -18,7 +18,7 @@ from vpipe.errors import UserError
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.trace import MOST_ACTIONS, Recorder
 from vpipe.runtime.transport.broadcast import clock_offset
-from vpipe.schedules.arrange import has_flush
+from vpipe.schedules.prepare import has_flush
 
 log = logging.getLogger("vpipe")
 

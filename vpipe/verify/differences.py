@@ -30,9 +30,10 @@ from vpipe.pipeline import Pipeline
 from vpipe.runtime.executors.registry import last_first
 from vpipe.runtime.transport.compression import Compression
 from vpipe.schedules.action import COMPLETES
-from vpipe.schedules.arrange import is_file
-from vpipe.schedules.order import Schedule, build
-from vpipe.schedules.reading import Reading
+from vpipe.schedules.build import build
+from vpipe.schedules.dependencies import Dependencies
+from vpipe.schedules.prepare import is_file
+from vpipe.schedules.schedule import Schedule
 from vpipe.train.device import join
 from vpipe.train.job import Job
 from vpipe.train.loop import build as build_pipeline
@@ -219,9 +220,9 @@ def _version_rule(name: str, schedule: Schedule, microbatches: int) -> VersionRu
     """Return the version rule of a schedule; for one that a user registered or wrote, the versions in its actions."""
     if name in VERSIONS:
         return VERSIONS[name]
-    if schedule.recipe is not None:
+    if schedule.stream:
         schedule = build(name, schedule.placement, microbatches, schedule.update_every)
-    used = Reading.of(schedule).version
+    used = Dependencies.from_schedule(schedule).version
     return lambda microbatch, stage, widths, every: used[stage, microbatch]
 
 

@@ -160,7 +160,7 @@ class _Done(NamedTuple):
 
 
 class ThreadedWorker(Worker):
-    """Carries out GPipe with its backwards turned round (:mod:`vpipe.schedules.reversal`).
+    """Carries out GPipe with its backwards turned round (:mod:`vpipe.schedules.passes`).
 
     A forward of a batch starts a thread, which queues the microbatch's work, on a GPU in a stream of its own
     (:class:`CudaStreams`). The threads take turns in the order of the microbatches: random numbers are drawn, and

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from vpipe.errors import UserError, nearest
-from vpipe.schedules.reversal import REVERSIBLE
+from vpipe.schedules.passes import REVERSIBLE
 
 Executor = Literal["overlapped", "naive", "async_threaded"]
 """``overlapped``: transfers go on behind the compute. ``naive``: an action has ended, with all that it began, when the

@@ -45,7 +45,7 @@ class Distributed:
 
     Attributes:
         ordered: whether tensors go over a backend with nccl's rules (:mod:`vpipe.runtime.transport.process_groups`).
-            Transfers must then be posted and sent in the order of :mod:`vpipe.schedules.transfer_order`.
+            Transfers must then be posted and sent in the order of :mod:`vpipe.schedules.receive_order`.
 
     Args:
         device: where received tensors are wanted. gloo carries tensors in host memory, so those of a GPU are

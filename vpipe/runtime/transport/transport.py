@@ -54,7 +54,7 @@ class Transport(Protocol):
     A tensor that was sent must not be changed until its receiver has it.
 
     Attributes:
-        ordered: whether transfers must be issued in the order of :mod:`vpipe.schedules.transfer_order`.
+        ordered: whether transfers must be issued in the order of :mod:`vpipe.schedules.receive_order`.
     """
 
     ordered: bool

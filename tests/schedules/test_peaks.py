@@ -1,0 +1,100 @@
+"""What ranks and stages hold."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vpipe.schedules.action import Action
+from vpipe.schedules.check import prove
+from vpipe.schedules.peaks import (
+    RankLoad,
+    RankPeaks,
+    StageLoad,
+    StagePeaks,
+    rank_loads,
+    rank_peaks,
+    stage_loads,
+    stage_peaks,
+)
+from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.size import default_placement
+
+
+def parsed(program: str) -> list[Action]:
+    return [Action.parse(text) for text in program.split()]
+
+
+def test_what_a_rank_holds_action_by_action() -> None:
+    program = parsed("0F0 0SEND_F0 3F0 3R0 3B0 0I0 0F1 0W0 0STEP0")
+    assert list(rank_loads(program)) == [
+        RankLoad(0, 1, 0), RankLoad(2, 2, 0), RankLoad(4, 1, 0),  # of both its stages
+        RankLoad(5, 0, 1), RankLoad(6, 1, 1), RankLoad(7, 1, 0)]
+
+
+def test_what_a_stage_holds_action_by_action() -> None:
+    program = parsed("0F0 0SEND_F0 0F1 0B0 0STEP0 0F2 0B1 0STEP1 0B2 0STEP2")
+    assert list(stage_loads(program, 0)) == [
+        StageLoad(0, 1, 0), StageLoad(2, 1, 0), StageLoad(3, 1, 0),
+        StageLoad(4, 2, 0),  # version 1, and version 0 for microbatch 1
+        StageLoad(5, 2, 0), StageLoad(6, 1, 1),
+        StageLoad(7, 2, 0), StageLoad(8, 1, 1), StageLoad(9, 1, 0)]
+    assert list(stage_loads(program, 1)) == []
+
+
+def test_a_weight_half_needs_its_version_until_it_has_run() -> None:
+    program = parsed("0F0 0I0 0F1 0W0 0STEP0 0I1 0W1")
+    assert [(load.versions, load.staleness) for load in stage_loads(program, 0)] == [
+        (1, 0), (1, 0), (1, 0), (1, 0), (2, 0), (2, 1), (1, 0)]
+
+
+def test_every_version_from_the_one_in_use_to_the_latest_is_held() -> None:
+    program = parsed("0USE0 0F0 0B0 0STEP0 0F1 0B1 0STEP1 0USE1 0F2 0USE2 0B2")
+    assert [(load.versions, load.staleness) for load in stage_loads(program, 0)] == [
+        (1, 0), (1, 0), (1, 0), (2, 0), (2, 0), (2, 1),
+        (3, 0),  # the next forward may use version 1
+        (2, 0), (2, 0),
+        (2, 0), (1, 1)]  # version 1 for microbatch 2
+
+
+def test_a_schedule_with_a_flush_holds_one_version() -> None:
+    schedule = prove("1f1b", default_placement(3), 4)
+    assert rank_peaks(schedule) == (RankPeaks(3, 0), RankPeaks(2, 0), RankPeaks(1, 0))
+    assert stage_peaks(schedule) == (StagePeaks(1, 0),) * 3
+
+
+def test_halves_as_in_their_paper() -> None:
+    """Stage s of p holds p-s activations and s weight halves, and one more between an I and the W behind it."""
+    facts = rank_peaks(prove("zb_h1", default_placement(4), 8))
+    assert facts == (RankPeaks(4, 1), RankPeaks(3, 2), RankPeaks(2, 3), RankPeaks(1, 4))
+
+
+def test_pipedream_as_in_its_paper() -> None:
+    schedule = prove("pipedream", default_placement(4), 16)
+    assert [fact.peak_activations for fact in rank_peaks(schedule)] == [4, 3, 2, 1]
+    assert stage_peaks(schedule) == (StagePeaks(4, 3), StagePeaks(3, 2), StagePeaks(2, 1), StagePeaks(1, 0))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+def test_2bw_holds_two_versions_and_is_one_update_behind(stages: int) -> None:
+    for every in (stages, stages + 2):
+        assert stage_peaks(prove("2bw", default_placement(stages), 6 * every, every)) == (StagePeaks(2, 1),) * stages
+
+
+def test_placement_does_not_matter() -> None:
+    def held(placement: tuple[tuple[int, ...], ...]) -> tuple[list[RankPeaks], tuple[StagePeaks, ...]]:
+        schedule: Schedule = prove("pipedream", placement, 12)
+        ranks = rank_peaks(schedule)
+        return [ranks[rank] for (rank,) in placement], stage_peaks(schedule)
+
+    assert held(((2,), (0,), (1,))) == held(((0,), (1,), (2,)))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 8), st.sampled_from([1, 2, 3, 4]))
+def test_a_stream_needs_fewer_versions_when_it_updates_less_often(stages: int, every: int) -> None:
+    held = stage_peaks(prove("pipedream", default_placement(stages), 4 * stages * every, every))
+    for stage, fact in enumerate(held):
+        behind = stages - 1 - stage
+        assert fact == StagePeaks(-(-behind // every) + 1, -(-behind // every))

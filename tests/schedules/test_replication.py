@@ -1,0 +1,217 @@
+"""Replicated stages: any widths are proved, and every replica does what the definition says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from vpipe.errors import UserError
+from vpipe.schedules.action import COMPLETES, PER_MICROBATCH, Action, Op
+from vpipe.schedules.build import build
+from vpipe.schedules.check import check, prove
+from vpipe.schedules.csv_format import read_csv, write_csv
+from vpipe.schedules.dependencies import Dependencies
+from vpipe.schedules.lower import lower
+from vpipe.schedules.passes import compute_only
+from vpipe.schedules.peaks import rank_peaks
+from vpipe.schedules.prepare import ScheduleSpec
+from vpipe.schedules.registry import recipe_named, schedule_names
+from vpipe.schedules.replication import Rounds
+from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.size import Placement, widened
+
+ANY_WIDTHS = ("gpipe", "1f1b", "zb_h1", "zb_h2", "pipedream", "2bw")
+STREAMS = ("pipedream", "2bw")
+
+
+def depth(widths: list[int], stage: int) -> int:
+    """D: forwards of a replica before it takes turns with backwards."""
+    return (sum(widths[stage:]) - 1) // widths[stage]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to build."""
+
+    name: str
+    widths: list[int]
+    placement: Placement
+    microbatches: int
+    every: int | None
+    ties: dict[int, tuple[int, ...]]
+    norm: bool
+
+    def built(self) -> Schedule:
+        return build(self.name, self.placement, self.microbatches, self.every, self.ties)
+
+    def span(self, stage: int) -> int:
+        return self.microbatches if self.every is None else self.every * self.widths[stage]
+
+
+@st.composite
+def cases(draw: st.DrawFn, names: tuple[str, ...] = ANY_WIDTHS) -> Case:
+    """Widths of 1 to 3 on 1 to 4 stages, ranks in any order, last rounds whole or not, with and without ties."""
+    name = draw(st.sampled_from(names))
+    widths = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    numbers = iter(draw(st.permutations(range(sum(widths)))))
+    placement = tuple(tuple(next(numbers) for _ in range(width)) for width in widths)
+    recipe = recipe_named(name)
+    least = recipe.update_every(max(depth(widths, stage) for stage in range(len(widths))) + 1)
+    microbatches = draw(st.integers(max(max(widths), least), 13))
+    every = None if recipe.flush else draw(st.sampled_from(
+        [k for k in range(least, microbatches + 1) if microbatches % k == 0]))
+    owners = draw(st.sets(st.integers(0, len(widths) - 1), max_size=2))
+    ties = {owner: tuple(sorted(draw(st.sets(st.integers(owner + 1, len(widths) - 1), min_size=1))))
+            for owner in owners if owner + 1 < len(widths)}
+    return Case(name, widths, placement, microbatches, every, ties, recipe.flush and draw(st.booleans()))
+
+
+@settings(deadline=None, max_examples=60)
+@given(cases())
+def test_any_widths_are_proved_and_every_microbatch_goes_to_its_replica(case: Case) -> None:
+    schedule = prove(case.name, case.placement, case.microbatches, case.every, case.ties, case.norm)
+    for stage, ranks in enumerate(case.placement):
+        for replica, rank in enumerate(ranks):
+            for op in (Op.FORWARD, *COMPLETES):
+                taken = [action.microbatch for action in schedule.programs[rank]
+                         if action.stage == stage and action.op is op]
+                mine = list(range(replica, case.microbatches, len(ranks)))
+                halves = any(action.op is Op.WEIGHT for action in schedule.programs[rank])
+                assert taken == ([] if op in COMPLETES and halves is (op is Op.BACKWARD) and mine else mine)
+
+
+@settings(deadline=None, max_examples=60)
+@given(cases())
+def test_every_update_has_the_gradients_of_its_round(case: Case) -> None:
+    schedule = case.built()
+    for stage, ranks in enumerate(case.placement):
+        rounds: list[set[int]] = []
+        for rank in ranks:
+            update = 0
+            for action in schedule.programs[rank]:
+                rounds += [set()] * (update == len(rounds))
+                if action.op in COMPLETES:
+                    rounds[update] = rounds[update] | {action.microbatch}
+                update += action.op is Op.STEP
+            assert update == schedule.updates(stage), "a replica with no microbatch of a round steps, too"
+        span = case.span(stage)
+        assert rounds[:schedule.updates(stage)] == [set(range(first, min(first + span, case.microbatches)))
+                                                    for first in range(0, case.microbatches, span)]
+
+
+VERSION: dict[str, Callable[[int, int, int, int], int]] = {  # of (microbatch, width, depth, every)
+    "pipedream": lambda i, w, d, k: max(0, (i // w - d) // k),
+    "2bw": lambda i, w, d, k: max(0, i // w // k - 1),
+}
+
+
+@settings(deadline=None, max_examples=60)
+@given(cases(STREAMS))
+def test_versions(case: Case) -> None:
+    assert case.every is not None
+    schedule = case.built()
+    for (stage, microbatch), version in Dependencies.from_schedule(schedule).version.items():
+        assert version == VERSION[case.name](microbatch, case.widths[stage], depth(case.widths, stage), case.every)
+
+
+@settings(deadline=None, max_examples=60)
+@given(cases(("1f1b", *STREAMS)))
+def test_warm_up_and_peak(case: Case) -> None:
+    """D forwards, then forwards and backwards in turn: at most D + 1 microbatches in flight."""
+    schedule = case.built()
+    for stage, ranks in enumerate(case.placement):
+        for replica, rank in enumerate(ranks):
+            ops = [action.op for action in schedule.programs[rank] if action.op in PER_MICROBATCH]
+            own, warmup = len(range(replica, case.microbatches, len(ranks))), depth(case.widths, stage)
+            turns = [Op.FORWARD, Op.BACKWARD] * max(0, own - warmup)
+            assert ops == [Op.FORWARD] * min(warmup, own) + turns + [Op.BACKWARD] * min(warmup, own)
+            assert rank_peaks(schedule)[rank].peak_activations == min(warmup + 1, own)
+            assert schedule.peak_activations[rank] == min(warmup + 1, own)
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.data(), st.sampled_from([name for name in schedule_names() if name != "auto"]), st.integers(1, 3),
+       st.integers(1, 3), st.integers(1, 12))
+def test_with_equal_widths_every_pipeline_is_one_without_replicas(data: st.DataObject, name: str, ranks: int,
+                                                                  width: int, own: int) -> None:
+    """Microbatch j of replica r is microbatch j * width + r of all."""
+    recipe = recipe_named(name)
+    alone = recipe.layout.placement(ranks, recipe.chunks)
+    count = own * width if not recipe.flush else data.draw(st.integers((own - 1) * width + 1, own * width))
+    assume(count >= width)
+    try:
+        one = {each: build(name, alone, each) for each in {own, len(range(width - 1, count, width))}}
+        every = None if recipe.flush else one[own].update_every
+        together = build(name, widened(alone, width), count, every)
+    except UserError:  # not of this size
+        assume(False)
+    for rank in range(ranks):
+        for replica in range(width):
+            program = one[len(range(replica, count, width))].programs[rank]
+            assert together.programs[rank * width + replica] == tuple(
+                Action(action.op, action.stage, action.microbatch * width + replica)
+                if action.op in PER_MICROBATCH else action for action in program)
+    check(together)
+    check(lower(together))
+
+
+def test_a_searched_order_for_every_replica() -> None:
+    schedule = prove("auto", widened(((0,), (1,)), 2), 5, norm=True)
+    assert [sum(action.op is Op.FORWARD for action in program) for program in schedule.programs] == [3, 2, 3, 2]
+
+
+@settings(deadline=None, max_examples=60)
+@given(cases(), st.booleans())
+def test_a_file_has_the_same_replicas(case: Case, lowered: bool) -> None:
+    schedule = lower(build(case.name, case.placement, case.microbatches, case.every)) if lowered else case.built()
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "a.csv"
+        path.write_text(write_csv(schedule))
+        read = read_csv(path)
+    assert (read.programs, read.placement, read.microbatches) == (
+        schedule.programs, case.placement, case.microbatches)
+    if max(map(schedule.updates, range(schedule.stages))) > 1:  # else the file of a stream is one with a flush
+        assert (read.flush, read.update_every) == (schedule.flush, schedule.update_every)
+    check(read)
+    check(lower(compute_only(read)))
+
+
+@pytest.mark.parametrize(("arguments", "what"), [
+    (("interleaved", ((0, 1), (2,), (0, 1), (2,)), 4), "'interleaved' has equally many replicas of every stage, not 2, "
+     "1, 2, 1"),
+    (("auto", ((0, 1), (2,)), 4), "'auto' has equally many replicas of every stage, not 2, 1"),
+    (("pipedream_vertical_sync", ((0, 1), (2,)), 4), "gives a microbatch the same version on every stage"),
+    (("1f1b", ((0,), (1, 2, 3)), 2), "3 replicas of stage 1 for 2 microbatches"),
+    (("1f1b", ((0, 1), (1, 2)), 4), r"rank 1 is among the ranks \[0, 1\] of one stage and \[1, 2\] of another"),
+    (("1f1b", ((0, 0), (1,)), 4), r"rank 0 stands twice among the ranks \[0, 0\] of a stage"),
+])
+def test_widths_that_cannot_be(arguments: tuple[str, Placement, int], what: str) -> None:
+    with pytest.raises(UserError, match=what):
+        build(*arguments)
+
+
+def test_rounds() -> None:
+    """2-1 with 2 microbatches per update and replica, of 7: the last round of stage 0 is not whole."""
+    rounds = Rounds(((0, 1), (2,)), 2, False, lambda microbatch: microbatch < 7)
+    assert [rounds.span(0), rounds.span(1), rounds.per_step] == [4, 2, 4]
+    assert [list(rounds.of_update(0, update)) for update in range(3)] == [[0, 1, 2, 3], [4, 5, 6], []]
+    assert [list(rounds.share(0, 1, 0, rank)) for rank in (0, 1)] == [[4, 6], [5]]
+    assert list(rounds.whole_share(0, 1, 0, 1)) == [5, 7]
+    assert rounds.contributors(0, 1, 0) == [0, 1]
+    assert rounds.contributors(1, 3, 0) == [0]
+    assert [rounds.rank_of(0, microbatch) for microbatch in range(4)] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("widths", [[2, 3, 1], [3, 4], [5, 6], [1, 4, 1], [4, 3, 1], [1, 3, 1], [1, 1, 3, 1],
+                                    [2, 3, 1, 3]])
+def test_streams_with_ties_as_long_as_a_run_proves_them(widths: list[int], every: int) -> None:
+    """Here replicas get far ahead of one another, and tied gradients of their owner."""
+    placement = tuple(tuple(range(sum(widths[:stage]), sum(widths[:stage + 1]))) for stage in range(len(widths)))
+    ScheduleSpec("pipedream", len(widths), every, every, placement, ties={0: (len(widths) - 1,)}).prepare()

@@ -1,8 +1,0 @@
-"""From a profile to a plan: partition, recomputation, replicas, schedule and microbatches within a memory limit."""
-
-from vpipe.plan.solve.replanning import better_partition
-from vpipe.plan.solve.request import ASYNCHRONOUS, SYNCHRONOUS, Alternative, Request, Solution
-from vpipe.plan.solve.solve import solve, without_recompute
-
-__all__ = ["ASYNCHRONOUS", "SYNCHRONOUS", "Alternative", "Request", "Solution", "better_partition", "solve",
-           "without_recompute"]

@@ -1,0 +1,118 @@
+"""What a solver is asked for, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from vpipe.errors import UserError
+from vpipe.plan.plan import Plan
+from vpipe.plan.profile import Profile
+from vpipe.plan.recompute import Recompute
+from vpipe.schedules.size import Placement
+
+SYNCHRONOUS = ("gpipe", "1f1b", "zb_h1", "zb_h2", "interleaved", "zb_v")
+"""What is tried where the pipeline is to be empty at every update."""
+
+ASYNCHRONOUS = ("pipedream", "2bw")
+"""What is tried where it is not."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to plan. What is None is searched; what is given stays.
+
+    Attributes:
+        profiles: by the number of microbatches of a batch: the same model at the size that a microbatch has then.
+        ranks: how many there are; all are used.
+        memory_bytes: what each rank may hold; None is no limit.
+        schedules: the names to choose from, such as :data:`SYNCHRONOUS`; all with a flush, or all without.
+        update_every: microbatches per update, and replica, of schedules without a flush, by number of microbatches;
+            as few as the schedule can where one is not named.
+        placement: ranks per stage.
+        partition: layers per stage.
+        recompute: a share or per stage a share or layers, as in a config.
+        known: plans that the answer must not be slower than, such as the one a config says.
+        solver: ``exact``, or ``vpipe``: the heuristic of the VPipe paper, see :mod:`vpipe.plan.solver.vpipe_heuristic`.
+    """
+
+    profiles: Mapping[int, Profile]
+    ranks: int
+    memory_bytes: int | None = None
+    schedules: tuple[str, ...] = SYNCHRONOUS
+    update_every: Mapping[int, int | None] = field(default_factory=dict)
+    placement: Placement | None = None
+    partition: tuple[int, ...] | None = None
+    recompute: Recompute | None = None
+    known: tuple[Plan, ...] = ()
+    solver: Literal["exact", "vpipe"] = "exact"
+
+    def __post_init__(self) -> None:
+        if not self.profiles or not self.schedules:
+            raise UserError(f"{len(self.profiles)} profiles and {len(self.schedules)} schedules to plan with",
+                            hint="give at least one of each")
+        if self.ranks < 1:
+            raise UserError(f"{self.ranks} ranks to plan for", hint="give 1 or more")
+        held = {rank for ranks in self.placement or () for rank in ranks}
+        if self.placement and len(held) != self.ranks:
+            raise UserError(f"the placement names {len(held)} ranks, but there are {self.ranks}",
+                            hint="name every rank, or leave the placement out")
+        layers = {len(profile.layers) for profile in self.profiles.values()}
+        if len(layers) > 1:
+            raise UserError(f"the profiles are of models of {' and '.join(map(str, sorted(layers)))} layers",
+                            hint="give profiles of one model")
+        if self.partition and sum(self.partition) != self.layers:
+            raise UserError(f"the partition {list(self.partition)} is one of {sum(self.partition)} layers, but the "
+                            f"profiled model has {self.layers}", hint="plan with a profile of the same model")
+        if self.partition and self.placement and len(self.partition) != len(self.placement):
+            raise UserError(f"the partition has {len(self.partition)} stages, the placement {len(self.placement)}",
+                            hint="give both equally many, or leave one out")
+
+    @property
+    def layers(self) -> int:
+        """How many the model has."""
+        return len(next(iter(self.profiles.values())).layers)
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another choice in one respect, the best there is with it.
+
+    Attributes:
+        what: differs, for people: ``schedule gpipe``.
+        plan: with its predictions where it was simulated; None when nothing fits.
+        seconds_per_sample: predicted; None when nothing fits.
+        simulated: whether by simulation, as the plan chosen, or by the solver's formula, which is coarser.
+        why: it cannot be had, or what it is.
+    """
+
+    what: str
+    plan: Plan | None
+    seconds_per_sample: float | None
+    simulated: bool
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The plan, and what is worth knowing about how it was found.
+
+    Attributes:
+        plan: the best found, with its predictions.
+        alternatives: the next best of every kind, best first.
+        exact: whether no partition and no recomputing with the same schedule, microbatches and replicas is better, by
+            the solver's formula, by more than twice the tolerance of :mod:`vpipe.plan.solver.partition_search` than
+            what it began with; simulation may have moved a few layers from there. It says nothing of other schedules,
+            microbatches and replicas.
+        note: what was not searched exhaustively; empty when everything was.
+        considered: choices of schedule, microbatches and replicas that were solved.
+        seconds: that the search took.
+    """
+
+    plan: Plan
+    alternatives: tuple[Alternative, ...]
+    exact: bool
+    note: str
+    considered: int
+    seconds: float

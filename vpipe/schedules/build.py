@@ -1,0 +1,245 @@
+"""Build a schedule from its registered name: call the generator for every rank and translate its actions."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from vpipe.errors import Problem, UserError, VpipeError, counted
+from vpipe.schedules.action import Action, forward
+from vpipe.schedules.costs import Costs
+from vpipe.schedules.passes import with_recompute
+from vpipe.schedules.registry import Limits, Recipe, recipe_named, recipes
+from vpipe.schedules.replication import ReplicaView, Rounds
+from vpipe.schedules.schedule import Schedule, stages_of_rank
+from vpipe.schedules.size import Placement, Size
+
+
+def build(name: str, placement: Placement, microbatches: int, update_every: int | None = None,
+          ties: Mapping[int, tuple[int, ...]] | None = None, recompute: Collection[int] = (),
+          costs: Costs | None = None, limits: Limits = None) -> Schedule:
+    """Return the schedule ``name`` over ``placement`` with compute actions and steps only.
+
+    Args:
+        microbatches: per optimizer step with a flush; of the whole stream without.
+        update_every: microbatches per optimizer step, and replica, without a flush; the fewest possible when None.
+        ties: see :class:`~vpipe.schedules.schedule.Schedule`.
+        recompute: stages that recompute activations.
+        costs: the costs that a searched schedule is made for; equal ones when None.
+        limits: the activations that each rank of a searched schedule may hold.
+
+    Raises:
+        UserError: the numbers do not fit the schedule.
+    """
+    recipe = recipe_named(name)
+    views = replica_views(recipe, placement, microbatches, update_every)
+    if recipe.search is not None:
+        searched = _searched(recipe, placement, views, microbatches, recompute, costs, limits)
+        return replace(searched, name=name, ties=dict(ties or {}))
+    if limits is not None:
+        raise UserError(f"'{name}' has one order, whatever the memory limit of {limits}",
+                        hint="leave the limit out, or choose a schedule that keeps one, such as auto")
+    every = microbatches if recipe.flush else views[0].size.update_every
+    rounds = Rounds(placement, every, recipe.flush, lambda microbatch: microbatch < microbatches)
+    programs = []
+    for rank, view in enumerate(views):
+        if recipe.flush:
+            programs.append(tuple(with_recompute(view.translated(_generated(recipe, view)), recompute)))
+        else:
+            programs.append(tuple(stream_program(recipe, view, rounds, stages_of_rank(placement, rank), recompute)))
+    return Schedule(
+        name, placement, tuple(programs), microbatches, every, recipe.flush,
+        tuple(recipe.peak_activations(view.rank, view.size) for view in views),
+        tuple(max(recipe.versions(views[rank].rank, views[rank].size) for rank in ranks) for ranks in placement),
+        dict(ties or {}), stream=not recipe.flush)
+
+
+def build_evaluation(placement: Placement, microbatches: int) -> Schedule:
+    """Return the forwards of an evaluation: stage s takes microbatch t - s at tick t.
+
+    Every input of a stage was made one tick before, on whichever rank, so all stages have work at once. Of one tick the
+    later stages come first on every rank alike, so that transfers are sent and received in one order.
+    """
+    def forwards(rank: int) -> Iterator[Action]:
+        stages = stages_of_rank(placement, rank)
+        for tick in range(microbatches + stages[-1]):
+            for stage in reversed(stages):
+                replicas = placement[stage]
+                if 0 <= tick - stage < microbatches and replicas[(tick - stage) % len(replicas)] == rank:
+                    yield forward(stage, tick - stage)
+
+    ranks = len({rank for ranks in placement for rank in ranks})
+    peak = microbatches * len(placement)  # no backward frees what a forward holds
+    return Schedule("evaluation", placement, tuple(tuple(forwards(rank)) for rank in range(ranks)), microbatches,
+                    microbatches, True, (peak,) * ranks, (1,) * len(placement), {})
+
+
+def stream_program(recipe: Recipe, view: ReplicaView, rounds: Rounds, stages: list[int],
+                   recompute: Collection[int] = ()) -> Iterator[Action]:
+    """Yield lazily the compute actions and steps of one rank of a schedule without a flush.
+
+    Args:
+        stages: of the rank.
+        recompute: stages that recompute activations.
+    """
+    endless = view.translated(_generated(recipe, view.endless()))
+    return view.cut_to_stream(with_recompute(endless, recompute), rounds, stages)
+
+
+def replica_views(recipe: Recipe, placement: Placement, microbatches: int,
+                  update_every: int | None) -> tuple[ReplicaView, ...]:
+    """Return the view of every rank of a schedule over ``placement``, which may name the ranks in any order.
+
+    Raises:
+        UserError: the schedule cannot have this placement or these numbers.
+    """
+    if not placement or microbatches < 1:
+        raise UserError(f"{counted(len(placement), 'stage')} and {counted(microbatches, 'microbatch')}",
+                        hint="a pipeline needs at least one of each")
+    groups = list(dict.fromkeys(placement))  # the ranks at every position of the pipeline
+    widths = [len(group) for group in groups]
+    chunks = _chunks(recipe, placement, groups)
+    if recipe.flush and microbatches < max(widths):
+        stage = widths.index(max(widths))
+        raise UserError(f"{counted(widths[stage], 'replica')} of stage {stage} for "
+                        f"{counted(microbatches, 'microbatch')}: some would have nothing to do",
+                        hint=f"use {widths[stage]} microbatches or more, or fewer replicas")
+    # The replicas of the first stage may have the fewest ranks behind them: 2-1-1 is as deep as its second stage.
+    behind = [(sum(widths[position:]) - 1) // widths[position] for position in range(len(groups))]
+    depth = max(behind) + 1
+    every = _update_every(recipe, depth, microbatches, update_every)
+    views: dict[int, ReplicaView] = {}
+    for position, group in enumerate(groups):
+        position_in_own = depth - 1 - behind[position]
+        stages = {position_in_own: position} if chunks == 1 else {}
+        for replica, rank in enumerate(group):
+            own = len(range(replica, microbatches, len(group)))
+            size = Size(depth, own, chunks, own if recipe.flush else every, len(set(widths)) == 1)
+            if (problem := recipe.requires(size)) is not None:
+                raise UserError.all_of([problem if len(group) == 1 or not size.even else Problem(
+                    f"a replica of the pipeline takes {own} of {counted(microbatches, 'microbatch')}: {problem.what}",
+                    f"for each of the {len(group)} replicas, {problem.hint}")])
+            views[rank] = ReplicaView(position_in_own, size, stages, replica, len(group))
+    return tuple(views[rank] for rank in sorted(views))
+
+
+def check_chunks(recipe: Recipe, chunks: int | None, key: str = "chunks") -> None:
+    """Refuse a number of stages per rank that ``recipe`` cannot have; ``key`` is what the user calls it."""
+    if chunks is None or (chunks >= 1 if recipe.any_chunks else chunks == recipe.chunks):
+        return
+    if recipe.any_chunks:
+        raise UserError(f"{key} is {chunks}", hint="give a whole number, 1 or more")
+    others = [other.name for other in recipes() if other.any_chunks]
+    raise UserError(f"{key} is {chunks}, but '{recipe.name}' holds {counted(recipe.chunks, 'stage')} on each "
+                    "rank", hint=f"leave {key} out" + (f", or choose a schedule with any number: "
+                                                            f"{', '.join(others)}" if others else ""))
+
+
+def _chunks(recipe: Recipe, placement: Placement, groups: list[tuple[int, ...]]) -> int:
+    """Return the stages per rank, or refuse a placement that the recipe cannot have."""
+    times = Counter(rank for group in groups for rank in group)
+    if twice := [rank for rank, count in times.items() if count > 1]:
+        group, other = ([group for group in groups if twice[0] in group] * 2)[:2]
+        raise UserError(f"rank {twice[0]} is among the ranks {list(group)} of one stage and {list(other)} of another"
+                        if group != other else f"rank {twice[0]} stands twice among the ranks {list(group)} of a stage",
+                        hint="stages either have all their ranks in common, in the same order, or none"
+                        if group != other else "name each rank once")
+    ranks = len(groups)
+    chunks, left = divmod(len(placement), ranks)
+    word = "rank" if len(times) == ranks else "group of replicas"
+    if left or not (chunks == recipe.chunks or recipe.any_chunks):
+        raise UserError(f"'{recipe.name}' holds {'equally many' if recipe.any_chunks else recipe.chunks} stage"
+                        f"{'s' * (recipe.any_chunks or recipe.chunks > 1)} on each {word}, but "
+                        f"{counted(len(placement), 'stage')} on {counted(ranks, word)} are asked for",
+                        hint=f"use {ranks * (max(1, chunks) if recipe.any_chunks else recipe.chunks)} stages, or "
+                             f"another number of {'ranks' if word == 'rank' else 'groups'}")
+    for stage, group in enumerate(placement):
+        expected = groups[recipe.layout.rank_of(stage, ranks)]
+        if group != expected and recipe.search is None:
+            raise UserError(f"'{recipe.name}' holds stage {stage} where stage {placement.index(expected)} is, on "
+                            f"rank {', '.join(map(str, expected))}, but it is placed on rank "
+                            f"{', '.join(map(str, group))}", hint="place the stages as "
+                            f"{[list(groups[recipe.layout.rank_of(s, ranks)]) for s in range(len(placement))]}")
+    if len({len(group) for group in groups}) > 1 and (chunks > 1 or recipe.search is not None):
+        raise UserError(f"'{recipe.name}' has equally many replicas of every stage, not "
+                        f"{', '.join(str(len(ranks)) for ranks in placement)}", hint="give all stages equally many, "
+                        "or take a schedule with one stage per rank, such as 1f1b or pipedream")
+    return chunks
+
+
+def _update_every(recipe: Recipe, depth: int, microbatches: int, update_every: int | None) -> int:
+    """Return the microbatches per update, and replica; the fewest that the recipe can have when None."""
+    if recipe.flush:
+        if update_every not in (None, 1, microbatches):
+            raise UserError(f"update_every is {update_every}, but '{recipe.name}' updates once per batch of "
+                            f"{counted(microbatches, 'microbatch')}",
+                            hint="leave update_every out, or choose a schedule without a flush, such as pipedream")
+        return microbatches
+    least = recipe.update_every(depth)
+    fitting = [n for n in range(1, microbatches + 1) if microbatches % n == 0 and n >= least]
+    if not fitting:
+        raise UserError(f"'{recipe.name}' on {counted(depth, 'rank')} updates every {least} microbatches or more, "
+                        f"but there are only {microbatches}", hint=f"use {least} microbatches or more, or fewer ranks")
+    every = fitting[0] if update_every is None else update_every
+    if every not in fitting:
+        why = (f"is less than the {least} that '{recipe.name}' needs on {counted(depth, 'rank')}" if 0 < every < least
+               else f"does not divide {counted(microbatches, 'microbatch')}")
+        raise UserError(f"update_every is {every}, which {why}", hint=f"choose one of {fitting}")
+    return every
+
+
+def _generated(recipe: Recipe, view: ReplicaView) -> Iterator[Action]:
+    """Yield what the generator of ``recipe`` yields for a view.
+
+    Raises:
+        UserError: the generator takes other arguments, fails, or yields something that is no action.
+    """
+    rank, size = view.rank, view.size
+    arguments = {"rank": rank, "ranks": size.ranks, "microbatches": size.microbatches}
+    options = ({"chunks": size.chunks} if recipe.any_chunks else {}) | (
+        {} if recipe.flush else {"update_every": size.update_every})
+    try:
+        inspect.signature(recipe.program).bind(*arguments.values(), **options)
+    except TypeError as error:
+        names = ", ".join((*arguments, *options))
+        raise UserError(f"schedule '{recipe.name}' does not take {names}: {error}",
+                        hint=f"define its generator with the parameters ({names})") from error
+    hint = "yield actions: forward(stage, microbatch), backward(stage, microbatch), step(stage, update), ..."
+    try:
+        actions = recipe.program(*arguments.values(), **options)
+        if not isinstance(actions, Iterable):
+            raise UserError(f"schedule '{recipe.name}' gives {actions!r} for rank {rank}, not actions", hint=hint)
+        for action in actions:
+            if not isinstance(action, Action):
+                raise UserError(f"schedule '{recipe.name}' yields {action!r} on rank {rank}, which is no Action",
+                                hint=hint)
+            yield action
+    except VpipeError:
+        raise
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(f"schedule '{recipe.name}' fails on rank {rank} of {size.ranks} with "
+                        f"{counted(size.microbatches, 'microbatch')}: {type(error).__name__}: {error}",
+                        hint="mend its generator, or refuse such sizes with requires",
+                        where=f"{place.filename}:{place.lineno}") from error
+
+
+def _searched(recipe: Recipe, placement: Placement, views: Sequence[ReplicaView], microbatches: int,
+              recompute: Collection[int], costs: Costs | None, limits: Limits) -> Schedule:
+    """Search an order for one replica of every stage, and give it to all replicas."""
+    assert recipe.search is not None
+    groups = sorted(set(placement))  # so that an unreplicated rank keeps the number that costs and limits know
+    alone = tuple((groups.index(ranks),) for ranks in placement)
+    orders = {own: recipe.search(alone, own, costs, limits) for own in {view.size.microbatches for view in views}}
+    position = {rank: index for index, group in enumerate(groups) for rank in group}
+    programs, peaks = [], []
+    for rank, view in enumerate(views):
+        order = orders[view.size.microbatches]
+        programs.append(tuple(with_recompute(view.translated(order.programs[position[rank]]), recompute)))
+        peaks.append(order.peak_activations[position[rank]])
+    first = orders[views[placement[0][0]].size.microbatches]
+    return replace(first, placement=placement, programs=tuple(programs), microbatches=microbatches,
+                   update_every=microbatches, peak_activations=tuple(peaks))

@@ -1,0 +1,272 @@
+"""Schedules as CSV files, in the form of PyTorch's pipelining.
+
+One row per rank, one action per cell; an empty cell is a time at which the rank does nothing::
+
+    0F0,0F1,,,0B0,0B1
+    ,1F0,1B0,1F1,1B1
+
+What :mod:`torch.distributed.pipelining` writes (its ``_dump_csv``, ``compute_only`` or ``compute_comms``) is read, and
+what is written here without our own operations is read there.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vpipe.errors import UserError, counted, nearest
+from vpipe.files import read_bounded
+from vpipe.schedules.action import COMPLETES, COMPUTE, OF_MODELS, PER_MICROBATCH, Action, Op
+from vpipe.schedules.peaks import rank_loads, stage_loads
+from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.size import MOST_ACTIONS, MOST_RANKS, MOST_STAGES, Placement, first_missing
+
+LARGEST_BYTES = 8 << 20
+"""A file beyond this is no schedule: 250,000 forwards and backwards with all of their transfers take 7 MB."""
+
+LONGEST_CELL = 128
+
+COMPUTE_ONLY = COMPUTE | {Op.STEP, Op.USE}
+"""What a generator yields; :func:`~vpipe.schedules.lower.lower` adds the rest."""
+
+TORCH = PER_MICROBATCH - {Op.RECOMPUTE}
+"""The operations that PyTorch has, too."""
+
+_SHARDED = re.compile(r"\d+((UNSHARD|RESHARD)\d*|REDUCE_GRAD)")
+_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+_ALMOST = re.compile(r"(\d+)\s*([A-Za-z_]+)\s*(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """An action and where it was read."""
+
+    action: Action
+    rank: int
+    column: int
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.action} (rank {self.rank}, cell {self.column})"
+
+
+def read_csv(path: Path) -> Schedule:
+    """The schedule in a CSV file, as it stands there; what is wrong with its order is for the checker to say.
+
+    * The rows are the ranks; a stage lives on the rank that has its forwards. With several, a replica each, the one
+      with microbatch 0 is the first of them, and so on.
+    * A file without any STEP has a flush: every stage steps at the end of its rank's program. With STEPs, each
+      is an update of as many microbatches, on every replica.
+    * PyTorch's pairs that run side by side, ``(0F1;3B0)OVERLAP_F_B``, are put one after the other.
+    * Left out is what only a model can ask for: PyTorch's UNSHARD, RESHARD and REDUCE_GRAD (which has no index) of
+      sharded or replicated stages, our exchanges of tied weights and of norms.
+    * Transfers stay, so that the checker can prove them; see :func:`compute_only`.
+    * The bounds that the schedule states are what it holds.
+
+    Raises:
+        UserError: the file cannot be read, or is no schedule; the error has the line.
+    """
+    rows, computed = [], 0
+    for rank, (line, cells) in enumerate(_lines(path)):
+        rows.append(list(_row(cells, rank, f"{path}:{line}")))
+        computed += sum(cell.action.op in COMPUTE for cell in rows[-1])
+        if computed > MOST_ACTIONS:
+            raise UserError(f"'{path}' has more than {MOST_ACTIONS:,} forwards and backwards",
+                            hint="use fewer microbatches, stages or replicas", where=f"{path}:{line}")
+    if not any(rows):
+        raise UserError(f"there is no action in '{path}'", hint="write one row per rank, one action per cell, such as "
+                        "0F0,0F1,0B0,0B1")
+    placement = _placement(rows)
+    microbatches = _microbatches(rows)
+    programs = [[cell.action for cell in row] for row in rows]
+    if not any(action.op is Op.STEP for program in programs for action in program):
+        for stage, ranks in enumerate(placement):
+            for rank in ranks:
+                programs[rank].append(Action(Op.STEP, stage, 0))
+    flush, per_update = _updates(placement, programs, microbatches, path)
+    return Schedule(
+        path.name, placement, tuple(map(tuple, programs)), microbatches, per_update, flush,
+        peak_activations=tuple(max((load.activations for load in rank_loads(program)), default=0)
+                               for program in programs),
+        versions=tuple(max(_versions(programs[rank], stage) for rank in ranks)
+                       for stage, ranks in enumerate(placement)), ties={})
+
+
+def write_csv(schedule: Schedule, *, for_torch: bool = False) -> str:
+    """The schedule as the text of a CSV file.
+
+    Args:
+        for_torch: leave out what PyTorch does not know: STEP (there a step is the caller's), R and USE. A schedule
+            without a flush is one with a flush then.
+    """
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(
+        [action for action in program if not for_torch or action.op in TORCH] for program in schedule.programs)
+    return text.getvalue()
+
+
+def compute_only(schedule: Schedule) -> Schedule:
+    """The schedule without its transfers and exchanges: what :func:`~vpipe.schedules.lower.lower` takes."""
+    return schedule.with_programs([[action for action in program if action.op in COMPUTE_ONLY]
+                                   for program in schedule.programs])
+
+
+def _lines(path: Path) -> list[tuple[int, list[str]]]:
+    """The rows up to the last one that has an action, with their line numbers."""
+    try:
+        content = read_bounded(path, LARGEST_BYTES, "a schedule of a pipeline")
+    except FileNotFoundError:
+        raise UserError(f"there is no file '{path}'", hint="check the path; it is taken from the current "
+                        "folder") from None
+    except OSError as error:
+        raise UserError(f"the file '{path}' cannot be read: {error.strerror}",
+                        hint="give a readable CSV file") from None
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[:error.start].count(b"\n") + 1
+        raise UserError(f"the file is not UTF-8 text: {error.reason}", hint="give a CSV file of actions",
+                        where=f"{path}:{line}") from None
+    reader = csv.reader(io.StringIO(text, newline=""))
+    lines: list[tuple[int, list[str]]] = []
+    try:
+        for row in reader:
+            lines.append((reader.line_num, row))
+            if len(lines) > MOST_RANKS:
+                raise UserError(f"there are more than {MOST_RANKS:,} rows", where=f"{path}:{reader.line_num}",
+                                hint="every row is a rank: use fewer")
+    except csv.Error as error:
+        raise UserError(f"the file is not CSV: {error}", hint="write one row per rank, cells separated by "
+                        "commas", where=f"{path}:{reader.line_num}") from None
+    while lines and not any(cell.strip() for cell in lines[-1][1]):
+        lines.pop()
+    for rank, (line, row) in enumerate(lines):
+        if not any(cell.strip() for cell in row):
+            raise UserError(f"rank {rank} has no action", hint="every row is a rank: remove the empty row, or give the "
+                            "rank a stage", where=f"{path}:{line}")
+    return lines
+
+
+def _row(cells: Sequence[str], rank: int, where: str) -> Iterator[_Cell]:
+    for column, cell in enumerate(cells, 1):
+        for action in _actions(cell.strip(), f"cell {column} of rank {rank}", where):
+            yield _Cell(action, rank, column, where)
+
+
+def _actions(text: str, place: str, where: str) -> Iterator[Action]:
+    """The actions that a cell stands for: none, one, or those of a pair."""
+    if not text:
+        return
+    if len(text) > LONGEST_CELL:
+        raise UserError(f"'{text[:20]}...' in {place} has {len(text)} characters and is not an action",
+                        hint="separate actions by commas, such as 0F0,0F1", where=where)
+    if (pair := _OVERLAP.fullmatch(text)) is not None:
+        for part in pair[1].split(";"):
+            yield from _actions(part.strip(), place, where)
+    elif _SHARDED.fullmatch(text) is None:
+        try:
+            action = Action.parse(text)
+        except UserError as error:
+            raise UserError(f"'{text}' in {place} is not an action", hint=_remedy(text) or error.problems[0].hint,
+                            where=where) from None
+        if action.op not in OF_MODELS:
+            yield action
+
+
+def _remedy(text: str) -> str | None:
+    if text.startswith("("):
+        return "write a pair as (0F1;3B0)OVERLAP_F_B"
+    if re.search(r"\d\s*[;\t ]\s*\d", text):
+        return "separate actions by commas, such as 0F0,0F1"
+    if (almost := _ALMOST.fullmatch(text)) is None:
+        return None
+    known = [op.value for op in Op]
+    close = nearest(almost[2].upper(), known)
+    if not close.startswith("did you mean"):
+        return None
+    return f"did you mean '{almost[1]}{close.split(chr(39))[1]}{almost[3]}'?"
+
+
+def _placement(rows: Sequence[Sequence[_Cell]]) -> Placement:
+    """Every stage on the ranks whose rows have its forwards, in the order of their first microbatches."""
+    home: dict[int, _Cell] = {}
+    firsts: dict[int, dict[int, int]] = defaultdict(dict)  # by stage: the first microbatch of each rank
+    for row in rows:
+        for cell in row:
+            action = cell.action
+            if action.op is Op.FORWARD:
+                home.setdefault(action.stage, cell)
+                there = firsts[action.stage]
+                there[cell.rank] = min(action.microbatch, there.get(cell.rank, action.microbatch))
+    for row in rows:
+        for cell in row:
+            if cell.action.stage not in home:
+                raise UserError(f"{cell} is of stage {cell.action.stage}, which has no forward",
+                                hint=f"add the forwards of that stage, such as {cell.action.stage}F0, to a row",
+                                where=cell.where)
+    if len(home) > MOST_STAGES:
+        raise UserError(f"there are {len(home)} stages", hint=f"use {MOST_STAGES:,} at most", where=rows[0][0].where)
+    if (missing := first_missing(home)) < len(home):
+        last = home[max(home)]
+        raise UserError(f"stage {missing} is in no row, but stage {max(home)} is: {last}",
+                        hint=_numbered(len(home), "stage"), where=last.where)
+    return tuple(tuple(sorted(firsts[stage], key=firsts[stage].__getitem__)) for stage in range(len(home)))
+
+
+def _microbatches(rows: Sequence[Sequence[_Cell]]) -> int:
+    """How many microbatches there are: as many as the stage with the most has forwards."""
+    seen: dict[int, set[int]] = defaultdict(set)
+    cells = [cell for row in rows for cell in row if cell.action.op in PER_MICROBATCH]
+    for cell in cells:
+        if cell.action.op is Op.FORWARD:
+            seen[cell.action.stage].add(cell.action.microbatch)
+    count = max(map(len, seen.values()))
+    for cell in cells:
+        if cell.action.microbatch >= count:
+            raise UserError(f"{cell} is of microbatch {cell.action.microbatch}, but no stage has more than "
+                            f"{counted(count, 'forward')}", where=cell.where,
+                            hint=f"{_numbered(count, 'microbatch')}, or add the missing forwards")
+    return count
+
+
+def _updates(placement: Placement, programs: Sequence[Sequence[Action]], microbatches: int,
+             path: Path) -> tuple[bool, int]:
+    """Whether there is a flush, and the microbatches of an update; without a flush, on every replica.
+
+    These are what a replica has made before its first STEP: of replicas the last update may have fewer.
+    """
+    steps = [sum(action.op is Op.STEP and action.stage == stage for action in programs[ranks[0]])
+             for stage, ranks in enumerate(placement)]
+    stage = steps.index(max(steps)) if steps[0] else 0  # of replicated stages those with fewer replicas step more often
+    if steps[stage] == 1:
+        return True, microbatches
+    width, every, left = len(placement[stage]), 0, 1
+    if width == 1 and steps[stage]:
+        every, left = divmod(microbatches, steps[stage])
+    elif steps[stage]:
+        own = [action.op for action in programs[placement[stage][0]] if action.stage == stage]
+        every = sum(op in COMPLETES for op in own[:own.index(Op.STEP)])
+        left = not every or microbatches % every or -(-microbatches // (every * width)) != steps[stage]
+    if left:
+        raise UserError(f"stage {stage} makes {counted(steps[stage], 'STEP')} from "
+                        f"{counted(microbatches, 'microbatch')}" + f" on each of {width} ranks" * (width > 1) +
+                        f" in '{path}'", hint="give every stage one STEP per update, each of as many microbatches; or "
+                        "leave out all STEPs, for one update at the end")
+    return False, every
+
+
+def _numbered(count: int, word: str) -> str:
+    return f"number the only {word} 0" if count == 1 else f"number the {counted(count, word)} 0 to {count - 1}"
+
+
+def _versions(program: Sequence[Action], stage: int) -> int:
+    """The weight versions that a stage holds at most, and enough for its staleness."""
+    try:
+        return max(max(load.versions, load.staleness + 1) for load in stage_loads(program, stage))
+    except KeyError:  # a backward without its forward: the checker stops there, before it looks at versions
+        return 1

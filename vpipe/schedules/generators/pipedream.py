@@ -1,0 +1,84 @@
+"""PipeDream: 1F1B without a flush; every microbatch, or every few, updates at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from vpipe.errors import Problem
+from vpipe.schedules.action import Action, Op, step, use
+from vpipe.schedules.generators.one_f_one_b import one_f_one_b
+from vpipe.schedules.registry import register_schedule
+from vpipe.schedules.size import Size
+
+
+@register_schedule("pipedream", flush=False,
+                   peak_activations=lambda rank, size: min(size.ranks - rank, size.microbatches),
+                   versions=lambda rank, size: 1 - (rank + 1 - size.ranks) // size.update_every)
+def pipedream(rank: int, ranks: int, microbatches: int, update_every: int = 1) -> Iterator[Action]:
+    """The actions of one rank, one stage per rank; B takes twice as long as F and ends with the step S,
+    which makes the next weight version.
+
+    ::
+
+        rank 0  F0 F1 F2 .  .  .  .  B0 -S F3 B1 -S F4 B2 -S F5 B3 -S F6 B4 ...
+        rank 1  .  F0 F1 .  .  B0 -S F2 B1 -S F3 B2 -S F4 B3 -S F5 B4 -S F6 ...
+        rank 2  .  .  F0 B0 -S F1 B1 -S F2 B2 -S F3 B3 -S F4 B4 -S F5 B5 -S ...
+
+    No bubble in the steady state; stage s of p holds the activations of p-s microbatches. With an update
+    every k microbatches, stage s gives microbatch i (both from 0) the version max(0, (i - (p-1-s)) // k) in forward
+    and in backward (weight stashing), and the gradients of k microbatches, averaged, go to the latest
+    version; a stage holds at most 1 + (p-1-s)/k versions, rounded up, which is p-s for k = 1.
+
+    ``microbatches`` counts those of the whole stream: warm-up and cooldown happen once.
+
+    Source: Narayanan et al., PipeDream (SOSP 2019), sections 3.2 and 3.3.
+    """
+    for action in one_f_one_b(rank, ranks, microbatches):
+        if action.op is not Op.STEP:  # that of the flush
+            yield action
+        if action.op is Op.BACKWARD and (action.microbatch + 1) % update_every == 0:
+            yield step(rank, action.microbatch // update_every)
+
+
+def _even(size: Size) -> Problem | None:
+    return None if size.even else Problem(
+        "'pipedream_vertical_sync' gives a microbatch the same version on every stage, but stages with more replicas "
+        "make fewer updates", "give all stages equally many replicas, or use pipedream")
+
+
+@register_schedule("pipedream_vertical_sync", flush=False,
+                   peak_activations=lambda rank, size: min(size.ranks - rank, size.microbatches),
+                   versions=lambda rank, size: 1 - (1 - size.ranks) // size.update_every, requires=_even)
+def pipedream_vertical_sync(rank: int, ranks: int, microbatches: int, update_every: int = 1) -> Iterator[Action]:
+    """As :func:`pipedream`, but a microbatch uses the same version on every stage; a bar stands where forwards change
+    over to the next one.
+
+    ::
+
+        rank 0  F0 F1 F2 .  .  .  .  B0 -S F3 B1 -S F4 B2 -S F5 B3 -S F6 B4 ...
+        rank 1  .  F0 F1 .  .  B0 -S F2 B1 -S|F3 B2 -S|F4 B3 -S|F5 B4 -S|F6 ...
+        rank 2  .  .  F0 B0 -S F1 B1 -S F2 B2 -S|F3 B3 -S|F4 B4 -S|F5 B5 -S ...
+
+    The version of microbatch i is that which stage 0 has by then, max(0, (i - (p-1)) // k), so stage 0 always takes its
+    latest and the others hold all versions from there to their latest: at most 1 + (p-1)/k, rounded up, on every stage.
+    Everything else is as in PipeDream.
+
+    Source: Narayanan et al., PipeDream (SOSP 2019), section 3.3, "vertical sync".
+    """
+    plain = pipedream(rank, ranks, microbatches, update_every)
+    if rank == 0:
+        return plain
+    return with_versions(plain, rank, lambda microbatch: max(0, (microbatch - (ranks - 1)) // update_every))
+
+
+def with_versions(program: Iterator[Action], rank: int, version_of: Callable[[int], int]) -> Iterator[Action]:
+    """The program of PipeDream with forwards that use ``version_of(microbatch)`` instead of the latest version."""
+    yield use(rank, 0)
+    used = due = 0  # versions, of the last forward and of the next
+    for action in program:
+        if action.op is not Op.BACKWARD and used < due:  # also before a step, which would make one version too many
+            yield use(rank, due)
+            used = due
+        if action.op is Op.FORWARD:
+            due = version_of(action.microbatch + 1)
+        yield action

@@ -1,0 +1,72 @@
+"""A schedule as a value: where the stages live, and the actions of every rank in order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from vpipe.schedules.action import Action
+from vpipe.schedules.replication import Rounds
+from vpipe.schedules.size import Placement
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Hold one list of actions per rank, and the bounds that the checker proves for them.
+
+    Attributes:
+        name: of the registered schedule, or of the file.
+        placement: ranks per stage; with several, microbatch i goes to the (i mod width)-th.
+        programs: actions per rank.
+        microbatches: how many flow through.
+        update_every: microbatches per optimizer step; without a flush, on every replica.
+        flush: the pipeline is empty at every step.
+        peak_activations: per rank, microbatch-stages whose activations it may hold at once.
+        versions: per stage, weight versions it may hold at once.
+        ties: stages that borrow a stage's tied weights, by owning stage.
+        stream: these programs are the beginning of a stream, which the generator registered as ``name`` continues.
+    """
+
+    name: str
+    placement: Placement
+    programs: tuple[tuple[Action, ...], ...]
+    microbatches: int
+    update_every: int
+    flush: bool
+    peak_activations: tuple[int, ...]
+    versions: tuple[int, ...]
+    ties: Mapping[int, tuple[int, ...]]
+    stream: bool = False
+
+    @property
+    def stages(self) -> int:
+        return len(self.placement)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.programs)
+
+    @cached_property
+    def rounds(self) -> Rounds:
+        """The microbatches of every replica and of every update."""
+        return Rounds(self.placement, self.update_every, self.flush, lambda number: 0 <= number < self.microbatches)
+
+    def updates(self, stage: int) -> int:
+        """Return the number of updates of a stage; the last may have fewer microbatches."""
+        return -(-self.microbatches // self.rounds.span(stage))
+
+    def with_programs(self, programs: Sequence[Sequence[Action]]) -> Schedule:
+        """Return the same schedule with other programs, as a pass does."""
+        return replace(self, programs=tuple(tuple(program) for program in programs))
+
+
+def stages_of_rank(placement: Placement, rank: int) -> list[int]:
+    """Return the stages that live on ``rank``, in order."""
+    return [stage for stage, ranks in enumerate(placement) if rank in ranks]
+
+
+def describe_rank(placement: Placement, rank: int) -> str:
+    """Return a rank with its stages for messages: ``rank 2 (stage 2)``."""
+    stages = stages_of_rank(placement, rank)
+    return f"rank {rank} (stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))})"

@@ -1,0 +1,311 @@
+"""One greedy order: every rank, whenever it is free, does what some rules make of what it could do.
+
+An event-driven list scheduling over F, I and W. Searching is running this under many rules and taking the best
+(:mod:`vpipe.schedules.search.search`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from heapq import heappop, heappush
+
+from vpipe.schedules.action import Action, Op, step
+from vpipe.schedules.costs import Costs, Number
+from vpipe.schedules.size import Placement
+
+Turn = tuple[Op, int]
+"""An operation of a stage; its microbatch is the stage's next, since every stage takes them in order."""
+
+HAIR = 1e-9
+"""How much later counts as the same time, as a share of the longest action."""
+
+ROUNDING = 1e-12
+"""How much above a memory limit is still rounding, as a share of it: less than a byte, whatever the limit."""
+
+
+class Priority(Enum):
+    """What goes first where a forward and a backward are both possible."""
+
+    BACKWARD = "backward"
+    FORWARD = "forward"
+    OTHER = "other"  # the one that was not the last
+
+
+@dataclass(frozen=True)
+class GreedyRules:
+    """How a rank chooses.
+
+    Attributes:
+        in_flight: per rank, microbatch-stages that may be between their forward and the passing of their gradient.
+        held: per rank, those and the ones that wait for their weight half, together.
+        first: forward or backward.
+        deep: whether of several forwards that of the latest stage goes first, or that of the earliest.
+        patience: a weight half starts in a gap that is known to be shorter by at most this share of it.
+        split: whether backwards are split into halves.
+        turns: per rank, the order of forwards and backwards, where only the weight halves are free.
+    """
+
+    in_flight: tuple[float, ...]
+    held: tuple[float, ...]
+    first: Priority = Priority.BACKWARD
+    deep: bool = True
+    patience: float = 0.0
+    split: bool = True
+    turns: tuple[tuple[Turn, ...], ...] | None = None
+
+
+@dataclass(frozen=True)
+class GreedyOrder:
+    """An order and what it takes, links free of contention.
+
+    Attributes:
+        programs: actions per rank.
+        span_s: the longest that a rank takes from its first start to its last end.
+        makespan_s: the last end of all.
+    """
+
+    programs: tuple[tuple[Action, ...], ...]
+    span_s: float
+    makespan_s: float
+
+
+class Workload:
+    """What there is to do, as plain lists of ``float``.
+
+    Args:
+        placement: the rank of every stage.
+        microbatches: m.
+        costs: of every stage.
+        limits: per rank, bytes that it may hold.
+    """
+
+    def __init__(self, placement: Placement, microbatches: int, costs: Costs, limits: Sequence[float]) -> None:
+        self.rank_of, self.microbatches = [held_by[0] for held_by in placement], microbatches
+        self.ranks = max(self.rank_of) + 1
+        self.stages_of = [[stage for stage, rank in enumerate(self.rank_of) if rank == wanted]
+                          for wanted in range(self.ranks)]
+        stages, last = costs.stages, len(placement) - 1
+        self.forward_s = [float(cost.forward_s) for cost in stages]
+        self.input_s = [float(cost.input_s + cost.recompute_s) for cost in stages]
+        self.weight_s = [float(cost.weight_s) for cost in stages]
+        taken = [cost.kept_bytes if cost.recompute_s else cost.activation_bytes for cost in stages]
+        self.forward_bytes = [float(size) for size in taken]
+        self.recomputed_bytes = [float(cost.activation_bytes - size) for cost, size in zip(stages, taken, strict=True)]
+        self.activation_bytes = [float(cost.activation_bytes) for cost in stages]
+        self.half_bytes = [float(cost.weight_half_bytes) for cost in stages]
+        self.versions_bytes = [float(sum(stages[stage].version_bytes for stage in here)) for here in self.stages_of]
+        self.limits = [limit * (1 + ROUNDING) - held for limit, held in zip(limits, self.versions_bytes, strict=True)]
+        self.overlap = costs.overlap
+        self.step_s = [float(sum(stages[stage].step_s for stage in here)) for here in self.stages_of]
+        self.work_s = [step_s + microbatches * sum(self.forward_s[stage] + self.input_s[stage] + self.weight_s[stage]
+                                                   for stage in here)
+                       for step_s, here in zip(self.step_s, self.stages_of, strict=True)]
+
+        def transfer(stage: int, target: int, size: Number) -> float:
+            ends = self.rank_of[stage], self.rank_of[target]
+            return 0.0 if ends[0] == ends[1] else float(costs.link(*ends).transfer_s(size))
+
+        self.down_s = [transfer(s, s + 1, stages[s].output_bytes) if s < last else 0.0 for s in range(last + 1)]
+        self.up_s = [transfer(s, s - 1, stages[s].gradient_bytes) if s else 0.0 for s in range(last + 1)]
+        # What a forward leaves free; without that the later stages of its rank could wait for ever.
+        self.later = [sum(other > stage for other in self.stages_of[rank]) for stage, rank in enumerate(self.rank_of)]
+        self.reserve = [self._room(self.stages_of[rank], stage) for stage, rank in enumerate(self.rank_of)]
+
+    def _room(self, stages: Sequence[int], held: int = -1) -> float:
+        """Bytes that one microbatch needs on ``stages`` of a rank behind stage ``held``, backwards not split."""
+        room = needed = 0.0
+        for stage in stages:
+            if stage >= held:
+                room += self.forward_bytes[stage] * (stage > held)
+                needed = max(needed, room + self.recomputed_bytes[stage])
+        return needed
+
+    def goal(self) -> tuple[float, float]:
+        """Span and makespan (see :class:`GreedyOrder`) that no order can beat.
+
+        Until a gradient is back a rank has nothing to do but forwards, and of these only as many as it can hold.
+        """
+        spans = [self.work_s[rank] + max(0.0, self._lead_s(stages) - self._forwards_s(rank))
+                 for rank, stages in enumerate(self.stages_of)]
+        starts = [sum(self.forward_s[:stages[0]]) + sum(self.down_s[:stages[0]]) for stages in self.stages_of]
+        return max(spans), max(start + span for start, span in zip(starts, spans, strict=True))
+
+    def _lead_s(self, stages: Sequence[int]) -> float:
+        """From the start of a microbatch on a rank until a gradient of it can be back there."""
+        first, last = stages[0], stages[-1]
+        return (sum(self.forward_s[first:]) + sum(self.down_s[first:])
+                + sum(self.input_s[last + 1:]) + sum(self.up_s[last + 1:]))
+
+    def _forwards_s(self, rank: int) -> float:
+        """The time of all forwards, or of the most for which ``rank`` has memory."""
+        stages = self.stages_of[rank]
+        every = self.microbatches * sum(self.forward_s[stage] for stage in stages)
+        smallest = min(self.forward_bytes[stage] for stage in stages)
+        if self.limits[rank] == math.inf or smallest <= 0:
+            return every
+        return min(every, self.limits[rank] // smallest * max(self.forward_s[stage] for stage in stages))
+
+    def least_bytes(self, rank: int) -> float:
+        """The smallest limit that ``rank`` can keep: one microbatch in flight, no backward split."""
+        return self._room(self.stages_of[rank]) + self.versions_bytes[rank]
+
+
+def greedy(work: Workload, rules: GreedyRules) -> GreedyOrder | None:
+    """The order that ``rules`` make of ``work``; None when it gets stuck."""
+    return _Run(work, rules).found()
+
+
+class _Run:
+    def __init__(self, work: Workload, rules: GreedyRules) -> None:
+        self._work, self._rules = work, rules
+        stages, ranks = len(work.rank_of), work.ranks
+        self._last = stages - 1
+        # When the input of each next forward and the gradient of each next backward arrive, as far as that is known.
+        self._inputs: list[list[float]] = [[] for _ in range(stages)]
+        self._inputs[0] = [0.0] * work.microbatches
+        self._gradients: list[list[float]] = [[] for _ in range(stages)]
+        self._forwards, self._backwards, self._weights = [0] * stages, [0] * stages, [0] * stages  # how many started
+        self._flying, self._halves = [0] * ranks, [deque[int]() for _ in range(ranks)]
+        self._bytes = [0.0] * ranks
+        self._last_op = [Op.INPUT] * ranks
+        self._orders: list[list[Action]] = [[] for _ in range(ranks)]
+        self._turns = [0] * ranks
+        self._starts, self._free = [math.inf] * ranks, [0.0] * ranks
+        self._hair = HAIR * max(1e-30, *work.forward_s, *work.input_s, *work.weight_s)
+        self._events = [(0.0, rank) for rank in range(ranks)]  # a heap: when a rank may have something to do
+
+    def found(self) -> GreedyOrder | None:
+        while self._events:
+            now, rank = heappop(self._events)
+            if self._free[rank] <= now + self._hair and (turn := self._choice(rank, now)) is not None:
+                self._do(rank, now, *turn)
+        if any(weights < self._work.microbatches for weights in self._weights):
+            return None
+        programs = tuple(tuple(_fused(order)) + tuple(step(stage, 0) for stage in stages)
+                         for order, stages in zip(self._orders, self._work.stages_of, strict=True))
+        ends = [free + step_s for free, step_s in zip(self._free, self._work.step_s, strict=True)]
+        return GreedyOrder(programs, max(end - start for start, end in zip(self._starts, ends, strict=True)), max(ends))
+
+    def _choice(self, rank: int, now: float) -> Turn | None:
+        """What ``rank`` does now; None when it waits."""
+        forward, backward, soonest, blocked = self._possible(rank, now)
+        halves = self._halves[rank]
+        first = self._rules.first
+        turn = first is Priority.FORWARD or (first is Priority.OTHER and self._last_op[rank] is not Op.FORWARD)
+        if forward is not None and (backward is None or turn):
+            return Op.FORWARD, forward
+        if blocked and halves and (backward is None or turn):
+            return Op.WEIGHT, halves[0]
+        if backward is not None:
+            if not self._rules.split and not halves:
+                return Op.BACKWARD, backward
+            if self._fits_half(rank, backward):
+                return Op.INPUT, backward
+            return (Op.WEIGHT, halves[0]) if halves else (Op.BACKWARD, backward)
+        if halves and soonest - now >= self._work.weight_s[halves[0]] * (1 - self._rules.patience) - self._hair:
+            return Op.WEIGHT, halves[0]
+        return None
+
+    def _possible(self, rank: int, now: float) -> tuple[int | None, int | None, float, bool]:
+        """A stage for a forward, one for a backward, the next arrival, and whether memory alone forbids something."""
+        work, rules, by = self._work, self._rules, now + self._hair
+        forward = backward = None
+        soonest, blocked = math.inf, False
+        stages: Sequence[int] = work.stages_of[rank]
+        ops: tuple[Op, ...] = (Op.FORWARD, Op.INPUT)
+        if rules.turns is not None:
+            if self._turns[rank] == len(rules.turns[rank]):
+                return None, None, math.inf, False
+            op, stage = rules.turns[rank][self._turns[rank]]
+            stages, ops = (stage,), (op,)
+        for stage in stages:
+            if Op.FORWARD in ops and self._forwards[stage] < len(self._inputs[stage]):
+                arrival = self._inputs[stage][self._forwards[stage]]
+                more, reserve = 1 + work.later[stage], work.reserve[stage]
+                if rules.turns is not None:  # who keeps to an order knows what comes behind
+                    more, reserve = 1, 0.0
+                if self._flying[rank] + more > rules.in_flight[rank]:
+                    pass
+                elif (self._flying[rank] + len(self._halves[rank]) + more > rules.held[rank]
+                      or self._bytes[rank] + work.forward_bytes[stage] + reserve > work.limits[rank]):
+                    blocked = blocked or arrival <= by
+                elif arrival > by:
+                    soonest = min(soonest, arrival)
+                elif forward is None or rules.deep:
+                    forward = stage
+            if Op.INPUT in ops and self._backwards[stage] < len(self._gradients[stage]):
+                arrival = self._gradients[stage][self._backwards[stage]]
+                if arrival > by:
+                    soonest = min(soonest, arrival)
+                elif self._bytes[rank] + work.recomputed_bytes[stage] <= work.limits[rank]:
+                    backward = stage
+                else:
+                    blocked = True
+        return forward, backward, soonest, blocked
+
+    def _fits_half(self, rank: int, stage: int) -> bool:
+        work = self._work
+        return (self._bytes[rank] + work.recomputed_bytes[stage] - work.activation_bytes[stage]
+                + work.half_bytes[stage] <= work.limits[rank])
+
+    def _do(self, rank: int, now: float, op: Op, stage: int) -> None:
+        work = self._work
+        self._starts[rank] = min(self._starts[rank], now)
+        transfer_s = 0.0
+        if op is Op.FORWARD:
+            microbatch, end = self._forwards[stage], now + work.forward_s[stage]
+            self._forwards[stage] += 1
+            self._flying[rank] += 1
+            self._bytes[rank] += work.forward_bytes[stage]
+            transfer_s = work.down_s[stage]
+            if stage < self._last:
+                self._arrive(self._inputs[stage + 1], stage + 1, end + transfer_s)
+            else:
+                self._arrive(self._gradients[stage], stage, end)
+        elif op is Op.WEIGHT:
+            self._halves[rank].popleft()
+            microbatch, end = self._weights[stage], now + work.weight_s[stage]
+            self._weights[stage] += 1
+            self._bytes[rank] -= work.half_bytes[stage]
+        else:
+            microbatch, end = self._backwards[stage], now + work.input_s[stage]
+            self._backwards[stage] += 1
+            self._flying[rank] -= 1
+            self._bytes[rank] -= work.forward_bytes[stage]
+            if op is Op.BACKWARD:
+                end += work.weight_s[stage]
+                self._weights[stage] += 1
+            else:
+                self._halves[rank].append(stage)
+                self._bytes[rank] += work.half_bytes[stage]
+            transfer_s = work.up_s[stage]
+            if stage:
+                self._arrive(self._gradients[stage - 1], stage - 1, end + transfer_s)
+        if op is not Op.WEIGHT:
+            self._last_op[rank] = op
+            self._turns[rank] += 1
+        self._orders[rank].append(Action(op, stage, microbatch))
+        self._free[rank] = end if work.overlap else end + transfer_s
+        heappush(self._events, (self._free[rank], rank))
+
+    def _arrive(self, queue: list[float], stage: int, when: float) -> None:
+        queue.append(when)
+        heappush(self._events, (when, self._work.rank_of[stage]))
+
+
+def _fused(order: Sequence[Action]) -> Iterator[Action]:
+    """Both halves of a backward of stage 0 as one, where they follow each other: nobody waits for the first."""
+    before: Action | None = None
+    for action in order:
+        if before is not None:
+            if before.op is Op.INPUT and before.stage == 0 and action == Action(Op.WEIGHT, 0, before.microbatch):
+                before = Action(Op.BACKWARD, 0, before.microbatch)
+                continue
+            yield before
+        before = action
+    if before is not None:
+        yield before

@@ -1,0 +1,282 @@
+"""The best order that can be found for given costs and a limit on memory.
+
+Greedy list scheduling of the zero-bubble kind (Qi et al., arXiv:2401.10241, section 3.1; Controllable Memory,
+arXiv:2405.15362) under many rules, then a climb from the best of them; and every hand-made schedule competes, as it
+is and with its weight halves moved to where its ranks wait. So the result is at least as good as any that fits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+
+from vpipe.errors import CheckError, UserError, counted
+from vpipe.schedules.action import RETURNS, Action, Op
+from vpipe.schedules.build import build
+from vpipe.schedules.costs import Costs, Number
+from vpipe.schedules.peaks import rank_peaks
+from vpipe.schedules.registry import Limits, recipe_if_any, schedule_names
+from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.search.greedy import HAIR, ROUNDING, GreedyRules, Priority, Turn, Workload, greedy
+from vpipe.schedules.simulator.simulate import simulate
+from vpipe.schedules.size import Layout, Placement, Size
+
+Score = tuple[Number, Number, Number, int]
+"""Less is better: bubble, makespan, peaks of all ranks together, number of actions (a split backward is two)."""
+
+_ACTIONS = 40_000
+"""Actions that all rules together place before the best of them are tried on the whole batch: about 0.2 s."""
+
+_FINALISTS = 4
+"""Greedy orders that are simulated; the greedy's own times leave out that transfers queue on a link."""
+
+_SLOPES = (0.25, 0.4, 0.5, 0.65, 0.8, 1.0, 1.25, 1.6, math.inf)
+"""Forwards ahead of a rank's first backward, as a share of those for which it has time: ZB-H1 has half, ZB-H2 all."""
+
+_LEVELS = (0.5, 0.67, 0.75, 1.0, 1.25, 1.5, 2.0)
+"""Microbatches in flight on every rank alike, as a share of the number of ranks: ZB-V has as many as ranks."""
+
+
+def search(placement: Placement, microbatches: int, costs: Costs | None = None, limits: Limits = None) -> Schedule:
+    """The best order over ``placement`` for one batch: the smallest bubble, and of those the shortest.
+
+    Its bubble is at most that of any hand-made schedule that runs on this placement and keeps the limits.
+
+    Args:
+        placement: one rank per stage, any.
+        costs: F, I and W take one unit on every rank and transfers take no time, when not given.
+        limits: what a rank may hold.
+
+    Raises:
+        UserError: no order keeps the limits, or the costs or limits are for another placement.
+    """
+    return min(_Problem(placement, microbatches, costs, limits).candidates(), key=_score)[1]
+
+
+def search_placements(ranks: int, microbatches: int, chunks: int | None = None,
+                      costs: Callable[[Placement], Costs] | None = None, limits: Limits = None) -> Schedule:
+    """The best of the orders for ``chunks`` stages per rank, round in a loop or to and fro; of one or two when None.
+
+    Args:
+        costs: by placement, so that each of several stages can take its share of a rank's time and memory.
+        limits: as for :func:`search`; in units of a stage, so that those of halved stages count as much as whole ones,
+            unless ``costs`` says that they are smaller.
+
+    Raises:
+        UserError: no order keeps the limits on any of these placements.
+    """
+    counts = (1, 2) if chunks is None else (chunks,)
+    placements = dict.fromkeys(layout.placement(ranks, count) for count in counts
+                               for layout in (Layout.ZIGZAG, Layout.LOOP))
+    found: list[tuple[Score, Schedule]] = []
+    problems: list[UserError] = []
+    for placement in placements:
+        try:
+            found += _Problem(placement, microbatches, costs and costs(placement), limits).candidates()
+        except UserError as error:
+            problems.append(error)
+    if not found:
+        raise problems[0]
+    return min(found, key=_score)[1]
+
+
+def _score(scored: tuple[Score, Schedule]) -> Score:
+    return scored[0]
+
+
+class _Problem:
+    """What to search: the arguments of :func:`search`, checked."""
+
+    def __init__(self, placement: Placement, microbatches: int, costs: Costs | None, limits: Limits) -> None:
+        ranks = len({rank for held_by in placement for rank in held_by})
+        if not placement or microbatches < 1:
+            raise UserError(f"{counted(len(placement), 'stage')} and {counted(microbatches, 'microbatch')}",
+                            hint="a pipeline needs at least one of each")
+        self._placement, self._microbatches = placement, microbatches
+        self._costs = costs or Costs.uniform(Size(ranks, microbatches, max(1, len(placement) // ranks), microbatches))
+        if len(self._costs.stages) != len(placement):
+            raise UserError(f"there are costs for {len(self._costs.stages)} stages, but the placement has "
+                            f"{len(placement)}", hint="give one entry per stage")
+        each: Sequence[Number | None] = limits if isinstance(limits, Sequence) else [limits] * ranks
+        if len(each) != ranks:
+            raise UserError(f"there are {len(each)} memory limits for {ranks} ranks",
+                            hint="give one per rank, or one number for all")
+        self._limits: list[Number] = [math.inf if limit is None else limit for limit in each]
+        self._whole = self._work(microbatches)
+        self._goal = self._whole.goal()
+        self._check_limits()
+
+    def _check_limits(self) -> None:
+        work = self._whole
+        least = [work.least_bytes(rank) for rank in range(work.ranks)]
+        short = [rank for rank, limit in enumerate(self._limits) if limit < least[rank] * (1 - ROUNDING)]
+        if short:
+            rank = max(short, key=lambda rank: least[rank] - self._limits[rank])
+            raise UserError(f"no order keeps the memory limit of {float(self._limits[rank]):g} on rank {rank}: one "
+                            f"microbatch alone holds {least[rank]:g} there",
+                            hint="allow " + ", ".join(f"{least[rank]:g} or more on rank {rank}" for rank in short)
+                            + ", use smaller microbatches, or let stages recompute")
+
+    def _work(self, microbatches: int) -> Workload:
+        return Workload(self._placement, microbatches, self._costs, [float(limit) for limit in self._limits])
+
+    def candidates(self) -> Iterator[tuple[Score, Schedule]]:
+        """What keeps the limits, with its score."""
+        hand_made = list(self._hand_made())
+        scored = [one for schedule in hand_made if (one := self._scored(schedule)) is not None]
+        yield from scored
+        if any(self._perfect(score) for score, _ in scored):
+            return
+        any_fits = bool(scored)
+        for rules in self._finalists(hand_made):
+            if (found := self._ordered(rules)) is not None:
+                any_fits = True
+                yield found
+                if self._perfect(found[0]):
+                    return
+        if not any_fits and (last := self._ordered(_one_by_one(self._whole))) is not None:
+            yield last
+
+    def _perfect(self, score: Score) -> bool:
+        """Whether no order has a smaller bubble or a smaller makespan."""
+        return _reaches((float(score[0]) + max(self._whole.work_s), float(score[1])), self._goal)
+
+    def _ordered(self, rules: GreedyRules) -> tuple[Score, Schedule] | None:
+        found = greedy(self._whole, rules)
+        return None if found is None else self._scored(self._schedule(found.programs))
+
+    def _scored(self, schedule: Schedule) -> tuple[Score, Schedule] | None:
+        """None when it does not keep the limits."""
+        try:
+            timeline = simulate(schedule, self._costs)
+        except CheckError:
+            return None  # somebody's registered schedule that cannot run
+        if any(peak > limit * (1 + ROUNDING) for peak, limit in zip(timeline.peak_bytes, self._limits, strict=True)):
+            return None
+        return ((timeline.bubble_s, timeline.makespan_s, sum(timeline.peak_bytes, start=0),
+                 sum(map(len, schedule.programs))), self._schedule(schedule.programs))
+
+    def _hand_made(self) -> Iterator[Schedule]:
+        for name in schedule_names():
+            recipe = recipe_if_any(name)
+            if recipe is not None and recipe.flush and recipe.search is None:
+                try:
+                    yield build(name, self._placement, self._microbatches)
+                except UserError:
+                    continue  # not on this placement, or not with so many
+
+    def _finalists(self, hand_made: Sequence[Schedule]) -> Iterator[GreedyRules]:
+        """The best rules, tried on only the first few of many microbatches."""
+        rules = list(_rules(self._whole))
+        few = max(2 * self._whole.ranks, _ACTIONS // (3 * len(self._placement) * len(rules)))
+        trial = _Trial(self._whole if few >= self._microbatches else self._work(few))
+        trial.run(rules)
+        for one in trial.best():
+            trial.run(_varied(one))
+        trial.climb()
+        yield from trial.best()
+        for schedule in hand_made:
+            yield replace(_freely(self._whole), turns=tuple(map(_turns, schedule.programs)))
+
+    def _schedule(self, programs: Sequence[Sequence[Action]]) -> Schedule:
+        """These programs as the schedule ``auto``, which promises what it holds."""
+        schedule = Schedule("auto", self._placement, tuple(map(tuple, programs)), self._microbatches,
+                            self._microbatches, True, (), (1,) * len(self._placement), {})
+        return replace(schedule, peak_activations=tuple(rank.peak_activations for rank in rank_peaks(schedule)))
+
+
+def _turns(program: Iterable[Action]) -> tuple[Turn, ...]:
+    """The order of forwards and backwards."""
+    return tuple((Op.FORWARD if action.op is Op.FORWARD else Op.INPUT, action.stage)
+                 for action in program if action.op is Op.FORWARD or action.op in RETURNS)
+
+
+def _freely(work: Workload) -> GreedyRules:
+    return GreedyRules((math.inf,) * work.ranks, (math.inf,) * work.ranks)
+
+
+def _one_by_one(work: Workload) -> GreedyRules:
+    """One microbatch in flight and no backward split: keeps every limit that can be kept."""
+    return replace(_freely(work), in_flight=tuple(float(len(stages)) for stages in work.stages_of), split=False)
+
+
+def _rules(work: Workload) -> Iterator[GreedyRules]:
+    """What is tried first: without those that allow the same, those that hold least ahead."""
+    for in_flight, held in sorted(set(_allowances(work)), key=lambda one: (sum(one[1]), sum(one[0]), one)):
+        for first in Priority:
+            yield GreedyRules(in_flight, held, first)
+
+
+def _varied(rules: GreedyRules) -> Iterator[GreedyRules]:
+    """``rules`` with one of the others changed."""
+    yield replace(rules, deep=not rules.deep)
+    yield replace(rules, patience=1.0 - rules.patience)
+    yield replace(rules, split=not rules.split)
+
+
+def _allowances(work: Workload) -> Iterator[tuple[tuple[float, ...], tuple[float, ...]]]:
+    """Microbatch-stages in flight, and held at all, per rank."""
+    chunks = [len(stages) for stages in work.stages_of]
+    most = [count * work.microbatches for count in chunks]
+    endless = (math.inf,) * work.ranks
+    for share in _SLOPES:
+        ahead = tuple(float(min(limit, count + _ahead(work, stages[0], share)))
+                      for limit, count, stages in zip(most, chunks, work.stages_of, strict=True))
+        yield ahead, endless
+        yield ahead, (max(ahead),) * work.ranks
+    for share in _LEVELS:
+        level = tuple(float(min(limit, max(count, math.ceil(share * count * work.ranks))))
+                      for limit, count in zip(most, chunks, strict=True))
+        yield level, endless
+        yield endless, level
+
+
+def _ahead(work: Workload, stage: int, share: float) -> float:
+    """``share`` of the forwards for which ``stage`` has time until the first gradient comes back to it."""
+    away = (sum(work.forward_s[stage + 1:]) + sum(work.input_s[stage + 1:]) + sum(work.down_s[stage:])
+            + sum(work.up_s[stage + 1:]))
+    if share == math.inf or not work.forward_s[stage]:
+        return math.inf
+    return math.ceil(share * away / work.forward_s[stage] * (1 - HAIR))
+
+
+def _reaches(times: tuple[float, float], goal: tuple[float, float]) -> bool:
+    return all(time <= least * (1 + HAIR) for time, least in zip(times, goal, strict=True))
+
+
+class _Trial:
+    """Rules and how long what they find takes, until nothing can be better."""
+
+    def __init__(self, work: Workload) -> None:
+        self._work, self._goal = work, work.goal()
+        self._times: dict[GreedyRules, tuple[float, float]] = {}
+        self._perfect = False
+
+    def run(self, rules: Iterable[GreedyRules]) -> None:
+        for one in rules:
+            if self._perfect:
+                return
+            found = greedy(self._work, one)
+            self._times[one] = (math.inf, math.inf) if found is None else (found.span_s, found.makespan_s)
+            self._perfect = _reaches(self._times[one], self._goal)
+
+    def best(self) -> list[GreedyRules]:
+        """A few, the best first."""
+        ranked = sorted(self._times, key=self._times.__getitem__)[:_FINALISTS]
+        return [one for one in ranked if self._times[one][0] < math.inf]
+
+    def climb(self) -> None:
+        """From the best, allow one rank after the other one more or one less in flight, as long as that helps."""
+        left = _ACTIONS // (3 * len(self._work.rank_of) * self._work.microbatches)
+        before: list[GreedyRules] = []
+        while (best := self.best()[:1]) != before:
+            before = best
+            for rank, more in product(range(self._work.ranks), (1, -1)):
+                if left <= 0:
+                    return
+                left -= 1
+                self.run([replace(one, in_flight=tuple(count + more * (rank == other)
+                                                       for other, count in enumerate(one.in_flight)))
+                          for one in self.best()[:1]])

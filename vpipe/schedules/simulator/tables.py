@@ -1,0 +1,245 @@
+"""A schedule as the simulator's tables: numbered actions, what each takes, and what is on its way between them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cache
+from math import lcm
+
+from vpipe.schedules.action import COMPLETES, PER_MICROBATCH, RETURNS, SENDS, Action, Op
+from vpipe.schedules.costs import Costs, Number, ratio
+from vpipe.schedules.dependencies import borrowing_ranks
+from vpipe.schedules.lower import Lowering, VersionsUsed
+from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.simulator.timeline import recomputations
+
+
+@dataclass(slots=True)
+class Message:
+    """Something on its way from one action to others.
+
+    Attributes:
+        action: the send; or a norm, which is with every step at once; or a sum over replicas, both for the gradients
+            that go into it and for what comes of it.
+        source: its rank.
+        target: the rank of its receive; ``source`` when no link is used.
+        ticks: that it takes.
+        users: the numbers of the actions that wait for it.
+        opens: how many actions must be reached before it starts: the send, and the receive unless that waits already.
+    """
+
+    action: Action
+    source: int
+    target: int
+    ticks: Number
+    users: tuple[int, ...]
+    opens: int
+
+
+@dataclass(frozen=True)
+class SimulationTables:
+    """A lowered schedule, its actions numbered rank after rank.
+
+    Attributes:
+        schedule: the lowered one.
+        unit: ticks per second. Times are whole numbers of ticks, which are many times faster than fractions; with a
+            ``float`` among the costs a tick is a second and times stay as they are.
+        firsts: per rank, the number of its first action.
+        ends: per rank, the number behind its last.
+        rank_of: per action, its rank.
+        ticks: per action, what it takes; None when it is passed at once.
+        ways: all that is sent or published.
+        opened: by action, the ways that it opens as their send, norm or receive, as the last of a replica's gradients,
+            or as its sum.
+    """
+
+    schedule: Schedule
+    unit: int
+    firsts: list[int]
+    ends: list[int]
+    rank_of: list[int]
+    ticks: list[Number | None]
+    ways: list[Message] = field(default_factory=list)
+    opened: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, schedule: Schedule, costs: Costs) -> SimulationTables:
+        """The tables of ``schedule``, compute-only (then its receives wait from the beginning) or lowered."""
+        posted = not any(action.op in _LOWERED for program in schedule.programs for action in program)
+        if posted:
+            schedule = _with_sends(schedule)
+        unit = _ticks_per_second(costs, [schedule.rounds.width(stage) for stage in range(schedule.stages)])
+        sizes = [len(program) for program in schedule.programs]
+        ends = [sum(sizes[:rank + 1]) for rank in range(len(sizes))]
+        tables = cls(schedule, unit, [end - size for end, size in zip(ends, sizes, strict=True)], ends,
+                     [rank for rank, size in enumerate(sizes) for _ in range(size)],
+                     list(_ticks(schedule, costs, unit)))
+        tables._fill(costs, posted)
+        return tables
+
+    def _fill(self, costs: Costs, posted: bool) -> None:
+        """Add the ways."""
+        schedule, numbers = self.schedule, _Numbers(self.schedule, self.firsts)
+        widths = [schedule.rounds.width(stage) for stage in range(schedule.stages)]
+
+        @cache
+        def ticks(op: Op, stage: int, source: int, target: int) -> Number:
+            cost = costs.stages[stage]
+            size = (ratio(cost.reduce_bytes, widths[stage]) if op is Op.REDUCE else
+                    {Op.SEND_F: cost.output_bytes, Op.SEND_B: cost.gradient_bytes}.get(op, cost.tied_bytes))
+            return 0 if source == target else _whole(costs.link(source, target).transfer_s(size) * self.unit)
+
+        for rank, (first, program) in enumerate(zip(self.firsts, schedule.programs, strict=True)):
+            for number, action in enumerate(program, start=first):
+                if action.op in SENDS:
+                    for receive, users in numbers.receives(action, rank):
+                        target = self.rank_of[receive]
+                        taken = ticks(action.op, action.stage, rank, target)
+                        self._add(Message(action, rank, target, taken, users, 1 if posted else 2),
+                                  number, *(() if posted else (receive,)))
+                elif action.op not in _OF_UPDATES:
+                    continue
+                elif action.op is Op.REDUCE:
+                    for other, made, summed in numbers.replicas(action, rank):
+                        if made is not None:
+                            self._add(Message(action, other, rank, ticks(action.op, action.stage, other, rank),
+                                              (number,), 1), made)
+                        self._add(Message(action, rank, other, ticks(action.op, action.stage, rank, other), summed, 1),
+                                  number)
+                elif rank == schedule.placement[action.stage][0]:  # a norm; the stage's other ranks have the same
+                    self._add(Message(action, rank, rank, 0, tuple(numbers.steps(action)), 1), number)
+
+    def _add(self, way: Message, *openers: int) -> None:
+        for opener in openers:
+            self.opened[opener] = (*self.opened.get(opener, ()), len(self.ways))
+        self.ways.append(way)
+
+
+class _Numbers:
+    """Finds the numbers of actions.
+
+    A key is (stage, index); of what may stand on several ranks, because the stage is replicated or its weights are
+    borrowed, (stage, index, rank).
+    """
+
+    def __init__(self, schedule: Schedule, firsts: Sequence[int]) -> None:
+        self._schedule = schedule
+        self._where: dict[Op, dict[tuple[int, ...], int]] = {op: {} for op in Op}
+        several = {op: op not in PER_MICROBATCH for op in Op}
+        self._last: dict[tuple[int, int, int], int] = {}  # of a replica's gradients of an update: (stage, update, rank)
+        spans = {stage: schedule.rounds.span(stage) for stage in range(schedule.stages)
+                 if schedule.rounds.width(stage) > 1}
+        for rank, (first, program) in enumerate(zip(firsts, schedule.programs, strict=True)):
+            for number, action in enumerate(program, start=first):
+                key = action.stage, action.microbatch
+                self._where[action.op][(*key, rank) if several[action.op] else key] = number
+                if spans and action.op in COMPLETES and action.stage in spans:
+                    self._last[action.stage, action.microbatch // spans[action.stage], rank] = number
+        self._users: dict[tuple[int, int, int], list[int]] = defaultdict(list)  # of tied versions, by borrowing rank
+        for owner, borrowers in schedule.ties.items():
+            used = {rank: VersionsUsed(owner, iter(schedule.programs[rank])) for rank in schedule.placement[owner]}
+            for microbatch in range(schedule.microbatches):
+                version = used[schedule.rounds.rank_of(owner, microbatch)].of(microbatch)
+                for stage in borrowers:
+                    user = self._where[Op.FORWARD][stage, microbatch]
+                    self._users[owner, version, schedule.rounds.rank_of(stage, microbatch)].append(user)
+
+    def _of(self, operations: Iterable[Op], *key: int) -> tuple[int, ...]:
+        """Those of the ``operations`` that there are."""
+        return tuple([self._where[op][key] for op in operations if key in self._where[op]])
+
+    def steps(self, norm: Action) -> Iterator[int]:
+        """The steps that wait for a norm: those on other ranks than its stage's, which have it themselves."""
+        own = self._schedule.placement[norm.stage]
+        for stage, ranks in enumerate(self._schedule.placement):
+            for rank in ranks:
+                if rank not in own:
+                    yield from self._of((Op.STEP,), stage, norm.microbatch, rank)
+
+    def replicas(self, reduce: Action, rank: int) -> Iterator[tuple[int, int | None, tuple[int, ...]]]:
+        """Of every other replica: its rank, the last of its gradients, if it has any, and what waits for the sum."""
+        stage, update = reduce.stage, reduce.microbatch
+        for other in self._schedule.placement[stage]:
+            if other != rank:
+                yield (other, self._last.get((stage, update, other)),
+                       self._of((Op.NORM, Op.STEP), stage, update, other))
+
+    def receives(self, send: Action, rank: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Of everyone who receives ``send``: the receive, and what waits for it."""
+        stage, index, schedule = send.stage, send.microbatch, self._schedule
+        if (neighbour := _OTHER_END.get(send.op)) is not None:
+            receiving, offset, users = neighbour
+            there = self._where[receiving].get((stage + offset, index))
+            if there is not None:
+                yield there, self._of(users, stage + offset, index)
+        elif send.op is Op.SEND_W:
+            for target in borrowing_ranks(schedule.placement, stage, schedule.ties.get(stage, ()), rank):
+                for receive in self._of((Op.RECV_W,), stage, index, target):
+                    yield receive, tuple(self._users.get((stage, index, target), ()))
+        else:
+            for target in schedule.placement[stage]:
+                for receive in self._of((Op.RECV_G,), stage, index, target):
+                    yield receive, self._of((Op.NORM, Op.STEP), stage, index, target)
+
+
+_OTHER_END: dict[Op, tuple[Op, int, tuple[Op, ...]]] = {
+    Op.SEND_F: (Op.RECV_F, 1, (Op.FORWARD,)),
+    Op.SEND_B: (Op.RECV_B, -1, (Op.BACKWARD, Op.INPUT)),
+}
+"""The receive of a send, its stage seen from the send's, and the operations that wait for it."""
+
+_LOWERED = SENDS | {Op.REDUCE}
+"""What no compute-only schedule has."""
+
+_OF_UPDATES = frozenset({Op.NORM, Op.REDUCE})
+"""What is published or summed."""
+
+
+def _with_sends(schedule: Schedule) -> Schedule:
+    """Lowered, for the sends in it; where its receives stand makes no difference here."""
+    def compute(rank: int) -> Iterator[Action]:
+        return iter(schedule.programs[rank])
+
+    return schedule.with_programs([
+        tuple(Lowering(schedule.rounds, rank, compute, schedule.ties).program())
+        for rank in range(schedule.ranks)])
+
+
+def _ticks(schedule: Schedule, costs: Costs, unit: int) -> Iterator[Number | None]:
+    """What each action takes, rank after rank; None when it is passed at once."""
+    times: dict[tuple[Op, int], Number] = {}
+    alone: dict[tuple[Op, int], Number] = {}  # of backwards that recompute by themselves
+    for stage, cost in enumerate(costs.stages):
+        for op, time in ((Op.FORWARD, cost.forward_s), (Op.BACKWARD, cost.input_s + cost.weight_s),
+                         (Op.INPUT, cost.input_s), (Op.WEIGHT, cost.weight_s), (Op.RECOMPUTE, cost.recompute_s),
+                         (Op.STEP, cost.step_s)):
+            times[op, stage] = _whole(time * unit)
+            alone[op, stage] = _whole((time + cost.recompute_s) * unit)
+    for program in schedule.programs:
+        recomputed = recomputations(program)
+        for action in program:
+            key = action.op, action.stage
+            if action.op in RETURNS and (action.stage, action.microbatch) not in recomputed:
+                yield alone[key]
+            else:
+                yield times.get(key)
+
+
+def _ticks_per_second(costs: Costs, widths: Sequence[int]) -> int:
+    """The fewest that make every time a whole number of ticks; 1 with a ``float`` among them."""
+    times: set[Number] = set()
+    for cost, width in set(zip(costs.stages, widths, strict=True)):
+        times |= {cost.forward_s, cost.input_s, cost.weight_s, cost.recompute_s, cost.step_s}
+        times |= {link.transfer_s(size) for link in {costs.default_link, *costs.links.values()}
+                  for size in (cost.output_bytes, cost.gradient_bytes, cost.tied_bytes,
+                               ratio(cost.reduce_bytes, width))}
+    exact = not any(isinstance(time, float) for time in times)
+    return lcm(*(Fraction(time).denominator for time in times)) if exact else 1
+
+
+def _whole(ticks: Number) -> Number:
+    """As an ``int`` where it is a whole number, unless it is a ``float``."""
+    return ratio(ticks, 1)
