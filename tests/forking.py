@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from zygote import HOOK, Popen, exactly
 
 IMPORTED = ("torch", "torch._dynamo", "torch.distributed", "numpy", "numpy.random", "h5py", "vpipe", "vpipe.cli",
-            "vpipe.launch.worker", "vpipe.launch.together", "vpipe.train.loop", "vpipe.verify.differences",
+            "vpipe.launch.rank_main", "vpipe.launch.together", "vpipe.train.loop", "vpipe.verify.differences",
             "vpipe.train.planning", "vpipe.train.profiled", "vpipe.compare.run", "vpipe.profiling.world",
             "vpipe.data.bert_hdf5", "vpipe.data.synthetic", "vpipe.model.bert")
 
@@ -112,8 +112,8 @@ def become(request: Mapping[str, Any], files: Sequence[int]) -> None:
         from vpipe.cli import main
 
         sys.exit(main(arguments))
-    elif what == "vpipe.launch.worker":
-        from vpipe.launch.worker import main as work
+    elif what == "vpipe.launch.rank_main":
+        from vpipe.launch.rank_main import main as work
 
         sys.exit(work(Path(arguments[0]), *arguments[1:]))
     else:

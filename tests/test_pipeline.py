@@ -337,7 +337,7 @@ def test_left_out_a_pipeline_takes_a_gpu_where_there_is_one(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     current: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    monkeypatch.setattr("vpipe.launch.device.gpu_uuid", str)
+    monkeypatch.setattr("vpipe.distributed.device.gpu_uuid", str)
 
     def moved(module: nn.Module, device: torch.device) -> nn.Module:
         raise RunError(f"moved to {device}", hint="")

@@ -20,5 +20,5 @@ _HOME = {"Layer": "vpipe.model.layer", "Model": "vpipe.model.layer",
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module 'vpipe' has no attribute '{name}'")
-    import_module("vpipe.watch.excepthook").install()
+    import_module("vpipe.distributed.excepthook").install()
     return getattr(import_module(_HOME[name]), name)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from vpipe.commands.checkpoint_parser import add_checkpoint
 from vpipe.commands.parser import Parser, Version, add_config, add_models, add_overrides
+from vpipe.distributed.excepthook import report, user_frames, write_error_file
 from vpipe.errors import VpipeError
-from vpipe.watch.excepthook import report, user_frames, write_error_file
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from vpipe.arguments import Arguments, as_number, check_path, shown
+from vpipe.distributed import excepthook
+from vpipe.distributed.init import join_world
 from vpipe.errors import PerformanceWarning, Problem, UserError, counted
-from vpipe.launch.world import join_world
 from vpipe.model.layer import Model
 from vpipe.model.split import balanced, parameter_counts, split, ties_between
 from vpipe.plan.plan import Plan
@@ -32,7 +33,6 @@ from vpipe.runtime.transport.compression import Compression
 from vpipe.schedules.few_microbatches import few_microbatches
 from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.size import Placement
-from vpipe.watch import excepthook
 
 
 @runtime_checkable

@@ -18,7 +18,7 @@ from vpipe.checkpoint.folder import Checkpoints
 from vpipe.checkpoint.manifest import About, Manifest
 from vpipe.checkpoint.saver import Saver
 from vpipe.checkpoint.votes import StoreVotes
-from vpipe.launch.store import own_store
+from vpipe.distributed.store import own_store
 
 
 class Way(Protocol):

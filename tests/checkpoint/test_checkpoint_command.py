@@ -23,8 +23,8 @@ from vpipe.checkpoint.once import save_at
 from vpipe.checkpoint.restore import read
 from vpipe.cli import main
 from vpipe.data.dataset import Tokenized
-from vpipe.launch.folder import RUNNING
 from vpipe.train.job import Job
+from vpipe.train.run_folder import RUNNING
 from vpipe.verify.reference import TrainingRecipe, flush_oracle
 from vpipe.verify.reference_optimizer import InitialState
 

@@ -11,8 +11,8 @@ import torch
 
 from vpipe.config.config import Config, load_config
 from vpipe.errors import UserError
-from vpipe.launch.machine import hosts_of
-from vpipe.launch.ranks import ranks_here
+from vpipe.launch.checks import hosts_of
+from vpipe.launch.rank_env import ranks_here
 from vpipe.train.device import device_of
 
 GOOD = """\

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from vpipe.launch import host
-from vpipe.launch.ranks import HostRanks
+from vpipe.launch import remote_agent as host
+from vpipe.launch.rank_env import HostRanks
 
 HEAD = """\
 import json, os, sys, threading, time

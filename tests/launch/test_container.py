@@ -16,7 +16,7 @@ from vpipe.config.config import Config, load_config
 from vpipe.errors import UserError
 from vpipe.launch import container as module
 from vpipe.launch.container import Container, enter, inside_container
-from vpipe.launch.ranks import HostRanks
+from vpipe.launch.rank_env import HostRanks
 
 PACKAGE = Path(vpipe.__file__).parents[1]
 STAND_IN = """\
@@ -66,7 +66,7 @@ def test_what_a_rank_runs(here: Path, name: str) -> None:
     command = ranks.command("/scratch/run")
     assert command[:3] == [str(found), "exec", "--bind"]
     assert binds(command) == sorted(map(str, [here, "/data/text", "/scratch/run", PACKAGE]))  # the cache is in here
-    assert command[-8:] == ["--pwd", str(here), str(here / "image.sif"), "python3", "-m", "vpipe.launch.worker",
+    assert command[-8:] == ["--pwd", str(here), str(here / "image.sif"), "python3", "-m", "vpipe.launch.rank_main",
                             "/scratch/run", "train"]
     assert "--nv" not in command
     environment = ranks.environment(1)

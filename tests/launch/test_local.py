@@ -16,15 +16,13 @@ from typing import ClassVar
 import pytest
 from test_ends import alive, until
 
+from vpipe.distributed.network import free_port
 from vpipe.errors import LastingError, RunError, UserError, VpipeError
-from vpipe.launch import halted, local, starting
-from vpipe.launch.failure import read_report
-from vpipe.launch.folder import failure_path, log_path
-from vpipe.launch.halted import Halted
-from vpipe.launch.local import Interrupted, close_all, run_ranks
-from vpipe.launch.network import free_port
-from vpipe.launch.ranks import HostRanks
-from vpipe.launch.starting import Starting
+from vpipe.launch import local
+from vpipe.launch.failure_report import read_report
+from vpipe.launch.local import Halted, Interrupted, Starting, close_all, run_ranks
+from vpipe.launch.rank_env import HostRanks
+from vpipe.train.run_folder import failure_path, log_path
 
 REPORT = "import json, os, sys, time; folder = sys.argv[1]\n" \
          "def report(rank, what, blames=False, user=False, where=None, after=0.0):\n" \
@@ -73,8 +71,8 @@ def test_a_rank_that_went_on_in_time_is_none_and_begins_anew(monkeypatch: pytest
     seen = Halted(10.0)
     told = []
     for now, stopped in ((0, True), (9, True), (12, False), (15, True), (24, True), (26, True)):
-        monkeypatch.setattr(halted, "time", SimpleNamespace(monotonic=lambda now=now: now))
-        monkeypatch.setattr(halted, "_stopped", lambda process, stopped=stopped: stopped)
+        monkeypatch.setattr(local, "time", SimpleNamespace(monotonic=lambda now=now: now))
+        monkeypatch.setattr(local, "_is_stopped", lambda process, stopped=stopped: stopped)
         if seen.look({0: None}) is not None:
             told.append(now)
     assert told == [26]
@@ -262,7 +260,7 @@ def test_a_signal_to_a_rank_ends_the_run_in_good_order(monkeypatch: pytest.Monke
 def test_that_ranks_are_starting_is_said_when_it_takes_long(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
                                                             capsys: pytest.CaptureFixture[str]) -> None:
     times = iter([100.0, 101.0, 102.1, 103.0, 112.3, 122.1, 133.0])
-    monkeypatch.setattr(starting, "monotonic", lambda: next(times))
+    monkeypatch.setattr(local, "monotonic", lambda: next(times))
     (tmp_path / "running").write_text("an attempt that was killed")
     ranks = Starting(tmp_path, 2, tmp_path / "step-64")
     for _ in range(4):
@@ -277,7 +275,7 @@ def test_that_ranks_are_starting_is_said_when_it_takes_long(monkeypatch: pytest.
 def test_a_run_that_has_ended_is_not_starting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
                                               capsys: pytest.CaptureFixture[str]) -> None:
     times = iter([100.0, 102.1, 103.0, 112.3])
-    monkeypatch.setattr(starting, "monotonic", lambda: next(times))
+    monkeypatch.setattr(local, "monotonic", lambda: next(times))
     ranks = Starting(tmp_path, 2, None)
     ranks.look()
     (tmp_path / "running").touch()

@@ -49,8 +49,8 @@ def test_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(runs) == 1, "by which the ranks know each other"
     assert shlex.split(commands[5]) == [
         "RANK=1", "LOCAL_RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", "MASTER_PORT=23456", "OMP_NUM_THREADS=1",
-        *runs, "GLOO_SOCKET_IFNAME=lo", "NCCL_SOCKET_IFNAME=lo", sys.executable, "-m", "vpipe.launch.worker", "$FOLDER",
-        "train", "&"]
+        *runs, "GLOO_SOCKET_IFNAME=lo", "NCCL_SOCKET_IFNAME=lo", sys.executable, "-m", "vpipe.launch.rank_main",
+        "$FOLDER", "train", "&"]
     assert commands[6:] == ["wait"]
     assert yaml.safe_load(config)["parallel"]["master_port"] == 23456
 
@@ -66,7 +66,7 @@ def test_on_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [ssh] = [line for line in commands if line.startswith("ssh ")]
     assert shlex.split(ssh) == ssh_command("me@hostB", config.launch)
     [rank] = [line for line in commands if line.startswith("RANK=1")]
-    assert shlex.split(rank)[-7:] == ["VPIPE_HOST=hostB", "/opt/py thon", "-m", "vpipe.launch.worker", "$FOLDER",
+    assert shlex.split(rank)[-7:] == ["VPIPE_HOST=hostB", "/opt/py thon", "-m", "vpipe.launch.rank_main", "$FOLDER",
                                       "train", "&"]
 
 

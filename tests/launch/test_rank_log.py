@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from vpipe.launch.rank_log import RankLog
+from vpipe.launch.rank_main import RankLog
 
 
 def test_a_full_disk_is_told_once_and_raises_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,17 +15,16 @@ from vpipe.checkpoint.folder import Checkpoints
 from vpipe.checkpoint.manifest import MANIFEST, Manifest
 from vpipe.cli import main
 from vpipe.config.config import Config, load_config
+from vpipe.distributed.environment import RankEnvironment, agent_of
 from vpipe.errors import UserError
-from vpipe.launch import restart
+from vpipe.launch.checks import ranks_of
 from vpipe.launch.conclusion import Conclusion
 from vpipe.launch.elastic import fitted, other_updates
-from vpipe.launch.failure import first_report
-from vpipe.launch.folder import failure_path, leave
-from vpipe.launch.machine import ranks_of
-from vpipe.launch.member import Member
-from vpipe.launch.restart import Failure, announced, last_step, newest_intact, over
-from vpipe.launch.starter import FILE, Starter, agent_of
+from vpipe.launch.failure_report import first_report
+from vpipe.launch.restart import FILE, Failure, Starter, announced, newest_intact, over
+from vpipe.train import run_folder
 from vpipe.train.job import Job
+from vpipe.train.run_folder import failure_path, last_step, leave
 
 KILLED = Failure("rank 2 was killed; rank 1 was waiting for F7", 41, "step-40")
 
@@ -57,7 +56,7 @@ def test_the_last_step_that_was_recorded(tmp_path: Path, monkeypatch: pytest.Mon
     lines = [json.dumps({"step": step, "loss": 1.0}) for step in range(300)]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 299, "evaluation_loss": 2.0}', '{"step": 30']))
     assert last_step(tmp_path) == 299
-    monkeypatch.setattr(restart, "TAIL_BYTES", 200)
+    monkeypatch.setattr(run_folder, "TAIL_BYTES", 200)
     assert last_step(tmp_path) == 299
 
 
@@ -116,7 +115,7 @@ def test_trainings_of_one_script_are_told_apart(tmp_path: Path) -> None:
 
 def test_a_config_that_was_edited_while_the_job_waited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It holds, cut as before; one that is as it was goes on with what was planned for it."""
-    member = Member("srun", 0, 2, 0, "n1", "127.0.0.1", 1, agent="job 7.0")
+    member = RankEnvironment("srun", 0, 2, 0, "n1", "127.0.0.1", 1, agent="job 7.0")
 
     def concluded(restarts: int, *settings: str) -> tuple[Path, Config]:
         told = load_config(write_config(tmp_path), settings)
@@ -140,7 +139,7 @@ def test_a_config_that_was_edited_while_the_job_waited(tmp_path: Path, capsys: p
 @pytest.mark.parametrize("saved", [True, False])
 def test_what_is_not_started_again_can_be_gone_on_with_only_from_a_checkpoint(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool) -> None:
-    member = Member("srun", 0, 2, 0, "n1", "127.0.0.1", 1, agent="job 7.0")
+    member = RankEnvironment("srun", 0, 2, 0, "n1", "127.0.0.1", 1, agent="job 7.0")
     job = Job.of(load_config(write_config(tmp_path)))
     run = Path(Conclusion.of(member, job, None, None, ["job 7.0"]).folder)
     report = {"rank": 0, "blames_peer": False, "time": 1.0, "user": True, "problems": [["x is 3", "use 4", None]]}

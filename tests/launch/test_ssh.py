@@ -23,15 +23,14 @@ from vpipe.cli import main
 from vpipe.config import machines as hosts_module
 from vpipe.config.config import Config, load_config
 from vpipe.config.machines import Hosts
+from vpipe.distributed.network import free_port
 from vpipe.errors import RunError, UserError
-from vpipe.launch import local, reach
+from vpipe.launch import local
 from vpipe.launch import ssh as ssh_module
 from vpipe.launch.local import Interrupted, close_all, run_ranks
-from vpipe.launch.messages import decoded, encoded
-from vpipe.launch.network import free_port
-from vpipe.launch.ranks import HostRanks, ranks_here
-from vpipe.launch.reach import connect, prepare
-from vpipe.launch.ssh import Remote, hello_s, ssh_command
+from vpipe.launch.rank_env import HostRanks, ranks_here
+from vpipe.launch.remote_agent import decoded, encoded
+from vpipe.launch.ssh import Remote, connect, hello_s, prepare, ssh_command
 
 SSH = """\
 #!/bin/bash
@@ -151,7 +150,8 @@ def test_the_command(here: Path) -> None:
     assert command[-2] == "me@hostB"
     words = shlex.split(command[-1])
     assert words[:3] == ["exec", "sh", "-c"]
-    assert shlex.split(words[3]) == ["cd", "it's here", "||", "exit", "96;", "exec", "/p y", "-m", "vpipe.launch.host"]
+    assert shlex.split(words[3]) == ["cd", "it's here", "||", "exit", "96;", "exec", "/p y", "-m",
+                                     "vpipe.launch.remote_agent"]
 
 
 def test_messages_among_what_a_shell_prints() -> None:
@@ -229,7 +229,7 @@ def test_a_host_that_falls_silent_before_the_run(here: Path, monkeypatch: pytest
                                                  capsys: pytest.CaptureFixture[str]) -> None:
     """Its ssh has ended, too, but something holds its output open, as a shared connection may."""
     monkeypatch.setattr(ssh_module, "SLOW_S", 0.1)
-    monkeypatch.setattr(reach, "SILENT_S", 1.0)
+    monkeypatch.setattr(ssh_module, "SILENT_S", 1.0)
     monkeypatch.setattr(ssh_module, "GRACE_S", 0.3)
     monkeypatch.setattr(Remote, "differs", lambda remote, container: [])
     quiet = here / "bin" / "quiet"

@@ -17,9 +17,9 @@ from test_runs import FRAGILE
 from test_together import TORCHRUN, put_model
 
 from vpipe.config.config import load_config
+from vpipe.distributed.network import free_port
 from vpipe.errors import LastingError, RunError, UserError
-from vpipe.launch.network import free_port
-from vpipe.launch.run import run
+from vpipe.launch.launcher import run
 from vpipe.train.job import Job
 
 pytestmark = pytest.mark.usefixtures("forked")

@@ -13,7 +13,7 @@ from small_run import check_updates, losses, only_run, oracle, write_config
 from test_runs import FRAGILE
 
 from vpipe.config.config import load_config
-from vpipe.launch.network import free_port
+from vpipe.distributed.network import free_port
 from vpipe.train.job import Job
 
 pytestmark = pytest.mark.usefixtures("forked")

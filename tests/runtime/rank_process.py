@@ -32,8 +32,8 @@ def serve() -> None:
     faulthandler.register(signal.SIGUSR1)  # a world that hangs is asked for its stacks
     import torch
 
+    from vpipe.distributed.init import join_world
     from vpipe.errors import PerformanceWarning
-    from vpipe.launch.world import join_world
 
     torch.set_num_threads(1)
     warnings.simplefilter("error")

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from world import World
 
 from vpipe import Layer, Model, Pipeline
+from vpipe.distributed.watchdog import work
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.executors import async_threaded as threaded
 from vpipe.runtime.executors.async_threaded import CudaStreams, ThreadedWorker, _Done
 from vpipe.runtime.executors.registry import EXECUTORS
 from vpipe.runtime.weight_versions import Weights
 from vpipe.schedules.action import Action, Op
-from vpipe.watch.current import work
 
 EVEN = [2, 2, 2, 2]
 RUNS: Mapping[str, Mapping[str, Any]] = {

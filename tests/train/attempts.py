@@ -8,10 +8,10 @@ from typing import Any
 from small_run import write_config
 
 from vpipe.config.config import load_config
-from vpipe.launch.folder import leave
 from vpipe.train.job import Job
 from vpipe.train.loop import train
 from vpipe.train.resume import Start, resumed_config, start_of, take_up
+from vpipe.train.run_folder import leave
 
 
 def begin(folder: Path, **changes: Any) -> Path:

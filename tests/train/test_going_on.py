@@ -17,14 +17,14 @@ from torch import Tensor
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.checkpoint.restore import read
 from vpipe.config.config import load_config
-from vpipe.launch.folder import CONFIG
-from vpipe.launch.stops import Stopped
+from vpipe.distributed.signals import Stopped
+from vpipe.distributed.watchdog import ask_stop, stop_asked
 from vpipe.runtime.step_results import Step
 from vpipe.train.job import Job
 from vpipe.train.loop import _Run, train
 from vpipe.train.progress import Progress
 from vpipe.train.resume import Start, take_up
-from vpipe.watch.current import ask_stop, stop_asked
+from vpipe.train.run_folder import CONFIG
 
 FLUSH = {"checkpoint__every_steps": 3, "training__max_steps": 8}
 STREAM = {"checkpoint__every_steps": 3, "training__max_steps": 8, "parallel__schedule": "pipedream",

@@ -15,11 +15,11 @@ from small_run import metrics, write_config
 from vpipe.checkpoint.manifest import Manifest, Stored
 from vpipe.config.config import load_config
 from vpipe.errors import UserError
-from vpipe.launch.folder import leave, running
 from vpipe.plan.plan import Plan
 from vpipe.train.job import Job
 from vpipe.train.loop import train
 from vpipe.train.resume import Start, resumed_config, start_of, take_up
+from vpipe.train.run_folder import leave, running
 
 
 @pytest.fixture(scope="module")

@@ -18,13 +18,13 @@ from vpipe.checkpoint.manifest import Manifest
 from vpipe.commands.train import _tell_of_scheduler, _told
 from vpipe.config.config import load_config
 from vpipe.errors import UserError
-from vpipe.launch import folder as folders
-from vpipe.launch.folder import LAUNCHED, leave, make_run_folder
-from vpipe.launch.run import run as launch
-from vpipe.launch.starter import Starter
+from vpipe.launch.launcher import run as launch
+from vpipe.launch.restart import Starter
+from vpipe.train import run_folder as folders
 from vpipe.train.changes import changes
 from vpipe.train.job import Job
 from vpipe.train.resume import Start, nothing_left, resumed_config, start_of, take_up
+from vpipe.train.run_folder import LAUNCHED, leave, make_run_folder
 
 ONE = {"parallel__model_parallel_size": 1, "model__num_layers": 1}
 

@@ -19,9 +19,9 @@ from vpipe.checkpoint.integrity import Progress, damages
 from vpipe.checkpoint.manifest import MANIFEST, Manifest, Stored
 from vpipe.draw.plan_table import Column, columns
 from vpipe.errors import RunError, UserError, counted
-from vpipe.launch.folder import CONFIG, check_not_running
 from vpipe.sizes import size_text
 from vpipe.slow import LOADING_TORCH, said_when_slow
+from vpipe.train.run_folder import CONFIG, check_not_running
 
 PIPE_COLUMNS = 200
 """Width of what goes to a file or a pipe."""
@@ -141,8 +141,8 @@ def checkpoints_in(path: Path) -> list[Path]:
 def _elsewhere(run: Path) -> Iterator[Path]:
     """The folder that a run was told to keep its checkpoints in."""
     if (run / CONFIG).is_file():
-        from vpipe.launch.folder import checkpoints_root
         from vpipe.train.roots import config_of
+        from vpipe.train.run_folder import checkpoints_root
 
         yield checkpoints_root(config_of(run), run)
 

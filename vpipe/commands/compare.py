@@ -12,15 +12,14 @@ from pathlib import Path
 
 from vpipe.compare.systems import HINT, ComparisonRequest
 from vpipe.config.config import Config, load_config
+from vpipe.distributed.network import free_port
 from vpipe.errors import Problem, UserError, counted, nearest
-from vpipe.launch.alone import check_alone
-from vpipe.launch.folder import CONFIG, make_run_folder
+from vpipe.launch.checks import check_alone, check_gpus, hosts_of, ranks_of
 from vpipe.launch.local import run_ranks
-from vpipe.launch.machine import check_gpus, hosts_of, ranks_of
-from vpipe.launch.network import free_port
-from vpipe.launch.ranks import ranks_here
+from vpipe.launch.rank_env import ranks_here
 from vpipe.runtime.executors.registry import THREADED
 from vpipe.train.csv_rows import check_output, config_row
+from vpipe.train.run_folder import CONFIG, make_run_folder
 
 CONFIGS = Path("configs")
 """The folder of a config that ``--models`` names without one."""

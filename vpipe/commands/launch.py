@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from vpipe.config.config import load_config
 from vpipe.config.machines import host_of
-from vpipe.launch.machine import hosts_of, ranks_of
-from vpipe.launch.network import free_port
-from vpipe.launch.ranks import HostRanks, ranks_here
+from vpipe.distributed.network import free_port
+from vpipe.launch.checks import hosts_of, ranks_of
+from vpipe.launch.rank_env import HostRanks, ranks_here
 from vpipe.launch.ssh import ssh_command
 
 FOLDER = "$FOLDER"

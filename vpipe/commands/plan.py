@@ -16,8 +16,7 @@ from vpipe.config.parallel import AUTO
 from vpipe.draw.explain import Explained
 from vpipe.draw.plan_table import peak_bytes, predicted
 from vpipe.errors import UserError, counted
-from vpipe.launch.alone import check_alone
-from vpipe.launch.machine import ranks_of
+from vpipe.launch.checks import check_alone, ranks_of
 from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
 from vpipe.plan.profile import Profile

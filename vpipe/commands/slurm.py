@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vpipe.config.config import load_config
 from vpipe.errors import RunError, UserError
-from vpipe.launch.machine import ranks_of
+from vpipe.launch.checks import ranks_of
 from vpipe.launch.slurm import Nodes, ranks_per_node, slurm_script
 
 

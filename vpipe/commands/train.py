@@ -11,12 +11,12 @@ from pathlib import Path
 from vpipe.checkpoint.integrity import check_intact
 from vpipe.config import config as configs
 from vpipe.config.config import Config
+from vpipe.distributed.environment import RankEnvironment
 from vpipe.errors import UserError, VpipeError, counted
-from vpipe.launch.folder import leave
-from vpipe.launch.member import Member
-from vpipe.launch.starter import Starter
+from vpipe.launch.restart import Starter
 from vpipe.train.resume import Start, resumed_config, start_of
 from vpipe.train.roots import absolute
+from vpipe.train.run_folder import leave
 
 
 def run_train(options: argparse.Namespace) -> None:
@@ -39,7 +39,7 @@ def _train(options: argparse.Namespace) -> None:
     except VpipeError as error:
         config = error
     try:
-        member = Member.of(os.environ, None if isinstance(config, VpipeError) else config.parallel)
+        member = _rank_environment(None if isinstance(config, VpipeError) else config)
     except VpipeError as wrong:
         raise config if isinstance(config, VpipeError) else wrong from None
     if not isinstance(config, VpipeError) and (member is None or member.rank == 0):
@@ -55,9 +55,15 @@ def _train(options: argparse.Namespace) -> None:
     elif isinstance(config, VpipeError):
         raise config
     else:
-        from vpipe.launch.run import run
+        from vpipe.launch.launcher import run
 
         run(config, start, options.restarts)
+
+
+def _rank_environment(config: Config | None) -> RankEnvironment | None:
+    if config is None:
+        return RankEnvironment.parse(os.environ)
+    return RankEnvironment.parse(os.environ, config.parallel.master_address, config.parallel.master_port)
 
 
 def _tell_of_scheduler(options: argparse.Namespace, config: Config) -> None:
@@ -100,7 +106,7 @@ def _start_again(path: Path) -> Start | None:
     if path.exists():
         return None
     with suppress(VpipeError):
-        start, member = start_of(path.parent), Member.of(os.environ, None)
+        start, member = start_of(path.parent), RankEnvironment.parse(os.environ)
         starter = None if start.folder is None else Starter.read(start.folder)
         if starter is not None and member is not None and member.agent in starter.agents:
             return start

@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 
 from vpipe.config.config import load_config
+from vpipe.distributed.network import free_port
 from vpipe.errors import RunError, UserError
-from vpipe.launch.alone import check_alone
-from vpipe.launch.folder import CONFIG
+from vpipe.launch.checks import check_alone
 from vpipe.launch.local import run_ranks
-from vpipe.launch.network import free_port
-from vpipe.launch.ranks import HostRanks
+from vpipe.launch.rank_env import HostRanks
 from vpipe.train.job import Job
+from vpipe.train.run_folder import CONFIG
 from vpipe.verify.differences import (
     Difference,
     Reference,

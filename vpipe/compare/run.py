@@ -22,7 +22,6 @@ from vpipe.compare.systems import ComparisonRequest
 from vpipe.compare.turns import TimedTraining, take_turns
 from vpipe.config.config import load_config
 from vpipe.errors import PlanningError, Problem, UserError, counted
-from vpipe.launch.folder import CONFIG
 from vpipe.profiling.world import World
 from vpipe.runtime.collectives import LocalUsage
 from vpipe.runtime.trace import Recorded, Recorder
@@ -33,6 +32,7 @@ from vpipe.train.device import device_of, join
 from vpipe.train.efficiency import Efficiency
 from vpipe.train.job import Job
 from vpipe.train.loop import build
+from vpipe.train.run_folder import CONFIG
 
 RECORDED = 20_000
 """Actions per rank whose memory is recorded: a pipeline reaches its peak early."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from vpipe.config.validation import Mistake
-from vpipe.launch.network import is_this_host
+from vpipe.distributed.network import is_this_host
 
 LOCAL = ("localhost", "127.0.0.1")
 _MACHINE = re.compile(r"((?:[A-Za-z0-9_][\w.-]*@)?[A-Za-z0-9_][\w.-]*):(\d{1,4})", re.ASCII)

@@ -14,16 +14,15 @@ from vpipe.checkpoint.folder import Checkpoints
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.config.config import load_config
 from vpipe.config.yaml_tree import parse
+from vpipe.distributed.environment import RankEnvironment
 from vpipe.errors import UserError
-from vpipe.launch.failure import first_report
-from vpipe.launch.folder import CONFIG
-from vpipe.launch.machine import ranks_of
-from vpipe.launch.member import Member
-from vpipe.launch.restart import Failure, announced, last_step, newest_intact, over
-from vpipe.launch.starter import Starter
+from vpipe.launch.checks import ranks_of
+from vpipe.launch.failure_report import first_report
+from vpipe.launch.restart import Failure, Starter, announced, newest_intact, over
 from vpipe.train.job import Job
 from vpipe.train.resume import Start, check_config, nothing_left, take_up
 from vpipe.train.roots import config_of, roots_of
+from vpipe.train.run_folder import CONFIG, last_step
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Conclusion:
     nothing_left: str | None = None
 
     @classmethod
-    def of(cls, member: Member, job: Job, start: Start | None, restarts: int | None,
+    def of(cls, member: RankEnvironment, job: Job, start: Start | None, restarts: int | None,
            agents: Sequence[str], config: str = "") -> Conclusion:
         """Find the run that these agents began, if they did, and make the folder ready.
 

@@ -7,7 +7,7 @@ from fractions import Fraction
 from vpipe.config.config import Config
 from vpipe.config.parallel import AUTO
 from vpipe.errors import UserError, counted
-from vpipe.launch.machine import ranks_of
+from vpipe.launch.checks import ranks_of
 from vpipe.schedules.prepare import is_file
 
 

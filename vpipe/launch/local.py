@@ -1,4 +1,4 @@
-"""Starting the ranks of a run on this host, and ending them together with those of other hosts."""
+"""Start the ranks of this host, wait for all ranks, and end them together with those of other hosts."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from subprocess import Popen
+from time import monotonic
 from types import FrameType
 from typing import Any, Protocol
 
-from vpipe.errors import LastingError, RunError, VpipeError
-from vpipe.launch.failure import first_failure, read_report
-from vpipe.launch.folder import log_path
-from vpipe.launch.halted import Halted
-from vpipe.launch.network import held
-from vpipe.launch.ranks import HostRanks
-from vpipe.launch.stops import STOPS, UNSAVED, status_after
-from vpipe.launch.variables import PARENT_PIPE
+from vpipe.distributed.environment import PARENT_PIPE
+from vpipe.distributed.network import held
+from vpipe.distributed.signals import STOPS, UNSAVED, status_after
+from vpipe.errors import LastingError, RunError, VpipeError, counted
+from vpipe.launch.failure_report import first_failure, read_report
+from vpipe.launch.rank_env import HostRanks
+from vpipe.train.run_folder import RUNNING, log_path
 
 GRACE_S = 2.0
 """After a failure: for the other ranks to say what they saw, then again for them to end."""
@@ -33,7 +34,7 @@ POLL_S = 0.05
 
 
 class Interrupted(Exception):  # noqa: N818 - it is no error, as KeyboardInterrupt is none
-    """Ctrl-C, or another of :data:`~vpipe.launch.stops.STOPS`.
+    """Ctrl-C, or another of :data:`~vpipe.distributed.signals.STOPS`.
 
     Args:
         number: of the signal.
@@ -304,3 +305,74 @@ def _failure(groups: Sequence[Processes | Elsewhere], elsewhere: Sequence[Elsewh
 
 def _statuses(groups: Sequence[Processes | Elsewhere]) -> dict[int, int | None]:
     return {rank: status for group in groups for rank, status in group.statuses.items()}
+
+
+class Halted:
+    """How long which of this process's children have been stopped.
+
+    Several ranks watch one another, and say more; one alone has nobody but its launcher.
+
+    Args:
+        most_s: how long a rank may be stopped.
+    """
+
+    def __init__(self, most_s: float) -> None:
+        self._most_s = most_s
+        self._since: dict[int, float] = {}
+
+    def look(self, processes: Mapping[int, Popen[bytes]]) -> RunError | None:
+        """What is to be told of one that has been stopped for too long; to be called often.
+
+        Args:
+            processes: by rank.
+        """
+        now = time.monotonic()
+        for rank, process in processes.items():
+            if not _is_stopped(process):
+                self._since.pop(rank, None)
+            elif now - self._since.setdefault(rank, now) > self._most_s:
+                return RunError(f"rank {rank} has been stopped for {self._most_s:g} s", rank=rank,
+                                hint="a signal (SIGSTOP) or a debugger has stopped its process; a longer pause needs "
+                                     "a larger parallel.timeout_s")
+        return None
+
+
+def _is_stopped(process: Popen[bytes]) -> bool:
+    with suppress(ChildProcessError):  # it has ended, and its end was noticed
+        return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    return False
+
+
+SLOW_S, AGAIN_S = 2.0, 10.0
+"""From when on it is said, and how often."""
+
+
+class Starting:
+    """Tells of the ranks of a run until they have met, when the first one takes the run.
+
+    Args:
+        folder: of the run.
+        ranks: on all hosts.
+        checkpoint: the one to go on from, if any.
+    """
+
+    def __init__(self, folder: Path, ranks: int, checkpoint: Path | None) -> None:
+        self._file = folder / RUNNING
+        self._before = self._taken_at()  # by an attempt that was killed
+        self._began, self._next_s, self._over = monotonic(), SLOW_S, False
+        self._what = f"starting {counted(ranks, 'rank')}" + ("" if checkpoint is None else f", from {checkpoint.name}")
+
+    def look(self) -> None:
+        """Say it, if it is time; to be called often."""
+        seconds = monotonic() - self._began
+        # Looked at every time: a short run has ended, and let go of the file, before the next line is due.
+        self._over = self._over or self._taken_at() != self._before
+        if not self._over and seconds >= self._next_s:
+            so_far = "" if self._next_s == SLOW_S else f": {seconds:.0f} s"
+            print(self._what + so_far, file=sys.stderr, flush=True)
+            self._next_s += AGAIN_S
+
+    def _taken_at(self) -> int:
+        with suppress(FileNotFoundError):
+            return self._file.stat().st_mtime_ns
+        return 0

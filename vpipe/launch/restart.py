@@ -1,11 +1,12 @@
-"""Starting a run again after a failure: from which checkpoint, and when that is given up."""
+"""Restart a run after a failure: from which checkpoint, when to give up, and how the next attempt finds its run."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -14,13 +15,9 @@ from vpipe.checkpoint.folder import Checkpoints
 from vpipe.checkpoint.integrity import damages
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.errors import UserError
-from vpipe.launch.folder import METRICS
 
 SLOW_S = 2.0
 """From when on reading a checkpoint is shown."""
-
-TAIL_BYTES = 1 << 16
-
 
 @dataclass(frozen=True)
 class Failure:
@@ -64,24 +61,6 @@ def over(failures: Sequence[Failure], restarts: int | None) -> str | None:
     return None
 
 
-def last_step(folder: Path) -> int | None:
-    """The last step that a run recorded."""
-    try:
-        with (folder / METRICS).open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return None
-    for line in reversed(lines):
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue  # cut short
-        if isinstance(entry, dict) and "loss" in entry:
-            return int(entry["step"])
-    return None
-
-
 def newest_intact(root: Path) -> Path | None:
     """The newest checkpoint of a run of which nothing is damaged; one that is passed over is named on stderr."""
     for checkpoint in reversed(Checkpoints(root).all()):
@@ -113,3 +92,71 @@ def announced(attempt: str, what: str, checkpoint: Path | None) -> str:
     from_where = "beginning anew, since there is no checkpoint yet" if checkpoint is None else \
         f"going on from step {Manifest.load(checkpoint).step}"
     return f"{attempt}: {what}; {from_where}"
+
+
+FILE = "starter.json"
+"""In the run's folder."""
+
+
+@dataclass(frozen=True)
+class Starter:
+    """What started a run, and how its attempts ended.
+
+    Attributes:
+        name: torchrun or srun.
+        agents: what stays the same when it starts the ranks again: see :func:`agent_of`; several with several hosts.
+        failures: of the attempts before.
+        checkpoint: the name of the one that this attempt went on from; empty for the beginning.
+        config: as YAML, what this attempt was told before anything was planned or fitted.
+        ended: whether the run has come to its end.
+    """
+
+    name: str
+    agents: tuple[str, ...]
+    failures: tuple[Failure, ...] = ()
+    checkpoint: str = ""
+    config: str = ""
+    ended: bool = False
+
+    @classmethod
+    def read(cls, folder: Path) -> Starter | None:
+        """Of a run; None where nothing is said, or in half."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            said = json.loads((folder / FILE).read_text())
+            failures = tuple(Failure(**failure) for failure in said["failures"])
+            return cls(said["starter"], tuple(said["agents"]), failures, said["checkpoint"], said["config"],
+                       said["ended"])
+        return None
+
+    def write(self, folder: Path) -> None:
+        """Say it in the run's folder."""
+        partial = folder / f"{FILE}.tmp"
+        partial.write_text(json.dumps({"starter": self.name, "agents": self.agents,
+                                       "checkpoint": self.checkpoint, "config": self.config, "ended": self.ended,
+                                       "failures": [failure.as_json for failure in self.failures]}))
+        partial.replace(folder / FILE)
+
+    def run_begun(self, log_directory: Path, resumed: Path | None, *, again: bool) -> Path | None:
+        """The folder of the latest run that one of these agents began, and would begin again; None for a new one.
+
+        A script under torchrun may train several times, each with a config of its own or after the one before has
+        ended; a step of a job is one training, whatever becomes of its config while it waits for the next attempt.
+
+        Args:
+            resumed: the run that goes on by the user's wish.
+            again: whether the starter says that it starts the ranks again.
+        """
+        for path in sorted(log_directory.glob(f"*/{FILE}"), reverse=True):
+            found = self.read(path.parent)
+            if found is None or found.name != self.name or not set(found.agents) & set(self.agents):
+                continue
+            same = self.name == "srun" or found.config == self.config or path.parent == resumed
+            if same and (again or not found.ended):
+                return path.parent
+        return None
+
+    @classmethod
+    def end(cls, folder: Path) -> None:
+        """Note that the run in this folder has come to its end."""
+        if (found := cls.read(folder)) is not None:
+            replace(found, ended=True).write(folder)

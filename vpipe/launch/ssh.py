@@ -1,4 +1,4 @@
-"""Another host, reached over ssh: its launcher is started there, told what to run, and heard until it ends."""
+"""Start and follow the ranks of other hosts over ssh, each through an agent there."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
 from typing import Any
 
-from vpipe.config.machines import host_of
+from vpipe.config.machines import Hosts, host_of
 from vpipe.config.sections import LaunchSection
+from vpipe.distributed.network import listening
 from vpipe.errors import Problem, RunError, UserError, VpipeError
-from vpipe.launch.local import GRACE_S
-from vpipe.launch.messages import BEAT_S, decoded, encoded, identity
-from vpipe.launch.ranks import HostRanks
+from vpipe.launch.local import GRACE_S, close_all
+from vpipe.launch.rank_env import HostRanks
+from vpipe.launch.remote_agent import BEAT_S, decoded, encoded, identity
 
 CONNECT_S = 10
 HELLO_S = 20.0
@@ -44,7 +45,7 @@ def ssh_command(login: str, settings: LaunchSection) -> list[str]:
     It may not ask for anything: ssh in batch mode, with no terminal and no input but the launcher's.
     """
     script = (f"cd {shlex.quote(settings.directory or os.getcwd())} || exit {NO_DIRECTORY}; "
-              f"exec {shlex.quote(settings.python or sys.executable)} -m vpipe.launch.host")
+              f"exec {shlex.quote(settings.python or sys.executable)} -m vpipe.launch.remote_agent")
     # The first value that ssh is given holds: the user's options go before ours, but for the batch mode.
     return ["ssh", "-T", "-o", "BatchMode=yes", *settings.ssh_options, "-o", f"ConnectTimeout={CONNECT_S}",
             "-o", "ControlMaster=no", "-o", f"ServerAliveInterval={ALIVE_S}", "-o", "ServerAliveCountMax=4", login,
@@ -282,3 +283,65 @@ class Remote:
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("ab") as file:
             file.write(data)
+
+
+PREPARE_S, SILENT_S = 3600.0, 30.0
+"""For a host to look at the config, where it may prepare a large text; and without a sign of life from its launcher
+meanwhile."""
+
+
+class UnreachableError(UserError):
+    """Hosts that cannot take part.
+
+    Attributes:
+        by_login: what is wrong with each.
+    """
+
+    by_login: Mapping[str, Sequence[Problem]]
+
+    @classmethod
+    def because(cls, by_login: Mapping[str, Sequence[Problem]]) -> UserError:
+        """All that is wrong, as one error."""
+        error = cls.all_of([problem for problems in by_login.values() for problem in problems])
+        assert isinstance(error, cls)
+        error.by_login = by_login
+        return error
+
+
+def connect(hosts: Hosts, settings: LaunchSection, *, container: bool) -> list[Remote]:
+    """The launchers of other hosts, all reached at the same time.
+
+    Raises:
+        UnreachableError: all that keeps any of them from it.
+        UserError: there is no ssh here.
+    """
+    remotes: list[Remote] = []
+    try:
+        for login in hosts.others:
+            remotes.append(Remote(login, hosts.on(login), settings))
+        found = {remote.login: remote.problems("hello", hello_s(settings)) or remote.differs(container)
+                 for remote in remotes}
+        if any(found.values()):
+            raise UnreachableError.because({login: problems for login, problems in found.items() if problems})
+    except BaseException:
+        close_all(remotes)
+        raise
+    return remotes
+
+
+def prepare(remotes: Sequence[Remote], config: str, here: HostRanks, silence_s: float, fingerprint: str) -> None:
+    """Tell other hosts what is to be run, and wait until all can.
+
+    Args:
+        fingerprint: of this host's data.
+
+    Raises:
+        UnreachableError: all that keeps any of them from it, other data among it.
+    """
+    with listening(here.port):
+        for remote in remotes:
+            remote.tell(config, here, silence_s)
+        found = {remote.login: remote.problems("ready", PREPARE_S, SILENT_S) or remote.other_data(fingerprint)
+                 for remote in remotes}
+    if any(found.values()):
+        raise UnreachableError.because({login: problems for login, problems in found.items() if problems})

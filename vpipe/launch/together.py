@@ -11,32 +11,30 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.config.config import Config
+from vpipe.distributed.environment import HOST, RankEnvironment
+from vpipe.distributed.network import check_interfaces, interface_towards
+from vpipe.distributed.signals import LAST_WORDS_S, Stopped, end_as_decided, listen, stopped_status
 from vpipe.errors import RunError, VpipeError, counted
+from vpipe.launch.checks import check_gpus, ranks_of
 from vpipe.launch.conclusion import Conclusion
 from vpipe.launch.container import enter
 from vpipe.launch.elastic import fitted, other_updates
-from vpipe.launch.failure import told, write_report
-from vpipe.launch.folder import CONFIG
+from vpipe.launch.failure_report import told, write_report
 from vpipe.launch.local import GRACE_S
-from vpipe.launch.machine import check_gpus, ranks_of
-from vpipe.launch.meeting import Meeting
-from vpipe.launch.member import Member
-from vpipe.launch.memory import keep_memory
-from vpipe.launch.network import check_interfaces, interface_towards
-from vpipe.launch.ranks import interface_variables
-from vpipe.launch.starter import Starter
-from vpipe.launch.stops import LAST_WORDS_S, Stopped, end_as_decided, listen, stopped_status
-from vpipe.launch.variables import HOST
-from vpipe.launch.worker import do, speaks
+from vpipe.launch.rank_env import interface_variables
+from vpipe.launch.rank_main import do, keep_memory, speaks
+from vpipe.launch.rendezvous import Meeting
+from vpipe.launch.restart import Starter
 from vpipe.train.job import Job
 from vpipe.train.loop import train
 from vpipe.train.resume import Start
+from vpipe.train.run_folder import CONFIG
 from vpipe.train.summary import headline
 
 log = logging.getLogger("vpipe")
 
 
-def train_together(member: Member, config: Config | VpipeError, start: Start | None = None,
+def train_together(member: RankEnvironment, config: Config | VpipeError, start: Start | None = None,
                    restarts: int | None = None) -> None:
     """Be the rank that ``member`` says; rank 0 speaks for all.
 
@@ -57,7 +55,7 @@ def train_together(member: Member, config: Config | VpipeError, start: Start | N
         end_as_decided()
 
 
-def _train(member: Member, config: Config | VpipeError, start: Start | None, restarts: int | None) -> None:
+def _train(member: RankEnvironment, config: Config | VpipeError, start: Start | None, restarts: int | None) -> None:
     os.environ.update(member.variables)
     job, data, error, resolved = None, "", None, ""
     if isinstance(config, VpipeError):
@@ -128,7 +126,7 @@ def _train(member: Member, config: Config | VpipeError, start: Start | None, res
         raise SystemExit(status)
 
 
-def _for_ranks(config: Config, member: Member) -> Config:
+def _for_ranks(config: Config, member: RankEnvironment) -> Config:
     """The config, for as many ranks as there are.
 
     Raises:
@@ -147,7 +145,7 @@ def _for_ranks(config: Config, member: Member) -> Config:
     return fit
 
 
-def _check_here(member: Member, config: Config) -> None:
+def _check_here(member: RankEnvironment, config: Config) -> None:
     """Refuse a GPU or a network interface that is not here."""
     check_gpus(config, [member.device])
     if (interfaces := config.parallel.interface or os.environ.get("GLOO_SOCKET_IFNAME")) is not None:
@@ -166,7 +164,7 @@ def _folder(folder: Path, job: Job) -> Path:
     return folder
 
 
-def _spoken(failure: VpipeError, mine: Mapping[str, Any], folder: Path, member: Member, meeting: Meeting,
+def _spoken(failure: VpipeError, mine: Mapping[str, Any], folder: Path, member: RankEnvironment, meeting: Meeting,
             describe: Callable[[int], str]) -> BaseException:
     """The failure, if this rank is the one to tell it; else an end in silence.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -30,23 +29,6 @@ def clock_of(device: torch.device) -> Clock:
 
         return synchronised
     return thread_time if torch.get_num_threads() == 1 else perf_counter
-
-
-def device_name(device: torch.device) -> str:
-    """Of the GPU or of the processor."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return (named or [platform.processor() or platform.machine()])[0]
-
-
-def gpu_uuid(device: torch.device) -> str:
-    """Return what tells a GPU from all others, in whatever order a process sees them."""
-    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def usable_cores() -> list[int]:

@@ -8,10 +8,11 @@ from importlib.metadata import version
 import torch
 from torch import Tensor
 
+from vpipe.distributed.device import device_name
 from vpipe.errors import UserError
 from vpipe.model.layer import Model
 from vpipe.plan.profile import Identity, Profile
-from vpipe.profiling.device import device_name, shared_bytes, usable_cores
+from vpipe.profiling.device import shared_bytes, usable_cores
 from vpipe.profiling.kinds import code, digest, structure
 
 _MUST_AGREE = {"model_name": "the model", "layers": "the number of layers", "model": "the digest of the layers",

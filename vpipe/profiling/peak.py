@@ -7,7 +7,8 @@ from time import perf_counter, thread_time
 
 import torch
 
-from vpipe.profiling.device import clock_of, device_name, gpu_uuid
+from vpipe.distributed.device import device_name, gpu_uuid
+from vpipe.profiling.device import clock_of
 from vpipe.profiling.gpus import known_tflops
 from vpipe.profiling.world import World
 

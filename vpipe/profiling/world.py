@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vpipe.profiling.device import gpu_uuid, usable_cores
+from vpipe.distributed.device import gpu_uuid
+from vpipe.profiling.device import usable_cores
 from vpipe.runtime.transport.broadcast import share_tensors, talking_with
 from vpipe.runtime.transport.process_groups import control_group
 

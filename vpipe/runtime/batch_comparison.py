@@ -22,12 +22,12 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from vpipe.distributed.watchdog import announce
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.microbatches import Batch, Feed, Segment
 from vpipe.runtime.transport.transport import Key, Spec, Transport
 from vpipe.schedules.schedule import stages_of_rank
 from vpipe.schedules.size import Placement
-from vpipe.watch.current import announce
 
 WHOLE_BYTES = 1 << 18
 """Of a larger field some values of every sample are taken, not all."""

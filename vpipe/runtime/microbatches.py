@@ -11,9 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from vpipe.distributed.watchdog import at_work
 from vpipe.errors import UserError
 from vpipe.schedules.replication import Rounds
-from vpipe.watch.current import at_work
 
 Batch = Mapping[str, Tensor]
 """A dict of tensors whose dimension 0 counts samples."""

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from vpipe.distributed.watchdog import work
 from vpipe.runtime.loss_scaler import Scaling
 from vpipe.runtime.microbatches import Segment
 from vpipe.runtime.reducer import Reduction
@@ -20,7 +21,6 @@ from vpipe.runtime.transport.transport import Key, Spec, Transport
 from vpipe.runtime.weight_versions import Weights
 from vpipe.schedules.action import Action, Op
 from vpipe.schedules.size import Placement
-from vpipe.watch.current import work
 
 ABSENT = -1.0
 """Stands in the vector of norms for a parameter without a gradient: no norm is negative."""

@@ -19,11 +19,11 @@ from vpipe.checkpoint.manifest import About, Manifest, no_longer_used
 from vpipe.checkpoint.once import save_at
 from vpipe.checkpoint.parts import check_kinds
 from vpipe.checkpoint.restore import read
+from vpipe.distributed.watchdog import at_work
 from vpipe.errors import Problem, UserError
 from vpipe.model.layer import Model
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.state_dict import Position
-from vpipe.watch.current import at_work
 
 
 class OneCheckpoint:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vpipe.distributed.watchdog import announce, at_work, work
 from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.model.split import Ties
 from vpipe.runtime.activations import DropoutKey, Record
@@ -27,7 +28,6 @@ from vpipe.runtime.transport.transport import Key, Transport
 from vpipe.runtime.usage import StageUsage, peak_memory_bytes
 from vpipe.schedules.action import COMPUTE, RECEIVES, RETURNS, SENDS, Action, Op
 from vpipe.schedules.size import Placement
-from vpipe.watch.current import announce, at_work, work
 
 VersionOf = Callable[[int, int], int]
 """(owning stage, microbatch) -> version of its tied weights, both counted within the segment."""

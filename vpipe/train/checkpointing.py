@@ -24,10 +24,10 @@ from vpipe.checkpoint.restore import read
 from vpipe.checkpoint.saver import Saved, Saver
 from vpipe.checkpoint.shared import shared_folder_check
 from vpipe.checkpoint.votes import LocalVotes, StoreVotes, Votes
+from vpipe.distributed.environment import HOST
+from vpipe.distributed.store import own_store
+from vpipe.distributed.watchdog import at_work
 from vpipe.errors import RunError, UserError, counted
-from vpipe.launch.folder import checkpoints_root
-from vpipe.launch.store import own_store
-from vpipe.launch.variables import HOST
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.state_dict import Position
 from vpipe.runtime.transport.broadcast import share_tensors
@@ -35,7 +35,7 @@ from vpipe.train.device import device_of
 from vpipe.train.job import Job
 from vpipe.train.metrics import Metrics
 from vpipe.train.roots import RUN
-from vpipe.watch.current import at_work
+from vpipe.train.run_folder import checkpoints_root
 
 log = logging.getLogger("vpipe")
 

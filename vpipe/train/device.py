@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from vpipe.config.config import Config
-from vpipe.launch.device import DeviceMap, Visible, choose_device, make_current
-from vpipe.launch.world import join_world
+from vpipe.distributed.device import DeviceMap, Visible, choose_device, make_current
+from vpipe.distributed.init import join_world
 
 
 def on_processors(config: Config) -> bool:
@@ -27,5 +27,5 @@ def device_of(config: Config) -> torch.device:
 
 
 def join(config: Config) -> DeviceMap:
-    """Join the other ranks of a run, see :func:`~vpipe.launch.world.join_world`."""
+    """Join the other ranks of a run, see :func:`~vpipe.distributed.init.join_world`."""
     return join_world(config.parallel.backend, config.parallel.timeout_s, config.parallel.device)

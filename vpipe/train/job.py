@@ -16,7 +16,6 @@ from vpipe.config.config import Config
 from vpipe.data.dataset import Dataset, DatasetSettings, Tokenized
 from vpipe.data.registry import dataset_named
 from vpipe.errors import UserError
-from vpipe.launch.folder import PLAN, PROFILE
 from vpipe.model.layer import Model, seed_of
 from vpipe.model.registry import model_named
 from vpipe.model.split import balanced, parameter_counts, split, ties_between
@@ -30,6 +29,7 @@ from vpipe.schedules.size import Placement
 from vpipe.train.lr_policy import Policy
 from vpipe.train.model_settings import model_file, model_flops, model_settings
 from vpipe.train.optimizers import OptimizerSettings
+from vpipe.train.run_folder import PLAN, PROFILE
 from vpipe.train.tensorboard import check_tensorboard
 
 _STAND_IN = 8192

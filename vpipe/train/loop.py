@@ -15,9 +15,9 @@ from time import perf_counter
 import torch
 
 from vpipe.checkpoint.manifest import Manifest
+from vpipe.distributed.signals import Stopped, in_good_order
+from vpipe.distributed.watchdog import at_work, forget_stop, note_to, stop_asked
 from vpipe.errors import PerformanceWarning, counted
-from vpipe.launch.folder import METRICS, SUMMARY, running
-from vpipe.launch.stops import Stopped, in_good_order
 from vpipe.measures import WARM_UP, counted_updates
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.collectives import LocalUsage
@@ -38,11 +38,11 @@ from vpipe.train.rank_times import RankTimes
 from vpipe.train.reading import reading
 from vpipe.train.replanning import Replanning
 from vpipe.train.run_figures import RunFigures
+from vpipe.train.run_folder import METRICS, SUMMARY, running
 from vpipe.train.summary import summary
 from vpipe.train.tensorboard import Events
 from vpipe.train.torch_profile import TorchProfile
 from vpipe.train.trace import Trace
-from vpipe.watch.current import at_work, forget_stop, note_to, stop_asked
 
 log = logging.getLogger("vpipe")
 

@@ -14,7 +14,6 @@ from typing import Any
 from vpipe.config.config import Config
 from vpipe.config.parallel import AUTO
 from vpipe.errors import PlanningError, Problem, UserError
-from vpipe.launch.folder import CONFIG, PROFILE
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
 from vpipe.plan.solver import SYNCHRONOUS, Request, Solution, solve
@@ -22,6 +21,7 @@ from vpipe.profiling.world import World
 from vpipe.train.device import device_of
 from vpipe.train.job import Job
 from vpipe.train.profiled import profile_job
+from vpipe.train.run_folder import CONFIG, PROFILE
 
 log = logging.getLogger("vpipe")
 

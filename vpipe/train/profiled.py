@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vpipe.distributed.device import device_name
 from vpipe.errors import UserError
 from vpipe.plan.profile import Identity, Profile
 from vpipe.profiling.cache import cached, store, to_stderr
-from vpipe.profiling.device import device_name
 from vpipe.profiling.identity import identify
 from vpipe.profiling.kinds import digest, structure
 from vpipe.profiling.measure import measure

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from vpipe.draw.table import fitted, terminal_columns
 from vpipe.draw.words import ms_text
-from vpipe.launch.folder import RANK_TIMES
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.usage import StageUsage
 from vpipe.schedules.schedule import stages_of_rank
@@ -23,6 +22,7 @@ from vpipe.train.gather import Gather
 from vpipe.train.job import Job
 from vpipe.train.lines import Lines
 from vpipe.train.metrics import finite
+from vpipe.train.run_folder import RANK_TIMES
 
 FIGURES = ("forward_s", "backward_s", "step_s", "communication_s", "idle_s", "bytes_sent")
 """Of :class:`~vpipe.runtime.usage.StageUsage`, each the mean of one update."""

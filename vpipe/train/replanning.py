@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from vpipe.errors import UserError
-from vpipe.launch.folder import PLAN, PROFILE
 from vpipe.pipeline import Pipeline
 from vpipe.plan.plan import Plan, Prediction, StagePrediction
 from vpipe.plan.profile import Profile
@@ -22,6 +21,7 @@ from vpipe.sizes import size_text
 from vpipe.train.device import device_of
 from vpipe.train.gather import Gather
 from vpipe.train.job import Job
+from vpipe.train.run_folder import PLAN, PROFILE
 
 WARM_UP = 10
 """Steps before the measured ones: memory pools fill, and the pipeline without a flush does."""

@@ -21,14 +21,22 @@ from vpipe.config.validation import validated
 from vpipe.config.yaml_tree import describe, parse
 from vpipe.data.dataset import Tokenized
 from vpipe.errors import Problem, UserError, counted
-from vpipe.launch.folder import CONFIG, METRICS, PLAN, begin_attempt, make_run_folder, next_attempt, take
-from vpipe.launch.restart import last_step
-from vpipe.launch.unsaved import why_unsaved
 from vpipe.plan.plan import Plan
 from vpipe.plan.recompute import recomputed_layers
 from vpipe.runtime.state_dict import Position
 from vpipe.train.changes import changes
 from vpipe.train.roots import RUN, absolute, config_of, new_root, put_away_later, roots_of
+from vpipe.train.run_folder import (
+    CONFIG,
+    METRICS,
+    PLAN,
+    begin_attempt,
+    last_step,
+    make_run_folder,
+    next_attempt,
+    take,
+    why_unsaved,
+)
 
 if TYPE_CHECKING:
     from vpipe.train.job import Job

@@ -11,7 +11,7 @@ from vpipe.checkpoint.folder import Checkpoints, step_of
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.config.config import Config, load_config
 from vpipe.errors import UserError
-from vpipe.launch.folder import CONFIG, EARLIER, checkpoints_root
+from vpipe.train.run_folder import CONFIG, EARLIER, checkpoints_root
 
 RUN = "run"
 """Entry of a checkpoint's arrangement: the folder of the run that made it."""

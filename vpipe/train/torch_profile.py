@@ -15,13 +15,13 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.autograd.profiler import profile, record_function
 
 from vpipe.config.config import Config
+from vpipe.distributed.watchdog import at_work
 from vpipe.errors import UserError
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.trace import put_labels
 from vpipe.schedules.prepare import is_file
 from vpipe.slow import said_when_slow
 from vpipe.train.job import Job
-from vpipe.watch.current import at_work
 
 log = logging.getLogger("vpipe")
 

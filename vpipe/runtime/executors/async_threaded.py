@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from vpipe.distributed.watchdog import work
 from vpipe.errors import RunError
 from vpipe.model.sequential import loss_buffers
 from vpipe.runtime.activations import Record
 from vpipe.runtime.worker import Given, Worker
 from vpipe.schedules.action import Action, Op
-from vpipe.watch.current import work
 
 
 class Streams:

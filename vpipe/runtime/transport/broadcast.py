@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vpipe.distributed.wait_graph import Transfer
+from vpipe.distributed.watchdog import Watchdog, current_watchdog
 from vpipe.errors import RunError
 from vpipe.runtime.transport.process_groups import control_group
-from vpipe.watch.current import watch_of_process
-from vpipe.watch.seen import Doing
-from vpipe.watch.watch import Watch
 
 _SHARING = "sharing what each has"
 
@@ -81,7 +80,7 @@ def talking_with(peer: int, doing: str, timeout_s: float | None = None) -> Itera
     Raises:
         RunError: in place of what torch.distributed raises.
     """
-    watch = watch_of_process()
+    watch = current_watchdog()
     note(watch, _Talk(peer, doing))
     try:
         yield
@@ -109,14 +108,14 @@ class _Talk:
         return f"{self.doing} with"
 
 
-def note(watch: Watch | None, doing: Doing | None) -> None:
+def note(watch: Watchdog | None, doing: Transfer | None) -> None:
     """Let the other ranks know what this one waits for."""
     if watch is not None:
         watch.doing = doing
 
 
 def failure_of(error: RuntimeError, rank: int, peer: int | None, doing: str, describe: Callable[[int], str],
-               watch: Watch | None, timeout_s: float | None) -> RunError:
+               watch: Watchdog | None, timeout_s: float | None) -> RunError:
     """A transfer's failure: that a peer did not answer in time, or is gone; and who is to blame, if that is known.
 
     Args:

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vpipe.distributed.watchdog import current_watchdog
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.transport.broadcast import failure_of, note
 from vpipe.runtime.transport.process_groups import GROUP_OF_KIND, as_sent, control_group, is_ordered, tensor_groups
 from vpipe.runtime.transport.transport import Key, Spec
-from vpipe.watch.current import watch_of_process
 
 SENDS_BEHIND = 4
 """Transfers per peer and kind that may be under way before a further send waits for the oldest, or as many as a rank
@@ -62,7 +62,7 @@ class Distributed:
         self.bytes_sent = 0
         self.wait_s = 0.0
         self._device, self._timeout, self._describe = device, timedelta(seconds=timeout_s), describe
-        self._watch = watch_of_process()
+        self._watch = current_watchdog()
         if self._watch is not None:
             self._watch.describe = describe
         self._behind = {kind: max(SENDS_BEHIND, in_flight) if kind in "FB" else SENDS_BEHIND + dist.get_world_size()

@@ -1,0 +1,63 @@
+"""Leaving off in good order, asked by any rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+from watched_ranks import Ranks, hello, until
+
+from vpipe.distributed import watchdog as current
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(current, "_watch", None)
+    monkeypatch.setattr(current, "_stop", None)
+    yield
+    current.forget_stop()
+
+
+def test_the_first_reason_counts_where_there_is_one_process() -> None:
+    assert current.stop_asked() is None
+    current.ask_stop("SIGTERM")
+    current.ask_stop("SIGINT")
+    assert current.stop_asked() == "SIGTERM"
+    current.forget_stop()
+    assert current.stop_asked() is None
+
+
+def test_all_ranks_hear_of_it_and_those_that_come_later(ranks: Ranks) -> None:
+    hub = ranks.start(3, without=(2,))
+    ranks.watches[1].ask_stop("SIGUSR1")
+    assert ranks.watches[1].stop_asked == "SIGUSR1"  # at once, whatever the hub does
+    until(lambda: ranks.watches[0].stop_asked == "SIGUSR1")
+    line = hello(hub, 2)
+    heard: list[object] = []
+    until(lambda: heard.extend(line.hear()) or {"stop": "SIGUSR1"} in heard)
+    assert all(rank.empty() for rank in ranks.ended.values())
+    line.close()
+
+
+def test_what_was_asked_while_joining_is_told_when_joined(ranks: Ranks) -> None:
+    ranks.start(2)
+    current.ask_stop("SIGTERM")
+    current.install(ranks.watches[1])
+    until(lambda: ranks.watches[0].stop_asked == "SIGTERM")
+
+
+def test_a_signal_handler_may_ask_whatever_it_interrupts(ranks: Ranks) -> None:
+    ranks.start(2)
+    current.install(ranks.watches[0])
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: current.ask_stop("SIGUSR1"))
+    try:
+        assert threading.current_thread() is threading.main_thread()
+        with ranks.lines[0]._lock:  # the main thread may be saying something
+            os.kill(os.getpid(), signal.SIGUSR1)
+            until(lambda: current.stop_asked() == "SIGUSR1")
+        until(lambda: ranks.watches[1].stop_asked == "SIGUSR1")
+    finally:
+        signal.signal(signal.SIGUSR1, before)

@@ -1,0 +1,285 @@
+"""Who is said to have failed: ranks as threads of this process, over real connections, on a fast clock."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from threading import Event, Thread
+
+import pytest
+from watched_ranks import PACE, WITHIN_S, Ranks, Waiting, hello, until
+
+from vpipe.distributed.connection import Connection, break_off, connect, connections, listen
+from vpipe.distributed.fault import Fault, WatchdogTiming
+from vpipe.errors import RunError
+
+
+def test_a_lost_connection_is_an_end_and_all_hear_of_it_at_once(ranks: Ranks) -> None:
+    hub = ranks.start(4, without=(2,))
+    hello(hub, 2).close()
+    for rank in (0, 1, 3):
+        assert ranks.end_of(rank) == (
+            f"error: rank 2 (stage 2) on b ended without a word; rank {rank} (stage {rank}) on {'ab'[rank // 2]} was "
+            f"at work (rank {rank}, peer rank 2)\nhint: see what it printed, or its log; a process that is "
+            "killed prints nothing (Linux kills one when memory runs out)")
+    assert sorted(ranks.broken_off) == [0, 1, 3]  # so that the main thread raises, if it can
+
+
+def test_a_rank_whose_main_thread_raises_is_not_ended(ranks: Ranks) -> None:
+    hub = ranks.start(3, without=(2,))
+    hello(hub, 2).close()
+    assert ranks.watches[0].explain(1, None) == Fault.ended(2)  # not the neighbour that it lost
+    ranks.end_of(1)
+    assert ranks.ended[0].empty()
+
+
+def test_silence_is_a_failure_and_a_whole_host_fails_at_once(ranks: Ranks) -> None:
+    hub = ranks.start(4, without=(2, 3))
+    lines = [hello(hub, rank) for rank in (2, 3)]
+    ranks.watches[0].doing = Waiting(1)
+    assert ranks.end_of(0).startswith("error: rank 2 (stage 2) on b, rank 3 (stage 3) on b gave no sign of life for ")
+    assert "; rank 1 (stage 1) on a was at work" in ranks.end_of(1)
+    for line in lines:
+        line.close()
+
+
+def test_a_rank_that_never_came_is_silent(ranks: Ranks) -> None:
+    ranks.start(2, without=(1,))
+    assert "error: rank 1 (stage 1) gave no sign of life for" in ranks.end_of(0)  # one host: not worth a word
+
+
+def test_one_that_ended_in_good_order_is_not_blamed(ranks: Ranks) -> None:
+    hub = ranks.start(4, without=(3,))
+    line = hello(hub, 3)
+    ranks.watches.pop(1).leave()
+    until(lambda: ranks.watches[2]._seen[1].left)
+    line.close()
+    assert ranks.end_of(2).startswith("error: rank 3 (stage 3) on b ended without a word")
+    assert ranks.ended[1].empty()
+
+
+def test_the_last_word_is_said_before_the_line_is_closed(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks.start(2)
+    say = Connection.say
+
+    def slowly(line: Connection, message: Mapping[str, object]) -> None:
+        if "left" in message:
+            time.sleep(4 * PACE.beat_s)  # the thread beats meanwhile
+        say(line, message)
+
+    monkeypatch.setattr(Connection, "say", slowly)
+    ranks.watches.pop(1).leave()
+    until(lambda: ranks.watches[0]._seen[1].left)
+
+
+def test_when_rank_0_ends_in_good_order_the_others_go_on_without_a_watch(ranks: Ranks) -> None:
+    hub = ranks.start(3)
+    ranks.watches.pop(0).leave()
+    hub.stop()
+    for rank in (1, 2):
+        ranks.watches[rank]._thread.join(WITHIN_S)
+        assert ranks.ended[rank].empty()
+        assert ranks.watches[rank].explain(0, None) == Fault.left(0)
+
+
+def test_a_rank_waiting_for_one_that_has_ended_is_told_so(ranks: Ranks) -> None:
+    ranks.start(3)
+    ranks.watches.pop(1).leave()
+    until(lambda: ranks.watches[2]._seen[1].left)
+    fault = ranks.watches[2].explain(1, None)
+    assert str(ranks.watches[2].error(fault, "...")) == (
+        "error: rank 1 (stage 1) on a has ended its program; ... (rank 2, peer rank 1)\n"
+        "hint: every rank must go through the same batches and calls")
+
+
+def test_without_rank_0_the_others_know_that_it_is_gone(ranks: Ranks) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        watch = ranks.join(2, 3, connect("127.0.0.1", server.getsockname()[1], WITHIN_S), "token")
+        server.accept()[0].close()
+        assert watch.explain(1, None) == Fault.ended(0)
+
+
+def test_rank_0_may_be_silent_too(ranks: Ranks) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ranks.join(2, 3, connect("127.0.0.1", server.getsockname()[1], WITHIN_S), "token")
+        connection, _ = server.accept()
+        with connection:
+            assert "error: rank 0 (stage 0) on a gave no sign of life for " in ranks.end_of(2)
+            assert b'"ranks": [0]' in connection.recv(1 << 16)  # said all the same: it may only sleep
+
+
+def test_what_a_rank_says_of_itself_is_what_all_say(ranks: Ranks) -> None:
+    ranks.start(3)
+    ranks.watches[1].failed(RunError("IndexError: 7", hint="see there", rank=1, stage=1, action="1F0"))
+    ranks.watches.pop(1).leave()
+    for rank in (0, 2):
+        fault = ranks.watches[rank].explain(1, None)
+        assert (fault.ranks, fault.what, fault.hint) == ((1,), "failed: IndexError: 7 (action 1F0)", "see there")
+    assert ranks.ended[1].empty()
+
+
+def test_the_first_failure_counts(ranks: Ranks) -> None:
+    hub = ranks.start(3, without=(1,))
+    hello(hub, 1).close()
+    until(ranks.watches[2]._known.is_set)
+    ranks.watches[2].failed(ValueError("what follows from it"))
+    assert ranks.watches[2].explain(1, None) == Fault.ended(1)
+    assert ranks.watches[0].explain(2, None) == Fault.ended(1)
+
+
+@pytest.mark.parametrize(("waits", "blamed"), [
+    ({0: 1}, Fault.busy(1)), ({0: 1, 1: 2}, Fault.busy(2)), ({0: 1, 1: 2, 2: 3}, Fault.busy(3)),
+    ({0: 1, 1: 2, 2: 1}, Fault.circle(1, 2)), ({0: 1, 1: 0}, Fault.circle(0, 1)), ({0: 1, 1: None}, Fault.busy(1))])
+def test_of_those_that_wait_for_one_another_the_last_is_to_blame(ranks: Ranks, waits: dict[int, int | None],
+                                                                 blamed: Fault) -> None:
+    ranks.start(4)
+    for rank, peer in waits.items():
+        ranks.watches[rank].doing = Waiting(peer)
+    until(lambda: all(ranks.watches[0]._seen[rank].waited_s > 0.3 for rank in waits))
+    assert ranks.watches[0].explain(1, 0.5) == blamed
+
+
+def test_one_that_is_silent_while_others_wait_is_to_blame(ranks: Ranks) -> None:
+    hub = ranks.start(3, without=(2,))
+    line = hello(hub, 2)
+    ranks.watches[1].doing = Waiting(2)
+    until(lambda: ranks.watches[0]._seen[1].waited_s > 0.6)
+    fault = ranks.watches[0].explain(1, 1.0)
+    assert fault.ranks == (2,)
+    assert fault.what.startswith("gave no sign of life for ")
+    line.close()
+
+
+def test_a_stranger_is_shown_out(ranks: Ranks) -> None:
+    hub = ranks.start(3, without=(2,))
+    for said in (b'{"rank": 2, "token": "guessed"}\n', b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"\xff\n",
+                 b"x" * (2 << 20), b"[" * 4000 + b"\n", b"x" * 5000, b""):
+        with socket.create_connection(("127.0.0.1", hub.port), WITHIN_S) as stranger:
+            try:
+                stranger.sendall(said)
+                assert stranger.recv(1) == b""
+            except ConnectionError:
+                pass
+    assert hub._members[2].line is None
+    assert ranks.watches[0]._line.closed is False  # and the hub is there for the others
+
+
+def test_many_strangers_do_not_use_up_the_files_of_the_hub(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vpipe.distributed.watchdog_server.STRANGERS", 2)
+    hub = ranks.start(2, without=(1,))
+    with ExitStack() as open_ones:
+        strangers = [open_ones.enter_context(socket.create_connection(("127.0.0.1", hub.port), WITHIN_S))
+                     for _ in range(6)]
+        for stranger in strangers[:2]:
+            assert stranger.recv(1) == b""  # before it was silent for long
+        assert len(hub._strangers) == 4
+        line = hello(hub, 1)
+        until(lambda: hub._members[1].line is not None)
+        line.close()
+
+
+def test_one_that_sends_without_end_does_not_silence_the_hub(ranks: Ranks) -> None:
+    """A rank that has gone mad: the others hear on, and it is lost when what it says is too long."""
+    hub = ranks.start(3, without=(2,))
+    line, stop = hello(hub, 2), Event()
+
+    def send() -> None:
+        line._socket.setblocking(True)
+        while not stop.is_set():
+            try:
+                line._socket.sendall(b"{}\n" * 10_000)
+            except OSError:
+                return
+
+    thread = Thread(target=send)
+    thread.start()
+    try:
+        until(lambda: hub._members[2].line is not None)
+        time.sleep(PACE.silent_s + 0.5)
+        assert ranks.ended[0].empty()
+        assert ranks.ended[1].empty()
+        assert ranks.watches[1]._seen[2].waits is None
+    finally:
+        stop.set()
+        ranks.stop()
+        ranks.watches.clear()
+        thread.join(WITHIN_S)
+        line.close()
+
+
+def test_a_hub_that_ends_by_an_error_says_so(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = ranks.start(3)
+    until(lambda: all(member.line is not None for member in hub._members))
+
+    def broken(now: float) -> None:
+        raise KeyError("judge")
+
+    monkeypatch.setattr(hub, "_judge", broken)
+    for rank in range(3):
+        assert "rank 0 (stage 0) on a failed: its hub ended by KeyError: 'judge'; " in ranks.end_of(rank)
+
+
+@pytest.mark.parametrize(("address", "bound"), [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"),
+                                                ("203.0.113.9", "::"), ("a-name", "::")])
+def test_the_hub_listens_where_the_ranks_meet(address: str, bound: str) -> None:
+    with listen(address) as server:
+        assert server.getsockname()[0] in (bound, {"::": "0.0.0.0"}.get(bound))
+
+
+def test_a_pause_of_the_own_process_is_nobodys_silence(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks.start(2)
+    clock, offset = time.monotonic, [0.0]
+    monkeypatch.setattr("vpipe.distributed.watchdog_server.monotonic", lambda: clock() + offset[0])
+    monkeypatch.setattr("vpipe.distributed.watchdog.monotonic", lambda: clock() + offset[0])
+    time.sleep(0.2)
+    offset[0] = 100.0  # as after SIGCONT
+    time.sleep(0.5)
+    assert ranks.ended[0].empty()
+    assert ranks.ended[1].empty()
+    assert not ranks.watches[0]._known.is_set()
+
+
+@pytest.mark.parametrize("timeout_s", [2.0, 4.0, 60.0, 600.0])
+def test_all_is_over_within_the_timeout(timeout_s: float) -> None:
+    pace = WatchdogTiming.of(timeout_s)
+    assert pace.silent_s + 2 * pace.beat_s + pace.grace_s < timeout_s
+    assert pace.silent_s >= 5 or timeout_s < 10
+    assert pace.beat_s + pace.grace_s < 10
+
+
+def test_the_connections_of_this_process_are_found_and_broken_off() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        before = connections()
+        with socket.create_connection(server.getsockname(), WITHIN_S) as mine, server.accept()[0] as theirs:
+            both = connections().items() - before.items()
+            assert {number for number, _ in both} == {mine.fileno(), theirs.fileno()}
+            assert connections(but=[server.getsockname()[1]]).items() - before.items() == set()
+            break_off({mine.fileno(): "socket:[0]"})  # another one by now
+            mine.sendall(b"x")
+            break_off({mine.fileno(): dict(both)[mine.fileno()]})
+            assert mine.recv(1) == b""
+            assert theirs.recv(2) + theirs.recv(2) == b"x"
+
+
+def test_a_transfer_that_nothing_else_ends_has_the_limit_that_it_says(ranks: Ranks) -> None:
+    """As the making of a communicator of nccl, inside which the main thread stays for ever."""
+    ranks.start(2)
+    ranks.watches[1].doing = Waiting(0, limit_s=0.3)
+    assert ranks.end_of(1).startswith("error: rank 0 (stage 0) is running but did not answer in time; rank 1 "
+                                      "(stage 1) was waiting for rank 0; rank 1 (stage 1) has waited 0.")
+    assert ranks.end_of(0).startswith("error: rank 0 (stage 0) is running but did not answer in time; ")
+
+
+def test_rank_0_that_ends_at_once_is_still_there_for_a_rank_that_connects_later(ranks: Ranks) -> None:
+    """Where the program made the process group, nothing else keeps it until then."""
+    hub = ranks.start(2, without=(1,))
+    ranks.watches.pop(0).leave()
+    stopping = Thread(target=hub.stop)
+    stopping.start()
+    time.sleep(2 * PACE.beat_s)
+    line, heard = hello(hub, 1), list[object]()
+    until(lambda: heard.extend(line.hear()) or heard)
+    line.close()
+    stopping.join(WITHIN_S)

@@ -1,0 +1,41 @@
+"""Which rank tells of a failure where no launcher does, and which GPU a rank has."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from small_run import write_config
+
+from vpipe.config.config import load_config
+from vpipe.errors import RunError, UserError
+from vpipe.launch.checks import check_gpus
+from vpipe.launch.failure_report import write_report
+from vpipe.launch.rank_main import speaks
+
+
+def test_one_rank_speaks(tmp_path: Path) -> None:
+    """The first of those that lost another; or else the one that did not lose anyone."""
+    for rank in (2, 0):
+        write_report(tmp_path, rank, RunError("lost rank 1", hint="", rank=rank, peer=1))
+    assert [rank for rank in (0, 2) if speaks(tmp_path, rank, 3)] == [2]
+    write_report(tmp_path, 1, RunError("broke", hint="", rank=1))
+    assert [rank for rank in range(3) if speaks(tmp_path, rank, 3)] == [1]
+
+
+@pytest.mark.parametrize(("gpus", "numbers", "refused"), [
+    (1, [3], None), (2, [0, 1], None),  # the only GPU that a rank is shown is its own
+    (2, [3], "GPU 3 is wanted, but this host has 2 GPUs, counted from 0\n"), (1, [0, 1], ": 2 ranks, 1 GPU\n"),
+    (2, [1, 1], ", but two ranks of a host are given the same: [1, 1]\n"), (0, [0], "this machine has no GPU")])
+def test_gpus_that_nccl_needs(gpus: int, numbers: list[int], refused: str | None, tmp_path: Path,
+                              monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    for backend in (None, "gloo", "nccl"):
+        config = load_config(write_config(tmp_path, parallel__backend=backend))
+        if backend != "nccl" or refused is None:
+            check_gpus(config, numbers)
+        else:
+            with pytest.raises(UserError, match=re.escape(refused)):
+                check_gpus(config, numbers)

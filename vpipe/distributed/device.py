@@ -1,0 +1,263 @@
+"""Choose the device that a rank computes on, and what carries tensors between ranks."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from vpipe.distributed.environment import local_rank
+from vpipe.errors import UserError, counted
+
+
+@dataclass(frozen=True)
+class Visible:
+    """The GPUs that this process sees, and what it knows of its own place.
+
+    Attributes:
+        gpus: how many.
+        local_rank: number of this process on its host.
+        current: the GPU that the program chose, by ``torch.cuda.set_device`` or as the ``device_id`` of its process
+            group; None where it did not. GPU 0, the current one of every process, counts as not chosen.
+    """
+
+    gpus: int
+    local_rank: int = 0
+    current: int | None = None
+
+    @classmethod
+    def here(cls) -> Visible:
+        """Look at this process and its environment; starts no CUDA context."""
+        bound = dist.group.WORLD.bound_device_id if dist.is_initialized() and dist.group.WORLD is not None else None
+        if bound is not None and bound.type == "cuda":
+            current: int | None = bound.index
+        else:
+            current = (torch.cuda.current_device() or None) if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        return cls(torch.cuda.device_count(), local_rank(), current)
+
+
+def choose_device(wanted: torch.device | str | None, backend: str | None, there: Visible) -> torch.device:
+    """Return the device of this rank, a GPU always with its index.
+
+    None takes a GPU where there is one, else the processor. A GPU without an index is the one that the program chose,
+    else that of the local rank; where ranks outnumber GPUs, they share them in turn.
+
+    Args:
+        wanted: ``cpu``, ``cuda``, ``cuda:1`` or None.
+        backend: that the user named, if any; under nccl no GPU is shared.
+
+    Raises:
+        UserError: there is no such device, or nccl is to carry what a processor computes.
+    """
+    device = _parsed(wanted)
+    if backend == "nccl" and (device is None or device.type == "cuda") and not there.gpus:
+        raise UserError("backend nccl, but this machine has no GPU" + _why_none(), hint="use backend: gloo")
+    if device is None and not there.gpus:
+        return torch.device("cpu")
+    if device is not None and device.type == "cpu":
+        if backend == "nccl":
+            raise UserError("device is cpu, but nccl carries tensors of GPUs only",
+                            hint="use backend: gloo, or leave device out")
+        return torch.device("cpu")
+    if not there.gpus:
+        raise UserError(f"device is {wanted}, but this process sees no GPU{_why_none()}",
+                        hint="leave device out, or set it to cpu")
+    index = there.current if device is None or device.index is None else device.index
+    if index is None:
+        if backend == "nccl" and there.local_rank >= there.gpus > 1:
+            raise UserError(f"backend nccl needs a GPU per rank: GPU {there.local_rank} is wanted, but this host has "
+                            f"{counted(there.gpus, 'GPU')}, counted from 0",
+                            hint="use backend: gloo, under which ranks may share a GPU, or start fewer ranks here")
+        index = there.local_rank % there.gpus
+    if index >= there.gpus:
+        names = "cuda:0" if there.gpus == 1 else f"cuda:0 to cuda:{there.gpus - 1}"
+        raise UserError(f"device is {wanted}, but this process sees {counted(there.gpus, 'GPU')}, {names}",
+                        hint="write one of these, or cuda, which takes the GPU of this rank; CUDA_VISIBLE_DEVICES "
+                        "decides which a process sees")
+    return torch.device("cuda", index)
+
+
+def _parsed(wanted: torch.device | str | None) -> torch.device | None:
+    hint = "write cpu, cuda (the GPU of this rank) or a GPU by its number, such as cuda:1; or leave it out"
+    if wanted is None:
+        return None
+    if not isinstance(wanted, (str, torch.device)):
+        raise UserError(f"device is {wanted!r}, which names no device", hint=hint)
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise UserError(f"device is '{wanted}', which names no device", hint=hint) from None
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"device is {wanted}: layers are computed on processors and CUDA GPUs only", hint=hint)
+    return device
+
+
+def _why_none() -> str:
+    return "" if torch.version.cuda or torch.version.hip else f" (torch {torch.__version__} is built without CUDA)"
+
+
+def make_current(device: torch.device) -> None:
+    """Make a GPU the current one of this process: nccl and the kernels of libraries use that one.
+
+    Raises:
+        UserError: it cannot be used.
+    """
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.set_device(device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"{device} cannot be used: {str(error).splitlines()[0]}",
+                        hint="nvidia-smi shows the GPUs, their driver and who uses them; device cpu computes on the "
+                        "processor") from error
+
+
+@dataclass(frozen=True)
+class RankDevice:
+    """The device of one rank, as the others know it.
+
+    Attributes:
+        host: its name.
+        device: ``cpu`` or ``cuda:1``, as the rank itself calls it.
+        gpu: what tells the GPU from all others; None of a processor.
+        nccl: whether the rank's torch has it.
+    """
+
+    host: str
+    device: str
+    gpu: str | None = None
+    nccl: bool = True
+
+    @classmethod
+    def here(cls, host: str, device: torch.device) -> RankDevice:
+        """Describe the device of this process."""
+        return cls(host, str(device), gpu_uuid(device) if device.type == "cuda" else None, dist.is_nccl_available())
+
+
+@dataclass(frozen=True)
+class DeviceMap:
+    """The device of every rank, and what carries tensors between them.
+
+    Attributes:
+        rank: of this process.
+        devices: by rank.
+        backend: ``gloo``, ``nccl``, or another one of a process group that the user made.
+    """
+
+    rank: int
+    devices: tuple[RankDevice, ...]
+    backend: str
+
+    @property
+    def ranks(self) -> int:
+        return len(self.devices)
+
+    @property
+    def own(self) -> torch.device:
+        """The device of this rank."""
+        return torch.device(self.devices[self.rank].device)
+
+    def with_own(self, device: torch.device) -> DeviceMap:
+        """Return the map where this rank computes on another device."""
+        mine = RankDevice.here(self.devices[self.rank].host, device)
+        return replace(self, devices=(*self.devices[:self.rank], mine, *self.devices[self.rank + 1:]))
+
+    def __str__(self) -> str:
+        """One line: ``computing on cuda:0 to cuda:3, nccl between ranks``."""
+        gpus = len({one.gpu for one in self.devices} - {None})
+        names = list(dict.fromkeys(one.device for one in self.devices))
+        hosts = len({one.host for one in self.devices})
+        if not gpus:
+            where = "cpu" if torch.cuda.device_count() else "cpu (no GPU is visible)"
+        elif hosts > 1:
+            where = f"{counted(gpus, 'GPU')} of {hosts} hosts" + (" and cpu" if "cpu" in names else "")
+        else:
+            where = ", ".join(names)
+        if self.own.type == "cuda":
+            where += f" ({device_name(self.own)})"
+        return f"computing on {where}" + (f", {self.backend} between ranks" if self.ranks > 1 else "")
+
+
+def choose_backend(wanted: str | None, devices: Sequence[RankDevice]) -> tuple[str, str]:
+    """Return what carries tensors between ranks, and why that is gloo although there are GPUs.
+
+    nccl is for ranks with a GPU each. All ranks choose the same, because all are given the same devices.
+
+    Raises:
+        UserError: nccl was asked for, and a rank has no GPU of its own.
+    """
+    obstacle = no_gpu_each(devices)
+    if obstacle is None and (without := [rank for rank, one in enumerate(devices) if not one.nccl]):
+        obstacle = f"the torch of {_named(without)} has no nccl"
+    if wanted == "nccl" and obstacle is not None:
+        raise UserError(f"backend nccl needs a GPU per rank, but {obstacle}", hint=_REMEDY)
+    if wanted is not None:
+        return wanted, ""
+    if obstacle is None:
+        return "nccl", ""
+    return "gloo", obstacle if any(one.gpu for one in devices) else ""
+
+
+_REMEDY = ("use backend: gloo, under which ranks may share a GPU, start fewer ranks, or give each rank a GPU of its "
+           "own (LOCAL_RANK, CUDA_VISIBLE_DEVICES, or the list machines)")
+
+
+def no_gpu_each(devices: Sequence[RankDevice]) -> str | None:
+    """Return which ranks have no GPU of their own, in words; None where each has one."""
+    for first in devices:
+        sharing = [rank for rank, one in enumerate(devices) if one.gpu == first.gpu and one.host == first.host]
+        if first.gpu is None:
+            return f"{_named(sharing)} on {first.host} compute{'s' * (len(sharing) == 1)} on cpu"
+        sharing = [rank for rank, one in enumerate(devices) if one.gpu == first.gpu]
+        if len(sharing) > 1:
+            return f"{_named(sharing)} on {first.host} share {first.device}"
+    return None
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def check_backend(wanted: str | None, carriers: str, devices: Sequence[RankDevice]) -> str:
+    """Return what carries tensors between ranks in a process group that is there already.
+
+    Args:
+        wanted: the backend that the user named, if any.
+        carriers: of the group, such as ``cpu:gloo,cuda:nccl``, as ``torch.distributed.get_backend_config`` says it.
+
+    Raises:
+        UserError: it is another than the one named, or nccl, and a rank has no GPU of its own.
+    """
+    by_kind = dict(one.split(":", 1) for one in carriers.split(",") if ":" in one)
+    backend = by_kind.get("cuda" if any(one.gpu for one in devices) else "cpu", "gloo")
+    if wanted is not None and wanted != backend:
+        raise UserError(f"backend is {wanted}, but the process group, which is there already, carries these tensors by "
+                        f"{backend} (its backends are {carriers})", hint="leave backend out, or make the group with "
+                        + ('init_process_group("cpu:gloo,cuda:nccl")' if wanted == "nccl" else
+                           f'init_process_group("{wanted}")'))
+    if backend == "nccl" and (obstacle := no_gpu_each(devices)) is not None:
+        raise UserError("the process group carries tensors of GPUs by nccl, which needs a GPU per rank, but "
+                        f"{obstacle}", hint='make it with init_process_group("gloo"), under which ranks may share a '
+                        "GPU, start fewer ranks, or give each rank a GPU of its own")
+    return backend
+
+
+def device_name(device: torch.device) -> str:
+    """Of the GPU or of the processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return (named or [platform.processor() or platform.machine()])[0]
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """Return what tells a GPU from all others, in whatever order a process sees them."""
+    return str(torch.cuda.get_device_properties(device).uuid)

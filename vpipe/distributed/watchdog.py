@@ -1,0 +1,385 @@
+"""Watchdog the other ranks from a thread: who is alive, who waits for whom, who failed first."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
+from threading import Event, Thread
+from time import monotonic, perf_counter
+
+from vpipe.distributed.connection import Connection
+from vpipe.distributed.fault import Fault, WatchdogTiming
+from vpipe.distributed.wait_graph import LongWaits, RankState, Transfer, Wait, WaitChain
+from vpipe.errors import RunError
+
+
+class Activity:
+    """One attribute to write per action: the reader asks once a second, the writer thousands of times.
+
+    Attributes:
+        now: what is under way, and since when by ``perf_counter``: an action of a schedule; in words, ``reading a
+            batch``; None outside of the pipeline, in the program that runs it.
+        part: what it is a part of, ``evaluating``.
+    """
+
+    __slots__ = ("now", "part")
+
+    def __init__(self) -> None:
+        self.now: tuple[object, float] = (None, perf_counter())
+        self.part: str | None = None
+
+    def rest(self) -> None:
+        """No action is under way."""
+        self.now = (self.part, perf_counter())
+
+    @contextmanager
+    def at(self, what: str) -> Iterator[None]:
+        """While this is done, whatever actions it is made of; ``what`` in words."""
+        before, self.part = self.part, what
+        self.rest()
+        try:
+            yield
+        finally:
+            self.part = before
+            self.rest()
+
+    def seen(self) -> tuple[str | None, float]:
+        """What is under way, in words, and for how many seconds."""
+        (what, since), part = self.now, self.part
+        words = what if what is None or isinstance(what, str) else f"running {what}"
+        return (f"{words} ({part})" if part not in (None, words) else words), perf_counter() - since
+
+
+PATIENCE_S = 2.0
+"""How long a rank that lost another asks who failed first, before it blames the one that it lost."""
+
+
+class Watchdog:
+    """One rank's end of the hub, in a thread of its own.
+
+    The main thread may be anywhere: in a transfer that nothing interrupts, in a debugger, in a pause of the
+    user's. As long as this thread beats, the rank is alive. When a failure becomes known, the transfers of this
+    process are broken off, so that the main thread raises; one that does not within ``pace.grace_s`` is ended.
+
+    Args:
+        hosts: by rank.
+        end: ends the process; it is given the error that the main thread should have raised.
+
+    Attributes:
+        describe: ``rank -> "rank 2 (stage 2)"``.
+        doing: the transfer that the main thread is in.
+        work: what it is at.
+        note: shows what is found of long waits; on rank 0, from another thread.
+        break_off: makes the main thread's transfers fail.
+        stop_asked: why a rank was asked to leave off in good order, once one was.
+    """
+
+    def __init__(self, rank: int, hosts: Sequence[str], line: Connection, token: str, pace: WatchdogTiming,
+                 end: Callable[[RunError], None]) -> None:
+        self.rank, self.hosts = rank, hosts
+        self.describe: Callable[[int], str] = lambda rank: f"rank {rank}"
+        self.doing: Transfer | None = None
+        self.work = Activity()
+        self.note: Callable[[str], None] = lambda text: None
+        self.break_off: Callable[[], None] = lambda: None
+        self._line, self.pace, self._end = line, pace, end
+        self._fault: Fault | None = None
+        self._known, self._told = Event(), Event()  # by this thread; by the main thread
+        self._seen = [RankState() for _ in hosts]
+        self._stalls = LongWaits(rank, pace, self.place, lambda text: self.note(text))
+        self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)
+        self._leaving = False
+        self._given_up: Fault | None = None  # told to the hub, whose answer comes first
+        self.stop_asked: str | None = None
+        self._stop: str | None = None  # asked here, and still to be told
+        line.say({"rank": rank, "token": token})
+        self._thread = Thread(target=self._run, name="vpipe-watch", daemon=True)
+        self._thread.start()
+
+    # -- what the main thread calls --------------------------------------------------------------------
+
+    def place(self, rank: int) -> str:
+        """A rank with its stages, and its host if there are several: ``rank 2 (stage 2) on hostB``."""
+        return self.describe(rank) + (f" on {self.hosts[rank]}" if len(set(self.hosts)) > 1 else "")
+
+    def error(self, fault: Fault, meanwhile: str) -> RunError:
+        """A failure as this rank raises it.
+
+        Args:
+            meanwhile: what this rank was at.
+        """
+        chain = f"; {fault.chain}" if fault.chain else ""
+        error = RunError(f"{self._who(fault)} {fault.what}; {meanwhile}{chain}", hint=fault.hint, rank=self.rank,
+                         peer=None if self.rank in fault.ranks else fault.ranks[0])
+        if self.rank != self._reporter(fault):
+            error.brief = self._brief(fault)
+        return error
+
+    def reported_by_another(self, error: BaseException) -> str | None:
+        """Let all ranks know of an error of this one; if another rank reports the same, return what this one prints."""
+        self.failed(error)
+        fault = self._fault
+        if fault is None or self.rank in fault.ranks or fault != replace(Fault.failed(0, error), ranks=fault.ranks):
+            return None
+        return self._brief(fault)
+
+    def _reporter(self, fault: Fault) -> int:
+        """Return the rank that prints a failure: the one that failed if it can, else the first of the others."""
+        there = [rank for rank, seen in enumerate(self._seen) if rank not in fault.ranks and not seen.left]
+        return fault.ranks[0] if fault.reported or not there else there[0]
+
+    def _brief(self, fault: Fault) -> str:
+        what = "failed" if fault.reported else fault.what
+        return f"{self.place(self.rank)} ends: {self._who(fault)} {what}"
+
+    def _who(self, fault: Fault) -> str:
+        return ", ".join(self.place(rank) for rank in fault.ranks)
+
+    def explain(self, peer: int | None, waited_s: float | None) -> Fault:
+        """Why a transfer failed: what the job agrees was first, which takes up to twice :data:`PATIENCE_S`.
+
+        Args:
+            peer: of the transfer; None when all ranks take part.
+            waited_s: the timeout that has passed; None when the connection broke.
+        """
+        self._told.set()
+        if waited_s is not None:
+            self._tell(self._last_to_blame(peer, waited_s))
+        elif self._has_left(peer) or not self._known.wait(PATIENCE_S):
+            self._tell(self._lost(peer))
+        assert self._fault is not None
+        return self._fault
+
+    def failed(self, error: BaseException) -> None:
+        """Let all ranks know of an error of this one."""
+        self._told.set()
+        if self._known.is_set() or self._leaving:
+            return
+        self._tell(Fault.failed(self.rank, error))
+
+    def ask_stop(self, why: str) -> None:
+        """Let all ranks know that this one was asked to leave off; from a signal handler, too: no locks."""
+        self.stop_asked = self._stop = why
+        with suppress(OSError):
+            self._wake.send(b".")
+
+    def leave(self) -> None:
+        """This process ends in good order: nobody is to take it for dead."""
+        if not self._known.is_set():
+            self._line.say({"left": True})
+        self._leaving = True  # not before: the thread closes the line when it sees it
+        with suppress(OSError):
+            self._wake.send(b".")
+        self._thread.join(self.pace.grace_s)
+
+    def _tell(self, fault: Fault) -> None:
+        """Tell the hub of a failure and hear which one came first; this one, when the hub does not answer."""
+        self._line.say({"fault": fault.as_message()})
+        if not self._thread.is_alive() or not self._known.wait(PATIENCE_S):
+            self._learn(fault)
+
+    def _has_left(self, peer: int | None) -> bool:
+        return peer is not None and self._seen[peer].left
+
+    def _lost(self, peer: int | None) -> Fault:
+        """What is to be said of a peer whose connection broke, when the hub knows of no failure."""
+        rank = self.rank if peer is None else peer
+        return Fault.left(rank) if self._has_left(peer) else Fault.hung_up(rank, self.rank)
+
+    def _last_to_blame(self, peer: int | None, waited_s: float) -> Fault:
+        """Among those who wait for one another: the one of which nothing is heard, else who does not wait."""
+        seen, said = list(self._seen), "for" if self.doing is None else self.doing.said
+        seen[self.rank] = RankState(waits=Wait(peer, waited_s, said), at=self.work.seen())
+        chain = WaitChain.of(seen, self.rank, waited_s / 2, self.pace.beat_s)
+        return replace(chain.fault, chain="; ".join(chain.in_words(self.place)))
+
+    # -- the thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        last = beat_at = heard_at = monotonic()
+        doing, since = self.doing, last
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._woken, selectors.EVENT_READ)
+            selector.register(self._line, selectors.EVENT_READ)
+            while not self._leaving and not self._known.is_set():
+                for key, _ in selector.select(max(0.0, beat_at - monotonic())):
+                    if key.fileobj is self._line and self._hear():
+                        heard_at = monotonic()
+                    elif key.fileobj is self._woken:
+                        self._woken.recv(64)
+                if self._stop is not None:
+                    self._line.say({"stop": self._stop})
+                    self._stop = None
+                now = monotonic()
+                if now - last > 2 * self.pace.beat_s:  # it was this process that paused: not the hub's silence
+                    heard_at += now - last
+                last = now
+                if self._seen[0].left:
+                    break  # rank 0 ended in good order, and the hub with it
+                if self._line.closed:
+                    self._learn(Fault.ended(0))
+                elif now - heard_at > self.pace.silent_s:
+                    fault = Fault.silent(now - heard_at, 0)
+                    self._line.say({"fault": fault.as_message()})  # it may only sleep
+                    self._learn(fault)
+                elif now >= beat_at:
+                    beat_at = now + self.pace.beat_s
+                    if self.doing is not doing:
+                        doing, since = self.doing, now
+                    self._line.say(self._state(doing, now - since))
+                    self._look(now - heard_at)
+                    self._limit(doing, now - since)
+        for end in (self._line, self._wake, self._woken):
+            end.close()
+        if self._known.is_set() and not self._leaving:
+            self._end_main()
+        elif self._leaving and not self._known.is_set():
+            self._stalls.end()
+
+    def _state(self, doing: Transfer | None, waited_s: float) -> dict[str, object]:
+        """What the others are told: of what is new no more than whom it waits for."""
+        new_s = 2 * self.pace.beat_s
+        what, seconds = self.work.seen()
+        waits = None if doing is None else [doing.peer, waited_s, *([doing.said] if waited_s > new_s else [])]
+        return {"waits": waits, "at": [what, seconds] if seconds > new_s else None}
+
+    def _look(self, silent_s: float) -> None:
+        """Whether there are long waits; when the hub is silent, rank 0 is."""
+        first = self._seen[0]
+        self._stalls.look([replace(first, silent_s=max(first.silent_s, silent_s)), *self._seen[1:]])
+
+    def _limit(self, doing: Transfer | None, waited_s: float) -> None:
+        """Give up a transfer from which the main thread does not come back: the hub says why, or by the next beat this
+        rank does."""
+        if self._given_up is not None:
+            self._learn(self._given_up)
+        elif doing is not None and doing.limit_s is not None and waited_s > doing.limit_s + self.pace.grace_s:
+            self._given_up = self._last_to_blame(doing.peer, waited_s)
+            self._line.say({"fault": self._given_up.as_message()})
+
+    def _hear(self) -> bool:
+        messages = self._line.hear()
+        for message in messages:
+            if "ranks" in message:
+                self._seen = [RankState.of(*state) for state in message["ranks"]]
+            if "fault" in message:
+                self._learn(Fault.of_message(message["fault"]))
+            if "stop" in message and self.stop_asked is None:
+                self.stop_asked = str(message["stop"])
+        return bool(messages)
+
+    def _learn(self, fault: Fault) -> None:
+        if self._fault is None:
+            self._fault = fault
+        self._known.set()
+
+    def _end_main(self) -> None:
+        """The main thread is to raise; if it does not, the process ends without it."""
+        assert self._fault is not None
+        self.break_off()
+        if not self._told.wait(self.pace.grace_s) and not self._leaving:
+            meanwhile = str(self.doing or self.work.seen()[0] or "at work")
+            self._end(self.error(self._fault, f"{self.place(self.rank)} was {meanwhile}"))
+
+
+work = Activity()
+"""What the main thread of this process is at."""
+
+_watch: Watchdog | None = None
+_stop: str | None = None
+
+
+def _print(error: RunError) -> None:
+    print(error.brief or error, file=sys.stderr, flush=True)
+
+
+def _print_note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+_report: Callable[[RunError], None] = _print
+_note: Callable[[str], None] = _print_note
+
+
+def current_watchdog() -> Watchdog | None:
+    """None for a pipeline in one process, and where the user made the process group."""
+    return _watch
+
+
+def install(watch: Watchdog) -> None:
+    """From now on it is this process's."""
+    global _watch
+    _watch = watch
+    watch.work, watch.note = work, _note
+    if _stop is not None:
+        watch.ask_stop(_stop)  # asked while this process was joining the others
+
+
+def report_to(report: Callable[[RunError], None]) -> None:
+    """Let a launcher's worker write down why this process is ended in the middle of its work; else stderr says so."""
+    global _report
+    _report = report
+
+
+def note_to(note: Callable[[str], None]) -> None:
+    """Let the first rank show by this what it finds of long waits, from another thread; else stderr has it."""
+    global _note
+    _note = note
+    if _watch is not None:
+        _watch.note = note
+
+
+def at_work(what: str) -> AbstractContextManager[None]:
+    """While the main thread does something that may keep other ranks waiting; in words, ``saving a checkpoint``.
+
+    When they have waited for long, they are told that this is why.
+    """
+    return work.at(what)
+
+
+def end_process(error: RunError) -> None:
+    """End this process from any thread, whatever its main thread is in."""
+    with suppress(Exception):
+        _report(error)
+    os._exit(error.exit_status)
+
+
+def announce(error: BaseException) -> None:
+    """Let all ranks know of an error of this one, if there are others."""
+    if _watch is not None:
+        _watch.failed(error)
+
+
+def ask_stop(why: str) -> None:
+    """Ask all ranks to leave off in good order; the first to ask gives the reason.
+
+    A signal handler may call it, whatever it interrupts: it takes no lock and does not wait.
+
+    Args:
+        why: in a word or two, ``SIGTERM``.
+    """
+    global _stop
+    if _stop is None:
+        _stop = why
+        if _watch is not None:
+            _watch.ask_stop(why)
+
+
+def stop_asked() -> str | None:
+    """Why a rank of this job, this one or another, was asked to leave off; None while none was.
+
+    Other ranks know within milliseconds, not all at one time: they agree on a step when one of them decides.
+    """
+    return _stop if _stop is not None or _watch is None else _watch.stop_asked
+
+
+def forget_stop() -> None:
+    """What was asked of this process was about another run than the one that begins."""
+    global _stop
+    _stop = None

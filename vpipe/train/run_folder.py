@@ -1,0 +1,285 @@
+"""The folder of a run."""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+from typing import IO
+
+from vpipe.config.config import Config
+from vpipe.errors import UserError, counted
+
+CONFIG = "config.yaml"
+
+PLAN = "plan.json"
+"""The plan that a run follows."""
+
+PROFILE = "profile.json"
+"""The profile that it was made from."""
+
+METRICS = "metrics.jsonl"
+"""A line per step."""
+
+SUMMARY = "summary.csv"
+"""The config and the figures of the run that has ended, on one row."""
+
+RANK_TIMES = "rank_times.jsonl"
+"""Where the time of every rank went, a line per some updates; of runs that were asked for it."""
+
+EARLIER = "earlier"
+"""What earlier attempts left: ``earlier/1`` is that of the first."""
+
+RUNNING = "running"
+"""Held while a run is going; says which process holds it."""
+
+LAUNCHED = "launched"
+"""Held by the process that took a run up, from before its ranks start until it ends; says which."""
+
+FINGERPRINT = "fingerprint"
+"""Where a rank that looked at its host's data says which they are."""
+
+
+TAIL_BYTES = 1 << 16
+
+
+
+def make_run_folder(log_directory: Path, resolved_config: str, checkpoints: Path | None = None, *,
+                    file: str = CONFIG) -> Path:
+    """``<log_directory>/<timestamp>/`` with the resolved config in it.
+
+    Args:
+        checkpoints: ``checkpoint.directory``, in which the folder of this name is made, too: runs of other log
+            directories may share it, and begin in the same second.
+        file: what holds the config, by name; another one where what is to be done is said otherwise.
+
+    Raises:
+        UserError: a folder cannot be made or written.
+    """
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    try:
+        for attempt in count():
+            folder = log_directory / (stamp if attempt == 0 else f"{stamp}.{attempt}")
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError:
+                if log_directory.is_dir():
+                    continue  # two runs in one second
+                raise
+            if checkpoints is not None and not _made(checkpoints / folder.name, folder):
+                continue
+            (folder / file).write_text(resolved_config)
+            return folder
+    except OSError as error:
+        raise UserError(f"cannot make the run's folder in '{log_directory}': {error.strerror}",
+                        hint="set log_directory to a folder that can be written") from None
+    raise AssertionError("count() does not end")
+
+
+def _made(checkpoints: Path, run: Path) -> bool:
+    """Make the folder of a run's checkpoints; where that is there already, the run's own, which is empty, goes again.
+
+    Raises:
+        UserError: it cannot be made.
+    """
+    try:
+        checkpoints.mkdir(parents=True)
+    except OSError as error:
+        run.rmdir()
+        if isinstance(error, FileExistsError) and checkpoints.is_dir():
+            return False
+        raise UserError(f"cannot make the folder of the run's checkpoints '{checkpoints}': {error.strerror}",
+                        hint="set checkpoint.directory to a folder that can be written") from None
+    return True
+
+
+def checkpoints_root(config: Config, folder: Path) -> Path:
+    """Where the checkpoints of a run go: in its folder, or in one of its own in ``checkpoint.directory``."""
+    directory = config.saving.directory
+    return folder / "checkpoints" if directory is None else directory / folder.name
+
+
+def next_attempt(folders: Iterable[Path]) -> str:
+    """The name in ``earlier`` for what is moved away now: the same in all of these folders, and new in each."""
+    before = [int(found.name) for folder in folders for found in (folder / EARLIER).glob("*") if found.name.isdecimal()]
+    return str(max(before, default=0) + 1)
+
+
+def begin_attempt(folder: Path, attempt: str, config: str, lines: Iterable[str]) -> None:
+    """Make a run's folder ready to go on: what the attempt before left moves to ``earlier/<attempt>/``.
+
+    The logs stay, and go on. A process that is killed meanwhile leaves a folder that can be made ready again, if no
+    checkpoint has done more steps than ``lines``.
+
+    Args:
+        attempt: see :func:`next_attempt`.
+        config: the resolved config of the new attempt.
+        lines: of ``metrics.jsonl`` that stay.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    try:
+        earlier = folder / EARLIER / attempt
+        earlier.mkdir(parents=True)
+        for name in (CONFIG, METRICS, PLAN, PROFILE):
+            if (folder / name).exists():
+                shutil.copyfile(folder / name, earlier / name)
+        for path in [*sorted(folder.glob("rank*.failure.json")), folder / SUMMARY, folder / RANK_TIMES,
+                     folder / "trace"]:
+            if path.exists():
+                path.rename(earlier / path.name)
+        _replace(folder / METRICS, "".join(f"{line}\n" for line in lines))
+        _replace(folder / CONFIG, config)
+    except OSError as error:
+        raise UserError(f"cannot go on in the run's folder '{folder}': {error.strerror}",
+                        hint="make it writable, or make room") from None
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file that is never there in half."""
+    partial = path.with_name(f"{path.name}.tmp")
+    with partial.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+@contextmanager
+def running(folder: Path) -> Iterator[None]:
+    """Hold a run, so that no other process goes on with it meanwhile; the system lets go when this process ends.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    file = _held(folder, RUNNING)
+    try:
+        _sign(file)
+        yield
+    finally:
+        with suppress(OSError):
+            (folder / RUNNING).unlink()
+        file.close()
+
+
+def check_not_running(folder: Path) -> None:
+    """Refuse a run that is still going.
+
+    Raises:
+        UserError: it is; the text says which process.
+    """
+    if (folder / RUNNING).exists():
+        _held(folder, RUNNING).close()
+
+
+_taken: dict[Path, IO[str]] = {}
+"""The runs that this process has taken up."""
+
+
+@atexit.register
+def leave() -> None:
+    """Let go of all runs that this process has taken up."""
+    while _taken:
+        folder, file = _taken.popitem()
+        with suppress(OSError):
+            (folder / LAUNCHED).unlink()
+        file.close()
+
+
+def take(folder: Path) -> None:
+    """Hold a run before its ranks do, so that of two that would go on with it only one touches it.
+
+    This process may do so again; it lets go with :func:`leave`, or when it ends.
+
+    Raises:
+        UserError: another process holds it, or the run is still going.
+    """
+    if folder not in _taken:
+        try:
+            _taken[folder] = _held(folder, LAUNCHED)
+        except OSError as error:
+            raise UserError(f"cannot go on in the run's folder '{folder}': {error.strerror}",
+                            hint="make it writable, or make room") from None
+        _sign(_taken[folder])
+    check_not_running(folder)
+
+
+def _held(folder: Path, name: str) -> IO[str]:
+    """A file of a run that this process holds from now on."""
+    path = folder / name
+    while True:
+        file = path.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "a process that has just begun"
+            file.close()
+            raise UserError(f"the run in '{folder}' is still going ({holder})",
+                            hint="wait until it has ended, or end it first") from None
+        except OSError:
+            return file  # a file system that knows no locks
+        with suppress(FileNotFoundError):
+            if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
+                return file
+        file.close()  # whoever held it has just removed it
+
+
+def _sign(file: IO[str]) -> None:
+    with suppress(OSError):  # of a full disk: it is held all the same
+        file.truncate(0)
+        os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+
+
+def log_path(folder: Path, rank: int) -> Path:
+    """The log of a rank."""
+    return folder / f"rank{rank}.log"
+
+
+def failure_path(folder: Path, rank: int) -> Path:
+    """Where a rank that fails says why, for its launcher."""
+    return folder / f"rank{rank}.failure.json"
+
+
+def why_unsaved(config: Config, folder: Path) -> str:
+    """``its first is due after step 20, and it made 12 steps``.
+
+    Args:
+        config: of the run in ``folder``.
+    """
+    every, last = config.saving.every_steps, last_step(folder)
+    done = 0 if last is None else last + 1
+    if not done:
+        return "it made no step"
+    if every is None:
+        return "checkpoint.every_steps is not set"
+    if done < every:
+        return f"its first is due after step {every}, and it made {counted(done, 'step')}"
+    return f"no save came to its end, see {log_path(folder, 0)}"
+
+
+def last_step(folder: Path) -> int | None:
+    """The last step that a run recorded."""
+    try:
+        with (folder / METRICS).open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue  # cut short
+        if isinstance(entry, dict) and "loss" in entry:
+            return int(entry["step"])
+    return None
