@@ -54,8 +54,8 @@ def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (["--models", "small", "--steps", "0"], "error: --steps is 0\nhint: give a whole number, 1 or more"),
     (["--models", "small", "-o", "nowhere/a.csv"], "error: cannot write 'nowhere/a.csv': it is in no folder"),
     (["--models", "small,large", "--set", "model.hiden_size=3"], "did you mean 'hidden_size'?"),
-    (["--models", "small,large"], "error: small runs on 2 ranks, but large on 3: all models run in the same processes\n"
-                                  "hint: add --set parallel.model_parallel_size=2, or compare them apart"),
+    (["--models", "small,large"], "error: the number of ranks is 2 in small, but 3 in large: all models run in the "
+                                  "same processes\nhint: make them alike with --set, or compare the models apart"),
     ([], "takes a CONFIG or --models, and there is neither"),
 ])
 def test_mistakes_in_models_are_refused(configs: Path, capsys: pytest.CaptureFixture[str], words: list[str],
@@ -71,7 +71,7 @@ def test_models_that_need_other_processes_are_refused(configs: Path, capsys: pyt
     write_config(configs, training__threads=2).rename(configs / "b.yaml")
     assert main(["compare", "--models", "small,b.yaml"]) == 2
     assert "error: training.threads is 1 in small, but 2 in b.yaml: all models run in the same processes\n" \
-           "hint: add --set training.threads=VALUE, or compare them apart" in capsys.readouterr().err
+           "hint: make them alike with --set, or compare the models apart" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("forked")

@@ -13,19 +13,16 @@ from pathlib import Path
 from vpipe.compare.systems import HINT, ComparisonRequest
 from vpipe.config.config import Config, load_config
 from vpipe.distributed.network import free_port
-from vpipe.errors import Problem, UserError, counted, nearest
+from vpipe.errors import Problem, UserError, nearest
 from vpipe.launch.checks import check_alone, check_gpus, hosts_of, ranks_of
 from vpipe.launch.local import run_ranks
 from vpipe.launch.rank_env import ranks_here
 from vpipe.runtime.executors.registry import THREADED
-from vpipe.train.csv_rows import check_output, config_row
+from vpipe.train.csv_rows import check_output
 from vpipe.train.run_folder import CONFIG, make_run_folder
 
 CONFIGS = Path("configs")
 """The folder of a config that ``--models`` names without one."""
-
-OF_PROCESSES = ("training.threads", "parallel.backend", "parallel.device", "machines", "container")
-"""Keys that say how the processes start, in which all models run."""
 
 
 def run_bench(options: argparse.Namespace) -> None:
@@ -54,11 +51,15 @@ def run_compare(options: argparse.Namespace) -> None:
     configs = _load(options)
     check_alone("vpipe compare", os.environ)
     config = next(iter(configs.values()))
-    hosts = hosts_of(config)
     _check_together(configs)
+    hosts = hosts_of(config)
+    if hosts is not None and hosts.others:
+        raise UserError(f"vpipe compare runs on this host alone, but machines names {len(hosts.others)} more",
+                        hint="leave machines out, or name this host only")
     free_port(config.parallel.master_port)
     if config.parallel.asks_for_gpus:
         check_gpus(config, range(ranks_of(config)) if hosts is None else hosts.on(None).values())
+    from vpipe.compare.run import CSV
     from vpipe.train.job import Job  # torch is slow to import: only when the configs are worth it
 
     jobs = {model: Job.of(own) for model, own in configs.items()}
@@ -75,7 +76,11 @@ def run_compare(options: argparse.Namespace) -> None:
     try:
         run_ranks(here, folder, job.describe)
         if options.output is not None:
-            _copy(folder, options.output)
+            try:
+                shutil.copyfile(folder / CSV, options.output)
+            except OSError as error:
+                raise UserError(f"cannot write '{options.output}': {error.strerror}",
+                                hint=f"copy it yourself: {folder / CSV}") from None
     finally:
         print(f"run folder: {folder}", flush=True)
 
@@ -133,36 +138,18 @@ def _config_files(text: str) -> dict[str, Path]:
 
 
 def _check_together(configs: Mapping[str, Config]) -> None:
-    """Refuse configs that cannot run in the same processes of this host.
+    """Refuse configs that cannot run in the same processes.
 
     Raises:
         UserError: with all differences.
     """
-    (first, config), *others = configs.items()
-    hosts = hosts_of(config)
-    if hosts is not None and hosts.others:
-        raise UserError(f"vpipe compare runs on this host alone, but machines names {len(hosts.others)} more",
-                        hint="leave machines out, or name this host only")
-    mine, ranks = config_row(config), ranks_of(config)
-    problems: list[Problem] = []
-    for model, other in others:
-        theirs = config_row(other)
-        problems += [Problem(f"{key} is {mine.get(key)} in {first}, but {theirs.get(key)} in {model}: all models run "
-                             "in the same processes", f"add --set {key}=VALUE, or compare them apart")
-                     for key in OF_PROCESSES if mine.get(key) != theirs.get(key)]
-        if (count := ranks_of(other)) != ranks:
-            problems.append(Problem(f"{first} runs on {counted(ranks, 'rank')}, but {model} on {count}: all models "
-                                    "run in the same processes", f"add --set parallel.model_parallel_size={ranks}, or "
-                                                                 "compare them apart"))
+    common = {model: {
+        "the number of ranks": ranks_of(config), "training.threads": config.training.threads,
+        "parallel.backend": config.parallel.backend, "parallel.device": config.parallel.device,
+        "machines": config.machines, "container": config.container} for model, config in configs.items()}
+    first, *others = common
+    problems = [Problem(f"{key} is {value} in {first}, but {common[model][key]} in {model}: all models run in the same "
+                        "processes", "make them alike with --set, or compare the models apart")
+                for model in others for key, value in common[first].items() if common[model][key] != value]
     if problems:
         raise UserError.all_of(problems)
-
-
-def _copy(folder: Path, output: Path) -> None:
-    from vpipe.compare.run import CSV
-
-    try:
-        shutil.copyfile(folder / CSV, output)
-    except OSError as error:
-        raise UserError(f"cannot write '{output}': {error.strerror}",
-                        hint=f"copy it yourself: {folder / CSV}") from None
