@@ -65,6 +65,7 @@ def test_the_same_program_runs_once(tmp_path: Path, capsys: pytest.CaptureFixtur
     stream, other = of_schedules(job, "pipedream", "1f1b")
     found = compared(job, tmp_path, [
         stream, other, replace(stream, name="vpipe", description="planned", largest_size=2)])
+    assert found["memory_bytes"] is None
     first, _, twin = found["outcomes"]
     assert [outcome["same_as"] for outcome in found["outcomes"]] == [None, None, "pipedream"]
     assert twin == {**first, "name": "vpipe", "words": "planned", "largest_size": 2, "same_as": "pipedream"}
@@ -109,7 +110,9 @@ def test_minutes_end_every_contender(tmp_path: Path) -> None:
 
 def test_one_that_does_not_fit_the_config_is_named_and_the_others_go_on(tmp_path: Path) -> None:
     job = job_of(tmp_path, training__max_steps=1, parallel__model_parallel_size=4)
-    found = compared(job, tmp_path, of_schedules(job, "1f1b", "interleaved"))
+    fits, misfit = of_schedules(job, "1f1b", "interleaved")
+    found = compared(job, tmp_path, [replace(fits, memory_bytes=1 << 30), misfit])
+    assert found["memory_bytes"] == 1 << 30
     assert [outcome["name"] for outcome in found["outcomes"]] == ["1f1b"]
     assert "8 stages" in found["refused"]["interleaved"]
     assert [row["failed"] == found["refused"].get(row["contender"], "") for row in

@@ -78,7 +78,7 @@ def compare(jobs: Mapping[str, Job], folder: Path, plan: Callable[[World], list[
     join(config)
     world = World(device_of(config))
     planned = plan(world)
-    world.meet()  # rank 0 may have planned for longer than a message may take
+    world.meet("planning")  # rank 0 may have planned for longer than a message may take
     contenders = [Contender.from_json(one) for one in world.share([one.as_json() for one in planned])[0]]
     runs, refused = _build(jobs, contenders)
     if not runs:
@@ -109,7 +109,7 @@ def compare(jobs: Mapping[str, Job], folder: Path, plan: Callable[[World], list[
                 outcome = replace(outcome, contender=contender, same_as=run.contender.name,
                                   job=model if contender.plan is None else model.planned(contender.plan))
             outcomes.append(outcome)
-    limits = {contender.memory_bytes for contender in contenders}
+    limits = {one.contender.memory_bytes for one in outcomes}
     comparison = Comparison("; ".join(dict.fromkeys(map(_title, jobs.values()))),
                             limits.pop() if len(limits) == 1 else None, outcomes,
                             {name: why.what for name, why in refused.items()})

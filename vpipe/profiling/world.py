@@ -44,7 +44,7 @@ class World:
                   for rank in range(self.ranks)]
         return [json.loads(bytes(tensors["value"].numpy()).decode()) for tensors in shared]
 
-    def meet(self) -> None:
+    def meet(self, doing: str = "measuring layers") -> None:
         """Wait for all, longer than the process group would: what others measure may take them more than its time."""
         if self.ranks == 1:
             return
@@ -53,7 +53,7 @@ class World:
         ways = (dist.irecv, dist.isend) if self.rank == 0 else (dist.isend, dist.irecv)
         for way in ways:
             for peer in others:
-                with talking_with(peer, "measuring layers"):
+                with talking_with(peer, doing):
                     work = way(token, peer, control_group())
                     assert work is not None, "this rank is in the default group"
                     work.wait(patience)
