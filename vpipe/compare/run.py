@@ -94,7 +94,7 @@ def compare(jobs: Mapping[str, Job], folder: Path, plan: Callable[[World], list[
         if not runs:
             raise PlanningError("nobody made an update", hint=_NO_UPDATE.hint)
         progress.note("evaluating")
-        mine = {run: (run.measured(), run.evaluate()) for run in runs.values()}
+        mine = {run: (run.measured(), run.evaluate()) for run in dict.fromkeys(runs.values())}
     measured = world.share([ranks for ranks, _ in mine.values()])
     if world.rank:
         return
