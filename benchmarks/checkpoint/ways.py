@@ -13,11 +13,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from vpipe.checkpoint import restore
-from vpipe.checkpoint.folder import Checkpoints
-from vpipe.checkpoint.manifest import About, Manifest
+from vpipe.checkpoint import shards
+from vpipe.checkpoint.agreement import StoreAgreement
+from vpipe.checkpoint.directory import Checkpoints
+from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
 from vpipe.checkpoint.saver import Saver
-from vpipe.checkpoint.votes import StoreVotes
 from vpipe.distributed.store import own_store
 
 
@@ -53,23 +53,23 @@ class Ours:
         self.root = root
         root.mkdir(exist_ok=True)
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        self._saver = Saver(root, 1, rank, StoreVotes(own_store("checkpoints", rank, ranks, 120), rank, ranks))
+        self._saver = Saver(root, 1, rank, StoreAgreement(own_store("checkpoints", rank, ranks, 120), rank, ranks))
         self._began = 0.0
 
     def save(self, step: int, tensors: Mapping[str, Tensor]) -> None:
         self._began = time.perf_counter()
-        self._saver.save(About(step, step, 0), tensors)
+        self._saver.save(CheckpointInfo(step, step, 0), tensors)
 
     def ended(self) -> float:
         self._saver.wait()
-        saved = self._saver.facts[-1]
+        saved = self._saver.results[-1]
         assert saved.error is None, saved.error
         return self._began + saved.seconds
 
     def load(self, into: dict[str, Tensor]) -> None:
         newest = Checkpoints(self.root).newest()
         assert newest is not None
-        into.update(restore.read(newest, Manifest.load(newest), into))
+        into.update(shards.read(newest, Manifest.load(newest), into))
 
     def remove_older(self) -> None:
         """Done: the saver keeps one."""

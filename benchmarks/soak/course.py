@@ -15,8 +15,8 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
-from vpipe.checkpoint.folder import Checkpoints
-from vpipe.checkpoint.integrity import damages
+from vpipe.checkpoint.directory import Checkpoints
+from vpipe.checkpoint.integrity import find_damage
 from vpipe.config.config import load_config
 from vpipe.runtime.transport.compression import Compression
 from vpipe.train.job import Job
@@ -144,7 +144,7 @@ class Course:
         last = root / f"step-{self.steps}"
         if not last.is_dir():
             return [f"there is no {last.name}, but {[path.name for path in self.checkpoints]}"]
-        found = [f"{path.name}: {damage.file} {damage.what}" for path in self.checkpoints for damage in damages(path)]
+        found = [f"{path.name}: {damage}" for path in self.checkpoints for damage in find_damage(path)]
         found += [f"{path.name} was left behind" for path in self.run.rglob("*.tmp")]
         if (root / "latest").read_text().strip() != last.name:
             found.append(f"latest says {(root / 'latest').read_text()!r}")

@@ -18,9 +18,9 @@ from small_run import job_of, write_config
 from torch import Tensor
 
 from vpipe import Model, Pipeline
-from vpipe.checkpoint.manifest import About, Manifest
-from vpipe.checkpoint.once import save_at
-from vpipe.checkpoint.restore import read
+from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
+from vpipe.checkpoint.save import save_checkpoint
+from vpipe.checkpoint.shards import load_tensors
 from vpipe.cli import main
 from vpipe.data.dataset import Tokenized
 from vpipe.train.job import Job
@@ -69,7 +69,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, job: Job) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     (folder / "checkpoints" / "step-11.tmp").mkdir(parents=True)
     for step in (2, 10):
-        save_at(folder / "checkpoints" / f"step-{step}", About(
+        save_checkpoint(folder / "checkpoints" / f"step-{step}", CheckpointInfo(
             step, 8 * step, seed=0, data=job.fingerprint(), config=job.config.resolved_yaml(),
             made=f"2026-11-{step:02}T10:00:00+01:00", versions={"vpipe": "0.1", "torch": "2"},
             arrangement={"schedule": "1f1b", "partition": [3, 2], "microbatches": 4}), tensors)
@@ -210,7 +210,7 @@ def test_huggingface_there_and_back(vpipe: Vpipe, run: Path, job: Job, tmp_path:
     start, weights = tmp_path / "start", weights_of(job)
     manifest = Manifest.load(start)
     assert (manifest.step, manifest.arrangement["imported"]) == (0, True)
-    found = read(start, manifest, manifest.tensors)
+    found = load_tensors(start, manifest, manifest.tensors)
     assert found.keys() == {f"model.{name}" for name in weights}
     assert all(torch.equal(found[f"model.{name}"], weights[name]) for name in weights)
 
@@ -248,7 +248,8 @@ def test_the_tokenizer_goes_along_if_the_data_are_the_same(vpipe: Vpipe, tmp_pat
     assert job.dataset.tokenizer_path is not None
     tensors = {f"model.{name}": tensor for name, tensor in weights_of(job).items()}
     for data, said in ((job.fingerprint(), ""), ("0123", "the data set is no longer what it was trained on")):
-        save_at(tmp_path / "one", About(3, 24, seed=0, data=data, config=job.config.resolved_yaml()), tensors)
+        info = CheckpointInfo(3, 24, seed=0, data=data, config=job.config.resolved_yaml())
+        save_checkpoint(tmp_path / "one", info, tensors)
         status, out, _ = vpipe("export", "one", "--format", "huggingface", "-o", f"hf{data}")
         assert status == 0
         assert said in out
@@ -265,7 +266,8 @@ def test_a_text_ends_elsewhere_as_it_did_in_training(vpipe: Vpipe, tmp_path: Pat
                  model__vocab_size=-1, dataset__name="text", dataset__path=str(tmp_path / "text"),
                  dataset__cache_directory=str(tmp_path / "cache"))
     tensors = {f"model.{name}": tensor for name, tensor in weights_of(job).items()}
-    save_at(tmp_path / "one", About(3, 24, seed=0, data=job.fingerprint(), config=job.config.resolved_yaml()), tensors)
+    info = CheckpointInfo(3, 24, seed=0, data=job.fingerprint(), config=job.config.resolved_yaml())
+    save_checkpoint(tmp_path / "one", info, tensors)
     assert vpipe("export", "one", "--format", "huggingface", "-o", "hf")[0] == 0
     said = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
     assert (said["bos_token"], said["eos_token"]) == ("<|endoftext|>", "<|endoftext|>")

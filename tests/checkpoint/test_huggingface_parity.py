@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vpipe.checkpoint.export import export_huggingface
-from vpipe.checkpoint.huggingface import find_model, imported
+from vpipe.checkpoint.huggingface import import_weights, read_model_config
 from vpipe.cli import main
 from vpipe.data.wordpiece import train_wordpiece
 from vpipe.model.layer import Model
@@ -119,10 +119,10 @@ def test_what_transformers_saved_comes_back(name: str, tied: bool, transformers:
     theirs.save_pretrained(tmp_path, max_shard_size="10KB")
     assert (tmp_path / "model.safetensors.index.json").exists(), "several files, as large models come in"
 
-    found = find_model(tmp_path)
+    found = read_model_config(tmp_path)
     assert (found.family, found.settings.tie_weights) == (family, tied)
     model = family_named(family).factory(found.settings)
-    weights = imported(tmp_path, names_of(family), found.settings, say=pytest.fail)
+    weights = import_weights(tmp_path, names_of(family), found.settings, note=pytest.fail)
     modules = model.materialize().eval()
     assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == {
         name: tuple(tensor.shape) for name, tensor in weights_of(model, modules).items()}

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from saved_state import about, tensors
 
-from vpipe.checkpoint.integrity import Damage, check_intact, damages, newest_intact_before
+from vpipe.checkpoint.integrity import Damage, check_intact, find_damage, newest_intact_before
 from vpipe.checkpoint.manifest import MANIFEST, Manifest
-from vpipe.checkpoint.once import save_at
-from vpipe.checkpoint.restore import read
+from vpipe.checkpoint.save import save_checkpoint
+from vpipe.checkpoint.shards import load_tensors
 from vpipe.errors import UserError
 
 FILE = "rank0.safetensors"
@@ -19,7 +19,7 @@ FILE = "rank0.safetensors"
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     for step in (20, 40, 60):
-        save_at(tmp_path / f"step-{step}", about(step), tensors())
+        save_checkpoint(tmp_path / f"step-{step}", about(step), tensors())
     return tmp_path
 
 
@@ -31,7 +31,7 @@ def flip(path: Path, place: int) -> None:
 
 def test_nothing_is_wrong_with_one_that_was_just_written(root: Path) -> None:
     heard: list[tuple[int, int]] = []
-    assert damages(root / "step-60", lambda done, total: heard.append((done, total))) == []
+    assert find_damage(root / "step-60", lambda done, total: heard.append((done, total))) == []
     assert heard[-1] == (Manifest.load(root / "step-60").bytes,) * 2
     check_intact(root / "step-60")
 
@@ -41,11 +41,11 @@ def test_a_changed_bit_is_noticed_wherever_it_is(root: Path) -> None:
     whole = path.read_bytes()
     for place in (0, 7, 8, 100, len(whole) // 2, len(whole) - 1):
         flip(path, place)
-        found, = damages(root / "step-60")
+        found, = find_damage(root / "step-60")
         assert found.file == FILE
         assert found.what.startswith("was changed: its SHA-256 is ")
         path.write_bytes(whole)
-    assert damages(root / "step-60") == []
+    assert find_damage(root / "step-60") == []
 
 
 @pytest.mark.parametrize("length", [0, 1, 500, -1])
@@ -53,13 +53,13 @@ def test_a_file_that_was_cut_short_is_told_with_both_sizes(root: Path, length: i
     path = root / "step-60" / FILE
     whole = path.read_bytes()
     path.write_bytes(whole[:length])
-    assert damages(root / "step-60") == [
+    assert find_damage(root / "step-60") == [
         Damage(FILE, f"has {len(whole[:length]):,} bytes instead of {len(whole):,}")]
 
 
 def test_a_file_that_is_gone_is_told(root: Path) -> None:
     (root / "step-60" / FILE).unlink()
-    assert list(map(str, damages(root / "step-60"))) == [f"{FILE} is missing"]
+    assert list(map(str, find_damage(root / "step-60"))) == [f"{FILE} is missing"]
 
 
 def test_the_newest_intact_one_before_is_offered(root: Path) -> None:
@@ -69,7 +69,7 @@ def test_the_newest_intact_one_before_is_offered(root: Path) -> None:
                                         rf"hint: resume from step 20 with: vpipe train --resume {root}/step-20"):
         check_intact(root / "step-60")
     with pytest.raises(UserError, match=f"{FILE} was changed"):
-        read(root / "step-60", Manifest.load(root / "step-60"), ["model.a.row"])
+        load_tensors(root / "step-60", Manifest.load(root / "step-60"), ["model.a.row"])
     assert newest_intact_before(root / "step-60") == root / "step-20"
     (root / "step-20" / FILE).unlink()
     with pytest.raises(UserError, match="hint: no older checkpoint beside it is intact: start the run anew"):

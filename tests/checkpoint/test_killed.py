@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 from saved_state import about, same, tensors
 
-from vpipe.checkpoint import storage
-from vpipe.checkpoint.folder import LATEST, Checkpoints, find
-from vpipe.checkpoint.integrity import damages
+from vpipe.checkpoint import shards
+from vpipe.checkpoint.agreement import LocalAgreement
+from vpipe.checkpoint.directory import LATEST, Checkpoints, find_checkpoint
+from vpipe.checkpoint.integrity import find_damage
 from vpipe.checkpoint.manifest import Manifest
-from vpipe.checkpoint.restore import read
 from vpipe.checkpoint.saver import Saver
-from vpipe.checkpoint.votes import LocalVotes
+from vpipe.checkpoint.shards import load_tensors
 
 KILLED = 9
 CHANGES = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate"}
@@ -57,17 +57,17 @@ def killed(work: Callable[[], None], at: int) -> bool:
 
 
 def save(root: Path, step: int, fill: float, keep: int = 2) -> None:
-    saver = Saver(root, keep, 0, LocalVotes())
+    saver = Saver(root, keep, 0, LocalAgreement())
     saver.save(about(step), tensors(fill))
     saver.wait()
-    assert saver.facts[-1].error is None
+    assert saver.results[-1].error is None
 
 
 def state_of(folder: Path) -> float:
     """Which of the states a whole checkpoint has."""
-    assert damages(folder) == []
+    assert find_damage(folder) == []
     manifest = Manifest.load(folder)
-    found = read(folder, manifest, manifest.tensors)
+    found = load_tensors(folder, manifest, manifest.tensors)
     fill = found["model.a.repeated"][0].item()
     assert same(found, tensors(fill))
     return fill
@@ -82,7 +82,7 @@ def test_after_a_kill_there_is_one_whole_checkpoint_and_the_next_is_made(tmp_pat
         root = tmp_path / str(at)
         shutil.copytree(tmp_path / "before", root)
         was_killed = killed(lambda: save(root, step, 3.0), at)  # noqa: B023
-        newest = find(root)
+        newest = find_checkpoint(root)
         found.append(state_of(newest))
         folder = Checkpoints(root)
         folder.clear_leftovers()
@@ -90,7 +90,7 @@ def test_after_a_kill_there_is_one_whole_checkpoint_and_the_next_is_made(tmp_pat
         assert [path for path in root.iterdir() if path.suffix] == [newest] * (newest.suffix == ".old")
         assert (root / LATEST).read_text() == f"{folder.all()[-1].name}\n"
         save(root, 40, 4.0)
-        assert state_of(find(root)) == 4.0
+        assert state_of(find_checkpoint(root)) == 4.0
         assert len(folder.all()) == 2
         if not was_killed:
             break
@@ -98,7 +98,7 @@ def test_after_a_kill_there_is_one_whole_checkpoint_and_the_next_is_made(tmp_pat
     assert found[0] == 2.0
     assert found[-1] == 3.0
     assert len(found) > 15
-    assert storage.FILE_BYTES  # imported before the forks, which so need not
+    assert shards.FILE_BYTES  # imported before the forks, which so need not
 
 
 def test_a_file_that_may_not_grow_so_large_gives_the_save_up(tmp_path: Path) -> None:
@@ -109,11 +109,11 @@ def test_a_file_that_may_not_grow_so_large_gives_the_save_up(tmp_path: Path) -> 
 
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))
-        saver = Saver(tmp_path, 2, 0, LocalVotes())
+        saver = Saver(tmp_path, 2, 0, LocalAgreement())
         saver.save(about(20), tensors(2.0))
         saver.wait()
-        assert saver.facts[-1].error == "File too large (rank 0)"
+        assert saver.results[-1].error == "File too large (rank 0)"
 
     assert not killed(limited, 0)
     assert {path.name for path in tmp_path.iterdir()} == {"step-10", LATEST}
-    assert state_of(find(tmp_path)) == 1.0
+    assert state_of(find_checkpoint(tmp_path)) == 1.0

@@ -10,17 +10,26 @@ from pathlib import Path
 import pytest
 
 import vpipe.checkpoint
-from vpipe.checkpoint.manifest import FORMAT, ITEM_BYTES, MANIFEST, About, FileFacts, Manifest, Stored, _checksum
+from vpipe.checkpoint.manifest import (
+    FORMAT,
+    ITEM_BYTES,
+    MANIFEST,
+    CheckpointInfo,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    _checksum,
+)
 from vpipe.errors import UserError
 
-ABOUT = About(40, 1280, 7, data="f00d", config="model:\n  name: bert\n", arrangement={"partition": [2, 3]},
+ABOUT = CheckpointInfo(40, 1280, 7, data="f00d", config="model:\n  name: bert\n", arrangement={"partition": [2, 3]},
               numbers={"scale": 0.1})
 
 
 def manifest() -> Manifest:
-    return Manifest.of(ABOUT, {"model.a.weight": Stored((4, 3), "float32", "rank0.safetensors"),
-                               "optim.a.weight.step#int": Stored((), "int64", "rank0.safetensors")},
-                       {"rank0.safetensors": FileFacts(200, "ab" * 32)})
+    return Manifest.build(ABOUT, {"model.a.weight": TensorEntry((4, 3), "float32", "rank0.safetensors"),
+                               "optim.a.weight.step#int": TensorEntry((), "int64", "rank0.safetensors")},
+                       {"rank0.safetensors": FileEntry(200, "ab" * 32)})
 
 
 def test_it_reads_what_it_wrote(tmp_path: Path) -> None:
@@ -112,10 +121,10 @@ def test_a_number_that_json_has_not_is_no_checkpoint(tmp_path: Path) -> None:
         Manifest(0, 0, 0, numbers={"scale": math.nan}).save(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["manifest", "folder", "integrity"])
+@pytest.mark.parametrize("name", ["manifest", "directory", "integrity"])
 def test_what_lists_checkpoints_does_not_wait_for_torch(name: str) -> None:
     room = Path(vpipe.checkpoint.__file__).parent
     imported = {node.module for node in ast.walk(ast.parse((room / f"{name}.py").read_text()))
                 if isinstance(node, ast.ImportFrom)}
     assert {module for module in imported if module and module.split(".")[0] in ("torch", "vpipe", "safetensors")} <= {
-        "vpipe.checkpoint.manifest", "vpipe.checkpoint.folder", "vpipe.errors", "vpipe.files"}
+        "vpipe.checkpoint.manifest", "vpipe.checkpoint.directory", "vpipe.errors", "vpipe.files"}

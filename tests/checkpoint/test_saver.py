@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from datetime import timedelta
 from pathlib import Path
 from threading import Event, Thread, current_thread
@@ -14,27 +13,26 @@ from saved_state import about, same, tensors
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
-from vpipe.checkpoint import storage, votes
-from vpipe.checkpoint.folder import LATEST, Checkpoints
-from vpipe.checkpoint.integrity import damages
+from vpipe.checkpoint import agreement, shards
+from vpipe.checkpoint.agreement import LocalAgreement, StoreAgreement
+from vpipe.checkpoint.directory import LATEST, Checkpoints
+from vpipe.checkpoint.integrity import find_damage
 from vpipe.checkpoint.manifest import Manifest
-from vpipe.checkpoint.restore import read
 from vpipe.checkpoint.saver import Saver
-from vpipe.checkpoint.shared import shared_folder_check
-from vpipe.checkpoint.votes import LocalVotes, StoreVotes
+from vpipe.checkpoint.shards import load_tensors
 from vpipe.errors import RunError, UserError
 
 WAIT_S = 30.0
 
 
 def alone(root: Path, keep: int | None = None) -> Saver:
-    return Saver(root, keep, 0, LocalVotes())
+    return Saver(root, keep, 0, LocalAgreement())
 
 
 def read_all(folder: Path) -> dict[str, Tensor]:
     manifest = Manifest.load(folder)
-    assert damages(folder) == []
-    return read(folder, manifest, manifest.tensors)
+    assert find_damage(folder) == []
+    return load_tensors(folder, manifest, manifest.tensors)
 
 
 def names(root: Path) -> set[str]:
@@ -42,7 +40,7 @@ def names(root: Path) -> set[str]:
 
 
 def full(*_: object) -> None:
-    raise storage.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    raise shards.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
 
 # -- alone --------------------------------------------------------------------------------------------------------
@@ -50,22 +48,22 @@ def full(*_: object) -> None:
 
 def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saver, state, go = alone(tmp_path), tensors(), Event()
-    write = storage.save_file
+    write = shards.save_file
 
     def later(*arguments: object) -> None:
         assert current_thread().name == "vpipe-saver"
         assert go.wait(WAIT_S)
         write(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(storage, "save_file", later)
+    monkeypatch.setattr(shards, "save_file", later)
     saver.save(about(20), state)
     with torch.no_grad():
         state["model.a.weight"].add_(1.0)  # training goes on
-    assert saver.facts == []
+    assert saver.results == []
     go.set()
     saver.wait()
     assert same(read_all(tmp_path / "step-20"), tensors())
-    fact, = saver.facts
+    fact, = saver.results
     assert (fact.step, fact.error) == (20, None)
     assert fact.bytes == Manifest.load(tmp_path / "step-20").bytes
     assert 0 < fact.pause_s < fact.seconds
@@ -79,7 +77,7 @@ def test_the_memory_for_copies_is_taken_once(tmp_path: Path) -> None:
     for step, state in enumerate(states):
         saver.save(about(step), state)
         saver.wait()
-        places.add(saver._copies._memory.data_ptr())
+        places.add(saver._buffer._memory.data_ptr())
         assert same(read_all(tmp_path / f"step-{step}"), state)
     assert len(places) == 1
 
@@ -89,10 +87,10 @@ def test_the_memory_can_be_taken_before_the_first_save(tmp_path: Path, enough: b
     saver = alone(tmp_path)
     saver.reserve([tensor.nbytes for tensor in tensors().values()][:None if enough else 3])
     saver.wait()
-    place = saver._copies._memory.data_ptr()
+    place = saver._buffer._memory.data_ptr()
     saver.save(about(1), tensors())
     saver.wait()
-    assert (saver._copies._memory.data_ptr() == place) or not enough
+    assert (saver._buffer._memory.data_ptr() == place) or not enough
     assert same(read_all(tmp_path / "step-1"), tensors())
     saver.reserve([1 << 60])  # too much: the save says so, if it needs that
     saver.save(about(2), tensors(2.0))
@@ -117,7 +115,7 @@ def test_the_newest_are_kept_and_latest_names_one(tmp_path: Path) -> None:
     saver.wait()
     assert names(tmp_path / "deep" / "checkpoints") == {"step-3", "step-10", LATEST}
     assert (tmp_path / "deep" / "checkpoints" / LATEST).read_text() == "step-10\n"
-    assert [fact.step for fact in saver.facts] == [1, 2, 3, 3, 10]
+    assert [fact.step for fact in saver.results] == [1, 2, 3, 3, 10]
 
 
 def test_what_a_save_that_was_cut_short_left_is_not_taken_over(tmp_path: Path) -> None:
@@ -155,7 +153,7 @@ def test_a_full_disk_gives_the_save_up_and_the_next_one_is_made(tmp_path: Path,
                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     saver = alone(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(storage, "save_file", full)
+        patched.setattr(shards, "save_file", full)
         saver.save(about(10), tensors())
         saver.wait()
     assert saver.warnings() == ["could not save step 10: No space left on device (rank 0); training goes on, "
@@ -171,7 +169,7 @@ def test_a_full_disk_gives_the_save_up_and_the_next_one_is_made(tmp_path: Path,
         assert saver.warnings() == ["could not save step 30: No space left on device (rank 0); training goes on, "
                                     "the latest checkpoint is step 20"]
         assert names(tmp_path) == {"step-20", LATEST}
-    assert [fact.error for fact in saver.facts] == ["No space left on device (rank 0)", None,
+    assert [fact.error for fact in saver.results] == ["No space left on device (rank 0)", None,
                                                     *["No space left on device (rank 0)"] * 2]
     assert same(read_all(tmp_path / "step-20"), tensors())
 
@@ -186,10 +184,10 @@ def test_too_little_memory_gives_the_save_up(tmp_path: Path, monkeypatch: pytest
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr(storage, "save_file", out_of_memory)
+        patched.setattr(shards, "save_file", out_of_memory)
         saver.save(about(10), tensors())
         saver.wait()
-    assert [fact.error for fact in saver.facts] == ["Cannot allocate memory (rank 0)", "out of memory (rank 0)"]
+    assert [fact.error for fact in saver.results] == ["Cannot allocate memory (rank 0)", "out of memory (rank 0)"]
     saver.save(about(20), tensors())
     saver.wait()
     assert same(read_all(tmp_path / "step-20"), tensors())
@@ -202,16 +200,16 @@ def test_what_cannot_be_tidied_does_not_spoil_the_save(tmp_path: Path, monkeypat
     saver = alone(tmp_path, keep=1)
     saver.save(about(10), tensors())
     saver.wait()
-    for method in ("announce", "prune"):
+    for method in ("update_latest", "prune"):
         monkeypatch.setattr(Checkpoints, method, fail)
         saver.save(about(len(method)), tensors())
         saver.save(about(20 + len(method)), tensors())
         saver.wait()
-    assert {fact.error for fact in saver.facts} == {None}
+    assert {fact.error for fact in saver.results} == {None}
     warnings = saver.warnings()
-    assert warnings[0] == "saved step 8, but could not write the file 'latest': No space left on device"
+    assert warnings[0] == "saved step 13, but could not write the file 'latest': No space left on device"
     assert warnings[-1] == "saved step 25, but could not remove older checkpoints: No space left on device"
-    assert names(tmp_path) == {"step-28", "step-5", "step-25", LATEST}  # room was made without `latest`, too
+    assert names(tmp_path) == {"step-33", "step-5", "step-25", LATEST}  # room was made without `latest`, too
 
 
 @pytest.mark.parametrize(("value", "optimizer", "says"), [
@@ -227,7 +225,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path, value: float,
         state["optim.b.w.exp_avg"] = torch.zeros(3)
     saver.save(about(20), state)
     saver.wait()
-    assert saver.facts[-1].error == (f"{says} (rank 0)" if says else None)
+    assert saver.results[-1].error == (f"{says} (rank 0)" if says else None)
     assert names(tmp_path) == {"step-10" if says else "step-20", LATEST}
     assert saver.warnings() == ([f"could not save step 20: {says} (rank 0); training goes on, the latest checkpoint is "
                                  "step 10"] if says else [])
@@ -237,7 +235,7 @@ def test_a_mistake_of_ours_is_no_full_disk(tmp_path: Path, monkeypatch: pytest.M
     def mistake(*_: object) -> None:
         raise KeyError("model.a")
 
-    monkeypatch.setattr(storage, "save_file", mistake)
+    monkeypatch.setattr(shards, "save_file", mistake)
     saver = alone(tmp_path)
     saver.save(about(10), tensors())
     with pytest.raises(KeyError, match=r"model\.a"):
@@ -254,7 +252,7 @@ def test_a_tensor_that_no_file_holds_is_refused_at_once(tmp_path: Path) -> None:
 
 
 def crew(root: Path, store: Store, ranks: int = 3) -> list[Saver]:
-    return [Saver(root, 2, rank, StoreVotes(store, rank, ranks)) for rank in range(ranks)]
+    return [Saver(root, 2, rank, StoreAgreement(store, rank, ranks)) for rank in range(ranks)]
 
 
 def of_rank(rank: int, fill: float) -> dict[str, Tensor]:
@@ -273,19 +271,19 @@ def test_ranks_write_a_file_each_and_one_checkpoint(tmp_path: Path) -> None:
     assert names(tmp_path / "step-3") == {"checkpoint.json", *(f"rank{rank}.safetensors" for rank in range(3))}
     assert same(read_all(tmp_path / "step-3"),
                 {name: tensor for rank in range(3) for name, tensor in of_rank(rank, 3).items()})
-    assert {(fact.step, fact.bytes) for saver in savers for fact in saver.facts} == {
+    assert {(fact.step, fact.bytes) for saver in savers for fact in saver.results} == {
         (step, Manifest.load(tmp_path / "step-3").bytes) for step in (1, 2, 3)}
     assert store.num_keys() == 2  # the last verdict, and who heard: a long run leaves no heap of notes
 
 
 def test_a_full_disk_of_one_rank_gives_the_save_up_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     savers = crew(tmp_path, HashStore())
-    write = storage.save_file
+    write = shards.save_file
 
     def write_but_2(state: dict[str, Tensor], path: Path) -> None:
         (full if path.name == "rank2.safetensors" and "step-2" in str(path) else write)(state, path)
 
-    monkeypatch.setattr(storage, "save_file", write_but_2)
+    monkeypatch.setattr(shards, "save_file", write_but_2)
     for step in (1, 2, 3):
         for rank, saver in enumerate(savers):
             saver.save(about(step), of_rank(rank, step))
@@ -295,7 +293,7 @@ def test_a_full_disk_of_one_rank_gives_the_save_up_on_all(tmp_path: Path, monkey
             assert names(tmp_path) == {"step-1", LATEST}
     for saver in reversed(savers):
         saver.close()
-    assert {tuple(fact.error for fact in saver.facts) for saver in savers} == {
+    assert {tuple(fact.error for fact in saver.results) for saver in savers} == {
         (None, "No space left on device (rank 2)", None)}
     assert [saver.warnings() for saver in savers] == [
         ["could not save step 2: No space left on device (rank 2); training goes on, the latest checkpoint is step 1"],
@@ -312,29 +310,10 @@ def test_a_folder_that_fails_altogether_gives_the_save_up_on_all(tmp_path: Path)
         saver.save(about(1), of_rank(rank, 1))
     for saver in reversed(savers):
         saver.close()
-    assert {saver.facts[0].error for saver in savers} == {
+    assert {saver.results[0].error for saver in savers} == {
         ", ".join(f"Too many levels of symbolic links (rank {rank})" for rank in (0, 1))}
     [warning] = savers[0].warnings()
     assert warning.endswith("the folder of checkpoints cannot be read: Too many levels of symbolic links")
-
-
-def test_rank_0_that_comes_to_no_verdict_tells_the_others() -> None:
-    store, said = HashStore(), []
-
-    def vote() -> None:
-        with pytest.raises(RuntimeError, match="rank 0 could not decide: KeyError: 'size'"):
-            StoreVotes(store, 1, 2).meet("", str)
-        said.append(True)
-
-    def decide(_: list[str]) -> str:
-        raise KeyError("size")
-
-    other = Thread(target=vote, daemon=True)
-    other.start()
-    with pytest.raises(KeyError, match="size"):
-        StoreVotes(store, 0, 2).meet("", decide)
-    other.join(WAIT_S)
-    assert said == [True]
 
 
 def test_a_rank_writes_the_next_only_when_all_know_of_the_last(tmp_path: Path) -> None:
@@ -353,80 +332,25 @@ def test_a_rank_writes_the_next_only_when_all_know_of_the_last(tmp_path: Path) -
 
 
 def test_a_rank_that_is_slow_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(votes, "_SLICE_S", 0.01)
+    monkeypatch.setattr(agreement, "_SLICE_S", 0.01)
     first, second = crew(tmp_path, HashStore(), ranks=2)
     first.save(about(1), of_rank(0, 1))
     assert first._thread is not None
     first._thread.join(0.1)
-    assert first.facts == []
+    assert first.results == []
     second.save(about(1), of_rank(1, 1))
     for saver in (second, first):
         saver.close()
-    assert first.facts[0].error is None
-
-
-def test_a_rank_may_have_more_tensors_than_a_store_takes_in_plain_words() -> None:
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=WAIT_S))
-    vote = '"model.weight": {"shape": [1], "dtype": "float32"}, ' * 200_000
-    assert len(vote) > 8 << 20
-    told = Thread(target=StoreVotes(client, 1, 2).meet, args=(vote, "".join), daemon=True)
-    told.start()
-    assert StoreVotes(server, 0, 2).meet("", "".join) == vote
-    told.join(WAIT_S)
+    assert first.results[0].error is None
 
 
 def test_without_rank_0_the_others_say_so(tmp_path: Path) -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=WAIT_S))
-    saver = Saver(tmp_path, None, 1, StoreVotes(client, 1, 2))
+    saver = Saver(tmp_path, None, 1, StoreAgreement(client, 1, 2))
     saver.save(about(1), {})
     del server
     with pytest.raises(RunError, match=r"could not save step 1: .*\(rank 1\)\nhint: rank 0, or who keeps its notes"):
         saver.wait()
-    assert saver.facts[0].error == "rank 0 is gone"
+    assert saver.results[0].error == "rank 0 is gone"
     saver.close()
-
-
-# -- a folder that all see ----------------------------------------------------------------------------------------
-
-
-def look(roots: list[Path]) -> list[str]:
-    """What each rank says of its folder."""
-    store, said = HashStore(), [""] * len(roots)
-
-    def check(rank: int) -> None:
-        try:
-            shared_folder_check(roots[rank], StoreVotes(store, rank, len(roots)), rank, f"host{rank}")
-        except UserError as error:
-            said[rank] = str(error)
-
-    threads = [Thread(target=check, args=(rank,), daemon=True) for rank in range(len(roots))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-    return said
-
-
-def test_a_folder_that_all_see_is_fine(tmp_path: Path) -> None:
-    assert look([tmp_path / "new" / "checkpoints"] * 3) == [""] * 3
-    assert names(tmp_path / "new" / "checkpoints") == set()
-
-
-def test_a_folder_that_a_host_does_not_see_is_refused_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vpipe.checkpoint.shared.LOOK_S", 0.1)
-    said = look([tmp_path / "a", tmp_path / "b", tmp_path / "a"])
-    assert len(set(said)) == 1
-    assert re.match(r"error: the folder for checkpoints '.*' of rank 0 \(host0\) is not the one seen by rank 1 "
-                    r"\(host1\)\nhint: checkpoints need a folder that all hosts see, .*: set checkpoint", said[0])
-    assert names(tmp_path / "a") == set()
-
-
-def test_a_folder_that_rank_0_cannot_write_is_refused_by_all(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    said = look([tmp_path / "file" / "checkpoints"] * 2)
-    assert len(set(said)) == 1
-    assert "rank 0 (host0) cannot write checkpoints to" in said[0]
-    with pytest.raises(UserError, match=r"cannot write checkpoints to '.*': Not a directory"):
-        shared_folder_check(tmp_path / "file" / "x", LocalVotes(), 0, "here")

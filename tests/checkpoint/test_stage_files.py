@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vpipe.checkpoint.stage_files import Matched, matched, read_stages, stage_files
+from vpipe.checkpoint.stage_files import MatchedWeights, find_stage_files, match_weights, read_stage_files
 from vpipe.errors import UserError
 from vpipe.model.bert import bert_from_settings
 from vpipe.model.layer import Layer, Model
@@ -65,11 +65,11 @@ def write(folder: Path, stages: list[Any]) -> list[Path]:
         torch.save({"epoch": 3, "arch": "bert", "state_dict": {"module0": state}, "best_prec1": torch.tensor(0.5),
                     "optimizer": {"state": {}, "param_groups": [{"lr": 0.03}]}},
                    folder / f"checkpoint.{stage}.pth.tar")
-    return stage_files(folder)
+    return find_stage_files(folder)
 
 
-def found_in(files: list[Path], model: Model = BERT, family: Family | None = None) -> Matched:
-    return matched(read_stages(files), model, family or family_named("bert"), SETTINGS)
+def found_in(files: list[Path], model: Model = BERT, family: Family | None = None) -> MatchedWeights:
+    return match_weights(read_stage_files(files), model, family or family_named("bert"), SETTINGS)
 
 
 @pytest.mark.parametrize("cut", [1, 3])
@@ -141,8 +141,8 @@ def test_tied_weights_must_be_equal(tmp_path: Path) -> None:
     tied = bert_from_settings(settings)
     stages = vpipe_stages(weights_of(BERT), 2)
 
-    def found() -> Matched:
-        return matched(read_stages(write(tmp_path, stages)), tied, family_named("bert"), settings)
+    def found() -> MatchedWeights:
+        return match_weights(read_stage_files(write(tmp_path, stages)), tied, family_named("bert"), settings)
 
     what, hint = refused(found)
     assert "word_embeddings.weight' [50, 24] of checkpoint.0.pth.tar differ, but the model ties them" in what
@@ -174,7 +174,7 @@ def test_a_file_that_is_none_is_refused(content: object, says: str, tmp_path: Pa
         path.write_bytes(content)
     else:
         torch.save(content, path)
-    what, _ = refused(lambda: read_stages(stage_files(tmp_path)))
+    what, _ = refused(lambda: read_stage_files(find_stage_files(tmp_path)))
     assert says in what
     assert str(path) in what
 
@@ -182,6 +182,6 @@ def test_a_file_that_is_none_is_refused(content: object, says: str, tmp_path: Pa
 def test_a_truncated_file_and_a_missing_stage(tmp_path: Path) -> None:
     files = write(tmp_path, vpipe_stages(weights_of(BERT), 2))
     files[1].write_bytes(files[1].read_bytes()[:-200])
-    assert "cannot be read as weights" in refused(lambda: read_stages(files))[0]
+    assert "cannot be read as weights" in refused(lambda: read_stage_files(files))[0]
     files[0].rename(tmp_path / "checkpoint.1700000000.pth.tar")  # a time, perhaps: not as many are looked for
-    assert refused(lambda: stage_files(tmp_path))[0].startswith("there is no 'checkpoint.0.pth.tar'")
+    assert refused(lambda: find_stage_files(tmp_path))[0].startswith("there is no 'checkpoint.0.pth.tar'")

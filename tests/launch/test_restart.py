@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from small_run import write_config
 
-from vpipe.checkpoint.folder import Checkpoints
+from vpipe.checkpoint.directory import Checkpoints
 from vpipe.checkpoint.manifest import MANIFEST, Manifest
 from vpipe.cli import main
 from vpipe.config.config import Config, load_config

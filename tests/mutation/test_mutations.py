@@ -23,9 +23,8 @@ from limits import refusal
 from made_profile import made_profile
 from mutations import mutated, mutated_bytes
 
-from vpipe.checkpoint.manifest import MANIFEST, About, Manifest, _checksum
-from vpipe.checkpoint.restore import read
-from vpipe.checkpoint.storage import write
+from vpipe.checkpoint.manifest import MANIFEST, CheckpointInfo, Manifest, _checksum
+from vpipe.checkpoint.shards import load_tensors, write_shards
 from vpipe.config.config import load_config
 from vpipe.data.bert_fields import SHAPES, STORAGE, shape_of
 from vpipe.data.bert_hdf5 import BertHdf5
@@ -163,15 +162,16 @@ def test_schedules(tmp_path: Path) -> None:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
     tensors = {"model.a.weight": torch.ones(4, 3), "model.b.bias": torch.zeros(2), "optim.a.step#int": torch.tensor(7)}
-    about = About(40, 1280, 7, data="f00d", config=as_yaml(NATIVE), numbers={"microbatches": 8}, arrangement={
+    about = CheckpointInfo(40, 1280, 7, data="f00d", config=as_yaml(NATIVE), numbers={"microbatches": 8}, arrangement={
         "partition": [2, 3], "schedule": "1f1b", "optimizers": ["AdamW"], "microbatches": 4})
-    Manifest.of(about, *write(folder, 0, tensors)).save(folder)
+    result = write_shards(folder, 0, tensors)
+    Manifest.build(about, result.tensors, result.files).save(folder)
     return folder
 
 
-def load_tensors(folder: Path) -> None:
+def load_all(folder: Path) -> None:
     manifest = Manifest.load(folder)
-    read(folder, manifest, manifest.tensors)
+    load_tensors(folder, manifest, manifest.tensors)
 
 
 def sealed(content: Any) -> str:
@@ -182,11 +182,11 @@ def sealed(content: Any) -> str:
 
 def test_manifests(checkpoint: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(checkpoint, tmp_path / "step-40"))
-    assert refusal(partial(load_tensors, folder)) is None
+    assert refusal(partial(load_all, folder)) is None
     whole, dice, refused = json.loads((checkpoint / MANIFEST).read_text()), Random(0), 0
     for _ in range(60):
         (folder / MANIFEST).write_bytes(written(dice, whole, sealed))
-        refused += refusal(partial(load_tensors, folder)) is not None
+        refused += refusal(partial(load_all, folder)) is not None
     assert 30 < refused < 60
 
 
@@ -202,7 +202,7 @@ def test_headers_of_safetensors(checkpoint: Path, tmp_path: Path) -> None:
         (folder / "rank0.safetensors").write_bytes(content)
         manifest["files"]["rank0.safetensors"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         (folder / MANIFEST).write_text(sealed(manifest))
-        refused += refusal(partial(load_tensors, folder)) is not None
+        refused += refusal(partial(load_all, folder)) is not None
     assert 30 < refused <= 40
 
 

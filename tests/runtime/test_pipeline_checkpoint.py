@@ -15,9 +15,9 @@ import torch
 from models import rich_batches
 from world import World
 
-from vpipe.checkpoint.integrity import damages
-from vpipe.checkpoint.manifest import Manifest, Stored
-from vpipe.checkpoint.restore import read
+from vpipe.checkpoint.integrity import find_damage
+from vpipe.checkpoint.manifest import Manifest, TensorEntry
+from vpipe.checkpoint.shards import load_tensors
 from vpipe.errors import UserError
 
 ASYNCHRONOUS: dict[str, Any] = {"schedule": "pipedream", "partition": [2, 2, 2, 2], "cadence": 5}
@@ -28,7 +28,7 @@ RUN: dict[str, Any] = {"microbatches": 4, "grad_clip": 0.5, "batches": 7}
 def tensors_of(folder: Path) -> dict[str, Any]:
     """What the files hold, without regard to which rank wrote it."""
     manifest = Manifest.load(folder)
-    return jobs.fingerprint(dict(sorted(read(folder, manifest, manifest.tensors).items())))
+    return jobs.fingerprint(dict(sorted(load_tensors(folder, manifest, manifest.tensors).items())))
 
 
 def here(**arguments: Any) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def test_stretches_in_turn_over_gloo_and_in_process(world: World, tmp_path: Path
     ours, theirs = (Manifest.load(folder).arrangement for folder in (last, tmp_path / "whole"))
     assert [ours.get(key) for key in ("optimizers", "optimizer_of")] == [
         theirs.get(key) for key in ("optimizers", "optimizer_of")]
-    assert not damages(last)
+    assert not find_damage(last)
 
 
 def gloo(world: World) -> Callable[..., dict[str, Any]]:
@@ -181,7 +181,7 @@ def test_error_feedback_of_an_older_version_is_left_out(tmp_path: Path) -> None:
     list(pipe.train(rich_batches(2, 8)))
     pipe.save(tmp_path / "step")
     manifest = Manifest.load(tmp_path / "step")
-    lost = {"feedback.2.0.0": Stored((1,), "float32", next(iter(manifest.files)))}
+    lost = {"feedback.2.0.0": TensorEntry((1,), "float32", next(iter(manifest.files)))}
     replace(manifest, tensors={**manifest.tensors, **lost}).save(tmp_path / "step")
     new = jobs.pipeline(jobs.MODELS["rich"](), microbatches=4, compress="int8", **FLUSH)
     with pytest.warns(UserWarning, match="has error feedback of compressed gradients, which this version has not"):

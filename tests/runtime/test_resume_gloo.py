@@ -12,7 +12,7 @@ from torch import Tensor
 from world import World
 
 from vpipe.checkpoint.manifest import Manifest
-from vpipe.checkpoint.restore import read
+from vpipe.checkpoint.shards import load_tensors
 from vpipe.config.config import load_config
 from vpipe.train.job import Job
 from vpipe.train.loop import train
@@ -56,7 +56,7 @@ def check_equal(one: Path, other: Path) -> None:
 
 def tensors(folder: Path) -> dict[str, Tensor]:
     manifest = Manifest.load(folder)
-    return read(folder, manifest, manifest.tensors)
+    return load_tensors(folder, manifest, manifest.tensors)
 
 
 def test_with_a_flush_four_ranks_go_on_with_a_run_of_one_stage_and_back(world: World, tmp_path: Path) -> None:

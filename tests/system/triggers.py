@@ -95,10 +95,10 @@ def _in_training(reached: Callable[[str], bool], trigger: dict[str, Any], notes:
 def _in_saving(reached: Callable[[str], bool], trigger: dict[str, Any], its_rank: bool) -> None:
     """``write``: half of a rank's file is written; ``commit``: all is, but for the checkpoint's name. What fills a disk
     for a while leaves with the next file of the very rank that filled it: another's may come a moment after."""
-    from vpipe.checkpoint import storage
-    from vpipe.checkpoint.folder import Checkpoints
+    from vpipe.checkpoint import shards
+    from vpipe.checkpoint.directory import Checkpoints
 
-    write, commit = storage.save_file, Checkpoints.commit
+    write, commit = shards.save_file, Checkpoints.commit
 
     def writes(tensors: Any, path: Path) -> None:
         filler = path.parents[1] / "filler"
@@ -118,7 +118,7 @@ def _in_saving(reached: Callable[[str], bool], trigger: dict[str, Any], its_rank
             go_wrong(trigger)
         return commit(self, step)
 
-    storage.save_file = writes
+    shards.save_file = writes
     Checkpoints.commit = commits  # type: ignore[method-assign]
 
 

@@ -18,9 +18,9 @@ from attempts import begin, go_on
 from small_run import check_updates, metrics, write_config
 from torch import Tensor
 
-from vpipe.checkpoint import storage
-from vpipe.checkpoint.copies import HostCopies
-from vpipe.checkpoint.folder import Checkpoints
+from vpipe.checkpoint import saver
+from vpipe.checkpoint.directory import Checkpoints
+from vpipe.checkpoint.host_buffer import HostBuffer
 from vpipe.config.config import Config, load_config
 from vpipe.errors import LastingError, RunError, UserError
 from vpipe.pipeline import Pipeline
@@ -33,13 +33,13 @@ from vpipe.train.resume import Start, start_of
 
 def test_only_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                   capsys: pytest.CaptureFixture[str]) -> None:
-    room, takes = HostCopies._make_room, []
+    room, takes = HostBuffer._allocate, []
 
-    def make_room(self: HostCopies, count: int, pinned: bool) -> None:
+    def make_room(self: HostBuffer, count: int, pinned: bool) -> None:
         takes.append((current_thread().name, count))
         room(self, count, pinned)
 
-    monkeypatch.setattr(HostCopies, "_make_room", make_room)
+    monkeypatch.setattr(HostBuffer, "_allocate", make_room)
     run = begin(tmp_path, checkpoint__every_steps=1, checkpoint__keep=2)
     assert sorted(os.listdir(run / "checkpoints")) == ["latest", "step-3", "step-4"]
     assert re.search(r"^4 checkpoints of [\d.]+ MB, 2 kept, the last of step 4 in ", capsys.readouterr().out, re.M)
@@ -96,14 +96,14 @@ def test_a_loss_that_is_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def full_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the disk have no room for the checkpoint of a step."""
-    written = storage.write
+    written = saver.write_shards
 
     def write(partial: Path, *rest: Any) -> Any:
         if partial.name == f"step-{step}.tmp":
             raise OSError(errno.ENOSPC, "No space left on device")
         return written(partial, *rest)
 
-    monkeypatch.setattr(storage, "write", write)
+    monkeypatch.setattr(saver, "write_shards", write)
 
 
 def test_a_disk_that_is_full_and_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def test_a_folder_that_not_all_hosts_see(tmp_path: Path, monkeypatch: pytest.Mon
     def refused(*_: Any) -> None:
         raise UserError("rank 1 (b) does not see it", hint="set checkpoint.directory")
 
-    monkeypatch.setattr("vpipe.train.checkpointing.shared_folder_check", refused)
+    monkeypatch.setattr("vpipe.train.checkpointing.check_shared_folder", refused)
     with pytest.raises(UserError, match="rank 1"):
         begin(tmp_path / "a", checkpoint__at_end=True)
     (tmp_path / "b").mkdir()
@@ -227,7 +227,7 @@ def test_metrics_reach_the_disk_before_the_checkpoint_has_its_name(
 def test_a_rank_that_fails_lets_the_save_be_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                       peer: int | None) -> None:
     """Unless another rank is to blame, which may be gone."""
-    failed, batches, written = Event(), Job.training_batches, storage.write
+    failed, batches, written = Event(), Job.training_batches, saver.write_shards
 
     def failing(self: Job, fields: tuple[str, ...]) -> Any:
         yield from islice(batches(self, fields), 2)
@@ -240,7 +240,7 @@ def test_a_rank_that_fails_lets_the_save_be_completed(tmp_path: Path, monkeypatc
         return written(*arguments)
 
     monkeypatch.setattr(Job, "training_batches", failing)
-    monkeypatch.setattr(storage, "write", write)
+    monkeypatch.setattr(saver, "write_shards", write)
     with pytest.raises(RunError, match="the data are gone"):
         begin(tmp_path, checkpoint__every_steps=2)
     [run] = (tmp_path / "runs").iterdir()

@@ -15,7 +15,7 @@ from small_run import check_updates, losses, metrics, oracle, write_config
 from torch import Tensor
 
 from vpipe.checkpoint.manifest import Manifest
-from vpipe.checkpoint.restore import read
+from vpipe.checkpoint.shards import load_tensors
 from vpipe.config.config import load_config
 from vpipe.distributed.signals import Stopped
 from vpipe.distributed.watchdog import ask_stop, stop_asked
@@ -57,7 +57,7 @@ def tensors(run: Path, step: int) -> dict[str, Tensor]:
     """All that a checkpoint of a run holds."""
     folder = run / "checkpoints" / f"step-{step}"
     manifest = Manifest.load(folder)
-    return read(folder, manifest, manifest.tensors)
+    return load_tensors(folder, manifest, manifest.tensors)
 
 
 def check_equal(one: Path, other: Path, step: int, only: str = "") -> None:

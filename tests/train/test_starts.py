@@ -12,7 +12,7 @@ import pytest
 from attempts import begin
 from small_run import metrics, write_config
 
-from vpipe.checkpoint.manifest import Manifest, Stored
+from vpipe.checkpoint.manifest import Manifest, TensorEntry
 from vpipe.config.config import load_config
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan
@@ -69,7 +69,7 @@ def test_error_feedback_of_an_older_version_is_left_out(one: Path, tmp_path: Pat
     (run / "config.yaml").write_text(older)
     checkpoint = run / "checkpoints" / "step-1"
     manifest = Manifest.load(checkpoint)
-    lost = {"feedback.2.0.0": Stored((1,), "float32", next(iter(manifest.files)))}
+    lost = {"feedback.2.0.0": TensorEntry((1,), "float32", next(iter(manifest.files)))}
     replace(manifest, config=older, tensors={**manifest.tensors, **lost}).save(checkpoint)
     start = start_of(run)
     job = Job.of(resumed_config(start, None, ["training.max_steps=2"], None))

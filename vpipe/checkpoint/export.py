@@ -1,4 +1,4 @@
-"""The whole model out of a checkpoint, in files that other programs read; and foreign weights into one."""
+"""Export the model of a checkpoint to files that other programs read; make a checkpoint of their weights."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vpipe.checkpoint.fits import check_fits, kinds_of
-from vpipe.checkpoint.folder import sync_folder
-from vpipe.checkpoint.huggingface import CONFIG, WEIGHTS, exported
+from vpipe.checkpoint.compatibility import check_compatible, tensor_kinds
+from vpipe.checkpoint.directory import check_free, sync_folder
+from vpipe.checkpoint.huggingface import CONFIG, WEIGHTS, export_weights
 from vpipe.checkpoint.integrity import Progress, sha256_of
-from vpipe.checkpoint.manifest import About, FileFacts, Manifest, Stored
-from vpipe.checkpoint.output import check_free
-from vpipe.checkpoint.restore import read
-from vpipe.checkpoint.storage import dtype_name, write
+from vpipe.checkpoint.manifest import CheckpointInfo, FileEntry, Manifest, TensorEntry
+from vpipe.checkpoint.shards import dtype_name, load_tensors, write_shards
 from vpipe.errors import UserError
 from vpipe.model.layer import Model
 from vpipe.model.registry import HuggingFace, ModelSettings
@@ -32,17 +30,18 @@ PREFIX = "model."
 
 
 def weights_of(folder: Path, manifest: Manifest, progress: Progress | None = None) -> dict[str, Tensor]:
-    """Parameters and buffers of the whole model: ``<layer>.<parameter>``, tied ones under their owner's name.
+    """Return parameters and buffers of the whole model: ``<layer>.<parameter>``, tied ones under their owner's name.
 
     Raises:
         UserError: the checkpoint is damaged.
     """
-    found = read(folder, manifest, [name for name in manifest.tensors if name.startswith(PREFIX)], progress=progress)
+    names = [name for name in manifest.tensors if name.startswith(PREFIX)]
+    found = load_tensors(folder, manifest, names, progress=progress)
     return {name.removeprefix(PREFIX): tensor for name, tensor in found.items()}
 
 
 def export_safetensors(weights: Mapping[str, Tensor], step: int, out: Path) -> None:
-    """One file; a tied weight is in it once, under its owner's name.
+    """Write one safetensors file; a tied weight is in it once, under its owner's name.
 
     Raises:
         UserError: there is such a file already, or it cannot be written.
@@ -52,7 +51,7 @@ def export_safetensors(weights: Mapping[str, Tensor], step: int, out: Path) -> N
 
 
 def export_torch(weights: Mapping[str, Tensor], model: Model | None, out: Path) -> None:
-    """A state dict, written by ``torch.save``, with the names of ``Model.materialize().state_dict()``.
+    """Write a state dict by ``torch.save``, with the names of ``Model.materialize().state_dict()``.
 
     Args:
         model: says what is tied: such a weight has all of its names, and lies in the file once.
@@ -68,7 +67,7 @@ def export_torch(weights: Mapping[str, Tensor], model: Model | None, out: Path) 
 
 def export_huggingface(weights: Mapping[str, Tensor], huggingface: HuggingFace, settings: ModelSettings, out: Path,
                        tokenizer: Path | None = None, end: tuple[str, int] | None = None) -> None:
-    """A folder for ``from_pretrained``.
+    """Write a folder for ``from_pretrained``.
 
     Args:
         tokenizer: a ``tokenizer.json`` to go with it.
@@ -77,7 +76,7 @@ def export_huggingface(weights: Mapping[str, Tensor], huggingface: HuggingFace, 
     Raises:
         UserError: as :func:`export_safetensors`.
     """
-    config, tensors = exported(huggingface, settings, weights)
+    config, tensors = export_weights(huggingface, settings, weights)
     special = {} if end is None else {"bos_token": end[0], "eos_token": end[0]}
     if end is not None:
         config |= {"bos_token_id": end[1], "eos_token_id": end[1]}
@@ -90,9 +89,9 @@ def export_huggingface(weights: Mapping[str, Tensor], huggingface: HuggingFace, 
             _write_json(partial / "tokenizer_config.json", {"tokenizer_class": huggingface.tokenizer, **special})
 
 
-def make_checkpoint(out: Path, about: About, model: Model, weights: Mapping[str, Tensor],
+def make_checkpoint(out: Path, info: CheckpointInfo, model: Model, weights: Mapping[str, Tensor],
                     config: Path | None = None) -> Manifest:
-    """A checkpoint of weights alone, from which a run can begin.
+    """Make a checkpoint of weights alone, from which a run can begin.
 
     Args:
         weights: all of the model, ``<layer>.<parameter>``, tied ones once; numbers of another kind are turned into
@@ -102,29 +101,29 @@ def make_checkpoint(out: Path, about: About, model: Model, weights: Mapping[str,
     Raises:
         UserError: they are not the model's, or as :func:`export_safetensors`.
     """
-    kinds = kinds_of(model)
+    kinds = tensor_kinds(model)
     tensors = {PREFIX + name: tensor.to(getattr(torch, kinds[name].dtype)) if name in kinds else tensor
                for name, tensor in weights.items()}
-    stored = {name: Stored(tuple(tensor.shape), dtype_name(tensor.dtype), "") for name, tensor in tensors.items()}
+    entries = {name: TensorEntry(tuple(tensor.shape), dtype_name(tensor.dtype), "") for name, tensor in tensors.items()}
     try:
-        check_fits(Manifest.of(about, stored, {}), model)
+        check_compatible(Manifest.build(info, entries, {}), model)
     except UserError as error:
         raise UserError(error.problems[0].what.replace("the checkpoint of step 0 is", "the weights are"),
                         hint="give the config of the model that the weights are of") from None
     with _written(out) as partial:
-        partial.mkdir()
-        stored, files = write(partial, 0, tensors)
+        result = write_shards(partial, 0, tensors)
+        files = dict(result.files)
         if config is not None:
             shutil.copyfile(config, partial / CONFIG)
-            files[CONFIG] = FileFacts((partial / CONFIG).stat().st_size, sha256_of(partial / CONFIG))
-        manifest = Manifest.of(about, stored, files)
+            files[CONFIG] = FileEntry((partial / CONFIG).stat().st_size, sha256_of(partial / CONFIG))
+        manifest = Manifest.build(info, result.tensors, files)
         manifest.save(partial)
     return manifest
 
 
 @contextmanager
 def _written(out: Path) -> Iterator[Path]:
-    """A name to write under, which becomes ``out`` once all of it is on the disk, and is gone if that fails."""
+    """Yield a name to write under, which becomes ``out`` once the disk has all of it, and is gone if that fails."""
     check_free(out)
     partial = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     try:

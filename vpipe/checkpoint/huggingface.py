@@ -1,6 +1,6 @@
-"""A model as a folder that ``transformers`` loads, and such a folder as weights of ours.
+"""Convert a model to a folder that ``transformers`` loads, and such a folder to our weights.
 
-What the names are is said by each family: :class:`vpipe.model.registry.HuggingFace`.
+Each family gives the names: :class:`vpipe.model.registry.HuggingFace`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vpipe.checkpoint.foreign_files import plain_file, read_safetensors, read_torch
+from vpipe.checkpoint.weight_files import plain_file, read_safetensors, read_torch
 from vpipe.errors import UserError, counted, nearest
 from vpipe.model.registry import Family, HuggingFace, ModelSettings, family_named, model_names
 
@@ -24,12 +24,10 @@ SHOWN = 3
 
 _FILES = (WEIGHTS, f"{WEIGHTS}.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
-Say = Callable[[str], None]
-
 
 @dataclass(frozen=True)
-class Found:
-    """What a folder of Hugging Face's holds.
+class HuggingFaceModel:
+    """The model in a folder of Hugging Face's.
 
     Attributes:
         family: the name of ours that it belongs to.
@@ -42,9 +40,9 @@ class Found:
     config: Mapping[str, object]
 
 
-def exported(huggingface: HuggingFace, settings: ModelSettings,
-             weights: Mapping[str, Tensor]) -> tuple[dict[str, object], dict[str, Tensor]]:
-    """The contents of ``config.json`` and the tensors of ``model.safetensors``.
+def export_weights(huggingface: HuggingFace, settings: ModelSettings,
+                   weights: Mapping[str, Tensor]) -> tuple[dict[str, object], dict[str, Tensor]]:
+    """Return the contents of ``config.json`` and the tensors of ``model.safetensors``.
 
     Args:
         weights: all of the model, ``<layer>.<parameter>``, tied ones under their owner's name.
@@ -62,8 +60,8 @@ def exported(huggingface: HuggingFace, settings: ModelSettings,
     return content, tensors
 
 
-def find_model(folder: Path) -> Found:
-    """Which model is in a folder that ``save_pretrained`` wrote.
+def read_model_config(folder: Path) -> HuggingFaceModel:
+    """Return which model is in a folder that ``save_pretrained`` wrote.
 
     Raises:
         UserError: it is none, or of a kind of model that is not known here.
@@ -85,26 +83,26 @@ def find_model(folder: Path) -> Found:
     huggingface = family_named(families[kind]).huggingface
     assert huggingface is not None
     try:
-        return Found(families[kind], huggingface.settings(config), config)
+        return HuggingFaceModel(families[kind], huggingface.settings(config), config)
     except UserError as error:
         first = error.problems[0]
         raise UserError(f"{first.what}, as '{path}' has it", hint=first.hint) from None
 
 
 def _known(name: str) -> Family | None:
-    """A family, unless the package that announces it cannot be imported."""
+    """Return a family, unless the package that announces it cannot be imported."""
     try:
         return family_named(name)
     except (UserError, ImportError):
         return None
 
 
-def imported(folder: Path, huggingface: HuggingFace, settings: ModelSettings,
-             say: Say = lambda line: None) -> dict[str, Tensor]:
-    """The weights in a folder of Hugging Face's under our names, ``<layer>.<parameter>``, tied ones once.
+def import_weights(folder: Path, huggingface: HuggingFace, settings: ModelSettings,
+                   note: Callable[[str], None] = lambda line: None) -> dict[str, Tensor]:
+    """Return the weights in a folder of Hugging Face's under our names, ``<layer>.<parameter>``, tied ones once.
 
     Args:
-        say: told in words what is left out.
+        note: called with a sentence on what is left out.
 
     Raises:
         UserError: a weight is missing, or tied weights are not equal, or a file cannot be read.
@@ -112,18 +110,18 @@ def imported(folder: Path, huggingface: HuggingFace, settings: ModelSettings,
     config = huggingface.config(settings)
     names, copies = huggingface.names(config), huggingface.copies(config)
     found: dict[str, Tensor] = {}
-    strangers = []
+    unused = []
     for name, tensor in _tensors(folder).items():
         spelled = huggingface.spelled(name)
         if spelled is not None and (spelled in names or spelled in copies):
             turned = tensor.dim() == 2 and spelled.endswith(huggingface.transposed)
             found[spelled] = tensor.t().contiguous() if turned else tensor
         else:
-            strangers.append(name)
+            unused.append(name)
     weights = {ours: found[theirs] for theirs, ours in names.items() if theirs in found}
     missing = [theirs for theirs, ours in names.items() if ours not in weights]
     if missing:
-        others = f"; it has others instead: {_some(strangers)}" if strangers else ""
+        others = f"; it has others instead: {_some(unused)}" if unused else ""
         raise UserError(f"'{folder}' lacks {counted(len(missing), 'weight')}: {_some(missing)}{others}",
                         hint=f"it must hold all of a {huggingface.architecture}: load it with that class of "
                              "transformers, and save it again")
@@ -131,13 +129,13 @@ def imported(folder: Path, huggingface: HuggingFace, settings: ModelSettings,
         if theirs in found and not torch.equal(found[theirs], weights[ours]):
             raise UserError(f"'{theirs}' in '{folder}' differs from the weight it is tied to",
                             hint='write "tie_word_embeddings": false into its config.json')
-    if strangers:
-        say(f"left out, for this model does not compute with it: {_some(strangers)}")
+    if unused:
+        note(f"left out, for this model does not compute with it: {_some(unused)}")
     return weights
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of the folder, from one file or from those that an index names."""
+    """Return all tensors of the folder, from one file or from those that an index names."""
     name = next((name for name in _FILES if (folder / name).is_file()), None)
     if name is None:
         raise UserError(f"there are no weights in '{folder}'", hint=f"looked for {', '.join(_FILES)}")

@@ -1,4 +1,4 @@
-"""``checkpoint.json``: what a checkpoint holds, from which run and moment, and whether it is whole."""
+"""Write and read ``checkpoint.json``: what a checkpoint holds, and from which run and moment it is."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ MOST_BYTES = 64 << 20
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
               "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1,
               "bool": 1, "complex64": 8}
-"""The kinds of numbers a checkpoint can hold, as torch calls them, with the bytes of one."""
+"""The dtypes that a checkpoint can hold, as torch calls them, with the bytes of one number."""
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor: its shape, the kind of its numbers (``float32``), and the file of the folder that holds it."""
+class TensorEntry:
+    """A tensor: its shape, its dtype (``float32``), and the file of the folder that holds it."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -45,8 +45,8 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class FileFacts:
-    """What a file had when it was written: its size in bytes and its SHA-256, in hexadecimal digits."""
+class FileEntry:
+    """The size of a file in bytes and its SHA-256 in hexadecimal digits, when it was written."""
 
     bytes: int
     sha256: str
@@ -67,8 +67,8 @@ def _versions() -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class About:
-    """What a checkpoint says of its run, besides the tensors.
+class CheckpointInfo:
+    """The run and the moment that a checkpoint is of.
 
     Attributes:
         step: how many steps of training are done; the next has this index.
@@ -94,7 +94,7 @@ class About:
 
 
 @dataclass(frozen=True)
-class Manifest(About):
+class Manifest(CheckpointInfo):
     """All of ``checkpoint.json``.
 
     Attributes:
@@ -102,13 +102,15 @@ class Manifest(About):
         files: by name, in the same folder.
     """
 
-    tensors: Mapping[str, Stored] = field(default_factory=dict)
-    files: Mapping[str, FileFacts] = field(default_factory=dict)
+    tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, about: About, tensors: Mapping[str, Stored], files: Mapping[str, FileFacts]) -> Manifest:
-        """What a checkpoint says, with what is in it."""
-        return cls(**{each.name: getattr(about, each.name) for each in fields(About)}, tensors=tensors, files=files)
+    def build(cls, info: CheckpointInfo, tensors: Mapping[str, TensorEntry],
+              files: Mapping[str, FileEntry]) -> Manifest:
+        """Return the manifest of these tensors and files."""
+        return cls(**{each.name: getattr(info, each.name) for each in fields(CheckpointInfo)}, tensors=tensors,
+                   files=files)
 
     @property
     def bytes(self) -> int:
@@ -182,12 +184,12 @@ def _damaged(path: Path, why: str) -> UserError:
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
-    """Of the values, not of how they are spaced."""
+    """Return the SHA-256 of the values, however they are spaced."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _text(content: Mapping[str, Any]) -> str:
-    """JSON with a line for each entry, and for each entry of an entry."""
+    """Return JSON with a line for each entry, and for each entry of an entry."""
     return "{\n" + ",\n".join(f"{json.dumps(key)}: {_entries(value)}" for key, value in content.items()) + "\n}\n"
 
 
@@ -201,18 +203,18 @@ def _entries(value: Any) -> str:
 _ARRANGEMENT = {"partition": list, "placement": list, "recompute": list, "optimizers": list, "optimizer_of": dict,
                 "schedule": str, "run": str, "from": str, "microbatches": int, "update_every": int, "imported": bool,
                 "drained": bool}
-"""Kinds of what is read again of an arrangement."""
+"""The types of what is read again of an arrangement."""
 
 
 def _manifest(content: Mapping[str, Any]) -> Manifest:
     if content["format"] != FORMAT:
         raise ValueError(f"its format is {content['format']!r}")
-    files = {plain_name(name): FileFacts(count_of(facts["bytes"]), text_of(facts["sha256"]))
-             for name, facts in content["files"].items()}
-    tensors = {name: stored_of(stored) for name, stored in content["tensors"].items()}
-    for name, stored in tensors.items():
-        if stored.file not in files:
-            raise ValueError(f"tensor '{name}' is in file '{stored.file}', of which nothing is said")
+    files = {_plain_name(name): FileEntry(count_of(entry["bytes"]), text_of(entry["sha256"]))
+             for name, entry in content["files"].items()}
+    tensors = {name: _tensor_entry(entry) for name, entry in content["tensors"].items()}
+    for name, entry in tensors.items():
+        if entry.file not in files:
+            raise ValueError(f"tensor '{name}' is in file '{entry.file}', of which nothing is said")
     for key in ("arrangement", "numbers", "versions"):
         if not isinstance(content[key], dict):
             raise TypeError(f"{key} is {content[key]!r}")
@@ -230,26 +232,17 @@ def _manifest(content: Mapping[str, Any]) -> Manifest:
                     tensors=tensors, files=files)
 
 
-def stored_of(content: Mapping[str, Any]) -> Stored:
-    """A tensor's entry, from JSON.
-
-    Raises:
-        KeyError, TypeError, ValueError: it is none.
-    """
+def _tensor_entry(content: Mapping[str, Any]) -> TensorEntry:
     dtype = text_of(content["dtype"])
     if dtype not in ITEM_BYTES:
         raise ValueError(f"unknown kind of numbers '{dtype}'")
-    stored = Stored(tuple(count_of(size) for size in content["shape"]), dtype, plain_name(content["file"]))
-    count_of(stored.bytes)
-    return stored
+    entry = TensorEntry(tuple(count_of(size) for size in content["shape"]), dtype, _plain_name(content["file"]))
+    count_of(entry.bytes)
+    return entry
 
 
-def plain_name(name: Any) -> str:
-    """A file's name that leads nowhere else.
-
-    Raises:
-        ValueError: it is none.
-    """
+def _plain_name(name: Any) -> str:
+    """Return a file's name that leads nowhere else."""
     if type(name) is not str or not name or name.startswith(".") or any(sign in name for sign in "/\\\0"):
         raise ValueError(f"{name!r} is no name of a file of the folder")
     return name

@@ -1,9 +1,9 @@
-"""Saving while training goes on: a pause for a copy, then a thread that writes."""
+"""Save a run's checkpoints while training goes on: a pause for a copy, then a thread that writes."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,16 +12,17 @@ from time import perf_counter
 
 from torch import Tensor
 
-from vpipe.checkpoint.copies import HostCopies
-from vpipe.checkpoint.folder import Checkpoints, step_of
-from vpipe.checkpoint.manifest import About
-from vpipe.checkpoint.parts import Part, check_kinds, merge, not_finite, words_of
-from vpipe.checkpoint.votes import Votes
+from vpipe.checkpoint.agreement import Agreement
+from vpipe.checkpoint.directory import Checkpoints, step_of
+from vpipe.checkpoint.host_buffer import HostBuffer
+from vpipe.checkpoint.manifest import CheckpointInfo
+from vpipe.checkpoint.save import error_text, find_not_finite, write_errors, write_manifest
+from vpipe.checkpoint.shards import WriteResult, check_dtypes, write_shards
 from vpipe.errors import RunError
 
 
 @dataclass(frozen=True)
-class Saved:
+class SaveResult:
     """What became of a save.
 
     Attributes:
@@ -40,7 +41,7 @@ class Saved:
 
 
 class Saver:
-    """Writes a run's checkpoints; every rank has one.
+    """Write a run's checkpoints; every rank has a saver.
 
     A save that the disk or any rank cannot do is given up by all: what was written of it is removed, the checkpoints
     before stay, and training goes on. So is one of weights that are not finite: nobody can go on from those, and the
@@ -49,64 +50,62 @@ class Saver:
     Args:
         root: the folder for checkpoints, seen by all ranks.
         keep: how many of the newest to keep; None keeps all.
-        rank: of this process; rank 0 leads.
-        votes: how the ranks agree.
+        rank: of this process; rank 0 decides.
+        agreement: of the ranks.
         first: called on rank 0, in the thread, before a checkpoint gets its name; it does not raise.
 
     Attributes:
-        facts: of the saves so far, in order; complete after :meth:`wait`.
+        results: of the saves so far, in order; complete after :meth:`wait`.
     """
 
-    def __init__(self, root: Path, keep: int | None, rank: int, votes: Votes,
+    def __init__(self, root: Path, keep: int | None, rank: int, agreement: Agreement,
                  first: Callable[[], None] = lambda: None) -> None:
-        self._folder, self._keep, self._rank, self._votes = Checkpoints(root), keep, rank, votes
-        self._first, self._copies = first, HostCopies()
+        self._folder, self._keep, self._rank, self._agreement = Checkpoints(root), keep, rank, agreement
+        self._first, self._buffer = first, HostBuffer()
         self._thread: Thread | None = None
         self._warnings: list[str] = []
         self._failure: BaseException | None = None
-        self.facts: list[Saved] = []
+        self.results: list[SaveResult] = []
 
     def reserve(self, sizes: Iterable[int], pinned: bool = False) -> None:
-        """Take the memory for copies of tensors with so many bytes each, in a thread: else the first pause would be
-        many times as long as the others, since a system hands out memory slower than it is filled.
+        """Allocate the memory for copies of tensors with so many bytes each, in a thread.
+
+        Else the first pause would be many times as long as the others: a system hands out memory slower than it is
+        filled.
 
         Args:
             pinned: where the tensors come from a GPU.
         """
+        def allocate(own: Sequence[int]) -> None:
+            with suppress(OSError, MemoryError, RuntimeError):  # too little memory: the save will say so
+                self._buffer.reserve(own, pinned)
+
         self.wait()
-        self._thread = Thread(target=self._reserve, args=(list(sizes), pinned), name="vpipe-saver", daemon=True)
-        self._thread.start()
+        self._start(allocate, list(sizes))
 
-    def _reserve(self, sizes: list[int], pinned: bool) -> None:
-        with suppress(OSError, MemoryError, RuntimeError):  # too little memory: the save will say so
-            self._copies.reserve(sizes, pinned)
-
-    def save(self, about: About, tensors: Mapping[str, Tensor], began: float | None = None) -> None:
+    def save(self, info: CheckpointInfo, tensors: Mapping[str, Tensor], began: float | None = None) -> None:
         """Copy the tensors and return; a thread writes them. All ranks call it after the same step.
 
         Args:
-            about: the same on all ranks; rank 0's is written.
+            info: the same on all ranks; rank 0's is written.
             tensors: of this rank; their names are unique among all ranks.
             began: when training paused, by ``perf_counter``; now, when left out.
 
         Raises:
-            UserError: a tensor is of a kind that files cannot hold.
+            UserError: a tensor is of a dtype that files cannot hold.
             RunError: see :meth:`wait`.
         """
         began = perf_counter() if began is None else began
-        check_kinds(tensors)
+        check_dtypes(tensors)
         self.wait()
         try:
-            copies: Mapping[str, Tensor] | Exception = self._copies.take(tensors)
+            copies: Mapping[str, Tensor] | Exception = self._buffer.copy(tensors)
         except (OSError, MemoryError, RuntimeError) as error:
             copies = error  # too little memory on the host: given up as if the disk were full
-        pause_s = perf_counter() - began
-        self._thread = Thread(target=self._write, args=(about, copies, began, pause_s), name="vpipe-saver",
-                              daemon=True)  # a disk that hangs must not keep a process that failed
-        self._thread.start()
+        self._start(self._save, info, copies, began, perf_counter() - began)
 
     def wait(self) -> None:
-        """Until the last save is complete or given up.
+        """Wait until the last save is complete or given up.
 
         Raises:
             RunError: the ranks could not agree on it, because one is gone.
@@ -118,7 +117,7 @@ class Saver:
             raise self._failure
 
     def warnings(self) -> list[str]:
-        """What the user should know of saves that were given up; each is handed out once."""
+        """Return what the user should know of saves that were given up; each is handed out once."""
         taken, self._warnings = self._warnings, []
         return taken
 
@@ -126,75 +125,84 @@ class Saver:
         """Wait for the last save, and until the other ranks know of it."""
         if self._thread is not None:
             self._thread.join()
-        self._votes.close()
+        self._agreement.close()
 
     def leave(self, seconds: float) -> None:
-        """On a rank that fails of itself: let the last save be completed, for so long at most. The others know nothing
-        of the failure yet, so their threads write."""
+        """Wait for the last save, for so long at most, on a rank that fails of itself.
+
+        The others know nothing of the failure yet, so their threads write.
+        """
         if self._thread is not None:
             self._thread.join(seconds)
 
-    def _write(self, about: About, copies: Mapping[str, Tensor] | Exception, began: float, pause_s: float) -> None:
+    def _start(self, work: Callable[..., None], *arguments: object) -> None:
+        # A daemon: a disk that hangs must not keep a process that failed.
+        self._thread = Thread(target=work, args=arguments, name="vpipe-saver", daemon=True)
+        self._thread.start()
+
+    def _save(self, info: CheckpointInfo, copies: Mapping[str, Tensor] | Exception, began: float,
+              pause_s: float) -> None:
         try:
-            verdict = json.loads(self._votes.meet(self._part(about.step, copies).text(),
-                                                  lambda votes: self._decide(about, list(map(Part.of, votes)))))
+            verdict = json.loads(self._agreement.agree(
+                self._write(info.step, copies).as_json(),
+                lambda votes: self._decide(info, list(map(WriteResult.from_json, votes)))))
         except RuntimeError as error:
-            self._failure = RunError(f"could not save step {about.step}: {str(error).splitlines()[0]}", rank=self._rank,
+            self._failure = RunError(f"could not save step {info.step}: {str(error).splitlines()[0]}", rank=self._rank,
                                      hint="rank 0, or who keeps its notes, has ended: see what it said")
             verdict = {"error": "rank 0 is gone", "bytes": 0}
         except Exception as error:
-            verdict = {"error": self._why(error), "bytes": 0}
-        self.facts.append(Saved(about.step, pause_s, perf_counter() - began, verdict["bytes"], verdict["error"]))
+            verdict = {"error": self._error(error), "bytes": 0}
+        self.results.append(SaveResult(info.step, pause_s, perf_counter() - began, verdict["bytes"], verdict["error"]))
 
-    def _part(self, step: int, copies: Mapping[str, Tensor] | Exception) -> Part:
+    def _write(self, step: int, copies: Mapping[str, Tensor] | Exception) -> WriteResult:
         if isinstance(copies, Exception):
-            return Part({}, {}, words_of(copies))
+            return WriteResult(error=error_text(copies))
         try:
-            if found := not_finite(copies):
-                return Part({}, {}, found)
-            return Part.write(self._folder.partial(step), self._rank, copies)
+            if found := find_not_finite(copies):
+                return WriteResult(error=found)
+            return write_shards(self._folder.partial(step), self._rank, copies)
         except Exception as error:
-            return Part({}, {}, self._why(error))
+            return WriteResult(error=self._error(error))
 
-    def _decide(self, about: About, parts: list[Part]) -> str:
-        """Rank 0: put the checkpoint in its place, or give it up; the verdict, whatever the disk does."""
-        step, size = about.step, 0
-        errors = [f"{part.error} (rank {rank})" for rank, part in enumerate(parts) if part.error]
+    def _decide(self, info: CheckpointInfo, results: Sequence[WriteResult]) -> str:
+        """Put the checkpoint in its place on rank 0, or give it up; return the verdict, whatever the disk does."""
+        step, size, errors = info.step, 0, write_errors(results)
         if not errors:
             try:
-                size = merge(about, parts, self._folder.partial(step)).bytes
+                size = write_manifest(info, results, self._folder.partial(step)).bytes
                 self._first()
                 self._folder.commit(step)
             except Exception as error:
-                errors = [f"{self._why(error)} (rank {self._rank})"]
+                errors = [f"{self._error(error)} (rank {self._rank})"]
         if errors:
-            self._folder.give_up(step)
-            self._warnings.append(f"could not save step {step}: {', '.join(errors)}; training goes on, {self._last()}")
+            self._folder.abort(step)
+            self._warnings.append(f"could not save step {step}: {', '.join(errors)}; training goes on, "
+                                  f"{self._newest_text()}")
         else:
             self._tidy(step)
         return json.dumps({"error": ", ".join(errors) or None, "bytes": size})
 
-    def _last(self) -> str:
+    def _newest_text(self) -> str:
         try:
             newest = self._folder.newest()
         except OSError as error:
-            return f"and the folder of checkpoints cannot be read: {words_of(error)}"
+            return f"and the folder of checkpoints cannot be read: {error_text(error)}"
         return f"the latest checkpoint is step {step_of(newest)}" if newest else "there is no checkpoint yet"
 
     def _tidy(self, step: int) -> None:
-        for what, work in (("write the file 'latest'", self._folder.announce),
+        for what, work in (("write the file 'latest'", self._folder.update_latest),
                            ("remove older checkpoints", self._prune)):  # which makes room, too
             try:
                 work()
             except OSError as error:
-                self._warnings.append(f"saved step {step}, but could not {what}: {words_of(error)}")
+                self._warnings.append(f"saved step {step}, but could not {what}: {error_text(error)}")
 
     def _prune(self) -> None:
         if self._keep is not None:
             self._folder.prune(self._keep)
 
-    def _why(self, error: Exception) -> str:
-        """In words; what is no trouble with files or memory is a mistake of ours, and raised by :meth:`wait`."""
+    def _error(self, error: Exception) -> str:
+        """Return the text of an error; a mistake of ours, which no file or memory caused, :meth:`wait` raises."""
         if not isinstance(error, (OSError, MemoryError)):
             self._failure = error
-        return words_of(error)
+        return error_text(error)

@@ -1,4 +1,4 @@
-"""The first VPipe's and PipeDream's checkpoints: one file ``checkpoint.<stage>.pth.tar`` per stage.
+"""Read the first VPipe's and PipeDream's checkpoints: one file ``checkpoint.<stage>.pth.tar`` per stage.
 
 Each is a dict that ``torch.save`` wrote, with the stage's weights under ``state_dict``, ``module0``. Their names, such
 as ``layer7.query.weight``, come from generated code: they say what a weight is called in its module, but not which one
@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vpipe.checkpoint.fits import shapes_of
-from vpipe.checkpoint.foreign_files import load_torch, tensors_of
+from vpipe.checkpoint.compatibility import tensor_kinds
+from vpipe.checkpoint.weight_files import load_torch, tensors_of
 from vpipe.errors import UserError, counted
 from vpipe.model.layer import Model
 from vpipe.model.registry import Family, ModelSettings
@@ -43,8 +43,8 @@ class StageWeight:
 
 
 @dataclass(frozen=True)
-class Matched:
-    """Which tensor became which weight.
+class MatchedWeights:
+    """The tensor of the files that each weight of the model is.
 
     Attributes:
         by: how they were matched, in words.
@@ -57,8 +57,8 @@ class Matched:
     absent: tuple[str, ...]
 
 
-def stage_files(folder: Path) -> list[Path]:
-    """Those of a folder, by stage; none if it has none.
+def find_stage_files(folder: Path) -> list[Path]:
+    """Return the stage files of a folder, by stage; none if it has none.
 
     Raises:
         UserError: a stage between others is missing.
@@ -71,8 +71,8 @@ def stage_files(folder: Path) -> list[Path]:
     return [found[stage] for stage in sorted(found)]
 
 
-def read_stages(files: Sequence[Path]) -> list[StageWeight]:
-    """All weights in the order of the files; what else is in them, such as the optimizer's state, is left alone.
+def read_stage_files(files: Sequence[Path]) -> list[StageWeight]:
+    """Return all weights in the order of the files; what else is in them, such as the optimizer's state, is left alone.
 
     Raises:
         UserError: a file cannot be read as weights, or has no ``state_dict``.
@@ -92,27 +92,28 @@ def read_stages(files: Sequence[Path]) -> list[StageWeight]:
     return weights
 
 
-def matched(found: Sequence[StageWeight], model: Model, family: Family, settings: ModelSettings) -> Matched:
+def match_weights(found: Sequence[StageWeight], model: Model, family: Family,
+                  settings: ModelSettings) -> MatchedWeights:
     """Find the weight of the model that each tensor is.
 
     Raises:
         UserError: there is no way in which names, or order and shapes, agree, or more than one.
     """
-    shapes = shapes_of(model)
+    shapes = _shapes(model)
     ties = {f"{layer.name}.{own}": resolve_tie(model, target)
             for layer in model.layers for own, target in layer.ties.items()}
     by_name = _by_name(found, {name: name for name in shapes} | ties, family, settings)
     if by_name is not None:
         return _checked("their names", by_name, shapes)
-    fitting, misfits = {}, []
+    fitting, differences = {}, []
     for what, order in _orders(model, ties, family, settings):
-        misfit = _misfit(found, [(name, shapes[ties.get(name, name)]) for name in order])
-        if misfit is None:
+        difference = _difference(found, [(name, shapes[ties.get(name, name)]) for name in order])
+        if difference is None:
             fitting[tuple(ties.get(name, name) for name in order)] = what
         else:
-            misfits.append((misfit[0], what, misfit[1]))
+            differences.append((difference[0], what, difference[1]))
     if not fitting:
-        _, what, why = max(misfits, key=lambda misfit: misfit[0])
+        _, what, why = max(differences, key=lambda difference: difference[0])
         raise UserError(f"the files' {counted(len(found), 'tensor')} are not this model's weights in {what}: {why}",
                         hint="give the config of the model they are of, with its sizes as they were")
     if len(fitting) > 1:
@@ -123,9 +124,13 @@ def matched(found: Sequence[StageWeight], model: Model, family: Family, settings
     return _checked(what, list(zip(targets, found, strict=True)), shapes)
 
 
+def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    return {name: kind.shape for name, kind in tensor_kinds(model).items()}
+
+
 def _by_name(found: Sequence[StageWeight], own: Mapping[str, str], family: Family,
              settings: ModelSettings) -> list[tuple[str, StageWeight]] | None:
-    """The weights by their names here or at Hugging Face; None where the files have others."""
+    """Match the weights by their names here or at Hugging Face; None where the files have others."""
     known, spelled = dict(own), {}
     if family.huggingface is not None:
         config = family.huggingface.config(settings)
@@ -142,17 +147,17 @@ def _by_name(found: Sequence[StageWeight], own: Mapping[str, str], family: Famil
 
 def _orders(model: Model, ties: Mapping[str, str], family: Family,
             settings: ModelSettings) -> list[tuple[str, list[str]]]:
-    """In which orders files may hold the weights, tied ones with the one they are tied to or without."""
+    """Return the orders in which files may hold the weights, with tied ones or without."""
     untied = Model([replace(layer, ties={}) for layer in model.layers], model.batch)
-    orders = [("the model's order", list(shapes_of(untied)))]
+    orders = [("the model's order", list(_shapes(untied)))]
     if family.stage_order is not None:
         orders.insert(0, ("the first VPipe's order", family.stage_order(settings)))
     return [(what, list(order)) for what, every in orders
             for order in dict.fromkeys((tuple(every), tuple(name for name in every if name not in ties)))]
 
 
-def _misfit(found: Sequence[StageWeight], wanted: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[int, str] | None:
-    """After how many tensors files and model part, and how; None where they agree."""
+def _difference(found: Sequence[StageWeight], wanted: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[int, str] | None:
+    """Return after how many tensors files and model differ, and how; None where they agree."""
     for place, (weight, (name, shape)) in enumerate(zip(found, wanted, strict=False)):
         leaf, own = weight.name.rpartition(".")[2], name.rpartition(".")[2]
         if tuple(weight.tensor.shape) != shape or leaf != own:
@@ -164,7 +169,8 @@ def _misfit(found: Sequence[StageWeight], wanted: Sequence[tuple[str, tuple[int,
         len(found) < len(wanted)) else None
 
 
-def _checked(by: str, pairs: Sequence[tuple[str, StageWeight]], shapes: Mapping[str, tuple[int, ...]]) -> Matched:
+def _checked(by: str, pairs: Sequence[tuple[str, StageWeight]],
+             shapes: Mapping[str, tuple[int, ...]]) -> MatchedWeights:
     weights: dict[str, StageWeight] = {}
     for name, weight in pairs:
         if tuple(weight.tensor.shape) != shapes[name]:
@@ -174,4 +180,4 @@ def _checked(by: str, pairs: Sequence[tuple[str, StageWeight]], shapes: Mapping[
         if not torch.equal(other.tensor, weight.tensor):
             raise UserError(f"{weight} and {other} differ, but the model ties them",
                             hint="set model.tie_weights to false: --set model.tie_weights=false")
-    return Matched(by, weights, tuple(name for name in shapes if name not in weights))
+    return MatchedWeights(by, weights, tuple(name for name in shapes if name not in weights))

@@ -14,9 +14,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from vpipe.checkpoint.folder import FOLDER, Checkpoints, find
-from vpipe.checkpoint.integrity import Progress, damages
-from vpipe.checkpoint.manifest import MANIFEST, Manifest, Stored
+from vpipe.checkpoint.directory import FOLDER, Checkpoints, find_checkpoint
+from vpipe.checkpoint.integrity import Progress, find_damage
+from vpipe.checkpoint.manifest import MANIFEST, Manifest, TensorEntry
 from vpipe.draw.plan_table import Column, columns
 from vpipe.errors import RunError, UserError, counted
 from vpipe.sizes import size_text
@@ -107,7 +107,7 @@ def run_verify(options: argparse.Namespace) -> None:
         try:
             manifest = Manifest.load(path)
             with reading(f"reading {path.name}") as progress:
-                bad = [str(damage) for damage in damages(path, progress, manifest=manifest)]
+                bad = [str(damage) for damage in find_damage(path, progress, manifest=manifest)]
         except UserError as error:
             bad = [error.problems[0].what]
         if bad:
@@ -135,7 +135,7 @@ def checkpoints_in(path: Path) -> list[Path]:
     if not path.is_dir():
         raise UserError(f"there is no folder '{path}'" if not path.exists() else f"'{path}' is a file, not a folder",
                         hint="give the folder of a run, or one of its checkpoints: RUN/checkpoints/step-N")
-    return [find(path)]  # one that lost its manifest; else it says what it looked for
+    return [find_checkpoint(path)]  # one that lost its manifest; else it says what it looked for
 
 
 def _elsewhere(run: Path) -> Iterator[Path]:
@@ -198,7 +198,7 @@ def layer_names(manifest: Manifest, folder: Path) -> list[str]:
         return []  # the model's own files are gone, or its family is not installed here
 
 
-def sizes_table(head: str, groups: Iterable[tuple[str, Mapping[str, Stored]]],
+def sizes_table(head: str, groups: Iterable[tuple[str, Mapping[str, TensorEntry]]],
                 state: Iterable[str] = ()) -> list[str]:
     """A row per group of tensors."""
     named, state = list(groups), list(state)
@@ -211,9 +211,9 @@ def sizes_table(head: str, groups: Iterable[tuple[str, Mapping[str, Stored]]],
     return [line.rstrip() for line in found]
 
 
-def grouped(tensors: Mapping[str, Stored], key: Callable[[str], str]) -> dict[str, dict[str, Stored]]:
+def grouped(tensors: Mapping[str, TensorEntry], key: Callable[[str], str]) -> dict[str, dict[str, TensorEntry]]:
     """Tensors by what ``key`` makes of their names, in order of the first."""
-    groups: dict[str, dict[str, Stored]] = {}
+    groups: dict[str, dict[str, TensorEntry]] = {}
     for name, stored in tensors.items():
         groups.setdefault(key(name), {})[name] = stored
     return groups

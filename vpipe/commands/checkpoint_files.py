@@ -18,9 +18,9 @@ from vpipe.checkpoint.export import (
     make_checkpoint,
     weights_of,
 )
-from vpipe.checkpoint.huggingface import CONFIG, find_model, imported
-from vpipe.checkpoint.manifest import About, Manifest
-from vpipe.checkpoint.stage_files import Matched, matched, read_stages, stage_files
+from vpipe.checkpoint.huggingface import CONFIG, import_weights, read_model_config
+from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
+from vpipe.checkpoint.stage_files import MatchedWeights, find_stage_files, match_weights, read_stage_files
 from vpipe.commands.checkpoint import checkpoints_in, counted_in, reading
 from vpipe.config.config import load_config
 from vpipe.data.byte_bpe import end_token
@@ -108,7 +108,7 @@ def run_import(options: argparse.Namespace) -> None:
         job = Job.of(load_config(options.config, options.settings, options.scheduler))
     elif options.settings or options.scheduler:
         raise UserError("--set and --scheduler change a config, but there is none", hint="name it with --config")
-    files = stage_files(source)
+    files = find_stage_files(source)
     if files:
         _from_stages(files, job, source, out)
     elif (source / CONFIG).is_file():
@@ -120,18 +120,18 @@ def run_import(options: argparse.Namespace) -> None:
              *(word for setting in options.settings for word in ("--set", setting)), "--resume", str(out)]
     print(f"train it: {shlex.join(words)}")
     if job is None:
-        print(f"CONFIG's model section: name: {find_model(source).family}, config_file: {out / CONFIG}")
+        print(f"CONFIG's model section: name: {read_model_config(source).family}, config_file: {out / CONFIG}")
     tokenizer = source / "tokenizer.json"
     if tokenizer.is_file() and (job is None or job.config.dataset.tokenizer is None):
         print(f"its tokenizer, for data that are text: --set dataset.tokenizer={tokenizer}")
 
 
 def _from_huggingface(source: Path, job: Job | None, out: Path) -> None:
-    found = find_model(source)
+    found = read_model_config(source)
     huggingface = _names_of(found.family)
     if job is not None:
         _check_same(job, found.family, found.settings, source)
-    weights = imported(source, huggingface, found.settings, say=lambda line: print(f"note: {line}"))
+    weights = import_weights(source, huggingface, found.settings, note=lambda line: print(f"note: {line}"))
     model = family_named(found.family).factory(found.settings) if job is None else job.model
     config = config_text(found.family, found.settings, Path(os.path.abspath(out)) / CONFIG) if job is None else (
         job.config.resolved_yaml())
@@ -157,7 +157,7 @@ def _from_stages(files: Sequence[Path], job: Job | None, source: Path, out: Path
                         hint="name its config: --config CONFIG")
     section = job.config.model
     family = family_named(section.name)
-    found = matched(read_stages(files), job.model, family,
+    found = match_weights(read_stage_files(files), job.model, family,
                     model_settings(section, section.vocab_size, model_file(section)))
     weights = {name: weight.tensor for name, weight in found.weights.items()}
     _tell(found, files)
@@ -169,7 +169,7 @@ def _from_stages(files: Sequence[Path], job: Job | None, source: Path, out: Path
     _say(out, made, job.model)
 
 
-def _tell(found: Matched, files: Sequence[Path]) -> None:
+def _tell(found: MatchedWeights, files: Sequence[Path]) -> None:
     """Which weights came from which file."""
     print(f"matched by {found.by}:")
     for path in files:
@@ -189,8 +189,8 @@ def _initial(model: Model, names: Sequence[str], seed: int) -> dict[str, Tensor]
     return found
 
 
-def _about(job: Job | None, config: str, origin: str) -> About:
-    return About(step=0, samples=0, seed=0 if job is None else job.config.training.seed, config=config,
+def _about(job: Job | None, config: str, origin: str) -> CheckpointInfo:
+    return CheckpointInfo(step=0, samples=0, seed=0 if job is None else job.config.training.seed, config=config,
                  arrangement={"imported": True, "from": origin})
 
 

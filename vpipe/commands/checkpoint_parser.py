@@ -64,7 +64,7 @@ def _verify(options: argparse.Namespace) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from vpipe.checkpoint.output import check_free
+    from vpipe.checkpoint.directory import check_free
 
     check_free(options.output)  # before torch is read from the disk
     with said_when_slow(LOADING_TORCH):
@@ -74,7 +74,7 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _import(options: argparse.Namespace) -> None:
-    from vpipe.checkpoint.output import check_free
+    from vpipe.checkpoint.directory import check_free
 
     check_free(options.output)
     with said_when_slow(LOADING_TORCH):

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shlex import quote
 
-from vpipe.checkpoint.folder import Checkpoints
+from vpipe.checkpoint.directory import Checkpoints
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.config.config import load_config
 from vpipe.config.yaml_tree import parse

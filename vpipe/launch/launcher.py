@@ -10,7 +10,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from vpipe.checkpoint.folder import Checkpoints
+from vpipe.checkpoint.directory import Checkpoints
 from vpipe.config.config import Config
 from vpipe.config.machines import Hosts, Machine
 from vpipe.distributed.network import free_port

@@ -11,8 +11,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from vpipe.checkpoint.folder import Checkpoints
-from vpipe.checkpoint.integrity import damages
+from vpipe.checkpoint.directory import Checkpoints
+from vpipe.checkpoint.integrity import find_damage
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.errors import UserError
 
@@ -65,7 +65,7 @@ def newest_intact(root: Path) -> Path | None:
     """The newest checkpoint of a run of which nothing is damaged; one that is passed over is named on stderr."""
     for checkpoint in reversed(Checkpoints(root).all()):
         try:
-            found = list(map(str, damages(checkpoint, _shown(f"looking at {checkpoint.name}"))))
+            found = list(map(str, find_damage(checkpoint, _shown(f"looking at {checkpoint.name}"))))
         except UserError as error:
             found = [error.problems[0].what]
         if not found:

@@ -47,10 +47,10 @@ class AllRanks:
             whole.update(shared if self._distributed else {name: t.clone() for name, t in shared.items()})
         return whole
 
-    def meet(self, vote: str, decide: Callable[[list[str]], str]) -> str:
+    def agree(self, vote: str, decide: Callable[[list[str]], str]) -> str:
         """What the first process makes of the words of all, by rank; known to all of them.
 
-        So these are :class:`vpipe.checkpoint.votes.Votes`, by sends from rank to rank.
+        So these are :class:`vpipe.checkpoint.agreement.Agreement`, by sends from rank to rank.
         """
         if not self._distributed:
             return decide([vote])
@@ -59,7 +59,7 @@ class AllRanks:
 
     def united(self, entries: Mapping[str, str]) -> dict[str, str]:
         """The entries of all ranks, on every rank."""
-        found = self.meet(json.dumps(dict(entries)), lambda votes: json.dumps(
+        found = self.agree(json.dumps(dict(entries)), lambda votes: json.dumps(
             {name: value for vote in votes for name, value in json.loads(vote).items()}))
         return dict(json.loads(found))
 

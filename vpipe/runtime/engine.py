@@ -169,7 +169,7 @@ class Engine:
         """Find out whether the batches end on every rank alike, where they end before a limit and a pause."""
         for worker in self.workers.values():
             if worker.comparison is not None and feed.ended:
-                worker.comparison.end(feed, self.all_ranks.meet)
+                worker.comparison.end(feed, self.all_ranks.agree)
 
     def _refusing_changes(self, step: Step, later_updates: Callable[[Step], bool]) -> Iterator[Step]:
         """Yield a step, and refuse changed parameter groups where updates of later steps are made or under way.

@@ -13,12 +13,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from vpipe.checkpoint.fits import check_fits
-from vpipe.checkpoint.folder import find
-from vpipe.checkpoint.manifest import About, Manifest, no_longer_used
-from vpipe.checkpoint.once import save_at
-from vpipe.checkpoint.parts import check_kinds
-from vpipe.checkpoint.restore import read
+from vpipe.checkpoint.compatibility import check_compatible
+from vpipe.checkpoint.directory import find_checkpoint
+from vpipe.checkpoint.manifest import CheckpointInfo, Manifest, no_longer_used
+from vpipe.checkpoint.save import save_checkpoint
+from vpipe.checkpoint.shards import check_dtypes, load_tensors
 from vpipe.distributed.watchdog import at_work
 from vpipe.errors import Problem, UserError
 from vpipe.model.layer import Model
@@ -50,14 +49,14 @@ class OneCheckpoint:
         with at_work("saving a checkpoint"), self._together() as problems:
             try:
                 tensors = self._engine.saved()
-                check_kinds(tensors)
+                check_dtypes(tensors)
             except UserError as error:
                 problems += error.problems
         position = self._engine.position
-        about = About(position.steps, position.samples, self._seed, numbers=position.as_numbers(self._batch),
+        about = CheckpointInfo(position.steps, position.samples, self._seed, numbers=position.as_numbers(self._batch),
                       arrangement={**arrangement, **self._optimizers()})
         with at_work("saving a checkpoint"):
-            save_at(self._folder, about, tensors, self._rank, self._engine.all_ranks)
+            save_checkpoint(self._folder, about, tensors, self._rank, self._engine.all_ranks)
 
     def load(self, model: Model) -> Position:
         """Go on from it, or from the newest of the run whose folder it is; where that is.
@@ -67,16 +66,16 @@ class OneCheckpoint:
         """
         with at_work("loading a checkpoint"), self._together() as problems:
             try:
-                folder = find(self._folder, _load_call)
+                folder = find_checkpoint(self._folder, _load_call)
                 manifest = Manifest.load(folder)
-                check_fits(manifest, model, "load it into a pipeline of the model that saved it")
+                check_compatible(manifest, model, "load it into a pipeline of the model that saved it")
                 self._check_run(manifest)
                 if self._rank == 0 and (lost := no_longer_used(manifest)) is not None:
                     warnings.warn(lost, stacklevel=3)
                 position = Position.of_numbers(manifest.step, manifest.samples, manifest.numbers, self._batch)
                 self._engine.check_begins(position)
-                tensors = read(folder, manifest, filter(self._engine.wants, manifest.tensors),
-                               to_go_on=_load_call)
+                tensors = load_tensors(folder, manifest, filter(self._engine.wants, manifest.tensors),
+                               resume_hint=_load_call)
             except UserError as error:
                 problems += error.problems
         self._engine.restore(position, tensors)
@@ -87,7 +86,7 @@ class OneCheckpoint:
         """What one rank finds wrong all of them raise, before any goes on to what they do together."""
         mine: list[Problem] = []
         yield mine
-        found = self._engine.all_ranks.meet(json.dumps([asdict(problem) for problem in mine]), _first)
+        found = self._engine.all_ranks.agree(json.dumps([asdict(problem) for problem in mine]), _first)
         if json.loads(found):
             raise UserError.all_of([Problem(**problem) for problem in json.loads(found)])
 

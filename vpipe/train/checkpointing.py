@@ -18,12 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vpipe.checkpoint.folder import Checkpoints, step_of
-from vpipe.checkpoint.manifest import About, Manifest
-from vpipe.checkpoint.restore import read
-from vpipe.checkpoint.saver import Saved, Saver
-from vpipe.checkpoint.shared import shared_folder_check
-from vpipe.checkpoint.votes import LocalVotes, StoreVotes, Votes
+from vpipe.checkpoint.agreement import Agreement, LocalAgreement, StoreAgreement, check_shared_folder
+from vpipe.checkpoint.directory import Checkpoints, step_of
+from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
+from vpipe.checkpoint.saver import Saver, SaveResult
+from vpipe.checkpoint.shards import load_tensors
 from vpipe.distributed.environment import HOST
 from vpipe.distributed.store import own_store
 from vpipe.distributed.watchdog import at_work
@@ -105,10 +104,10 @@ class Saving:
         config, processes = job.config, _processes()
         root = Path(from_first(os.path.abspath(checkpoints_root(config, folder)), pipe))
         host = os.environ.get(HOST) or socket.gethostname()
-        votes: Votes = LocalVotes() if processes == 1 else StoreVotes(
+        votes: Agreement = LocalAgreement() if processes == 1 else StoreAgreement(
             own_store("checkpoints", pipe.rank, processes, config.parallel.timeout_s), pipe.rank, processes)
         try:
-            shared_folder_check(root, votes, pipe.rank, host)
+            check_shared_folder(root, votes, pipe.rank, host)
         except UserError as error:
             if config.checkpoint is not None:
                 raise
@@ -140,10 +139,10 @@ class Saving:
             engine = self._pipe.engine
             self._saver.reserve((tensor.nbytes for part in engine.parts for tensor in part.state().values()),
                                 pinned=engine.local_stages[0].device.type == "cuda")
-        if self._saver is None or len(self._saver.facts) == self._told:
+        if self._saver is None or len(self._saver.results) == self._told:
             return
-        while self._told < len(self._saver.facts) and self._drain_is_known(self._saver.facts[self._told]):
-            self._tell(self._saver.facts[self._told])
+        while self._told < len(self._saver.results) and self._drain_is_known(self._saver.results[self._told]):
+            self._tell(self._saver.results[self._told])
             self._told += 1
         for warning in self._saver.warnings():
             self._note(f"warning: {warning}")
@@ -154,16 +153,16 @@ class Saving:
             return
         with at_work("waiting for the last checkpoint"):
             self._saver.wait()
-        for saved in self._saver.facts[self._told:]:
+        for saved in self._saver.results[self._told:]:
             self._tell(saved)
-        self._told = len(self._saver.facts)
+        self._told = len(self._saver.results)
         for warning in self._saver.warnings():
             self._note(f"warning: {warning}")
 
     @property
     def is_saved(self) -> bool:
         """Whether the state after the last step is in a checkpoint, once :meth:`finish` has returned."""
-        facts = self._saver.facts if self._saver is not None else []
+        facts = self._saver.results if self._saver is not None else []
         return self._saved == self._metrics.steps and not (facts and facts[-1].error)
 
     def check_end(self) -> None:
@@ -172,7 +171,7 @@ class Saving:
         Raises:
             RunError: the last checkpoint was given up.
         """
-        facts = self._saver.facts if self._saver is not None else []
+        facts = self._saver.results if self._saver is not None else []
         if facts and facts[-1].error and facts[-1].step == self._metrics.steps:
             assert self.root is not None, "where it was to be"
             newest = Checkpoints(self.root).newest()
@@ -184,7 +183,7 @@ class Saving:
 
     def summary(self) -> list[str]:
         """What the saves cost, in lines."""
-        facts = [saved for saved in self._saver.facts if not saved.error] if self._saver is not None else []
+        facts = [saved for saved in self._saver.results if not saved.error] if self._saver is not None else []
         if not facts:
             return []
         assert self.root is not None, "where they are"
@@ -199,10 +198,10 @@ class Saving:
             lines.append(f"running empty and filling again cost {median(drains):.2f} s for each (median)")
         return lines
 
-    def _about(self) -> About:
+    def _about(self) -> CheckpointInfo:
         job, pipe = self._job, self._pipe
         position = pipe.engine.position
-        return About(
+        return CheckpointInfo(
             position.steps, position.samples, job.config.training.seed, self._data,
             self._config, {
                 "partition": list(pipe.partition), "placement": [list(ranks) for ranks in pipe.placement],
@@ -211,7 +210,7 @@ class Saving:
                 RUN: os.path.abspath(self._folder)},
             position.as_numbers(pipe.microbatches))
 
-    def _tell(self, saved: Saved) -> None:
+    def _tell(self, saved: SaveResult) -> None:
         facts: dict[str, float | str] = {"error": saved.error} if saved.error else {
             "pause_s": round(saved.pause_s, 4), "save_s": round(saved.seconds, 4), "bytes": saved.bytes,
             "drain_s": round(self._drain_s(saved), 4)}
@@ -220,7 +219,7 @@ class Saving:
 
     # -- what running empty costs ----------------------------------------------------------------------
 
-    def _drain_s(self, saved: Saved) -> float:
+    def _drain_s(self, saved: SaveResult) -> float:
         """By how much the steps before and after a save, as many as there are stages, took longer than others do."""
         if self._job.schedule.flush or not self._within(saved):
             return 0.0
@@ -229,15 +228,15 @@ class Saving:
         usual = self._metrics.median_update_s()
         return max(0.0, sum(around) - saved.pause_s - len(around) * usual)
 
-    def _index(self, saved: Saved) -> int:
+    def _index(self, saved: SaveResult) -> int:
         """Of the first step after it, among those of this attempt."""
         return saved.step - self._job.steps_done
 
-    def _within(self, saved: Saved) -> bool:
+    def _within(self, saved: SaveResult) -> bool:
         """Whether training went on after it."""
         return self._index(saved) < len(self._metrics.losses)
 
-    def _drain_is_known(self, saved: Saved) -> bool:
+    def _drain_is_known(self, saved: SaveResult) -> bool:
         return self._job.schedule.flush or len(self._metrics.losses) >= self._index(saved) + len(self._job.placement)
 
     def __enter__(self) -> Saving:
@@ -265,7 +264,7 @@ def restore(pipe: Pipeline, job: Job, checkpoint: Path) -> None:
         position = Position.of_numbers(manifest.step, manifest.samples, manifest.numbers, pipe.microbatches)
         pipe.engine.check_begins(position)
         names = [name for name in manifest.tensors if pipe.engine.wants(name)]
-        pipe.engine.restore(position, read(checkpoint, manifest, names, device_of(job.config)))
+        pipe.engine.restore(position, load_tensors(checkpoint, manifest, names, device_of(job.config)))
 
 
 def from_first(value: Any, pipe: Pipeline, source: int = 0) -> Any:

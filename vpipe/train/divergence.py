@@ -7,7 +7,7 @@ from math import isfinite
 from shlex import quote
 from typing import NoReturn
 
-from vpipe.checkpoint.folder import Checkpoints, step_of
+from vpipe.checkpoint.directory import Checkpoints, step_of
 from vpipe.errors import LastingError
 from vpipe.runtime.step_results import Step
 from vpipe.train.checkpointing import Saving

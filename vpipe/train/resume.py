@@ -11,8 +11,8 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from vpipe.checkpoint.folder import Checkpoints, find
-from vpipe.checkpoint.integrity import instead_of, newest_intact_before
+from vpipe.checkpoint.directory import Checkpoints, find_checkpoint
+from vpipe.checkpoint.integrity import newest_intact_before, older_intact_hint
 from vpipe.checkpoint.manifest import Manifest, no_longer_used
 from vpipe.config.config import Config, load_config
 from vpipe.config.parallel import AUTO
@@ -81,7 +81,7 @@ def start_of(path: Path) -> Start:
         if newest is None:
             raise _unsaved(path, roots)
         return Start(path, newest)
-    checkpoint = absolute(find(path))
+    checkpoint = absolute(find_checkpoint(path))
     manifest = _manifest(checkpoint)
     if manifest.arrangement.get(IMPORTED):
         return Start(None, checkpoint)
@@ -153,7 +153,7 @@ def _manifest(checkpoint: Path) -> Manifest:
         if newest_intact_before(checkpoint) is None:
             raise
         raise UserError(problem.what, where=problem.where,
-                        hint=f"{problem.hint}; here {instead_of(checkpoint)}") from None
+                        hint=f"{problem.hint}; here {older_intact_hint(checkpoint)}") from None
 
 
 def check_config(config: Config, manifest: Manifest) -> None:
@@ -284,13 +284,13 @@ def check_fits_job(manifest: Manifest, job: Job) -> None:
     Raises:
         UserError: with what differs.
     """
-    from vpipe.checkpoint.fits import check_fits
+    from vpipe.checkpoint.compatibility import check_compatible
 
     was = parse(manifest.config, "", "").get(("model", "name"))
     if was is not None and was != job.config.model.name:
         raise UserError(f"the checkpoint is of the model '{was}', but model.name is '{job.config.model.name}'",
                         hint=f"set model.name to {was}, with its sizes: vpipe checkpoint show prints them")
-    check_fits(manifest, job.model)
+    check_compatible(manifest, job.model)
     if problems := list(_misfits(manifest, job)):
         raise UserError.all_of(problems)
     Position.of_numbers(manifest.step, manifest.samples, manifest.numbers, job.config.training.num_microbatches)

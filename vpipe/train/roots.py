@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from vpipe.checkpoint.folder import Checkpoints, step_of
+from vpipe.checkpoint.directory import Checkpoints, step_of
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.config.config import Config, load_config
 from vpipe.errors import UserError
@@ -99,7 +99,7 @@ def put_away_later(root: Path, steps: int, attempt: str) -> list[str]:
                 aside.mkdir(parents=True, exist_ok=True)
                 path.rename(aside / path.name)
                 moved.insert(0, path.name)
-        folder.announce()
+        folder.update_latest()
     except OSError as error:
         raise UserError(f"cannot tidy the folder of checkpoints '{root}': {error.strerror}",
                         hint="make it writable") from None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vpipe.checkpoint.folder import LATEST, Checkpoints, before, find, write_text
+from vpipe.checkpoint.directory import LATEST, Checkpoints, find_checkpoint, previous, write_text
 from vpipe.checkpoint.manifest import MANIFEST, Manifest
 from vpipe.errors import UserError
 
@@ -28,19 +28,19 @@ def test_the_newest_is_that_of_the_most_steps(tmp_path: Path) -> None:
     for step in (9, 100, 20):
         write(tmp_path, step)
     assert [path.name for path in Checkpoints(tmp_path).all()] == ["step-9", "step-20", "step-100"]
-    assert find(tmp_path) == tmp_path / "step-100"
-    assert before(tmp_path / "step-100") == tmp_path / "step-20"
-    assert before(tmp_path / "step-9") is None
-    assert before(tmp_path) is None
+    assert find_checkpoint(tmp_path) == tmp_path / "step-100"
+    assert previous(tmp_path / "step-100") == tmp_path / "step-20"
+    assert previous(tmp_path / "step-9") is None
+    assert previous(tmp_path) is None
 
 
 def test_latest_names_it_and_goes_with_it(tmp_path: Path) -> None:
     folder = Checkpoints(tmp_path)
     write(tmp_path, 3)
-    folder.announce()
+    folder.update_latest()
     assert (tmp_path / LATEST).read_text() == "step-3\n"
     (tmp_path / "step-3").rename(tmp_path / "elsewhere")
-    folder.announce()
+    folder.update_latest()
     assert names(tmp_path) == {"elsewhere"}
 
 
@@ -67,7 +67,7 @@ def test_one_that_is_being_written_does_not_count(tmp_path: Path) -> None:
     for path in (tmp_path / "step-4.tmp", tmp_path / "step-4.tmp" / "."):
         with pytest.raises(UserError, match=rf"'.*step-4.tmp' is no checkpoint: its writing, or its removal, was cut "
                            rf"short\nhint: the newest beside it: vpipe train --resume {tmp_path}/step-3"):
-            find(path)
+            find_checkpoint(path)
 
 
 def test_one_that_lost_its_manifest_is_not_passed_over(tmp_path: Path) -> None:
@@ -75,11 +75,11 @@ def test_one_that_lost_its_manifest_is_not_passed_over(tmp_path: Path) -> None:
         write(tmp_path, step)
     (tmp_path / "step-5" / "rank0.safetensors").write_bytes(b"whatever")
     (tmp_path / "step-5" / MANIFEST).unlink()
-    assert find(tmp_path) == find(tmp_path / "step-5") == tmp_path / "step-5"
+    assert find_checkpoint(tmp_path) == find_checkpoint(tmp_path / "step-5") == tmp_path / "step-5"
     with pytest.raises(UserError, match=r"'.*step-5' is damaged: checkpoint.json is missing\nhint: resume from"):
-        Manifest.load(find(tmp_path))
+        Manifest.load(find_checkpoint(tmp_path))
     folder = Checkpoints(tmp_path)
-    folder.announce()
+    folder.update_latest()
     folder.prune(1)
     assert names(tmp_path) == {"step-4", "step-5", LATEST}
     assert (tmp_path / LATEST).read_text() == "step-4\n"
@@ -103,10 +103,10 @@ def test_a_step_that_is_saved_again_replaces_the_one_before(tmp_path: Path) -> N
 def test_the_one_before_counts_until_it_is_replaced(tmp_path: Path) -> None:
     write(tmp_path, 3, seed=1).rename(tmp_path / "step-3.old")
     folder = Checkpoints(tmp_path)
-    assert Manifest.load(find(tmp_path)).seed == 1
-    assert find(tmp_path / "step-3") == tmp_path / "step-3.old"
+    assert Manifest.load(find_checkpoint(tmp_path)).seed == 1
+    assert find_checkpoint(tmp_path / "step-3") == tmp_path / "step-3.old"
     write(tmp_path, 4)
-    assert before(tmp_path / "step-4") == tmp_path / "step-3.old"
+    assert previous(tmp_path / "step-4") == tmp_path / "step-3.old"
     folder.clear_leftovers()
     assert names(tmp_path) == {"step-3.old", "step-4", LATEST}
     write(tmp_path, 3, seed=2)
@@ -129,7 +129,7 @@ def test_a_replacement_that_fails_leaves_what_was_there(tmp_path: Path, monkeypa
     with pytest.raises(OSError, match="Input/output error"):
         write(tmp_path, 3, seed=2)
     assert Manifest.load(tmp_path / "step-3").seed == 1
-    Checkpoints(tmp_path).give_up(3)
+    Checkpoints(tmp_path).abort(3)
     assert names(tmp_path) == {"step-3"}
 
 
@@ -150,8 +150,9 @@ def test_a_run_a_folder_of_checkpoints_and_a_checkpoint_can_be_given(tmp_path: P
                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     step = write(tmp_path / "run" / "checkpoints", 7)
     monkeypatch.chdir(step)
-    assert find(Path(".")) == Path(".")
-    assert find(tmp_path / "run") == find(tmp_path / "run" / "checkpoints") == find(step) == step
+    assert find_checkpoint(Path(".")) == Path(".")
+    for path in (tmp_path / "run", tmp_path / "run" / "checkpoints", step):
+        assert find_checkpoint(path) == step
 
 
 @pytest.mark.parametrize(("name", "what"), [
@@ -163,7 +164,7 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path, name: str, wha
     (tmp_path / "file").write_text("")
     (tmp_path / "empty" / "checkpoints" / "step-3.tmp").mkdir(parents=True)
     with pytest.raises(UserError, match=what):
-        find(tmp_path / name)
+        find_checkpoint(tmp_path / name)
 
 
 def test_a_folder_that_may_not_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,4 +173,4 @@ def test_a_folder_that_may_not_be_read_is_told(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(Path, "is_file", refuse)
     with pytest.raises(UserError, match=f"cannot look for a checkpoint in '{tmp_path}': Permission denied"):
-        find(tmp_path)
+        find_checkpoint(tmp_path)

@@ -1,6 +1,6 @@
-"""The folder of a run's checkpoints: how one comes into it all at once, and which there are.
+"""Find the checkpoints of a run's folder, and put one into it all at once.
 
-A checkpoint is written as ``step-N.tmp`` and gets its name when the disk has all of it, so that ``step-N`` is whole at
+A checkpoint is written as ``step-N.tmp`` and renamed when the disk has all of it, so that ``step-N`` is whole at
 whatever moment a process or a host dies.
 """
 
@@ -23,15 +23,15 @@ FOLDER = "checkpoints"
 LATEST = "latest"
 """A file with the name of the newest checkpoint, for scripts and people."""
 
-SEEN = "seen-by-all-"
-"""How the file begins that shows whether all hosts see the folder; there for a moment."""
+PROBE = "seen-by-all-"
+"""First letters of the file that shows whether all hosts see the folder; there for a moment."""
 
 _NAME = re.compile(r"step-(\d+)(\.old)?", re.ASCII)
 _PARTIAL = re.compile(r"step-\d+\.tmp", re.ASCII)
 
 
 class Checkpoints:
-    """Those of one run.
+    """The checkpoints of one run.
 
     Args:
         root: their folder; it need not exist.
@@ -41,7 +41,7 @@ class Checkpoints:
         self.root = root
 
     def all(self) -> list[Path]:
-        """Those that got their name, the oldest first; also one that lost files since, which is for reading to tell."""
+        """Return all that got their name, the oldest first; also those that lost files since, which reading finds."""
         found: dict[int, Path] = {}
         for path in sorted(_entries(self.root)):
             name = _NAME.fullmatch(path.name)
@@ -50,16 +50,12 @@ class Checkpoints:
                 found.setdefault(int(name[1]), path)
         return [found[step] for step in sorted(found)]
 
-    def _readable(self) -> list[Path]:
-        """Those of :meth:`all` that still have a manifest."""
-        return [path for path in self.all() if (path / MANIFEST).is_file()]
-
     def newest(self) -> Path | None:
-        """The one after the most steps, or None."""
+        """Return the one after the most steps, or None."""
         return next(reversed(self.all()), None)
 
     def partial(self, step: int) -> Path:
-        """Where the checkpoint of a step is written, before it has its name."""
+        """Return the folder in which the checkpoint of a step is written, before it has its name."""
         return self.root / f"step-{step}.tmp"
 
     def commit(self, step: int) -> Path:
@@ -72,24 +68,23 @@ class Checkpoints:
         """
         final = self.root / f"step-{step}"
         recover(final)
-        put_in_place(self.partial(step), final)
+        replace_folder(self.partial(step), final)
         return final
 
-    def give_up(self, step: int) -> None:
+    def abort(self, step: int) -> None:
         """Remove what was written of a checkpoint."""
         shutil.rmtree(self.partial(step), ignore_errors=True)
 
-    def announce(self) -> None:
+    def update_latest(self) -> None:
         """Let ``latest`` name the newest with a manifest; it goes when there is none.
 
         Raises:
             OSError: it could not be written.
         """
-        newest = next(reversed(self._readable()), None)
-        if newest is None:
-            (self.root / LATEST).unlink(missing_ok=True)
+        if readable := self._with_manifest():
+            write_text(self.root / LATEST, readable[-1].name + "\n")
         else:
-            write_text(self.root / LATEST, newest.name + "\n")
+            (self.root / LATEST).unlink(missing_ok=True)
 
     def prune(self, keep: int) -> None:
         """Remove all but the newest ``keep``; a removal that is cut short leaves a ``.tmp`` behind.
@@ -97,7 +92,7 @@ class Checkpoints:
         One without a manifest neither counts nor goes: nobody can resume from it, and somebody may mend it.
         """
         assert keep >= 1
-        for path in self._readable()[:-keep]:
+        for path in self._with_manifest()[:-keep]:
             _remove(path, self.partial(step_of(path)))
 
     def clear_leftovers(self) -> None:
@@ -110,11 +105,14 @@ class Checkpoints:
         """
         complete = self.all()
         for path in _entries(self.root):
-            if path.name == f"{LATEST}.tmp" or path.name.startswith(SEEN):
+            if path.name == f"{LATEST}.tmp" or path.name.startswith(PROBE):
                 path.unlink()
             elif path.name.startswith("step-") and path.suffix in (".tmp", ".old") and path not in complete:
                 shutil.rmtree(path)
-        self.announce()
+        self.update_latest()
+
+    def _with_manifest(self) -> list[Path]:
+        return [path for path in self.all() if (path / MANIFEST).is_file()]
 
 
 def write_text(path: Path, text: str) -> None:
@@ -136,11 +134,11 @@ def write_text(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
-def put_in_place(partial: Path, final: Path) -> None:
+def replace_folder(partial: Path, final: Path) -> None:
     """Rename a complete folder to its name; an older one of that name is then removed.
 
-    In between that is called ``<name>.old``, and counts; that name is free. The names in ``partial`` are on the disk
-    before.
+    In between the older one is called ``<name>.old``, and counts; that name is free. The names in ``partial`` are on
+    the disk before.
 
     Raises:
         OSError: not done; what there was before is still there.
@@ -163,7 +161,7 @@ def put_in_place(partial: Path, final: Path) -> None:
 
 
 def recover(final: Path) -> None:
-    """Undo or end a :func:`put_in_place` that was cut short: afterwards there is no ``<name>.old``."""
+    """Undo or end a :func:`replace_folder` that was cut short: afterwards there is no ``<name>.old``."""
     old = final.with_name(f"{final.name}.old")
     if old.exists() and final.exists():
         shutil.rmtree(old)
@@ -172,15 +170,15 @@ def recover(final: Path) -> None:
 
 
 def resume_command(folder: Path) -> str:
-    """How to go on from a checkpoint, on the command line."""
+    """Return the command line that goes on from a checkpoint."""
     return f"vpipe train --resume {shlex.quote(str(folder))}"
 
 
-def find(path: Path, to_go_on: Callable[[Path], str] = resume_command) -> Path:
-    """The checkpoint that a user means by a run's folder, a folder of checkpoints, or one checkpoint: the newest in it.
+def find_checkpoint(path: Path, resume_hint: Callable[[Path], str] = resume_command) -> Path:
+    """Return the newest checkpoint in a run's folder or a folder of checkpoints, or the one that ``path`` is.
 
     Args:
-        to_go_on: how it is said to go on from another one.
+        resume_hint: returns how to go on from another one, for messages.
 
     Raises:
         UserError: there is no such folder, it cannot be read, or no checkpoint is in it.
@@ -196,7 +194,7 @@ def find(path: Path, to_go_on: Callable[[Path], str] = resume_command) -> Path:
         rest = Checkpoints(Path(os.path.abspath(path)).parent).newest()
         raise UserError(f"'{path}' is no checkpoint: its writing, or its removal, was cut short",
                         hint="there is no other beside it: start the run anew" if rest is None else
-                        f"the newest beside it: {to_go_on(rest)}")
+                        f"the newest beside it: {resume_hint(rest)}")
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
         raise UserError(f"cannot resume from '{path}': it {what}",
@@ -214,17 +212,29 @@ def _find(path: Path) -> Path | None:
         if (folder / MANIFEST).is_file():
             return folder
     if path.is_dir() and (_NAME.fullmatch(name) or any(path.glob("rank*.safetensors"))):
-        return path  # which lost its manifest: whoever reads it says so
+        return path  # it lost its manifest, which reading finds
     return Checkpoints(path / FOLDER).newest() or Checkpoints(path).newest()
 
 
-def before(folder: Path) -> Path | None:
-    """The next older checkpoint beside this one, or None."""
+def previous(folder: Path) -> Path | None:
+    """Return the next older checkpoint beside this one, or None."""
     name = _NAME.fullmatch(folder.name)
     if name is None:
         return None
     older = [path for path in Checkpoints(folder.parent).all() if step_of(path) < int(name[1])]
     return older[-1] if older else None
+
+
+def check_free(out: Path) -> None:
+    """Refuse to write over something, before any work is done.
+
+    Raises:
+        UserError: ``out`` exists, or the folder it is to be in does not.
+    """
+    if out.exists():
+        raise UserError(f"'{out}' exists already", hint="name another as -o, or remove it first")
+    if not out.absolute().parent.is_dir():
+        raise UserError(f"cannot write '{out}': there is no folder '{out.parent}'", hint="make the folder first")
 
 
 def sync_folder(folder: Path) -> None:
@@ -237,7 +247,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def step_of(path: Path) -> int:
-    """After how many steps a checkpoint of a run was saved, by its name."""
+    """Return after how many steps a checkpoint of a run was saved, by its name."""
     name = _NAME.fullmatch(path.name)
     assert name is not None
     return int(name[1])

@@ -1,4 +1,4 @@
-"""Files of weights that others wrote: read as data, never as code."""
+"""Read files of weights that others wrote: as data, never as code."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torch import Tensor
 from vpipe.errors import UserError
 
 _CODE = re.compile(r"[Uu]nsupported (global|class)|not an allowed global", re.ASCII)
-"""What torch says of a pickle that asks for more than tensors."""
+"""Torch's error for a pickle that asks for more than tensors."""
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file.
+    """Return all tensors of a file.
 
     Raises:
         UserError: there is no such file, or it is damaged.
@@ -36,7 +36,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_torch(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file that ``torch.save`` wrote of a state dict; of dicts in dicts the names are joined by dots.
+    """Return all tensors of a state dict that ``torch.save`` wrote; names of nested dicts are joined by dots.
 
     Raises:
         UserError: see :func:`load_torch`; or it is no state dict.
@@ -45,7 +45,7 @@ def read_torch(path: Path) -> dict[str, Tensor]:
 
 
 def load_torch(path: Path) -> Any:
-    """What ``torch.save`` wrote, as long as it is tensors and plain values: nothing else is unpickled.
+    """Return what ``torch.save`` wrote, as long as it is tensors and plain values: nothing else is unpickled.
 
     Raises:
         UserError: there is no such file, it is damaged, or it holds more.
@@ -68,7 +68,7 @@ def load_torch(path: Path) -> Any:
 
 
 def tensors_of(content: Any, path: Path, inside: str = "") -> dict[str, Tensor]:
-    """The tensors of a state dict in the order in which they stand there.
+    """Return the tensors of a state dict in the order in which they stand there.
 
     Raises:
         UserError: it is none, or holds something else as well.
@@ -90,7 +90,7 @@ def tensors_of(content: Any, path: Path, inside: str = "") -> dict[str, Tensor]:
 
 
 def plain_file(folder: Path, name: object) -> Path:
-    """A file of a folder that another file names; it must lie in the folder itself.
+    """Return a file of a folder that another file names; it must lie in the folder itself.
 
     Raises:
         UserError: it does not.
