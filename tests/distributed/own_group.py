@@ -59,6 +59,13 @@ def groups(rank: int, folder: Path, port: int) -> None:
     time.sleep(30)
 
 
+def again(rank: int, folder: Path, port: int) -> None:
+    """Destroy the group that vpipe made, and have it make another."""
+    print(*losses(), flush=True)
+    dist.destroy_process_group()
+    print(*losses(), flush=True)
+
+
 def srun(rank: int, folder: Path, port: int) -> None:
     """Join by what srun says in the environment."""
     print(*losses(), os.environ["LOCAL_RANK"], dist.get_backend_config(), flush=True)
@@ -94,4 +101,5 @@ def gpus(rank: int, folder: Path, port: int) -> None:
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(50, exit=True)
     torch.set_num_threads(1)
-    {"groups": groups, "srun": srun, "gpus": gpus}[sys.argv[4]](int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+    job = {"groups": groups, "again": again, "srun": srun, "gpus": gpus}[sys.argv[4]]
+    job(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

@@ -64,6 +64,7 @@ def test_devices_that_are_not_there(wanted: object, backend: str | None, there: 
 
 def test_under_nccl_the_only_gpu_that_a_rank_is_shown_is_its_own() -> None:
     assert choose_device(None, "nccl", Visible(1, 3)) == torch.device("cuda:0")
+    assert choose_device(None, "nccl", Visible(8, 9, is_rank=True)) == torch.device("cuda:1"), "of the second host"
 
 
 def test_a_gpu_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,10 +82,10 @@ def test_a_gpu_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_environment_says_the_number_of_a_rank(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for other in ("LOCAL_RANK", "SLURM_LOCALID", "RANK"):
         monkeypatch.delenv(other, raising=False)
-    assert Visible.here().local_rank == 0
+    assert Visible.here() == Visible(0, 0, is_rank=True)
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     monkeypatch.setenv(name, "5")
-    assert Visible.here().local_rank == 5
+    assert Visible.here() == Visible(0, 5, is_rank=name == "RANK")
     monkeypatch.setenv(name, "x")
     with pytest.raises(UserError, match=f"set {name} to 'x'"):
         Visible.here()
@@ -134,8 +135,8 @@ def test_a_group_that_is_there_carries_tensors_as_it_was_made(carriers: str, dev
      "these tensors by gloo (its backends are cpu:gloo,cuda:gloo)", 'init_process_group("cpu:gloo,cuda:nccl")'),
     ("gloo", "cuda:nccl", APART, "backend is gloo, but the process group", 'init_process_group("gloo")'),
     (None, "cpu:gloo,cuda:nccl", SHARED, "carries tensors of GPUs by nccl, which needs a GPU per rank, but ranks 0, 2 "
-     "on a share cuda:0", 'make it with init_process_group("gloo")'),
-    (None, "cuda:nccl", MIXED, "but ranks 1, 2 on b compute on cpu", 'make it with init_process_group("gloo")')])
+     "on a share cuda:0", 'make the group, or the first Pipeline, with gloo'),
+    (None, "cuda:nccl", MIXED, "but ranks 1, 2 on b compute on cpu", 'or make the group')])
 def test_a_group_that_cannot_carry_them(wanted: str | None, carriers: str, devices: list[RankDevice], what: str,
                                         hint: str) -> None:
     with pytest.raises(UserError) as caught:

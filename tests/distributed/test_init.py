@@ -65,6 +65,13 @@ def test_groups_that_the_program_made_are_watched(tmp_path: Path) -> None:
     assert "error: rank 1 ended without a word; rank 0 was at work (rank 0, peer rank 1)\n" in err
 
 
+def test_a_group_of_vpipes_that_the_program_destroyed_is_made_again(tmp_path: Path) -> None:
+    (first, lines, err), (second, others, _) = run(
+        tmp_path, "again", RANK="{rank}", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="{port}")
+    assert (first, second, err) == (0, 0, "")
+    assert lines == others == lines[:1] * 2
+
+
 def test_ranks_of_srun_need_no_launcher(tmp_path: Path) -> None:
     (first, lines, err), (second, others, _) = run(
         tmp_path, "srun", SLURM_JOB_ID="7", SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="2", SLURM_PROCID="{rank}",

@@ -39,3 +39,17 @@ def test_gpus_that_nccl_needs(gpus: int, numbers: list[int], refused: str | None
         else:
             with pytest.raises(UserError, match=re.escape(refused)):
                 check_gpus(config, numbers)
+
+
+@pytest.mark.parametrize(("gpus", "refused"), [(0, False), (1, True), (4, True), (6, False)])
+def test_machines_names_gpus_that_are_there_or_none_are(gpus: int, refused: bool, tmp_path: Path,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    config = load_config(write_config(tmp_path)).model_copy(update={"machines": ("localhost:0", "localhost:5")})
+    check_gpus(config, [0, 5], started_by_others=True)
+    check_gpus(config.with_parallel(device="cpu"), [0, 5])
+    if not refused:
+        check_gpus(config, [0, 5])
+        return
+    with pytest.raises(UserError, match=f"machines names GPU 5, but this host has {gpus} GPUs?, counted from 0"):
+        check_gpus(config, [0, 5])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from vpipe.distributed.environment import local_rank
+from vpipe.distributed.environment import local_rank, rank_or_0
 from vpipe.errors import UserError, counted
 
 
@@ -20,14 +20,16 @@ class Visible:
 
     Attributes:
         gpus: how many.
-        local_rank: number of this process on its host.
+        local_rank: number of this process on its host; of the rank where nobody says that.
         current: the GPU that the program chose, by ``torch.cuda.set_device`` or as the ``device_id`` of its process
             group; None where it did not. GPU 0, the current one of every process, counts as not chosen.
+        is_rank: whether ``local_rank`` is the number of the rank.
     """
 
     gpus: int
     local_rank: int = 0
     current: int | None = None
+    is_rank: bool = False
 
     @classmethod
     def here(cls) -> Visible:
@@ -37,7 +39,9 @@ class Visible:
             current: int | None = bound.index
         else:
             current = (torch.cuda.current_device() or None) if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-        return cls(torch.cuda.device_count(), local_rank(), current)
+        if (number := local_rank()) is not None:
+            return cls(torch.cuda.device_count(), number, current)
+        return cls(torch.cuda.device_count(), dist.get_rank() if dist.is_initialized() else rank_or_0(), current, True)
 
 
 def choose_device(wanted: torch.device | str | None, backend: str | None, there: Visible) -> torch.device:
@@ -68,7 +72,7 @@ def choose_device(wanted: torch.device | str | None, backend: str | None, there:
                         hint="leave device out, or set it to cpu")
     index = there.current if device is None or device.index is None else device.index
     if index is None:
-        if backend == "nccl" and there.local_rank >= there.gpus > 1:
+        if backend == "nccl" and there.local_rank >= there.gpus > 1 and not there.is_rank:
             raise UserError(f"backend nccl needs a GPU per rank: GPU {there.local_rank} is wanted, but this host has "
                             f"{counted(there.gpus, 'GPU')}, counted from 0",
                             hint="use backend: gloo, under which ranks may share a GPU, or start fewer ranks here")
@@ -161,13 +165,8 @@ class DeviceMap:
         """The device of this rank."""
         return torch.device(self.devices[self.rank].device)
 
-    def with_own(self, device: torch.device) -> DeviceMap:
-        """Return the map where this rank computes on another device."""
-        mine = RankDevice.here(self.devices[self.rank].host, device)
-        return replace(self, devices=(*self.devices[:self.rank], mine, *self.devices[self.rank + 1:]))
-
     def __str__(self) -> str:
-        """One line: ``computing on cuda:0 to cuda:3, nccl between ranks``."""
+        """One line: ``computing on cuda:0, cuda:1 (NVIDIA H100), nccl between ranks``."""
         gpus = len({one.gpu for one in self.devices} - {None})
         names = list(dict.fromkeys(one.device for one in self.devices))
         hosts = len({one.host for one in self.devices})
@@ -241,8 +240,9 @@ def check_backend(wanted: str | None, carriers: str, devices: Sequence[RankDevic
                            f'init_process_group("{wanted}")'))
     if backend == "nccl" and (obstacle := no_gpu_each(devices)) is not None:
         raise UserError("the process group carries tensors of GPUs by nccl, which needs a GPU per rank, but "
-                        f"{obstacle}", hint='make it with init_process_group("gloo"), under which ranks may share a '
-                        "GPU, start fewer ranks, or give each rank a GPU of its own")
+                        f"{obstacle}", hint="give each rank a GPU of its own (LOCAL_RANK, torch.cuda.set_device(...), "
+                        "device=...), start fewer ranks, or make the group, or the first Pipeline, with gloo, under "
+                        "which ranks may share a GPU")
     return backend
 
 

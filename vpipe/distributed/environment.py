@@ -124,16 +124,25 @@ class RankEnvironment:
                         hint=remedy.get(self.starter, f"start {ranks}") + ", or change parallel.model_parallel_size")
 
 
-def local_rank() -> int:
-    """Return the number of this process among those of its host; that of the rank where only this is known, or 0.
+def local_rank() -> int | None:
+    """Return the number of this process among those of its host; None where the environment does not say it.
 
     Raises:
         UserError: the environment says something that is no number.
     """
-    for name, starter in (("LOCAL_RANK", "the environment"), ("SLURM_LOCALID", "srun"), ("RANK", "the environment")):
+    for name, starter in (("LOCAL_RANK", "the environment"), ("SLURM_LOCALID", "srun")):
         if name in os.environ and (starter != "srun" or "SLURM_STEP_ID" in os.environ):
             return _number(os.environ, name, starter)
-    return 0
+    return None
+
+
+def rank_or_0() -> int:
+    """Return the rank that the environment says, or 0.
+
+    Raises:
+        UserError: it is no number.
+    """
+    return _number(os.environ, "RANK", "the environment") if "RANK" in os.environ else 0
 
 
 def _check_store(environment: Mapping[str, str]) -> None:

@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -53,12 +53,11 @@ class _Joined:
     """
 
     group: dist.ProcessGroup | None
-    devices: DeviceMap
     leave: Callable[[], None]
 
 
 _joined: _Joined | None = None
-_groups_watched = count()
+_groups_made, _meetings = count(), count()
 
 
 def join_world(backend: str | None = None, timeout_s: float = 60.0,
@@ -68,7 +67,7 @@ def join_world(backend: str | None = None, timeout_s: float = 60.0,
     The launchers describe the job in the environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, or those
     of SLURM), which is the one place where the library reads it. A process that is alone is its only rank. From then on
     the ranks watch one another: see docs/faults.md. A process group that the program made itself is used as it is, with
-    the watch. All ranks must call this; what they found out the first time is remembered as long as the group is there.
+    the watch. All ranks must call this.
 
     Args:
         backend: ``nccl`` or ``gloo``; None takes nccl where each rank has a GPU of its own.
@@ -106,7 +105,10 @@ def _make_group(own: torch.device, backend: str | None, timeout_s: float) -> Dev
     address, port = _variable("MASTER_ADDR"), _number("MASTER_PORT")
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         check_interfaces(os.environ["GLOO_SOCKET_IFNAME"])
-    store = _store(address, port, rank, ranks, timeout_s)
+    store = _store(address, port, rank, ranks, timeout_s)  # of one address the same as before, where that is used still
+    global _joined
+    if _joined is not None:  # the program has destroyed that group
+        _joined.leave()
     there = _meet(store, rank, ranks, own, timeout_s)
     with _refused_by_all(store, rank, ranks):
         carrier, reason = choose_backend(backend, there)
@@ -126,8 +128,7 @@ def _make_group(own: torch.device, backend: str | None, timeout_s: float) -> Dev
     # The hub in rank 0 may have got connections of its own meanwhile, and the store.
     made = connections(but=(hub_port, port)).items() - before.items()
     watch.break_off = partial(break_off, dict(made))
-    global _joined
-    _joined = _Joined(dist.group.WORLD, devices, leave)
+    _joined = _Joined(dist.group.WORLD, leave)
     atexit.unregister(leave)
     atexit.register(_destroy, dist.group.WORLD, os.getpid())
     atexit.register(leave)  # comes before what was registered earlier: the group is destroyed last
@@ -139,19 +140,18 @@ def _join_group(own: torch.device, backend: str | None, timeout_s: float) -> Dev
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if ranks == 1:
         return _alone(own, backend)
-    global _joined
-    if _joined is not None and _joined.group is dist.group.WORLD:
-        devices = _joined.devices if own == _joined.devices.own else _joined.devices.with_own(own)
-        return replace(devices, backend=check_backend(backend, dist.get_backend_config(), devices.devices))
-    if _joined is not None:  # the program has destroyed that group, and made another
-        _joined.leave()
-    store = PrefixStore(f"vpipe {next(_groups_watched)}", _get_default_store())
-    there = _meet(store, rank, ranks, own, timeout_s)
+    store = PrefixStore(f"vpipe {next(_meetings)}", _get_default_store())
+    there = _meet(store, rank, ranks, own, timeout_s)  # each time: ranks may compute on other devices now
     with _refused_by_all(store, rank, ranks):
         carrier = check_backend(backend, dist.get_backend_config(), there)
     devices = DeviceMap(rank, there, carrier)
+    global _joined
+    if _joined is not None and _joined.group is dist.group.WORLD:
+        return devices
+    if _joined is not None:  # the program has destroyed that group, and made another
+        _joined.leave()
     _, _, leave = _watch(store, devices, timeout_s)
-    _joined = _Joined(dist.group.WORLD, devices, leave)
+    _joined = _Joined(dist.group.WORLD, leave)
     return devices
 
 
@@ -177,7 +177,7 @@ def _number(name: str) -> int:
 def _store(address: str, port: int, rank: int, ranks: int, timeout_s: float) -> Store:
     """Where the ranks of a world leave notes for one another."""
     try:
-        return open_store("world", address, port, rank, ranks, timeout_s)
+        return open_store(f"world {next(_groups_made)}", address, port, rank, ranks, timeout_s)
     except RuntimeError as error:
         if rank == 0 and not agent_has_store():
             raise RunError(f"rank 0 cannot listen on port {port}: {str(error).splitlines()[0]}", rank=0,

@@ -43,24 +43,32 @@ def hosts_of(config: Config) -> Hosts | None:
     return hosts
 
 
-def check_gpus(config: Config, numbers: Iterable[int]) -> None:
+def check_gpus(config: Config, numbers: Iterable[int], started_by_others: bool = False) -> None:
     """Refuse to compute on GPUs where there is none, and backend nccl where a rank has none of its own.
 
     Nothing is refused where the config asks for neither: then ranks compute on the GPUs that there are.
 
     Args:
         numbers: of this host's ranks, or of those of them that this process is.
+        started_by_others: the ranks, so that the numbers are not those of ``machines``.
 
     Raises:
         UserError: a GPU is missing, or two ranks want the same one.
     """
-    if not config.parallel.asks_for_gpus:
+    named = config.machines is not None and config.parallel.device != "cpu" and not started_by_others
+    if not config.parallel.asks_for_gpus and not named:
         return
     import torch
 
     from vpipe.distributed.device import Visible, choose_device
 
-    gpus = torch.cuda.device_count()
+    gpus, numbers = torch.cuda.device_count(), list(numbers)
+    if named and (missing := sorted({number for number in numbers if number >= gpus > 0})):
+        raise UserError(f"machines names GPU {missing[0]}, but this host has {counted(gpus, 'GPU')}, counted from 0",
+                        hint=f"write host:0{f' to host:{gpus - 1}' * (gpus > 1)}: ranks may share a GPU, if not under "
+                        "nccl; device: cpu computes on the processor")
+    if not config.parallel.asks_for_gpus:
+        return
     chosen = [choose_device(config.parallel.device, config.parallel.backend, Visible(gpus, number)).index
               for number in numbers]
     if config.parallel.backend == "nccl" and len(set(chosen)) < len(chosen):

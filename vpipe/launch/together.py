@@ -147,7 +147,7 @@ def _for_ranks(config: Config, member: RankEnvironment) -> Config:
 
 def _check_here(member: RankEnvironment, config: Config) -> None:
     """Refuse a GPU or a network interface that is not here."""
-    check_gpus(config, [member.device])
+    check_gpus(config, [member.device], started_by_others=True)
     if (interfaces := config.parallel.interface or os.environ.get("GLOO_SOCKET_IFNAME")) is not None:
         check_interfaces(interfaces)
 
