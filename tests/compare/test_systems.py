@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
+import torch
+from small_run import job_of
 
-from vpipe.compare.contenders import Contender, memory_per_contender, memory_warning, system_contender
+from vpipe.compare.contenders import Contender, memory_warning, plan_contenders, system_contender
 from vpipe.compare.systems import SYSTEMS, ComparisonRequest, SystemPlan, microbatch_counts, plan_system
 from vpipe.errors import Problem, UserError
 from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds, TensorBytes
+from vpipe.profiling.world import World
 from vpipe.sizes import size_text
 
 LAYERS, RANKS, BATCH, MB = 10, 2, 16, 1_000_000
@@ -136,10 +140,16 @@ def test_a_system_that_fits_in_no_size_is_refused_with_numbers() -> None:
     assert "2 does not fit" in lines[0]
 
 
-def test_contenders_share_what_the_device_has_but_not_what_was_given() -> None:
-    assert memory_per_contender(None, 900 * MB, 3) == 300 * MB
-    assert memory_per_contender(800 * MB, 900 * MB, 3) == 800 * MB
-    assert memory_per_contender(None, None, 3) is None
+@pytest.mark.parametrize(("given", "device_bytes", "limit"), [
+    (None, 1800 * MB, 900 * MB), (800 * MB, 1800 * MB, 800 * MB), (None, 0, None)])
+def test_contenders_share_what_the_device_has_but_not_what_was_given(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: int | None, device_bytes: int, limit: int | None
+) -> None:
+    profiles = {count: replace(own, device_bytes=device_bytes) for count, own in PROFILES.items()}
+    monkeypatch.setattr("vpipe.compare.contenders._measure", lambda *args: profiles)
+    found = plan_contenders({"": job_of(tmp_path)}, ComparisonRequest(("gpipe", "vpipe"), (), given),
+                            World(torch.device("cpu")), [].append)
+    assert [one.memory_bytes for one in found] == [limit] * 2
 
 
 def test_contenders_that_need_more_together_than_there_is_are_warned_of() -> None:

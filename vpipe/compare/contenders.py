@@ -77,7 +77,8 @@ def plan_contenders(jobs: Mapping[str, Job], request: ComparisonRequest, world: 
         memory = request.memory_bytes or job.config.parallel.memory
         if profiles[model]:
             device = memory_limit(job.config.with_parallel(memory=None), profiles[model][min(profiles[model])])
-            memory = memory_per_contender(memory, device, len(jobs) * len(names))
+            if memory is None and device is not None:  # the weights of all contenders stay there from turn to turn
+                memory = device // (len(jobs) * len(names))
         for name in names:
             label = f"{model} {name}".strip()
             try:
@@ -103,14 +104,6 @@ def _measure(job: Job, request: ComparisonRequest, log: Log) -> Mapping[int, Pro
         return {}
     profiles = profile_job(job, [batch // count for count in counts], say=log)
     return {count: profiles[batch // count] for count in counts}
-
-
-def memory_per_contender(given: int | None, device_bytes: int | None, contenders: int) -> int | None:
-    """Return the bytes that a rank of one contender may use: what was given, else its part of the device.
-
-    The weights and optimizers of all contenders stay on the device from turn to turn.
-    """
-    return given or (None if device_bytes is None else device_bytes // contenders)
 
 
 def memory_warning(contenders: Sequence[Contender], device_bytes: int) -> str | None:
