@@ -28,7 +28,7 @@ _ROW = 2 * _BAR + 14
 
 
 class _Box(NamedTuple):
-    """Where a panel draws."""
+    """The place of a panel."""
 
     x: float
     y: float

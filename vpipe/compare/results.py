@@ -33,7 +33,7 @@ SAME = "(=)"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one contender did.
+    """The measurements of one contender, and the figures that follow from them.
 
     Attributes:
         contender: its plan and its words.
@@ -114,12 +114,12 @@ class Outcome:
 
     @property
     def doubt(self) -> str | None:
-        """Why MFU or HFU cannot be right; None where it can."""
+        """The reason why MFU or HFU cannot be right; None where it can."""
         return None if self.efficiency is None or not self.utilization else self.efficiency.doubt(self.utilization)
 
     @property
     def bubble(self) -> float | None:
-        """As it was measured; None where nobody knows how long ranks waited."""
+        """The bubble as it was measured; None where nobody knows how long ranks waited."""
         return finite(bubble((rank.idle_s, rank.working_s) for rank in self.usage))
 
     @property
@@ -129,7 +129,7 @@ class Outcome:
 
     @property
     def predicted_bytes(self) -> int | None:
-        """Of the rank that should hold most."""
+        """The predicted tensors of the rank that should hold most."""
         return None if self.prediction is None else max(stage.memory.peak for stage in self.prediction.stages)
 
     def loss_after(self, updates: int) -> float:
@@ -186,12 +186,12 @@ class Comparison:
 
     @property
     def equal_updates(self) -> int:
-        """As many as all have made."""
+        """The updates that all have made."""
         return min(len(outcome.losses) for outcome in self.outcomes)
 
     @property
     def equal_samples(self) -> int:
-        """As many as all have trained on."""
+        """The samples that all have trained on."""
         return min(len(outcome.losses) * outcome.job.samples_per_update for outcome in self.outcomes)
 
     def loss_after_equal_samples(self, outcome: Outcome) -> float:
@@ -200,7 +200,7 @@ class Comparison:
 
     @property
     def equal_time_s(self) -> float | None:
-        """When the first has made all of its updates, each at its own median pace; None if one has no pace."""
+        """The time in which the first makes all of its updates, each at its median pace; None if one has no pace."""
         ends = [len(outcome.losses) * outcome.update_s for outcome in self.outcomes if outcome.update_s is not None]
         return min(ends) if len(ends) == len(self.outcomes) else None
 

@@ -62,9 +62,9 @@ def run_comparison(job: Job, folder: Path, arguments: Sequence[str]) -> None:
 
 
 def compare(jobs: Mapping[str, Job], folder: Path, plan: Callable[[World], list[Contender]]) -> None:
-    """Compare; rank 0 shows progress and the table, and writes ``comparison.json``, ``.svg`` and ``.csv``.
+    """Let contenders take turns, measure them, and show how they compare.
 
-    All ranks call this.
+    All ranks call this. Rank 0 shows progress and the table, and writes ``comparison.json``, ``.svg`` and ``.csv``.
 
     Args:
         jobs: by model. A contender's plan replaces their schedule, partition, recompute and microbatches.
@@ -121,11 +121,7 @@ def compare(jobs: Mapping[str, Job], folder: Path, plan: Callable[[World], list[
 
 
 class ContenderRun(TimedTraining):
-    """The pipeline of a contender on this rank, with its measurements.
-
-    Raises:
-        UserError: it cannot be built.
-    """
+    """The training of a contender on this rank, with its measurements."""
 
     def __init__(self, contender: Contender, model: Job, job: Job) -> None:
         self.contender, self.model, self.job, self.pipe = contender, model, job, build(job)

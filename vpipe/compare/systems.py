@@ -22,7 +22,7 @@ SLOWER = 2
 
 @dataclass(frozen=True)
 class System:
-    """How a system trains.
+    """A system: its schedule and what it recomputes.
 
     Attributes:
         name: on the command line.
@@ -44,13 +44,12 @@ SYSTEMS = {system.name: system for system in (
 """GPipe: Huang et al. (arXiv:1811.06965), section 2.3: recomputes all of a stage but its inputs. PipeDream: Narayanan
 et al. (SOSP 2019), section 3.1: a partition from a profile. VPipe: Zhao et al. (TPDS 2021): partition and recompute."""
 
-
 HINT = "write --systems gpipe,pipedream,vpipe, or --schedules 1f1b,zb_h1,pipedream"
 
 
 @dataclass(frozen=True)
 class ComparisonRequest:
-    """What to compare: systems or schedules, of each model. Without either, each model runs as its config says.
+    """The systems or the schedules to compare, of each model. Without either, each model runs as its config says.
 
     Attributes:
         systems, schedules: names, in order.
@@ -98,7 +97,7 @@ def parse_names(text: str, option: str, known: Sequence[str], what: str) -> tupl
 
 @dataclass(frozen=True)
 class SystemPlan:
-    """The plan of a system.
+    """The best plan of a system.
 
     Attributes:
         plan: of its best microbatch, with the prediction.
