@@ -48,7 +48,7 @@ def write_config(folder: Path, **changes: Any) -> Path:
 
 
 def job_of(folder: Path, **changes: Any) -> Job:
-    return Job.of(load_config(write_config(folder, **changes)))
+    return Job.from_config(load_config(write_config(folder, **changes)))
 
 
 def put_in(monkeypatch: pytest.MonkeyPatch, model: Model,
@@ -96,7 +96,7 @@ def oracle(job: Job, updates: int, drained_at: tuple[int, ...] = ()) -> Referenc
     count = -(-updates * per_step // config.training.num_microbatches)
     batches = list(islice(job.training_batches(fields), count))
     recipe = TrainingRecipe(job.optimizer().from_named, config.training.num_microbatches, seed=config.training.seed,
-                    factor=job.policy(), clip=config.training.grad_clip)
+                    factor=job.lr_policy(), clip=config.training.grad_clip)
     partition = job.partition
     if not config.parallel.asynchronous:
         return flush_oracle(job.model, batches, recipe, partition=partition)

@@ -16,7 +16,7 @@ from vpipe.config.config import load_config
 from vpipe.plan.profile import Profile
 from vpipe.train.job import Job
 from vpipe.train.loop import train
-from vpipe.train.planning import planned
+from vpipe.train.planning import plan_job
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 FILES = sorted(CONFIGS.glob("*.y*ml"))
@@ -52,7 +52,7 @@ def test_the_families_are_complete() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_a_job_can_be_made(path: Path, tmp_path: Path) -> None:
-    job = Job.of(load_config(path, [*made_up(path), "model.vocab_size=8192", f"log_directory={tmp_path}"]))
+    job = Job.from_config(load_config(path, [*made_up(path), "model.vocab_size=8192", f"log_directory={tmp_path}"]))
     partition = job.config.parallel.partition
     assert len(job.model) == LAYERS.get(path.name, 9)
     assert partition == "auto" or sum(partition) == len(job.model)
@@ -75,11 +75,11 @@ def test_it_is_planned_and_runs(path: Path, tmp_path: Path, monkeypatch: pytest.
     settings = [*made_up(path), *TINY, "training.max_steps=2", "training.warmup_steps=0", "parallel.backend=gloo",
                 f"training.num_microbatches={microbatches}", f"dataset.batch_size={microbatches}",
                 "training.evaluation_batches=1", f"dataset.cache_directory={tmp_path}", f"log_directory={tmp_path}"]
-    job = Job.of(load_config(path, settings))
+    job = Job.from_config(load_config(path, settings))
     train(job, tmp_path)
     check_updates(tmp_path, 2)
     assert all(3 < loss < 7 for loss in losses(tmp_path))  # ln 64 = 4.2, of BERT + ln 2
-    plan = planned(Job.of(load_config(path, [*settings, "parallel.partition=auto"])), tmp_path).partition
+    plan = plan_job(Job.from_config(load_config(path, [*settings, "parallel.partition=auto"])), tmp_path).partition
     assert (len(plan), sum(plan)) == (len(job.partition), len(job.model))
 
 
@@ -93,7 +93,7 @@ def test_the_nested_form_runs_as_its_users_write_it(tmp_path: Path) -> None:
             code = f"def {word}_{number}({other}):\n    {other} += {number}\n    return {other} * {word}\n"
             file.write(json.dumps({"code": code, "docstring": f"The {word} of a {other}.", "language": "python",
                                    "partition": "train" if number % 8 else "test"}) + "\n")
-    job = Job.of(load_config(tmp_path / "c.yaml", [
+    job = Job.from_config(load_config(tmp_path / "c.yaml", [
         *TINY[:4], f"dataset.path={tmp_path}", f"dataset.cache_directory={tmp_path / 'cache'}", "model.vocab_size=300",
         "training.profile_iteration=2", f"log_directory={tmp_path}"]))
     assert len(job.model) == 33
@@ -116,7 +116,7 @@ def test_text_to_shards_to_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["data", "build-bert", "--text", str(tmp_path / "text"), "--out", str(tmp_path / "data"),
                  "--vocab-size", "400"]) == 0
     assert "200 documents" in capsys.readouterr().out
-    job = Job.of(load_config(CONFIGS / "bert_4vpipe_tiny_hdf5.yml", [
+    job = Job.from_config(load_config(CONFIGS / "bert_4vpipe_tiny_hdf5.yml", [
         f"data_dir={tmp_path / 'data'}", f"log_directory={tmp_path}", "training.max_steps=4",
         "training.evaluation_batches=1"]))
     assert job.config.parallel.recompute == (0.5, 0.0, 0.0, 0.0)

@@ -18,8 +18,7 @@ from vpipe.config.config import load_config
 from vpipe.launch.checks import hosts_of, ranks_of
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
-from vpipe.train.job import Job
-from vpipe.train.profiled import model_digest
+from vpipe.train.job import Job, model_digest
 
 Said = Callable[..., tuple[int, str, str]]
 
@@ -70,7 +69,7 @@ def test_a_plan_is_explained_written_and_taken_by_a_config(said: Said, asked: li
     plan = Plan.load("plan.json")
     assert plan.predictions is not None
     assert f"plan: {plan.schedule}, {len(plan.partition)} stages {list(plan.partition)}, " in out
-    job = Job.of(load_config(Path("c.yaml"), ["parallel.plan=plan.json"]))
+    job = Job.from_config(load_config(Path("c.yaml"), ["parallel.plan=plan.json"]))
     assert (job.partition, job.recomputed) == (plan.partition, plan.recomputed)
     assert job.config.training.num_microbatches == plan.microbatches
 

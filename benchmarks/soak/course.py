@@ -99,7 +99,7 @@ class Course:
         Args:
             progress: told before every batch how many steps the oracle has come to.
         """
-        job = Job.of(load_config(self.folder / "config.yaml"))
+        job = Job.from_config(load_config(self.folder / "config.yaml"))
         # The oracle of an evaluation codes nothing; what the pipeline's codes there has no state, and changes none.
         compared = self.evaluations and job.config.parallel.compress == "none"
         lines, trajectory = self.lines(), Trajectory() if compared else None
@@ -168,7 +168,7 @@ class Course:
         compression = Compression.of(parallel.compress, parallel.compress_rounding, len(partition), training.seed)
         cross = uncompressed if compression is None else CutCompression(job.model, partition, job.placement,
                                                                         compression)
-        recipe = TrainingRecipe(job.optimizer().from_named, training.num_microbatches, training.seed, job.policy(),
+        recipe = TrainingRecipe(job.optimizer().from_named, training.num_microbatches, training.seed, job.lr_policy(),
                           training.grad_clip, trajectory, cross, training.on_nan == "skip")
         if job.schedule.flush:
             return flush_oracle(job.model, batches(), recipe)

@@ -19,8 +19,8 @@ from vpipe.plan.plan import Prediction, StagePrediction
 from vpipe.plan.stage_costs import StageMemory
 from vpipe.profiling.peak import Peak
 from vpipe.runtime.usage import StageUsage
-from vpipe.train.efficiency import Efficiency
-from vpipe.train.run_figures import OWN, PEAK
+from vpipe.train.metrics import Efficiency
+from vpipe.train.summary import OWN, PEAK
 
 MIB = 1 << 20
 

@@ -82,11 +82,11 @@ def test_the_same_program_runs_once(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_schedules_that_order_one_microbatch_alike_are_the_same_program(tmp_path: Path) -> None:
     job = job_of(tmp_path, training__num_microbatches=1)
-    jobs = [job.planned(entry.plan) for entry in of_schedules(job, "1f1b", "gpipe", "pipedream")]
+    jobs = [job.with_plan(entry.plan) for entry in of_schedules(job, "1f1b", "gpipe", "pipedream")]
     assert jobs[0].same_program(jobs[1])
     assert not jobs[0].same_program(jobs[2])  # which has no flush
     four = job_of(tmp_path)
-    jobs = [four.planned(entry.plan) for entry in of_schedules(four, "1f1b", "gpipe")]
+    jobs = [four.with_plan(entry.plan) for entry in of_schedules(four, "1f1b", "gpipe")]
     assert not jobs[0].same_program(jobs[1])
 
 
@@ -135,7 +135,7 @@ def test_replicas_run_as_the_config_has_them(tmp_path: Path) -> None:
     *others, interleaved = of_schedules(job, "1f1b", "pipedream", "interleaved")
     plans = [one.plan for one in others if one.plan]
     assert [plan.stage_to_rank_map for plan in plans] == [((0, 1), (2, 3))] * 2
-    assert [job.planned(plan).samples_per_update for plan in plans] == [8, 8]
+    assert [job.with_plan(plan).samples_per_update for plan in plans] == [8, 8]
     assert interleaved.problem is not None
     assert interleaved.problem.what == "'interleaved' holds 2 stages on a rank, but the config has replicas of stages"
 
@@ -184,7 +184,7 @@ def test_what_is_auto_is_planned_for_the_measured_layers(tmp_path: Path) -> None
         assert planned.description == "planned for the measured layers"
         assert planned.plan is not None
         assert planned.plan.predictions is not None
-        assert job.planned(planned.plan).samples_per_update == 8
+        assert job.with_plan(planned.plan).samples_per_update == 8
     assert plain.plan is not None
     assert plain.plan.predictions is None
     found = compared(job, tmp_path, [auto])

@@ -112,7 +112,7 @@ def test_a_damaged_plan_is_refused() -> None:
 
 
 def test_a_job_keeps_its_plan_and_a_config_that_needs_no_file(tmp_path: Path) -> None:
-    job = Job.of(load(PLAN, "parallel.plan=plan.json"))
+    job = Job.from_config(load(PLAN, "parallel.plan=plan.json"))
     assert (job.plan, job.partition, job.recomputed) == (PLAN, (2, 3), ({0}, {2, 4}))
     assert job.config.parallel.plan is None
     assert job.config.parallel.to_plan == ()
@@ -128,26 +128,26 @@ def test_a_job_keeps_its_plan_and_a_config_that_needs_no_file(tmp_path: Path) ->
 
 def test_a_plan_for_another_model_is_refused_with_both_numbers() -> None:
     with pytest.raises(UserError) as error:
-        Job.of(load({"partition": [2, 2]}, "parallel.plan=plan.json"))
+        Job.from_config(load({"partition": [2, 2]}, "parallel.plan=plan.json"))
     assert str(error.value) == (
         "error: the plan is for a model of 4 layers, but this one has 5 (plan.json)\n"
         "hint: vpipe plan CONFIG makes a plan for the model of a config")
 
 
 def test_a_job_follows_a_plan(tmp_path: Path) -> None:
-    job = job_of(tmp_path).planned(PLAN)
+    job = job_of(tmp_path).with_plan(PLAN)
     assert decided(job.config) == WHOLE
     assert (job.placement, job.schedule.microbatches, job.plan) == (((1,), (0,)), 2, PLAN)
     (tmp_path / "again.yaml").write_text(job.config.resolved_yaml())
     assert load_config(tmp_path / "again.yaml") == job.config
-    wide = job_of(tmp_path, parallel__data_parallel_size=2).planned(Plan((2, 3), (), ((0, 1), (2,)), "1f1b"))
+    wide = job_of(tmp_path, parallel__data_parallel_size=2).with_plan(Plan((2, 3), (), ((0, 1), (2,)), "1f1b"))
     assert (wide.placement, wide.config.parallel.data_parallel_size) == (((0, 1), (2,)), 1)
     assert wide.config.parallel.recompute == 0.0
 
 
 def test_a_plan_whose_microbatches_do_not_divide_the_batch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cuts a batch into 3 microbatches, which do not divide its 8 samples"):
-        job_of(tmp_path).planned(Plan((2, 3), microbatches=3))
+        job_of(tmp_path).with_plan(Plan((2, 3), microbatches=3))
 
 
 # -- the flat form -------------------------------------------------------------------------------------

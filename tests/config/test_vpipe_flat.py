@@ -13,7 +13,7 @@ from vpipe.config.config import Config, load_config
 from vpipe.errors import UserError
 from vpipe.launch.checks import hosts_of
 from vpipe.launch.rank_env import ranks_here
-from vpipe.train.device import device_of
+from vpipe.train.job import device_of
 
 GOOD = """\
 'directory': 'bert'

@@ -55,7 +55,7 @@ def test_a_run_on_two_hosts_in_containers(here: Path, capfd: pytest.CaptureFixtu
     assert out.splitlines()[:2] == [f"run folder: {run}", "bert: 5 layers in 2 stages [3, 2], schedule 1f1b, one "
                                     "process per stage on 2 hosts"]
     assert "error" not in out + err
-    job = Job.of(load_config(config))
+    job = Job.from_config(load_config(config))
     check_updates(run, 4)
     assert losses(run) == oracle(job, 4).losses
     assert sorted(path.name for path in run.iterdir()) == ["config.yaml", "metrics.jsonl", "rank0.log", "rank1.log",

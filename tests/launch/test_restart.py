@@ -119,7 +119,7 @@ def test_a_config_that_was_edited_while_the_job_waited(tmp_path: Path, capsys: p
 
     def concluded(restarts: int, *settings: str) -> tuple[Path, Config]:
         told = load_config(write_config(tmp_path), settings)
-        found = Conclusion.of(replace(member, restarts=restarts), Job.of(told), None, None, ["job 7.0"],
+        found = Conclusion.of(replace(member, restarts=restarts), Job.from_config(told), None, None, ["job 7.0"],
                               told.resolved_yaml())
         (tmp_path / "said.yaml").write_text(found.config)
         return Path(found.folder), load_config(tmp_path / "said.yaml")
@@ -140,7 +140,7 @@ def test_a_config_that_was_edited_while_the_job_waited(tmp_path: Path, capsys: p
 def test_what_is_not_started_again_can_be_gone_on_with_only_from_a_checkpoint(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool) -> None:
     member = RankEnvironment("srun", 0, 2, 0, "n1", "127.0.0.1", 1, agent="job 7.0")
-    job = Job.of(load_config(write_config(tmp_path)))
+    job = Job.from_config(load_config(write_config(tmp_path)))
     run = Path(Conclusion.of(member, job, None, None, ["job 7.0"]).folder)
     report = {"rank": 0, "blames_peer": False, "time": 1.0, "user": True, "problems": [["x is 3", "use 4", None]]}
     failure_path(run, 0).write_text(json.dumps(report))

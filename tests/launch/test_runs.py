@@ -59,7 +59,7 @@ def test_a_run(tmp_path: Path, changes: dict[str, Any], capfd: pytest.CaptureFix
     assert lines[0] == lines[-1] == f"run folder: {run}"
     assert "error" not in out + err
 
-    job = Job.of(load_config(config))
+    job = Job.from_config(load_config(config))
     count, stages = job.config.training.max_steps, job.config.parallel.model_parallel_size
     assert count is not None
     check_updates(run, count)

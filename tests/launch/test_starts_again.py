@@ -62,7 +62,7 @@ def test_a_killed_rank(tmp_path: Path) -> None:
     assert out.splitlines()[0] == out.splitlines()[-1] == f"run folder: {folder}"
     assert "error" not in err
     check_updates(folder, 60)
-    assert losses(folder) == oracle(Job.of(load_config(config)), 60).losses
+    assert losses(folder) == oracle(Job.from_config(load_config(config)), 60).losses
     assert (folder / "earlier/1/config.yaml").exists()
     assert not list(folder.rglob("*.tmp"))
 
@@ -84,7 +84,7 @@ def test_torchrun_starts_other_ranks_again_than_the_config_says(tmp_path: Path) 
     assert out.count(f"run folder: {folder}") == 3  # of each attempt, and of the end
     assert "3 stages" in out
     check_updates(folder, 40)
-    assert losses(folder) == oracle(Job.of(load_config(folder / "config.yaml")), 40).losses
+    assert losses(folder) == oracle(Job.from_config(load_config(folder / "config.yaml")), 40).losses
 
 
 def test_a_failure_that_comes_again_is_not_tried_a_third_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def test_torchrun(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[0] == done.stdout.splitlines()[-1] == f"run folder: {run}"
     assert done.stdout.splitlines()[1].endswith("one process per stage, started by torchrun")
     check_updates(run, 4)
-    assert losses(run) == oracle(Job.of(load_config(config)), 4).losses
+    assert losses(run) == oracle(Job.from_config(load_config(config)), 4).losses
     assert sorted(path.name for path in run.iterdir()) == ["config.yaml", "metrics.jsonl", "rank0.log", "rank1.log",
                                                              "starter.json", "summary.csv"]
     assert "Traceback" not in done.stderr

@@ -56,7 +56,7 @@ parallel: {model_parallel_size: 4}
 def test_a_value_of_a_config(setting: str, what: str, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(CONFIG)
-    assert what in str(refusal(lambda: Job.of(load_config(path, [setting]))))
+    assert what in str(refusal(lambda: Job.from_config(load_config(path, [setting]))))
 
 
 @pytest.mark.parametrize(("sizes", "what"), [
@@ -69,7 +69,7 @@ def test_a_size_of_a_hugging_face_config(sizes: dict[str, int], what: str, tmp_p
     (tmp_path / "c.yaml").write_text(
         CONFIG.replace("hidden_size: 16, num_layers: 4, num_heads: 4", f"config_file: {tmp_path / 'config.json'}")
         .replace("vocab_size: 64", "vocab_size: -1"))
-    assert what in str(refusal(lambda: Job.of(load_config(tmp_path / "c.yaml"))))
+    assert what in str(refusal(lambda: Job.from_config(load_config(tmp_path / "c.yaml"))))
 
 
 @pytest.mark.parametrize(("options", "what"), [

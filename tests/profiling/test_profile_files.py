@@ -22,8 +22,9 @@ from vpipe.plan.profile import LinkProfile, Profile, Seconds
 from vpipe.profiling.cache import by_digest, cached, path_of, store
 from vpipe.profiling.identity import require
 from vpipe.profiling.kinds import code, structure
-from vpipe.train import profiled
-from vpipe.train.profiled import check_planned_for, identity_of, microbatch_of, profile_job
+from vpipe.train import planning
+from vpipe.train.job import check_plan, microbatch_of
+from vpipe.train.planning import identity_of, profile_job
 
 MADE = replace(made_profile(3, cores=2), links={(0, 1): LinkProfile(1e-4, 2e9, 0.05), (1, 0): LinkProfile(2e-4, 1e9)},
                layers=tuple(replace(layer, tied={0: 8} if number == 2 else {}, frozen_bytes=number)
@@ -129,7 +130,7 @@ def test_a_job_is_measured_once_and_shown(tmp_path: Path, monkeypatch: pytest.Mo
                                           capsys: pytest.CaptureFixture[str]) -> None:
     changes = {"dataset__cache_directory": str(tmp_path / "cache"), "parallel__model_parallel_size": 1}
     job, said = job_of(tmp_path, **changes), []
-    monkeypatch.setattr(profiled, "measure", partial(profiled.measure, budget_s=0.0))
+    monkeypatch.setattr(planning, "measure", partial(planning.measure, budget_s=0.0))
     found = profile_job(job, [1, 2], say=said.append)
     assert [profile.identity.microbatch_size for profile in found.values()] == [1, 2]
     assert [profile.identity for profile in found.values()] == [identity_of(job, size, 1) for size in found]
@@ -138,7 +139,7 @@ def test_a_job_is_measured_once_and_shown(tmp_path: Path, monkeypatch: pytest.Mo
     def measured_again(*_: Any, **__: Any) -> None:
         raise AssertionError("it is in the cache")
 
-    monkeypatch.setattr(profiled, "measure", measured_again)
+    monkeypatch.setattr(planning, "measure", measured_again)
     assert profile_job(job, [1, 2]) == found
     assert main(["profile", str(write_config(tmp_path, **changes)), "-o", str(tmp_path / "profile.json")]) == 0
     assert Profile.load(tmp_path / "profile.json") == found[2]
@@ -167,7 +168,7 @@ def test_a_plan_made_for_another_precision_is_followed_with_a_warning(tmp_path: 
     made_for = asdict(identity_of(job, job.config.microbatch_size, 1))
     for precision in ("bf16", "fp32"):
         plan = Plan(job.partition, schedule="1f1b", profiled=made_for | {"precision": precision})
-        check_planned_for(replace(job, plan=plan), said.append)
+        check_plan(replace(job, plan=plan), said.append)
     assert said == ["warning: the plan was made for precision fp32, not bf16: its predictions do not hold here"]
 
 

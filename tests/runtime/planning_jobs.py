@@ -13,7 +13,7 @@ from vpipe.errors import PlanningError
 from vpipe.plan.profile import Profile
 from vpipe.train.job import Job
 from vpipe.train.loop import build
-from vpipe.train.planning import planned
+from vpipe.train.planning import plan_job
 from vpipe.train.replanning import Replanning
 
 
@@ -27,7 +27,7 @@ def plan_and_compare(*, config: str, profile: str, steps: int) -> dict[str, Any]
     lines: list[str] = []
     with patch("vpipe.train.planning.profile_job", profile_job), patch("vpipe.train.replanning.ALLOWED", -1.0):
         try:
-            job = planned(Job.of(load_config(Path(config))), folder)
+            job = plan_job(Job.from_config(load_config(Path(config))), folder)
         except PlanningError as error:
             return {"error": str(error), "status": error.exit_status}
         pipe = build(job)

@@ -23,5 +23,5 @@ def train_in(*, folder: str, checkpoint: str | None, notes: str) -> str | None:
         return own_store(f"{kind} {notes}", rank, ranks, timeout_s)
 
     with patch("vpipe.train.checkpointing.own_store", store):
-        return train(Job.of(load_config(Path(folder) / "config.yaml")), Path(folder),
+        return train(Job.from_config(load_config(Path(folder) / "config.yaml")), Path(folder),
                      None if checkpoint is None else Path(checkpoint))

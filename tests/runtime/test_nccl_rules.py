@@ -185,7 +185,7 @@ def test_the_whole_loop_of_a_run_with_evaluations_and_checkpoints(world: World, 
     changes = {"parallel__model_parallel_size": 4, "training__grad_clip": 0.5}
     expected = test_resume_gloo.begin(tmp_path / "here", **changes)
     (tmp_path / "there").mkdir()
-    run = take_up(Start(None, None), Job.of(load_config(write_config(
+    run = take_up(Start(None, None), Job.from_config(load_config(write_config(
         tmp_path / "there", **test_resume_gloo.CHANGES, **changes))))
     world.run(nccl_jobs.under, run="resume_jobs.train_in", folder=str(run), checkpoint=None, notes="nccl")
     test_resume_gloo.check_equal(expected, run)

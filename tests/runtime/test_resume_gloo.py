@@ -25,20 +25,20 @@ CHANGES = {"checkpoint__every_steps": 3, "training__max_steps": 8, "checkpoint__
 def begin(folder: Path, world: World | None = None, **changes: Any) -> Path:
     """A run from its first step, in this process or in the world; its folder."""
     folder.mkdir()
-    run = take_up(Start(None, None), Job.of(load_config(write_config(folder, **{**CHANGES, **changes}))))
+    run = take_up(Start(None, None), Job.from_config(load_config(write_config(folder, **{**CHANGES, **changes}))))
     go(run, None, world)
     return run
 
 
 def go_on(run: Path, *settings: str, at: int, world: World | None = None) -> None:
     start = start_of(run / "checkpoints" / f"step-{at}")
-    take_up(start, Job.of(resumed_config(start, None, settings, None)))
+    take_up(start, Job.from_config(resumed_config(start, None, settings, None)))
     go(run, start.checkpoint, world)
 
 
 def go(run: Path, checkpoint: Path | None, world: World | None) -> None:
     if world is None:
-        train(Job.of(load_config(run / "config.yaml")), run, checkpoint)
+        train(Job.from_config(load_config(run / "config.yaml")), run, checkpoint)
     else:
         said = world.run(resume_jobs.train_in, folder=str(run), notes=f"{run} {checkpoint}",
                          checkpoint=None if checkpoint is None else str(checkpoint))

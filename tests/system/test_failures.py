@@ -74,7 +74,7 @@ def test_a_rank_that_is_asked_to_end(outcome: Outcome) -> None:
     assert seconds < SOON_S
     assert resumed.status == 0, resumed.err
     drained = tuple(sorted({5, 7, 10, 14, 15, int(stopped[1])}))
-    assert run.losses() == oracle(Job.of(load_config(run.config)), 16, drained).losses
+    assert run.losses() == oracle(Job.from_config(load_config(run.config)), 16, drained).losses
     assert len(run.samples()) == 16
     run.check_tidy()
 
@@ -82,7 +82,7 @@ def test_a_rank_that_is_asked_to_end(outcome: Outcome) -> None:
 @pytest.mark.parametrize(("schedule", "drained"), [("1f1b", ()), ("pipedream", (5, 7, 10, 14, 15))])
 def test_the_runs_that_all_are_held_to(schedule: str, drained: tuple[int, ...], bench: Bench) -> None:
     run = bench.result(schedule)
-    assert run.losses() == oracle(Job.of(load_config(run.config)), len(run.losses()), drained).losses
+    assert run.losses() == oracle(Job.from_config(load_config(run.config)), len(run.losses()), drained).losses
     run.check_tidy()
 
 

@@ -17,7 +17,7 @@ from vpipe.train.run_folder import leave
 def begin(folder: Path, **changes: Any) -> Path:
     """A run from its first step; its folder."""
     folder.mkdir(exist_ok=True)
-    job = Job.of(load_config(write_config(folder, **changes)))
+    job = Job.from_config(load_config(write_config(folder, **changes)))
     run = take_up(Start(None, None), job)
     train(job, run)
     leave()
@@ -27,7 +27,7 @@ def begin(folder: Path, **changes: Any) -> Path:
 def go_on(run: Path, *settings: str, at: int | None = None, config: Path | None = None) -> Job:
     """``vpipe train --resume``, from the newest checkpoint or one."""
     start = start_of(run if at is None else run / "checkpoints" / f"step-{at}")
-    job = Job.of(resumed_config(start, config, settings, None))
+    job = Job.from_config(resumed_config(start, config, settings, None))
     assert take_up(start, job) == run
     train(job, run, start.checkpoint)
     leave()

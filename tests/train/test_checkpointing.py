@@ -26,8 +26,8 @@ from vpipe.errors import LastingError, RunError, UserError
 from vpipe.pipeline import Pipeline
 from vpipe.train.checkpointing import Saving
 from vpipe.train.job import Job
-from vpipe.train.lines import Lines
 from vpipe.train.loop import train
+from vpipe.train.metrics import Lines
 from vpipe.train.resume import Start, start_of
 
 
@@ -149,7 +149,7 @@ def test_a_folder_that_not_all_hosts_see(tmp_path: Path, monkeypatch: pytest.Mon
         begin(tmp_path / "a", checkpoint__at_end=True)
     (tmp_path / "b").mkdir()
     config = load_config(write_config(tmp_path / "b", training__max_steps=1), ["checkpoint=null"])
-    train(Job.of(config), tmp_path / "b")
+    train(Job.from_config(config), tmp_path / "b")
     assert "no checkpoints are made: rank 1 (b) does not see it (set checkpoint.directory)" in capsys.readouterr().err
 
 
@@ -165,7 +165,7 @@ def test_a_disk_that_is_full_for_the_metrics(tmp_path: Path, monkeypatch: pytest
             raise OSError(errno.ENOSPC, "No space left on device")
         return written(file, data)
 
-    monkeypatch.setattr("vpipe.train.lines.os.write", write)
+    monkeypatch.setattr("vpipe.train.metrics.os.write", write)
     if room:
         run = begin(tmp_path)
         check_updates(run, 4)

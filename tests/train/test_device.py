@@ -10,7 +10,7 @@ from small_run import job_of, write_config
 
 from vpipe.config.config import load_config
 from vpipe.errors import UserError
-from vpipe.train.device import device_of, on_processors
+from vpipe.train.job import device_of, on_processors
 
 
 @pytest.mark.parametrize(("backend", "device", "rank", "where"), [

@@ -12,7 +12,7 @@ from small_run import metrics, only_run
 
 from vpipe.errors import LastingError
 from vpipe.pipeline import Pipeline
-from vpipe.train import divergence
+from vpipe.train import loop
 
 
 def test_an_evaluation_ends_the_run_before_it_is_saved(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_the_last_good_checkpoint_is_named_as_a_command(tmp_path: Path, monkeypa
 
 def test_skipping_ends_where_nothing_else_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                   capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(divergence, "MOST_SKIPPED", 2)
+    monkeypatch.setattr(loop, "MOST_SKIPPED", 2)
     with pytest.raises(LastingError, match="2 updates in a row were skipped; loss is nan at step 2") as caught:
         begin(tmp_path, training__learning_rate=1e38, training__on_nan="skip")
     assert "on_nan" not in caught.value.hint

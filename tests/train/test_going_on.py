@@ -122,7 +122,7 @@ def test_a_run_that_a_signal_stops_saves_and_goes_on(tmp_path: Path, monkeypatch
             ask_stop("SIGTERM")
 
     monkeypatch.setattr(Progress, "update", update)
-    job = Job.of(load_config(write_config(tmp_path, **{
+    job = Job.from_config(load_config(write_config(tmp_path, **{
         **changes, "training__max_steps": 9, "checkpoint__every_steps": None, "checkpoint__at_end": True})))
     run = take_up(Start(None, None), job)
     assert train(job, run) == Stopped("SIGTERM", saved=True)
@@ -140,7 +140,7 @@ def test_a_run_that_a_signal_stops_saves_and_goes_on(tmp_path: Path, monkeypatch
 
 def test_a_stop_that_is_asked_for_before_the_run_begins(tmp_path: Path) -> None:
     """It is obeyed, and forgotten after it; that nothing was saved is told."""
-    job = Job.of(load_config(write_config(tmp_path, training__max_steps=9, checkpoint__at_end=False)))
+    job = Job.from_config(load_config(write_config(tmp_path, training__max_steps=9, checkpoint__at_end=False)))
     run = take_up(Start(None, None), job)
     ask_stop("SIGTERM")
     assert train(job, run) == Stopped("SIGTERM", saved=False)
@@ -176,7 +176,7 @@ def test_what_earlier_attempts_left_is_kept_apart(tmp_path: Path) -> None:
 
 def test_every_sample_is_used_once(tmp_path: Path) -> None:
     """Batches of 8 samples, 8 of them an epoch; a run goes on in the middle of the second one."""
-    job = Job.of(load_config(write_config(tmp_path)))
+    job = Job.from_config(load_config(write_config(tmp_path)))
     all_of_them = [batch["input_ids"] for batch in islice(job.training_batches(("input_ids",)), 24)]
     for done in (0, 11, 16):
         rest = islice(job.resumed(done, 8 * done).training_batches(("input_ids",)), 24 - done)
@@ -188,7 +188,8 @@ def test_every_sample_is_used_once(tmp_path: Path) -> None:
     ({"max_steps": None, "epochs": 1, "num_microbatches": 2}, 3, 24, 8)])
 def test_limits_count_what_is_done(tmp_path: Path, changes: dict[str, Any], steps: int, samples: int,
                                    updates: int) -> None:
-    job = Job.of(load_config(write_config(tmp_path, **{f"training__{key}": value for key, value in changes.items()})))
+    job = Job.from_config(load_config(write_config(tmp_path, **{f"training__{key}": value for key,
+                                                                value in changes.items()})))
     assert job.resumed(steps, samples).updates == updates
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vpipe.errors import UserError
-from vpipe.train.lines import Lines
+from vpipe.train.metrics import Lines
 
 
 class Disk:
@@ -18,7 +18,7 @@ class Disk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.room = 0
         self._write = os.write
-        monkeypatch.setattr("vpipe.train.lines.os.write", self.write)
+        monkeypatch.setattr("vpipe.train.metrics.os.write", self.write)
 
     def write(self, file: int, data: bytes) -> int:
         taken = min(self.room, len(data))

@@ -40,7 +40,7 @@ def test_losses_are_the_oracles(tmp_path: Path, changes: dict[str, Any]) -> None
     check_updates(tmp_path, count)
     expected = oracle(job, count)
     assert losses(tmp_path) == expected.losses[:count]
-    policy = job.policy()
+    policy = job.lr_policy()
     assert [line["learning_rate"] for line in metrics(tmp_path)[0]] == [0.01 * policy(i) for i in range(count)]
     if job.config.training.grad_clip is not None:
         norms = [line["gradient_norm"] for line in metrics(tmp_path)[0]]

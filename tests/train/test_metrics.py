@@ -13,8 +13,7 @@ from vpipe.errors import LastingError
 from vpipe.profiling.peak import Peak
 from vpipe.runtime.step_results import Step
 from vpipe.train import metrics as module
-from vpipe.train.efficiency import Efficiency
-from vpipe.train.metrics import Metrics, Past, Worth, mean
+from vpipe.train.metrics import Efficiency, Metrics, Past, Worth, mean
 from vpipe.train.progress import Progress
 
 
@@ -128,7 +127,7 @@ def test_a_full_disk_is_told_once_and_at_the_end(tmp_path: Path, clock: Clock, m
             raise OSError(errno.ENOSPC, "No space left on device")
         return written(file, data)
 
-    monkeypatch.setattr("vpipe.train.lines.os.write", write)
+    monkeypatch.setattr("vpipe.train.metrics.os.write", write)
     with Metrics(tmp_path / "m.jsonl", Worth(4, 64)) as metrics:
         for index in range(2):
             clock.now += 1

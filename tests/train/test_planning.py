@@ -18,8 +18,7 @@ from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Sec
 from vpipe.profiling.cache import store
 from vpipe.train.job import Job
 from vpipe.train.loop import train
-from vpipe.train.planning import memory_limit, planned, request_of
-from vpipe.train.profiled import identity_of
+from vpipe.train.planning import identity_of, memory_limit, plan_job, request_of
 from vpipe.train.summary import headline
 
 
@@ -72,7 +71,7 @@ def test_the_partition_alone(tmp_path: Path, measured: list[list[int]]) -> None:
     job = auto(tmp_path, parallel__stage_to_rank_map={"0": [1], "1": [0]}, parallel__recompute=0.5)
     asked = request_of(job, {4: profile_of((0.01,) * 5)})
     assert (asked.schedules, asked.placement, asked.recompute, asked.partition) == (("1f1b",), ((1,), (0,)), 0.5, None)
-    found = planned(job, tmp_path)
+    found = plan_job(job, tmp_path)
     assert measured == [[2]]
     assert (found.partition, found.config.parallel.schedule, found.placement) == ((1, 4), "1f1b", ((1,), (0,)))
     assert found.recomputed == (frozenset(), {3, 4}), "half of the stage, whatever its layers are"
@@ -81,14 +80,14 @@ def test_the_partition_alone(tmp_path: Path, measured: list[list[int]]) -> None:
 
 
 def test_a_stream_is_planned_as_one(tmp_path: Path, measured: list[list[int]]) -> None:
-    found = planned(auto(tmp_path, parallel__schedule="pipedream", parallel__update_every=2), tmp_path)
+    found = plan_job(auto(tmp_path, parallel__schedule="pipedream", parallel__update_every=2), tmp_path)
     assert (found.config.parallel.schedule, found.schedule.update_every, found.partition) == ("pipedream", 2, (1, 4))
 
 
 def test_recompute_is_what_the_memory_asks_for(tmp_path: Path, measured: list[list[int]]) -> None:
     def recomputed(memory: str | None) -> int:
         job = job_of(tmp_path, parallel__partition=[3, 2], parallel__recompute="auto", parallel__memory=memory)
-        return sum(map(len, planned(job, tmp_path).recomputed))
+        return sum(map(len, plan_job(job, tmp_path).recomputed))
 
     assert recomputed("100MB") == 0
     assert recomputed("5MB") > 0
@@ -106,7 +105,7 @@ def test_the_run_is_what_was_planned_and_says_so(tmp_path: Path, measured: list[
     assert f"stages of {list(plan.partition)} layers" in line
     assert f"schedule {plan.schedule}; expected are " in line
     assert Profile.load(tmp_path / "profile.json").identity.digest == plan.profile
-    assert losses(tmp_path) == oracle(Job.of(config), 4).losses
+    assert losses(tmp_path) == oracle(Job.from_config(config), 4).losses
 
 
 def test_what_is_said_in_full_is_not_measured(tmp_path: Path, measured: list[list[int]]) -> None:
@@ -121,7 +120,7 @@ def test_the_profile_of_a_plan_from_a_file_comes_with_it_from_the_cache(tmp_path
     own = replace(of_another, identity=identity_of(job, 2, 2))
     for profile in (of_another, own):
         store(profile, tmp_path / "cache")
-        job.planned(Plan((2, 3), profile=profile.identity.digest)).keep_plan(tmp_path)
+        job.with_plan(Plan((2, 3), profile=profile.identity.digest)).keep_plan(tmp_path)
         assert (tmp_path / "profile.json").exists() == (profile is own)
     assert Profile.load(tmp_path / "profile.json") == own
 
@@ -160,7 +159,7 @@ def test_the_memory_of_a_rank(tmp_path: Path) -> None:
 def test_when_nothing_fits_every_rank_says_the_same_and_the_user_hears_it_once(
         tmp_path: Path, measured: list[list[int]]) -> None:
     with pytest.raises(PlanningError, match=r"no plan fits into 97\.7 KiB per rank") as error:
-        planned(auto(tmp_path, parallel__recompute="auto", parallel__memory="100kB"), tmp_path)
+        plan_job(auto(tmp_path, parallel__recompute="auto", parallel__memory="100kB"), tmp_path)
     for rank in (0, 1):
         write_report(tmp_path, rank, error.value)
     told = first_failure({0: 2, 1: 2}, [], tmp_path, lambda rank: f"rank {rank}")

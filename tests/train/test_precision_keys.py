@@ -12,7 +12,7 @@ from small_run import job_of, metrics, only_run
 from vpipe.errors import LastingError, UserError
 from vpipe.runtime import loss_scaler as scaling
 from vpipe.schedules.action import Op
-from vpipe.train import divergence
+from vpipe.train import loop
 
 
 @pytest.mark.parametrize(("changes", "what"), [
@@ -51,7 +51,7 @@ def test_overflows_are_skipped_whatever_on_nan_says(tmp_path: Path, monkeypatch:
     assert not skipped[11]
     assert "update 1 was skipped: a gradient is beyond fp16's range at this loss scale" in capsys.readouterr().err
     assert begin_again(run) == skipped[10:]
-    monkeypatch.setattr(divergence, "MOST_OVERFLOWS", 2)
+    monkeypatch.setattr(loop, "MOST_OVERFLOWS", 2)
     with pytest.raises(LastingError, match="2 updates in a row were skipped; a gradient is beyond") as caught:
         begin(tmp_path / "fixed", training__precision="fp16", training__loss_scale=2.0**30)
     assert caught.value.hint == ("lower training.loss_scale, which is 1.07374e+09, or let it be found; there is no "

@@ -11,9 +11,8 @@ from attempts import begin, go_on
 from small_run import job_of, only_run, write_config
 
 from vpipe.cli import main
-from vpipe.train.gather import Gather
 from vpipe.train.loop import train
-from vpipe.train.rank_times import FIGURES
+from vpipe.train.rank_times import FIGURES, Gather
 
 
 def reports(run: Path) -> list[dict[str, Any]]:

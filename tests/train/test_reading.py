@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader
 
 from vpipe.errors import RunError, UserError
 from vpipe.train.job import Job
-from vpipe.train.loop import train
-from vpipe.train.reading import reading
+from vpipe.train.loop import reading, train
 
 GPT: dict[str, Any] = {"model__name": "gpt", "model__preset": None, "model__num_layers": 1, "model__num_heads": 2,
                        "model__vocab_size": -1, "training__evaluation_batches": 1}

@@ -116,7 +116,7 @@ def of_five(weights: int = 0, saved: int = 0) -> Profile:
 
 
 def test_with_a_profile_the_better_partition_is_named(tmp_path: Path) -> None:
-    job = job_of(tmp_path).planned(PLAN)
+    job = job_of(tmp_path).with_plan(PLAN)
     start = ("out of balance: rank 0 (stage 0) works 40.0 ms per update, 33 % more than the ranks on average (9.0 ms "
              "per microbatch, planned were 7.0); ")
     uneven = Compared((0.04, 0.02), (0.009, 0.004))
@@ -129,7 +129,7 @@ def test_with_a_profile_the_better_partition_is_named(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_not_advised(tmp_path: Path) -> None:
-    job = job_of(tmp_path, parallel__memory="24MiB").planned(PLAN)
+    job = job_of(tmp_path, parallel__memory="24MiB").with_plan(PLAN)
     line = said(Compared((0.04, 0.02), (0.009, 0.004)), job, lambda: of_five(8 << 20, 3 << 20), PLAN)
     assert line is not None
     assert "no other partition than [3, 2] is expected to be faster in 24 MiB per rank; [2, 3] would save " in line

@@ -17,9 +17,8 @@ from vpipe.runtime.step_results import Step
 from vpipe.runtime.usage import StageUsage
 from vpipe.train import metrics as module
 from vpipe.train.csv_rows import config_row, csv_text
-from vpipe.train.efficiency import Efficiency, layer_flops
-from vpipe.train.metrics import Metrics, Past, Worth
-from vpipe.train.run_figures import RunFigures, p95
+from vpipe.train.metrics import Efficiency, Metrics, Past, Worth, layer_flops
+from vpipe.train.summary import RunFigures, p95
 
 
 def made(monkeypatch: pytest.MonkeyPatch, seconds: list[float], past: Past | None = None,

@@ -17,7 +17,8 @@ from vpipe.train.loop import build, train
 @pytest.mark.parametrize(("changes", "within"), [({}, 0), ({"parallel__schedule": "pipedream",
                                                             "parallel__update_every": 2}, 2)])
 def test_a_checkpoint_of_a_run_goes_on_in_a_pipeline(tmp_path: Path, changes: dict[str, Any], within: int) -> None:
-    job = Job.of(load_config(write_config(tmp_path, checkpoint__every_steps=3, training__max_steps=6, **changes)))
+    job = Job.from_config(load_config(write_config(tmp_path, checkpoint__every_steps=3, training__max_steps=6,
+                                                   **changes)))
     train(job, tmp_path)
     pipe = build(job)
     position = pipe.load(tmp_path / "checkpoints" / "step-3")

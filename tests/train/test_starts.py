@@ -36,7 +36,7 @@ def test_what_can_be_gone_on_with(one: Path, tmp_path: Path) -> None:
     assert start_of(copied) == Start(None, copied)
     with pytest.raises(UserError, match="is in no run's folder, so nothing says what to train"):
         resumed_config(start_of(copied), None, [], None)
-    job = Job.of(resumed_config(start_of(copied), write_config(tmp_path, training__max_steps=2), [], None))
+    job = Job.from_config(resumed_config(start_of(copied), write_config(tmp_path, training__max_steps=2), [], None))
     run = take_up(start_of(copied), job)  # a new one
     train(job, run, copied)
     assert [line["step"] for line in metrics(run)[0]] == [1]
@@ -53,7 +53,7 @@ def test_what_a_new_run_begins_with_is_said(one: Path, tmp_path: Path, capsys: p
     manifest = replace(Manifest.load(folder), arrangement=arrangement)
     manifest.save(folder)
     start = start_of(folder)
-    take_up(start, Job.of(resumed_config(start, write_config(tmp_path), [], None)))
+    take_up(start, Job.from_config(resumed_config(start, write_config(tmp_path), [], None)))
     leave()
     assert capsys.readouterr().err.splitlines() == [
         says.format(len(manifest.tensors)).replace("FOLDER", str(folder))]
@@ -72,7 +72,7 @@ def test_error_feedback_of_an_older_version_is_left_out(one: Path, tmp_path: Pat
     lost = {"feedback.2.0.0": TensorEntry((1,), "float32", next(iter(manifest.files)))}
     replace(manifest, config=older, tensors={**manifest.tensors, **lost}).save(checkpoint)
     start = start_of(run)
-    job = Job.of(resumed_config(start, None, ["training.max_steps=2"], None))
+    job = Job.from_config(resumed_config(start, None, ["training.max_steps=2"], None))
     take_up(start, job)
     assert capsys.readouterr().err.splitlines() == [
         "warning: the checkpoint has error feedback of compressed gradients, which this version has not: it is left "
@@ -108,13 +108,13 @@ def test_what_a_run_that_goes_on_may_not_change(one: Path, settings: list[str], 
     before = sorted(os.listdir(one))
     start = start_of(one)
     with pytest.raises(UserError) as caught:
-        take_up(start, Job.of(resumed_config(start, None, settings, None)))
+        take_up(start, Job.from_config(resumed_config(start, None, settings, None)))
     assert all(any(problem.what.startswith(text) for problem in caught.value.problems) for text in says)
     assert sorted(os.listdir(one)) == before
 
 
 def test_a_run_that_is_still_going_is_left_alone(one: Path) -> None:
-    job = Job.of(resumed_config(start_of(one), None, [], None))
+    job = Job.from_config(resumed_config(start_of(one), None, [], None))
     with running(one):
         with pytest.raises(UserError, match=rf"is still going \(process {os.getpid()} on "):
             take_up(start_of(one), job)
@@ -136,7 +136,7 @@ def test_what_was_planned_is_followed_again(tmp_path: Path, one: Path) -> None:
     assert partition("parallel.partition=auto") == "auto"
     assert partition("parallel.model_parallel_size=3") == "auto"
     assert partition("parallel.partition=[3, 2]") == (3, 2)
-    job = Job.of(resumed_config(start, config, ["parallel.partition=[3, 2]"], None))
+    job = Job.from_config(resumed_config(start, config, ["parallel.partition=[3, 2]"], None))
     take_up(start, job)
     assert not (run / "plan.json").exists()
     assert (run / "earlier" / "1" / "plan.json").exists()

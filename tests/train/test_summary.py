@@ -15,11 +15,9 @@ from vpipe.profiling.peak import Peak
 from vpipe.runtime.step_results import Step
 from vpipe.runtime.usage import StageUsage
 from vpipe.train import metrics as module
-from vpipe.train.efficiency import Efficiency
 from vpipe.train.loop import build
-from vpipe.train.metrics import Metrics, Worth
-from vpipe.train.run_figures import RunFigures
-from vpipe.train.summary import headline, summary
+from vpipe.train.metrics import Efficiency, Metrics, Worth
+from vpipe.train.summary import RunFigures, headline, summary
 
 USAGES = [StageUsage(forward_s=0.4, backward_s=0.8, step_s=0.08, communication_s=0.008, idle_s=idle, bytes_sent=n,
                      versions=2, staleness=1, peak_activations=2, peak_memory_bytes=3.5e9)

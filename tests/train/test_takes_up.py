@@ -44,7 +44,7 @@ def run(whole: Path, tmp_path: Path) -> Path:
 
 def ready(start: Start, *settings: str) -> Path:
     """What the launcher does before it starts ranks."""
-    return take_up(start, Job.of(resumed_config(start, None, settings, None)))
+    return take_up(start, Job.from_config(resumed_config(start, None, settings, None)))
 
 
 class Killed(BaseException):
@@ -134,7 +134,7 @@ def test_a_finished_run_is_left_as_it_is(run: Path, monkeypatch: pytest.MonkeyPa
     text = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text("".join(
         line for line in text.splitlines(keepends=True) if "evaluation_loss" not in line))
-    assert nothing_left(start, Job.of(resumed_config(start, None, [], None))) is None
+    assert nothing_left(start, Job.from_config(resumed_config(start, None, [], None))) is None
 
 
 def test_checkpoints_are_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +201,7 @@ def test_a_checkpoint_of_another_family_is_told_by_name(run: Path, tmp_path: Pat
                           parallel__model_parallel_size=1)
     start = start_of(run / "checkpoints" / "step-6")
     with pytest.raises(UserError) as caught:
-        take_up(start, Job.of(resumed_config(start, config, [], None)))
+        take_up(start, Job.from_config(resumed_config(start, config, [], None)))
     assert [(problem.what, problem.hint) for problem in caught.value.problems] == [
         ("the checkpoint is of the model 'bert', but model.name is 'gpt'",
          "set model.name to bert, with its sizes: vpipe checkpoint show prints them")]

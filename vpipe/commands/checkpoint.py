@@ -188,7 +188,7 @@ def _by_number(name: str) -> list[str | int]:
 def layer_names(manifest: Manifest, folder: Path) -> list[str]:
     """In order; empty where the checkpoint does not say what model it is of."""
     with said_when_slow(LOADING_TORCH):
-        from vpipe.train.checkpoint_model import CheckpointModel, says_model
+        from vpipe.train.model_settings import CheckpointModel, says_model
 
     if not says_model(manifest):
         return []

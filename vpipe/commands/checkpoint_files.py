@@ -30,9 +30,16 @@ from vpipe.errors import UserError, counted
 from vpipe.model.layer import Model
 from vpipe.model.registry import HuggingFace, ModelSettings, family_named
 from vpipe.sizes import size_text
-from vpipe.train.checkpoint_model import CheckpointModel, config_of, config_text, says_model
 from vpipe.train.job import Job
-from vpipe.train.model_settings import model_differences, model_file, model_settings
+from vpipe.train.model_settings import (
+    CheckpointModel,
+    config_of,
+    config_text,
+    model_differences,
+    model_file,
+    model_settings,
+    says_model,
+)
 
 SLOW_BYTES = 1 << 29
 """From as many on, writing takes seconds and is announced."""
@@ -84,7 +91,7 @@ def _tokenizer(manifest: Manifest) -> tuple[Path | None, str]:
         config = config_of(manifest)
         if config is None or not manifest.data:
             return None, "no run made this checkpoint"
-        job = Job.of(config)
+        job = Job.from_config(config)
         if job.fingerprint() != manifest.data:
             return None, "the data set is no longer what it was trained on"
     except UserError as error:
@@ -105,7 +112,7 @@ def run_import(options: argparse.Namespace) -> None:
                         hint=f"give a folder with {CONFIG} and weights, or with checkpoint.<stage>.pth.tar")
     job = None
     if options.config is not None:
-        job = Job.of(load_config(options.config, options.settings, options.scheduler))
+        job = Job.from_config(load_config(options.config, options.settings, options.scheduler))
     elif options.settings or options.scheduler:
         raise UserError("--set and --scheduler change a config, but there is none", hint="name it with --config")
     files = find_stage_files(source)

@@ -62,7 +62,7 @@ def run_compare(options: argparse.Namespace) -> None:
     from vpipe.compare.run import CSV
     from vpipe.train.job import Job  # torch is slow to import: only when the configs are worth it
 
-    jobs = {model: Job.of(own) for model, own in configs.items()}
+    jobs = {model: Job.from_config(own) for model, own in configs.items()}
     job = jobs[next(iter(jobs))]
     files = {model: CONFIG if own is job else f"config-{number}.yaml"
              for number, (model, own) in enumerate(jobs.items(), 1)}

@@ -53,12 +53,12 @@ def run_plan(options: argparse.Namespace) -> None:
     from vpipe.commands.profile import profiles_of
     from vpipe.train.job import Job
 
-    job = Job.of(config)
+    job = Job.from_config(config)
     if ranks != own_ranks:
         if ranks > len(job.model):
             raise UserError(f"--ranks is {ranks}, but the model has only {counted(len(job.model), 'layer')}",
                             hint=f"use {len(job.model)} ranks at most")
-        job = Job.of(with_ranks(config, ranks))
+        job = Job.from_config(with_ranks(config, ranks))
     profiles = profiles_of(job, [config.dataset.batch_size // count for count in microbatch_choices(job.config)])
     by_count = {config.dataset.batch_size // size: profile for size, profile in profiles.items()}
     limit_bytes, limit_from = limit_of(memory_bytes, config, next(iter(by_count.values())))

@@ -52,7 +52,7 @@ def run_profile(options: argparse.Namespace) -> None:
     from vpipe.profiling.cache import path_of
     from vpipe.train.job import Job
 
-    job = Job.of(config)
+    job = Job.from_config(config)
     size = job.config.microbatch_size
     profile = profiles_of(job, [size], again=options.again)[size]
     print(described(profile))
@@ -95,8 +95,8 @@ def profiles_of(job: Job, sizes: Sequence[int], *, again: bool = False) -> dict[
         VpipeError: the ranks would be on several hosts, or one failed.
     """
     from vpipe.profiling.cache import cached
-    from vpipe.train.device import on_processors
-    from vpipe.train.profiled import file_of, identities_of
+    from vpipe.train.job import on_processors
+    from vpipe.train.planning import file_of, identities_of
 
     config = job.config
     check_alone("vpipe profile", os.environ)

@@ -45,7 +45,7 @@ def run_verify(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     # On this machine's processors, whatever the config trains on: there the numbers are the same to the bit.
     settings = [*options.settings, "parallel.backend=gloo", "parallel.device=cpu"]
-    job = Job.of(load_config(options.config, settings, options.scheduler))
+    job = Job.from_config(load_config(options.config, settings, options.scheduler))
     batches, ranks = batches_for_steps(job, options.steps), job.schedule.ranks
     steps = steps_in_batches(job, batches)
     print(f"{job.config.model.name}: {len(job.model)} layers in {len(job.placement)} stages on {ranks} ranks, schedule "

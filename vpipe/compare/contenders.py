@@ -20,8 +20,7 @@ from vpipe.profiling.world import World
 from vpipe.schedules.registry import recipe_named
 from vpipe.sizes import size_text
 from vpipe.train.job import Job
-from vpipe.train.planning import memory_limit, request_of
-from vpipe.train.profiled import profile_job
+from vpipe.train.planning import memory_limit, profile_job, request_of
 
 Log = Callable[[str], None]
 
@@ -180,7 +179,7 @@ def schedule_contender(label: str, model: str, name: str, job: Job, profiles: Ma
         share = parallel.recompute if not isinstance(parallel.recompute, str) else 0.0
         recomputed = recomputed_layers(share, partition)
     plan = Plan(partition, (), placement, name, tuple(tuple(sorted(own)) for own in recomputed), microbatches, every)
-    job.planned(plan)
+    job.with_plan(plan)
     return Contender(label, model, description, plan)
 
 

@@ -20,9 +20,8 @@ from vpipe.report.words import milliseconds
 from vpipe.runtime.usage import StageUsage
 from vpipe.sizes import size_text
 from vpipe.train.csv_rows import config_row
-from vpipe.train.efficiency import Efficiency
 from vpipe.train.job import Job
-from vpipe.train.metrics import finite
+from vpipe.train.metrics import Efficiency, finite
 
 RECENT = 0.1
 """Share of the updates whose mean loss counts as the loss at a place."""

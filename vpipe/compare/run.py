@@ -28,10 +28,9 @@ from vpipe.runtime.trace import Recorded, Recorder
 from vpipe.runtime.transport.process_groups import control_group
 from vpipe.runtime.usage import StageUsage
 from vpipe.train.csv_rows import csv_text
-from vpipe.train.device import device_of, join
-from vpipe.train.efficiency import Efficiency
-from vpipe.train.job import Job
+from vpipe.train.job import Job, device_of, join
 from vpipe.train.loop import build
+from vpipe.train.metrics import Efficiency
 from vpipe.train.run_folder import CONFIG
 
 RECORDED = 20_000
@@ -52,7 +51,7 @@ def run_comparison(job: Job, folder: Path, arguments: Sequence[str]) -> None:
     """
     request = ComparisonRequest.parse(*(argument or None for argument in arguments[:3]))
     models = arguments[3:]
-    jobs = {model: job if file == CONFIG else Job.of(load_config(folder / file))
+    jobs = {model: job if file == CONFIG else Job.from_config(load_config(folder / file))
             for model, file in zip(models[::2], models[1::2], strict=True)}
 
     def plan(world: World) -> list[Contender]:
@@ -107,7 +106,7 @@ def compare(jobs: Mapping[str, Job], folder: Path, plan: Callable[[World], list[
             if run.contender is not contender:
                 model = jobs[contender.model]
                 outcome = replace(outcome, contender=contender, same_as=run.contender.name,
-                                  job=model if contender.plan is None else model.planned(contender.plan))
+                                  job=model if contender.plan is None else model.with_plan(contender.plan))
             outcomes.append(outcome)
     limits = {one.contender.memory_bytes for one in outcomes}
     comparison = Comparison("; ".join(dict.fromkeys(map(_title, jobs.values()))),
@@ -183,7 +182,7 @@ def _build(jobs: Mapping[str, Job], contenders: Sequence[Contender]
             continue
         model = jobs[contender.model]
         try:
-            job = model if contender.plan is None else model.planned(contender.plan)
+            job = model if contender.plan is None else model.with_plan(contender.plan)
             runs[contender.name] = next((run for run in runs.values() if run.model.config == model.config
                                          and run.job.same_program(job)), None) or ContenderRun(contender, model, job)
         except UserError as error:  # the same on every rank: nothing was sent yet

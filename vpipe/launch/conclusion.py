@@ -90,7 +90,7 @@ class Conclusion:
         with tempfile.TemporaryDirectory(prefix="vpipe-") as name:
             path = Path(name) / CONFIG
             path.write_text(self.config)
-            return Job.of(load_config(path))
+            return Job.from_config(load_config(path))
 
 
 def _going_on(run: Path, job: Job, start: Start, config: str, ranks: int) -> Job:
@@ -108,14 +108,14 @@ def _going_on(run: Path, job: Job, start: Start, config: str, ranks: int) -> Job
     assert before is not None, "it was found by that"
     same_ranks = ranks_of(earlier) == ranks
     if before.config == config:
-        return Job.of(earlier) if same_ranks else job
+        return Job.from_config(earlier) if same_ranks else job
     print("the config has changed since the attempt before; this one follows it as it is now", file=sys.stderr,
           flush=True)
     if start.checkpoint is not None:
         check_config(job.config, Manifest.load(start.checkpoint))
     parallel = [parse(text, "", "config").get(("parallel",)) for text in (before.config, config)]
     if same_ranks and parallel[0] == parallel[1]:
-        job = Job.of(job.config.model_copy(update={"parallel": earlier.parallel}))
+        job = Job.from_config(job.config.model_copy(update={"parallel": earlier.parallel}))
     return job
 
 

@@ -129,7 +129,7 @@ class _Run:
             from vpipe.train.resume import Start, nothing_left, take_up
             from vpipe.train.summary import headline
 
-            job = Job.of(config)
+            job = Job.from_config(config)
             config = job.config
             start = self._start or Start(None, None)
             if (said := nothing_left(start, job)) is not None:

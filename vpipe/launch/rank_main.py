@@ -49,7 +49,7 @@ def main(folder: Path, task: str, *arguments: str) -> int:
         config = load_config(folder / CONFIG)
         if config.launch.keep_memory:
             log.info(keep_memory())
-        job = Job.of(config)
+        job = Job.from_config(config)
         if task == "verify":
             record_rank(job, folder, int(arguments[0]))
         elif task == "train":
@@ -59,9 +59,9 @@ def main(folder: Path, task: str, *arguments: str) -> int:
 
             run_comparison(job, folder, arguments)
         elif task == "profile":
-            from vpipe.train.profiled import leave_profiles
+            from vpipe.train.planning import profile_rank
 
-            leave_profiles(job, folder, arguments)
+            profile_rank(job, folder, arguments)
         else:
             from vpipe.launch.checks import check_gpus
 

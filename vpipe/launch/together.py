@@ -75,7 +75,7 @@ def _train(member: RankEnvironment, config: Config | VpipeError, start: Start | 
         try:
             config = _for_ranks(config, member)
             _check_here(member, config)
-            job = Job.of(config)
+            job = Job.from_config(config)
             data = job.fingerprint()
         except VpipeError as wrong:
             error = wrong

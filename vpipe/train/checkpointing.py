@@ -30,8 +30,7 @@ from vpipe.errors import RunError, UserError, counted
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.state_dict import Position
 from vpipe.runtime.transport.broadcast import share_tensors
-from vpipe.train.device import device_of
-from vpipe.train.job import Job
+from vpipe.train.job import Job, device_of
 from vpipe.train.metrics import Metrics
 from vpipe.train.roots import RUN
 from vpipe.train.run_folder import checkpoints_root

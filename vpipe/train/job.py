@@ -1,58 +1,61 @@
-"""From a config to what can be run: everything that can be wrong is found here, before a process starts."""
+"""Turn a config into a job: its data, model, partition and proved schedule, checked before a process starts."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from inspect import signature
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vpipe.config.config import Config
 from vpipe.data.dataset import Dataset, DatasetSettings, Tokenized
 from vpipe.data.registry import dataset_named
+from vpipe.distributed.device import DeviceMap, Visible, choose_device, device_name, make_current
+from vpipe.distributed.init import join_world
 from vpipe.errors import UserError
 from vpipe.model.layer import Model, seed_of
 from vpipe.model.registry import model_named
 from vpipe.model.split import balanced, parameter_counts, split, ties_between
 from vpipe.plan.plan import Plan
 from vpipe.plan.recompute import recomputed_layers
-from vpipe.profiling.cache import by_digest
+from vpipe.profiling.cache import by_digest, to_stderr
+from vpipe.profiling.kinds import digest, structure
 from vpipe.runtime.executors.registry import last_first
 from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.schedule import Schedule, describe_rank
 from vpipe.schedules.size import Placement
-from vpipe.train.lr_policy import Policy
 from vpipe.train.model_settings import model_file, model_flops, model_settings
-from vpipe.train.optimizers import OptimizerSettings
+from vpipe.train.optimizers import LearningRatePolicy, OptimizerSettings
 from vpipe.train.run_folder import PLAN, PROFILE
 from vpipe.train.tensorboard import check_tensorboard
 
 _STAND_IN = 8192
-"""A vocabulary for a model that is only asked what it reads, before the data set has said how large theirs is."""
+"""Size of the vocabulary while it is not known: the model is then only asked for its batch fields."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A config with what it names.
+    """A config with its data, model and schedule.
 
-    While something is to be planned when the run starts, a stand-in takes its place: stages balanced by their
-    parameters, nothing recomputed, 1F1B. It has the ranks that the plan will have.
+    Keys that are planned when the run starts have stand-ins until then: stages balanced by parameters, no
+    recomputation, 1F1B, on as many ranks as the plan will have.
 
     Attributes:
-        config: with what the data and the plan say filled in; what is to be planned is still ``auto``.
+        config: resolved: values from the data and the plan file are filled in; keys to be planned are still ``auto``.
         dataset: opened.
-        model: its layers, none of them built.
+        model: its layers, not materialized.
         partition: layers per stage.
-        recomputed: per stage the layers that are recomputed.
-        schedule: lowered and proved; of a stream, the part that was proved.
-        updates: how many the run makes at most; None when only a time limit ends it.
-        plan: that it follows, from a file or made when the run started.
-        steps_done, samples_done: by earlier attempts of the run, which it goes on with.
+        recomputed: recomputed layers of each stage.
+        schedule: lowered and proved; for a stream, the finite part that was proved.
+        updates: steps that the run makes at most; None when only a time limit ends it.
+        plan: the plan that the job follows, from a file or made when the run started; None without one.
+        steps_done, samples_done: by earlier attempts of the run.
     """
 
     config: Config
@@ -67,8 +70,8 @@ class Job:
     samples_done: int = 0
 
     @classmethod
-    def of(cls, config: Config) -> Job:
-        """Open the data, describe the model, cut it, prove the schedule.
+    def from_config(cls, config: Config) -> Job:
+        """Open the data, describe the model, cut it, and prove the schedule.
 
         Raises:
             UserError: something in the config does not fit the data, the model or this machine.
@@ -99,21 +102,18 @@ class Job:
             plan = Plan.load(config.parallel.plan)
             plan.check_fits(len(model), where=str(config.parallel.plan))
             config = config.with_parallel(plan=None)  # from here on the config says all of it
-        job = cls._arranged(config, dataset, model, plan)
-        if plan is not None:
-            from vpipe.train.profiled import check_planned_for  # which needs a job
-
-            check_planned_for(job)
-        job.check_profile()
+        job = cls._prepare(config, dataset, model, plan)
+        check_plan(job)
+        job._check_profile_iteration()
         model_flops(config.model, len(model))
-        job.policy()
+        job.lr_policy()
         job.evaluation_batches(())
         next(dataset.batches("train", config.dataset.batch_size, seed=0, fields=()))
         return job
 
     @classmethod
-    def _arranged(cls, config: Config, dataset: Dataset, model: Model, plan: Plan | None) -> Job:
-        """Cut the model, prove the schedule."""
+    def _prepare(cls, config: Config, dataset: Dataset, model: Model, plan: Plan | None) -> Job:
+        """Cut the model and prove the schedule."""
         to_plan, parallel, training = config.parallel.to_plan, config.parallel.standing_in, config.training
         partition = parallel.partition
         if isinstance(partition, str):
@@ -132,8 +132,8 @@ class Job:
             config = config.with_parallel(partition=partition)
         return cls(config, dataset, model, partition, recomputed, schedule, _updates(config, dataset, schedule), plan)
 
-    def planned(self, plan: Plan) -> Job:
-        """This job as a plan says: the same model and data, another cut, order or number of microbatches.
+    def with_plan(self, plan: Plan) -> Job:
+        """Return this job under a plan: same model and data, with its partition, schedule and microbatches.
 
         Raises:
             UserError: the plan is for another model, or its numbers do not fit the batch.
@@ -155,10 +155,10 @@ class Job:
                             f"{self.config.dataset.batch_size} samples", hint="change dataset.batch_size, or plan anew")
         config = self.config.with_parallel(**changes).model_copy(update={
             "training": training.model_copy(update={"num_microbatches": microbatches})})
-        return self._arranged(config, self.dataset, self.model, plan).resumed(self.steps_done, self.samples_done)
+        return self._prepare(config, self.dataset, self.model, plan).resumed(self.steps_done, self.samples_done)
 
     def resumed(self, steps: int, samples: int) -> Job:
-        """This job when so many steps are done, of so many samples, however they were arranged then."""
+        """Return this job after ``steps`` steps of ``samples`` samples in total, under whatever schedule."""
         if not samples:
             return self
         done = samples // self.config.microbatch_size
@@ -166,36 +166,33 @@ class Job:
                        updates=_updates(self.config, self.dataset, self.schedule, steps, done))
 
     def keep_plan(self, folder: Path) -> None:
-        """Leave the plan that it follows, if there is one, in the run's folder, with its profile, if that is known
-        and of this model."""
+        """Write the plan that the job follows, if any, into the run folder; also its profile, if it is cached."""
         if self.plan is None:
             return
         self.plan.save(folder / PLAN)
         if self.plan.profile is not None:
-            from vpipe.train.profiled import model_digest  # which needs a job
-
             profile = by_digest(self.plan.profile, self.config.dataset.cache_directory)
             if profile is not None and profile.identity.model == model_digest(self):
                 profile.save(folder / PROFILE)
 
     @property
     def placement(self) -> Placement:
-        """Ranks per stage, one for each replica."""
+        """Ranks of each stage, one per replica."""
         return self.schedule.placement
 
     def describe(self, rank: int) -> str:
-        """A rank with its stages, for messages."""
+        """Describe a rank with its stages, for messages."""
         return describe_rank(self.placement, rank)
 
     @property
     def step_name(self) -> str:
-        """What a step of training is called: an update, unless stages make different numbers of them in it."""
+        """Name a step of training: "update", or "step" if stages make different numbers of updates in it."""
         rounds = self.schedule.rounds
         return "update" if all(rounds.span(s) == rounds.per_step for s in range(len(self.placement))) else "step"
 
     @property
     def samples_per_update(self) -> int:
-        """Of a step of training."""
+        """Samples of a step of training."""
         return self.config.microbatch_size * self.schedule.rounds.per_step
 
     @property
@@ -203,13 +200,13 @@ class Job:
         return self.samples_per_update * self.config.model.sequence_length
 
     def same_program(self, other: Job) -> bool:
-        """Whether both cut their model alike and do the same on every rank, whatever their schedules are called."""
+        """Return whether both jobs run the same actions on the same partition, whatever their schedules are called."""
         mine, theirs = ((job.partition, job.recomputed, job.config.microbatch_size, job.config.parallel.executor,
                          replace(job.schedule, name="", peak_activations=(), versions=())) for job in (self, other))
         return mine == theirs
 
-    def check_profile(self) -> None:
-        """Refuse to profile a step that the run never comes to.
+    def _check_profile_iteration(self) -> None:
+        """Refuse to profile a step that the run never reaches.
 
         Raises:
             UserError: with both numbers.
@@ -219,21 +216,21 @@ class Job:
             raise UserError(f"training.profile_iteration is {wanted}, but the run ends after {self.step_name} {last}",
                             hint=f"profile one of the {self.step_name}s 1 to {last}, or let the run be longer")
 
-    def policy(self) -> Policy:
-        """The learning rate over the run, relative to ``training.learning_rate``."""
+    def lr_policy(self) -> LearningRatePolicy:
+        """Return the factor of ``training.learning_rate`` as a function of the step."""
         training, total = self.config.training, self.updates or 1
-        return Policy(training.lr_policy, total, training.warmup_updates(total))
+        return LearningRatePolicy(training.lr_policy, total, training.warmup_updates(total))
 
     def optimizer(self) -> OptimizerSettings:
-        """What makes the optimizer of a stage."""
+        """Return the settings from which a stage makes its optimizer."""
         training = self.config.training
         return OptimizerSettings(training.optimizer, training.learning_rate, weight_decay=training.weight_decay,
                                  momentum=training.momentum)
 
     def training_batches(self, fields: tuple[str, ...]) -> Iterator[Mapping[str, Tensor]]:
-        """Epoch after epoch, each in an order of its own; fields not asked for are on the meta device.
+        """Yield the batches of all epochs, each epoch in its own order; other fields are on the meta device.
 
-        It begins with the batch that holds the first sample that is not done.
+        Begins with the batch that holds the first sample that is not done.
         """
         epochs, size = self.config.training.epochs, self.config.dataset.batch_size
         first, done = divmod(self.samples_done // size, self.dataset.samples("train") // size)
@@ -241,7 +238,7 @@ class Job:
             yield from self._epoch(epoch, fields, done if epoch == first else 0)
 
     def _epoch(self, epoch: int, fields: tuple[str, ...], first: int = 0) -> Iterator[Mapping[str, Tensor]]:
-        """An epoch from one of its batches on; those before are read only where the data set cannot leave them out."""
+        """Return an epoch from batch ``first`` on; earlier ones are read only if the data set cannot skip them."""
         size, seed, batches = self.config.dataset.batch_size, seed_of(_data_seed(self.config), epoch), \
             self.dataset.batches
         if "first" in signature(batches).parameters:
@@ -249,9 +246,9 @@ class Job:
         return islice(batches("train", size, fields=fields, seed=seed), first, None)
 
     def fingerprint(self) -> str:
-        """A short hash of the data: vocabulary, sizes and the first batch for training.
+        """Return a short hash of the vocabulary's size, the numbers of samples and the first training batch.
 
-        Ranks read the data each for themselves, so on several hosts it must be the same for all.
+        Every rank reads the data itself, so all hosts must have the same.
         """
         content = hashlib.sha256(repr((self.config.model.vocab_size, self.dataset.samples("train"),
                                        self.dataset.samples("test"))).encode())
@@ -261,14 +258,14 @@ class Job:
         return content.hexdigest()[:12]
 
     def evaluation_batches(self, fields: tuple[str, ...]) -> Iterator[Mapping[str, Tensor]]:
-        """The first held-out batches, the same at every evaluation."""
+        """Return the first held-out batches, the same at every evaluation."""
         held_out = self.dataset.batches("test", self.config.dataset.batch_size, seed=0, fields=fields)
         return (batch for batch, _ in zip(held_out, range(self.config.training.evaluation_batches), strict=False))
 
 
 def _updates(config: Config, dataset: Dataset, schedule: Schedule, steps_done: int = 0,
              microbatches_done: int = 0) -> int | None:
-    """The first of the limits that count updates, with those that are done."""
+    """Return the number of steps at which the first limit that counts steps or epochs is reached."""
     training, per_step = config.training, schedule.rounds.per_step
     limits = []
     if training.max_steps is not None:
@@ -305,3 +302,68 @@ def _integer(value: Any) -> int:
 
 def _data_seed(config: Config) -> int:
     return config.training.seed if config.dataset.seed is None else config.dataset.seed
+
+
+def on_processors(config: Config) -> bool:
+    """Return whether ranks on this host compute on its processors."""
+    parallel = config.parallel
+    return parallel.device == "cpu" or (not parallel.asks_for_gpus and torch.cuda.device_count() == 0)
+
+
+def device_of(config: Config) -> torch.device:
+    """Return the device of this rank and make it the current one.
+
+    Raises:
+        UserError: the device does not exist.
+    """
+    device = choose_device(config.parallel.device, config.parallel.backend, Visible.here())
+    make_current(device)
+    return device
+
+
+def join(config: Config) -> DeviceMap:
+    """Initialise the process group of a run, see :func:`~vpipe.distributed.init.join_world`."""
+    return join_world(config.parallel.backend, config.parallel.timeout_s, config.parallel.device)
+
+
+def check_plan(job: Job, warn: Callable[[str], None] = to_stderr) -> None:
+    """Check that the plan of a job, if it has one, was made for it; warn where its predictions do not hold.
+
+    Raises:
+        UserError: the plan is for another model.
+    """
+    made_for = None if job.plan is None else job.plan.profiled
+    if made_for is None:
+        return
+    here = model_digest(job)
+    if made_for.get("model") != here:
+        raise UserError(f"the plan is for another model: {made_for.get('model_name')} (digest {made_for.get('model')}) "
+                        f"there, {model_name(job)} (digest {here}) here",
+                        hint="vpipe plan CONFIG makes a plan for the model of a config")
+    wanted: dict[str, object] = {"microbatch_size": job.config.microbatch_size,
+                                 "precision": job.config.training.precision}
+    if on_processors(job.config):  # only ranks know the name of a GPU
+        wanted["device"] = device_name(torch.device("cpu"))
+    made_for = {"precision": "fp32", **made_for}  # older plans do not say it
+    others = [f"{name.replace('_', ' ')} {made_for.get(name)}, not {value}" for name, value in wanted.items()
+              if made_for.get(name) != value]
+    if others:
+        warn(f"warning: the plan was made for {' and '.join(others)}: its predictions do not hold here")
+
+
+def model_name(job: Job) -> str:
+    """Return the family and preset of a job's model."""
+    model = job.config.model
+    return model.name + (f" {model.preset}" if model.preset else "")
+
+
+def model_digest(job: Job) -> str:
+    """Return the digest of a job's model in the identity of a profile."""
+    return digest(job.model, [structure(layer) for layer in job.model.layers],
+                  microbatch_of(job, job.config.microbatch_size))
+
+
+def microbatch_of(job: Job, size: int) -> Mapping[str, Tensor]:
+    """Return the first ``size`` training samples, repeated if a batch has fewer."""
+    batch = next(job.training_batches(job.model.batch))
+    return {name: batch[name][torch.arange(size) % len(batch[name])] for name in job.model.batch}

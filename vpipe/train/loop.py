@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
-from math import inf
+from itertools import count
+from math import inf, isfinite
 from pathlib import Path
 from shlex import quote
 from time import perf_counter
+from typing import NoReturn
 
 import torch
 
+from vpipe.checkpoint.directory import Checkpoints, step_of
 from vpipe.checkpoint.manifest import Manifest
+from vpipe.data.ahead import Ahead
 from vpipe.distributed.signals import Stopped, in_good_order
 from vpipe.distributed.watchdog import at_work, forget_stop, note_to, stop_asked
-from vpipe.errors import PerformanceWarning, counted
+from vpipe.errors import LastingError, PerformanceWarning, RunError, UserError, counted
 from vpipe.measures import WARM_UP, counted_updates
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.collectives import LocalUsage
@@ -28,18 +32,13 @@ from vpipe.schedules.few_microbatches import few_microbatches
 from vpipe.slow import said_when_slow
 from vpipe.train.checkpointing import Cadence, Saving, from_first, restore
 from vpipe.train.csv_rows import config_row, csv_text
-from vpipe.train.device import device_of, join
-from vpipe.train.divergence import Divergence
-from vpipe.train.efficiency import Efficiency
-from vpipe.train.job import Job
-from vpipe.train.metrics import Metrics, Past, Worth
+from vpipe.train.job import Job, device_of, join
+from vpipe.train.metrics import Efficiency, Metrics, Past, Worth
 from vpipe.train.progress import Progress
 from vpipe.train.rank_times import RankTimes
-from vpipe.train.reading import reading
 from vpipe.train.replanning import Replanning
-from vpipe.train.run_figures import RunFigures
 from vpipe.train.run_folder import METRICS, SUMMARY, running
-from vpipe.train.summary import summary
+from vpipe.train.summary import RunFigures, summary
 from vpipe.train.tensorboard import Events
 from vpipe.train.torch_profile import TorchProfile
 from vpipe.train.trace import Trace
@@ -81,10 +80,10 @@ def _train(job: Job, folder: Path, checkpoint: Path | None) -> Stopped | None:
             manifest = Manifest.load(checkpoint)
             job = job.resumed(manifest.step, manifest.samples)
         if job.config.parallel.to_plan:
-            from vpipe.train.planning import planned  # which only such a run needs
+            from vpipe.train.planning import plan_job  # which only such a run needs
 
             with at_work("planning"):
-                job = planned(job, folder)
+                job = plan_job(job, folder)
         pipe = build(job)
         if checkpoint is not None:
             with said_when_slow(f"reading {checkpoint.name}", first):
@@ -97,7 +96,7 @@ class _Run:
 
     def __init__(self, job: Job, pipe: Pipeline, folder: Path) -> None:
         self._job, self._pipe, self._folder = job, pipe, folder
-        self._policy = job.policy()
+        self._policy = job.lr_policy()
         self._fields = tuple(name for stage in pipe.engine.local_stages for name in stage.spec.fields)
         training = job.config.training
         self._warm_usage: LocalUsage | None = None  # when the updates began that figures are of
@@ -280,10 +279,130 @@ def build(job: Job) -> Pipeline:
                         recompute=[sorted(layers) for layers in job.recomputed], optimizer=job.optimizer(),
                         seed=config.training.seed, placement=job.placement,
                         update_every=config.parallel.update_every,
-                        learning_rate_factor=job.policy(), grad_clip=config.training.grad_clip,
+                        learning_rate_factor=job.lr_policy(), grad_clip=config.training.grad_clip,
                         skip_not_finite=config.training.on_nan == "skip",
                         device=device_of(config),
                         timeout_s=config.parallel.timeout_s, compress=config.parallel.compress,
                         compress_rounding=config.parallel.compress_rounding,
                         executor=config.parallel.executor, precision=config.training.precision,
                         loss_scale=config.training.computed.loss_scale)
+
+
+@contextmanager
+def reading(batches: Iterable[Batch], what: str, pipe: Pipeline, ahead: int) -> Iterator[Iterator[Batch]]:
+    """The batches; one that cannot be read (a file that has gone) ends the run with the place.
+
+    Args:
+        what: a batch is called, for messages.
+        ahead: so many are prepared in a thread before they are asked for, from the second on; 0: each when it is asked
+            for. The thread ends with the context.
+    """
+    with closing(_prepared(batches, ahead)) if ahead else nullcontext(iter(batches)) as source:
+        yield _placed(source, what, pipe)
+
+
+def _prepared(batches: Iterable[Batch], ahead: int) -> Generator[Batch]:
+    """The first when it is asked for, so that it shows what making a batch does; the others in a thread.
+
+    Raises:
+        UserError: it draws from torch's default generator. That is the process's, so what a thread draws would be
+            missing elsewhere, dropout for one, or come from there, as it happens.
+    """
+    source, before = iter(batches), torch.get_rng_state()
+    first = next(source, None)
+    if not torch.equal(torch.get_rng_state(), before):
+        raise UserError("the data set draws random numbers from torch's default generator, or seeds it, which a thread "
+                        "beside the training must not",
+                        hint="give it a torch.Generator of its own, or set dataset.num_workers to 0")
+    if first is not None:
+        with Ahead(source, ahead) as others:
+            yield first
+            yield from others
+
+
+def _placed(source: Iterator[Batch], what: str, pipe: Pipeline) -> Iterator[Batch]:
+    stages = [stage.spec.index for stage in pipe.engine.local_stages]
+    for number in count():
+        try:
+            batch = next(source)
+        except StopIteration:
+            return
+        except RunError:
+            raise
+        except Exception as error:
+            if isinstance(error, UserError):
+                problem = error.problems[0]
+                failed, hint = problem.what + (f" ({problem.where})" if problem.where else ""), problem.hint
+            else:
+                failed, hint = f"the data set raised {type(error).__name__}: {error}", "mend what raised it"
+            raise RunError(failed, hint=hint, rank=pipe.rank, stage=stages[0] if len(stages) == 1 else None,
+                           action=f"reading {what} {number}") from error
+        yield batch
+
+
+MOST_SKIPPED = 20
+"""Steps skipped in a row, after which ``on_nan: skip`` stops, too: the weights are lost, not a batch odd."""
+MOST_OVERFLOWS = 100
+"""Steps in a row that fp16 left out, after which it is not the scale of the loss: that is least after 24 halvings, of
+each stage where each has its own."""
+
+
+class Divergence:
+    """Stops the run, or tells of what was skipped. All ranks make one, and show it the same steps.
+
+    Args:
+        note: shows a line.
+    """
+
+    def __init__(self, job: Job, saving: Saving, note: Callable[[str], None]) -> None:
+        self._job, self._saving, self._note = job, saving, note
+        self._skips = job.config.training.on_nan == "skip"
+        self._scaled = job.config.training.computed.scaled
+        self._in_a_row = 0
+
+    def step(self, step: Step) -> None:
+        """Look at a step that was made.
+
+        Raises:
+            LastingError: it ends the run.
+        """
+        if isfinite(step.loss) and isfinite(step.gradient_norm or 0.0) and not step.skipped:
+            self._in_a_row = 0
+            return
+        what = f"loss is {step.loss}" if not isfinite(step.loss) else "the gradient is not finite"
+        overflow = self._scaled and step.skipped and isfinite(step.loss)
+        if overflow:
+            what = "a gradient is beyond fp16's range at this loss scale"
+        if self._skips or overflow:
+            self._note(f"{self._job.step_name} {step.index + 1} was skipped: {what}")
+            self._in_a_row += 1
+            most = MOST_OVERFLOWS if overflow else MOST_SKIPPED
+            if self._in_a_row < most:
+                return
+            what = f"{most} {self._job.step_name}s in a row were skipped; {what}"
+            scale = self._job.config.training.computed.loss_scale
+            if overflow and scale is not None:
+                self._stop(f"{what} at step {step.index}", f"lower training.loss_scale, which is {scale:g}, or let it "
+                           "be found", "training.loss_scale=dynamic")
+            if overflow:
+                self._stop(f"{what} at step {step.index}", "bf16 has fp32's range", "training.precision=bf16")
+        self._stop(f"{what} at step {step.index}")
+
+    def evaluation(self, steps: int, loss: float) -> None:
+        """Look at an evaluation after so many steps. Where updates are skipped it may be odd: each of them was finite.
+
+        Raises:
+            LastingError: it ends the run.
+        """
+        if not isfinite(loss) and not self._skips:
+            self._stop(f"the evaluation loss is {loss} after {self._job.step_name} {steps}")
+
+    def _stop(self, what: str, remedy: str = "", setting: str = "") -> NoReturn:
+        self._saving.finish()  # that of a step before it
+        newest = Checkpoints(self._saving.root).newest() if self._saving.root is not None else None
+        hint = remedy or "lower training.learning_rate" + ("" if self._skips else ", or set training.on_nan: skip")
+        if newest is None:
+            raise LastingError(what, hint=f"{hint}; there is no checkpoint before it")
+        setting = setting or f"training.learning_rate={self._job.config.training.learning_rate / 2:g}"
+        raise LastingError(what, hint=f"{hint}, and go on from step {step_of(newest)}, such as: vpipe train --resume "
+                           f"{quote(str(newest))} --set {setting}")

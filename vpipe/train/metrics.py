@@ -5,18 +5,26 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 from types import TracebackType
 from typing import Any
 
-from vpipe.errors import LastingError, counted
+import torch
+
+from vpipe.errors import LastingError, UserError, counted
+from vpipe.measures import Utilization
+from vpipe.profiling.peak import Peak, peak_of
+from vpipe.profiling.world import World
 from vpipe.runtime.step_results import Step
-from vpipe.train.efficiency import Efficiency
-from vpipe.train.lines import Lines
+from vpipe.train.job import Job, device_of
+from vpipe.train.model_settings import model_flops
 from vpipe.train.tensorboard import Events
 
 log = logging.getLogger("vpipe")
@@ -270,3 +278,117 @@ def mean(values: Iterable[float]) -> float:
     """The mean of at least one value."""
     numbers = list(values)
     return sum(numbers) / len(numbers)
+
+
+class Lines:
+    """Appends each line at once. Where it cannot, the disk being full, the line waits in memory and is tried again with
+    the next one: no run should end for it.
+
+    Args:
+        path: of the file.
+        anew: whether what is in it goes.
+
+    Attributes:
+        error: why the lines that wait could not be written, in words; None while none wait.
+
+    Raises:
+        UserError: the file cannot be made.
+    """
+
+    def __init__(self, path: Path, anew: bool) -> None:
+        self.error: str | None = None
+        self._waiting = bytearray()
+        try:
+            self._file: int | None = os.open(
+                path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if anew else 0), 0o666)
+        except OSError as error:
+            raise UserError(f"cannot write '{path}': {error.strerror}", hint="make it writable, or make room") from None
+
+    @property
+    def waiting(self) -> int:
+        """How many lines are not in the file, or not all of them."""
+        return self._waiting.count(b"\n")
+
+    def write(self, line: str) -> None:
+        """Append a line."""
+        self._waiting += f"{line}\n".encode()
+        self._try()
+
+    def sync(self) -> None:
+        """Let what was written reach the disk; another thread may call it.
+
+        Raises:
+            OSError: it could not.
+        """
+        if (file := self._file) is not None:
+            os.fsync(file)
+
+    def close(self) -> None:
+        """Try once more to write what waits."""
+        self._try()
+        if self._file is not None:
+            with suppress(OSError):
+                os.close(self._file)
+            self._file = None
+
+    def _try(self) -> None:
+        if self._file is None:
+            return
+        try:
+            while self._waiting:  # a disk that is nearly full takes a part
+                del self._waiting[:os.write(self._file, self._waiting)]
+            self.error = None
+        except OSError as error:
+            self.error = error.strerror or str(error)
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """What MFU and HFU of a run follow from, once its tokens per second are known.
+
+    Attributes:
+        layer_flops: operations of a token's forward, per layer.
+        again_flops: those of the layers that are recomputed.
+        peak: of the devices.
+    """
+
+    layer_flops: tuple[float, ...]
+    again_flops: float
+    peak: Peak
+
+    @classmethod
+    def of(cls, job: Job) -> Efficiency | None:
+        """Every rank of a run calls this: where nobody knows the peak they measure it together.
+
+        Returns:
+            The same on every rank; None of a family that does not say what its layers compute.
+        """
+        layers = layer_flops(job)
+        if layers is None:
+            return None
+        config, device = job.config, device_of(job.config)
+        dtype = config.training.computed.dtype or torch.float32
+        peak = peak_of(World(device), device, dtype, config.metrics.peak_tflops)
+        return cls(tuple(layers), 0.0, peak).recomputing(job.recomputed)
+
+    def recomputing(self, layers: Iterable[Iterable[int]]) -> Efficiency:
+        """The same where these layers are recomputed, per stage by their numbers in the model."""
+        return replace(self, again_flops=sum(self.layer_flops[number] for number in chain.from_iterable(layers)))
+
+    def at(self, tokens_per_s: float) -> Utilization:
+        """At a speed of the run."""
+        return Utilization.of(sum(self.layer_flops), self.again_flops, tokens_per_s, self.peak.flops_per_s)
+
+    def doubt(self, used: Utilization) -> str | None:
+        """What is to be said wherever shares are shown that cannot be; None of those that can."""
+        name, share = ("MFU", used.model) if used.model > 1 else ("HFU", used.hardware)
+        if share <= 1:
+            return None
+        least = share * self.peak.tflops
+        return (f"the {name} of {100 * share:.0f} % cannot be: the peak is wrong ({self.peak}); the devices reached "
+                f"{least:,.4g} TFLOP/s each, so set metrics.peak_tflops to more than that")
+
+
+def layer_flops(job: Job) -> list[int] | None:
+    """Operations of a token's forward, per layer; None of a family that does not say them."""
+    return model_flops(job.config.model, len(job.model))

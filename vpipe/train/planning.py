@@ -1,39 +1,46 @@
-"""Planning at the start of a run: the ranks measure the layers together, the first one plans, all do as it says.
+"""Profile and plan a job in the ranks of its run: all measure the layers, rank 0 plans, all follow the plan.
 
-Inside the run's own ranks: one way for runs that vpipe, torchrun or srun started, here or on several hosts.
+It works alike for ranks that vpipe, torchrun or srun started, on one host or several.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from time import monotonic
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from vpipe.config.config import Config
 from vpipe.config.parallel import AUTO
 from vpipe.errors import PlanningError, Problem, UserError
 from vpipe.plan.plan import Plan
-from vpipe.plan.profile import Profile
+from vpipe.plan.profile import Identity, Profile
 from vpipe.plan.solver import SYNCHRONOUS, Request, Solution, solve
+from vpipe.profiling.cache import cached, store
+from vpipe.profiling.identity import identify
+from vpipe.profiling.measure import measure
 from vpipe.profiling.world import World
-from vpipe.train.device import device_of
-from vpipe.train.job import Job
-from vpipe.train.profiled import profile_job
+from vpipe.train.job import Job, device_of, join, microbatch_of, model_name
+from vpipe.train.optimizers import OptimizerSettings
 from vpipe.train.run_folder import CONFIG, PROFILE
 
 log = logging.getLogger("vpipe")
 
 
-def planned(job: Job, folder: Path) -> Job:
-    """The job with a plan in place of what its config leaves to be planned; at once, where that is nothing.
+def plan_job(job: Job, folder: Path) -> Job:
+    """Return the job with a plan for the keys that its config leaves open; the same job if it leaves none.
 
-    All ranks of the run call this and get the same. The first writes the plan, the profile and the config with what was
-    planned into the run's folder.
+    All ranks of the run call this and get the same. Rank 0 writes the plan, the profile and the resolved config into
+    the run folder.
 
     Raises:
-        PlanningError: nothing fits into the memory; on every rank.
+        PlanningError: no plan fits into the memory; on every rank.
     """
     if not job.config.parallel.to_plan:
         return job
@@ -53,9 +60,9 @@ def planned(job: Job, folder: Path) -> Job:
             outcome = {"problems": [[problem.what, problem.hint] for problem in error.problems]}
         else:
             outcome = {"plan": solution.plan.as_json()}
-            say(announced(job, solution))
-    plan = _shared(world, outcome)
-    job = job.planned(plan)
+            say(_plan_summary(job, solution))
+    plan = _broadcast_plan(world, outcome)
+    job = job.with_plan(plan)
     if world.rank == 0:
         job.keep_plan(folder)
         profile.save(folder / PROFILE)
@@ -66,8 +73,10 @@ def planned(job: Job, folder: Path) -> Job:
 
 
 def memory_limit(config: Config, profile: Profile) -> int | None:
-    """The bytes that a rank may use: ``parallel.memory``, else those of its device, or its part of what the ranks of a
-    host share; None where nobody knows."""
+    """Return the bytes that a rank may use: ``parallel.memory``, or its device's, or its share of the host's.
+
+    None if the memory of the device is unknown.
+    """
     if config.parallel.memory is not None:
         return config.parallel.memory
     sharing = 1 if profile.cores is None else profile.identity.ranks_per_host
@@ -75,10 +84,10 @@ def memory_limit(config: Config, profile: Profile) -> int | None:
 
 
 def request_of(job: Job, profiles: Mapping[int, Profile]) -> Request:
-    """What is to be planned for a run: what its config leaves open. Stages, ranks and microbatches stay.
+    """Return the planning request for the keys that a config leaves open; stages, ranks and microbatches stay.
 
     Args:
-        profiles: by microbatches of a batch.
+        profiles: by microbatches per batch.
     """
     parallel, microbatches = job.config.parallel, job.config.training.num_microbatches
     return Request(
@@ -89,8 +98,8 @@ def request_of(job: Job, profiles: Mapping[int, Profile]) -> Request:
         None if isinstance(parallel.recompute, str) else parallel.recompute)
 
 
-def announced(job: Job, solution: Solution) -> str:
-    """What was planned, in a line."""
+def _plan_summary(job: Job, solution: Solution) -> str:
+    """Describe a plan in a line."""
     plan = solution.plan
     assert plan.predictions is not None, "a solution's plan has them"
     recomputed = sum(map(len, plan.recomputed))
@@ -99,10 +108,123 @@ def announced(job: Job, solution: Solution) -> str:
             + f", schedule {plan.schedule}; expected are {1e3 * plan.predictions.step_s:.0f} ms per {job.step_name}")
 
 
-def _shared(world: World, outcome: Mapping[str, Any]) -> Plan:
-    """What the first rank found, on every rank."""
+def _broadcast_plan(world: World, outcome: Mapping[str, Any]) -> Plan:
+    """Return the plan of rank 0 on every rank."""
     found = world.share(outcome)[0]
     if "problems" in found:
         raise PlanningError.all_of([Problem(what, hint) for what, hint in found["problems"]])
     return Plan.of_json(found["plan"])
 
+
+
+Say = Callable[[str], None]
+
+PROGRESS_S = 2.0
+"""Seconds between two lines of progress."""
+
+
+def file_of(size: int) -> str:
+    """Return the file name of the profile for a microbatch size."""
+    return f"profile-{size}.json"
+
+
+def profile_rank(job: Job, folder: Path, words: Sequence[str]) -> None:
+    """Run a rank of ``vpipe profile``: measure with the others; rank 0 writes the profiles into the folder.
+
+    Args:
+        words: microbatch sizes; ``again`` among them ignores the cache.
+    """
+    config = job.config
+    torch.set_num_threads(config.training.threads)
+    join(config)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+
+    def say(line: str) -> None:
+        log.info(line)
+        if rank == 0:
+            print(line, file=sys.stderr, flush=True)
+
+    found = profile_job(job, [int(word) for word in words if word != "again"], again="again" in words, say=say)
+    if rank == 0:
+        for size, profile in found.items():
+            profile.save(folder / file_of(size))
+
+
+def profile_job(job: Job, sizes: Sequence[int] | None = None, *, again: bool = False,
+                say: Say = lambda line: None) -> dict[int, Profile]:
+    """Return the profiles of a job for several microbatch sizes; measure and cache those that are not cached.
+
+    Every rank of the world calls this; a process alone measures no transfers.
+
+    Args:
+        sizes: samples per microbatch; the config's by default.
+        again: ignore the cache.
+        say: shows progress, on every rank.
+
+    Returns:
+        Profiles by size, the same on every rank.
+
+    Raises:
+        UserError, RunError: a layer cannot be run.
+    """
+    config = job.config
+    torch.set_num_threads(config.training.threads)
+    device = device_of(config)
+    world = World(device)
+    wanted = sorted(set(sizes or [config.microbatch_size]))
+    identities = identities_of(job, wanted, world.ranks_per_host, world.ranks, len(set(world.hosts)), world.cores())
+    directory = config.dataset.cache_directory
+    known: dict[str, object] = {}
+    if world.rank == 0 and not again:
+        known = {str(size): profile.as_json() for size, identity in zip(wanted, identities, strict=True)
+                 if (profile := cached(identity, directory, say)) is not None}
+    shared = world.share([known, [asdict(identity) for identity in identities]])[0]
+    found = {int(size): Profile.of_json(content) for size, content in shared[0].items()}
+    missing = [(size, Identity(**identity)) for size, identity in zip(wanted, shared[1], strict=True)
+               if size not in found]
+    if missing:
+        shown_s = -PROGRESS_S
+
+        def progress(line: str) -> None:
+            nonlocal shown_s
+            if monotonic() - shown_s >= PROGRESS_S:
+                shown_s = monotonic()
+                say(line)
+
+        measured = measure(job.model, [microbatch_of(job, size) for size, _ in missing], job.optimizer().from_named,
+                           identities=[identity for _, identity in missing], device=device, seed=config.training.seed,
+                           timeout_s=config.parallel.timeout_s, tell=progress)
+        found |= {size: profile for (size, _), profile in zip(missing, measured, strict=True)}
+    if world.rank == 0:
+        for size, _ in missing:
+            try:
+                store(found[size], directory)
+            except UserError as error:  # the profile is used all the same
+                say(f"{error.problems[0].what}; {error.problems[0].hint}")
+                break
+    return {size: found[size] for size in wanted}
+
+
+def identity_of(job: Job, size: int, ranks_per_host: int, ranks: int | None = None, hosts: int = 1,
+                cores: int | None = None) -> Identity:
+    """Return the identity of a profile of the job on this kind of device; arguments as for ``identify``."""
+    config, device = job.config, device_of(job.config)
+    own_gpus = device.type == "cuda" and cores is None
+    return identify(job.model, microbatch_of(job, size), model_name=model_name(job),
+                    optimizer=_optimizer(job.optimizer()), device=device, ranks_per_host=ranks_per_host,
+                    backend=config.parallel.backend or ("nccl" if own_gpus else "gloo"),
+                    threads=config.training.threads, ranks=ranks, hosts=hosts, cores=cores,
+                    precision=config.training.precision)
+
+
+def identities_of(job: Job, sizes: Sequence[int], ranks_per_host: int, ranks: int | None = None, hosts: int = 1,
+                  cores: int | None = None) -> list[Identity]:
+    """Return the identities for several microbatch sizes; inspects the layers once."""
+    first = identity_of(job, sizes[0], ranks_per_host, ranks, hosts, cores)
+    return [replace(first, microbatch_size=size) for size in sizes]
+
+
+def _optimizer(settings: OptimizerSettings) -> str:
+    """Return an optimizer's name and the settings that change its memory or its work."""
+    return (settings.name + (" with momentum" if settings.name == "sgd" and settings.momentum else "")
+            + (" and weight decay" if settings.weight_decay else ""))

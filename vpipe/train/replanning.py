@@ -18,9 +18,8 @@ from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import Op
 from vpipe.schedules.prepare import is_file
 from vpipe.sizes import size_text
-from vpipe.train.device import device_of
-from vpipe.train.gather import Gather
-from vpipe.train.job import Job
+from vpipe.train.job import Job, device_of
+from vpipe.train.rank_times import Gather
 from vpipe.train.run_folder import PLAN, PROFILE
 
 WARM_UP = 10
@@ -144,7 +143,7 @@ class Replanning:
     def _profile(self) -> Profile | None:
         """Of this job on this device: the one that the run was planned with, or one that was measured before."""
         from vpipe.profiling.cache import cached  # which few runs need
-        from vpipe.train.profiled import identity_of
+        from vpipe.train.planning import identity_of
 
         size, ranks = self._job.config.microbatch_size, self._job.schedule.ranks
         try:

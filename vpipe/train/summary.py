@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from itertools import accumulate
 from math import isfinite
+from statistics import median
+from typing import Any
 
 from vpipe.draw.table import filled, fitted, terminal_columns
 from vpipe.draw.words import ms_text
 from vpipe.errors import counted
-from vpipe.measures import averaged_losses
+from vpipe.measures import averaged_losses, bubble, counted_updates, p95, share_text
+from vpipe.profiling.peak import Peak
+from vpipe.report.words import milliseconds
+from vpipe.runtime.usage import StageUsage
+from vpipe.schedules.size import Placement
 from vpipe.sizes import size_text
-from vpipe.train.device import on_processors
-from vpipe.train.job import Job
-from vpipe.train.metrics import Metrics
-from vpipe.train.run_figures import RunFigures, figure_columns
+from vpipe.train.job import Job, on_processors
+from vpipe.train.metrics import Metrics, finite, mean
 
 _COLUMNS = ("stage", "rank", "layers", "forward", "backward", "step", "comm", "idle", "sent", "versions", "staleness",
             "in flight", "memory")
@@ -94,3 +99,127 @@ def _stages(job: Job, figures: RunFigures) -> list[str]:
     return [*fitted(_COLUMNS, rows, width, names=2),
             *filled(f"(forward to idle: milliseconds per {job.step_name}; idle: waiting for other ranks; sent: per "
                     f"{job.step_name}; in flight: microbatches)", width)]
+
+
+@dataclass(frozen=True)
+class RunFigures:
+    """Of one attempt; of a run that went on, that is the part since then.
+
+    Attributes:
+        ranks: that trained.
+        steps: made in this attempt.
+        steps_done: with those of earlier attempts.
+        samples_per_step: that a step trains on.
+        skipped: of ``steps``, left out since something was not finite.
+        time_s: that they took, evaluations left out.
+        counted_steps: those that figures are of, see :func:`~vpipe.measures.counted_updates`.
+        samples_per_s, tokens_per_s: over all of them.
+        step_median_s, step_p95_s: of one; 95 % took no longer than the second.
+        peak: of the devices; None where nobody knows it.
+        mfu, hfu: shares of the peak.
+        bubble: see :func:`~vpipe.measures.bubble`; None where nobody knows how long ranks waited.
+        memory_bytes: the peak of the rank that has held most: resident of a process, allocated on a GPU.
+        sent_bytes: by all ranks, per step.
+        versions, staleness: the most of any stage.
+        first_loss, last_loss: means of the first and the last of the losses that are finite, at most ten; those of all
+            attempts. None where none is.
+        evaluation_loss: of the latest evaluation.
+        doubt: why ``mfu`` or ``hfu`` cannot be right; None where it can.
+        stages: per stage, and of each of its replicas, its part in ``usage_steps``.
+        usage_steps: the steps that ``bubble``, ``sent_bytes`` and ``stages`` are of: the counted ones, if these could
+            be told apart.
+    """
+
+    ranks: int
+    steps: int
+    steps_done: int
+    samples_per_step: int
+    skipped: int
+    time_s: float
+    counted_steps: int
+    samples_per_s: float
+    tokens_per_s: float
+    step_median_s: float
+    step_p95_s: float
+    peak: Peak | None
+    mfu: float | None
+    hfu: float | None
+    bubble: float | None
+    memory_bytes: int
+    sent_bytes: float
+    versions: int
+    staleness: int
+    first_loss: float | None
+    last_loss: float | None
+    evaluation_loss: float | None
+    doubt: str | None
+    stages: tuple[StageUsage, ...]
+    usage_steps: int
+
+    @classmethod
+    def of(cls, metrics: Metrics, usages: Sequence[StageUsage], placement: Placement,
+           usage_steps: int | None = None) -> RunFigures | None:
+        """Of what rank 0 recorded and what all ranks told; None of an attempt that made no step.
+
+        Args:
+            usages: of every stage, and of each of its replicas.
+            usage_steps: the last so many steps, which they are of; None: all of the attempt.
+        """
+        steps, worth = len(metrics.losses), metrics.worth
+        if not steps:
+            return None
+        usage_steps = usage_steps or steps
+        counted = counted_updates(metrics.update_s)
+        rate, efficiency = len(counted) / sum(counted), worth.efficiency
+        used = None if efficiency is None else efficiency.at(rate * worth.tokens)
+        stages_of: dict[int, list[StageUsage]] = {}
+        for rank, usage in zip((rank for ranks in placement for rank in ranks), usages, strict=True):
+            stages_of.setdefault(rank, []).append(usage)
+        ranks = [StageUsage.of_rank(own) for own in stages_of.values()]
+        losses = [loss for loss in (*metrics.past.losses, *metrics.losses) if isfinite(loss)]
+        few = averaged_losses(len(losses))
+        evaluated = [loss for _, loss in (*metrics.past.evaluations, *metrics.evaluations)][-1:]
+        return cls(
+            ranks=len(ranks), steps=steps, steps_done=metrics.steps, samples_per_step=worth.samples,
+            skipped=metrics.skipped, time_s=metrics.attempt_s, counted_steps=len(counted),
+            samples_per_s=rate * worth.samples, tokens_per_s=rate * worth.tokens, step_median_s=median(counted),
+            step_p95_s=p95(counted), peak=None if efficiency is None else efficiency.peak,
+            mfu=None if used is None else used.model, hfu=None if used is None else used.hardware,
+            bubble=finite(bubble((rank.idle_s, rank.working_s) for rank in ranks)),
+            memory_bytes=max(usage.peak_memory_bytes for usage in usages),
+            sent_bytes=sum(rank.bytes_sent for rank in ranks) / usage_steps,
+            versions=max(usage.versions for usage in usages), staleness=max(usage.staleness for usage in usages),
+            first_loss=mean(losses[:few]) if losses else None, last_loss=mean(losses[-few:]) if losses else None,
+            evaluation_loss=evaluated[0] if evaluated and isfinite(evaluated[0]) else None,
+            doubt=None if efficiency is None or used is None else efficiency.doubt(used), stages=tuple(usages),
+            usage_steps=usage_steps)
+
+    def as_json(self) -> dict[str, Any]:
+        """As values that JSON has: :meth:`as_row`, and the stages with the steps that they are of."""
+        return {**self.as_row(), "usage_steps": self.usage_steps, "stages": [
+            {**asdict(usage), "idle_s": finite(usage.idle_s)} for usage in self.stages]}
+
+    def as_row(self) -> dict[str, float | str | None]:
+        """By name, each one value; times are in seconds, sizes in bytes."""
+        row = {name: _short(getattr(self, name)) for name in OWN}
+        if self.peak is None:
+            return row | dict.fromkeys(PEAK)
+        return row | dict(zip(PEAK, (_short(self.peak.tflops), self.peak.devices, str(self.peak)), strict=True))
+
+
+OWN = tuple(field.name for field in fields(RunFigures) if field.name not in ("peak", "stages", "usage_steps"))
+PEAK = ("peak_tflops", "devices", "peak_is")
+"""Keys of :meth:`RunFigures.as_row`: first the former, then the latter."""
+
+
+def _short(value: Any) -> Any:
+    """Digits beyond the sixth are noise."""
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def figure_columns(row: Mapping[str, Any]) -> dict[str, str]:
+    """The figures of a row as people read them, by the heads of a table."""
+    return {"samples/s": f"{row['samples_per_s']:,.1f}", "tokens/s": f"{row['tokens_per_s']:,.0f}",
+            "median": milliseconds(row["step_median_s"]), "p95": milliseconds(row["step_p95_s"]),
+            "MFU": share_text(row["mfu"]), "HFU": share_text(row["hfu"]), "bubble": share_text(row["bubble"]),
+            "memory": size_text(row["memory_bytes"]), "sent": size_text(row["sent_bytes"])}

@@ -34,8 +34,7 @@ from vpipe.schedules.build import build
 from vpipe.schedules.dependencies import Dependencies
 from vpipe.schedules.prepare import is_file
 from vpipe.schedules.schedule import Schedule
-from vpipe.train.device import join
-from vpipe.train.job import Job
+from vpipe.train.job import Job, join
 from vpipe.train.loop import build as build_pipeline
 from vpipe.verify.compression import CutCompression
 from vpipe.verify.reference import asynchronous_oracle, flush_oracle
@@ -119,7 +118,7 @@ def references(job: Job, batches: int) -> Iterator[Reference]:
     compress = uncompressed if compression is None else CutCompression(model, partition, job.placement, compression)
 
     def recipe(trajectory: Trajectory) -> TrainingRecipe:
-        return TrainingRecipe(job.optimizer().from_named, training.num_microbatches, training.seed, job.policy(),
+        return TrainingRecipe(job.optimizer().from_named, training.num_microbatches, training.seed, job.lr_policy(),
                         training.grad_clip, trajectory, compress, training.on_nan == "skip", precision)
 
     trajectory = Trajectory()
