@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +17,13 @@ from vpipe.commands.plan import limit_of, microbatch_choices, updates_every, wit
 from vpipe.config.config import load_config
 from vpipe.launch.checks import hosts_of, ranks_of
 from vpipe.plan.plan import Plan
-from vpipe.plan.profile import Profile
+from vpipe.plan.profile import LinkProfile, Profile, Seconds
+from vpipe.plan.solver import solve
+from vpipe.schedules import registry
+from vpipe.schedules.action import Action, backward, forward, step
+from vpipe.schedules.registry import recipe_named, register_schedule
 from vpipe.train.job import Job, model_digest
+from vpipe.train.planning import request_of
 
 Said = Callable[..., tuple[int, str, str]]
 
@@ -181,3 +186,39 @@ def test_a_plan_is_valid_json_with_the_keys_of_vpipe(said: Said) -> None:
     assert sum(content["partition"]) == 5
     assert len(content["recompute_ratio"]) == len(content["partition"])
     assert content["predictions"]["stages"][0]["memory"]["weights"] >= 4 * MIB
+
+
+def early_forwards(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    """A schedule of a user's own file: 1F1B with twice the forwards ahead, which hides transfers behind computation."""
+    ahead = min(2 * (ranks - 1 - rank), microbatches)
+    yield from (forward(rank, microbatch) for microbatch in range(ahead))
+    for microbatch in range(microbatches):
+        if ahead + microbatch < microbatches:
+            yield forward(rank, ahead + microbatch)
+        yield backward(rank, microbatch)
+    yield step(rank, 0)
+
+
+def test_a_users_schedule_is_planned_and_chosen_when_it_is_the_best(said: Said,
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe_named("1f1b")
+    monkeypatch.setattr(registry, "_RECIPES", dict(registry._RECIPES))
+    register_schedule("early", flush=True, peak_activations=lambda rank, size: min(
+        2 * (size.ranks - rank) - 1, size.microbatches))(early_forwards)
+    # Slow links and slow halves; the memory is too small for all microbatches at once.
+    made = made_profile(5, 2, 2, saved=40 * MIB)
+    layers = tuple(replace(layer, input_half=Seconds(0.01), weight_half=Seconds(0.01), recompute=Seconds(0.01))
+                   for layer in made.layers)
+    made = replace(made, layers=layers, default_link=LinkProfile(0.002, 1e9))
+    monkeypatch.setattr("vpipe.commands.profile.profiles_of", lambda job, sizes: {size: replace(
+        made, identity=replace(made.identity, microbatch_size=size, model=model_digest(job))) for size in sizes})
+    status, out, _ = said("--memory", "400MiB", "-o", "plan.json")
+    assert status == 0
+    assert "\nplan: early, 2 stages" in out
+    assert "\nschedule 1f1b" in out
+    assert Plan.load("plan.json").schedule == "early"
+    settings = ["parallel.schedule=auto", "parallel.partition=auto", "parallel.memory=400MiB"]
+    job = Job.of(load_config(Path("c.yaml"), settings))
+    assert solve(request_of(job, {4: made})).plan.schedule == "early"
+    planned = Job.of(load_config(Path("c.yaml"), ["parallel.plan=plan.json"]))
+    assert planned.schedule.name == "early", "lowered and proved as any"

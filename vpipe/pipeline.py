@@ -32,6 +32,7 @@ from vpipe.runtime.step_results import Step
 from vpipe.runtime.transport.compression import Compression
 from vpipe.schedules.few_microbatches import few_microbatches
 from vpipe.schedules.prepare import ScheduleSpec
+from vpipe.schedules.registry import DEFAULT_SCHEDULE
 from vpipe.schedules.size import Placement
 
 
@@ -132,7 +133,7 @@ class Pipeline:
         stages = given.whole("stages", stages, or_none=True)
         if schedule is not None:
             schedule = os.fspath(schedule) if isinstance(schedule, os.PathLike) else schedule
-            given.word("schedule", schedule, "1f1b")
+            given.word("schedule", schedule, DEFAULT_SCHEDULE)
         microbatches = given.whole("microbatches", microbatches, or_none=True)
         seed = given.whole("seed", seed)
         places = _places(given, placement)
@@ -154,7 +155,7 @@ class Pipeline:
             raise UserError(f"the plan is for a model of {counted(sum(plan.partition), 'layer')}, but this one has "
                             f"{len(model)}", hint="give stages or a partition in its place, or a plan of this model")
         computed = Precision.of(precision, loss_scale)
-        self.schedule = schedule or "1f1b"
+        self.schedule = schedule or DEFAULT_SCHEDULE
         self.microbatches = microbatches = 1 if microbatches is None else microbatches
         if stages is None and partition is None and places is not None:
             stages = len(places)

@@ -10,10 +10,11 @@ import pytest
 from profiles import KIB, any_profile, transformer
 
 from vpipe.errors import UserError
-from vpipe.plan.solver import ASYNCHRONOUS, Request, Solution, solve, without_recompute
+from vpipe.plan.solver import Request, Solution, solve, without_recompute
 from vpipe.plan.solver.candidate_trials import fullest_rank
-from vpipe.plan.solver.schedule_model import even
+from vpipe.plan.solver.schedule_model import equal_widths
 from vpipe.plan.stage_costs import StageMemory, combined_memory
+from vpipe.schedules.registry import planned_schedules
 from vpipe.sizes import parse_size
 
 
@@ -25,7 +26,7 @@ def seconds(solution: Solution) -> float:
 def test_nothing_that_was_simulated_and_fits_is_faster_than_the_plan() -> None:
     made = replace(any_profile(929316374, 7, latency_s=1e-3, bytes_per_s=1e6, cores=2), dispatch_s=5e-4,
                    accumulate_bytes_per_s=1e7)
-    solution = solve(Request({4: made}, 4, 378662, ASYNCHRONOUS))
+    solution = solve(Request({4: made}, 4, 378662, planned_schedules(flush=False)))
     assert solution.alternatives
     assert all(other.seconds_per_sample >= seconds(solution) * (1 - 1e-6) for other in solution.alternatives
                if other.simulated and other.seconds_per_sample is not None)
@@ -34,7 +35,7 @@ def test_nothing_that_was_simulated_and_fits_is_faster_than_the_plan() -> None:
 @pytest.mark.parametrize("schedule", ["interleaved", "zb_v"])
 def test_several_stages_on_a_rank_over_the_limit_are_said_to_be(schedule: str) -> None:
     made = transformer(6)
-    request = Request({8: made}, 2, 200 * KIB, (schedule,), placement=even(schedule, 2, 1))
+    request = Request({8: made}, 2, 200 * KIB, (schedule,), placement=equal_widths(schedule, 2, 1))
     with pytest.raises(UserError) as error:
         solve(request)
     problem = error.value.problems[0]
@@ -50,7 +51,8 @@ def test_several_stages_on_a_rank_over_the_limit_are_said_to_be(schedule: str) -
 @pytest.mark.parametrize(("seed", "layers", "ranks", "solver"), [
     (387717185, 8, 4, "exact"), (405840948, 7, 3, "vpipe"), (520684370, 9, 4, "vpipe")])
 def test_what_is_said_to_fit_fits(seed: int, layers: int, ranks: int, solver: Literal["exact", "vpipe"]) -> None:
-    request = Request({2: any_profile(seed, layers)}, ranks, 120 * KIB, ASYNCHRONOUS, recompute=0.5, solver=solver)
+    request = Request({2: any_profile(seed, layers)}, ranks, 120 * KIB, planned_schedules(flush=False), recompute=0.5,
+                      solver=solver)
     with pytest.raises(UserError) as error:
         solve(request)
     assert "into 120 KiB per rank" in error.value.problems[0].what
@@ -61,7 +63,7 @@ def test_what_is_said_to_fit_fits(seed: int, layers: int, ranks: int, solver: Li
 
 def test_the_limit_without_recomputing_is_one() -> None:
     made = replace(any_profile(855676121, 9, latency_s=1e-3, bytes_per_s=1e6, cores=1), accumulate_bytes_per_s=1e7)
-    request = Request({4: made}, 8, 312390, ("gpipe",), placement=even("gpipe", 8, 2))
+    request = Request({4: made}, 8, 312390, ("gpipe",), placement=equal_widths("gpipe", 8, 2))
     tight = solve(request)
     assert any(tight.plan.recomputed)
     found = without_recompute(request, tight)
@@ -81,7 +83,7 @@ def test_a_rank_works_on_one_stage_at_a_time() -> None:
     one = StageMemory(1, 2, 3, 4, 5, 6)
     assert combined_memory([one, replace(one, working=10)]) == StageMemory(2, 4, 6, 8, 10, 10)
     made = transformer(6)
-    plan = solve(Request({8: made}, 2, None, ("interleaved",), placement=even("interleaved", 2, 1))).plan
+    plan = solve(Request({8: made}, 2, None, ("interleaved",), placement=equal_widths("interleaved", 2, 1))).plan
     assert plan.predictions is not None
     stages = [stage.memory for stage in plan.predictions.stages]
     assert fullest_rank(plan.predictions)[1] == max(combined_memory(stages[:3:2]).peak,

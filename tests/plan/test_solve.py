@@ -16,17 +16,26 @@ from profiles import KIB, any_profile, layer, profile, transformer
 from vpipe.errors import UserError
 from vpipe.plan.activation_memory import ActivationMemory
 from vpipe.plan.predict import predict
-from vpipe.plan.profile import Profile
-from vpipe.plan.solver import ASYNCHRONOUS, SYNCHRONOUS, Request, better_partition, solve, without_recompute
+from vpipe.plan.profile import Profile, Seconds
+from vpipe.plan.solver import Request, better_partition, solve, without_recompute
 from vpipe.plan.solver.candidate_trials import fullest_rank
 from vpipe.plan.solver.partition_search import TOLERANCE
-from vpipe.plan.solver.schedule_model import ScheduleModel, even, placed
+from vpipe.plan.solver.schedule_model import (
+    ScheduleModel,
+    ScheduleTraits,
+    equal_widths,
+    placement_of_widths,
+    traits_of,
+)
 from vpipe.plan.solver.search_space import Choice, SearchSpace
 from vpipe.plan.solver.stage_table import StageDemand, StageTable
 from vpipe.plan.stage_costs import stage_costs, stage_memory
+from vpipe.schedules import registry
+from vpipe.schedules.action import Action, backward, forward, step
 from vpipe.schedules.build import build
 from vpipe.schedules.costs import StageCosts
 from vpipe.schedules.peaks import rank_peaks, stage_peaks
+from vpipe.schedules.registry import planned_schedules, recipe_named, register_schedule
 
 
 def subsets(layers: range) -> Iterator[tuple[int, ...]]:
@@ -103,7 +112,7 @@ def by_formula(made: Profile, form: ScheduleModel, partition: tuple[int, ...], w
     behind, sums, costs, work = sum(widths), 0.0, [], 0.0
     first = 0
     for stage, (size, width) in enumerate(zip(partition, widths, strict=True)):
-        best = fastest(made, range(first, first + size), form.hold(behind, width), form.split, limit)
+        best = fastest(made, range(first, first + size), form.demand(behind, width), form.traits.split, limit)
         if best is None:
             return float("inf")
         link, last = made.default_link, stage == len(widths) - 1
@@ -111,12 +120,12 @@ def by_formula(made: Profile, form: ScheduleModel, partition: tuple[int, ...], w
                                         + stage_costs(made, range(first + size, len(made.layers))).gradient_bytes
                                         / link.bytes_per_s)
         time = best.forward_s + best.input_s + best.weight_s + best.recompute_s
-        held_up = time + behind_cost * form.tight
+        held_up = time + behind_cost * form.traits.tight
         summed = 2 * link.latency_s + 2 * (width - 1) / width * best.reduce_bytes / link.bytes_per_s if width > 1 else 0
         if form.flush:
-            alone = max(0.0, time - form.filled * (best.weight_s - made.dispatch_s * form.split))
+            alone = max(0.0, time - form.traits.filling_halves * (best.weight_s - made.dispatch_s * form.traits.split))
             sums += alone + behind_cost
-            costs.append(form.own(width) * held_up + best.step_s + summed - alone)
+            costs.append(form.per_replica(width) * held_up + best.step_s + summed - alone)
             work += form.microbatches * time + width * best.step_s
         else:
             work += time + best.step_s / form.every
@@ -133,7 +142,7 @@ def test_the_best_partition_is_the_best_of_all(schedule: str, seed: int, cores: 
     made = replace(any_profile(seed, 6, latency_s=0.001, bytes_per_s=1e7, cores=cores), dispatch_s=0.0005,
                    copy_bytes_per_s=1e7)
     free = SearchSpace(Request({6: made}, 3, None, (schedule,)))
-    choice = Choice(schedule, 6, even(schedule, 3, 1))
+    choice = Choice(schedule, 6, equal_widths(schedule, 3, 1))
     least = free.formula(choice, None).least_bytes()
     assert least is not None
     limit = int(least.greatest * (1 + room))
@@ -172,23 +181,24 @@ def test_the_best_widths_are_the_best_of_all(schedule: str, seed: int, room: flo
 def test_what_stages_hold_is_what_the_programs_say(schedule: str, widths: tuple[int, ...], microbatches: int) -> None:
     if len(set(widths)) > 1 and schedule.startswith("zb"):
         return  # only equal widths are searched
-    placement = placed(widths)
+    placement = placement_of_widths(widths)
     told, free = (ScheduleModel(schedule, microbatches, None, 4, given) for given in (placement, None))
     flush = told.flush
     built = build(schedule, placement, microbatches if flush else 12 * told.every, None if flush else told.every)
     activations, versions = rank_peaks(built), stage_peaks(built)
     behind = 4
     for stage, crew in enumerate(placement):
-        hold = told.hold(behind, len(crew))
+        hold = told.demand(behind, len(crew))
         assert hold.in_flight == max(activations[rank].peak_activations for rank in crew)
-        assert hold.weight_halves == (max(activations[rank].peak_weight_halves for rank in crew) if told.split else 0)
+        halves = max(activations[rank].peak_weight_halves for rank in crew)
+        assert hold.weight_halves == (halves if told.traits.split else 0)
         assert hold.versions >= versions[stage].versions
         if not schedule.startswith("zb"):
-            assert free.hold(behind, len(crew)).in_flight == hold.in_flight
+            assert free.demand(behind, len(crew)).in_flight == hold.in_flight
         behind -= len(crew)
 
 
-@pytest.mark.parametrize("schedules", [SYNCHRONOUS, ASYNCHRONOUS])
+@pytest.mark.parametrize("schedules", [planned_schedules(flush=True), planned_schedules(flush=False)])
 def test_a_plan_keeps_its_limit_when_simulated(schedules: tuple[str, ...]) -> None:
     made = transformer(4, latency_s=1e-4)
     limit = 520 * KIB
@@ -204,7 +214,7 @@ def test_a_plan_keeps_its_limit_when_simulated(schedules: tuple[str, ...]) -> No
 
 def test_more_memory_is_never_slower_and_removes_recomputing() -> None:
     made = transformer(4)
-    request = Request({8: made}, 4, 400 * KIB, ("1f1b",), placement=even("1f1b", 4, 1))
+    request = Request({8: made}, 4, 400 * KIB, ("1f1b",), placement=equal_widths("1f1b", 4, 1))
     tight = solve(request)
     assert any(tight.plan.recompute_layers)
     found = without_recompute(request, tight)
@@ -223,7 +233,7 @@ def seconds(solution: object) -> float:
 @given(st.integers(0, 10**6), st.sampled_from(["1f1b", "pipedream"]))
 def test_the_heuristic_of_the_paper_is_never_better(seed: int, schedule: str) -> None:
     made = any_profile(seed, 10)
-    choice = Choice(schedule, 6, even(schedule, 3, 1))
+    choice = Choice(schedule, 6, equal_widths(schedule, 3, 1))
     least = SearchSpace(Request({6: made}, 3)).formula(choice, None).least_bytes()
     assert least is not None
     scope = SearchSpace(Request({6: made}, 3, int(1.5 * least.greatest), (schedule,)))
@@ -281,7 +291,7 @@ def test_impossible_requests_are_refused() -> None:
 def test_ranks_that_share_cores_gain_nothing_from_being_many() -> None:
     layers = [layer(f"l{number}", 0.01) for number in range(8)]
     shared = profile(layers, cores=2, ranks_per_host=4)
-    plan = solve(Request({8: shared}, 4, None, ("1f1b",), placement=even("1f1b", 4, 1))).plan
+    plan = solve(Request({8: shared}, 4, None, ("1f1b",), placement=equal_widths("1f1b", 4, 1))).plan
     assert plan.predictions is not None
     assert plan.predictions.seconds_per_sample >= 8 * 0.03 / 2 / 4
 
@@ -297,3 +307,71 @@ def test_a_run_that_is_out_of_balance_gets_a_better_partition() -> None:
     assert 0.1 < gain < 0.5
     shared = replace(request, profiles={8: replace(made, cores=1)})
     assert better_partition(shared, (4, 4, 4), sets, (0.12, 0.12, 0.24))[1] < 0.05, "one core does the work of all"
+
+
+def early_forwards(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    """A user's schedule, eager 1F1B: twice the forwards ahead, so that transfers hide behind computation."""
+    ahead = min(2 * (ranks - 1 - rank), microbatches)
+    for microbatch in range(ahead):
+        yield forward(rank, microbatch)
+    for microbatch in range(microbatches):
+        if ahead + microbatch < microbatches:
+            yield forward(rank, ahead + microbatch)
+        yield backward(rank, microbatch)
+    yield step(rank, 0)
+
+
+def deadlocks(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    for microbatch in range(microbatches):
+        yield backward(rank, microbatch)
+        yield forward(rank, microbatch)
+    yield step(rank, 0)
+
+
+def fails_when_large(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    if microbatches == 12:
+        raise ZeroDivisionError
+    yield from early_forwards(rank, ranks, microbatches)
+
+
+@pytest.fixture
+def _users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schedules that a user registers: a good one, and two that cannot run."""
+    recipe_named("1f1b")
+    monkeypatch.setattr(registry, "_RECIPES", dict(registry._RECIPES))
+    register_schedule("early", flush=True, peak_activations=lambda rank, size: min(
+        2 * (size.ranks - rank) - 1, size.microbatches))(early_forwards)
+    register_schedule("deadlocks", flush=True)(deadlocks)
+    register_schedule("fails", flush=True)(fails_when_large)
+
+
+@pytest.mark.usefixtures("_users")
+def test_a_registered_schedule_is_planned_and_chosen_when_it_is_the_best() -> None:
+    assert {"early", "deadlocks", "fails"} <= set(planned_schedules(flush=True))
+    traits = traits_of(recipe_named("early"))
+    assert (traits.split, traits.filling_halves, traits.tight, traits.by_depth) == (False, 0.0, False, True)
+    # Slow links, halves that take long, and no memory for all microbatches at once: neither 1F1B nor ZB-H2 nor GPipe.
+    slow = [replace(each, input_half=Seconds(0.03), weight_half=Seconds(0.03)) for each in (
+        layer(f"l{number}", 0.01, recompute_s=0.05, saved=64 * KIB) for number in range(4))]
+    made = profile(slow, latency_s=0.005)
+    solution = solve(Request({12: made}, 4, 600 * KIB, placement=equal_widths("early", 4, 1)))
+    assert solution.plan.schedule == "early"
+    others = {other.what: other for other in solution.alternatives}
+    assert others["schedule 1f1b"].seconds_per_sample > 1.05 * seconds(solution)
+    assert "deadlock" in others["schedule deadlocks"].why or "needs" in others["schedule deadlocks"].why
+    assert "ZeroDivisionError" in others["schedule fails"].why
+
+
+@pytest.mark.parametrize(("schedule", "traits"), [
+    ("gpipe", ScheduleTraits(False, 0.0, False, True)), ("1f1b", ScheduleTraits(False, 0.0, True, True)),
+    ("zb_h1", ScheduleTraits(True, 2.0, True, False)), ("zb_h2", ScheduleTraits(True, 3.0, False, False)),
+    ("pipedream", ScheduleTraits(False, 0.0, True, True)), ("2bw", ScheduleTraits(False, 0.0, True, True)),
+    ("pipedream_vertical_sync", ScheduleTraits(False, 0.0, True, False)), ("zb_v", ScheduleTraits(True)),
+    ("interleaved", ScheduleTraits())])
+def test_the_properties_of_a_schedule_are_measured(schedule: str, traits: ScheduleTraits) -> None:
+    assert traits_of(recipe_named(schedule)) == traits
+
+
+def test_the_planner_tries_what_is_registered_as_planned() -> None:
+    assert planned_schedules(flush=True) == ("1f1b", "gpipe", "interleaved", "zb_h1", "zb_h2", "zb_v")
+    assert planned_schedules(flush=False) == ("2bw", "pipedream")

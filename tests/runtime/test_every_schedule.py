@@ -22,7 +22,8 @@ from vpipe.schedules.build import build
 from vpipe.schedules.csv_format import write_csv
 from vpipe.schedules.registry import _RECIPES, recipe_named, schedule_names
 from vpipe.schedules.size import Size, default_placement
-from vpipe.verify.reference import VERSIONS, ReferenceRun, TrainingRecipe, asynchronous_oracle, flush_oracle
+from vpipe.verify.reference import ReferenceRun, TrainingRecipe, asynchronous_oracle, flush_oracle
+from vpipe.verify.reference_versions import version_rule
 
 FLUSH = [name for name in schedule_names() if recipe_named(name).flush]
 STREAMS = [name for name in schedule_names() if not recipe_named(name).flush]
@@ -55,7 +56,7 @@ def streamed(name: str, stages: int, every: int, batches: int) -> ReferenceRun:
     return asynchronous_oracle(rich_model(), rich_batches(batches, MICROBATCHES),
                                TrainingRecipe(AdamW().from_named, MICROBATCHES, 2, decay, 0.5), cut(name, stages),
                                every,
-                               version_of=VERSIONS[name])
+                               version_of=version_rule(name))
 
 
 @pytest.mark.parametrize("recompute", [0.0, [0.0, 1.0], 1.0], ids=["kept", "mixed", "recomputed"])
@@ -214,7 +215,7 @@ def test_a_stream_that_pauses_equals_its_oracle(name: str) -> None:
     losses += [step.loss for step in pipe.train(second)]
     expected = asynchronous_oracle(model, first + second, TrainingRecipe(AdamW().from_named, MICROBATCHES, 2),
                                    partition, 4,
-                                   drained_at=[2 * MICROBATCHES], version_of=VERSIONS[name])
+                                   drained_at=[2 * MICROBATCHES], version_of=version_rule(name))
     assert losses == expected.losses
     assert_same_state(pipe.state_dict(), expected.state)
 
@@ -225,7 +226,7 @@ def test_a_layer_that_checkpoints_itself_recomputes_with_the_version_of_its_forw
     pipe = Pipeline(model, schedule=name, microbatches=MICROBATCHES, partition=partition, optimizer=AdamW(), seed=2)
     losses = [step.loss for step in pipe.train(batches)]
     expected = asynchronous_oracle(model, batches, TrainingRecipe(AdamW().from_named, MICROBATCHES, 2), partition,
-                                   pipe.update_every, version_of=VERSIONS[name])
+                                   pipe.update_every, version_of=version_rule(name))
     assert losses == expected.losses
 
 

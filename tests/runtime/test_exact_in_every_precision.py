@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from vpipe import Layer, Model, Pipeline
 from vpipe.runtime.state_dict import Position
 from vpipe.runtime.step_results import Step
+from vpipe.schedules.registry import recipe_named
 from vpipe.verify import reference_optimizer
 from vpipe.verify.reference import (
     FROM_SCRATCH,
-    VERSIONS,
     ReferenceRun,
     TrainingRecipe,
     asynchronous_oracle,
@@ -28,6 +28,7 @@ from vpipe.verify.reference import (
 )
 from vpipe.verify.reference_model import ReferencePrecision
 from vpipe.verify.reference_optimizer import InitialState
+from vpipe.verify.reference_versions import version_rule
 
 MICROBATCHES = 4
 REDUCED = ["bf16", "bf16_pure", "fp16"]
@@ -48,9 +49,9 @@ def oracle(model: Model, batches: Sequence[Mapping[str, Tensor]], how: TrainingR
            start: InitialState = FROM_SCRATCH) -> ReferenceRun:
     """Of a pipeline's arrangement."""
     widths = list(map(len, pipe.placement))
-    if pipe.schedule in VERSIONS:
+    if not recipe_named(pipe.schedule).flush:
         return asynchronous_oracle(model, batches, how, pipe.partition, pipe.update_every,
-                                   version_of=VERSIONS[pipe.schedule], widths=widths, start=start)
+                                   version_of=version_rule(pipe.schedule), widths=widths, start=start)
     return flush_oracle(model, batches, how, pipe.partition, widths, start)
 
 

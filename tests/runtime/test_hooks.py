@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from vpipe import Layer, Model, Pipeline
 from vpipe.errors import UserError
 from vpipe.verify.reference import TrainingRecipe, asynchronous_oracle
-from vpipe.verify.reference_versions import VERSIONS
+from vpipe.verify.reference_versions import version_rule
 
 Call = tuple[str, float]
 """A hook that ran, and the sum of the gradient that it was given."""
@@ -120,7 +120,7 @@ def stashed(model: Model, batches: Sequence[Mapping[str, Tensor]], count: int, s
     used = model.materialize(2)
     for i, fields in enumerate(microbatches(batches, count)):
         for s, name in enumerate(names):
-            used[name].load_state_dict(history[s][VERSIONS[schedule](i, s, [1] * stages, every)])
+            used[name].load_state_dict(history[s][version_rule(schedule)(i, s, [1] * stages, every)])
             for mine, theirs in zip(whole[name].parameters(), used[name].parameters(), strict=True):
                 theirs.grad = mine.grad
         loss = chain(used, model, fields)

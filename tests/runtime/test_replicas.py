@@ -34,13 +34,13 @@ from vpipe.schedules.build import build
 from vpipe.schedules.registry import recipe_named, schedule_names
 from vpipe.schedules.size import Placement
 from vpipe.verify.reference import (
-    VERSIONS,
     ReferenceRun,
     TrainingRecipe,
     asynchronous_oracle,
     evaluate_oracle,
     flush_oracle,
 )
+from vpipe.verify.reference_versions import version_rule
 
 WIDTHS = [(2, 1), (1, 2), (1, 3, 2), (2, 2, 2), (2, 1, 2)]
 FOLDED = [name for name in schedule_names()
@@ -184,7 +184,7 @@ def streams(widths: Sequence[int], schedule: str, every: int, microbatches: int,
     pipe.evaluate(batches[:1])
     steps += pipe.train(batches[first:])
     expected = asynchronous_oracle(model, batches, recipe(microbatches, clip), pipe.partition, every,
-                                   [first * microbatches], VERSIONS[schedule], widths)
+                                   [first * microbatches], version_rule(schedule), widths)
     assert_same(pipe, steps, expected)
     return steps
 

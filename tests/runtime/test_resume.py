@@ -19,8 +19,9 @@ from vpipe.errors import UserError
 from vpipe.runtime.state_dict import Position
 from vpipe.runtime.step_results import Step
 from vpipe.train.optimizers import OptimizerSettings
-from vpipe.verify.reference import VERSIONS, TrainingRecipe, asynchronous_oracle, flush_oracle
+from vpipe.verify.reference import TrainingRecipe, asynchronous_oracle, flush_oracle
 from vpipe.verify.reference_optimizer import InitialState
+from vpipe.verify.reference_versions import version_rule
 
 Saved = tuple[Position, Mapping[str, Tensor]]
 MICROBATCHES = 4
@@ -181,7 +182,7 @@ def test_without_a_flush_any_cut_goes_on_as_its_oracle_from_there(data: st.DataO
             model, alone[start.microbatches:position.microbatches], TrainingRecipe(AdamW().from_named, 1, 2, decay,
                                                                                    0.5),
             pipe.partition, pipe.update_every, range(start.microbatches, position.microbatches, span),
-            VERSIONS[arguments["schedule"]], list(map(len, pipe.placement)), start)
+            version_rule(arguments["schedule"]), list(map(len, pipe.placement)), start)
         assert losses == oracle.losses
         same_bits(tensors, oracle.tensors)
         start = InitialState(position.steps, position.microbatches, 0, tensors)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline
-from vpipe.verify.reference import VERSIONS, TrainingRecipe, asynchronous_oracle, flush_oracle
+from vpipe.verify.reference import TrainingRecipe, asynchronous_oracle, flush_oracle
+from vpipe.verify.reference_versions import version_rule
 
 WIDTH, SAMPLES, MICROBATCHES, BATCHES = 5, 8, 4, 6
 FINE, HURT = 1.0, 0.0
@@ -109,7 +110,7 @@ def test_without_a_flush_each_stage_decides_for_itself(schedule: str, every: int
     steps = list(pipe.train(batches(**ODD[odd])))
     widths = [len(ranks) for ranks in pipe.placement]
     run = asynchronous_oracle(model(), batches(**ODD[odd]), recipe(0.1), [2, 1, 2], every,
-                              version_of=VERSIONS[schedule], widths=widths)
+                              version_of=version_rule(schedule), widths=widths)
     assert_same(pipe, [step.loss for step in steps], run)
     per_step = every * max(widths)
     assert [step.index for step in steps if step.skipped] == [5 // per_step, 21 // per_step]

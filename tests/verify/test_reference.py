@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from vpipe import Layer, Model
 from vpipe.model.layer import seed_of
-from vpipe.verify.reference import VERSIONS, TrainingRecipe, asynchronous_oracle, flush_oracle
+from vpipe.verify.reference import TrainingRecipe, asynchronous_oracle, flush_oracle
+from vpipe.verify.reference_versions import version_rule
 from vpipe.verify.trajectory import Trajectory
 
 EPS = torch.finfo(torch.float32).eps
@@ -183,12 +184,12 @@ def test_two_to_one_by_hand() -> None:
 
 def test_the_versions_of_one_three_two() -> None:
     """Six ranks stand at stage 0 and behind it, five at stage 1, two at stage 2: warm-ups of 5, 1 and 0 forwards."""
-    versions = [[VERSIONS["pipedream"](i, s, (1, 3, 2), 1) for i in range(12)] for s in range(3)]
+    versions = [[version_rule("pipedream")(i, s, (1, 3, 2), 1) for i in range(12)] for s in range(3)]
     assert versions == [[0, 0, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6],
                         [0, 0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 2],
                         [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]]
-    assert [VERSIONS["2bw"](i, 1, (1, 3, 2), 2) for i in range(24)] == [0] * 12 + [1] * 6 + [2] * 6
-    assert [VERSIONS["pipedream_vertical_sync"](i, s, (2, 2, 2), 1) for s in range(3) for i in range(8)] == 3 * [
+    assert [version_rule("2bw")(i, 1, (1, 3, 2), 2) for i in range(24)] == [0] * 12 + [1] * 6 + [2] * 6
+    assert [version_rule("pipedream_vertical_sync")(i, s, (2, 2, 2), 1) for s in range(3) for i in range(8)] == 3 * [
         0, 0, 0, 0, 0, 0, 1, 1]
 
 

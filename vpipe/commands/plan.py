@@ -21,8 +21,9 @@ from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
 from vpipe.plan.profile import Profile
 from vpipe.plan.recompute import recomputed_layers
-from vpipe.plan.solver import ASYNCHRONOUS, SYNCHRONOUS, Alternative, Request, Solution, solve, without_recompute
+from vpipe.plan.solver import Alternative, Request, Solution, solve, without_recompute
 from vpipe.schedules.prepare import is_file
+from vpipe.schedules.registry import DEFAULT_ASYNCHRONOUS, DEFAULT_SCHEDULE, planned_schedules
 from vpipe.sizes import parse_size, size_text
 
 PIPE_COLUMNS = 200
@@ -65,7 +66,7 @@ def run_plan(options: argparse.Namespace) -> None:
     own = own_choice(job.config, job.partition, job.placement, by_count, limit_bytes) if ranks == own_ranks else None
     known = (own.plan,) if own is not None and own.plan is not None and options.solver == "exact" else ()
     request = Request(by_count, ranks, limit_bytes,
-                      ASYNCHRONOUS if job.config.parallel.asynchronous else SYNCHRONOUS,
+                      planned_schedules(flush=not job.config.parallel.asynchronous),
                       updates_every(job.config, by_count), known=known, solver=options.solver)
     if len(job.model) * ranks >= MANY:
         print(f"searching: {len(job.model)} layers on {ranks} ranks", file=sys.stderr, flush=True)
@@ -86,9 +87,9 @@ def _check(ranks: int | None, output: Path | None) -> None:
 
 def with_ranks(config: Config, ranks: int) -> Config:
     """A config of so many ranks, a stage on each, with a schedule of the same kind: to be measured, not to be run."""
-    kind = ASYNCHRONOUS if config.parallel.asynchronous else SYNCHRONOUS
     return config.model_copy(update={"machines": None}).with_parallel(
-        model_parallel_size=ranks, schedule="pipedream" if kind is ASYNCHRONOUS else "1f1b", partition=AUTO,
+        model_parallel_size=ranks, partition=AUTO,
+        schedule=DEFAULT_ASYNCHRONOUS if config.parallel.asynchronous else DEFAULT_SCHEDULE,
         recompute=0.0, stage_to_rank_map=None, data_parallel_size=1, chunks=None, compress="none",
         compress_rounding="nearest", warmup_depth=None, plan=None)
 

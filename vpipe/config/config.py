@@ -9,7 +9,7 @@ from pydantic import Field
 
 from vpipe.config.apply_plan import drop_what_follows, put_plan
 from vpipe.config.machines import machine_mistakes
-from vpipe.config.parallel import SCHEDULERS, ParallelSection
+from vpipe.config.parallel import SCHEDULE_OF_SCHEDULERS, SCHEDULERS, ParallelSection
 from vpipe.config.sections import (
     CheckpointSection,
     DatasetSection,
@@ -26,7 +26,6 @@ from vpipe.config.vpipe_flat import FLAT_KEYS, is_flat, to_native
 from vpipe.config.yaml_tree import Place, Tree, describe, parse, read_yaml, write
 from vpipe.errors import UserError
 from vpipe.runtime.executors.registry import NO_TIMELINE, THREADED
-from vpipe.schedules.passes import REVERSIBLE
 from vpipe.schedules.registry import recipe_if_any
 
 DEEPEST = 8
@@ -122,9 +121,9 @@ def load_config(path: Path, overrides: Sequence[str] = (), scheduler: str | None
         told = {key for key, _ in settings}
         settings.append(("parallel.scheduler", Tree.leaf(scheduler, place)))
         if scheduler in SCHEDULERS:
-            meant = {"parallel.schedule": REVERSIBLE, "parallel.executor": scheduler}
+            meant = {"parallel.schedule": SCHEDULE_OF_SCHEDULERS, "parallel.executor": scheduler}
             settings += [(key, Tree.leaf(value, place)) for key, value in meant.items() if key not in told]
-            drop_what_follows(tree, {"parallel.schedule": REVERSIBLE})
+            drop_what_follows(tree, {"parallel.schedule": SCHEDULE_OF_SCHEDULERS})
     if resolved:
         drop_removed(tree)
         drop_what_follows(tree, {key: part.value for key, part in settings})

@@ -15,14 +15,16 @@ from vpipe.config.yaml_tree import describe
 from vpipe.errors import UserError, nearest
 from vpipe.plan.recompute import MOST_LAYERS, ranges
 from vpipe.runtime.executors.registry import Executor, refusal
-from vpipe.schedules.passes import REVERSIBLE
 from vpipe.schedules.prepare import has_flush, is_file
-from vpipe.schedules.registry import recipe_if_any, schedule_names
+from vpipe.schedules.registry import DEFAULT_SCHEDULE, recipe_if_any, schedule_names
 from vpipe.schedules.size import MOST_MICROBATCHES, MOST_RANKS, MOST_STAGES, Placement, first_missing
 from vpipe.sizes import parse_size
 
 Scheduler = Literal["naive", "async_threaded"]
 SCHEDULERS: tuple[str, ...] = get_args(Scheduler)
+
+SCHEDULE_OF_SCHEDULERS = "gpipe"
+"""The schedule that OurGPipe's schedulers run."""
 
 AUTO = "auto"
 """What is measured and planned when the run starts."""
@@ -111,9 +113,10 @@ class ParallelSection(Section):
     data_parallel_size: int = Field(1, ge=1, le=MOST_RANKS, description="replicas of the whole pipeline, where "
                                                                         "stage_to_rank_map does not give the ranks of "
                                                                         "each stage")
-    schedule: str = Field("1f1b", min_length=1, description="order of forwards, backwards and updates, such as "
-                                                            "gpipe, 1f1b or pipedream; auto, the fastest with a flush; "
-                                                            "or a CSV file of actions, from the current folder")
+    schedule: str = Field(DEFAULT_SCHEDULE, min_length=1, description="order of forwards, backwards and updates, such "
+                                                                      "as gpipe, 1f1b or pipedream; auto, the fastest "
+                                                                      "with a flush; or a CSV file of actions, from "
+                                                                      "the current folder")
     chunks: int | None = Field(None, ge=1, le=MOST_STAGES, description="stages per rank, for schedules that may have "
                                                                        "any number of them (interleaved, looped_bfs, "
                                                                        "hanayo); null takes the schedule's own")
@@ -181,7 +184,7 @@ class ParallelSection(Section):
     @property
     def standing_in(self) -> ParallelSection:
         """With a schedule and nothing recomputed in place of what is to be planned; it has the same ranks."""
-        return self.model_copy(update={"schedule": "1f1b" if self.schedule == AUTO else self.schedule,
+        return self.model_copy(update={"schedule": DEFAULT_SCHEDULE if self.schedule == AUTO else self.schedule,
                                        "recompute": 0.0 if self.recompute == AUTO else self.recompute})
 
     @property
@@ -219,7 +222,7 @@ class ParallelSection(Section):
         if not isinstance(data, dict) or data.get("scheduler") not in SCHEDULERS:
             return data
         scheduler = data["scheduler"]
-        meant = {"schedule": REVERSIBLE, "executor": scheduler}
+        meant = {"schedule": SCHEDULE_OF_SCHEDULERS, "executor": scheduler}
         hint = "leave one of the two out, the scheduler of a file with --set parallel.scheduler=null"
         wrong = [Mistake((key,), f"is {describe(data[key])}, but scheduler: {scheduler} means {key}: {value}", hint)
                  for key, value in meant.items() if data.get(key, value) != value]

@@ -24,7 +24,7 @@ from vpipe.config.sections import MOST_SAMPLES, MOST_STEPS, FilePath, Ints, Laye
 from vpipe.config.validation import Mistake, Section, checked, unavailable
 from vpipe.config.yaml_tree import Place, Tree, read_json
 from vpipe.errors import Problem, UserError
-from vpipe.schedules.registry import recipe_if_any
+from vpipe.schedules.registry import DEFAULT_ASYNCHRONOUS, DEFAULT_SCHEDULE, recipe_if_any
 
 MINIBATCHES_PER_FLUSH = 32
 WARMUP_SHARE = 0.2
@@ -231,7 +231,7 @@ def _put_updates(flat: FlatConfig, stages: int, put: Callable[[str, str, object]
     put("training.lr_policy", "learning_rate_policy", flat.learning_rate_policy)
     if flat.learning_rate_policy != "step":
         put("training.warmup_steps", "learning_rate_policy", WARMUP_SHARE)
-    default = "pipedream" if asp else "1f1b"
+    default = DEFAULT_ASYNCHRONOUS if asp else DEFAULT_SCHEDULE
     put("parallel.schedule", "schedule" if flat.schedule else "sync_mode", flat.schedule or default)
     put("parallel.update_every", "macrobatch", every)
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from vpipe.errors import UserError
 from vpipe.schedules.action import COMPUTE, RETURNS, Action, Op
+from vpipe.schedules.registry import reversible_schedules
 from vpipe.schedules.schedule import Schedule
 
 COMPUTE_ONLY = COMPUTE | {Op.STEP, Op.USE}
@@ -34,10 +35,6 @@ def with_recompute(program: Iterator[Action], stages: Collection[int]) -> Iterat
         yield action
 
 
-REVERSIBLE = "gpipe"
-"""The one schedule whose backwards may come in any order: every forward is before every backward."""
-
-
 def reverse_backwards(schedule: Schedule) -> Schedule:
     """Return a schedule that is not lowered yet with the backwards of every rank from the last microbatch to the first.
 
@@ -51,17 +48,18 @@ def reverse_backwards(schedule: Schedule) -> Schedule:
     forward are still in the caches, and autograd frees its memory in the reverse of the order in which it took it.
 
     Raises:
-        UserError: the schedule is another one.
+        UserError: a rank has a forward behind a backward, or backwards in halves.
     """
-    if schedule.name != REVERSIBLE:
-        raise UserError(f"'{schedule.name}' cannot run its backwards from the last microbatch to the first",
-                        hint=f"only {REVERSIBLE} can")
-    return schedule.with_programs([_reversed(program) for program in schedule.programs])
+    return schedule.with_programs([_reversed(schedule.name, program) for program in schedule.programs])
 
 
-def _reversed(program: Sequence[Action]) -> list[Action]:
+def _reversed(name: str, program: Sequence[Action]) -> list[Action]:
     backwards = [action for action in program if action.op in (Op.RECOMPUTE, Op.BACKWARD)]
     first = program.index(backwards[0]) if backwards else len(program)
+    steps = program[first + len(backwards):]
+    if any(action.op is not Op.STEP for action in steps):
+        raise UserError(f"'{name}' cannot run its backwards from the last microbatch to the first",
+                        hint=f"they must follow all forwards of a rank, as in {' or '.join(reversible_schedules())}")
     # The sort is stable: a recomputation stays right before its backward.
     backwards.sort(key=lambda action: -action.microbatch)
-    return [*program[:first], *backwards, *program[first + len(backwards):]]
+    return [*program[:first], *backwards, *steps]

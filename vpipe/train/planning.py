@@ -21,11 +21,12 @@ from vpipe.config.parallel import AUTO
 from vpipe.errors import PlanningError, Problem, UserError
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Identity, Profile
-from vpipe.plan.solver import SYNCHRONOUS, Request, Solution, solve
+from vpipe.plan.solver import Request, Solution, solve
 from vpipe.profiling.cache import cached, store
 from vpipe.profiling.identity import identify
 from vpipe.profiling.measure import measure
 from vpipe.profiling.world import World
+from vpipe.schedules.registry import planned_schedules
 from vpipe.train.job import Job, device_of, join, microbatch_of, model_name
 from vpipe.train.optimizers import OptimizerSettings
 from vpipe.train.run_folder import CONFIG, PROFILE
@@ -92,7 +93,7 @@ def request_of(job: Job, profiles: Mapping[int, Profile]) -> Request:
     parallel, microbatches = job.config.parallel, job.config.training.num_microbatches
     return Request(
         profiles, job.schedule.ranks, memory_limit(job.config, profiles[microbatches]),
-        SYNCHRONOUS if parallel.schedule == AUTO else (parallel.schedule,),
+        planned_schedules(flush=True) if parallel.schedule == AUTO else (parallel.schedule,),
         {microbatches: parallel.update_every}, job.placement,
         None if "partition" in parallel.to_plan else job.partition,
         None if isinstance(parallel.recompute, str) else parallel.recompute)

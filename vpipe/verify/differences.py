@@ -33,6 +33,7 @@ from vpipe.schedules.action import COMPLETES
 from vpipe.schedules.build import build
 from vpipe.schedules.dependencies import Dependencies
 from vpipe.schedules.prepare import is_file
+from vpipe.schedules.registry import VersionRule, recipe_named
 from vpipe.schedules.schedule import Schedule
 from vpipe.train.job import Job, join
 from vpipe.train.loop import build as build_pipeline
@@ -40,7 +41,6 @@ from vpipe.verify.compression import CutCompression
 from vpipe.verify.reference import asynchronous_oracle, flush_oracle
 from vpipe.verify.reference_model import ReferencePrecision
 from vpipe.verify.reference_optimizer import TrainingRecipe, uncompressed
-from vpipe.verify.reference_versions import VERSIONS, VersionRule
 from vpipe.verify.trajectory import Trajectory
 
 _DEFECT = "this is a defect of vpipe: please report it"
@@ -216,9 +216,10 @@ def _microbatches_of_step(job: Job) -> int:
 
 
 def _version_rule(name: str, schedule: Schedule, microbatches: int) -> VersionRule:
-    """Return the version rule of a schedule; for one that a user registered or wrote, the versions in its actions."""
-    if name in VERSIONS:
-        return VERSIONS[name]
+    """Return the closed form of a schedule's versions; without one, or for a file, the versions in its actions."""
+    recipe = None if is_file(name) else recipe_named(name)
+    if recipe is not None and recipe.version_of is not None:
+        return recipe.version_of
     if schedule.stream:
         schedule = build(name, schedule.placement, microbatches, schedule.update_every)
     used = Dependencies.from_schedule(schedule).version

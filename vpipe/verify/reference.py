@@ -2,7 +2,7 @@
 
 It shares the model, the seeds and the cut with the engine, and nothing else: no actions, no stage workers, no
 transfers. With a flush it is plain PyTorch with gradient accumulation. Without one, the weight version that each stage
-uses for a microbatch follows from the microbatch's number: see :data:`~vpipe.verify.reference_versions.VERSIONS`;
+uses for a microbatch follows from the microbatch's number: see :data:`vpipe.schedules.registry.VersionRule`;
 gradients are applied to the latest version.
 
 On one CPU thread the pipeline's losses and weights equal the oracle's bit for bit, in any precision. The order of sums
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from vpipe.model.layer import LOSS, Model, seed_of
+from vpipe.schedules.registry import DEFAULT_ASYNCHRONOUS, VersionRule
 from vpipe.verify.reference_model import FP32, ReferenceModel, ReferencePrecision
 from vpipe.verify.reference_optimizer import (
     GradientSums,
@@ -34,7 +35,7 @@ from vpipe.verify.reference_optimizer import (
     TrainingRecipe,
     optimizer_tensors,
 )
-from vpipe.verify.reference_versions import VERSIONS, StageVersions, VersionRule, rescale_at_cut, rescaled
+from vpipe.verify.reference_versions import StageVersions, rescale_at_cut, rescaled, version_rule
 from vpipe.verify.trajectory import Trajectory
 
 Batch = Mapping[str, Tensor]
@@ -116,7 +117,7 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe,
 
 def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe, partition: Sequence[int],
                         update_every: int = 1, drained_at: Sequence[int] = (),
-                        version_of: VersionRule = VERSIONS["pipedream"], widths: Sequence[int] | None = None,
+                        version_of: VersionRule | None = None, widths: Sequence[int] | None = None,
                         start: InitialState = FROM_SCRATCH) -> ReferenceRun:
     """Train as an asynchronous pipeline does, in one sequential program.
 
@@ -133,10 +134,11 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
         drained_at: microbatches, counted over all of the run, before which the pipeline was empty (evaluation, a
             checkpoint, a new call of ``train``). Incomplete updates and the incomplete step are made from the
             microbatches there are; later microbatches see the latest version at every stage, as the pipeline fills.
-        version_of: one of :data:`~vpipe.verify.reference_versions.VERSIONS`.
+        version_of: the version of every microbatch; that of PipeDream by default.
         widths: replicas per stage, one by default.
         start: the state to begin with.
     """
+    version_of = version_of or version_rule(DEFAULT_ASYNCHRONOUS)
     precision = recipe.precision
     reference = ReferenceModel(model, recipe.seed, partition, widths or [1] * len(partition), precision)
     reference.load(start.tensors)

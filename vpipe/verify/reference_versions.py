@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from vpipe.schedules.registry import VersionRule, recipe_named
 from vpipe.verify.reference_optimizer import InitialState, ReferenceLossScale, TrainingRecipe
 
-VersionRule = Callable[[int, int, Sequence[int], int], int]
-"""(microbatch, stage, widths, microbatches per update and replica) -> version: the number of updates of the stage that
-made the weights it uses."""
 
+def version_rule(schedule: str) -> VersionRule:
+    """Return the closed form of the weight versions that an asynchronous schedule is registered with.
 
-def _pipedream(i: int, s: int, w: Sequence[int], k: int) -> int:
-    warm_up = (sum(w[s:]) - 1) // w[s]  # forwards of a replica before its first backward
-    return max(0, (i // w[s] - warm_up) // k)
-
-
-VERSIONS: Mapping[str, VersionRule] = {
-    "pipedream": _pipedream,
-    "pipedream_vertical_sync": lambda i, s, w, k: max(0, (i // w[s] - (len(w) - 1)) // k),
-    "2bw": lambda i, s, w, k: max(0, i // w[s] // k - 1),
-}
-"""The version that each asynchronous schedule uses for microbatch i (from 0) at stage s, which has ``w[s]`` replicas,
-when a replica takes k microbatches per update. Vertical sync is defined for equal widths.
-
-Sources: PipeDream (SOSP 2019), section 3.3, weight stashing and vertical sync, and for replicas 1F1B-RR in section
-3.2; PipeDream-2BW (arXiv:2006.09503), section 3.1.
-"""
+    Sources: PipeDream (SOSP 2019), section 3.3, weight stashing and vertical sync, and for replicas 1F1B-RR in section
+    3.2; PipeDream-2BW (arXiv:2006.09503), section 3.1.
+    """
+    rule = recipe_named(schedule).version_of
+    assert rule is not None, f"'{schedule}' is registered without version_of"
+    return rule
 
 
 class StageVersions:

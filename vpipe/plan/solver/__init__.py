@@ -1,7 +1,6 @@
 """From a profile to a plan: partition, recomputation, replicas, schedule and microbatches within a memory limit."""
 
-from vpipe.plan.solver.request import ASYNCHRONOUS, SYNCHRONOUS, Alternative, Request, Solution
+from vpipe.plan.solver.request import Alternative, Request, Solution
 from vpipe.plan.solver.solve import better_partition, solve, without_recompute
 
-__all__ = ["ASYNCHRONOUS", "SYNCHRONOUS", "Alternative", "Request", "Solution", "better_partition", "solve",
-           "without_recompute"]
+__all__ = ["Alternative", "Request", "Solution", "better_partition", "solve", "without_recompute"]

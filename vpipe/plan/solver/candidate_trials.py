@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, product
 
+from vpipe.errors import UserError
 from vpipe.plan.plan import Plan, Prediction
 from vpipe.plan.predict import predict
 from vpipe.plan.solver.draft import Draft
@@ -36,23 +37,32 @@ class Trials:
 
     scope: SearchSpace
     left: int = MOST_ACTIONS
-    _known: dict[tuple[object, ...], Plan] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], Plan | str] = field(default_factory=dict)  # a plan, or why it cannot run
 
     def simulated(self, draft: Draft, urgent: bool = False) -> Plan | None:
-        """The plan of a draft with its predictions; None when too much was simulated already.
+        """Return the plan of a draft with its predictions; None when too much was simulated already, or on a failure.
 
         Args:
-            urgent: whether to simulate it anyway.
+            urgent: simulate it however much was simulated.
         """
-        key = (draft.schedule, draft.microbatches, draft.placement, draft.partition, draft.recomputed)
+        key = _key(draft)
         if key not in self._known:
             profile = self.scope.request.profiles[draft.microbatches]
             if self.left < self._cost(draft) and not urgent:
                 return None
             self.left -= self._cost(draft)
             plan = draft.plan(profile)
-            self._known[key] = replace(plan, predictions=predict(profile, plan).prediction)
-        return self._known[key]
+            try:
+                self._known[key] = replace(plan, predictions=predict(profile, plan).prediction)
+            except UserError as error:  # of a registered schedule that cannot run at this size
+                self._known[key] = error.problems[0].what.split("\n")[0]
+        known = self._known[key]
+        return known if isinstance(known, Plan) else None
+
+    def failure(self, draft: Draft) -> str | None:
+        """Return why a simulated draft cannot run; None when it can."""
+        known = self._known.get(_key(draft))
+        return known if isinstance(known, str) else None
 
     def _cost(self, draft: Draft) -> int:
         """Of a simulation, in actions."""
@@ -97,6 +107,10 @@ class Trials:
                     draft, plan, found = one, other, True
                     break
         return plan
+
+
+def _key(draft: Draft) -> tuple[object, ...]:
+    return draft.schedule, draft.microbatches, draft.placement, draft.partition, draft.recomputed
 
 
 def seconds(plan: Plan) -> float:

@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 
 from vpipe.plan.solver.draft import Draft
 from vpipe.plan.solver.partition_search import Cut, CutProblem, smallest_greatest
-from vpipe.plan.solver.schedule_model import halves_backwards
+from vpipe.plan.solver.schedule_model import traits_of
 from vpipe.plan.solver.stage_table import StageDemand, StageTable
 from vpipe.plan.stage_costs import combined_memory, stage_memory
 from vpipe.schedules.build import build
 from vpipe.schedules.costs import Costs, StageCosts
 from vpipe.schedules.peaks import peak_contents
+from vpipe.schedules.registry import recipe_named
 from vpipe.schedules.schedule import stages_of_rank
 from vpipe.schedules.size import Placement
 
@@ -38,7 +39,7 @@ def cut_in_chunks(spans: StageTable, schedule: str, microbatches: int, placement
     if len(placement) > spans.layers:
         return None
     holds = list(_holds(schedule, microbatches, placement))
-    split = halves_backwards(schedule)
+    split = traits_of(recipe_named(schedule)).split
     parts = ("forward", "input", "weight") if split else ("forward", "backward")
     plain = np.sum([spans.running(part) for part in parts], axis=0)
     stages = len(placement)
@@ -121,6 +122,6 @@ def _estimate_s(spans: StageTable, schedule: str, microbatches: int, placement: 
     """Of a step: as if the fullest rank were never idle but while the pipeline fills and empties in small steps."""
     width, crews = len(placement[0]), len(set(placement))
     per_rank = found.greatest * len(placement) / crews
-    filling = 0.0 if halves_backwards(schedule) else (crews - 1) * per_rank * crews / len(placement)
+    filling = 0.0 if traits_of(recipe_named(schedule)).split else (crews - 1) * per_rank * crews / len(placement)
     step = spans.running("step")[-1] / crews
     return float(-(-microbatches // width) * per_rank + filling + step)

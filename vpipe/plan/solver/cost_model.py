@@ -58,12 +58,12 @@ class CostModel:
         hosts = -(-form.ranks // max(1, here))
         self._cores = np.inf if profile.cores is None else min(form.ranks, profile.cores * hosts)
 
-    def hold(self, behind: int, width: int) -> StageDemand:
+    def demand(self, behind: int, width: int) -> StageDemand:
         """What a replica of a stage holds."""
         share = self._shares
         if share is not None and not isinstance(share, (int, float)):
             share = share[self._stage_of[behind]]
-        return self.form.hold(behind, width)._replace(share=share)
+        return self.form.demand(behind, width)._replace(share=share)
 
     @cached_property
     def cutter(self) -> CutProblem:
@@ -72,16 +72,16 @@ class CostModel:
         if not form.flush:
             floor, room = self._plain + self.spans.running("step") / form.every, {w: float(w) for w in all_widths}
         else:
-            most = max(form.own(width) for width in all_widths) - 1
+            most = max(form.per_replica(width) for width in all_widths) - 1
             floor = self._plain + (self.spans.running("step") / most if most else 0.0)
-            room = {w: 1 / (form.own(w) - 1) if form.own(w) > 1 else np.inf for w in all_widths}
+            room = {w: 1 / (form.per_replica(w) - 1) if form.per_replica(w) > 1 else np.inf for w in all_widths}
         return CutProblem(self.spans.layers, self._widths, form.ranks, floor, room, self._evaluate)
 
     @cached_property
     def by_memory(self) -> CutProblem:
         """For the least memory of the fullest rank."""
         def evaluate(behind: int, width: int, first: Integers, stop: Integers) -> tuple[Floats, Floats]:
-            hold = self.hold(behind, width)
+            hold = self.demand(behind, width)
             return np.zeros(first.shape), self._told(
                 first, stop, lambda first, stop: self.spans.least_bytes(first, stop, hold))
 
@@ -91,14 +91,14 @@ class CostModel:
     @cached_property
     def _plain(self) -> Floats:
         """Running sum of the seconds of a microbatch, nothing recomputed."""
-        parts = ("forward", "input", "weight") if self.form.split else ("forward", "backward")
+        parts = ("forward", "input", "weight") if self.form.traits.split else ("forward", "backward")
         total: Floats = np.sum([self.spans.running(part) for part in parts], axis=0)
         return total
 
     def work_s(self, first: Integers, stop: Integers, hold: StageDemand) -> Floats:
         """What stages do for a microbatch; infinite for those that do not fit or are not told."""
         cuts = (first > 0).astype(float) + (stop < self.spans.layers)
-        actions = 2 * (1 + cuts) + self.form.split
+        actions = 2 * (1 + cuts) + self.form.traits.split
         again = self._told(first, stop, lambda first, stop: self.spans.recompute_s(first, stop, hold))
         dispatch_s = self.spans.profile.dispatch_s
         return self._plain[stop] - self._plain[first] + dispatch_s * (actions + (again > 0)) + again
@@ -125,20 +125,21 @@ class CostModel:
 
     def _evaluate(self, behind: int, width: int, first: Integers, stop: Integers) -> tuple[Floats, Floats]:
         form = self.form
-        hold = self.hold(behind, width)
+        hold = self.demand(behind, width)
         work, step = self.work_s(first, stop, hold), self.step_s(first, stop, hold)
         passed = self._transfers_s(behind - width)[stop]
         summed = self._sum_s(first, stop, width)
-        held_up = work + passed if form.tight else work
+        held_up = work + passed if form.traits.tight else work
         if not form.flush:
             return work + step / form.every, (held_up + (step + summed) / form.every) / width
         weight = self.spans.running("weight")
-        alone = np.maximum(0.0, work - form.filled * (weight[stop] - weight[first])) if form.filled else work
-        return alone + passed, form.own(width) * held_up + step + summed - np.where(np.isinf(work), 0.0, alone)
+        filled = form.traits.filling_halves * (weight[stop] - weight[first])
+        alone = np.maximum(0.0, work - filled) if form.traits.filling_halves else work
+        return alone + passed, form.per_replica(width) * held_up + step + summed - np.where(np.isinf(work), 0.0, alone)
 
     def _work(self, behind: int, width: int, first: Integers, stop: Integers) -> tuple[Floats, Floats]:
         """As :meth:`_evaluate`, but the sum is all the work of a step."""
-        hold = self.hold(behind, width)
+        hold = self.demand(behind, width)
         work = self.form.microbatches * self.work_s(first, stop, hold) + width * self.step_s(first, stop, hold)
         return work, self._evaluate(behind, width, first, stop)[1]
 
@@ -182,7 +183,7 @@ class CostModel:
             return 0.0
         total, behind, form = 0.0, self.form.ranks, self.form
         for first, stop, width in parts:
-            stage, hold = (np.array([first]), np.array([stop])), self.hold(behind, width)
+            stage, hold = (np.array([first]), np.array([stop])), self.demand(behind, width)
             total += form.microbatches * self.work_s(*stage, hold)[0] + width * self.step_s(*stage, hold)[0]
             behind -= width
         return float(total / self._cores)
@@ -199,7 +200,7 @@ class CostModel:
             return None
         if not form.flush:
             return smallest_greatest_or_share(self.cutter, start, self._cores)
-        least = max(0.0, float(self._plain[-1]) - form.filled * float(spans.running("weight")[-1]))
+        least = max(0.0, float(self._plain[-1]) - form.traits.filling_halves * float(spans.running("weight")[-1]))
         floor, widest = start.greatest, self.cost(start) - least
         if np.isinf(self._cores):
             return smallest_cost(self.cutter, start, self.cost, least, floor)
@@ -214,7 +215,7 @@ class CostModel:
         """What the fullest rank of a partition holds when nothing is recomputed."""
         behind, first, most = self.form.ranks, 0, 0
         for size, width in zip(partition, widths, strict=True):
-            hold = self.hold(behind, width)
+            hold = self.demand(behind, width)
             most = max(most, self.spans.peak_bytes(first, first + size, hold, frozenset()))
             first, behind = first + size, behind - width
         return most

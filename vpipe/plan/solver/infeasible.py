@@ -12,7 +12,7 @@ from vpipe.plan.solver.cost_model import CostModel
 from vpipe.plan.solver.draft import Draft
 from vpipe.plan.solver.partition_search import Cut
 from vpipe.plan.solver.request import Request
-from vpipe.plan.solver.schedule_model import even, refused
+from vpipe.plan.solver.schedule_model import equal_widths, refusal_of
 from vpipe.plan.solver.search_space import MOST_LAYERS, MOST_RANKS, Choice, SearchSpace, chunked, plain
 from vpipe.plan.stage_costs import StageMemory, combined_memory, stage_memory
 from vpipe.schedules.schedule import stages_of_rank
@@ -94,7 +94,8 @@ def _leanest(scope: SearchSpace) -> Iterator[_Lean]:
 def _lean_in_chunks(scope: SearchSpace, choice: Choice) -> Iterator[_Lean]:
     for draft in scope.leanest_in_chunks(choice):
         plan = Trials(scope).simulated(draft, urgent=True)
-        assert plan is not None
+        if plan is None:
+            continue
         assert plan.predictions is not None
         rank, _ = fullest_rank(plan.predictions)
         stages = stages_of_rank(draft.placement, rank)
@@ -114,7 +115,7 @@ def _layers(layers: range) -> str:
 def _fullest(formula: CostModel, cut: Cut) -> tuple[int, StageMemory, range]:
     behind, found = formula.form.ranks, []
     for stage, (first, stop, width) in enumerate(cut.parts):
-        hold = formula.hold(behind, width)
+        hold = formula.demand(behind, width)
         told, layers = formula.spans.must(first, stop, hold), range(first, stop)
         sets = [told] if told is not None else [frozenset[int](), frozenset(layers)]
         memory = min((stage_memory(formula.spans.profile, layers, dropped, hold.in_flight, hold.versions,
@@ -160,8 +161,8 @@ def _remedies(scope: SearchSpace, lean: _Lean, fits: Fits, limit: int) -> Iterat
 def _enough_ranks(formula: CostModel, choice: Choice, limit: int) -> int | None:
     """The fewest ranks, one per stage, with which the same schedule fits."""
     def fits(ranks: int) -> bool:
-        placement = even(choice.schedule, ranks, 1)
-        if refused(choice.schedule, placement, choice.microbatches, None) is not None:
+        placement = equal_widths(choice.schedule, ranks, 1)
+        if refusal_of(choice.schedule, placement, choice.microbatches, None) is not None:
             return False
         form = replace(formula.form, ranks=ranks, placement=placement)
         widths = dict.fromkeys(range(1, ranks + 1), (1,))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,13 +10,8 @@ from vpipe.errors import UserError
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
 from vpipe.plan.recompute import Recompute
+from vpipe.schedules.registry import planned_schedules
 from vpipe.schedules.size import Placement
-
-SYNCHRONOUS = ("gpipe", "1f1b", "zb_h1", "zb_h2", "interleaved", "zb_v")
-"""What is tried where the pipeline is to be empty at every update."""
-
-ASYNCHRONOUS = ("pipedream", "2bw")
-"""What is tried where it is not."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +22,8 @@ class Request:
         profiles: by the number of microbatches of a batch: the same model at the size that a microbatch has then.
         ranks: how many there are; all are used.
         memory_bytes: what each rank may hold; None is no limit.
-        schedules: the names to choose from, such as :data:`SYNCHRONOUS`; all with a flush, or all without.
+        schedules: the names to choose from, all with a flush or all without; by default all with a flush that are
+            registered as ``planned``.
         update_every: microbatches per update, and replica, of schedules without a flush, by number of microbatches;
             as few as the schedule can where one is not named.
         placement: ranks per stage.
@@ -40,7 +36,7 @@ class Request:
     profiles: Mapping[int, Profile]
     ranks: int
     memory_bytes: int | None = None
-    schedules: tuple[str, ...] = SYNCHRONOUS
+    schedules: tuple[str, ...] = field(default_factory=lambda: planned_schedules(flush=True))
     update_every: Mapping[int, int | None] = field(default_factory=dict)
     placement: Placement | None = None
     partition: tuple[int, ...] | None = None
@@ -65,6 +61,10 @@ class Request:
         if self.partition and sum(self.partition) != self.layers:
             raise UserError(f"the partition {list(self.partition)} is one of {sum(self.partition)} layers, but the "
                             f"profiled model has {self.layers}", hint="plan with a profile of the same model")
+        if self.partition is None and isinstance(self.recompute, Sequence) and len(
+                {isinstance(entry, (int, float)) for entry in self.recompute}) > 1:
+            raise UserError("recompute has shares and lists of layers, while the partition is free",
+                            hint="give the partition, or shares alone, or lists alone")
         if self.partition and self.placement and len(self.partition) != len(self.placement):
             raise UserError(f"the partition has {len(self.partition)} stages, the placement {len(self.placement)}",
                             hint="give both equally many, or leave one out")

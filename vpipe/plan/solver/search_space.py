@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vpipe.errors import UserError
 from vpipe.plan.recompute import recomputed_layers
 from vpipe.plan.solver.chunked_partition import cut_in_chunks
 from vpipe.plan.solver.cost_model import CostModel
 from vpipe.plan.solver.draft import Draft
 from vpipe.plan.solver.partition_search import Cut, StageSlice
 from vpipe.plan.solver.request import Request
-from vpipe.plan.solver.schedule_model import ALL_WIDTHS, ScheduleModel, even, placed, refused
+from vpipe.plan.solver.schedule_model import ScheduleModel, equal_widths, placement_of_widths, refusal_of, traits_of
 from vpipe.plan.solver.stage_table import StageTable
 from vpipe.plan.solver.vpipe_heuristic import balanced
 from vpipe.schedules.registry import recipe_named
@@ -63,11 +62,13 @@ class SearchSpace:
             for count in microbatches or sorted(self.request.profiles):
                 for choice in self._choices(schedule, count):
                     self.tried[choice] = None
-                    if choice.placement is not None and (why := refused(
-                            schedule, choice.placement, count, self._every(schedule, count))) is not None:
-                        self.refusals[choice] = why
-                    else:
+                    why = traits_of(recipe_named(schedule)).problem or None
+                    if why is None and choice.placement is not None:
+                        why = refusal_of(schedule, choice.placement, count, self._every(schedule, count))
+                    if why is None:
                         yield choice
+                    else:
+                        self.refusals[choice] = why
 
     def lacking(self, schedule: str | None = None, microbatches: int | None = None, narrow: bool = False) -> str:
         """Why none of the choices with a schedule, a number of microbatches, or without replicas gave a plan."""
@@ -92,8 +93,8 @@ class SearchSpace:
             if recipe.chunks > 1 and width == request.ranks:
                 continue  # one position: what several stages on a rank are for, there is not
             if request.ranks % width == 0 and stages <= request.layers and self._fits(stages):
-                yield Choice(schedule, microbatches, even(schedule, request.ranks, width))
-        if self.searches_widths and schedule in ALL_WIDTHS:
+                yield Choice(schedule, microbatches, equal_widths(schedule, request.ranks, width))
+        if self.searches_widths and traits_of(recipe).by_depth:
             yield Choice(schedule, microbatches, None)
 
     def _fits(self, stages: int) -> bool:
@@ -133,9 +134,6 @@ class SearchSpace:
         if partition is not None:
             return frozenset[int]().union(*recomputed_layers(recompute, partition))
         listed = [entry for entry in recompute if not isinstance(entry, (int, float))]
-        if listed and len(listed) < len(recompute):
-            raise UserError("recompute has shares and lists of layers, while the partition is free",
-                            hint="give the partition, or shares alone, or lists alone")
         return frozenset(number for entry in listed for number in entry) if listed else None
 
     def _shares(self) -> Sequence[float] | float | None:
@@ -200,8 +198,8 @@ class SearchSpace:
     def refusal(self, choice: Choice, cut: Cut) -> str | None:
         """Why a choice's schedule cannot have the replicas of a cut, if it cannot."""
         placement = choice.placement or _placed(cut)
-        return refused(choice.schedule, placement, choice.microbatches,
-                       self._every(choice.schedule, choice.microbatches))
+        return refusal_of(choice.schedule, placement, choice.microbatches,
+                          self._every(choice.schedule, choice.microbatches))
 
     def leanest_in_chunks(self, choice: Choice) -> Iterator[Draft]:
         """Partitions for a choice with several stages on each rank, whatever they hold: with as little as can be."""
@@ -253,7 +251,7 @@ def _wide(choice: Choice) -> bool:
 
 
 def _placed(cut: Cut) -> Placement:
-    return placed(tuple(part.width for part in cut.parts))
+    return placement_of_widths(tuple(part.width for part in cut.parts))
 
 
 def behind_of(placement: Placement) -> dict[int, tuple[int]]:
@@ -271,7 +269,7 @@ def _stages(formula: CostModel, cut: Cut) -> tuple[tuple[int, ...], tuple[frozen
 def _sets(formula: CostModel, parts: Sequence[StageSlice]) -> tuple[frozenset[int], ...] | None:
     behind, sets = formula.form.ranks, []
     for first, stop, width in parts:
-        layers = formula.spans.recomputed(first, stop, formula.hold(behind, width))
+        layers = formula.spans.recomputed(first, stop, formula.demand(behind, width))
         if layers is None:
             return None
         sets.append(layers)

@@ -108,8 +108,16 @@ def _peak_bytes(plan: Plan | None) -> int:
 
 def _drafts(scope: SearchSpace) -> list[Draft]:
     """Of every choice the best, if it can be had; the fastest first."""
-    solved = scope.draft if scope.request.solver == "exact" else scope.draft_of_paper
-    drafts = [draft for choice in scope.choices() if (draft := solved(choice)) is not None]
+    solve_choice = scope.draft if scope.request.solver == "exact" else scope.draft_of_paper
+    drafts = []
+    for choice in scope.choices():
+        try:
+            draft = solve_choice(choice)
+        except UserError as error:  # a registered schedule that cannot be built or run
+            scope.refusals[choice] = error.problems[0].what.split("\n")[0]
+            continue
+        if draft is not None:
+            drafts.append(draft)
     return sorted(drafts, key=lambda draft: draft.seconds_per_sample)
 
 
@@ -195,6 +203,9 @@ def _best_with(trials: Trials, what: str, drafts: Sequence[Draft], why: str) -> 
     """
     for draft in drafts[:MOST_TRIED]:
         plan = trials.simulated(draft)
+        if (failure := trials.failure(draft)) is not None:
+            why = failure
+            continue
         if plan is None:
             plan = draft.plan(trials.scope.request.profiles[draft.microbatches])
             return Alternative(what, plan, draft.seconds_per_sample, False), None

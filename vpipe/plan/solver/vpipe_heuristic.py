@@ -50,7 +50,7 @@ def balanced(formula: CostModel, stages: int) -> Moved | None:
     if any(over for over, _ in costs):
         return None
     firsts = [0, *stops[:-1]]
-    sets = tuple(_recomputed(formula.spans, first, stop, formula.hold(stages - stage, 1))
+    sets = tuple(_recomputed(formula.spans, first, stop, formula.demand(stages - stage, 1))
                  for stage, (first, stop) in enumerate(zip(firsts, stops, strict=True)))
     times, form = [seconds for _, seconds in costs], formula.form
     seconds = sum(times) + (form.microbatches - 1) * max(times) if form.flush else max(times)
@@ -70,7 +70,7 @@ def _moves(stops: Sequence[int], stage: int) -> Iterator[tuple[list[int], int]]:
 
 def _cost(formula: CostModel, stops: Sequence[int], stage: int) -> Cost:
     first, stop = stops[stage - 1] if stage else 0, stops[stage]
-    spans, hold = formula.spans, formula.hold(len(stops) - stage, 1)
+    spans, hold = formula.spans, formula.demand(len(stops) - stage, 1)
     dropped = _recomputed(spans, first, stop, hold)
     over = 0.0
     if spans.limit_bytes is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from vpipe.errors import UserError, nearest
-from vpipe.schedules.passes import REVERSIBLE
+from vpipe.schedules.registry import recipe_if_any, reversible_schedules
 
 Executor = Literal["overlapped", "naive", "async_threaded"]
 """``overlapped``: transfers go on behind the compute. ``naive``: an action has ended, with all that it began, when the
@@ -27,15 +27,21 @@ NO_TIMELINE = (
 
 def last_first(executor: Executor, schedule: str) -> bool:
     """Whether an executor runs the backwards of a batch from the last microbatch to the first."""
-    return executor == THREADED and schedule == REVERSIBLE
+    return executor == THREADED and _reversible(schedule)
 
 
 def refusal(executor: Executor, schedule: str) -> tuple[str, str] | None:
     """Why an executor cannot run a schedule, and what to do instead; None when it can."""
-    if executor == THREADED and schedule != REVERSIBLE:
-        return (f"{THREADED}, which runs the schedule {REVERSIBLE} alone, but the schedule is {schedule}",
-                f"use the schedule {REVERSIBLE}, or the executor overlapped, which runs any")
+    if executor == THREADED and not _reversible(schedule):
+        possible = " or ".join(reversible_schedules())
+        return (f"{THREADED}, which runs the schedule {possible} alone, but the schedule is {schedule}",
+                f"use the schedule {possible}, or the executor overlapped, which runs any")
     return None
+
+
+def _reversible(schedule: str) -> bool:
+    recipe = recipe_if_any(schedule)
+    return recipe is not None and recipe.reversible
 
 
 def check_executor(executor: str, schedule: str) -> Executor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from vpipe.errors import Problem
 from vpipe.schedules.action import Action, Op, step, use
@@ -11,9 +11,15 @@ from vpipe.schedules.registry import register_schedule
 from vpipe.schedules.size import Size
 
 
+def _stashed_version(microbatch: int, stage: int, widths: Sequence[int], update_every: int) -> int:
+    warmup = (sum(widths[stage:]) - 1) // widths[stage]  # forwards of a replica before its first backward
+    return max(0, (microbatch // widths[stage] - warmup) // update_every)
+
+
 @register_schedule("pipedream", flush=False,
                    peak_activations=lambda rank, size: min(size.ranks - rank, size.microbatches),
-                   versions=lambda rank, size: 1 - (rank + 1 - size.ranks) // size.update_every)
+                   versions=lambda rank, size: 1 - (rank + 1 - size.ranks) // size.update_every,
+                   version_of=_stashed_version)
 def pipedream(rank: int, ranks: int, microbatches: int, update_every: int = 1) -> Iterator[Action]:
     """The actions of one rank, one stage per rank; B takes twice as long as F and ends with the step S,
     which makes the next weight version.
@@ -40,6 +46,10 @@ def pipedream(rank: int, ranks: int, microbatches: int, update_every: int = 1) -
             yield step(rank, action.microbatch // update_every)
 
 
+def _synchronised_version(microbatch: int, stage: int, widths: Sequence[int], update_every: int) -> int:
+    return max(0, (microbatch // widths[stage] - (len(widths) - 1)) // update_every)
+
+
 def _even(size: Size) -> Problem | None:
     return None if size.even else Problem(
         "'pipedream_vertical_sync' gives a microbatch the same version on every stage, but stages with more replicas "
@@ -48,7 +58,8 @@ def _even(size: Size) -> Problem | None:
 
 @register_schedule("pipedream_vertical_sync", flush=False,
                    peak_activations=lambda rank, size: min(size.ranks - rank, size.microbatches),
-                   versions=lambda rank, size: 1 - (1 - size.ranks) // size.update_every, requires=_even)
+                   versions=lambda rank, size: 1 - (1 - size.ranks) // size.update_every, requires=_even, planned=False,
+                   version_of=_synchronised_version)
 def pipedream_vertical_sync(rank: int, ranks: int, microbatches: int, update_every: int = 1) -> Iterator[Action]:
     """As :func:`pipedream`, but a microbatch uses the same version on every stage; a bar stands where forwards change
     over to the next one.
