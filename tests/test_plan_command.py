@@ -218,7 +218,7 @@ def test_a_users_schedule_is_planned_and_chosen_when_it_is_the_best(said: Said,
     assert "\nschedule 1f1b" in out
     assert Plan.load("plan.json").schedule == "early"
     settings = ["parallel.schedule=auto", "parallel.partition=auto", "parallel.memory=400MiB"]
-    job = Job.of(load_config(Path("c.yaml"), settings))
+    job = Job.from_config(load_config(Path("c.yaml"), settings))
     assert solve(request_of(job, {4: made})).plan.schedule == "early"
-    planned = Job.of(load_config(Path("c.yaml"), ["parallel.plan=plan.json"]))
+    planned = Job.from_config(load_config(Path("c.yaml"), ["parallel.plan=plan.json"]))
     assert planned.schedule.name == "early", "lowered and proved as any"
