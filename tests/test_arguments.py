@@ -114,7 +114,8 @@ def test_all_arguments_that_are_wrong_come_at_once() -> None:
 
 def test_numbers_of_numpy_and_paths_are_as_good_as_pythons(tmp_path: Path) -> None:
     pipe = pipeline(stages=np.int64(2), microbatches=np.int32(2), grad_clip=np.float32(0.5), seed=np.int64(1),
-                    partition=np.array([1, 3]), learning_rate_factor=lambda step: np.float32(0.5))
+                    partition=np.array([1, 3]), recompute=np.float32(0.5),
+                    learning_rate_factor=lambda step: np.float32(0.5))
     assert (pipe.partition, pipe.microbatches, type(pipe.microbatches)) == ((1, 3), 2, int)
     assert [step.learning_rate for step in pipe.train(batches(1))] == [0.05]
     file = tmp_path / "own.csv"
@@ -255,6 +256,8 @@ def test_paths_of_checkpoints_and_plans(tmp_path: Path) -> None:
     for use in (pipe.save, pipe.load):
         assert refusal(lambda use=use: use(None)) == (
             "error: the folder is None\nhint: give a path, such as 'checkpoint'")
+        assert refusal(lambda use=use: use("a\0b")) == (
+            "error: the folder is 'a\\x00b'\nhint: give a path, such as 'checkpoint'")
     assert refusal(lambda: Plan.load(3)) == "error: the path of a plan is 3\nhint: give a path, such as 'plan.json'"
     assert refusal(lambda: Plan((1,)).save(tmp_path / "none" / "plan.json")) == (
         f"error: cannot write the plan: No such file or directory ({tmp_path / 'none' / 'plan.json'})\n"

@@ -132,7 +132,7 @@ def check_path(name: str, value: object, example: str) -> None:
     Raises:
         UserError: it is neither a text nor a path.
     """
-    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value) or "\0" in os.fsdecode(value):
         raise UserError(f"{name} is {shown(value)}", hint=f"give a path, such as '{example}'")
 
 

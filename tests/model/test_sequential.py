@@ -330,3 +330,26 @@ def test_a_child_that_torch_cannot_copy_is_refused() -> None:
     assert str(error.value).startswith("error: a child of the nn.Sequential, Linear, cannot be copied: Only Tensors "
                                        "created explicitly by the user")
     assert str(error.value).endswith("for weight_norm and spectral_norm use those of torch.nn.utils.parametrizations")
+
+
+class Names(nn.Module):
+    """Calls its layers as people do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child, self.loss = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.loss(self.child(x))
+        return output
+
+
+def test_the_last_child_may_call_its_modules_what_it_likes() -> None:
+    torch.manual_seed(5)
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Names())
+    expected = plain(net, nn.CrossEntropyLoss(), 2, 2)
+    for partition in ([2], [1, 1]):
+        pipe = Pipeline(Model.sequential(net, nn.CrossEntropyLoss()), partition=partition, microbatches=2,
+                        optimizer=momentum)
+        assert [step.loss for step in pipe.train(batches(2))] == pytest.approx(expected[0], abs=1e-6)
+        assert pipe.state_dict().keys() == expected[1].keys()

@@ -69,6 +69,8 @@ def test_what_is_no_such_file(reader: str, instead: str, tmp_path: Path) -> None
     ("model: {name: !!timestamp x}", "a value cannot be read"),
     (f"model: {{num_layers: 0x{'f' * 9000}}}", "a whole number has more than 100 digits"),
     (f"model: {{num_layers: {'9' * 9000}}}", "a value cannot be read: Exceeds the limit"),
+    (f"training: {{learning_rate: {':'.join(['1'] * 200)}.5}}", "training.learning_rate must be a number"),
+    (f"training: {{max_steps: {':'.join(['1'] * 100_000)}}}", "training.max_steps must be a whole number"),
     ('log_directory: "a\\0b"', "is 'a\\x00b', which is no path of a file"),
     (f"log_directory: {'a' * 300}", "which is no path of a file"),
     ("\n".join(f"unknown{i}: 1" for i in range(100)), "and 84 more errors")])
@@ -80,6 +82,7 @@ def test_yaml_that_is_no_config(text: str, what: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("text", "what"), [
     ('{"partition": [1], "partition": [2]}', "the key 'partition' stands twice in an object"),
     ('{"partition": [NaN]}', "NaN is no number of JSON"),
+    ('{"digits": 1, "digits": 2}', "the key 'digits' stands twice in an object"),
     (f'{{"partition": [{"9" * 9000}]}}', "a number in it has too many digits"),
     (f'{{"partition": [{"9" * 400}]}}', "use 100,000 at most"),
     ('{"partition": [100000, 1]}', "partition has 100,001 layers in all"),
@@ -115,4 +118,4 @@ def test_a_line_without_end(bomb: bool, tmp_path: Path) -> None:
     path = tmp_path / ("a.jsonl.gz" if bomb else "a.jsonl")
     path.write_bytes(gzip.compress(content, 1) if bomb else content)
     found = refusal(lambda: list(read_functions(jsonl_files(tmp_path), tmp_path)))
-    assert "cannot be read on: line 1 has more than 4 MiB" in str(found)
+    assert f"the line has more than 4 MiB; the file is not read on ({path}:1)\nhint: mend the line" in str(found)

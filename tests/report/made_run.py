@@ -62,7 +62,7 @@ def write_metrics(folder: Path, updates: int, summary: Mapping[str, Any] | None 
         lines.append({"step": step, "loss": 4 * 0.99**step, "learning_rate": 1e-3, "time_s": 0.3 * (step + 1),
                       "step_s": 0.3, "samples_per_s": 20.0, "tokens_per_s": 4000.0 + step % 7, "mfu": 0.5, "hfu": 0.5})
     lines.append({"step": updates - 1, "evaluation_loss": 4 * 0.99**updates, "time_s": 0.3 * updates})
-    lines.append({"step": updates - 1, "summary": summary or {"steps": updates, "mfu": None}})
+    lines.append({"step": updates - 1, "summary": summary or {"steps": updates}})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 

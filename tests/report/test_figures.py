@@ -10,11 +10,13 @@ import pytest
 from made_run import TIMES, make_run, write_metrics
 from profile_by_hand import made_profile
 
+from vpipe.errors import UserError
 from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
 from vpipe.report.causes import Cause, Producers, pieces
 from vpipe.report.evidence import gather
 from vpipe.report.figures import Figures
+from vpipe.report.page import page
 from vpipe.report.planned import as_recording, in_a_row, replayed
 from vpipe.report.recorded import Recording, read_recording
 from vpipe.report.steady import steady, step_ends, step_times, typical
@@ -211,6 +213,14 @@ def test_the_headline_is_what_the_run_said_at_its_end(tmp_path: Path) -> None:
     assert gather(folder, {}).notes == ("The MFU of 125 % cannot be.",)
 
 
+def test_a_bubble_that_the_run_did_not_know_is_not_made_up(tmp_path: Path) -> None:
+    """Over nccl the host does not see how long a rank waits."""
+    folder = make_run(tmp_path / "run", updates=6)
+    write_metrics(folder, 6, SUMMARY | {"bubble": None})
+    assert totals(folder).bubble is None
+    assert '<dt>bubble</dt><dd class="big">-</dd>' in page(gather(folder, {}))
+
+
 def test_the_headline_of_a_run_without_an_end_follows_from_its_updates(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", updates=6)
     write_metrics(folder, 6, SUMMARY)
@@ -233,3 +243,11 @@ def test_without_metrics_the_recording_says_what_it_can(tmp_path: Path) -> None:
     found, figures = totals(folder), gather(folder, {}).figures
     assert (found.samples_per_s, found.step_s, found.bubble) == (figures.samples_per_s, figures.step_s, figures.bubble)
     assert (found.tokens_per_s, found.mfu, found.hfu) == (None, None, None)
+
+
+def test_a_summary_that_is_none_is_damage(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", updates=6)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "summary": [1]}\n')
+    with pytest.raises(UserError, match="line 9 of the metrics is damaged"):
+        gather(folder, {})

@@ -5,7 +5,6 @@ Each family gives the names: :class:`vpipe.model.registry.HuggingFace`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +14,16 @@ from torch import Tensor
 
 from vpipe.checkpoint.weight_files import plain_file, read_safetensors, read_torch
 from vpipe.errors import UserError, counted, nearest
+from vpipe.files import read_json
 from vpipe.model.registry import Family, HuggingFace, ModelSettings, family_named, model_names
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 SHOWN = 3
 """Names that a message lists; of the others it says how many there are."""
+
+MOST_BYTES = 16 << 20
+"""Of a description of a model, and of the list of the files that hold its weights."""
 
 _FILES = (WEIGHTS, f"{WEIGHTS}.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
@@ -67,13 +70,8 @@ def read_model_config(folder: Path) -> HuggingFaceModel:
         UserError: it is none, or of a kind of model that is not known here.
     """
     path = folder / CONFIG
-    try:
-        config = json.loads(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"cannot read '{path}': {error.strerror}",
-                        hint=f"a folder of Hugging Face's holds {CONFIG} and {WEIGHTS}") from None
-    except (ValueError, RecursionError):
-        raise UserError(f"'{path}' is no JSON", hint="download the folder again") from None
+    config = read_json(path, MOST_BYTES, f"the model's {CONFIG}",
+                       f"a folder of Hugging Face's holds {CONFIG} and {WEIGHTS}: download it again")
     kind = config.get("model_type") if isinstance(config, dict) else None
     families = {family.huggingface.model_type: name for name in model_names()
                 if (family := _known(name)) is not None and family.huggingface is not None}
@@ -142,9 +140,11 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     read = read_safetensors if name.startswith(WEIGHTS) else read_torch
     if not name.endswith(".index.json"):
         return read(folder / name)
+    index = read_json(folder / name, MOST_BYTES, "the list of the files that hold the weights",
+                      "download the folder again")
     try:
-        parts = dict.fromkeys(json.loads((folder / name).read_bytes())["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        parts = dict.fromkeys(index["weight_map"].values())
+    except (KeyError, AttributeError, TypeError):
         raise UserError(f"'{folder / name}' does not say which files hold the weights",
                         hint="download the folder again") from None
     tensors: dict[str, Tensor] = {}

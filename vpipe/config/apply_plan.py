@@ -8,7 +8,7 @@ from typing import Any
 
 from vpipe.config.yaml_tree import Keys, Tree, describe, read_json
 from vpipe.errors import Problem, UserError
-from vpipe.plan.plan import Plan
+from vpipe.plan.plan import MOST_BYTES, MOST_VALUES, Plan
 from vpipe.plan.recompute import Recompute, recomputed_layers
 
 PLAN = ("parallel", "plan")
@@ -43,7 +43,7 @@ def put_plan(tree: Tree, settings: Iterable[str] = ()) -> None:
     path = tree.get(PLAN)
     if not isinstance(path, str):
         return  # there is none, or it is refused as no path
-    found = read_json(Path(path))
+    found = read_json(Path(path), MOST_BYTES, MOST_VALUES)
     if found.problems:
         raise UserError.all_of(found.problems)
     plan = Plan.of_json(found.value, path)

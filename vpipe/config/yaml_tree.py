@@ -34,6 +34,7 @@ Keys = tuple[str | int, ...]
 """The way from a tree's root to a value: ``("parallel", "partition", 2)``."""
 
 _FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
+_NUMBERS = {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float"}
 _PLAIN_TAGS = {"tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"}
 
 
@@ -42,11 +43,16 @@ class _TooManyError(Exception):
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads ``1e-4`` as a number (YAML 1.2 does, PyYAML does not) and leaves dates as text."""
+    """Reads ``1e-4`` as a number, and leaves dates and numbers to base 60 (``4:30``) as text: as YAML 1.2 does."""
 
-    def __init__(self, stream: str) -> None:
+    def __init__(self, stream: str, most_values: int) -> None:
         super().__init__(stream)
-        self.values_left, self.depth = MOST_VALUES, 0
+        self.values_left, self.depth = most_values, 0
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
+        """Return the tag of a value that has none."""
+        tag = super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
+        return self.DEFAULT_SCALAR_TAG if kind is yaml.ScalarNode and tag in _NUMBERS and ":" in value else tag
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Compose a key or a value, while there may be more."""
@@ -167,13 +173,13 @@ def read_yaml(path: Path) -> Tree:
     return _read(path, _text(path), "YAML")
 
 
-def read_json(path: Path) -> Tree:
-    """The JSON file at ``path``, which must hold an object.
+def read_json(path: Path, most_bytes: int = MOST_BYTES, most_values: int = MOST_VALUES) -> Tree:
+    """The JSON file at ``path``, which must hold an object, with at most so many bytes and values.
 
     JSON is read as the YAML it nearly is, for its positions. The difference that matters are tabs between
     tokens; no JSON string holds a bare one, so each may become a space and no column moves.
     """
-    return _read(path, _text(path).replace("\t", " "), "JSON")
+    return _read(path, _text(path, most_bytes).replace("\t", " "), "JSON", most_values)
 
 
 def parse(text: str, name: str, where: str) -> Tree:
@@ -189,9 +195,9 @@ def write(values: dict[str, Any]) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=False, width=120)
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, most_bytes: int = MOST_BYTES) -> str:
     try:
-        return read_bounded(path, MOST_BYTES, "a config, or a JSON file that it names,").decode("utf-8-sig")
+        return read_bounded(path, most_bytes, "a config, or a JSON file that it names,").decode("utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"there is no file '{path}'", hint="check the path; it is taken from the current folder",
                         where=str(path)) from None
@@ -200,9 +206,9 @@ def _text(path: Path) -> str:
                         where=str(path)) from None
 
 
-def _read(path: Path, text: str, language: str) -> Tree:
+def _read(path: Path, text: str, language: str, most_values: int = MOST_VALUES) -> Tree:
     start = f"{path}:1:1"
-    tree = _compose(text, "", language, lambda mark: f"{path}:{mark.line + 1}:{mark.column + 1}", start)
+    tree = _compose(text, "", language, lambda mark: f"{path}:{mark.line + 1}:{mark.column + 1}", start, most_values)
     if tree.value is None:
         raise UserError("the file is empty", hint="write keys and values into it; configs/ holds examples", where=start)
     if not isinstance(tree.value, dict):
@@ -212,10 +218,11 @@ def _read(path: Path, text: str, language: str) -> Tree:
     return tree
 
 
-def _compose(text: str, name: str, language: str, where: Callable[[yaml.Mark], str], start: str) -> Tree:
+def _compose(text: str, name: str, language: str, where: Callable[[yaml.Mark], str], start: str,
+             most_values: int = MOST_VALUES) -> Tree:
     """``start`` is where the text as a whole stands."""
     try:
-        loader = _Loader(text)
+        loader = _Loader(text, most_values)
         node = loader.get_single_node()
         if node is None:
             return Tree.leaf(None, Place(name, start, start))
@@ -230,7 +237,7 @@ def _compose(text: str, name: str, language: str, where: Callable[[yaml.Mark], s
         raise UserError(f"the {language} cannot be read: {str(error).splitlines()[0]}",
                         hint="remove the character, or write it as an escape in double quotes", where=start) from None
     except _TooManyError:
-        raise UserError(f"the {language} has more than {MOST_VALUES:,} keys and values, what aliases repeat included",
+        raise UserError(f"the {language} has more than {most_values:,} keys and values, what aliases repeat included",
                         hint="look whether it is the right file; a config has some hundred", where=start) from None
     except RecursionError:
         raise UserError(f"the {language} cannot be read: lists or mappings are nested too deeply",
@@ -269,7 +276,7 @@ class _Builder:
     def _scalar(self, node: yaml.ScalarNode, place: Place) -> Any:
         try:
             value = self.loader.construct_object(node)
-        except (yaml.MarkedYAMLError, ValueError, LookupError, AttributeError) as error:
+        except (yaml.MarkedYAMLError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             reason = error.problem if isinstance(error, yaml.MarkedYAMLError) else (
                 str(error) if isinstance(error, ValueError) else f"it is no {node.tag}")
             self._problem(f"a value cannot be read: {reason}", "write plain text or a number", place.value)

@@ -81,7 +81,10 @@ def _lines(file: Path, problems: list[Problem]) -> Iterator[tuple[int, bytes]]:
         with gzip.open(file) if file.name.endswith(".gz") else file.open("rb") as lines:
             for number, line in enumerate(iter(partial(lines.readline, _LONGEST_LINE + 1), b""), 1):
                 if len(line) > _LONGEST_LINE:
-                    raise OSError(f"line {number} has more than {_LONGEST_LINE >> 20} MiB")
+                    problems.append(Problem(
+                        f"the line has more than {_LONGEST_LINE >> 20} MiB; the file is not read on",
+                        "mend the line, or remove it", f"{file}:{number}"))
+                    return
                 line = line.removeprefix(BOM_UTF8) if number == 1 else line
                 if line.strip():
                     yield number, line

@@ -31,30 +31,18 @@ class WithLoss(nn.Module):
         if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
             raise UserError("the loss has parameters to train", hint="make it the last child, or write a Layer for it")
         self._parameters, self._buffers, self._modules = child._parameters, child._buffers, dict(child._modules)
-        self.__dict__.update(_child=child, _loss=loss)
+        self.__dict__.update(_vpipe_child=child, _vpipe_loss=loss)  # names that no module of the child's has
         if isinstance(loss, nn.Module):
-            self._loss_name = "loss"
-            while hasattr(child, self._loss_name):
-                self._loss_name += "_"
-            self._modules[self._loss_name] = loss
+            self._vpipe_loss_name = "loss"
+            while hasattr(child, self._vpipe_loss_name):
+                self._vpipe_loss_name += "_"
+            self._modules[self._vpipe_loss_name] = loss
             self.register_state_dict_post_hook(_leave_out_loss)  # type: ignore[no-untyped-call]
             self.register_load_state_dict_pre_hook(_leave_loss_alone)  # type: ignore[no-untyped-call]
 
-    @property
-    def child(self) -> nn.Module:
-        """The last child."""
-        module: nn.Module = self.__dict__["_child"]
-        return module
-
-    @property
-    def loss(self) -> Loss:
-        """What its output is given to, beside the target."""
-        function: Loss = self.__dict__["_loss"]
-        return function
-
     def __setattr__(self, name: str, value: Any) -> None:
         """Set what is the child's there, which may keep a list of its parameters, as ``nn.LSTM`` does."""
-        child = self.__dict__.get("_child")
+        child = self.__dict__.get("_vpipe_child")
         if child is None or not any(name in table for table in (child._parameters, child._buffers, child._modules)):
             super().__setattr__(name, value)
             return
@@ -67,28 +55,40 @@ class WithLoss(nn.Module):
         """As ever, and the child, which has a mode of its own; not among duplicates, whose parameters are named."""
         yield from super().named_modules(memo, prefix, remove_duplicate)
         if remove_duplicate:
-            yield prefix, self.child
+            yield prefix, _child_of(self)
 
     def train(self, mode: bool = True) -> WithLoss:
         super().train(mode)
-        self.child.train(mode)
+        _child_of(self).train(mode)
         return self
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
-        return self.loss(_in_full(self.child(hidden)), _in_full(target))
+        return _loss_of(self)(_in_full(_child_of(self)(hidden)), _in_full(target))
+
+
+def _child_of(module: WithLoss) -> nn.Module:
+    """Return the last child."""
+    child: nn.Module = module.__dict__["_vpipe_child"]
+    return child
+
+
+def _loss_of(module: WithLoss) -> Loss:
+    """Return what its output is given to, beside the target."""
+    loss: Loss = module.__dict__["_vpipe_loss"]
+    return loss
 
 
 def loss_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return the buffers of a layer's loss that must be saved beside its state, by name."""
-    if not isinstance(module, WithLoss) or not isinstance(module.loss, nn.Module):
+    if not isinstance(module, WithLoss) or not isinstance(loss := _loss_of(module), nn.Module):
         return {}
-    state = module.loss.state_dict()
-    return {name: buffer for name, buffer in module.loss.named_buffers() if name in state}
+    state = loss.state_dict()
+    return {name: buffer for name, buffer in loss.named_buffers() if name in state}
 
 
 def rounded_module(module: nn.Module) -> nn.Module:
     """Return what of a layer a reduced precision rounds: all but the loss of a sequential model."""
-    return module.child if isinstance(module, WithLoss) else module
+    return _child_of(module) if isinstance(module, WithLoss) else module
 
 
 def copied(module: nn.Module) -> nn.Module:
@@ -142,7 +142,7 @@ def put_module(layer: nn.Module, path: str, module: nn.Module) -> nn.Module:
         parent, _, name = path.rpartition(".")
         setattr(layer.get_submodule(parent), name, module)
         return layer
-    return WithLoss(module, layer.loss) if isinstance(layer, WithLoss) else module
+    return WithLoss(module, _loss_of(layer)) if isinstance(layer, WithLoss) else module
 
 
 def check_sequential(modules: object, loss: object) -> None:
@@ -263,13 +263,14 @@ def _named(function: FunctionType) -> Iterator[object]:
 
 
 def _leave_out_loss(module: WithLoss, state: dict[str, Any], prefix: str, metadata: object) -> None:
-    for name in [name for name in state if name.startswith(f"{prefix}{module._loss_name}.")]:
+    for name in [name for name in state if name.startswith(f"{prefix}{module._vpipe_loss_name}.")]:
         del state[name]
 
 
 def _leave_loss_alone(module: WithLoss, state: dict[str, Any], prefix: str, *_: object) -> None:
-    assert isinstance(module.loss, nn.Module), "only then is this a hook"
-    module.loss.state_dict(destination=state, prefix=f"{prefix}{module._loss_name}.")
+    loss = _loss_of(module)
+    assert isinstance(loss, nn.Module), "only then is this a hook"
+    loss.state_dict(destination=state, prefix=f"{prefix}{module._vpipe_loss_name}.")
 
 
 def _in_full(value: Tensor) -> Tensor:

@@ -265,7 +265,7 @@ def ratio_of(recomputed: int, layers: int) -> float:
     raise AssertionError("count() does not end")
 
 
-MOST_BYTES = 4 << 20
+MOST_BYTES, MOST_VALUES = 4 << 20, 250_000
 """Of a plan's file: one for 1,024 stages, with what they are expected to take, has one."""
 
 _LOOKS = 'a plan looks like {"partition": [3, 3, 3], "recompute_ratio": [0, 0, 0]}'

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 
-from vpipe.arguments import shown
+from vpipe.arguments import as_number, shown
 from vpipe.errors import Problem, UserError, counted
 
 MOST_LAYERS = 100_000
@@ -25,8 +25,8 @@ def recomputed_layers(recompute: Recompute, partition: Sequence[int]) -> tuple[f
         UserError: there are not as many entries as stages, a share is outside 0..1, a layer is not of its stage.
     """
     stages = len(partition)
-    if isinstance(recompute, (int, float)):
-        entries: Sequence[float | Sequence[int]] = [recompute] * stages
+    if (number := as_number(recompute)) is not None:
+        entries: Sequence[float | Sequence[int]] = [number] * stages
     elif isinstance(recompute, Sequence) and not isinstance(recompute, (str, bytes)):
         entries = recompute
     else:
@@ -38,18 +38,17 @@ def recomputed_layers(recompute: Recompute, partition: Sequence[int]) -> tuple[f
     problems: list[Problem] = []
     layers: list[frozenset[int]] = []
     for stage, (entry, here) in enumerate(zip(entries, ranges(partition), strict=True)):
-        if isinstance(entry, bool) or (not isinstance(entry, (int, float)) and not (
-                isinstance(entry, Collection) and all(type(i) is int for i in entry))):
+        if isinstance(entry, Collection) and all(type(i) is int for i in entry):
+            problems += strangers(entry, stage, here)
+            layers.append(frozenset(entry))
+        elif (share := as_number(entry)) is None:
             problems.append(Problem(f"{shown(entry)} of stage {stage} is neither a share nor a list of layers",
                                     "give a number from 0 to 1, or a list such as [3, 4]: layers of the model, "
                                     "counted from 0"))
-        elif not isinstance(entry, (int, float)):
-            problems += strangers(entry, stage, here)
-            layers.append(frozenset(entry))
-        elif 0 <= entry <= 1:
-            layers.append(frozenset(range(here.stop - int(entry * len(here)), here.stop)))
+        elif 0 <= share <= 1:
+            layers.append(frozenset(range(here.stop - int(share * len(here)), here.stop)))
         else:
-            problems.append(Problem(f"recompute ratio {float(entry)} of stage {stage} is outside 0..1",
+            problems.append(Problem(f"recompute ratio {share} of stage {stage} is outside 0..1",
                                     "it is the share of the stage's layers to recompute, counted from its end"))
     if problems:
         raise UserError.all_of(problems)

@@ -63,6 +63,8 @@ def read_history(folder: Path) -> History:
         summary = None  # the last line, where the run has ended
         if isinstance(entry, dict) and ("checkpoint" in entry or "summary" in entry):
             summary = entry.get("summary")
+            if not isinstance(summary, dict | None):
+                raise _damaged(path, number, line)
             continue
         if isinstance(entry, dict):  # what is not finite is null
             entry |= {key: nan for key in ("loss", "evaluation_loss") if key in entry and entry[key] is None}

@@ -20,7 +20,7 @@ class Totals:
     Attributes:
         samples_per_s, tokens_per_s: over all counted updates.
         step_s: median of one.
-        bubble, mfu, hfu: shares.
+        bubble, mfu, hfu: shares; None of what nobody knows, such as the bubble over nccl.
         memory_bytes: of the fullest rank.
         peak: what ``mfu`` and ``hfu`` are shares of.
         doubt: why they cannot be right; None where they can.
@@ -29,7 +29,7 @@ class Totals:
     samples_per_s: float
     tokens_per_s: float | None
     step_s: float
-    bubble: float
+    bubble: float | None
     mfu: float | None
     hfu: float | None
     memory_bytes: float | None
@@ -49,15 +49,14 @@ class Totals:
         lines = lines[len(lines) - len(update_s):]
 
         def figure(key: str, otherwise: float | None = None) -> float | None:
-            if is_number(said.get(key)):
-                return float(said[key])
+            if key in said:
+                return float(said[key]) if is_number(said[key]) else None
             of_lines = _mean(lines, update_s, key)
             return otherwise if of_lines is None else of_lines
 
         samples_per_s, bubble = figure("samples_per_s", figures.samples_per_s), figure("bubble", figures.bubble)
         step_s = figure("step_median_s", median(update_s) if update_s else figures.step_s)
         assert samples_per_s is not None, "the recording has one"
-        assert bubble is not None, "the recording has one"
         assert step_s is not None, "the recording has one"
         return cls(samples_per_s, figure("tokens_per_s"), step_s, bubble, figure("mfu"), figure("hfu"),
                    figure("memory_bytes"), *(text if isinstance(text := said.get(key), str) else None

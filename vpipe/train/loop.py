@@ -217,7 +217,7 @@ class _Run:
         training = self._job.config.training
         steps = tuple(replace(step, learning_rate=training.learning_rate * self._policy(step.index)) for step in steps)
         self._metrics.update(*steps)
-        if len(self._metrics.update_s) == WARM_UP:
+        if self._warm_usage is None and len(self._metrics.update_s) >= WARM_UP:
             self._warm_usage = self._pipe.engine.all_ranks.local_usage()
         if self._profile.after(self._metrics.steps):
             self._metrics.not_training()
