@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from math import isnan, nan
 
 import torch
@@ -67,16 +68,22 @@ class _Bucket:
         there = [float(gradients[i] is not None) for i in self.members]
         if lost:
             there[there.index(1.0) if 1.0 in there else 0] = nan
-        flat[ends:ends + len(there)].copy_(torch.tensor(there))
+        if all(number == 1.0 for number in there):
+            self.present.fill_(1.0)  # without a copy from the host, which a GPU would be waited for
+        else:
+            self.present.copy_(torch.tensor(there))
 
-    def gradients(self) -> tuple[list[Tensor | None], bool]:
-        """Of the members, once the rows are sums; None where no replica has one. And whether one lost the update."""
-        flat = self.rows.view(-1)
+    @property
+    def present(self) -> Tensor:
+        """For each member, once the rows are sums, how many replicas have a gradient; NaN where one lost the update."""
         ends = sum(self._sizes)
-        present = flat[ends:ends + len(self.members)].tolist()
-        parts = torch.split(flat[:ends], self._sizes)
-        return [part.view(shape) if there else None
-                for part, shape, there in zip(parts, self._shapes, present, strict=True)], any(map(isnan, present))
+        return self.rows.view(-1)[ends:ends + len(self.members)]
+
+    def gradients(self, present: Sequence[float]) -> Iterator[tuple[int, Tensor | None]]:
+        """Yield the members with their gradients, once the rows are sums; None where no replica has one."""
+        parts = torch.split(self.rows.view(-1)[:sum(self._sizes)], self._sizes)
+        for member, part, shape, count in zip(self.members, parts, self._shapes, present, strict=True):
+            yield member, part.view(shape) if count else None
 
 
 class Reduction:
@@ -214,10 +221,15 @@ class Reduction:
             for row, rank in zip(bucket.rows, self._ranks, strict=True):
                 own = rank == self._transport.rank
                 row.copy_(bucket.sum(update) if own else self._transport.take(rank, self._key("S", update, number))[0])
-            sums, lost = bucket.gradients()
-            gradients.update(zip(bucket.members, sums, strict=True))
-            if lost and self._scaling is not None:
-                self._scaling.lose(self._stage)
+        counts_of_all = [bucket.present.float() for bucket in self._buckets]
+        present = iter(torch.cat(counts_of_all).tolist() if counts_of_all else [])  # a GPU is waited for once
+        lost = False
+        for bucket in self._buckets:
+            counts = list(islice(present, len(bucket.members)))
+            gradients.update(bucket.gradients(counts))
+            lost = lost or any(map(isnan, counts))
+        if lost and self._scaling is not None:
+            self._scaling.lose(self._stage)
         self._weights.put_gradients([gradients[i] for i in range(len(self._weights.names))])
 
     def _refuse_hooks(self) -> None:
