@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from zygote import HOOK, Popen, exactly
 
 IMPORTED = ("torch", "torch._dynamo", "torch.distributed", "numpy", "numpy.random", "h5py", "vpipe", "vpipe.cli",
-            "vpipe.launch.rank_main", "vpipe.launch.together", "vpipe.train.loop", "vpipe.verify.differences",
+            "vpipe.launch.rank_main", "vpipe.train.loop", "vpipe.verify.differences",
             "vpipe.train.planning", "vpipe.compare.run", "vpipe.profiling.world",
             "vpipe.data.bert_hdf5", "vpipe.data.synthetic", "vpipe.model.bert")
 

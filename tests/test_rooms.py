@@ -73,7 +73,7 @@ def test_the_files_of_a_room_import_only_what_it_may(room: str) -> None:
             assert rooms_imported(file.read_text()) <= MAY_IMPORT.get(room, set(MAY_IMPORT) | ON_TOP), file
 
 
-NEED_TORCH = {ROOT / "distributed" / name for name in ("device.py", "init.py", "store.py")}
+NEED_TORCH = {ROOT / "distributed" / name for name in ("device.py", "init.py", "rendezvous.py", "store.py")}
 
 
 def test_schedules_and_their_pictures_need_nothing_but_the_standard_library() -> None:

@@ -12,7 +12,6 @@ import pytest
 
 from vpipe.distributed.environment import RankEnvironment, agent_of, slurm_address, slurm_port
 from vpipe.errors import UserError
-from vpipe.launch.rendezvous import Agreement
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "hostA", "MASTER_PORT": "29500",
             "TORCHELASTIC_RUN_ID": "none"}
@@ -131,11 +130,3 @@ def test_what_the_environment_says_from_then_on() -> None:
     """As torchrun would, and who started it: a container in which the command starts anew has no scontrol."""
     member = RankEnvironment("srun", 3, 4, 1, "n2", "127.0.0.1", 12_345, "4711.2")
     assert RankEnvironment.parse({"SLURMD_NODENAME": "n2", **member.variables}) == member
-
-
-def test_the_interface_is_the_one_that_leads_to_others() -> None:
-    """On the first host, whose name may mean a loopback address there, it is not that of its own address."""
-    first, second = RankEnvironment("srun", 0, 3, 0, "a", "a", 1), RankEnvironment("srun", 1, 3, 0, "b", "a", 1)
-    several = Agreement("", ["a", "b", "b"], ["127.0.1.1", "10.0.0.2", "10.0.0.2"])
-    assert (several.towards(first), several.towards(second)) == ("10.0.0.2", "a")
-    assert Agreement("", ["a", "b"], ["127.0.0.1", "127.0.0.1"]).towards(first) == "a"  # nodes of one machine

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from vpipe.distributed.init import _own_address
 from vpipe.distributed.network import free_port
+from vpipe.distributed.rendezvous import server_address
 from vpipe.errors import RunError
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -37,22 +37,22 @@ def run(folder: Path, what: str, **environment: str) -> list[tuple[int, list[str
     ("10.255.255.1", "aa", "127.0.0.1", "127.0.0.1"), ("", "aa", "127.0.0.1", "127.0.0.1")])
 def test_where_rank_0_is_reached(store: str, hosts: str, reached: str, listens: str) -> None:
     """As the store is, where that is on rank 0's host; empty stands for that, or for all addresses to listen at."""
-    assert _own_address(store, hosts) == (reached, listens)
+    assert server_address(store, hosts) == (reached, listens)
 
 
 def test_where_rank_0_is_reached_from_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "localhost")
-    assert _own_address("", ["a", "b"]) == ("localhost", "")
+    assert server_address("", ["a", "b"]) == ("localhost", "")
     monkeypatch.delenv("MASTER_ADDR")
     monkeypatch.setattr("vpipe.distributed.network.socket.gethostbyname", lambda name: {"a": "10.0.0.1"}[name])
-    assert _own_address("", ["a", "b"]) == ("10.0.0.1", "")
+    assert server_address("", ["a", "b"]) == ("10.0.0.1", "")
 
     def unknown(name: str) -> str:
         raise OSError
 
     monkeypatch.setattr("vpipe.distributed.network.socket.gethostbyname", unknown)
     with pytest.raises(RunError, match=r"no address of this host is found(.|\n)*hint: export MASTER_ADDR"):
-        _own_address("", ["a", "b"])
+        server_address("", ["a", "b"])
 
 
 def test_groups_that_the_program_made_are_watched(tmp_path: Path) -> None:

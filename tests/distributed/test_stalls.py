@@ -79,7 +79,7 @@ def test_two_that_wait_for_one_another_are_a_deadlock_in_the_error_too(soon: Ran
         soon.watches[rank].doing = Waiting(1 - rank)
     until(lambda: soon.shown)
     assert soon.shown[0].endswith(": they wait for one another, a deadlock")
-    until(lambda: soon.watches[1]._seen[0].waited_s > 1.5 * SOON.long_s)
+    until(lambda: soon.watches[1]._states[0].waited_s > 1.5 * SOON.long_s)
     fault = soon.watches[1].explain(0, 2 * SOON.long_s)
     for rank in (0, 1):
         assert soon.watches[rank].explain(1 - rank, None) == fault
@@ -92,7 +92,7 @@ def test_two_that_wait_for_one_another_are_a_deadlock_in_the_error_too(soon: Ran
 
 def test_a_short_wait_is_not_worth_a_word(soon: Ranks) -> None:
     shown: list[str] = []
-    stalls = LongWaits(0, WatchdogTiming.of(60.0), str, shown.append)
+    stalls = LongWaits(0, WatchdogTiming.from_timeout(60.0), str, shown.append)
     for seconds in (0.0, 10.0, 29.0, 0.0):
         stalls.look([RankState(), RankState(waits=Wait(0, seconds))])
     stalls.end()
@@ -101,7 +101,7 @@ def test_a_short_wait_is_not_worth_a_word(soon: Ranks) -> None:
 
 def test_who_waits_again_and_again_does_not_fill_the_screen() -> None:
     shown: list[str] = []
-    stalls = LongWaits(0, WatchdogTiming.of(60.0), str, shown.append)
+    stalls = LongWaits(0, WatchdogTiming.from_timeout(60.0), str, shown.append)
     for seconds in [31.0, 32.0, 0.0] * (MOST_SHOWN + 2):
         stalls.look([RankState(at=("running 0F0", seconds)), RankState(waits=Wait(0, seconds, "for"))])
     stalls.end()
@@ -122,8 +122,8 @@ def test_a_screen_that_takes_nothing_does_not_silence_the_watch(soon: Ranks) -> 
     soon.watches[0].note = show
     soon.watches[1].doing = Waiting(0)
     until(lambda: stuck)
-    heard = soon.watches[1]._seen[0]
-    until(lambda: soon.watches[1]._seen[0] is not heard and soon.watches[1]._seen[0].silent_s < 0.5)
+    heard = soon.watches[1]._states[0]
+    until(lambda: soon.watches[1]._states[0] is not heard and soon.watches[1]._states[0].silent_s < 0.5)
     stuck.append("go on")
 
 

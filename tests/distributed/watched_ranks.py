@@ -16,7 +16,7 @@ from vpipe.errors import RunError
 WITHIN_S = 20.0
 """What takes milliseconds here; a loaded machine takes longer."""
 
-PACE = WatchdogTiming(beat_s=0.05, silent_s=1.2, grace_s=0.3, long_s=30.0)
+PACE = WatchdogTiming(beat_s=0.05, silent_s=1.2, grace_s=0.3, long_s=30.0, join_s=1.2)
 
 
 @dataclass(frozen=True)

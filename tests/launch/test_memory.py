@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from vpipe.launch.rank_main import keep_memory
+from vpipe.launch.rank_env import keep_memory
 
 PROGRAM = """
 import resource
-from vpipe.launch.rank_main import keep_memory
+from vpipe.launch.rank_env import keep_memory
 print(keep_memory())
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

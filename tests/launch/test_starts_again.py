@@ -14,7 +14,7 @@ import zygote
 from small_run import check_updates, losses, only_run, oracle, write_config
 from test_ends import VPIPE, until
 from test_runs import FRAGILE
-from test_together import TORCHRUN, put_model
+from test_torchrun import TORCHRUN, put_model
 
 from vpipe.config.config import load_config
 from vpipe.distributed.network import free_port

@@ -72,7 +72,7 @@ def test_a_backward_uses_the_version_of_its_forward_though_a_step_lies_between()
     assert y.grad.tolist() == [[-17.0, -33.0]], "the new weights' row sums"
 
 
-def test_gradients_of_two_versions_go_to_the_latest_together() -> None:
+def test_gradients_of_two_versions_go_to_the_latest_torchrun() -> None:
     module, weights = one_weight()
     optimizer = sgd(weights)
     outputs = []

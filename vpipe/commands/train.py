@@ -49,9 +49,9 @@ def _train(options: argparse.Namespace) -> None:
         except VpipeError as damaged:
             config = damaged
     if member is not None:
-        from vpipe.launch.together import train_together
+        from vpipe.launch.rank_main import train_rank
 
-        train_together(member, config, start, options.restarts)
+        train_rank(member, config, start, options.restarts)
     elif isinstance(config, VpipeError):
         raise config
     else:

@@ -18,19 +18,21 @@ class WatchdogTiming:
         silent_s: without any, after which a rank counts as lost.
         grace_s: what a process that was told of a failure has to say so, before it is ended.
         long_s: a wait of which it is told who waits for whom.
+        join_s: what a rank may take to connect for the first time.
     """
 
     beat_s: float
     silent_s: float
     grace_s: float
     long_s: float
+    join_s: float = 60.0
 
     @classmethod
-    def of(cls, timeout_s: float) -> WatchdogTiming:
+    def from_timeout(cls, timeout_s: float) -> WatchdogTiming:
         """60 s: a beat per second, long after 30 s, silent after 45 s, 5 s of grace; the rest is for processes to end,
         which takes torch's half a second on a quiet machine and ten on a busy one."""
         return cls(min(1.0, timeout_s / 20), timeout_s - min(15.0, 0.4 * timeout_s), min(5.0, timeout_s / 6),
-                   timeout_s / 2)
+                   timeout_s / 2, timeout_s)
 
 
 def duration(seconds: float) -> str:
@@ -68,6 +70,13 @@ class Fault:
         """Processes of which nothing is heard: stopped, cut off, or their host is."""
         return cls(ranks, f"gave no sign of life for {duration(seconds)}",
                    "its process is stopped, or its host is down or cut off; a longer pause needs a larger timeout_s")
+
+    @classmethod
+    def absent(cls, seconds: float, *ranks: int) -> Fault:
+        """Processes that never connected."""
+        return cls(ranks, f"did not join within {seconds:g} s",
+                   "see what it printed, or its log: it ended, is slow to start (then raise timeout_s), or looks for "
+                   "the others elsewhere")
 
     @classmethod
     def busy(cls, rank: int) -> Fault:
@@ -111,6 +120,6 @@ class Fault:
         return asdict(self)
 
     @classmethod
-    def of_message(cls, message: Mapping[str, Any]) -> Fault:
+    def from_message(cls, message: Mapping[str, Any]) -> Fault:
         return cls(tuple(map(int, message["ranks"])), str(message["what"]), str(message["hint"]),
                    str(message.get("chain", "")), bool(message.get("reported")))

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from datetime import timedelta
-from threading import Thread
-from typing import Generic, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from vpipe.distributed.environment import RUN
 from vpipe.errors import RunError
-
-Answer = TypeVar("Answer")
 
 
 def agent_has_store() -> bool:
@@ -61,36 +56,3 @@ def own_store(kind: str, rank: int, ranks: int, timeout_s: float) -> PrefixStore
         RuntimeError: nobody answers there.
     """
     return open_store(kind, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, ranks, timeout_s)
-
-
-class Asked(Generic[Answer]):
-    """A question to a store, which may never answer."""
-
-    def __init__(self, question: Callable[[], Answer]) -> None:
-        self._question = question
-        self._answers: list[Answer] = []
-        self._error: Exception | None = None
-        self._thread = Thread(target=self._ask, daemon=True)
-        self._thread.start()
-
-    def _ask(self) -> None:
-        try:
-            self._answers.append(self._question())
-        except Exception as error:  # raised where the answer is read
-            self._error = error
-
-    def answered(self, timeout_s: float) -> bool:
-        """Whether it is within that time."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    @property
-    def answer(self) -> Answer:
-        """Once it is answered.
-
-        Raises:
-            RuntimeError: the store is gone.
-        """
-        if self._error is not None:
-            raise self._error
-        return self._answers[0]

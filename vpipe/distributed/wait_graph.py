@@ -200,9 +200,9 @@ class LongWaits:
         show: a line on the screen; called on rank 0.
     """
 
-    def __init__(self, rank: int, pace: WatchdogTiming, place: Callable[[int], str],
+    def __init__(self, rank: int, timing: WatchdogTiming, place: Callable[[int], str],
                  show: Callable[[str], None]) -> None:
-        self._rank, self._pace, self._place, self._show = rank, pace, place, show
+        self._rank, self.timing, self._place, self._show = rank, timing, place, show
         self._waiting: tuple[int, float] | None = None  # who waits longest, and for how long
         self._count = 0
         self._writer: Thread | None = None
@@ -210,7 +210,7 @@ class LongWaits:
     def look(self, seen: Sequence[RankState]) -> None:
         """At all ranks, once a beat."""
         longest, waited_s = max(((rank, one.waited_s) for rank, one in enumerate(seen)), key=lambda pair: pair[1])
-        if waited_s > self._pace.long_s:
+        if waited_s > self.timing.long_s:
             if self._waiting is None:
                 self._begin(seen, waited_s)
             self._waiting = longest, waited_s
@@ -221,11 +221,11 @@ class LongWaits:
         """The rank ends in good order, so whatever it waited for has come; wait until that is written."""
         self._over()
         if self._writer is not None:
-            self._writer.join(self._pace.grace_s)
+            self._writer.join(self.timing.grace_s)
 
     def _begin(self, seen: Sequence[RankState], waited_s: float) -> None:
         self._count += 1
-        found = sorted(chains(seen, self._pace.long_s / 2, self._pace.beat_s), key=lambda chain: -len(chain.ranks))
+        found = sorted(chains(seen, self.timing.long_s / 2, self.timing.beat_s), key=lambda chain: -len(chain.ranks))
         told = [";\n  ".join(chain.in_words(self._place)) for chain in found[:MOST_CHAINS]]
         if len(found) > MOST_CHAINS:
             told.append(f"{len(found) - MOST_CHAINS} more: see the logs of the ranks")

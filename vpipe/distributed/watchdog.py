@@ -64,7 +64,7 @@ class Watchdog:
 
     The main thread may be anywhere: in a transfer that nothing interrupts, in a debugger, in a pause of the
     user's. As long as this thread beats, the rank is alive. When a failure becomes known, the transfers of this
-    process are broken off, so that the main thread raises; one that does not within ``pace.grace_s`` is ended.
+    process are broken off, so that the main thread raises; one that does not within ``timing.grace_s`` is ended.
 
     Args:
         hosts: by rank.
@@ -79,7 +79,7 @@ class Watchdog:
         stop_asked: why a rank was asked to leave off in good order, once one was.
     """
 
-    def __init__(self, rank: int, hosts: Sequence[str], line: Connection, token: str, pace: WatchdogTiming,
+    def __init__(self, rank: int, hosts: Sequence[str], line: Connection, token: str, timing: WatchdogTiming,
                  end: Callable[[RunError], None]) -> None:
         self.rank, self.hosts = rank, hosts
         self.describe: Callable[[int], str] = lambda rank: f"rank {rank}"
@@ -87,11 +87,11 @@ class Watchdog:
         self.work = Activity()
         self.note: Callable[[str], None] = lambda text: None
         self.break_off: Callable[[], None] = lambda: None
-        self._line, self.pace, self._end = line, pace, end
+        self._line, self.timing, self._end = line, timing, end
         self._fault: Fault | None = None
         self._known, self._told = Event(), Event()  # by this thread; by the main thread
-        self._seen = [RankState() for _ in hosts]
-        self._stalls = LongWaits(rank, pace, self.place, lambda text: self.note(text))
+        self._states = [RankState() for _ in hosts]
+        self._waits = LongWaits(rank, timing, self.place, lambda text: self.note(text))
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
         self._leaving = False
@@ -131,7 +131,7 @@ class Watchdog:
 
     def _reporter(self, fault: Fault) -> int:
         """Return the rank that prints a failure: the one that failed if it can, else the first of the others."""
-        there = [rank for rank, seen in enumerate(self._seen) if rank not in fault.ranks and not seen.left]
+        there = [rank for rank, seen in enumerate(self._states) if rank not in fault.ranks and not seen.left]
         return fault.ranks[0] if fault.reported or not there else there[0]
 
     def _brief(self, fault: Fault) -> str:
@@ -140,6 +140,29 @@ class Watchdog:
 
     def _who(self, fault: Fault) -> str:
         return ", ".join(self.place(rank) for rank in fault.ranks)
+
+    @property
+    def fault(self) -> Fault | None:
+        """The failure that ends the job, once one is known."""
+        return self._fault if self._known.is_set() else None
+
+    def has_left(self, rank: int) -> bool:
+        """Return whether a rank has ended in good order."""
+        return self._states[rank].left
+
+    @property
+    def is_reporter(self) -> bool:
+        """Whether this rank is the one that prints the failure which ends the job."""
+        fault = self.fault
+        return fault is None or self._reporter(fault) == self.rank
+
+    def acknowledge(self) -> None:
+        """The main thread is about to raise what is known: the process is not to be ended without it."""
+        self._told.set()
+
+    def set_timing(self, timing: WatchdogTiming) -> None:
+        """Beat at another pace from now on."""
+        self.timing = self._waits.timing = timing
 
     def explain(self, peer: int | None, waited_s: float | None) -> Fault:
         """Why a transfer failed: what the job agrees was first, which takes up to twice :data:`PATIENCE_S`.
@@ -151,7 +174,7 @@ class Watchdog:
         self._told.set()
         if waited_s is not None:
             self._tell(self._last_to_blame(peer, waited_s))
-        elif self._has_left(peer) or not self._known.wait(PATIENCE_S):
+        elif self._peer_left(peer) or not self._known.wait(PATIENCE_S):
             self._tell(self._lost(peer))
         assert self._fault is not None
         return self._fault
@@ -176,7 +199,7 @@ class Watchdog:
         self._leaving = True  # not before: the thread closes the line when it sees it
         with suppress(OSError):
             self._wake.send(b".")
-        self._thread.join(self.pace.grace_s)
+        self._thread.join(self.timing.grace_s)
 
     def _tell(self, fault: Fault) -> None:
         """Tell the hub of a failure and hear which one came first; this one, when the hub does not answer."""
@@ -184,19 +207,19 @@ class Watchdog:
         if not self._thread.is_alive() or not self._known.wait(PATIENCE_S):
             self._learn(fault)
 
-    def _has_left(self, peer: int | None) -> bool:
-        return peer is not None and self._seen[peer].left
+    def _peer_left(self, peer: int | None) -> bool:
+        return peer is not None and self.has_left(peer)
 
     def _lost(self, peer: int | None) -> Fault:
         """What is to be said of a peer whose connection broke, when the hub knows of no failure."""
         rank = self.rank if peer is None else peer
-        return Fault.left(rank) if self._has_left(peer) else Fault.hung_up(rank, self.rank)
+        return Fault.left(rank) if self._peer_left(peer) else Fault.hung_up(rank, self.rank)
 
     def _last_to_blame(self, peer: int | None, waited_s: float) -> Fault:
         """Among those who wait for one another: the one of which nothing is heard, else who does not wait."""
-        seen, said = list(self._seen), "for" if self.doing is None else self.doing.said
+        seen, said = list(self._states), "for" if self.doing is None else self.doing.said
         seen[self.rank] = RankState(waits=Wait(peer, waited_s, said), at=self.work.seen())
-        chain = WaitChain.of(seen, self.rank, waited_s / 2, self.pace.beat_s)
+        chain = WaitChain.of(seen, self.rank, waited_s / 2, self.timing.beat_s)
         return replace(chain.fault, chain="; ".join(chain.in_words(self.place)))
 
     # -- the thread ------------------------------------------------------------------------------------
@@ -217,19 +240,19 @@ class Watchdog:
                     self._line.say({"stop": self._stop})
                     self._stop = None
                 now = monotonic()
-                if now - last > 2 * self.pace.beat_s:  # it was this process that paused: not the hub's silence
+                if now - last > 2 * self.timing.beat_s:  # it was this process that paused: not the hub's silence
                     heard_at += now - last
                 last = now
-                if self._seen[0].left:
+                if self._states[0].left:
                     break  # rank 0 ended in good order, and the hub with it
                 if self._line.closed:
                     self._learn(Fault.ended(0))
-                elif now - heard_at > self.pace.silent_s:
+                elif now - heard_at > self.timing.silent_s:
                     fault = Fault.silent(now - heard_at, 0)
                     self._line.say({"fault": fault.as_message()})  # it may only sleep
                     self._learn(fault)
                 elif now >= beat_at:
-                    beat_at = now + self.pace.beat_s
+                    beat_at = now + self.timing.beat_s
                     if self.doing is not doing:
                         doing, since = self.doing, now
                     self._line.say(self._state(doing, now - since))
@@ -240,26 +263,26 @@ class Watchdog:
         if self._known.is_set() and not self._leaving:
             self._end_main()
         elif self._leaving and not self._known.is_set():
-            self._stalls.end()
+            self._waits.end()
 
     def _state(self, doing: Transfer | None, waited_s: float) -> dict[str, object]:
         """What the others are told: of what is new no more than whom it waits for."""
-        new_s = 2 * self.pace.beat_s
+        new_s = 2 * self.timing.beat_s
         what, seconds = self.work.seen()
         waits = None if doing is None else [doing.peer, waited_s, *([doing.said] if waited_s > new_s else [])]
         return {"waits": waits, "at": [what, seconds] if seconds > new_s else None}
 
     def _look(self, silent_s: float) -> None:
         """Whether there are long waits; when the hub is silent, rank 0 is."""
-        first = self._seen[0]
-        self._stalls.look([replace(first, silent_s=max(first.silent_s, silent_s)), *self._seen[1:]])
+        first = self._states[0]
+        self._waits.look([replace(first, silent_s=max(first.silent_s, silent_s)), *self._states[1:]])
 
     def _limit(self, doing: Transfer | None, waited_s: float) -> None:
         """Give up a transfer from which the main thread does not come back: the hub says why, or by the next beat this
         rank does."""
         if self._given_up is not None:
             self._learn(self._given_up)
-        elif doing is not None and doing.limit_s is not None and waited_s > doing.limit_s + self.pace.grace_s:
+        elif doing is not None and doing.limit_s is not None and waited_s > doing.limit_s + self.timing.grace_s:
             self._given_up = self._last_to_blame(doing.peer, waited_s)
             self._line.say({"fault": self._given_up.as_message()})
 
@@ -267,9 +290,9 @@ class Watchdog:
         messages = self._line.hear()
         for message in messages:
             if "ranks" in message:
-                self._seen = [RankState.of(*state) for state in message["ranks"]]
+                self._states = [RankState.of(*state) for state in message["ranks"]]
             if "fault" in message:
-                self._learn(Fault.of_message(message["fault"]))
+                self._learn(Fault.from_message(message["fault"]))
             if "stop" in message and self.stop_asked is None:
                 self.stop_asked = str(message["stop"])
         return bool(messages)
@@ -283,7 +306,7 @@ class Watchdog:
         """The main thread is to raise; if it does not, the process ends without it."""
         assert self._fault is not None
         self.break_off()
-        if not self._told.wait(self.pace.grace_s) and not self._leaving:
+        if not self._told.wait(self.timing.grace_s) and not self._leaving:
             meanwhile = str(self.doing or self.work.seen()[0] or "at work")
             self._end(self.error(self._fault, f"{self.place(self.rank)} was {meanwhile}"))
 

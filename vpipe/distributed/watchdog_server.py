@@ -42,7 +42,7 @@ class WatchdogServer:
     """A thread in the process of rank 0, to which every rank keeps a connection.
 
     The kernel closes the connections of a process that ends, however it ends, so a killed rank is known at once; one
-    that is stopped or cut off, when it was not heard for ``pace.silent_s``. The first failure is told to all
+    that is stopped or cut off, when it was not heard for ``timing.silent_s``. The first failure is told to all
     ranks: what a rank says of itself comes before its end on the same connection.
 
     Args:
@@ -52,9 +52,9 @@ class WatchdogServer:
         port, token: what a rank needs to be let in.
     """
 
-    def __init__(self, ranks: int, pace: WatchdogTiming, address: str) -> None:
+    def __init__(self, ranks: int, timing: WatchdogTiming, address: str) -> None:
         self.token = secrets.token_hex(16)
-        self._pace = pace
+        self.timing = timing
         self._server = listen(address)
         self._server.setblocking(False)
         self.port = int(self._server.getsockname()[1])
@@ -100,7 +100,7 @@ class WatchdogServer:
                 answer: Callable[[], None] = key.data
                 answer()
             now = monotonic()
-            if now - last > 2 * self._pace.beat_s:  # it was this process that paused: nobody's silence
+            if now - last > 2 * self.timing.beat_s:  # it was this process that paused: nobody's silence
                 for member in self._members:
                     member.heard_at += now - last
             last = now
@@ -108,16 +108,16 @@ class WatchdogServer:
                 self._judge(now)
                 if self._stopping:
                     self._selector.unregister(self._woken)
-                    beat_at, end_at = now, now + min(LINGER_S, self._pace.grace_s)
+                    beat_at, end_at = now, now + min(LINGER_S, self.timing.grace_s)
             if now >= beat_at:
-                beat_at = now + self._pace.beat_s
+                beat_at = now + self.timing.beat_s
                 self._tell_state(now)
                 for stranger in [line for line, until in self._strangers.items() if until < now]:
                     self._show_out(stranger)
 
     def _heard_lately(self, now: float) -> bool:
         """Whether a rank is there that could still hear something, or is about to connect."""
-        return any(member.line is None or (not member.line.closed and now - member.heard_at < 3 * self._pace.beat_s)
+        return any(member.line is None or (not member.line.closed and now - member.heard_at < 3 * self.timing.beat_s)
                    for member in self._members)
 
     def _accept(self) -> None:
@@ -125,7 +125,7 @@ class WatchdogServer:
             connection, _ = self._server.accept()
             line = Connection(connection, STRANGERS_BYTES)
             self._selector.register(line, selectors.EVENT_READ, lambda: self._admit(line))
-            self._strangers[line] = monotonic() + min(TOKEN_S, self._pace.silent_s)
+            self._strangers[line] = monotonic() + min(TOKEN_S, self.timing.silent_s)
             if len(self._strangers) > STRANGERS + len(self._members):
                 self._show_out(next(iter(self._strangers)))
 
@@ -169,24 +169,27 @@ class WatchdogServer:
             member.waits, member.at = message["waits"], message.get("at")
         member.left = member.left or bool(message.get("left"))
         if "fault" in message:
-            self._declare(Fault.of_message(message["fault"]))
+            self._declare(Fault.from_message(message["fault"]))
         if "stop" in message and self._stop is None:
             self._stop = str(message["stop"])
             self._say({"stop": self._stop})
 
     def _judge(self, now: float) -> None:
-        """Declare those that are gone or silent, all of them in one fault."""
+        """Declare those that are gone, silent or absent, all of a kind in one fault."""
         if self._fault is not None:
             return
         there = {rank: member for rank, member in enumerate(self._members) if not member.left}
-        gone = [rank for rank, member in there.items() if member.line is not None and member.line.closed]
-        silence = {rank: now - member.heard_at for rank, member in there.items()}
-        longest = max(silence.values(), default=0.0)
-        if gone:
+        if gone := [rank for rank, member in there.items() if member.line is not None and member.line.closed]:
             self._declare(Fault.ended(*gone))
-        elif longest > self._pace.silent_s:
-            together = longest - 3 * self._pace.beat_s
+            return
+        silence = {rank: now - member.heard_at for rank, member in there.items() if member.line is not None}
+        longest = max(silence.values(), default=0.0)
+        if longest > self.timing.silent_s:
+            together = longest - 3 * self.timing.beat_s
             self._declare(Fault.silent(longest, *(rank for rank, seconds in silence.items() if seconds > together)))
+        elif absent := [rank for rank, member in there.items()
+                        if member.line is None and now - member.heard_at > self.timing.join_s]:
+            self._declare(Fault.absent(self.timing.join_s, *absent))
 
     def _declare(self, fault: Fault) -> None:
         if self._fault is None:

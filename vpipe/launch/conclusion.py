@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 
 from vpipe.checkpoint.directory import Checkpoints
 from vpipe.checkpoint.manifest import Manifest
-from vpipe.config.config import load_config
+from vpipe.config.config import Config
+from vpipe.config.validation import validated
 from vpipe.config.yaml_tree import parse
 from vpipe.distributed.environment import RankEnvironment
 from vpipe.errors import UserError
@@ -78,19 +77,11 @@ class Conclusion:
             replace(starter, failures=failures, checkpoint=_name(start.checkpoint)).write(folder)
         return cls(str(folder), None if start.checkpoint is None else str(start.checkpoint), job.config.resolved_yaml())
 
-    @property
-    def text(self) -> str:
-        """As the ranks tell each other."""
-        return json.dumps(asdict(self))
-
     def job(self, own: Job) -> Job:
         """The job of all ranks; ``own`` is what this one would have done by itself."""
         if own.config.resolved_yaml() == self.config:
             return own
-        with tempfile.TemporaryDirectory(prefix="vpipe-") as name:
-            path = Path(name) / CONFIG
-            path.write_text(self.config)
-            return Job.from_config(load_config(path))
+        return Job.from_config(validated(Config, parse(self.config, "", CONFIG)))
 
 
 def _going_on(run: Path, job: Job, start: Start, config: str, ranks: int) -> Job:

@@ -1,19 +1,31 @@
-"""The ranks of one host: the command and the environment that each is started with."""
+"""The command, environment and memory settings of the ranks of one host."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import token_hex
+from typing import Any
 
 from vpipe.config.config import Config
 from vpipe.config.machines import Hosts, host_of
 from vpipe.distributed.environment import HOST, RUN
 from vpipe.distributed.network import interface_towards, meeting_address
 from vpipe.launch.container import Container
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Of ``malloc.h``."""
+
+NEVER, MOST_BYTES = -1, 32 << 20
+"""What is free at the end of the heap is never given back. Only blocks of more than this, the most that can be set, are
+still mapped by themselves, and given back: to keep those, too (``M_MMAP_MAX`` 0), leaves holes in the heap, which the
+next one does not fit once a smaller one was put there. It made a rank with logits of 64 MiB half as large again."""
+
+TUNABLES = "GLIBC_TUNABLES"
 
 
 @dataclass(frozen=True)
@@ -99,3 +111,28 @@ def ranks_here(config: Config, hosts: Hosts | None, ranks: int, port: int) -> Ho
 def interface_variables(interface: str) -> dict[str, str]:
     """What tells gloo and nccl the network interface."""
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+
+
+def keep_memory(environment: Mapping[str, str] = os.environ) -> str:
+    """Let this process keep what it frees, if its C library is glibc and nobody has tuned that.
+
+    By its defaults glibc takes a large block from the system and gives it back when it is freed. The next tensor of the
+    same size then costs a page fault for each of its pages, which the system fills with zeros. Source: mallopt(3).
+
+    Args:
+        environment: that the process was started with; ``MALLOC_*`` or glibc's tunables for malloc in it go before.
+
+    Returns:
+        What was done, for the log.
+    """
+    tuned = sorted(name for name in environment if name.startswith("MALLOC_"))
+    if "glibc.malloc." in environment.get(TUNABLES, ""):
+        tuned.append(TUNABLES)
+    if tuned:
+        return f"malloc is left as {', '.join(tuned)} in the environment says"
+    library: Any = ctypes.CDLL(None)
+    if not hasattr(library, "gnu_get_libc_version") or not hasattr(library, "mallopt"):
+        return "the C library is not glibc: malloc is left as it is"
+    library.mallopt(M_MMAP_THRESHOLD, MOST_BYTES)
+    library.mallopt(M_TRIM_THRESHOLD, NEVER)
+    return "malloc keeps what is freed"

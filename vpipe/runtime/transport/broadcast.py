@@ -128,7 +128,7 @@ def failure_of(error: RuntimeError, rank: int, peer: int | None, doing: str, des
     me, other = describe(rank), "all ranks" if peer is None else describe(peer)
     gave_up = f"{me} gave up {doing} with {other}" + (f" after {timeout_s:g} s" if timeout_s else "")
     if watch is not None:
-        fault = watch.explain(peer, (timeout_s or watch.pace.silent_s) if timed_out else None)
+        fault = watch.explain(peer, (timeout_s or watch.timing.silent_s) if timed_out else None)
         return watch.error(fault, gave_up if timed_out else f"{me} was {doing} with {other}")
     if timed_out:
         return RunError(gave_up, hint="a rank is stuck or much slower than the others: see what it printed, or its "

@@ -1,4 +1,4 @@
-"""Which rank tells of a failure where no launcher does, and which GPU a rank has."""
+"""The GPUs that ranks of one host need."""
 
 from __future__ import annotations
 
@@ -10,19 +10,8 @@ import torch
 from small_run import write_config
 
 from vpipe.config.config import load_config
-from vpipe.errors import RunError, UserError
+from vpipe.errors import UserError
 from vpipe.launch.checks import check_gpus
-from vpipe.launch.failure_report import write_report
-from vpipe.launch.rank_main import speaks
-
-
-def test_one_rank_speaks(tmp_path: Path) -> None:
-    """The first of those that lost another; or else the one that did not lose anyone."""
-    for rank in (2, 0):
-        write_report(tmp_path, rank, RunError("lost rank 1", hint="", rank=rank, peer=1))
-    assert [rank for rank in (0, 2) if speaks(tmp_path, rank, 3)] == [2]
-    write_report(tmp_path, 1, RunError("broke", hint="", rank=1))
-    assert [rank for rank in range(3) if speaks(tmp_path, rank, 3)] == [1]
 
 
 @pytest.mark.parametrize(("gpus", "numbers", "refused"), [
