@@ -69,7 +69,7 @@ class Ours:
     def load(self, into: dict[str, Tensor]) -> None:
         newest = Checkpoints(self.root).newest()
         assert newest is not None
-        into.update(shards.read(newest, Manifest.load(newest), into))
+        into.update(shards.load_tensors(newest, Manifest.load(newest), into))
 
     def remove_older(self) -> None:
         """Done: the saver keeps one."""

@@ -25,7 +25,7 @@ from vpipe.runtime.transport.distributed import Distributed, _Failing
 from vpipe.runtime.transport.transport import Key
 from vpipe.schedules.registry import recipe_named, schedule_names
 from vpipe.train.job import Job
-from vpipe.train.resume import Start, take_up
+from vpipe.train.resume import ResumePoint, prepare_run
 
 RULES = {f"{'eager' if eager else 'lazy'}-{'buffered' if buffered else 'rendezvous'}":
          {"eager": eager, "buffered": buffered} for eager in (False, True) for buffered in (False, True)}
@@ -185,7 +185,7 @@ def test_the_whole_loop_of_a_run_with_evaluations_and_checkpoints(world: World, 
     changes = {"parallel__model_parallel_size": 4, "training__grad_clip": 0.5}
     expected = test_resume_gloo.begin(tmp_path / "here", **changes)
     (tmp_path / "there").mkdir()
-    run = take_up(Start(None, None), Job.from_config(load_config(write_config(
+    run = prepare_run(ResumePoint(None, None), Job.from_config(load_config(write_config(
         tmp_path / "there", **test_resume_gloo.CHANGES, **changes))))
     world.run(nccl_jobs.under, run="resume_jobs.train_in", folder=str(run), checkpoint=None, notes="nccl")
     test_resume_gloo.check_equal(expected, run)

@@ -16,7 +16,7 @@ from vpipe.checkpoint.shards import load_tensors
 from vpipe.config.config import load_config
 from vpipe.train.job import Job
 from vpipe.train.loop import train
-from vpipe.train.resume import Start, resumed_config, start_of, take_up
+from vpipe.train.resume import ResumePoint, find_resume_point, prepare_run, resumed_config
 
 CHANGES = {"checkpoint__every_steps": 3, "training__max_steps": 8, "checkpoint__at_end": True,
            "training__evaluate_every": 4}
@@ -25,14 +25,15 @@ CHANGES = {"checkpoint__every_steps": 3, "training__max_steps": 8, "checkpoint__
 def begin(folder: Path, world: World | None = None, **changes: Any) -> Path:
     """A run from its first step, in this process or in the world; its folder."""
     folder.mkdir()
-    run = take_up(Start(None, None), Job.from_config(load_config(write_config(folder, **{**CHANGES, **changes}))))
+    job = Job.from_config(load_config(write_config(folder, **{**CHANGES, **changes})))
+    run = prepare_run(ResumePoint(None, None), job)
     go(run, None, world)
     return run
 
 
 def go_on(run: Path, *settings: str, at: int, world: World | None = None) -> None:
-    start = start_of(run / "checkpoints" / f"step-{at}")
-    take_up(start, Job.from_config(resumed_config(start, None, settings, None)))
+    start = find_resume_point(run / "checkpoints" / f"step-{at}")
+    prepare_run(start, Job.from_config(resumed_config(start, None, settings, None)))
     go(run, start.checkpoint, world)
 
 

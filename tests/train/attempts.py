@@ -10,7 +10,7 @@ from small_run import write_config
 from vpipe.config.config import load_config
 from vpipe.train.job import Job
 from vpipe.train.loop import train
-from vpipe.train.resume import Start, resumed_config, start_of, take_up
+from vpipe.train.resume import ResumePoint, find_resume_point, prepare_run, resumed_config
 from vpipe.train.run_folder import leave
 
 
@@ -18,7 +18,7 @@ def begin(folder: Path, **changes: Any) -> Path:
     """A run from its first step; its folder."""
     folder.mkdir(exist_ok=True)
     job = Job.from_config(load_config(write_config(folder, **changes)))
-    run = take_up(Start(None, None), job)
+    run = prepare_run(ResumePoint(None, None), job)
     train(job, run)
     leave()
     return run
@@ -26,9 +26,9 @@ def begin(folder: Path, **changes: Any) -> Path:
 
 def go_on(run: Path, *settings: str, at: int | None = None, config: Path | None = None) -> Job:
     """``vpipe train --resume``, from the newest checkpoint or one."""
-    start = start_of(run if at is None else run / "checkpoints" / f"step-{at}")
+    start = find_resume_point(run if at is None else run / "checkpoints" / f"step-{at}")
     job = Job.from_config(resumed_config(start, config, settings, None))
-    assert take_up(start, job) == run
+    assert prepare_run(start, job) == run
     train(job, run, start.checkpoint)
     leave()
     return job

@@ -28,7 +28,7 @@ from vpipe.train.checkpointing import Saving
 from vpipe.train.job import Job
 from vpipe.train.loop import train
 from vpipe.train.metrics import Lines
-from vpipe.train.resume import Start, start_of
+from vpipe.train.resume import ResumePoint, find_resume_point
 
 
 def test_only_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -50,7 +50,8 @@ def test_only_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_checkpoints_in_a_directory_of_their_own(tmp_path: Path) -> None:
     run = begin(tmp_path, checkpoint__at_end=True, checkpoint__directory=str(tmp_path / "c"), training__max_steps=1)
     checkpoint = tmp_path / "c" / run.name / "step-1"
-    assert start_of(run) == start_of(checkpoint) == start_of(checkpoint.parent) == Start(run, checkpoint)
+    for path in (run, checkpoint, checkpoint.parent):
+        assert find_resume_point(path) == ResumePoint(run, checkpoint)
     assert not (run / "checkpoints").exists()
 
 

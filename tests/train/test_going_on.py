@@ -23,7 +23,7 @@ from vpipe.runtime.step_results import Step
 from vpipe.train.job import Job
 from vpipe.train.loop import _Run, train
 from vpipe.train.progress import Progress
-from vpipe.train.resume import Start, take_up
+from vpipe.train.resume import ResumePoint, prepare_run
 from vpipe.train.run_folder import CONFIG
 
 FLUSH = {"checkpoint__every_steps": 3, "training__max_steps": 8}
@@ -124,7 +124,7 @@ def test_a_run_that_a_signal_stops_saves_and_goes_on(tmp_path: Path, monkeypatch
     monkeypatch.setattr(Progress, "update", update)
     job = Job.from_config(load_config(write_config(tmp_path, **{
         **changes, "training__max_steps": 9, "checkpoint__every_steps": None, "checkpoint__at_end": True})))
-    run = take_up(Start(None, None), job)
+    run = prepare_run(ResumePoint(None, None), job)
     assert train(job, run) == Stopped("SIGTERM", saved=True)
     count = len(losses(run))
     assert 2 <= count < 9
@@ -141,7 +141,7 @@ def test_a_run_that_a_signal_stops_saves_and_goes_on(tmp_path: Path, monkeypatch
 def test_a_stop_that_is_asked_for_before_the_run_begins(tmp_path: Path) -> None:
     """It is obeyed, and forgotten after it; that nothing was saved is told."""
     job = Job.from_config(load_config(write_config(tmp_path, training__max_steps=9, checkpoint__at_end=False)))
-    run = take_up(Start(None, None), job)
+    run = prepare_run(ResumePoint(None, None), job)
     ask_stop("SIGTERM")
     assert train(job, run) == Stopped("SIGTERM", saved=False)
     assert 1 <= len(losses(run)) < 9

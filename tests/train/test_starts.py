@@ -12,13 +12,15 @@ import pytest
 from attempts import begin
 from small_run import metrics, write_config
 
+from vpipe.checkpoint import integrity
 from vpipe.checkpoint.manifest import Manifest, TensorEntry
+from vpipe.commands.train import _check_intact
 from vpipe.config.config import load_config
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan
 from vpipe.train.job import Job
 from vpipe.train.loop import train
-from vpipe.train.resume import Start, resumed_config, start_of, take_up
+from vpipe.train.resume import ResumePoint, find_resume_point, nothing_left, prepare_run, resumed_config
 from vpipe.train.run_folder import leave, running
 
 
@@ -31,17 +33,18 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_can_be_gone_on_with(one: Path, tmp_path: Path) -> None:
     checkpoint = one / "checkpoints" / "step-1"
     for path in (one, one / "checkpoints", checkpoint):
-        assert start_of(path) == Start(one, checkpoint)
+        assert find_resume_point(path) == ResumePoint(one, checkpoint)
     copied = shutil.copytree(checkpoint, tmp_path / "elsewhere")
-    assert start_of(copied) == Start(None, copied)
+    assert find_resume_point(copied) == ResumePoint(None, copied)
     with pytest.raises(UserError, match="is in no run's folder, so nothing says what to train"):
-        resumed_config(start_of(copied), None, [], None)
-    job = Job.from_config(resumed_config(start_of(copied), write_config(tmp_path, training__max_steps=2), [], None))
-    run = take_up(start_of(copied), job)  # a new one
+        resumed_config(find_resume_point(copied), None, [], None)
+    start = find_resume_point(copied)
+    job = Job.from_config(resumed_config(start, write_config(tmp_path, training__max_steps=2), [], None))
+    run = prepare_run(start, job)  # a new one
     train(job, run, copied)
     assert [line["step"] for line in metrics(run)[0]] == [1]
     with pytest.raises(UserError, match="does not exist"):
-        start_of(tmp_path / "none")
+        find_resume_point(tmp_path / "none")
 
 
 @pytest.mark.parametrize(("arrangement", "says"), [
@@ -52,11 +55,42 @@ def test_what_a_new_run_begins_with_is_said(one: Path, tmp_path: Path, capsys: p
     folder = shutil.copytree(one / "checkpoints" / "step-1", tmp_path / "start")
     manifest = replace(Manifest.load(folder), arrangement=arrangement)
     manifest.save(folder)
-    start = start_of(folder)
-    take_up(start, Job.from_config(resumed_config(start, write_config(tmp_path), [], None)))
+    start = find_resume_point(folder)
+    prepare_run(start, Job.from_config(resumed_config(start, write_config(tmp_path), [], None)))
     leave()
     assert capsys.readouterr().err.splitlines() == [
         says.format(len(manifest.tensors)).replace("FOLDER", str(folder))]
+
+
+def test_a_manifest_is_loaded_once_and_every_byte_is_hashed_once(one: Path, tmp_path: Path,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both before a rank starts; a rank loads the manifest once more, and hashes nothing."""
+    run = shutil.copytree(one, tmp_path / "run")
+    load, sha256_of = Manifest.load, integrity.sha256_of
+    loaded: list[Path] = []
+    hashed: list[str] = []
+
+    def load_counted(folder: Path) -> Manifest:
+        loaded.append(folder)
+        return load(folder)
+
+    def hash_counted(path: Path, *rest: Any) -> str:
+        hashed.append(path.name)
+        return sha256_of(path, *rest)
+
+    monkeypatch.setattr(Manifest, "load", load_counted)
+    monkeypatch.setattr(integrity, "sha256_of", hash_counted)
+    start = find_resume_point(run / "checkpoints" / "step-1")
+    job = Job.from_config(resumed_config(start, None, ["training.max_steps=2"], None))
+    _check_intact(start)
+    assert nothing_left(start, job) is None
+    prepare_run(start, job)
+    assert loaded == [start.checkpoint]
+    assert hashed == list(load(run / "checkpoints" / "step-1").files)
+    train(job, run, start.checkpoint)
+    leave()
+    assert loaded == [start.checkpoint] * 2
+    assert len(hashed) == len(set(hashed))
 
 
 def test_error_feedback_of_an_older_version_is_left_out(one: Path, tmp_path: Path,
@@ -71,9 +105,9 @@ def test_error_feedback_of_an_older_version_is_left_out(one: Path, tmp_path: Pat
     manifest = Manifest.load(checkpoint)
     lost = {"feedback.2.0.0": TensorEntry((1,), "float32", next(iter(manifest.files)))}
     replace(manifest, config=older, tensors={**manifest.tensors, **lost}).save(checkpoint)
-    start = start_of(run)
+    start = find_resume_point(run)
     job = Job.from_config(resumed_config(start, None, ["training.max_steps=2"], None))
-    take_up(start, job)
+    prepare_run(start, job)
     assert capsys.readouterr().err.splitlines() == [
         "warning: the checkpoint has error feedback of compressed gradients, which this version has not: it is left "
         "out, so the losses from here on are others", "changed since step 1: training.max_steps 1 -> 2"]
@@ -91,7 +125,7 @@ def test_a_damaged_manifest_is_named_and_the_one_before_offered(tmp_path: Path) 
     path.write_text(path.read_text().replace('"step": 2', '"step": 3'))
     for named in (run, path.parent):
         with pytest.raises(UserError, match="the manifest of the checkpoint is damaged") as caught:
-            resumed_config(start_of(named), None, [], None)
+            resumed_config(find_resume_point(named), None, [], None)
         assert caught.value.problems[0].hint.endswith(
             f"resume from step 1 with: vpipe train --resume {run}/checkpoints/step-1")
 
@@ -106,18 +140,18 @@ def test_a_damaged_manifest_is_named_and_the_one_before_offered(tmp_path: Path) 
 ])
 def test_what_a_run_that_goes_on_may_not_change(one: Path, settings: list[str], says: list[str]) -> None:
     before = sorted(os.listdir(one))
-    start = start_of(one)
+    start = find_resume_point(one)
     with pytest.raises(UserError) as caught:
-        take_up(start, Job.from_config(resumed_config(start, None, settings, None)))
+        prepare_run(start, Job.from_config(resumed_config(start, None, settings, None)))
     assert all(any(problem.what.startswith(text) for problem in caught.value.problems) for text in says)
     assert sorted(os.listdir(one)) == before
 
 
 def test_a_run_that_is_still_going_is_left_alone(one: Path) -> None:
-    job = Job.from_config(resumed_config(start_of(one), None, [], None))
+    job = Job.from_config(resumed_config(find_resume_point(one), None, [], None))
     with running(one):
         with pytest.raises(UserError, match=rf"is still going \(process {os.getpid()} on "):
-            take_up(start_of(one), job)
+            prepare_run(find_resume_point(one), job)
         with pytest.raises(UserError, match="is still going"):
             train(job, one)
     assert not (one / "running").exists()
@@ -126,7 +160,7 @@ def test_a_run_that_is_still_going_is_left_alone(one: Path) -> None:
 def test_what_was_planned_is_followed_again(tmp_path: Path, one: Path) -> None:
     run = shutil.copytree(one, tmp_path / "run")
     Plan((1, 4)).save(run / "plan.json")
-    start = start_of(run)
+    start = find_resume_point(run)
     config = write_config(tmp_path, parallel__partition="auto", training__max_steps=2)
 
     def partition(*settings: str) -> Any:
@@ -137,7 +171,7 @@ def test_what_was_planned_is_followed_again(tmp_path: Path, one: Path) -> None:
     assert partition("parallel.model_parallel_size=3") == "auto"
     assert partition("parallel.partition=[3, 2]") == (3, 2)
     job = Job.from_config(resumed_config(start, config, ["parallel.partition=[3, 2]"], None))
-    take_up(start, job)
+    prepare_run(start, job)
     assert not (run / "plan.json").exists()
     assert (run / "earlier" / "1" / "plan.json").exists()
 

@@ -21,9 +21,8 @@ from vpipe.errors import UserError
 from vpipe.launch.launcher import run as launch
 from vpipe.launch.restart import Starter
 from vpipe.train import run_folder as folders
-from vpipe.train.changes import changes
 from vpipe.train.job import Job
-from vpipe.train.resume import Start, nothing_left, resumed_config, start_of, take_up
+from vpipe.train.resume import ResumePoint, changed_keys, find_resume_point, nothing_left, prepare_run, resumed_config
 from vpipe.train.run_folder import LAUNCHED, leave, make_run_folder
 
 ONE = {"parallel__model_parallel_size": 1, "model__num_layers": 1}
@@ -42,9 +41,9 @@ def run(whole: Path, tmp_path: Path) -> Path:
     return shutil.copytree(whole, tmp_path / "run")
 
 
-def ready(start: Start, *settings: str) -> Path:
+def ready(start: ResumePoint, *settings: str) -> Path:
     """What the launcher does before it starts ranks."""
-    return take_up(start, Job.from_config(resumed_config(start, None, settings, None)))
+    return prepare_run(start, Job.from_config(resumed_config(start, None, settings, None)))
 
 
 class Killed(BaseException):
@@ -72,8 +71,8 @@ def test_killed_as_it_takes_a_run_up(run: Path, monkeypatch: pytest.MonkeyPatch,
         for name in ("rename", "replace"):
             patch.setattr(Path, name, one_less(name))
         with pytest.raises(Killed):
-            ready(start_of(run / "checkpoints" / "step-2"))
-    start = start_of(run)
+            ready(find_resume_point(run / "checkpoints" / "step-2"))
+    start = find_resume_point(run)
     assert start.checkpoint is not None
     ready(start)
     steps = Manifest.load(start.checkpoint).step
@@ -81,7 +80,7 @@ def test_killed_as_it_takes_a_run_up(run: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_of_two_that_would_go_on_only_one_touches_the_run(run: Path) -> None:
-    start = start_of(run / "checkpoints" / "step-2")
+    start = find_resume_point(run / "checkpoints" / "step-2")
     before = sorted(path.name for path in run.iterdir())
     with (run / LAUNCHED).open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -94,18 +93,18 @@ def test_of_two_that_would_go_on_only_one_touches_the_run(run: Path) -> None:
     ready(start)
     with (run / LAUNCHED).open() as file, pytest.raises(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    ready(start_of(run))  # the launcher's next attempt
+    ready(find_resume_point(run))  # the launcher's next attempt
     leave()
     assert not (run / LAUNCHED).exists()
 
 
 def test_what_is_made_anew_and_what_was_changed_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ready(start_of(run / "checkpoints" / "step-4"), "training.max_steps=8", "training.num_microbatches=2")
+    ready(find_resume_point(run / "checkpoints" / "step-4"), "training.max_steps=8", "training.num_microbatches=2")
     assert capsys.readouterr().err.splitlines() == [
         "updates 5 to 6 are made anew; their lines and step-6 are in earlier/1",
         "changed since step 4: training.max_steps 6 -> 8 (the learning rate follows the new end); "
         "training.num_microbatches 4 -> 2 (other losses from here on)"]
-    ready(start_of(run), "training.lr_policy=constant", "training.max_steps=9", "parallel.schedule=pipedream",
+    ready(find_resume_point(run), "training.lr_policy=constant", "training.max_steps=9", "parallel.schedule=pipedream",
           "parallel.partition=[1, 2]", "checkpoint.every_steps=3")
     assert capsys.readouterr().err.splitlines() == [
         "changed since step 4: training.max_steps 6 -> 9; training.num_microbatches 4 -> 2 (other losses from here on)"
@@ -113,7 +112,7 @@ def test_what_is_made_anew_and_what_was_changed_is_said(run: Path, capsys: pytes
         "'1f1b' -> 'pipedream' (without a flush, so another run from here on); parallel.partition [3] -> [1, 2]; "
         "parallel.update_every nothing -> 1; checkpoint.every_steps 2 -> 3"]
     manifest = Manifest.load(run / "checkpoints" / "step-4")
-    assert changes(replace(manifest, config=(run / "config.yaml").read_text(), arrangement={"drained": True}),
+    assert changed_keys(replace(manifest, config=(run / "config.yaml").read_text(), arrangement={"drained": True}),
                    load_config(run / "config.yaml", ["checkpoint.every_steps=4"])) == [
         "checkpoint.every_steps 3 -> 4 (without a flush, so another run from here on)"]
 
@@ -121,7 +120,7 @@ def test_what_is_made_anew_and_what_was_changed_is_said(run: Path, capsys: pytes
 def test_a_finished_run_is_left_as_it_is(run: Path, monkeypatch: pytest.MonkeyPatch,
                                          capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("vpipe.launch.local.run_ranks", lambda *_: pytest.fail("no rank is to be started"))
-    start = start_of(run)
+    start = find_resume_point(run)
     before = sorted(run.rglob("*"))
     launch(resumed_config(start, None, [], None), start, None)
     leave()
@@ -143,15 +142,16 @@ def test_checkpoints_are_found_from_another_folder(tmp_path: Path, monkeypatch: 
     run = begin(tmp_path, checkpoint__directory="cks", checkpoint__at_end=True, training__max_steps=1, **ONE)
     monkeypatch.chdir(tmp_path)
     checkpoint = tmp_path / "there" / "cks" / run.name / "step-1"
-    assert start_of(run) == start_of(checkpoint) == Start(run, checkpoint)
+    assert find_resume_point(run) == find_resume_point(checkpoint) == ResumePoint(run, checkpoint)
 
 
 def test_another_directory_for_the_checkpoints(run: Path, tmp_path: Path) -> None:
     """Until one is in the new one, those in the old one count, but none of later steps."""
-    ready(start_of(run / "checkpoints" / "step-4"), f"checkpoint.directory={tmp_path / 'new'}", "training.max_steps=8")
-    assert start_of(run) == Start(run, run / "checkpoints" / "step-4")
+    ready(find_resume_point(run / "checkpoints" / "step-4"), f"checkpoint.directory={tmp_path / 'new'}",
+          "training.max_steps=8")
+    assert find_resume_point(run) == ResumePoint(run, run / "checkpoints" / "step-4")
     go_on(run)
-    assert start_of(run) == Start(run, tmp_path / "new" / "run" / "step-8")
+    assert find_resume_point(run) == ResumePoint(run, tmp_path / "new" / "run" / "step-8")
 
 
 def test_runs_of_one_second_share_no_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ def test_checkpoints_of_another_run_are_left_alone(whole: Path, tmp_path: Path) 
     shutil.copytree(whole / "checkpoints", tmp_path / "shared" / "other")
     (other / "config.yaml").write_text(load_config(config, ["training.max_steps=8"]).resolved_yaml())
     with pytest.raises(UserError, match=f"are those of another run, '{whole}'"):
-        ready(start_of(other))
+        ready(find_resume_point(other))
 
 
 def test_a_checkpoint_that_a_later_attempt_finds_removed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_a_checkpoint_that_a_later_attempt_finds_removed(run: Path, monkeypatch:
     with pytest.raises(UserError, match="it does not exist"):
         _told(told)
     Starter("torchrun", ("process 7",)).write(run)
-    assert _told(told)[0] == Start(run, run / "checkpoints" / "step-6")
+    assert _told(told)[0] == ResumePoint(run, run / "checkpoints" / "step-6")
     told.resume = run / "checkpoint" / "step-2"
     with pytest.raises(UserError, match="it does not exist"):
         _told(told)
@@ -199,9 +199,9 @@ def test_a_checkpoint_that_a_later_attempt_finds_removed(run: Path, monkeypatch:
 def test_a_checkpoint_of_another_family_is_told_by_name(run: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, model__name="gpt", model__preset=None, model__num_layers=1, model__num_heads=2,
                           parallel__model_parallel_size=1)
-    start = start_of(run / "checkpoints" / "step-6")
+    start = find_resume_point(run / "checkpoints" / "step-6")
     with pytest.raises(UserError) as caught:
-        take_up(start, Job.from_config(resumed_config(start, config, [], None)))
+        prepare_run(start, Job.from_config(resumed_config(start, config, [], None)))
     assert [(problem.what, problem.hint) for problem in caught.value.problems] == [
         ("the checkpoint is of the model 'bert', but model.name is 'gpt'",
          "set model.name to bert, with its sizes: vpipe checkpoint show prints them")]

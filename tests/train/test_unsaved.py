@@ -13,7 +13,7 @@ from vpipe.cli import _parser
 from vpipe.config.config import Config, load_config
 from vpipe.errors import LastingError, RunError, UserError
 from vpipe.launch.launcher import _Run
-from vpipe.train.resume import start_of
+from vpipe.train.resume import find_resume_point
 from vpipe.train.run_folder import CONFIG, METRICS, make_run_folder, why_unsaved
 
 
@@ -40,7 +40,7 @@ def test_a_run_that_cannot_be_gone_on_with_is_refused_with_a_command_that_works(
                                                                                 more: list[str]) -> None:
     config, run = a_run(tmp_path, 3, checkpoint__every_steps=every, checkpoint__directory=str(tmp_path / "far"))
     with pytest.raises(UserError, match=f"there is no checkpoint of the run in '{run}': ") as caught:
-        start_of(run)
+        find_resume_point(run)
     [problem] = caught.value.problems
     assert problem.where == f"looked in {tmp_path / 'far' / run.name}"
     before, _, command = problem.hint.partition(": vpipe ")

@@ -141,10 +141,10 @@ def checkpoints_in(path: Path) -> list[Path]:
 def _elsewhere(run: Path) -> Iterator[Path]:
     """The folder that a run was told to keep its checkpoints in."""
     if (run / CONFIG).is_file():
-        from vpipe.train.roots import config_of
+        from vpipe.train.resume import run_config
         from vpipe.train.run_folder import checkpoints_root
 
-        yield checkpoints_root(config_of(run), run)
+        yield checkpoints_root(run_config(run), run)
 
 
 @contextmanager

@@ -14,8 +14,7 @@ from vpipe.config.config import Config
 from vpipe.distributed.environment import RankEnvironment
 from vpipe.errors import UserError, VpipeError, counted
 from vpipe.launch.restart import Starter
-from vpipe.train.resume import Start, resumed_config, start_of
-from vpipe.train.roots import absolute
+from vpipe.train.resume import ResumePoint, absolute_path, find_resume_point, resumed_config
 from vpipe.train.run_folder import leave
 
 
@@ -80,7 +79,7 @@ def _tell_of_scheduler(options: argparse.Namespace, config: Config) -> None:
                   file=sys.stderr, flush=True)
 
 
-def _told(options: argparse.Namespace) -> tuple[Start | None, Config]:
+def _told(options: argparse.Namespace) -> tuple[ResumePoint | None, Config]:
     """Where to go on, if anywhere, and the config."""
     if options.restarts is not None and options.restarts < 0:
         raise UserError(f"--restarts is {options.restarts}", hint="give a whole number, 0 or more")
@@ -90,7 +89,7 @@ def _told(options: argparse.Namespace) -> tuple[Start | None, Config]:
                             "go on with: vpipe train --resume RUN")
         return None, configs.load_config(options.config, options.settings, options.scheduler)
     try:
-        start = start_of(options.resume)
+        start = find_resume_point(options.resume)
     except UserError:
         started_again = _start_again(options.resume)
         if started_again is None:
@@ -99,21 +98,21 @@ def _told(options: argparse.Namespace) -> tuple[Start | None, Config]:
     return start, resumed_config(start, options.config, options.settings, options.scheduler)
 
 
-def _start_again(path: Path) -> Start | None:
+def _start_again(path: Path) -> ResumePoint | None:
     """Of a checkpoint that the run has removed since (``checkpoint.keep``), when what started this process started
     the run, too: with every attempt it gives the same command."""
-    path = absolute(path)
+    path = absolute_path(path)
     if path.exists():
         return None
     with suppress(VpipeError):
-        start, member = start_of(path.parent), RankEnvironment.parse(os.environ)
+        start, member = find_resume_point(path.parent), RankEnvironment.parse(os.environ)
         starter = None if start.folder is None else Starter.read(start.folder)
         if starter is not None and member is not None and member.agent in starter.agents:
             return start
     return None
 
 
-def _check_intact(start: Start | None) -> None:
+def _check_intact(start: ResumePoint | None) -> None:
     """Refuse a damaged checkpoint before anything starts; every byte of it is read, which is shown if it takes long."""
     if start is None or start.checkpoint is None:
         return
@@ -125,4 +124,4 @@ def _check_intact(start: Start | None) -> None:
             bar.total = total
             bar.update(done - bar.n)
 
-        check_intact(start.checkpoint, told)
+        check_intact(start.checkpoint, told, manifest=start.manifest)

@@ -9,7 +9,6 @@ from pathlib import Path
 from shlex import quote
 
 from vpipe.checkpoint.directory import Checkpoints
-from vpipe.checkpoint.manifest import Manifest
 from vpipe.config.config import Config
 from vpipe.config.validation import validated
 from vpipe.config.yaml_tree import parse
@@ -19,8 +18,7 @@ from vpipe.launch.checks import ranks_of
 from vpipe.launch.failure_report import first_report
 from vpipe.launch.restart import Failure, Starter, announced, newest_intact, over
 from vpipe.train.job import Job
-from vpipe.train.resume import Start, check_config, nothing_left, take_up
-from vpipe.train.roots import config_of, roots_of
+from vpipe.train.resume import ResumePoint, check_config, checkpoint_roots, nothing_left, prepare_run, run_config
 from vpipe.train.run_folder import CONFIG, last_step
 
 
@@ -41,7 +39,7 @@ class Conclusion:
     nothing_left: str | None = None
 
     @classmethod
-    def of(cls, member: RankEnvironment, job: Job, start: Start | None, restarts: int | None,
+    def of(cls, member: RankEnvironment, job: Job, start: ResumePoint | None, restarts: int | None,
            agents: Sequence[str], config: str = "") -> Conclusion:
         """Find the run that these agents began, if they did, and make the folder ready.
 
@@ -51,7 +49,7 @@ class Conclusion:
         Raises:
             UserError: it is not to be started again, or cannot go on so.
         """
-        start = start or Start(None, None)
+        start = start or ResumePoint(None, None)
         failures: tuple[Failure, ...] = ()
         agents = [agent for agent in agents if agent]
         starter, again = Starter(member.starter, tuple(agents), config=config), member.restarts > 0
@@ -60,8 +58,8 @@ class Conclusion:
             if again or member.starter == "torchrun" else None
         if run is not None:
             failures, resumed = _failures(run, restarts), start.folder
-            newest = (found for root in roots_of(run) if (found := newest_intact(root)) is not None)
-            start = Start(run, next(newest, start.checkpoint))
+            newest = (found for root in checkpoint_roots(run) if (found := newest_intact(root)) is not None)
+            start = ResumePoint(run, next(newest, start.checkpoint))
             print(announced(f"attempt {2 + max(member.restarts - 1, len(failures) - 1, 0)}",
                             failures[-1].what if failures else f"{member.starter} starts the ranks again",
                             start.checkpoint), file=sys.stderr, flush=True)
@@ -72,7 +70,7 @@ class Conclusion:
                   f"'{job.config.log_directory}': this is a new one", file=sys.stderr, flush=True)
         if (said := nothing_left(start, job)) is not None:
             return cls(str(start.folder), str(start.checkpoint), job.config.resolved_yaml(), said)
-        folder = take_up(start, job)
+        folder = prepare_run(start, job)
         if agents:
             replace(starter, failures=failures, checkpoint=_name(start.checkpoint)).write(folder)
         return cls(str(folder), None if start.checkpoint is None else str(start.checkpoint), job.config.resolved_yaml())
@@ -84,7 +82,7 @@ class Conclusion:
         return Job.from_config(validated(Config, parse(self.config, "", CONFIG)))
 
 
-def _going_on(run: Path, job: Job, start: Start, config: str, ranks: int) -> Job:
+def _going_on(run: Path, job: Job, start: ResumePoint, config: str, ranks: int) -> Job:
     """What the next attempt of a run trains: what the one before did, with what was planned for it; or where the config
     was changed meanwhile, what it says now, cut as before where that is left as it was.
 
@@ -95,15 +93,15 @@ def _going_on(run: Path, job: Job, start: Start, config: str, ranks: int) -> Job
     Raises:
         UserError: the config was changed so that it contradicts the checkpoint.
     """
-    earlier, before = config_of(run), Starter.read(run)
+    earlier, before = run_config(run), Starter.read(run)
     assert before is not None, "it was found by that"
     same_ranks = ranks_of(earlier) == ranks
     if before.config == config:
         return Job.from_config(earlier) if same_ranks else job
     print("the config has changed since the attempt before; this one follows it as it is now", file=sys.stderr,
           flush=True)
-    if start.checkpoint is not None:
-        check_config(job.config, Manifest.load(start.checkpoint))
+    if start.manifest is not None:
+        check_config(job.config, start.manifest)
     parallel = [parse(text, "", "config").get(("parallel",)) for text in (before.config, config)]
     if same_ranks and parallel[0] == parallel[1]:
         job = Job.from_config(job.config.model_copy(update={"parallel": earlier.parallel}))
@@ -125,7 +123,7 @@ def _failures(run: Path, restarts: int | None) -> tuple[Failure, ...]:
     failures = (*before.failures, Failure(what, last_step(run), before.checkpoint))
     why = "it would come again" if report.get("lasting") or report["user"] else over(failures, restarts)
     if why is not None:
-        saved = any(Checkpoints(root).newest() is not None for root in roots_of(run))
+        saved = any(Checkpoints(root).newest() is not None for root in checkpoint_roots(run))
         raise UserError(f"{what}; not started again: {why}",
                         hint=f"mend it, then go on with: vpipe train --resume {quote(str(run))}" if saved else
                         f"mend it, then begin anew: vpipe train {quote(str(run / CONFIG))}")

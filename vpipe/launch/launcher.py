@@ -25,7 +25,7 @@ from vpipe.launch.ssh import Remote, UnreachableError, connect, prepare
 from vpipe.train.run_folder import checkpoints_root, last_step, why_unsaved
 
 if TYPE_CHECKING:
-    from vpipe.train.resume import Start
+    from vpipe.train.resume import ResumePoint
 
 PAUSE_S = 10.0
 """Before hosts that could not be reached are tried again."""
@@ -34,7 +34,7 @@ STOP_S = 600.0
 """For ranks that are asked to leave off: a step, or an evaluation, that is under way, and the save."""
 
 
-def run(config: Config, start: Start | None, restarts: int | None) -> None:
+def run(config: Config, start: ResumePoint | None, restarts: int | None) -> None:
     """Start the ranks, and after a failure start them again, from the newest checkpoint that is intact.
 
     A user's mistake, a failure that would come again and a signal end the run at once.
@@ -94,7 +94,7 @@ class _Run:
         folder: of the run; None as long as it has none.
     """
 
-    def __init__(self, config: Config, start: Start | None) -> None:
+    def __init__(self, config: Config, start: ResumePoint | None) -> None:
         self._config, self._start = config, start
         self.folder: Path | None = None
         self._restarted = False
@@ -126,19 +126,19 @@ class _Run:
         try:
             # torch is slow to import: only when the config is worth it.
             from vpipe.train.job import Job
-            from vpipe.train.resume import Start, nothing_left, take_up
+            from vpipe.train.resume import ResumePoint, nothing_left, prepare_run
             from vpipe.train.summary import headline
 
             job = Job.from_config(config)
             config = job.config
-            start = self._start or Start(None, None)
+            start = self._start or ResumePoint(None, None)
             if (said := nothing_left(start, job)) is not None:
                 return print(said, flush=True)
             here = replace(ranks_here(config, hosts, job.schedule.ranks, free_port(config.parallel.master_port)),
                            task=("train", *([] if start.checkpoint is None else [str(start.checkpoint)])))
             if remotes:
                 prepare(remotes, config.resolved_yaml(), here, config.parallel.timeout_s, job.fingerprint())
-            known, self.folder = self.folder, take_up(start, job)
+            known, self.folder = self.folder, prepare_run(start, job)
             self._machines = config.machines
             if known is None:
                 print(f"run folder: {self.folder}")
@@ -191,11 +191,10 @@ class _Run:
             attempt: ``attempt 2 of 4``.
             what: failed.
         """
-        from vpipe.train.resume import Start
-        from vpipe.train.roots import config_of
+        from vpipe.train.resume import ResumePoint, run_config
 
         assert self.folder is not None
-        arranged = config_of(self.folder)
+        arranged = run_config(self.folder)
         if arranged.machines == self._machines:
             self._arranged[self._machines] = arranged
         if self._config.parallel.update_every is None:  # so that fewer ranks may keep the samples of an update
@@ -203,7 +202,7 @@ class _Run:
         checkpoint = newest_intact(checkpoints_root(arranged, self.folder))
         if checkpoint is None and self._start is not None:
             checkpoint = self._start.checkpoint  # which may be from elsewhere
-        self._start, self._restarted = Start(self.folder, checkpoint), True
+        self._start, self._restarted = ResumePoint(self.folder, checkpoint), True
         print(announced(attempt, what, checkpoint), file=sys.stderr, flush=True)
 
     def ended(self, error: RunError, why: str | None) -> RunError:

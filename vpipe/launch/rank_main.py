@@ -41,7 +41,7 @@ from vpipe.launch.restart import Starter
 from vpipe.launch.startup import address_towards, combined_error, rank_state, starting_timing
 from vpipe.train.job import Job
 from vpipe.train.loop import train
-from vpipe.train.resume import Start
+from vpipe.train.resume import ResumePoint
 from vpipe.train.run_folder import CONFIG, FINGERPRINT, log_path
 from vpipe.train.summary import headline
 
@@ -95,7 +95,7 @@ def main(folder: Path, task: str, *arguments: str) -> int:
     return failure.exit_status if failure is not None else stopped_status(rank, stopped[0])
 
 
-def train_rank(rank: RankEnvironment, config: Config | VpipeError, start: Start | None = None,
+def train_rank(rank: RankEnvironment, config: Config | VpipeError, start: ResumePoint | None = None,
                restarts: int | None = None) -> None:
     """Train as one of the ranks that torchrun or srun started; one of them reports for all.
 
@@ -121,7 +121,7 @@ def train_rank(rank: RankEnvironment, config: Config | VpipeError, start: Start 
         end_as_decided()
 
 
-def _train_started(rank: RankEnvironment, config: Config | VpipeError, start: Start | None,
+def _train_started(rank: RankEnvironment, config: Config | VpipeError, start: ResumePoint | None,
                    restarts: int | None) -> None:
     os.environ.update(rank.variables)
     report_to(_print_if_reporter)
@@ -186,7 +186,8 @@ class _ReadyRanks:
         return [value] if self.rendezvous is None else self.rendezvous.exchange(name, value)
 
 
-def _meet_and_check(rank: RankEnvironment, config: Config | VpipeError, start: Start | None = None) -> _ReadyRanks:
+def _meet_and_check(rank: RankEnvironment, config: Config | VpipeError,
+                    start: ResumePoint | None = None) -> _ReadyRanks:
     """Meet the other ranks; open the data and check this host while the ranks watch one another.
 
     Raises:

@@ -32,7 +32,7 @@ from vpipe.runtime.state_dict import Position
 from vpipe.runtime.transport.broadcast import share_tensors
 from vpipe.train.job import Job, device_of
 from vpipe.train.metrics import Metrics
-from vpipe.train.roots import RUN
+from vpipe.train.resume import RUN
 from vpipe.train.run_folder import checkpoints_root
 
 log = logging.getLogger("vpipe")
@@ -252,18 +252,20 @@ class Saving:
                 self._saver.leave(min(LAST_SAVE_S, self._job.config.parallel.timeout_s / 2))
 
 
-def restore(pipe: Pipeline, job: Job, checkpoint: Path) -> None:
-    """Put a pipeline that was just built to where a checkpoint is. All ranks call it.
+def restore(pipe: Pipeline, job: Job, checkpoint: Path, manifest: Manifest) -> None:
+    """Load a checkpoint into a pipeline that was just built. All ranks call it.
+
+    The files are not hashed again: whoever resumes a run has hashed them before any rank started.
 
     Raises:
-        UserError: it is damaged, or does not fit.
+        UserError: it does not fit, or a file cannot be read.
     """
-    manifest = Manifest.load(checkpoint)
     with at_work("reading a checkpoint"):
         position = Position.of_numbers(manifest.step, manifest.samples, manifest.numbers, pipe.microbatches)
         pipe.engine.check_begins(position)
         names = [name for name in manifest.tensors if pipe.engine.wants(name)]
-        pipe.engine.restore(position, load_tensors(checkpoint, manifest, names, device_of(job.config)))
+        pipe.engine.restore(position, load_tensors(checkpoint, manifest, names, device_of(job.config),
+                                                    checked=True))
 
 
 def from_first(value: Any, pipe: Pipeline, source: int = 0) -> Any:

@@ -53,7 +53,7 @@ def train(job: Job, folder: Path, checkpoint: Path | None = None) -> Stopped | N
     signal asks any rank to leave off: then all do so after the same step, and save what there is.
 
     Args:
-        checkpoint: to go on from; ``folder`` is ready for that (:func:`~vpipe.train.resume.take_up`).
+        checkpoint: to go on from; ``folder`` is ready for that (:func:`~vpipe.train.resume.prepare_run`).
 
     Returns:
         What ended the run before its end, a signal; None where it came to its end.
@@ -76,8 +76,8 @@ def _train(job: Job, folder: Path, checkpoint: Path | None) -> Stopped | None:
         print(devices, flush=True)
     log.info("rank %d computes on %s", devices.rank, devices.own)
     with running(folder) if first else nullcontext():
-        if checkpoint is not None:
-            manifest = Manifest.load(checkpoint)
+        manifest = None if checkpoint is None else Manifest.load(checkpoint)
+        if manifest is not None:
             job = job.resumed(manifest.step, manifest.samples)
         if job.config.parallel.to_plan:
             from vpipe.train.planning import plan_job  # which only such a run needs
@@ -85,9 +85,9 @@ def _train(job: Job, folder: Path, checkpoint: Path | None) -> Stopped | None:
             with at_work("planning"):
                 job = plan_job(job, folder)
         pipe = build(job)
-        if checkpoint is not None:
+        if checkpoint is not None and manifest is not None:
             with said_when_slow(f"reading {checkpoint.name}", first):
-                restore(pipe, job, checkpoint)
+                restore(pipe, job, checkpoint, manifest)
         return _Run(job, pipe, folder).train()
 
 

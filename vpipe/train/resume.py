@@ -1,36 +1,37 @@
-"""Going on with a run: where, from which checkpoint, whether that fits, and the run's folder made ready for it."""
+"""Resume a run: find it and its checkpoint, check that the config fits, and make the run's folder ready."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from vpipe.checkpoint.directory import Checkpoints, find_checkpoint
+from vpipe.checkpoint.directory import Checkpoints, find_checkpoint, step_of
 from vpipe.checkpoint.integrity import newest_intact_before, older_intact_hint
 from vpipe.checkpoint.manifest import Manifest, no_longer_used
-from vpipe.config.config import Config, load_config
+from vpipe.config.config import Config, drop_removed, load_config
 from vpipe.config.parallel import AUTO
-from vpipe.config.sections import ModelSection
+from vpipe.config.sections import CheckpointSection, ModelSection
 from vpipe.config.validation import validated
 from vpipe.config.yaml_tree import describe, parse
 from vpipe.data.dataset import Tokenized
 from vpipe.errors import Problem, UserError, counted
 from vpipe.plan.plan import Plan
 from vpipe.plan.recompute import recomputed_layers
-from vpipe.runtime.state_dict import Position
-from vpipe.train.changes import changes
-from vpipe.train.roots import RUN, absolute, config_of, new_root, put_away_later, roots_of
 from vpipe.train.run_folder import (
     CONFIG,
+    EARLIER,
     METRICS,
     PLAN,
     begin_attempt,
+    checkpoints_root,
     last_step,
     make_run_folder,
     next_attempt,
@@ -44,14 +45,26 @@ if TYPE_CHECKING:
 IMPORTED = "imported"
 """Entry of the arrangement of a checkpoint that no run made: it has weights, and no past."""
 
+RUN = "run"
+"""Entry of a checkpoint's arrangement: the folder of the run that made it."""
+
 _BINDING = {"training.seed": "the initial weights, dropout and the order of the data follow from it",
             "dataset.batch_size": "which samples are done follows from it",
             "training.optimizer": "the state in the checkpoint is the other optimizer's"}
-"""What a run that goes on may not change, and why."""
+"""Keys that a resumed run may not change, and why."""
+
+_CHANGE_NUMBERS = {"training.num_microbatches", "training.precision", "training.loss_scale", "parallel.compress",
+                   "parallel.compress_rounding"}
+"""Keys of how a run is arranged that change its numbers under every schedule."""
+
+_CHANGE_NUMBERS_WITHOUT_FLUSH = {
+    "parallel.partition", "parallel.update_every", "parallel.stage_to_rank_map", "parallel.data_parallel_size",
+    "checkpoint.every_steps", "training.evaluate_every"}
+"""Keys that do so without a flush; with one at most the order of sums is another."""
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumePoint:
     """Where a run begins that is not a new one.
 
     Attributes:
@@ -61,6 +74,25 @@ class Start:
 
     folder: Path | None
     checkpoint: Path | None
+    _loaded: Manifest | None = field(default=None, compare=False, repr=False)
+
+    @cached_property
+    def manifest(self) -> Manifest | None:
+        """Of the checkpoint, loaded once.
+
+        Raises:
+            UserError: it is damaged or too new; with an older one in its place, if there is one.
+        """
+        if self.checkpoint is None or self._loaded is not None:
+            return self._loaded
+        try:
+            return Manifest.load(self.checkpoint)
+        except UserError as error:
+            [problem] = error.problems
+            if newest_intact_before(self.checkpoint) is None:
+                raise
+            raise UserError(problem.what, where=problem.where,
+                            hint=f"{problem.hint}; here {older_intact_hint(self.checkpoint)}") from None
 
     @property
     def folders(self) -> list[Path]:
@@ -68,43 +100,62 @@ class Start:
         return [path for path in (self.folder, self.checkpoint) if path is not None]
 
 
-def start_of(path: Path) -> Start:
-    """What ``--resume`` names: the folder of a run, its checkpoints, or one of them.
+def find_resume_point(path: Path) -> ResumePoint:
+    """Return where ``--resume`` leads: to the folder of a run, its checkpoints, or one of them.
 
     Raises:
         UserError: there is no checkpoint.
     """
-    path = absolute(path)
+    path = absolute_path(path)
     if (path / CONFIG).is_file():
-        roots = list(roots_of(path))
+        roots = list(checkpoint_roots(path))
         newest = next((found for root in roots if (found := Checkpoints(root).newest()) is not None), None)
         if newest is None:
             raise _unsaved(path, roots)
-        return Start(path, newest)
-    checkpoint = absolute(find_checkpoint(path))
-    manifest = _manifest(checkpoint)
+        return ResumePoint(path, newest)
+    elsewhere = ResumePoint(None, absolute_path(find_checkpoint(path)))
+    checkpoint, manifest = elsewhere.checkpoint, elsewhere.manifest
+    assert checkpoint is not None
+    assert manifest is not None
     if manifest.arrangement.get(IMPORTED):
-        return Start(None, checkpoint)
-    said = manifest.arrangement.get(RUN)
-    for run in (checkpoint.parent.parent, *([Path(said)] if isinstance(said, str) else [])):
+        return elsewhere
+    made_by = manifest.arrangement.get(RUN)
+    for run in (checkpoint.parent.parent, *([Path(made_by)] if isinstance(made_by, str) else [])):
         # Only where the run would look for it, too: a copy of a checkpoint is the beginning of another run.
         with suppress(UserError):
-            if (run / CONFIG).is_file() and checkpoint.parent in roots_of(run):
-                return Start(run, checkpoint)
-    return Start(None, checkpoint)
+            if (run / CONFIG).is_file() and checkpoint.parent in checkpoint_roots(run):
+                return ResumePoint(run, checkpoint, manifest)
+    return elsewhere
 
 
 def _unsaved(run: Path, roots: Sequence[Path]) -> UserError:
-    """Of a run that has nothing to go on from."""
-    config = config_of(run)
+    """Return the error of a run that has no checkpoint."""
+    config = run_config(run)
     every = "" if config.saving.every_steps is not None else " --set checkpoint.every_steps=N"
     return UserError(f"there is no checkpoint of the run in '{run}': {why_unsaved(config, run)}",
                      where=f"looked in {', '.join(map(str, roots))}",
                      hint=f"begin anew: vpipe train {quote(str(run / CONFIG))}{every}")
 
 
-def resumed_config(start: Start, path: Path | None, settings: Sequence[str], scheduler: str | None) -> Config:
-    """The config of a run that goes on: a file's, or when none is named the run's own, with what is set over it.
+def absolute_path(path: Path) -> Path:
+    """Return the same path from anywhere, links as they are."""
+    return Path(os.path.abspath(path))
+
+
+# -- configs -------------------------------------------------------------------------------------------------------
+
+
+def run_config(folder: Path) -> Config:
+    """Return the config of an attempt of a run, with what was planned for it.
+
+    Raises:
+        UserError: its ``config.yaml`` cannot be read.
+    """
+    return load_config(folder / CONFIG, resolved=True)
+
+
+def resumed_config(start: ResumePoint, path: Path | None, settings: Sequence[str], scheduler: str | None) -> Config:
+    """Return the config of a resumed run: a file's, or when none is named the run's own, with what is set over it.
 
     Raises:
         UserError: it is no config, or it contradicts the checkpoint.
@@ -119,13 +170,13 @@ def resumed_config(start: Start, path: Path | None, settings: Sequence[str], sch
     else:
         raise UserError(f"the checkpoint '{start.checkpoint}' is in no run's folder, so nothing says what to train",
                         hint="name a config, too: vpipe train CONFIG --resume CHECKPOINT")
-    if start.checkpoint is not None:
-        check_config(config, _manifest(start.checkpoint))
+    if start.manifest is not None:
+        check_config(config, start.manifest)
     return config
 
 
 def _still_holds(plan: Plan, config: Config, settings: Sequence[str]) -> bool:
-    """Whether what a run planned is what its config leaves to be planned, and nobody has set another value now."""
+    """Return whether the plan of a run fills what its config leaves to be planned, and no setting says otherwise."""
     parallel = config.parallel
     if not parallel.to_plan or any(text.startswith(f"parallel.{key}") for text in settings
                                    for key in ("partition", "recompute", "schedule", "plan")):
@@ -138,22 +189,6 @@ def _still_holds(plan: Plan, config: Config, settings: Sequence[str]) -> bool:
     return (len(plan.partition) == parallel.model_parallel_size and parallel.partition in (AUTO, plan.partition)
             and (parallel.schedule == AUTO or plan.schedule in (None, parallel.schedule)) and recomputed
             and plan.microbatches in (None, config.training.num_microbatches))
-
-
-def _manifest(checkpoint: Path) -> Manifest:
-    """Of a checkpoint that a user wants to go on from.
-
-    Raises:
-        UserError: it is damaged or too new; with an older one in its place, if there is one.
-    """
-    try:
-        return Manifest.load(checkpoint)
-    except UserError as error:
-        [problem] = error.problems
-        if newest_intact_before(checkpoint) is None:
-            raise
-        raise UserError(problem.what, where=problem.where,
-                        hint=f"{problem.hint}; here {older_intact_hint(checkpoint)}") from None
 
 
 def check_config(config: Config, manifest: Manifest) -> None:
@@ -176,17 +211,143 @@ def check_config(config: Config, manifest: Manifest) -> None:
         raise UserError.all_of(problems)
 
 
-def nothing_left(start: Start, job: Job) -> str | None:
-    """For a run that has made all its steps and its last evaluation: what to say instead of starting ranks.
+def changed_keys(manifest: Manifest, config: Config) -> list[str]:
+    """Return every key that differs from the checkpoint's config, with both values and the effect.
+
+    Such as ``training.max_steps 60 -> 80 (the learning rate follows the new end)``. Of a checkpoint that a script made,
+    none.
+    """
+    before = parse(manifest.config, "", "the checkpoint's config")
+    drop_removed(before)
+    if not isinstance(before.value, dict):
+        return []
+    then, now = dict(_leaves(before.value)), dict(_leaves(config.model_dump(mode="json")))
+    had_flush = not manifest.arrangement.get("drained")
+    found = []
+    for key, value in now.items():
+        if key in then and then[key] != value:
+            effect = _effect(key, config, had_flush=had_flush)
+            found.append(f"{key} {describe(then[key])} -> {describe(value)}" + (f" ({effect})" if effect else ""))
+    return found
+
+
+def _leaves(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, section in config.items():
+        if name == "checkpoint" and section is None:
+            section = CheckpointSection.model_validate({}).model_dump(mode="json")
+        if isinstance(section, dict):
+            yield from ((f"{name}.{key}", value) for key, value in section.items())
+        else:
+            yield name, section
+
+
+def _effect(key: str, config: Config, *, had_flush: bool) -> str:
+    """Return what another value does to losses and weights from here on; nothing where they stay as they would be."""
+    training, flush = config.training, not config.parallel.asynchronous
+    if key in ("training.max_steps", "training.epochs"):
+        return "the learning rate follows the new end" if training.lr_policy != "constant" or \
+            0 < training.warmup_steps < 1 else ""
+    if key == "parallel.schedule" and flush != had_flush:
+        return f"with{'' if flush else 'out'} a flush, so another run from here on"
+    if key in _CHANGE_NUMBERS:
+        return "other losses from here on"
+    if key in _CHANGE_NUMBERS_WITHOUT_FLUSH and not flush and not had_flush:
+        return "without a flush, so another run from here on"
+    return ""
+
+
+# -- folders of checkpoints ----------------------------------------------------------------------------------------
+
+
+def checkpoint_roots(run: Path) -> Iterator[Path]:
+    """Yield where the checkpoints of a run may be, absolute: the latest attempt's folder first.
+
+    Raises:
+        UserError: its ``config.yaml`` cannot be read.
+    """
+    root = absolute_path(checkpoints_root(run_config(run), run))
+    yield root
+    texts, found = {(run / CONFIG).read_text(errors="replace")}, {root}
+    earlier = [path for path in (run / EARLIER).glob("*") if path.name.isdecimal()]
+    for path in sorted(earlier, key=lambda path: int(path.name), reverse=True):
+        with suppress(OSError, UserError):  # that of another version
+            text = (path / CONFIG).read_text(errors="replace")
+            if text in texts:
+                continue
+            texts.add(text)
+            root = absolute_path(checkpoints_root(run_config(path), run))
+            if root not in found:
+                found.add(root)
+                yield root
+
+
+def _next_root(config: Config, run: Path) -> Path:
+    """Return where the checkpoints of a run go from now on.
+
+    Raises:
+        UserError: those of another run are there, which would be removed and overwritten.
+    """
+    root = absolute_path(checkpoints_root(config, run))
+    other = None if root.is_relative_to(run) else _made_by(root)
+    if other is not None and (other / CONFIG).is_file() and not other.samefile(run):
+        raise UserError(f"the checkpoints in '{root}' are those of another run, '{other}'",
+                        hint="go on with that one, or set checkpoint.directory to another folder")
+    return root
+
+
+def _made_by(root: Path) -> Path | None:
+    """Return the run that made the checkpoints in a folder, by the newest one that can be read."""
+    for path in reversed(Checkpoints(root).all()):
+        with suppress(UserError):
+            made_by = Manifest.load(path).arrangement.get(RUN)
+            return Path(made_by) if isinstance(made_by, str) else None
+    return None
+
+
+def _move_later(root: Path, steps: int, attempt: str) -> list[str]:
+    """Move checkpoints of later steps to ``earlier/<attempt>``, the newest first; remove what was cut short.
+
+    However soon it is killed, the newest that is left is one that may be gone on from.
+
+    Returns:
+        The names of those that were moved, the oldest first.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    folder = Checkpoints(root)
+    if not root.is_dir():
+        return []
+    moved: list[str] = []
+    try:
+        folder.clear_leftovers()
+        for path in reversed(folder.all()):
+            if step_of(path) > steps:
+                aside = root / EARLIER / attempt
+                aside.mkdir(parents=True, exist_ok=True)
+                path.rename(aside / path.name)
+                moved.insert(0, path.name)
+        folder.update_latest()
+    except OSError as error:
+        raise UserError(f"cannot tidy the folder of checkpoints '{root}': {error.strerror}",
+                        hint="make it writable") from None
+    return moved
+
+
+# -- the attempt ---------------------------------------------------------------------------------------------------
+
+
+def nothing_left(start: ResumePoint, job: Job) -> str | None:
+    """Return what to tell instead of starting ranks, for a run that has made all its steps and its last evaluation.
 
     Raises:
         UserError: the run is still going; the checkpoint does not fit the job.
     """
-    if start.folder is None or start.checkpoint is None:
+    manifest = start.manifest
+    if start.folder is None or manifest is None:
         return None
     from vpipe.train.metrics import Past  # which needs torch, as a job does
 
-    manifest = Manifest.load(start.checkpoint)
     steps = manifest.step
     if job.resumed(steps, manifest.samples).updates != steps:
         return None
@@ -201,7 +362,7 @@ def nothing_left(start: Start, job: Job) -> str | None:
             f"train --resume {start.folder} --set {' --set '.join(longer)}")
 
 
-def take_up(start: Start, job: Job) -> Path:
+def prepare_run(start: ResumePoint, job: Job) -> Path:
     """Make a run's folder ready for the attempt that begins now; a new one, where none goes on.
 
     What earlier attempts left moves to ``earlier/<n>/``, so do checkpoints after the one to go on from: they belong to
@@ -211,9 +372,8 @@ def take_up(start: Start, job: Job) -> Path:
     Raises:
         UserError: the run is still going; the checkpoint does not fit the job; a folder cannot be written.
     """
-    manifest, steps = None, 0
-    if start.checkpoint is not None:
-        manifest = Manifest.load(start.checkpoint)
+    manifest, steps = start.manifest, 0
+    if manifest is not None:
         check_fits_job(manifest, job)
         steps = manifest.step
         if lost := no_longer_used(manifest):
@@ -233,23 +393,23 @@ def take_up(start: Start, job: Job) -> Path:
 
     folder = start.folder
     take(folder)
-    roots = list(dict.fromkeys([new_root(job.config, folder), *roots_of(folder)]))
+    roots = list(dict.fromkeys([_next_root(job.config, folder), *checkpoint_roots(folder)]))
     attempt, last = next_attempt([folder, *roots]), last_step(folder)
     # First the checkpoints: a process that is killed here leaves none that is ahead of metrics.jsonl.
-    moved = [name for root in roots for name in put_away_later(root, steps, attempt)]
+    moved = [name for root in roots for name in _move_later(root, steps, attempt)]
     begin_attempt(folder, attempt, config, Past.read(folder / METRICS, steps).lines)
     job.keep_plan(folder)
     if (folder / PLAN).exists() and Plan.load(folder / PLAN).partition != job.partition:
         (folder / PLAN).unlink()  # this attempt follows it no more
     if (last is not None and last >= steps) or moved:
         print(_anew(job.step_name, steps, last, moved, attempt), file=sys.stderr, flush=True)
-    if manifest is not None and (changed := changes(manifest, job.config)):
+    if manifest is not None and (changed := changed_keys(manifest, job.config)):
         print(f"changed since step {steps}: {'; '.join(changed)}", file=sys.stderr, flush=True)
     return folder
 
 
-def _begins_with(manifest: Manifest, start: Start) -> str:
-    """``begins with the weights in 'start': 46 tensors from Hugging Face``."""
+def _begins_with(manifest: Manifest, start: ResumePoint) -> str:
+    """Return ``begins with the weights in 'start': 46 tensors from Hugging Face``."""
     tensors, arrangement = counted(len(manifest.tensors), "tensor"), manifest.arrangement
     if arrangement.get(IMPORTED):
         return f"begins with the weights in '{start.checkpoint}': {tensors} from {arrangement.get('from', 'elsewhere')}"
@@ -257,7 +417,7 @@ def _begins_with(manifest: Manifest, start: Start) -> str:
 
 
 def other_tokens(manifest: Manifest, job: Job) -> str | None:
-    """What is to be said of imported weights where nobody said that the data have their tokenizer."""
+    """Return a warning for imported weights whose tokenizer nobody gave the data."""
     data, given = job.dataset, job.config.dataset.tokenizer
     own = data.tokenizer_path if isinstance(data, Tokenized) else None
     if not manifest.arrangement.get(IMPORTED) or given is not None or own is None:
@@ -267,7 +427,7 @@ def other_tokens(manifest: Manifest, job: Job) -> str | None:
 
 
 def _anew(step: str, steps: int, last: int | None, moved: Sequence[str], attempt: str) -> str:
-    """What is put aside: ``updates 41 to 60 are made anew; their lines and step-60 are in earlier/1``."""
+    """Return ``updates 41 to 60 are made anew; their lines and step-60 are in earlier/1``."""
     aside = [*(["their lines"] if last is not None and last >= steps else []), *moved]
     listed = " and ".join(filter(None, [", ".join(aside[:-1]), aside[-1]]))
     where = f"earlier/{attempt}"
@@ -284,19 +444,20 @@ def check_fits_job(manifest: Manifest, job: Job) -> None:
     Raises:
         UserError: with what differs.
     """
-    from vpipe.checkpoint.compatibility import check_compatible
+    from vpipe.checkpoint.compatibility import check_compatible  # which needs torch, as a job does
+    from vpipe.runtime.state_dict import Position
 
     was = parse(manifest.config, "", "").get(("model", "name"))
     if was is not None and was != job.config.model.name:
         raise UserError(f"the checkpoint is of the model '{was}', but model.name is '{job.config.model.name}'",
                         hint=f"set model.name to {was}, with its sizes: vpipe checkpoint show prints them")
     check_compatible(manifest, job.model)
-    if problems := list(_misfits(manifest, job)):
+    if problems := list(_differences(manifest, job)):
         raise UserError.all_of(problems)
     Position.of_numbers(manifest.step, manifest.samples, manifest.numbers, job.config.training.num_microbatches)
 
 
-def _misfits(manifest: Manifest, job: Job) -> Iterator[Problem]:
+def _differences(manifest: Manifest, job: Job) -> Iterator[Problem]:
     for difference in _other_model(manifest, job):
         yield Problem(f"the checkpoint is of another model: {difference}", "set model.* as it was")
     if manifest.arrangement.get(IMPORTED):
@@ -318,7 +479,7 @@ def _misfits(manifest: Manifest, job: Job) -> Iterator[Problem]:
 
 
 def _other_model(manifest: Manifest, job: Job) -> list[str]:
-    """What names and shapes do not show, such as the number of attention heads."""
+    """Return what names and shapes do not show, such as the number of attention heads."""
     from vpipe.train.model_settings import model_differences, model_file, model_settings
 
     ours, before = job.config.model, parse(manifest.config, "", "the checkpoint's config")
