@@ -8,9 +8,9 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from vpipe.commands.checkpoint_parser import add_checkpoint
-from vpipe.commands.parser import Parser, Version, add_config, add_models, add_overrides
+from vpipe.commands.parser import Parser, Version, add_config, add_models, add_overrides, lazy
 from vpipe.distributed.excepthook import report, user_frames, write_error_file
 from vpipe.errors import VpipeError
 
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _defect(error: Exception) -> int:
-    """What nobody foresaw: the user gets a line, the traceback goes to a file."""
+    """Print a line on an unexpected error, and write its traceback to a file."""
     import tempfile
     import traceback
 
@@ -73,12 +73,12 @@ def _parser() -> argparse.ArgumentParser:
                        "checkpoint, or from the one named; its own config when none is given")
     train.add_argument("--restarts", type=int, metavar="N", help="start again up to N times when the run fails, from "
                        "its newest checkpoint; never when left out")
-    train.set_defaults(run=_train)
+    train.set_defaults(run=lazy("train", "run_train"))
 
     launch = commands.add_parser("launch", help="show what train would start, on which host")
     launch.add_argument("--print", action="store_true", required=True, help="print the commands; starts nothing")
     add_config(launch)
-    launch.set_defaults(run=_launch)
+    launch.set_defaults(run=lazy("launch", "run_launch"))
 
     slurm = commands.add_parser("slurm", help="write a batch script for SLURM, or submit it")
     add_config(slurm)
@@ -92,13 +92,13 @@ def _parser() -> argparse.ArgumentParser:
                        "limit, and after up to N failures; the cluster decides when left out")
     slurm.add_argument("-o", "--output", type=Path, metavar="FILE", help="where the script goes; printed when left out")
     slurm.add_argument("--submit", action="store_true", help="hand it to sbatch and print the job's number")
-    slurm.set_defaults(run=_slurm)
+    slurm.set_defaults(run=lazy("slurm", "run_slurm"))
 
     verify = commands.add_parser("verify", help="a few updates of a config beside plain PyTorch: the same numbers?")
     add_config(verify)
     verify.add_argument("--steps", type=int, default=3, metavar="N", help="updates to compare; 3 when left out, more "
                         "where a schedule without a flush needs them to show every weight version")
-    verify.set_defaults(run=_verify)
+    verify.set_defaults(run=lazy("verify", "run_verify"))
 
     compare = commands.add_parser("compare", help="models, systems or schedules beside each other, in the same "
                                   "processes; one table, one CSV")
@@ -108,19 +108,19 @@ def _parser() -> argparse.ArgumentParser:
                          "planned within the memory")
     compare.add_argument("--memory", metavar="SIZE", help="what a rank of a system may hold, such as 8GiB; the "
                          "config's parallel.memory, else its part of the device's when left out")
-    compare.set_defaults(run=_compare)
+    compare.set_defaults(run=lazy("compare", "run_compare"))
 
     bench = commands.add_parser("bench", help="the old name of compare --models")
     add_models(bench, needed=True)
     add_overrides(bench)
-    bench.set_defaults(run=_bench, config=None, systems=None, memory=None)
+    bench.set_defaults(run=lazy("compare", "run_bench"), config=None, systems=None, memory=None)
 
     profile = commands.add_parser("profile", help="measure what every layer takes and keeps, on the ranks of a config")
     add_config(profile)
     profile.add_argument("--again", action="store_true", help="measure even if it was measured before")
     profile.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the profile there, too, such as "
                          "profile.json")
-    profile.set_defaults(run=_profile)
+    profile.set_defaults(run=lazy("profile", "run_profile"))
 
     plan = commands.add_parser("plan", help="the fastest cut, recomputation and schedule within your memory, explained")
     add_config(plan)
@@ -130,14 +130,14 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--solver", choices=("exact", "vpipe"), default="exact", help="vpipe: the heuristic of the "
                       "VPipe paper, to compare with; exact when left out")
     plan.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan there, such as plan.json")
-    plan.set_defaults(run=_plan)
+    plan.set_defaults(run=lazy("plan", "run_plan"))
 
     trace = commands.add_parser("trace", help="the timeline and the report of a run, as planned and as run")
     trace.add_argument("folder", type=Path, metavar="RUN", help="the run's folder, trained with 'trace: true'")
-    trace.set_defaults(run=_trace)
+    trace.set_defaults(run=lazy("trace", "run_trace"))
 
     checkpoint = commands.add_parser("checkpoint", help="look at what a run has saved, check it, take it elsewhere")
-    add_checkpoint(checkpoint.add_subparsers(required=True, metavar="COMMAND"))
+    _add_checkpoint(checkpoint.add_subparsers(required=True, metavar="COMMAND"))
 
     schedule = commands.add_parser("schedule", help="draw a schedule, or compare all of them")
     schedule.add_argument("name", nargs="?", metavar="NAME|FILE.csv", help="a schedule by its name, or in a file")
@@ -154,16 +154,16 @@ def _parser() -> argparse.ArgumentParser:
                           "all its stages")
     schedule.add_argument("--format", choices=("text", "csv", "svg", "json"), default="text")
     _add_costs(schedule)
-    schedule.set_defaults(run=_schedule)
+    schedule.set_defaults(run=lazy("schedule", "run_schedule"))
 
     check = commands.add_parser("check", help="prove a schedule in a CSV file")
     check.add_argument("file", type=Path, metavar="FILE.csv")
-    check.set_defaults(run=_check)
+    check.set_defaults(run=lazy("schedule", "run_check"))
 
     simulate = commands.add_parser("simulate", help="draw a schedule in a CSV file")
     simulate.add_argument("file", type=Path, metavar="FILE.csv")
     _add_costs(simulate)
-    simulate.set_defaults(run=_simulate)
+    simulate.set_defaults(run=lazy("schedule", "run_simulate"))
 
     data = commands.add_parser("data", help="make data sets").add_subparsers(required=True, metavar="COMMAND")
     build = data.add_parser("build-bert", help="write HDF5 shards for BERT pre-training")
@@ -174,92 +174,49 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--sequence-length", type=int, default=128, metavar="TOKENS")
     build.add_argument("--vocab-size", type=int, default=8192, metavar="TOKENS")
     build.add_argument("--seed", type=int, default=0)
-    build.set_defaults(run=_build_bert)
+    build.set_defaults(run=lazy("data", "run_build_bert"))
     return parser
+
+
+def _add_checkpoint(commands: Any) -> None:
+    """Add the commands of ``vpipe checkpoint``."""
+    where = "folder of a run, or one of its checkpoints"
+
+    ls = commands.add_parser("ls", help="the checkpoints of a run")
+    ls.add_argument("folder", type=Path, metavar="RUN", help=where)
+    ls.set_defaults(run=lazy("checkpoint", "run_ls"))
+
+    show = commands.add_parser("show", help="what is in a checkpoint: sizes, layers, files, config")
+    show.add_argument("folder", type=Path, metavar="RUN|STEP", help=f"{where}; of a run the newest")
+    show.set_defaults(run=lazy("checkpoint", "run_show"))
+
+    verify = commands.add_parser("verify", help="read every byte and compare; status 1 when one has changed")
+    verify.add_argument("folder", type=Path, metavar="RUN|STEP", help=f"{where}; of a run all")
+    verify.set_defaults(run=lazy("checkpoint", "run_verify"))
+
+    export = commands.add_parser("export", help="write the whole model for other programs")
+    export.add_argument("folder", type=Path, metavar="RUN|STEP", help=f"{where}; of a run the newest")
+    export.add_argument("--format", choices=("safetensors", "torch", "huggingface"), required=True,
+                        help="one file of tensors; a state dict for torch.load; a folder for transformers")
+    export.add_argument("-o", "--output", type=Path, required=True, metavar="OUT", help="a file; a folder of "
+                        "huggingface. It must not exist")
+    export.set_defaults(run=lazy("checkpoint_convert", "run_export", writes_output=True))
+
+    take = commands.add_parser("import", help="a checkpoint at step 0, of weights alone, from those of others")
+    take.add_argument("source", type=Path, metavar="FOLDER", help="one of Hugging Face's, or one with VPipe's "
+                      "checkpoint.<stage>.pth.tar")
+    take.add_argument("-o", "--output", type=Path, required=True, metavar="OUT", help="where the checkpoint goes; it "
+                      "must not exist")
+    take.add_argument("--config", type=Path, help="the config that will train it; needed for VPipe's files, and "
+                      "otherwise compared with what the folder says")
+    add_overrides(take)
+    take.set_defaults(run=lazy("checkpoint_convert", "run_import", writes_output=True))
 
 
 def _add_costs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--costs", default="1,1,1,0", metavar="F,I,W,TRANSFER",
                         help="times of a microbatch on a whole rank: forward, input half of the backward, weight half "
                              "(a whole backward takes both), and from rank to rank; 1,1,1,0 when left out")
-
-
-def _verify(options: argparse.Namespace) -> None:
-    from vpipe.commands.verify import run_verify
-
-    run_verify(options)
-
-
-def _train(options: argparse.Namespace) -> None:
-    from vpipe.commands.train import run_train
-
-    run_train(options)
-
-
-def _launch(options: argparse.Namespace) -> None:
-    from vpipe.commands.launch import run_launch
-
-    run_launch(options)
-
-
-def _slurm(options: argparse.Namespace) -> None:
-    from vpipe.commands.slurm import run_slurm
-
-    run_slurm(options)
-
-
-def _compare(options: argparse.Namespace) -> None:
-    from vpipe.commands.compare import run_compare
-
-    run_compare(options)
-
-
-def _bench(options: argparse.Namespace) -> None:
-    from vpipe.commands.compare import run_bench
-
-    run_bench(options)
-
-
-def _profile(options: argparse.Namespace) -> None:
-    from vpipe.commands.profile import run_profile
-
-    run_profile(options)
-
-
-def _plan(options: argparse.Namespace) -> None:
-    from vpipe.commands.plan import run_plan
-
-    run_plan(options)
-
-
-def _trace(options: argparse.Namespace) -> None:
-    from vpipe.commands.trace import run_trace
-
-    run_trace(options)
-
-
-def _schedule(options: argparse.Namespace) -> None:
-    from vpipe.commands.schedule import run_schedule
-
-    run_schedule(options)
-
-
-def _check(options: argparse.Namespace) -> None:
-    from vpipe.commands.schedule import run_check
-
-    run_check(options)
-
-
-def _simulate(options: argparse.Namespace) -> None:
-    from vpipe.commands.schedule import run_simulate
-
-    run_simulate(options)
-
-
-def _build_bert(options: argparse.Namespace) -> None:
-    from vpipe.commands.build_bert import run_build_bert
-
-    run_build_bert(options)
 
 
 if __name__ == "__main__":

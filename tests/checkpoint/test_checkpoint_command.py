@@ -340,6 +340,6 @@ def test_what_is_no_checkpoint_is_refused(words: tuple[str, ...], vpipe: Vpipe, 
 def test_a_place_that_is_not_free_is_refused_without_torch(words: tuple[str, ...], out: str, says: str, vpipe: Vpipe,
                                                            tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "there").mkdir()
-    monkeypatch.setitem(sys.modules, "vpipe.commands.checkpoint_files", None)  # as long as torch takes to import
+    monkeypatch.setitem(sys.modules, "vpipe.commands.checkpoint_convert", None)  # as long as torch takes to import
     status, _, error = vpipe(*words, "RUN", "-o", out)
     assert (status, says in error) == (2, True), error

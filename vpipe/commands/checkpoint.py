@@ -1,4 +1,4 @@
-"""``vpipe checkpoint ls | show | verify``: what there is, what is in it, and whether it still is what was written."""
+"""Run ``vpipe checkpoint ls | show | verify``: list checkpoints, show one, compare bytes with hashes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PATIENCE_S = 2.0
 
 
 def run_ls(options: argparse.Namespace) -> None:
-    """A line for each checkpoint of a run, the oldest first.
+    """Print a line for each checkpoint of a run, the oldest first.
 
     Raises:
         UserError: there is none.
@@ -62,7 +62,7 @@ def run_ls(options: argparse.Namespace) -> None:
 
 
 def _is_going(path: Path) -> bool:
-    """Whether the run is in which a folder of checkpoints, or one of them, is."""
+    """Return whether a folder of checkpoints, or one of them, lies in a run's folder."""
     try:
         for run in (path, *path.absolute().parents[:2]):
             check_not_running(run)
@@ -72,7 +72,7 @@ def _is_going(path: Path) -> bool:
 
 
 def run_show(options: argparse.Namespace) -> None:
-    """What is in a checkpoint: sizes by kind and by layer, files, and the config of its run.
+    """Print what is in a checkpoint: sizes by kind and by layer, files, and the config of its run.
 
     Raises:
         UserError: there is none, or its manifest is damaged.
@@ -122,7 +122,7 @@ def run_verify(options: argparse.Namespace) -> None:
 
 
 def checkpoints_in(path: Path) -> list[Path]:
-    """The checkpoints that a user means by a run's folder, a folder of checkpoints, or one checkpoint; oldest first.
+    """Return the checkpoints in a run's folder or a folder of checkpoints, the oldest first; or one that is named.
 
     Raises:
         UserError: there is none.
@@ -139,7 +139,7 @@ def checkpoints_in(path: Path) -> list[Path]:
 
 
 def _elsewhere(run: Path) -> Iterator[Path]:
-    """The folder that a run was told to keep its checkpoints in."""
+    """Return the folder that a run's config names for its checkpoints."""
     if (run / CONFIG).is_file():
         from vpipe.train.resume import run_config
         from vpipe.train.run_folder import checkpoints_root
@@ -149,7 +149,7 @@ def _elsewhere(run: Path) -> Iterator[Path]:
 
 @contextmanager
 def reading(what: str) -> Iterator[Progress]:
-    """Shows how far the reading of files is, once it has taken two seconds."""
+    """Show how far the reading of files is, once it has taken two seconds."""
     with tqdm(desc=what, unit="B", unit_scale=True, unit_divisor=1024, delay=_PATIENCE_S, leave=False) as bar:
 
         def heard(done: int, total: int) -> None:
@@ -160,13 +160,13 @@ def reading(what: str) -> Iterator[Progress]:
 
 
 def kinds_table(manifest: Manifest) -> list[str]:
-    """How much there is of weights, optimizer state and the rest."""
+    """Return a table of the sizes of weights, optimizer state and the rest."""
     kinds = grouped(manifest.tensors, lambda name: KINDS.get(name.split(".")[0], name.split(".")[0]))
     return sizes_table("what", [*kinds.items(), ("in all", dict(manifest.tensors))])
 
 
 def layers_table(manifest: Manifest, folder: Path) -> list[str]:
-    """The weights of each layer, and with them its optimizer state."""
+    """Return a table of the weights of each layer, and with them its optimizer state."""
     layers = layer_names(manifest, folder)
 
     def layer_of(name: str) -> str:
@@ -186,7 +186,7 @@ def _by_number(name: str) -> list[str | int]:
 
 
 def layer_names(manifest: Manifest, folder: Path) -> list[str]:
-    """In order; empty where the checkpoint does not say what model it is of."""
+    """Return the names of the layers in order; none where the checkpoint does not say of which model it is."""
     with said_when_slow(LOADING_TORCH):
         from vpipe.train.model_settings import CheckpointModel, says_model
 
@@ -200,7 +200,7 @@ def layer_names(manifest: Manifest, folder: Path) -> list[str]:
 
 def sizes_table(head: str, groups: Iterable[tuple[str, Mapping[str, TensorEntry]]],
                 state: Iterable[str] = ()) -> list[str]:
-    """A row per group of tensors."""
+    """Return a table with a row per group of tensors."""
     named, state = list(groups), list(state)
     found = columns([
         Column(head, [name for name, _ in named], left=True),
@@ -212,7 +212,7 @@ def sizes_table(head: str, groups: Iterable[tuple[str, Mapping[str, TensorEntry]
 
 
 def grouped(tensors: Mapping[str, TensorEntry], key: Callable[[str], str]) -> dict[str, dict[str, TensorEntry]]:
-    """Tensors by what ``key`` makes of their names, in order of the first."""
+    """Return tensors by what ``key`` makes of their names, in order of the first."""
     groups: dict[str, dict[str, TensorEntry]] = {}
     for name, stored in tensors.items():
         groups.setdefault(key(name), {})[name] = stored
@@ -220,7 +220,7 @@ def grouped(tensors: Mapping[str, TensorEntry], key: Callable[[str], str]) -> di
 
 
 def arrangement_text(arrangement: Mapping[str, Any]) -> str:
-    """``1f1b of [2, 3], 4 microbatches``."""
+    """Return the arrangement of a run: ``1f1b of [2, 3], 4 microbatches``."""
     if arrangement.get("imported"):
         return f"import from {arrangement.get('from', 'elsewhere')}"
     parts = [str(arrangement.get("schedule", "-"))]
@@ -232,7 +232,7 @@ def arrangement_text(arrangement: Mapping[str, Any]) -> str:
 
 
 def made_text(manifest: Manifest) -> str:
-    """When, as its clock had it."""
+    """Return the time when a checkpoint was made, by the clock of its host."""
     try:
         return f"{datetime.fromisoformat(manifest.made):%Y-%m-%d %H:%M:%S}"
     except ValueError:
@@ -240,10 +240,10 @@ def made_text(manifest: Manifest) -> str:
 
 
 def counted_in(count: int, word: str) -> str:
-    """``1,024 samples``."""
+    """Return a number with its noun: ``1,024 samples``."""
     return counted(count, word).replace(str(count), f"{count:,}", 1)
 
 
 def width() -> int:
-    """Of the terminal."""
+    """Return the width of the terminal."""
     return shutil.get_terminal_size((PIPE_COLUMNS, 24)).columns

@@ -1,4 +1,4 @@
-"""``vpipe compare``: models, systems or schedules in the same processes, taking turns."""
+"""Run ``vpipe compare``: train models, systems or schedules in the same processes, in turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``vpipe launch --print``: what ``vpipe train`` would start, on which host, as commands that can be copied."""
+"""Run ``vpipe launch --print``: print what ``vpipe train`` would start on which host, as commands to copy."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _named(ranks: HostRanks) -> str:
 
 
 def _commands(ranks: HostRanks) -> Iterator[str]:
-    """All at the same time, in one shell."""
+    """Yield the commands of all ranks of a host, for one shell."""
     for rank in ranks.devices:
         variables = [f"{name}={shlex.quote(value)}" for name, value in ranks.environment(rank).items()]
         words = [f'"{FOLDER}"' if word == FOLDER else shlex.quote(word) for word in ranks.command(FOLDER)]

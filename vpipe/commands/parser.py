@@ -1,18 +1,40 @@
-"""The parser of the command line, and arguments that several commands have; it needs only the standard library."""
+"""Parse the command line without torch: errors in vpipe's form, shared arguments, commands loaded when they run."""
 
 from __future__ import annotations
 
 import argparse
 import re
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 from vpipe.errors import UserError, nearest
+from vpipe.slow import LOADING_TORCH, said_when_slow
+
+
+def lazy(module: str, function: str, writes_output: bool = False) -> Callable[[argparse.Namespace], None]:
+    """Return a command that loads its module of ``vpipe.commands`` when it runs: torch takes seconds to load.
+
+    Args:
+        writes_output: whether ``--output`` must not exist; that is checked before anything is loaded.
+    """
+    def run(options: argparse.Namespace) -> None:
+        if writes_output:
+            from vpipe.checkpoint.directory import check_free
+
+            check_free(options.output)
+        with said_when_slow(LOADING_TORCH) if writes_output else nullcontext():
+            command = getattr(import_module(f"vpipe.commands.{module}"), function)
+        command(options)
+
+    return run
 
 
 class Version(argparse.Action):
-    """``--version``; looked up only when asked."""
+    """Print the version, which is looked up only when asked for."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         from importlib.metadata import version
@@ -22,7 +44,7 @@ class Version(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors look like all others."""
+    """An argparse parser whose errors have vpipe's form."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -52,14 +74,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_config(parser: argparse.ArgumentParser, needed: bool = True) -> None:
-    """A config, and what is said of it on the command line."""
+    """Add a config, and the options that override its keys."""
     parser.add_argument("config", type=Path, nargs=None if needed else "?",
                         help="a YAML file, native or VPipe's flat form")
     add_overrides(parser)
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """What overrides a config."""
+    """Add the options that override keys of a config."""
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
                         help="override a key of the config, such as training.learning_rate=3e-4; may be repeated")
     parser.add_argument("--scheduler", help="OurGPipe's scheduler, instead of the config's")

@@ -1,4 +1,4 @@
-"""``vpipe plan``: the fastest way to run a config within the memory of its ranks, explained."""
+"""Run ``vpipe plan``: find the fastest way to run a config within the memory of its ranks, and explain it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def run_plan(options: argparse.Namespace) -> None:
 
 
 def _check(ranks: int | None, output: Path | None) -> None:
-    """What is found out before anything is measured."""
+    """Check what can be checked before anything is measured."""
     check_alone("vpipe plan", os.environ)
     if ranks is not None and ranks < 1:
         raise UserError(f"--ranks is {ranks}", hint="plan for 1 rank or more")
@@ -86,7 +86,7 @@ def _check(ranks: int | None, output: Path | None) -> None:
 
 
 def with_ranks(config: Config, ranks: int) -> Config:
-    """A config of so many ranks, a stage on each, with a schedule of the same kind: to be measured, not to be run."""
+    """Return a config of so many ranks, a stage on each, with a schedule of the same kind, to be measured."""
     return config.model_copy(update={"machines": None}).with_parallel(
         model_parallel_size=ranks, partition=AUTO,
         schedule=DEFAULT_ASYNCHRONOUS if config.parallel.asynchronous else DEFAULT_SCHEDULE,
@@ -95,7 +95,7 @@ def with_ranks(config: Config, ranks: int) -> Config:
 
 
 def microbatch_choices(config: Config) -> list[int]:
-    """The numbers of microbatches that are tried: the config's, half, twice and four times as many.
+    """Return the numbers of microbatches that are tried: the config's, half, twice and four times as many.
 
     Without a flush an update keeps its samples, so they must be whole microbatches.
     """
@@ -106,7 +106,7 @@ def microbatch_choices(config: Config) -> list[int]:
 
 
 def updates_every(config: Config, counts: Iterable[int]) -> dict[int, int | None]:
-    """Microbatches per update and replica by number of microbatches: always as many samples. None with a flush."""
+    """Return microbatches per update and replica by number of microbatches, for equal samples; none with a flush."""
     if not config.parallel.asynchronous:
         return {}
     every, own = config.parallel.update_every or 1, config.training.num_microbatches
@@ -114,7 +114,7 @@ def updates_every(config: Config, counts: Iterable[int]) -> dict[int, int | None
 
 
 def limit_of(memory_bytes: int | None, config: Config, profile: Profile) -> tuple[int | None, str]:
-    """What a rank may hold, None where nobody knows, and who says so: the command line, the config, or the device."""
+    """Return what a rank may hold, None where it is unknown, and its source: command line, config or device."""
     from vpipe.train.planning import memory_limit
 
     if memory_bytes is not None:
@@ -125,7 +125,7 @@ def limit_of(memory_bytes: int | None, config: Config, profile: Profile) -> tupl
 
 def own_choice(config: Config, partition: tuple[int, ...], placement: tuple[tuple[int, ...], ...],
                profiles: Mapping[int, Profile], limit_bytes: int | None) -> Alternative | None:
-    """What the config itself says, where it says all of it."""
+    """Return the config's own plan, where it leaves nothing open."""
     parallel, name = config.parallel, "the config's own"
     if parallel.to_plan or is_file(parallel.schedule) or isinstance(parallel.recompute, str):
         return None
@@ -142,7 +142,7 @@ def own_choice(config: Config, partition: tuple[int, ...], placement: tuple[tupl
 
 
 def explained(solution: Solution, request: Request, limit_from: str, own: Alternative | None) -> Explained:
-    """A solution with what is said of it."""
+    """Return a solution with the facts that explain it."""
     kind = "exact for this schedule, m and replicas" if solution.exact else (
         "the VPipe paper's" if request.solver == "vpipe" else "not exact")
     said = (f"{kind}; {counted(solution.considered, 'choice')} of schedule, microbatches and replicas in "
@@ -156,7 +156,7 @@ def explained(solution: Solution, request: Request, limit_from: str, own: Altern
 
 
 def _keep(plan: Plan, options: argparse.Namespace) -> None:
-    """Write the plan, and say how it is run."""
+    """Write the plan, and print how it is run."""
     output = options.output
     words = ["vpipe", "train", str(options.config)]
     words += [word for setting in options.settings if setting.partition("=")[0].strip() not in PLANNED

@@ -1,4 +1,4 @@
-"""``vpipe profile``: what every layer takes and keeps, measured by the ranks of a config."""
+"""Run ``vpipe profile``: measure the time and memory of every layer on the ranks of a config."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _COLUMNS = (("forward", "forward"), ("backward", "backward"), ("input half", "in
 
 
 def run_profile(options: argparse.Namespace) -> None:
-    """Measure, or take what was measured before; print it.
+    """Measure, or read an earlier profile from the cache, and print it.
 
     Raises:
         VpipeError: the config is at fault, or a rank failed.
@@ -65,7 +65,7 @@ def run_profile(options: argparse.Namespace) -> None:
 
 
 def check_can_be_written(path: Path) -> None:
-    """Before anything is measured: whether a file can be left there.
+    """Refuse a path where no file can be written, before anything is measured.
 
     Raises:
         UserError: it cannot.
@@ -86,7 +86,7 @@ def check_can_be_written(path: Path) -> None:
 
 
 def profiles_of(job: Job, sizes: Sequence[int], *, again: bool = False) -> dict[int, Profile]:
-    """Profiles of a job by samples per microbatch: from the cache, or measured by the job's ranks, started for that.
+    """Return profiles of a job by samples per microbatch: from the cache, or measured by ranks that are started for it.
 
     Args:
         again: measure whatever the cache holds.
@@ -140,7 +140,7 @@ def profiles_of(job: Job, sizes: Sequence[int], *, again: bool = False) -> dict[
 
 
 def described(profile: Profile) -> str:
-    """A row per distinct layer, the links, the device."""
+    """Return a profile as text: a row per distinct layer, the links, the device."""
     identity, held = profile.identity, ActivationMemory(profile)
     kinds: dict[int, list[int]] = {}
     for number, layer in enumerate(profile.layers):

@@ -1,4 +1,4 @@
-"""``vpipe schedule``, ``check`` and ``simulate``: schedules drawn, compared and proved, without torch."""
+"""Run ``vpipe schedule``, ``check`` and ``simulate``: draw, compare and prove schedules, without torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PIPE_COLUMNS = 200
 
 
 def run_schedule(options: argparse.Namespace) -> None:
-    """``vpipe schedule NAME|FILE.csv|--all``."""
+    """Draw the schedule that the options name, or compare all."""
     costs = _costs(options.costs)
     if options.all:
         _compare(options, costs)
@@ -52,7 +52,7 @@ def run_schedule(options: argparse.Namespace) -> None:
 
 
 def run_check(options: argparse.Namespace) -> None:
-    """``vpipe check FILE.csv``: as it stands, and with transfers of ours when it has none."""
+    """Prove a schedule in a CSV file: as it stands, and with vpipe's transfers when it has none."""
     schedule = _file(options.file)
     check(schedule)
     transfers = sum(action.op in SENDS or action.op in RECEIVES for program in schedule.programs for action in program)
@@ -69,7 +69,7 @@ def run_check(options: argparse.Namespace) -> None:
 
 
 def run_simulate(options: argparse.Namespace) -> None:
-    """``vpipe simulate FILE.csv``."""
+    """Draw a schedule in a CSV file."""
     sys.stdout.write(_text(Summary.of(_file(options.file), _costs(options.costs))))
 
 
@@ -98,7 +98,7 @@ _FORMATS: dict[str, Callable[[Summary], str]] = {"text": _text, "csv": _csv, "sv
 
 
 def _named(options: argparse.Namespace, costs: RankCosts) -> Schedule:
-    """The schedule of a name or a file, not proved yet."""
+    """Return the schedule of a name or a file, not proved yet."""
     name = options.name
     if name not in schedule_names() and (name.lower().endswith(".csv") or "/" in name):
         schedule = read_csv(Path(name))
@@ -123,7 +123,7 @@ def _named(options: argparse.Namespace, costs: RankCosts) -> Schedule:
 
 
 def _sizes(options: argparse.Namespace) -> tuple[tuple[int, ...], int]:
-    """How many ranks there are at each position of the pipeline, and how many microbatches."""
+    """Return the replicas at each position of the pipeline, and the number of microbatches."""
     widths = _widths(options.widths)
     positions = options.stages if len(widths) <= 1 or options.stages is not None else len(widths)
     for option, value in (("--stages", positions), ("--microbatches", options.microbatches)):
@@ -149,7 +149,7 @@ def _sizes(options: argparse.Namespace) -> tuple[tuple[int, ...], int]:
 
 
 def _widths(text: str | None) -> tuple[int, ...]:
-    """``--widths 2,1``, or 2-1 as the pages write it; none when left out."""
+    """Parse ``--widths 2,1``, or 2-1 as the pages write it; none when left out."""
     parts = [] if text is None else re.split(r",|(?<=\d)-", text)
     for part in parts:
         if re.fullmatch(r"\s*0*[1-9]\d{0,5}\s*", part, re.ASCII) is None:
@@ -175,7 +175,7 @@ def _built(recipe: Recipe, widths: tuple[int, ...], microbatches: int, chunks: i
 
 
 def _replicated(placement: Placement, widths: tuple[int, ...]) -> Placement:
-    """Every rank as so many, numbered one after the other."""
+    """Return a placement with every rank replaced by its replicas, numbered one after the other."""
     return tuple(tuple(range(first := sum(widths[:rank]), first + widths[rank])) for (rank,) in placement)
 
 
@@ -202,7 +202,7 @@ def _compare(options: argparse.Namespace, costs: RankCosts) -> None:
 
 
 def _costs(text: str) -> RankCosts:
-    """``--costs F,I,W,transfer``, exactly as written."""
+    """Parse ``--costs F,I,W,transfer``, exactly as written."""
     parts = text.split(",")
     hint = "write --costs F,I,W,transfer, such as 1,1,1,0 or 5.5,1/2,4: seconds or any other unit"
     if len(parts) not in (3, 4):
@@ -222,7 +222,7 @@ def _costs(text: str) -> RankCosts:
 
 
 def _fraction(text: str) -> Fraction | None:
-    """The exact value of a number of :data:`_NUMBER`'s form; None for one that is out of all proportion."""
+    """Return the exact value of a number of :data:`_NUMBER`'s form; None for one that is out of all proportion."""
     _, _, exponent = text.lower().partition("e")
     if len(text) > 32 or abs(int(exponent or 0)) > 32:
         return None

@@ -1,4 +1,4 @@
-"""``vpipe slurm``: a batch script for a config, written or submitted."""
+"""Run ``vpipe slurm``: write a batch script for a config, or submit it."""
 
 from __future__ import annotations
 

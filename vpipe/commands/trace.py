@@ -1,4 +1,4 @@
-"""``vpipe trace``: the timeline and the report of a run."""
+"""Run ``vpipe trace``: write the timeline and the report of a run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run_trace(options: argparse.Namespace) -> None:
 
 
 def _config(folder: Path) -> Mapping[str, Any]:
-    """The run's resolved config as plain values; empty where it has none."""
+    """Return the run's resolved config as plain values; empty where it has none."""
     if not (folder / "config.yaml").is_file():
         return {}
     from vpipe.config.yaml_tree import read_yaml  # PyYAML, only where there is something to read
@@ -51,7 +51,7 @@ def _config(folder: Path) -> Mapping[str, Any]:
 
 
 class _Progress:
-    """What is being done, on stderr, once it has taken two seconds: a line of a terminal, else one every ten."""
+    """Show the work at hand on stderr after two seconds: one line in a terminal, else one every ten seconds."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()

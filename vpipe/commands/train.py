@@ -1,4 +1,4 @@
-"""``vpipe train``: alone on this host, on the hosts of ``machines``, or as one rank that torchrun or srun started."""
+"""Run ``vpipe train``: alone on this host, on the hosts of ``machines``, or as a rank that torchrun or srun started."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _train(options: argparse.Namespace) -> None:
     config: Config | VpipeError
     start = None
     try:
-        start, config = _told(options)
+        start, config = _start_and_config(options)
     except VpipeError as error:
         config = error
     try:
@@ -42,7 +42,7 @@ def _train(options: argparse.Namespace) -> None:
     except VpipeError as wrong:
         raise config if isinstance(config, VpipeError) else wrong from None
     if not isinstance(config, VpipeError) and (member is None or member.rank == 0):
-        _tell_of_scheduler(options, config)
+        _note_scheduler(options, config)
         try:
             _check_intact(start)
         except VpipeError as damaged:
@@ -65,8 +65,8 @@ def _rank_environment(config: Config | None) -> RankEnvironment | None:
     return RankEnvironment.parse(os.environ, config.parallel.master_address, config.parallel.master_port)
 
 
-def _tell_of_scheduler(options: argparse.Namespace, config: Config) -> None:
-    """Where ``--scheduler`` brings a flush to a file that was written for none, whose batch may be one microbatch."""
+def _note_scheduler(options: argparse.Namespace, config: Config) -> None:
+    """Print a note where ``--scheduler`` brings a flush to a file without one: its batch may be one microbatch."""
     if options.scheduler is None or options.config is None:
         return
     with suppress(UserError):  # in a file that is wrong without it
@@ -79,8 +79,8 @@ def _tell_of_scheduler(options: argparse.Namespace, config: Config) -> None:
                   file=sys.stderr, flush=True)
 
 
-def _told(options: argparse.Namespace) -> tuple[ResumePoint | None, Config]:
-    """Where to go on, if anywhere, and the config."""
+def _start_and_config(options: argparse.Namespace) -> tuple[ResumePoint | None, Config]:
+    """Return the run or checkpoint to go on from, if any, and the config."""
     if options.restarts is not None and options.restarts < 0:
         raise UserError(f"--restarts is {options.restarts}", hint="give a whole number, 0 or more")
     if options.resume is None:
@@ -99,8 +99,10 @@ def _told(options: argparse.Namespace) -> tuple[ResumePoint | None, Config]:
 
 
 def _start_again(path: Path) -> ResumePoint | None:
-    """Of a checkpoint that the run has removed since (``checkpoint.keep``), when what started this process started
-    the run, too: with every attempt it gives the same command."""
+    """Return the run of a checkpoint that it has removed since (``checkpoint.keep``), if one starter began both.
+
+    A starter such as torchrun gives the same command with every attempt.
+    """
     path = absolute_path(path)
     if path.exists():
         return None
@@ -120,8 +122,8 @@ def _check_intact(start: ResumePoint | None) -> None:
 
     with tqdm(desc=f"checking {start.checkpoint.name}", unit="B", unit_scale=True, delay=2.0, leave=False,
               disable=not sys.stderr.isatty()) as bar:
-        def told(done: int, total: int) -> None:
+        def show(done: int, total: int) -> None:
             bar.total = total
             bar.update(done - bar.n)
 
-        check_intact(start.checkpoint, told, manifest=start.manifest)
+        check_intact(start.checkpoint, show, manifest=start.manifest)

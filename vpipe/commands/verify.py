@@ -1,4 +1,4 @@
-"""``vpipe verify``: a few updates of a config beside its oracle, in one process and over gloo."""
+"""Run ``vpipe verify``: compare a few updates of a config with its oracle, in one process and over gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``vpipe checkpoint export | import``: the whole model to files of others, and from them."""
+"""Run ``vpipe checkpoint export | import``: convert the whole model to files of other programs, and from them."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _names_of(family: str) -> HuggingFace:
 
 
 def _tokenizer(manifest: Manifest) -> tuple[Path | None, str]:
-    """The tokenizer of the data that a run trained on, or why there is none."""
+    """Return the tokenizer of the data that a run trained on, or why there is none."""
     try:
         config = config_of(manifest)
         if config is None or not manifest.data:
@@ -177,7 +177,7 @@ def _from_stages(files: Sequence[Path], job: Job | None, source: Path, out: Path
 
 
 def _tell(found: MatchedWeights, files: Sequence[Path]) -> None:
-    """Which weights came from which file."""
+    """Print which weights came from which file."""
     print(f"matched by {found.by}:")
     for path in files:
         own = [(name, weight) for name, weight in found.weights.items() if weight.file == path]
@@ -186,7 +186,7 @@ def _tell(found: MatchedWeights, files: Sequence[Path]) -> None:
 
 
 def _initial(model: Model, names: Sequence[str], seed: int) -> dict[str, Tensor]:
-    """Weights as a run with that seed begins with them."""
+    """Return the weights that a run with that seed begins with."""
     found: dict[str, Tensor] = {}
     for number, layer in enumerate(model.layers):
         own = [name for name in names if name.startswith(layer.name + ".")]

@@ -1,4 +1,4 @@
-"""``vpipe data build-bert``: shards for BERT pre-training, from text."""
+"""Run ``vpipe data build-bert``: write shards for BERT pre-training from text."""
 
 from __future__ import annotations
 
