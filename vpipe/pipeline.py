@@ -24,7 +24,7 @@ from vpipe.runtime.build import Settings
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.executors.registry import EXECUTORS, check_executor, last_first
 from vpipe.runtime.microbatches import Batch
-from vpipe.runtime.pipeline_checkpoint import OneCheckpoint
+from vpipe.runtime.pipeline_checkpoint import PipelineCheckpoint
 from vpipe.runtime.precision import PRECISIONS, Precision
 from vpipe.runtime.stage_optimizer import MakeOptimizer, Optimizers
 from vpipe.runtime.state_dict import Position
@@ -253,9 +253,9 @@ class Pipeline:
         """
         return self._checkpoint(folder).load(self._model)
 
-    def _checkpoint(self, folder: str | Path) -> OneCheckpoint:
+    def _checkpoint(self, folder: str | Path) -> PipelineCheckpoint:
         check_path("the folder", folder, "checkpoint")
-        return OneCheckpoint(self.engine, self.microbatches, self._seed, Path(folder))
+        return PipelineCheckpoint(self.engine, self.microbatches, self._seed, Path(folder))
 
 
 def _check_model(given: Arguments, model: object) -> None:

@@ -24,7 +24,7 @@ from vpipe.checkpoint.host_buffer import HostBuffer
 from vpipe.config.config import Config, load_config
 from vpipe.errors import LastingError, RunError, UserError
 from vpipe.pipeline import Pipeline
-from vpipe.train.checkpointing import Saving
+from vpipe.train.checkpointing import Checkpointing
 from vpipe.train.job import Job
 from vpipe.train.loop import train
 from vpipe.train.metrics import Lines
@@ -181,9 +181,9 @@ def test_a_disk_that_is_full_for_the_metrics(tmp_path: Path, monkeypatch: pytest
 
 def test_all_of_the_pause_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What needs no pause is not done in it."""
-    saved = Saving.save
+    saved = Checkpointing.save
 
-    def save(self: Saving) -> None:
+    def save(self: Checkpointing) -> None:
         def untimely(*_: Any) -> str:
             raise AssertionError("in a pause")
 
@@ -192,7 +192,7 @@ def test_all_of_the_pause_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             patched.setattr(Config, "resolved_yaml", untimely)
             saved(self)
 
-    monkeypatch.setattr(Saving, "save", save)
+    monkeypatch.setattr(Checkpointing, "save", save)
     monkeypatch.setattr("vpipe.train.checkpointing.perf_counter", lambda: perf_counter() - 1000)  # when the pause began
     run = begin(tmp_path, checkpoint__at_end=True, training__max_steps=1)
     [line] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if '"pause_s"' in line]

@@ -15,7 +15,7 @@ from attempts import begin, go_on
 from small_run import metrics, write_config
 
 from vpipe.checkpoint.manifest import Manifest
-from vpipe.commands.train import _tell_of_scheduler, _told
+from vpipe.commands.train import _note_scheduler, _start_and_config
 from vpipe.config.config import load_config
 from vpipe.errors import UserError
 from vpipe.launch.launcher import run as launch
@@ -188,12 +188,12 @@ def test_a_checkpoint_that_a_later_attempt_finds_removed(run: Path, monkeypatch:
     told = argparse.Namespace(restarts=None, resume=run / "checkpoints" / "step-2", config=None, settings=[],
                               scheduler=None)
     with pytest.raises(UserError, match="it does not exist"):
-        _told(told)
+        _start_and_config(told)
     Starter("torchrun", ("process 7",)).write(run)
-    assert _told(told)[0] == ResumePoint(run, run / "checkpoints" / "step-6")
+    assert _start_and_config(told)[0] == ResumePoint(run, run / "checkpoints" / "step-6")
     told.resume = run / "checkpoint" / "step-2"
     with pytest.raises(UserError, match="it does not exist"):
-        _told(told)
+        _start_and_config(told)
 
 
 def test_a_checkpoint_of_another_family_is_told_by_name(run: Path, tmp_path: Path) -> None:
@@ -215,5 +215,5 @@ def test_a_checkpoint_of_another_family_is_told_by_name(run: Path, tmp_path: Pat
 def test_a_scheduler_that_brings_a_flush_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str], schedule: str,
                                                   microbatches: int, said: str) -> None:
     path = write_config(tmp_path, parallel__schedule=schedule, training__num_microbatches=microbatches)
-    _tell_of_scheduler(argparse.Namespace(config=path, settings=[], scheduler="naive"), load_config(path, (), "naive"))
+    _note_scheduler(argparse.Namespace(config=path, settings=[], scheduler="naive"), load_config(path, (), "naive"))
     assert capsys.readouterr().err == said

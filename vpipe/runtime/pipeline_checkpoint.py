@@ -1,4 +1,4 @@
-"""A checkpoint of a pipeline in a folder of the caller's, made while training waits."""
+"""Save a pipeline to a folder of the caller's while training waits, and load it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from vpipe.runtime.engine import Engine
 from vpipe.runtime.state_dict import Position
 
 
-class OneCheckpoint:
-    """A pipeline's state as a folder.
+class PipelineCheckpoint:
+    """A folder with the state of a pipeline.
 
     Args:
         engine: every rank has its own, and calls the same of this.
@@ -39,32 +39,32 @@ class OneCheckpoint:
         self._engine, self._batch, self._seed, self._folder = engine, batch, seed, folder
 
     def save(self, arrangement: Mapping[str, Any]) -> None:
-        """Write it, in place of one that is there.
+        """Write the checkpoint, in place of one that is there.
 
         Raises:
             UserError: some of the state is nothing that a checkpoint can hold.
             RunError: a rank could not write. What was there before still is.
         """
         tensors: Mapping[str, Tensor] = {}
-        with at_work("saving a checkpoint"), self._together() as problems:
+        with at_work("saving a checkpoint"), self._problems_of_all() as problems:
             try:
                 tensors = self._engine.saved()
                 check_dtypes(tensors)
             except UserError as error:
                 problems += error.problems
         position = self._engine.position
-        about = CheckpointInfo(position.steps, position.samples, self._seed, numbers=position.as_numbers(self._batch),
-                      arrangement={**arrangement, **self._optimizers()})
+        info = CheckpointInfo(position.steps, position.samples, self._seed, numbers=position.as_numbers(self._batch),
+                              arrangement={**arrangement, **self._optimizers()})
         with at_work("saving a checkpoint"):
-            save_checkpoint(self._folder, about, tensors, self._rank, self._engine.all_ranks)
+            save_checkpoint(self._folder, info, tensors, self._rank, self._engine.all_ranks)
 
     def load(self, model: Model) -> Position:
-        """Go on from it, or from the newest of the run whose folder it is; where that is.
+        """Load the checkpoint, or the newest of the run whose folder it is; return its position.
 
         Raises:
-            UserError: it does not fit, or is damaged; on every rank what the first of them found.
+            UserError: it does not fit, or is damaged; on every rank the problems of the first that has any.
         """
-        with at_work("loading a checkpoint"), self._together() as problems:
+        with at_work("loading a checkpoint"), self._problems_of_all() as problems:
             try:
                 folder = find_checkpoint(self._folder, _load_call)
                 manifest = Manifest.load(folder)
@@ -75,15 +75,15 @@ class OneCheckpoint:
                 position = Position.of_numbers(manifest.step, manifest.samples, manifest.numbers, self._batch)
                 self._engine.check_begins(position)
                 tensors = load_tensors(folder, manifest, filter(self._engine.wants, manifest.tensors),
-                               resume_hint=_load_call)
+                                       resume_hint=_load_call)
             except UserError as error:
                 problems += error.problems
         self._engine.restore(position, tensors)
         return position
 
     @contextmanager
-    def _together(self) -> Iterator[list[Problem]]:
-        """What one rank finds wrong all of them raise, before any goes on to what they do together."""
+    def _problems_of_all(self) -> Iterator[list[Problem]]:
+        """Raise on all ranks the problems of the first rank that has any, before any goes on."""
         mine: list[Problem] = []
         yield mine
         found = self._engine.all_ranks.agree(json.dumps([asdict(problem) for problem in mine]), _first)
@@ -95,13 +95,13 @@ class OneCheckpoint:
         return dist.get_rank() if dist.is_initialized() else 0
 
     def _optimizers(self) -> dict[str, Any]:
-        """What the optimizers of all ranks are called; where there are several kinds, which steps each parameter."""
+        """Return the classes of all ranks' optimizers; if they are several, also the one that steps each parameter."""
         kind_of = self._engine.all_ranks.united(self._own_kinds())
         kinds = sorted(set(kind_of.values()))
         return {"optimizers": kinds, **({"optimizer_of": kind_of} if len(kinds) > 1 else {})}
 
     def _own_kinds(self) -> dict[str, str]:
-        """The kind of optimizer that steps each parameter of this process."""
+        """Return the class of the optimizer that steps each parameter of this process."""
         return {name: type(optimizer).__name__ for worker in self._engine.workers.values()
                 for stage in worker.update.optimizers.values()
                 for name, (optimizer, _) in stage.of_parameter.items()}
@@ -126,10 +126,10 @@ class OneCheckpoint:
 
 
 def _load_call(folder: Path) -> str:
-    """How to go on from a checkpoint, in Python."""
+    """Return the call that goes on from a checkpoint."""
     return f"pipe.load({str(folder)!r})"
 
 
 def _first(found: list[str]) -> str:
-    """The problems of the first rank that has any."""
+    """Return the problems of the first rank that has any."""
     return next((problems for problems in found if json.loads(problems)), "[]")

@@ -1,4 +1,4 @@
-"""The checkpoints of a run, as its loop makes them: when, of what, and what is told of them."""
+"""Save the checkpoints of a run from its loop, report on them, and load one."""
 
 from __future__ import annotations
 
@@ -38,12 +38,14 @@ from vpipe.train.run_folder import checkpoints_root
 log = logging.getLogger("vpipe")
 
 LAST_SAVE_S = 5.0
-"""At most, for a rank that fails of itself, before it ends: the save that is being written may be complete by then."""
+"""For which a rank that fails of itself waits at most: the save that is being written may be complete by then."""
 
 
 @dataclass(frozen=True)
 class Cadence:
-    """After which steps the pipeline runs empty. It follows from the config alone: a run that goes on has the same.
+    """Steps after which the pipeline drains for a checkpoint or an evaluation.
+
+    Derived from the config alone, so a resumed run drains after the same steps.
 
     Attributes:
         save, evaluate: steps between two checkpoints, and two evaluations; None for none.
@@ -55,17 +57,17 @@ class Cadence:
     end: int | None
 
     def __call__(self, steps: int) -> int | None:
-        """How many steps are done when it next runs empty."""
+        """Return how many steps are done when the pipeline next drains."""
         ends = [steps - steps % every + every for every in (self.save, self.evaluate) if every is not None]
         found = min(ends, default=None)
         return None if found is None or (self.end is not None and found >= self.end) else found
 
     def saves(self, before: int, steps: int) -> bool:
-        """Whether a checkpoint is due now that ``steps`` are done, and ``before`` when it was asked last."""
+        """Return whether a checkpoint is due now that ``steps`` are done, if ``before`` were at the last call."""
         return _crossed(self.save, before, steps)
 
     def evaluates(self, before: int, steps: int) -> bool:
-        """The same for an evaluation."""
+        """Return the same for an evaluation."""
         return _crossed(self.evaluate, before, steps)
 
 
@@ -73,11 +75,11 @@ def _crossed(every: int | None, before: int, steps: int) -> bool:
     return every is not None and steps // every > before // every
 
 
-class Saving:
-    """Saves a run. All ranks make one, together, and call the same methods after the same steps.
+class Checkpointing:
+    """Save a run. All ranks make one, together, and call the same methods after the same steps.
 
-    Where the config does not speak of checkpoints and not all hosts see the run's folder, none are made, and the user
-    is told; where it does, that is an error.
+    If not all hosts see the run's folder, that is an error where the config has a section ``checkpoint``; without one,
+    no checkpoints are made, and a note says so.
 
     Args:
         folder: of the run.
@@ -92,59 +94,54 @@ class Saving:
 
     def __init__(self, job: Job, pipe: Pipeline, folder: Path, metrics: Metrics, note: Callable[[str], None]) -> None:
         self._job, self._pipe, self._folder, self._metrics, self._note = job, pipe, folder, metrics, note
-        self._told = 0  # of the saver's facts, in metrics.jsonl
+        self._reported = 0  # of the saver's results, in metrics.jsonl
         self._saved: int | None = job.steps_done or None  # steps of the latest
         self._saver: Saver | None = None
-        self._reserves = False
+        self._reserve_due = False
         self.root: Path | None = None
         section = job.config.saving
         if not section.makes_any:
             return
         config, processes = job.config, _processes()
-        root = Path(from_first(os.path.abspath(checkpoints_root(config, folder)), pipe))
+        root = Path(broadcast_value(os.path.abspath(checkpoints_root(config, folder)), pipe))
         host = os.environ.get(HOST) or socket.gethostname()
-        votes: Agreement = LocalAgreement() if processes == 1 else StoreAgreement(
+        agreement: Agreement = LocalAgreement() if processes == 1 else StoreAgreement(
             own_store("checkpoints", pipe.rank, processes, config.parallel.timeout_s), pipe.rank, processes)
         try:
-            check_shared_folder(root, votes, pipe.rank, host)
+            check_shared_folder(root, agreement, pipe.rank, host)
         except UserError as error:
             if config.checkpoint is not None:
                 raise
             note(f"no checkpoints are made: {error.problems[0].what} ({error.problems[0].hint})")
-            votes.close()
+            agreement.close()
             return
         self.root = root
         self._config = config.resolved_yaml()  # not in a pause
         self._data = job.fingerprint() if pipe.rank == 0 else ""
-        self._saver = Saver(root, section.keep, pipe.rank, votes, metrics.sync)
-        self._reserves = section.every_steps is not None and job.schedule.flush  # only then nothing is in flight
+        self._saver = Saver(root, section.keep, pipe.rank, agreement, metrics.sync)
+        self._reserve_due = section.every_steps is not None and job.schedule.flush  # only then nothing is in flight
 
     def save(self) -> None:
-        """Save the state as it is after the last step; the pipeline is empty, or runs empty. Training then goes on."""
+        """Save the state after the last step; the pipeline is empty, or drains. Training then goes on."""
         steps = self._metrics.steps
         if self._saver is None or self._saved == steps:
             return
         began = perf_counter()
         with at_work("saving a checkpoint"):
             tensors = self._pipe.engine.saved()
-            self._saver.save(self._about(), tensors, began)
+            self._saver.save(self._info(), tensors, began)
         self._saved = steps
-        self.look()
+        self.report()
 
-    def look(self) -> None:
-        """Between two steps: tell what became of earlier saves."""
-        if self._reserves and self._saver is not None and self._metrics.steps > self._job.steps_done:
-            self._reserves = False  # now that the optimizer has its state
+    def report(self) -> None:
+        """Report the results of earlier saves; called between two steps."""
+        if self._reserve_due and self._saver is not None and self._metrics.steps > self._job.steps_done:
+            self._reserve_due = False  # now that the optimizer has its state
             engine = self._pipe.engine
             self._saver.reserve((tensor.nbytes for part in engine.parts for tensor in part.state().values()),
                                 pinned=engine.local_stages[0].device.type == "cuda")
-        if self._saver is None or len(self._saver.results) == self._told:
-            return
-        while self._told < len(self._saver.results) and self._drain_is_known(self._saver.results[self._told]):
-            self._tell(self._saver.results[self._told])
-            self._told += 1
-        for warning in self._saver.warnings():
-            self._note(f"warning: {warning}")
+        if self._saver is not None and len(self._saver.results) > self._reported:
+            self._report(self._saver, wait_for_drains=True)
 
     def finish(self) -> None:
         """Wait until the last checkpoint is complete or given up."""
@@ -152,52 +149,65 @@ class Saving:
             return
         with at_work("waiting for the last checkpoint"):
             self._saver.wait()
-        for saved in self._saver.results[self._told:]:
-            self._tell(saved)
-        self._told = len(self._saver.results)
-        for warning in self._saver.warnings():
+        self._report(self._saver, wait_for_drains=False)
+
+    def _report(self, saver: Saver, wait_for_drains: bool) -> None:
+        for saved in saver.results[self._reported:]:
+            if wait_for_drains and not self._drain_is_known(saved):
+                break
+            facts: dict[str, float | str] = {"error": saved.error} if saved.error else {
+                "pause_s": round(saved.pause_s, 4), "save_s": round(saved.seconds, 4), "bytes": saved.bytes,
+                "drain_s": round(self._drain_s(saved), 4)}
+            self._metrics.checkpoint(saved.step - 1, f"step-{saved.step}", **facts)
+            log.info("checkpoint of step %d: %s", saved.step, facts)
+            self._reported += 1
+        for warning in saver.warnings():
             self._note(f"warning: {warning}")
 
     @property
     def is_saved(self) -> bool:
         """Whether the state after the last step is in a checkpoint, once :meth:`finish` has returned."""
-        facts = self._saver.results if self._saver is not None else []
-        return self._saved == self._metrics.steps and not (facts and facts[-1].error)
+        return self._saved == self._metrics.steps and not (self._results and self._results[-1].error)
 
     def check_end(self) -> None:
-        """A finished run of which the result is lost is none that went well.
+        """Refuse to end well where the result of the run is lost.
 
         Raises:
             RunError: the last checkpoint was given up.
         """
-        facts = self._saver.results if self._saver is not None else []
-        if facts and facts[-1].error and facts[-1].step == self._metrics.steps:
+        last = self._results[-1] if self._results else None
+        if last is not None and last.error and last.step == self._metrics.steps:
             assert self.root is not None, "where it was to be"
             newest = Checkpoints(self.root).newest()
             rest = "there is no checkpoint to go on from" if newest is None else \
                 f"then go on from step {step_of(newest)} with: vpipe train --resume {quote(str(self._folder))}"
-            raise RunError(f"the last checkpoint, of step {facts[-1].step}, could not be saved: {facts[-1].error}",
+            raise RunError(f"the last checkpoint, of step {last.step}, could not be saved: {last.error}",
                            hint="make room, or set checkpoint.directory, or lower the learning rate where weights are "
                            f"not finite; {rest}")
 
     def summary(self) -> list[str]:
-        """What the saves cost, in lines."""
-        facts = [saved for saved in self._saver.results if not saved.error] if self._saver is not None else []
-        if not facts:
+        """Return what the saves cost, in lines."""
+        complete = [saved for saved in self._results if not saved.error]
+        if not complete:
             return []
         assert self.root is not None, "where they are"
         kept = len(Checkpoints(self.root).all())
-        lines = [f"{counted(len(facts), 'checkpoint')} of {facts[-1].bytes / 1e6:,.1f} MB"
-                 + (f", {kept} kept" if kept < len(facts) else "") + f", the last of step {facts[-1].step} in "
+        lines = [f"{counted(len(complete), 'checkpoint')} of {complete[-1].bytes / 1e6:,.1f} MB"
+                 + (f", {kept} kept" if kept < len(complete) else "")
+                 + f", the last of step {complete[-1].step} in "
                  f"{self.root if self._folder.is_absolute() else os.path.relpath(self.root)}",
-                 f"for each training paused {1e3 * median(s.pause_s for s in facts):.0f} ms, and it was complete after "
-                 f"{median(s.seconds for s in facts):.2f} s (medians)"]
-        drains = [self._drain_s(saved) for saved in facts if self._within(saved)]
+                 f"for each training paused {1e3 * median(s.pause_s for s in complete):.0f} ms, and it was complete "
+                 f"after {median(s.seconds for s in complete):.2f} s (medians)"]
+        drains = [self._drain_s(saved) for saved in complete if self._within(saved)]
         if drains and not self._job.schedule.flush:
             lines.append(f"running empty and filling again cost {median(drains):.2f} s for each (median)")
         return lines
 
-    def _about(self) -> CheckpointInfo:
+    @property
+    def _results(self) -> list[SaveResult]:
+        return [] if self._saver is None else self._saver.results
+
+    def _info(self) -> CheckpointInfo:
         job, pipe = self._job, self._pipe
         position = pipe.engine.position
         return CheckpointInfo(
@@ -209,17 +219,10 @@ class Saving:
                 RUN: os.path.abspath(self._folder)},
             position.as_numbers(pipe.microbatches))
 
-    def _tell(self, saved: SaveResult) -> None:
-        facts: dict[str, float | str] = {"error": saved.error} if saved.error else {
-            "pause_s": round(saved.pause_s, 4), "save_s": round(saved.seconds, 4), "bytes": saved.bytes,
-            "drain_s": round(self._drain_s(saved), 4)}
-        self._metrics.checkpoint(saved.step - 1, f"step-{saved.step}", **facts)
-        log.info("checkpoint of step %d: %s", saved.step, facts)
-
-    # -- what running empty costs ----------------------------------------------------------------------
+    # -- the cost of draining --------------------------------------------------------------------------
 
     def _drain_s(self, saved: SaveResult) -> float:
-        """By how much the steps before and after a save, as many as there are stages, took longer than others do."""
+        """Return by how much the steps around a save, as many before and after as there are stages, took longer."""
         if self._job.schedule.flush or not self._within(saved):
             return 0.0
         at, steps = self._index(saved), len(self._job.placement)
@@ -228,17 +231,17 @@ class Saving:
         return max(0.0, sum(around) - saved.pause_s - len(around) * usual)
 
     def _index(self, saved: SaveResult) -> int:
-        """Of the first step after it, among those of this attempt."""
+        """Return the number of the first step after it, among those of this attempt."""
         return saved.step - self._job.steps_done
 
     def _within(self, saved: SaveResult) -> bool:
-        """Whether training went on after it."""
+        """Return whether training went on after it."""
         return self._index(saved) < len(self._metrics.losses)
 
     def _drain_is_known(self, saved: SaveResult) -> bool:
         return self._job.schedule.flush or len(self._metrics.losses) >= self._index(saved) + len(self._job.placement)
 
-    def __enter__(self) -> Saving:
+    def __enter__(self) -> Checkpointing:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
@@ -268,8 +271,8 @@ def restore(pipe: Pipeline, job: Job, checkpoint: Path, manifest: Manifest) -> N
                                                     checked=True))
 
 
-def from_first(value: Any, pipe: Pipeline, source: int = 0) -> Any:
-    """What one rank says (anything that JSON holds), on every rank. All must call it."""
+def broadcast_value(value: Any, pipe: Pipeline, source: int = 0) -> Any:
+    """Return the value of one rank (anything that JSON holds) on every rank. All must call it."""
     if _processes() == 1:
         return value
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)

@@ -30,7 +30,7 @@ from vpipe.runtime.microbatches import Batch
 from vpipe.runtime.step_results import Step
 from vpipe.schedules.few_microbatches import few_microbatches
 from vpipe.slow import said_when_slow
-from vpipe.train.checkpointing import Cadence, Saving, from_first, restore
+from vpipe.train.checkpointing import Cadence, Checkpointing, broadcast_value, restore
 from vpipe.train.csv_rows import config_row, csv_text
 from vpipe.train.job import Job, device_of, join
 from vpipe.train.metrics import Efficiency, Metrics, Past, Worth
@@ -109,7 +109,7 @@ class _Run:
         job, pipe, folder = self._job, self._pipe, self._folder
         show, training = pipe.rank == 0, job.config.training
         past = Past.read(folder / METRICS, job.steps_done) if show and job.steps_done else Past()
-        past.time_s, last = from_first([past.time_s, past.evaluations[-1:]], pipe)
+        past.time_s, last = broadcast_value([past.time_s, past.evaluations[-1:]], pipe)
         self._evaluated = last[0][0] + 1 if last else 0  # steps when the latest evaluation was made
         done, name = job.steps_done, job.step_name
         with said_when_slow("measuring what the devices can do", show):
@@ -121,7 +121,7 @@ class _Run:
                     Trace(folder if job.config.trace else None, pipe, job.samples_per_update) as self._trace, \
                     ExitStack() as self._at_end, \
                     TorchProfile(job, pipe, folder, self._progress.note) as self._profile, \
-                Saving(job, pipe, folder, self._metrics, self._progress.note) as self._saving, in_good_order():
+                Checkpointing(job, pipe, folder, self._metrics, self._progress.note) as self._saving, in_good_order():
                 note_to(self._progress.show)
                 if job.config.parallel.executor == THREADED and device_of(job.config).type == "cpu":
                     self._progress.note(NO_GAIN)
@@ -203,7 +203,7 @@ class _Run:
         self._rank_times.end()
         ended = metrics.steps == job.updates
         if not ended:
-            why = from_first(why, self._pipe, self._pipe.placement[-1][0])
+            why = broadcast_value(why, self._pipe, self._pipe.placement[-1][0])
         if why is None or ended:
             if self._evaluated != metrics.steps:
                 self._evaluate()
@@ -229,7 +229,7 @@ class _Run:
             self._progress.note(f"warning: {warning}")
         self._rank_times.step(self._metrics.steps)
         self._trace.step()
-        self._saving.look()
+        self._saving.report()
 
     def _is_due(self, before: int, steps: int) -> bool:
         return steps != self._job.updates and (self._cadence.saves(before, steps)
@@ -354,7 +354,7 @@ class Divergence:
         note: shows a line.
     """
 
-    def __init__(self, job: Job, saving: Saving, note: Callable[[str], None]) -> None:
+    def __init__(self, job: Job, saving: Checkpointing, note: Callable[[str], None]) -> None:
         self._job, self._saving, self._note = job, saving, note
         self._skips = job.config.training.on_nan == "skip"
         self._scaled = job.config.training.computed.scaled
