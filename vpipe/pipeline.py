@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from vpipe.arguments import Arguments, as_number, check_path, shown
 from vpipe.distributed import excepthook
+from vpipe.distributed.device import DeviceMap
 from vpipe.distributed.init import join_world
 from vpipe.errors import PerformanceWarning, Problem, UserError, counted
 from vpipe.model.layer import Model
-from vpipe.model.split import balanced, parameter_counts, split, ties_between
+from vpipe.model.split import StageSpec, balanced, parameter_counts, split, ties_between
 from vpipe.plan.plan import Plan
 from vpipe.plan.recompute import Recompute, recomputed_layers
 from vpipe.runtime.build import Settings
@@ -33,6 +34,7 @@ from vpipe.runtime.transport.compression import Compression
 from vpipe.schedules.few_microbatches import few_microbatches
 from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.registry import DEFAULT_SCHEDULE
+from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Placement
 
 
@@ -179,11 +181,33 @@ class Pipeline:
         settings = Settings(microbatches, self.recomputed, _factor_of(learning_rate_factor), grad_clip, seed,
                             world.own, timeout_s, compression, skip_not_finite, computed,
                             self.executor)
-        self._model, self._seed, self._trained = model, seed, False
-        self.engine = Engine(model, specs, lowered, _from_named(optimizer), settings, distributed=world.ranks > 1)
-        self.rank = world.rank
+        self._set_up(model, specs, lowered, settings, _from_named(optimizer), world)
         if self.rank == 0 and (slow := few_microbatches(lowered, "microbatches")) is not None:
             warnings.warn(slow, PerformanceWarning, stacklevel=2)
+
+    @classmethod
+    def from_schedule(cls, model: Model, partition: Sequence[int], name: str, schedule: Schedule, settings: Settings,
+                      optimizer: MakeOptimizer, world: DeviceMap) -> Pipeline:
+        """Create a pipeline for a schedule that is prepared already; its arguments are not checked.
+
+        Args:
+            name: of the schedule, or its file.
+            schedule: lowered, as :meth:`~vpipe.schedules.prepare.ScheduleSpec.prepare` returns it.
+            world: the ranks, as :func:`~vpipe.distributed.init.join_world` returns them.
+        """
+        excepthook.install()
+        assert world.ranks in (1, schedule.ranks), f"{world.ranks} processes for {schedule.ranks} ranks"
+        pipe = cls.__new__(cls)
+        pipe.schedule, pipe.microbatches, pipe.partition = name, settings.microbatches, tuple(partition)
+        pipe.recomputed, pipe.executor = tuple(settings.recompute), settings.executor
+        pipe.placement, pipe.update_every = schedule.placement, schedule.update_every
+        pipe._set_up(model, split(model, partition), schedule, settings, optimizer, world)
+        return pipe
+
+    def _set_up(self, model: Model, specs: Sequence[StageSpec], schedule: Schedule, settings: Settings,
+                optimizer: MakeOptimizer, world: DeviceMap) -> None:
+        self._model, self._seed, self._trained, self.rank = model, settings.seed, False, world.rank
+        self.engine = Engine(model, specs, schedule, optimizer, settings, distributed=world.ranks > 1)
 
     def train(self, batches: Iterable[Batch]) -> Iterator[Step]:
         """Train on batches (dicts of tensors, dimension 0 = samples); yields one :class:`Step` per update, in order.

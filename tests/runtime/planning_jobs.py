@@ -12,7 +12,7 @@ from vpipe.config.config import load_config
 from vpipe.errors import PlanningError
 from vpipe.plan.profile import Profile
 from vpipe.train.job import Job
-from vpipe.train.loop import build
+from vpipe.train.loop import build_pipeline
 from vpipe.train.planning import plan_job
 from vpipe.train.replanning import Replanning
 
@@ -30,7 +30,7 @@ def plan_and_compare(*, config: str, profile: str, steps: int) -> dict[str, Any]
             job = plan_job(Job.from_config(load_config(Path(config))), folder)
         except PlanningError as error:
             return {"error": str(error), "status": error.exit_status}
-        pipe = build(job)
+        pipe = build_pipeline(job)
         balance = Replanning(job, pipe, folder, lines.append, warm_up=1, measured=2)
         for _ in pipe.engine.train(job.training_batches(tuple(job.model.batch)), steps):
             balance.step()

@@ -24,6 +24,7 @@ from vpipe.checkpoint.host_buffer import HostBuffer
 from vpipe.config.config import Config, load_config
 from vpipe.errors import LastingError, RunError, UserError
 from vpipe.pipeline import Pipeline
+from vpipe.train import loop
 from vpipe.train.checkpointing import Checkpointing
 from vpipe.train.job import Job
 from vpipe.train.loop import train
@@ -68,13 +69,14 @@ def test_a_loss_that_is_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                     parameter.fill_(float("nan"))
 
     weights: list[Tensor] = []
-    built = Pipeline.__init__
+    built = loop.build_pipeline
 
-    def build(self: Pipeline, *arguments: Any, **named: Any) -> None:
-        built(self, *arguments, **named)
-        weights.extend(p.data for stage in self.engine.local_stages for p in stage.weights.masters.values())
+    def build(job: Job) -> Pipeline:
+        pipe = built(job)
+        weights.extend(p.data for stage in pipe.engine.local_stages for p in stage.weights.masters.values())
+        return pipe
 
-    monkeypatch.setattr(Pipeline, "__init__", build)
+    monkeypatch.setattr(loop, "build_pipeline", build)
     monkeypatch.setattr(Job, "training_batches", spoiled)
     folder = tmp_path
     if on_nan == "skip":

@@ -13,12 +13,13 @@ import torch
 from small_run import job_of, put_in
 
 from vpipe.checkpoint.manifest import Manifest
-from vpipe.config.config import load_config
+from vpipe.config.config import load_config, load_resolved
 from vpipe.data.byte_bpe import train_byte_bpe
 from vpipe.data.synthetic import synthetic_bert
 from vpipe.errors import UserError
 from vpipe.model.layer import Layer, Model
 from vpipe.model.registry import ModelSettings
+from vpipe.train.job import Job
 from vpipe.train.model_settings import model_flops
 from vpipe.train.resume import IMPORTED, other_tokens
 
@@ -204,3 +205,24 @@ def test_a_models_file_of_another_family_is_told_by_its_kind(tmp_path: Path) -> 
     assert refused(tmp_path, model__name="llama", model__preset=None, model__config_file=str(path)) == (
         f"error: model.config_file names '{path}', which is of a gpt2, but model.name is llama\n"
         "hint: set model.name to the family of that file, or name a file of this one")
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"parallel__schedule": "pipedream"}, {"parallel__data_parallel_size": 2}, {"parallel__partition": "auto"}])
+def test_a_rank_makes_the_same_job_without_checking_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                             changes: dict[str, Any]) -> None:
+    job = job_of(tmp_path, **changes)
+    resolved = tmp_path / "config.yaml"
+    resolved.write_text(job.config.resolved_yaml())
+
+    def refused(*arguments: object) -> None:
+        raise AssertionError("checked again")
+
+    monkeypatch.setattr("vpipe.schedules.check.check", refused)
+    monkeypatch.setattr("vpipe.config.config.Config.mistakes", refused)
+    monkeypatch.setattr(Job, "_check", refused)
+    config = load_resolved(resolved)
+    assert config == job.config
+    again = Job.from_config(config, checked=True)
+    assert (again.schedule, again.partition, again.updates) == (job.schedule, job.partition, job.updates)
+    assert [layer.name for layer in again.model.layers] == [layer.name for layer in job.model.layers]

@@ -18,7 +18,7 @@ from vpipe.plan.plan import Plan, Prediction, StagePrediction
 from vpipe.plan.profile import Profile
 from vpipe.plan.stage_costs import StageMemory
 from vpipe.train.job import Job
-from vpipe.train.loop import build
+from vpipe.train.loop import build_pipeline
 from vpipe.train.replanning import Compared, Replanning, said
 
 
@@ -56,7 +56,7 @@ def sleeping_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: tuple
 def lines_of(job: Job, folder: Path, steps: int, emptied_after: Sequence[int] = ()) -> list[str]:
     """What is said while a job makes so many steps in this process; one step warms up, two are measured."""
     lines: list[str] = []
-    pipe = build(job)
+    pipe = build_pipeline(job)
     balance = Replanning(job, pipe, folder, lines.append, warm_up=1, measured=2)
     for step in pipe.engine.train(job.training_batches(tuple(job.model.batch)), steps):
         balance.step()

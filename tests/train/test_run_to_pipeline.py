@@ -11,7 +11,7 @@ from small_run import losses, write_config
 
 from vpipe.config.config import load_config
 from vpipe.train.job import Job
-from vpipe.train.loop import build, train
+from vpipe.train.loop import build_pipeline, train
 
 
 @pytest.mark.parametrize(("changes", "within"), [({}, 0), ({"parallel__schedule": "pipedream",
@@ -20,7 +20,7 @@ def test_a_checkpoint_of_a_run_goes_on_in_a_pipeline(tmp_path: Path, changes: di
     job = Job.from_config(load_config(write_config(tmp_path, checkpoint__every_steps=3, training__max_steps=6,
                                                    **changes)))
     train(job, tmp_path)
-    pipe = build(job)
+    pipe = build_pipeline(job)
     position = pipe.load(tmp_path / "checkpoints" / "step-3")
     assert (position.steps, position.begun) == (3, within)
     assert position.samples == position.microbatches * job.config.microbatch_size

@@ -15,7 +15,7 @@ from vpipe.profiling.peak import Peak
 from vpipe.runtime.step_results import Step
 from vpipe.runtime.usage import StageUsage
 from vpipe.train import metrics as module
-from vpipe.train.loop import build
+from vpipe.train.loop import build_pipeline
 from vpipe.train.metrics import Efficiency, Metrics, Worth
 from vpipe.train.summary import RunFigures, headline, summary
 
@@ -99,7 +99,7 @@ def test_where_a_gpus_stream_waits_nobody_knows_the_bubble(tmp_path: Path, monke
     shown = [(line.index(head) + len(head), lines[number + 1]) for head in heads
              for number, line in enumerate(lines) if head in line]
     assert [row[:end].split()[-1] for end, row in shown] == ["-", "-"]
-    worker = build(job_of(tmp_path)).engine.workers[0]
+    worker = build_pipeline(job_of(tmp_path)).engine.workers[0]
     assert worker.usage(0).idle_s == 0.0
     monkeypatch.setattr(worker.transport, "ordered", True, raising=False)
     assert worker.usage(0).idle_s == 0.0  # a wait on the CPU is one of the host

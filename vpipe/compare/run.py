@@ -29,7 +29,7 @@ from vpipe.runtime.transport.process_groups import control_group
 from vpipe.runtime.usage import StageUsage
 from vpipe.train.csv_rows import csv_text
 from vpipe.train.job import Job, device_of, join
-from vpipe.train.loop import build
+from vpipe.train.loop import build_pipeline
 from vpipe.train.metrics import Efficiency
 from vpipe.train.run_folder import CONFIG
 
@@ -123,7 +123,7 @@ class ContenderRun(TimedTraining):
     """The training of a contender on this rank, with its measurements."""
 
     def __init__(self, contender: Contender, model: Job, job: Job) -> None:
-        self.contender, self.model, self.job, self.pipe = contender, model, job, build(job)
+        self.contender, self.model, self.job, self.pipe = contender, model, job, build_pipeline(job)
         self._recorders = tuple(self.pipe.engine.record(RECORDED).values())
         self._fields = tuple(name for stage in self.pipe.engine.local_stages for name in stage.spec.fields)
         self._warm: LocalUsage | None = None

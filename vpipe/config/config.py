@@ -21,7 +21,7 @@ from vpipe.config.sections import (
     TrainingSection,
     neighbours,
 )
-from vpipe.config.validation import Mistake, Section, validated
+from vpipe.config.validation import CHECKED, Mistake, Section, validated
 from vpipe.config.vpipe_flat import FLAT_KEYS, is_flat, to_native
 from vpipe.config.yaml_tree import Place, Tree, describe, parse, read_yaml, write
 from vpipe.errors import UserError
@@ -131,6 +131,16 @@ def load_config(path: Path, overrides: Sequence[str] = (), scheduler: str | None
         tree.put(tuple(key.split(".")), part)
     put_plan(tree, [key for key, _ in settings])
     return validated(Config, tree)
+
+
+def load_resolved(path: Path) -> Config:
+    """Load the config of a job that another process of this run wrote; its rules are not checked again."""
+    return Config.model_validate(read_yaml(path).value, context=CHECKED)
+
+
+def parse_resolved(text: str) -> Config:
+    """Parse the YAML of the config of a job that another process of this run has; see :func:`load_resolved`."""
+    return Config.model_validate(parse(text, "", "config").value, context=CHECKED)
 
 
 def drop_removed(tree: Tree) -> None:

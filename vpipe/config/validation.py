@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal, Self, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
 from vpipe.config.yaml_tree import Keys, Tree, describe
@@ -41,6 +41,10 @@ class MistakesError(ValueError):
         super().__init__("; ".join(f"{'.'.join(map(str, m.keys))} {m.predicate}" for m in self.mistakes))
 
 
+CHECKED = {"checked": True}
+"""Validation context of values that were validated before: the rules of sections are not checked again."""
+
+
 class Section(BaseModel):
     """A frozen group of keys: unknown keys are errors, and no value is converted to another type."""
 
@@ -51,7 +55,9 @@ class Section(BaseModel):
         yield from ()
 
     @model_validator(mode="after")
-    def _rules(self) -> Self:
+    def _rules(self, info: ValidationInfo) -> Self:
+        if info.context is CHECKED:
+            return self
         if found := list(self.mistakes()):
             raise MistakesError(found)
         return self

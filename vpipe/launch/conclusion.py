@@ -9,8 +9,7 @@ from pathlib import Path
 from shlex import quote
 
 from vpipe.checkpoint.directory import Checkpoints
-from vpipe.config.config import Config
-from vpipe.config.validation import validated
+from vpipe.config.config import parse_resolved
 from vpipe.config.yaml_tree import parse
 from vpipe.distributed.environment import RankEnvironment
 from vpipe.errors import UserError
@@ -79,7 +78,7 @@ class Conclusion:
         """The job of all ranks; ``own`` is what this one would have done by itself."""
         if own.config.resolved_yaml() == self.config:
             return own
-        return Job.from_config(validated(Config, parse(self.config, "", CONFIG)))
+        return Job.from_config(parse_resolved(self.config), checked=True)
 
 
 def _going_on(run: Path, job: Job, start: ResumePoint, config: str, ranks: int) -> Job:

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vpipe.config.config import Config, load_config
+from vpipe.config.config import Config, load_config, load_resolved
 from vpipe.distributed.environment import HOST, PARENT_PIPE, RankEnvironment
 from vpipe.distributed.init import meet
 from vpipe.distributed.network import check_interfaces, interface_towards
@@ -64,14 +64,15 @@ def main(folder: Path, task: str, *arguments: str) -> int:
     stopped: list[Stopped | None] = [None]
 
     def work() -> None:
-        config = load_config(folder / CONFIG)
+        checked = task != "prepare"  # which looks for faults of this host
+        config = load_resolved(folder / CONFIG) if checked else load_config(folder / CONFIG)
         _keep_memory(config)
         if task == "train":
             environment = RankEnvironment.parse(os.environ)
             assert environment is not None, "the launcher has described it"
-            stopped[0] = train(_meet_and_check(environment, config).job, folder, *map(Path, arguments))
+            stopped[0] = train(_meet_and_check(environment, config, checked=True).job, folder, *map(Path, arguments))
             return
-        job = Job.from_config(config)
+        job = Job.from_config(config, checked=checked)
         if task == "verify":
             from vpipe.verify.differences import record_rank
 
@@ -186,9 +187,12 @@ class _ReadyRanks:
         return [value] if self.rendezvous is None else self.rendezvous.exchange(name, value)
 
 
-def _meet_and_check(rank: RankEnvironment, config: Config | VpipeError,
-                    start: ResumePoint | None = None) -> _ReadyRanks:
+def _meet_and_check(rank: RankEnvironment, config: Config | VpipeError, start: ResumePoint | None = None, *,
+                    checked: bool = False) -> _ReadyRanks:
     """Meet the other ranks; open the data and check this host while the ranks watch one another.
+
+    Args:
+        checked: the config is that of the launcher's job.
 
     Raises:
         VpipeError: on rank 0, all that is wrong on any rank; on another, why it met nobody.
@@ -216,7 +220,7 @@ def _meet_and_check(rank: RankEnvironment, config: Config | VpipeError,
                 check_gpus(config, [rank.device], started_by_others=PARENT_PIPE not in os.environ)
                 if interfaces := config.parallel.interface or os.environ.get("GLOO_SOCKET_IFNAME"):
                     check_interfaces(interfaces)
-                job = Job.from_config(config)
+                job = Job.from_config(config, checked=checked)
                 data = job.fingerprint()
         except VpipeError as wrong:
             error = wrong

@@ -52,10 +52,18 @@ def prove(name: str, placement: Placement, microbatches: int, update_every: int 
         UserError: the numbers do not fit the schedule.
         CheckError: the schedule breaks a rule.
     """
-    schedule = build(name, placement, microbatches, update_every, ties, recompute, costs, limits)
-    schedule = lower(reverse_backwards(schedule) if last_first else schedule, norm)
+    schedule = lowered(name, placement, microbatches, update_every, ties, norm, recompute, costs, limits, last_first)
     check(schedule)
     return schedule
+
+
+def lowered(name: str, placement: Placement, microbatches: int, update_every: int | None = None,
+            ties: Mapping[int, tuple[int, ...]] | None = None, norm: bool = False,
+            recompute: Collection[int] = (), costs: Costs | None = None, limits: Limits = None,
+            last_first: bool = False) -> Schedule:
+    """Build and lower the schedule ``name``; see :func:`prove`."""
+    schedule = build(name, placement, microbatches, update_every, ties, recompute, costs, limits)
+    return lower(reverse_backwards(schedule) if last_first else schedule, norm)
 
 
 def check(schedule: Schedule) -> None:

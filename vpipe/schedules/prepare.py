@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vpipe.errors import UserError, counted
 from vpipe.schedules.build import check_chunks, replica_views
-from vpipe.schedules.check import check, prove
+from vpipe.schedules.check import check, lowered, prove
 from vpipe.schedules.costs import Costs
 from vpipe.schedules.csv_format import read_csv
 from vpipe.schedules.lower import lower
@@ -90,14 +90,17 @@ class ScheduleSpec:
     limits: Limits = None
     last_first: bool = False
 
-    def prepare(self) -> Schedule:
+    def prepare(self, *, proved: bool = False) -> Schedule:
         """Return the schedule, lowered and proved, before any process is started.
+
+        Args:
+            proved: another process has proved the same schedule: it is built and lowered only.
 
         Raises:
             UserError: the numbers do not fit; :class:`~vpipe.errors.CheckError` when a rule is broken.
         """
         self._check_sizes()
-        return self._from_file() if is_file(self.schedule) else self._by_name()
+        return self._from_file(proved) if is_file(self.schedule) else self._by_name(proved)
 
     def _check_sizes(self) -> None:
         """Refuse numbers that are too large before any list is made of them."""
@@ -108,7 +111,7 @@ class ScheduleSpec:
             if isinstance(value, int) and value > most:
                 raise UserError(f"{name} is {value}", hint=f"give {most:,} at most")
 
-    def _by_name(self) -> Schedule:
+    def _by_name(self, proved: bool) -> Schedule:
         recipe = recipe_named(self.schedule)
         check_chunks(recipe, self.chunks)
         if type(self.replicas) is not int or self.replicas < 1:
@@ -125,8 +128,9 @@ class ScheduleSpec:
         check_work(sum(map(len, positions)), to_prove, len(placement) // len(positions),
                    replicated=max(map(len, positions)) > 1,
                    why="" if every is None else f", which prove a stream of '{self.schedule}',")
-        return prove(self.schedule, placement, to_prove, every, self.ties,
-                     self.norm and recipe.flush, self.recompute, self.costs, self.limits, self.last_first)
+        construct = lowered if proved else prove
+        return construct(self.schedule, placement, to_prove, every, self.ties,
+                         self.norm and recipe.flush, self.recompute, self.costs, self.limits, self.last_first)
 
     def _to_prove(self, placement: Placement, size: Size, every: int | None) -> int:
         """Return the microbatches of a batch, or of enough of a stream.
@@ -193,7 +197,7 @@ class ScheduleSpec:
                          f"'{self.schedule}' holds {per_rank} on each rank",
                          hint=f"{start}, or cut the model into {counted(processes * per_rank, 'stage')}")
 
-    def _from_file(self) -> Schedule:
+    def _from_file(self, proved: bool) -> Schedule:
         schedule = _read(self.schedule)
         for word, asked, there in (("stages", self.stages, schedule.stages),
                                    ("microbatches", self.microbatches, schedule.microbatches),
@@ -216,6 +220,7 @@ class ScheduleSpec:
         compute = compute_only(replace(schedule, ties=dict(self.ties or {})))
         early = compute.with_programs([list(with_recompute(iter(program), self.recompute))
                                        for program in compute.programs])
-        lowered = lower(early, self.norm and schedule.flush)
-        check(lowered)
-        return lowered
+        schedule = lower(early, self.norm and schedule.flush)
+        if not proved:
+            check(schedule)
+        return schedule

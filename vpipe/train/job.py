@@ -70,13 +70,17 @@ class Job:
     samples_done: int = 0
 
     @classmethod
-    def from_config(cls, config: Config) -> Job:
+    def from_config(cls, config: Config, *, checked: bool = False) -> Job:
         """Open the data, describe the model, cut it, and prove the schedule.
+
+        Args:
+            checked: another process has made a job from the same config: ``config`` is that job's :attr:`config`, and
+                neither it nor the schedule is checked again.
 
         Raises:
             UserError: something in the config does not fit the data, the model or this machine.
         """
-        if config.metrics.tensorboard:
+        if config.metrics.tensorboard and not checked:
             check_tensorboard()
         overrides = model_file(config.model)
         vocab_size = config.model.vocab_size
@@ -88,6 +92,8 @@ class Job:
             path=config.dataset.path, sequence_length=config.model.sequence_length, vocab_size=vocab_size,
             samples=config.dataset.samples, cache_directory=config.dataset.cache_directory, seed=_data_seed(config),
             fields=model.batch, batch_size=config.dataset.batch_size, tokenizer=config.dataset.tokenizer))
+        if checked:
+            return cls._prepare(config, dataset, model, None, proved=True)
         _check_tokenizer(dataset, config)
         if vocab_size == -1:
             vocab_size = dataset.vocab_size
@@ -103,17 +109,22 @@ class Job:
             plan.check_fits(len(model), where=str(config.parallel.plan))
             config = config.with_parallel(plan=None)  # from here on the config says all of it
         job = cls._prepare(config, dataset, model, plan)
-        check_plan(job)
-        job._check_profile_iteration()
-        model_flops(config.model, len(model))
-        job.lr_policy()
-        job.evaluation_batches(())
-        next(dataset.batches("train", config.dataset.batch_size, seed=0, fields=()))
+        job._check()
         return job
 
+    def _check(self) -> None:
+        """Check what else could fail in a rank: plan, profiled step, FLOPs, learning rate, evaluation, first batch."""
+        check_plan(self)
+        self._check_profile_iteration()
+        model_flops(self.config.model, len(self.model))
+        self.lr_policy()
+        self.evaluation_batches(())
+        next(self.dataset.batches("train", self.config.dataset.batch_size, seed=0, fields=()))
+
     @classmethod
-    def _prepare(cls, config: Config, dataset: Dataset, model: Model, plan: Plan | None) -> Job:
-        """Cut the model and prove the schedule."""
+    def _prepare(cls, config: Config, dataset: Dataset, model: Model, plan: Plan | None, *,
+                 proved: bool = False) -> Job:
+        """Cut the model and prepare the schedule, which is proved unless another process has done so."""
         to_plan, parallel, training = config.parallel.to_plan, config.parallel.standing_in, config.training
         partition = parallel.partition
         if isinstance(partition, str):
@@ -126,14 +137,17 @@ class Job:
             parallel.chunks, None, 1 if parallel.placement else parallel.data_parallel_size,
             {owner: tuple(borrowers) for owner, borrowers in ties_between(specs).items()},
             [stage for stage, layers in enumerate(recomputed) if layers], training.needs_norms,
-            last_first=last_first(parallel.executor, parallel.schedule)).prepare()
+            last_first=last_first(parallel.executor, parallel.schedule)).prepare(proved=proved)
         config = config.with_parallel(update_every=None if schedule.flush else schedule.update_every)
         if "partition" not in to_plan:
             config = config.with_parallel(partition=partition)
         return cls(config, dataset, model, partition, recomputed, schedule, _updates(config, dataset, schedule), plan)
 
-    def with_plan(self, plan: Plan) -> Job:
+    def with_plan(self, plan: Plan, *, proved: bool = False) -> Job:
         """Return this job under a plan: same model and data, with its partition, schedule and microbatches.
+
+        Args:
+            proved: another process has proved its schedule.
 
         Raises:
             UserError: the plan is for another model, or its numbers do not fit the batch.
@@ -155,7 +169,8 @@ class Job:
                             f"{self.config.dataset.batch_size} samples", hint="change dataset.batch_size, or plan anew")
         config = self.config.with_parallel(**changes).model_copy(update={
             "training": training.model_copy(update={"num_microbatches": microbatches})})
-        return self._prepare(config, self.dataset, self.model, plan).resumed(self.steps_done, self.samples_done)
+        return self._prepare(config, self.dataset, self.model, plan, proved=proved).resumed(
+            self.steps_done, self.samples_done)
 
     def resumed(self, steps: int, samples: int) -> Job:
         """Return this job after ``steps`` steps of ``samples`` samples in total, under whatever schedule."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
@@ -19,15 +18,18 @@ import torch
 from vpipe.checkpoint.directory import Checkpoints, step_of
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.data.ahead import Ahead
+from vpipe.distributed.init import join_world
 from vpipe.distributed.signals import Stopped, in_good_order
 from vpipe.distributed.watchdog import at_work, forget_stop, note_to, stop_asked
-from vpipe.errors import LastingError, PerformanceWarning, RunError, UserError, counted
+from vpipe.errors import LastingError, RunError, UserError, counted
 from vpipe.measures import WARM_UP, counted_updates
 from vpipe.pipeline import Pipeline
+from vpipe.runtime.build import Settings
 from vpipe.runtime.collectives import LocalUsage
 from vpipe.runtime.executors.registry import NO_GAIN, THREADED
 from vpipe.runtime.microbatches import Batch
 from vpipe.runtime.step_results import Step
+from vpipe.runtime.transport.compression import Compression
 from vpipe.schedules.few_microbatches import few_microbatches
 from vpipe.slow import said_when_slow
 from vpipe.train.checkpointing import Cadence, Checkpointing, broadcast_value, restore
@@ -84,7 +86,7 @@ def _train(job: Job, folder: Path, checkpoint: Path | None) -> Stopped | None:
 
             with at_work("planning"):
                 job = plan_job(job, folder)
-        pipe = build(job)
+        pipe = build_pipeline(job)
         if checkpoint is not None and manifest is not None:
             with said_when_slow(f"reading {checkpoint.name}", first):
                 restore(pipe, job, checkpoint, manifest)
@@ -269,23 +271,17 @@ class _Run:
         return f"stopped by {stopped.by} after {self._job.step_name} {steps}: {how}"
 
 
-def build(job: Job) -> Pipeline:
-    """The pipeline that a config describes, on this rank's device."""
-    config = job.config
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PerformanceWarning)  # a run says it in the words of its config
-        return Pipeline(job.model, schedule=config.parallel.standing_in.schedule,
-                        microbatches=config.training.num_microbatches, partition=job.partition,
-                        recompute=[sorted(layers) for layers in job.recomputed], optimizer=job.optimizer(),
-                        seed=config.training.seed, placement=job.placement,
-                        update_every=config.parallel.update_every,
-                        learning_rate_factor=job.lr_policy(), grad_clip=config.training.grad_clip,
-                        skip_not_finite=config.training.on_nan == "skip",
-                        device=device_of(config),
-                        timeout_s=config.parallel.timeout_s, compress=config.parallel.compress,
-                        compress_rounding=config.parallel.compress_rounding,
-                        executor=config.parallel.executor, precision=config.training.precision,
-                        loss_scale=config.training.computed.loss_scale)
+def build_pipeline(job: Job) -> Pipeline:
+    """Create the pipeline of a job on this rank's device; the ranks of the run have been joined."""
+    config, parallel, training = job.config, job.config.parallel, job.config.training
+    world = join_world(None, parallel.timeout_s, device_of(config))
+    settings = Settings(training.num_microbatches, job.recomputed, job.lr_policy(), training.grad_clip, training.seed,
+                        world.own, parallel.timeout_s,
+                        Compression.of(parallel.compress, parallel.compress_rounding, len(job.partition),
+                                       training.seed),
+                        training.on_nan == "skip", training.computed, parallel.executor)
+    return Pipeline.from_schedule(job.model, job.partition, parallel.standing_in.schedule, job.schedule, settings,
+                                  job.optimizer().from_named, world)
 
 
 @contextmanager

@@ -57,13 +57,14 @@ def plan_job(job: Job, folder: Path) -> Job:
     if world.rank == 0:
         try:
             solution = solve(request_of(job, {job.config.training.num_microbatches: profile}))
+            planned = job.with_plan(solution.plan)
         except UserError as error:
             outcome = {"problems": [[problem.what, problem.hint] for problem in error.problems]}
         else:
             outcome = {"plan": solution.plan.as_json()}
             say(_plan_summary(job, solution))
     plan = _broadcast_plan(world, outcome)
-    job = job.with_plan(plan)
+    job = planned if world.rank == 0 else job.with_plan(plan, proved=True)
     if world.rank == 0:
         job.keep_plan(folder)
         profile.save(folder / PROFILE)

@@ -36,7 +36,7 @@ from vpipe.schedules.prepare import is_file
 from vpipe.schedules.registry import VersionRule, recipe_named
 from vpipe.schedules.schedule import Schedule
 from vpipe.train.job import Job, join
-from vpipe.train.loop import build as build_pipeline
+from vpipe.train.loop import build_pipeline
 from vpipe.verify.compression import CutCompression
 from vpipe.verify.reference import asynchronous_oracle, flush_oracle
 from vpipe.verify.reference_model import ReferencePrecision
