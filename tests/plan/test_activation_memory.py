@@ -42,5 +42,5 @@ def test_a_name_that_is_written_again_is_another_tensor(skipping: Profile) -> No
 def test_kept_with_and_without_dropping(skipping: Profile, layers: range, recomputed: tuple[int, ...], kept: int,
                                         full: int | None) -> None:
     held = ActivationMemory(skipping)
-    assert held.kept(layers, recomputed) == kept
-    assert held.full(layers, recomputed) == (kept if full is None else full)
+    assert held.kept_bytes(layers, recomputed) == kept
+    assert held.full_bytes(layers, recomputed) == (kept if full is None else full)

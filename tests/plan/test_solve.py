@@ -18,6 +18,7 @@ from vpipe.plan.activation_memory import ActivationMemory
 from vpipe.plan.predict import predict
 from vpipe.plan.profile import Profile, Seconds
 from vpipe.plan.solver import Request, better_partition, solve, without_recompute
+from vpipe.plan.solver.candidate import Choice
 from vpipe.plan.solver.candidate_trials import fullest_rank
 from vpipe.plan.solver.partition_search import TOLERANCE
 from vpipe.plan.solver.schedule_model import (
@@ -27,7 +28,7 @@ from vpipe.plan.solver.schedule_model import (
     placement_of_widths,
     traits_of,
 )
-from vpipe.plan.solver.search_space import Choice, SearchSpace
+from vpipe.plan.solver.search_space import SearchSpace
 from vpipe.plan.solver.stage_table import StageDemand, StageTable
 from vpipe.plan.stage_costs import stage_costs, stage_memory
 from vpipe.schedules import registry
@@ -52,32 +53,32 @@ def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
 @given(st.integers(0, 10**6), st.integers(1, 3))
 def test_bytes_of_every_stage_and_set_are_those_of_the_memory_model(seed: int, in_flight: int) -> None:
     made = any_profile(seed, 5)
-    hold = StageDemand(in_flight, 2, 1)
+    demand = StageDemand(in_flight, 2, 1)
     free = StageTable(made, None)
     for first, stop in combinations(range(6), 2):
         sets = {dropped: stage_memory(made, range(first, stop), dropped, in_flight, 2, 1).peak
                 for dropped in subsets(range(first, stop))}
         for dropped, peak in sets.items():
-            assert free.peak_bytes(first, stop, hold, frozenset(dropped)) == peak
-        assert free.least_bytes(np.array([first]), np.array([stop]), hold)[0] == min(sets.values())
+            assert free.peak_bytes(first, stop, demand, frozenset(dropped)) == peak
+        assert free.least_bytes(np.array([first]), np.array([stop]), demand)[0] == min(sets.values())
 
 
 @settings(deadline=None, max_examples=12)
 @given(st.integers(0, 10**6), st.integers(1, 4), st.floats(0, 1))
 def test_what_is_recomputed_takes_the_least_time_of_all_sets_that_fit(seed: int, in_flight: int, room: float) -> None:
     made = any_profile(seed, 6)
-    hold = StageDemand(in_flight, 1, 0)
+    demand = StageDemand(in_flight, 1, 0)
     peaks = {dropped: stage_memory(made, range(6), dropped, in_flight, 1).peak for dropped in subsets(range(6))}
     limit = int(min(peaks.values()) + room * (peaks[()] - min(peaks.values())))
-    spans = StageTable(made, limit)
+    table = StageTable(made, limit)
     best = min(sum(made.layers[number].recompute.median for number in dropped)
                for dropped, peak in peaks.items() if peak <= limit)
-    chosen = spans.recomputed(0, 6, hold)
+    chosen = table.recompute_set(0, 6, demand)
     assert chosen is not None
     assert peaks[tuple(sorted(chosen))] <= limit
     assert sum(made.layers[number].recompute.median for number in chosen) == pytest.approx(best)
-    assert spans.recompute_s(np.array([0]), np.array([6]), hold)[0] == pytest.approx(best)
-    assert StageTable(made, min(peaks.values()) - 1).recomputed(0, 6, hold) is None
+    assert table.recompute_s(np.array([0]), np.array([6]), demand)[0] == pytest.approx(best)
+    assert StageTable(made, min(peaks.values()) - 1).recompute_set(0, 6, demand) is None
 
 
 @cache
@@ -89,30 +90,30 @@ MADE: dict[int, Profile] = {}
 
 
 @cache
-def _fastest(number: int, layers: range, hold: StageDemand, split: bool, limit: int) -> StageCosts | None:
+def _fastest(number: int, layers: range, demand: StageDemand, split: bool, limit: int) -> StageCosts | None:
     made, best = MADE[number], None
     for dropped in subsets(layers):
-        peak = stage_memory(made, layers, dropped, hold.in_flight, hold.versions, hold.weight_halves,
+        peak = stage_memory(made, layers, dropped, demand.in_flight, demand.versions, demand.weight_halves,
                             held(number)).peak
         if peak <= limit:
-            cost = stage_costs(made, layers, dropped, split, held(number), hold.versions)
+            cost = stage_costs(made, layers, dropped, split, held(number), demand.versions)
             best = cost if best is None or cost.recompute_s < best.recompute_s else best
     return best
 
 
-def fastest(made: Profile, layers: range, hold: StageDemand, split: bool, limit: int) -> StageCosts | None:
+def fastest(made: Profile, layers: range, demand: StageDemand, split: bool, limit: int) -> StageCosts | None:
     """A stage with the set of recomputed layers that takes the least time of those that fit."""
     MADE[id(made)] = made
-    return _fastest(id(made), layers, hold, split, limit)
+    return _fastest(id(made), layers, demand, split, limit)
 
 
-def by_formula(made: Profile, form: ScheduleModel, partition: tuple[int, ...], widths: tuple[int, ...],
+def by_formula(made: Profile, model: ScheduleModel, partition: tuple[int, ...], widths: tuple[int, ...],
                limit: int) -> float:
     """What the solver minimises, of one partition, from the figures that the simulator gets; infinite if none fits."""
     behind, sums, costs, work = sum(widths), 0.0, [], 0.0
     first = 0
     for stage, (size, width) in enumerate(zip(partition, widths, strict=True)):
-        best = fastest(made, range(first, first + size), form.demand(behind, width), form.traits.split, limit)
+        best = fastest(made, range(first, first + size), model.demand(behind, width), model.traits.split, limit)
         if best is None:
             return float("inf")
         link, last = made.default_link, stage == len(widths) - 1
@@ -120,16 +121,17 @@ def by_formula(made: Profile, form: ScheduleModel, partition: tuple[int, ...], w
                                         + stage_costs(made, range(first + size, len(made.layers))).gradient_bytes
                                         / link.bytes_per_s)
         time = best.forward_s + best.input_s + best.weight_s + best.recompute_s
-        held_up = time + behind_cost * form.traits.tight
+        held_up = time + behind_cost * model.traits.tight
         summed = 2 * link.latency_s + 2 * (width - 1) / width * best.reduce_bytes / link.bytes_per_s if width > 1 else 0
-        if form.flush:
-            alone = max(0.0, time - form.traits.filling_halves * (best.weight_s - made.dispatch_s * form.traits.split))
+        if model.flush:
+            weight_s = best.weight_s - made.dispatch_s * model.traits.split
+            alone = max(0.0, time - model.traits.filling_halves * weight_s)
             sums += alone + behind_cost
-            costs.append(form.per_replica(width) * held_up + best.step_s + summed - alone)
-            work += form.microbatches * time + width * best.step_s
+            costs.append(model.per_replica(width) * held_up + best.step_s + summed - alone)
+            work += model.microbatches * time + width * best.step_s
         else:
-            work += time + best.step_s / form.every
-            costs.append((held_up + (best.step_s + summed) / form.every) / width)
+            work += time + best.step_s / model.every
+            costs.append((held_up + (best.step_s + summed) / model.every) / width)
         first, behind = first + size, behind - width
     cores = made.cores or float("inf")
     return max(sums + max(costs), work / cores)
@@ -143,18 +145,18 @@ def test_the_best_partition_is_the_best_of_all(schedule: str, seed: int, cores: 
                    copy_bytes_per_s=1e7)
     free = SearchSpace(Request({6: made}, 3, None, (schedule,)))
     choice = Choice(schedule, 6, equal_widths(schedule, 3, 1))
-    least = free.formula(choice, None).least_bytes()
+    least = free.cost_model(choice, None).leanest()
     assert least is not None
     limit = int(least.greatest * (1 + room))
-    draft = SearchSpace(Request({6: made}, 3, limit, (schedule,))).draft(choice)
-    form = ScheduleModel(schedule, 6, None, 3, choice.placement)
-    tried = {partition: by_formula(made, form, partition, (1, 1, 1), limit) for partition in compositions(6, 3)}
-    assert draft is not None
-    cost = draft.seconds_per_sample * (4 * 6 if form.flush else 4)
-    assert cost == pytest.approx(tried[draft.partition], rel=1e-9)
+    candidate = SearchSpace(Request({6: made}, 3, limit, (schedule,))).solve(choice)
+    model = ScheduleModel(schedule, 6, None, 3, choice.placement)
+    tried = {partition: by_formula(made, model, partition, (1, 1, 1), limit) for partition in compositions(6, 3)}
+    assert candidate is not None
+    cost = candidate.seconds_per_sample * (4 * 6 if model.flush else 4)
+    assert cost == pytest.approx(tried[candidate.partition], rel=1e-9)
     assert cost <= min(tried.values()) * (1 + 2 * TOLERANCE)
-    assert draft.bound is not None
-    assert draft.bound <= draft.seconds_per_sample
+    assert candidate.bound is not None
+    assert candidate.bound <= candidate.seconds_per_sample
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "pipedream", "2bw"])
@@ -162,17 +164,17 @@ def test_the_best_partition_is_the_best_of_all(schedule: str, seed: int, cores: 
 @given(seed=st.integers(1, 10**6), room=st.floats(0, 1))
 def test_the_best_widths_are_the_best_of_all(schedule: str, seed: int, room: float) -> None:
     made = any_profile(seed, 4, latency_s=0.001, bytes_per_s=1e7)
-    scope = SearchSpace(Request({12: made}, 4, None, (schedule,)))
+    space = SearchSpace(Request({12: made}, 4, None, (schedule,)))
     choice = Choice(schedule, 12, None)
-    least = scope.formula(choice, None).least_bytes()
+    least = space.cost_model(choice, None).leanest()
     assert least is not None
     limit = int(least.greatest * (1 + room))
-    draft = SearchSpace(Request({12: made}, 4, limit, (schedule,))).draft(choice)
-    form = ScheduleModel(schedule, 12, None, 4, None)
-    best = min(by_formula(made, form, partition, widths, limit) for stages in range(1, 5)
+    candidate = SearchSpace(Request({12: made}, 4, limit, (schedule,))).solve(choice)
+    model = ScheduleModel(schedule, 12, None, 4, None)
+    best = min(by_formula(made, model, partition, widths, limit) for stages in range(1, 5)
                for partition in compositions(4, stages) for widths in compositions(4, stages))
-    assert draft is not None
-    assert draft.seconds_per_sample * (4 * 12 if form.flush else 4) == pytest.approx(best, rel=2 * TOLERANCE)
+    assert candidate is not None
+    assert candidate.seconds_per_sample * (4 * 12 if model.flush else 4) == pytest.approx(best, rel=2 * TOLERANCE)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zb_h2", "pipedream", "2bw"])
@@ -187,15 +189,15 @@ def test_what_stages_hold_is_what_the_programs_say(schedule: str, widths: tuple[
     built = build(schedule, placement, microbatches if flush else 12 * told.every, None if flush else told.every)
     activations, versions = rank_peaks(built), stage_peaks(built)
     behind = 4
-    for stage, crew in enumerate(placement):
-        hold = told.demand(behind, len(crew))
-        assert hold.in_flight == max(activations[rank].peak_activations for rank in crew)
-        halves = max(activations[rank].peak_weight_halves for rank in crew)
-        assert hold.weight_halves == (halves if told.traits.split else 0)
-        assert hold.versions >= versions[stage].versions
+    for stage, group in enumerate(placement):
+        demand = told.demand(behind, len(group))
+        assert demand.in_flight == max(activations[rank].peak_activations for rank in group)
+        halves = max(activations[rank].peak_weight_halves for rank in group)
+        assert demand.weight_halves == (halves if told.traits.split else 0)
+        assert demand.versions >= versions[stage].versions
         if not schedule.startswith("zb"):
-            assert free.demand(behind, len(crew)).in_flight == hold.in_flight
-        behind -= len(crew)
+            assert free.demand(behind, len(group)).in_flight == demand.in_flight
+        behind -= len(group)
 
 
 @pytest.mark.parametrize("schedules", [planned_schedules(flush=True), planned_schedules(flush=False)])
@@ -206,7 +208,7 @@ def test_a_plan_keeps_its_limit_when_simulated(schedules: tuple[str, ...]) -> No
     predicted = predict(made, solution.plan).prediction
     assert solution.plan.predictions == predicted
     assert fullest_rank(predicted)[1] <= limit
-    assert {rank for crew in solution.plan.stage_to_rank_map for rank in crew} == {0, 1, 2, 3}
+    assert {rank for group in solution.plan.stage_to_rank_map for rank in group} == {0, 1, 2, 3}
     assert all(other.seconds_per_sample is None or not other.simulated
                or other.seconds_per_sample >= predicted.seconds_per_sample * 0.999
                for other in solution.alternatives)
@@ -234,17 +236,17 @@ def seconds(solution: object) -> float:
 def test_the_heuristic_of_the_paper_is_never_better(seed: int, schedule: str) -> None:
     made = any_profile(seed, 10)
     choice = Choice(schedule, 6, equal_widths(schedule, 3, 1))
-    least = SearchSpace(Request({6: made}, 3)).formula(choice, None).least_bytes()
+    least = SearchSpace(Request({6: made}, 3)).cost_model(choice, None).leanest()
     assert least is not None
-    scope = SearchSpace(Request({6: made}, 3, int(1.5 * least.greatest), (schedule,)))
-    exact, moved = scope.draft(choice), scope.draft_of_paper(choice)
+    space = SearchSpace(Request({6: made}, 3, int(1.5 * least.greatest), (schedule,)))
+    exact, moved = space.solve(choice), space.solve_by_heuristic(choice)
     assert exact is not None
     if moved is not None:
-        fixed = SearchSpace(replace(scope.request, partition=moved.partition)).draft(choice)
+        fixed = SearchSpace(replace(space.request, partition=moved.partition)).solve(choice)
         assert fixed is not None
         assert fixed.partition == moved.partition
         again = [sum(made.layers[number].recompute.median for number in layers)
-                 for draft in (fixed, moved) for layers in draft.recomputed]
+                 for candidate in (fixed, moved) for layers in candidate.recomputed]
         assert all(best <= greedy + 1e-12 for best, greedy in zip(again[:3], again[3:], strict=True))
         assert exact.seconds_per_sample <= fixed.seconds_per_sample * (1 + 2 * TOLERANCE)
 

@@ -150,7 +150,7 @@ def described(profile: Profile) -> str:
         layer = profile.layers[first]
         rows.append([layer.name + (f" x {len(numbers)}" if len(numbers) > 1 else ""),
                      *(_time(getattr(layer, figure)) for _, figure in _COLUMNS),
-                     size_text(held.kept(range(first, first + 1))), size_text(layer.parameter_bytes),
+                     size_text(held.kept_bytes(range(first, first + 1))), size_text(layer.parameter_bytes),
                      size_text(layer.optimizer_bytes)])
     head = ["layer", *(title for title, _ in _COLUMNS), "kept", "weights", "optimizer"]
     noisy = max(getattr(layer, figure).spread for layer in profile.layers for _, figure in _COLUMNS

@@ -1,7 +1,7 @@
-"""Which named tensors of a profile are alive where, and the bytes that a stage holds of a microbatch.
+"""Count the activations that a stage holds for a microbatch, from the named tensors and saved bytes of a profile.
 
-The counterpart of :mod:`vpipe.model.split` and of the record that the runtime keeps, without torch: from what a
-profile says of every layer, so that a plan knows what a run will hold. Exact as far as the profile is.
+The counterpart of :mod:`vpipe.model.split` and of the runtime's record of a microbatch, without torch. Exact as far as
+the profile is.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from vpipe.plan.profile import Profile, TensorBytes
 
 
 class ActivationMemory:
-    """What is held of a microbatch between its forward and its backward; all byte counts are of one microbatch.
+    """The bytes that a microbatch holds between its forward and its backward, and sends through cuts.
 
-    A tensor is known by its name and the layer that wrote it: a name that is written again is another tensor.
+    A tensor is identified by its name and the layer that wrote it: a name that is written again is another tensor.
     """
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        self._sources: list[dict[str, tuple[int, TensorBytes]]] = []  # per layer: by name, who wrote what it would read
+        self._sources: list[dict[str, tuple[int, TensorBytes]]] = []  # per layer: writer and tensor of each name
         written: dict[str, tuple[int, TensorBytes]] = {}
         for number, layer in enumerate(profile.layers):
             self._sources.append(written)
@@ -32,46 +32,46 @@ class ActivationMemory:
             self._alive[number] = later | {name for name in layer.reads if name in self._sources[number]}
 
     def crossing(self, cut: int) -> list[TensorBytes]:
-        """The tensors that cross the cut before layer ``cut``."""
-        return [tensor for _, tensor in self._at(cut)]
+        """Return the tensors that cross the cut before layer ``cut``."""
+        return [tensor for _, tensor in self._alive_at(cut)]
 
     def output_bytes(self, cut: int) -> int:
-        """What a microbatch sends forward through a cut."""
+        """Return the bytes that a microbatch sends forward through a cut."""
         return sum(tensor.bytes for tensor in self.crossing(cut))
 
     def gradient_bytes(self, cut: int) -> int:
-        """What it sends back through it."""
+        """Return the bytes that a microbatch sends back through a cut."""
         return sum(tensor.bytes for tensor in self.crossing(cut) if tensor.wants_gradient)
 
-    def kept(self, layers: range, recomputed: Collection[int] = ()) -> int:
-        """What a stage of ``layers`` keeps when the ``recomputed`` ones drop what they would save."""
+    def kept_bytes(self, layers: range, recomputed: Collection[int] = ()) -> int:
+        """Return the bytes that a stage keeps when the ``recomputed`` layers drop what they would save."""
         return self._bytes(layers, recomputed, dropped=True)
 
-    def full(self, layers: range, recomputed: Collection[int] = ()) -> int:
-        """What it holds once the dropped has been recomputed."""
+    def full_bytes(self, layers: range, recomputed: Collection[int] = ()) -> int:
+        """Return the bytes that a stage holds once dropped activations are recomputed."""
         return self._bytes(layers, recomputed, dropped=False)
 
-    def _at(self, cut: int) -> list[tuple[int, TensorBytes]]:
+    def _alive_at(self, cut: int) -> list[tuple[int, TensorBytes]]:
         return [self._sources[cut][name] for name in sorted(self._alive[cut])]
 
     def _bytes(self, layers: range, recomputed: Collection[int], dropped: bool) -> int:
         profile = self._profile
         read = {name for number in layers for name in profile.layers[number].reads}
         total = sum(size for name, size in profile.fields.items() if name in read)
-        named: dict[tuple[int, str, int], int] = {}  # by writer, name, and the span that made it anew (-1: none)
-        for span, again in _spans(layers, recomputed):
-            for writer, tensor in self._at(span.start):
+        named: dict[tuple[int, str, int], int] = {}  # by writer, name, and the run that recomputed it (-1: none)
+        for run, again in _runs(layers, recomputed):
+            for writer, tensor in self._alive_at(run.start):
                 named[writer, tensor.name, -1] = tensor.bytes
             if again and dropped:
                 continue
-            for number in span:
+            for number in run:
                 total += profile.layers[number].saved_bytes
                 for writer, tensor in self._saved(number):
-                    named[writer, tensor.name, span.start if again and writer >= span.start else -1] = tensor.bytes
+                    named[writer, tensor.name, run.start if again and writer >= run.start else -1] = tensor.bytes
         return total + sum(named.values())
 
     def _saved(self, number: int) -> Iterator[tuple[int, TensorBytes]]:
-        """The named tensors that a layer's graph keeps; not batch fields, which the record holds anyway."""
+        """Yield the named tensors that a layer's graph saves, without batch fields, which are held anyway."""
         layer = self._profile.layers[number]
         written = {tensor.name: tensor for tensor in layer.writes}
         for mark in layer.saves:
@@ -82,8 +82,8 @@ class ActivationMemory:
                 yield self._sources[number][name]
 
 
-def _spans(layers: range, recomputed: Collection[int]) -> Iterator[tuple[range, bool]]:
-    """Maximal runs of layers that are kept, or dropped, together."""
+def _runs(layers: range, recomputed: Collection[int]) -> Iterator[tuple[range, bool]]:
+    """Yield maximal runs of layers that are all kept, or all recomputed."""
     start = layers.start
     for number in layers:
         if number + 1 == layers.stop or (number in recomputed) != (number + 1 in recomputed):

@@ -1,4 +1,4 @@
-"""What a plan will take: its schedule, simulated at measured costs."""
+"""Predict what a plan takes: simulate its schedule at measured costs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from vpipe.schedules.size import Placement
 
 @dataclass(frozen=True)
 class SimulatedPlan:
-    """What a plan will take, and how.
+    """A plan's prediction, with the timeline that it comes from.
 
     Attributes:
         prediction: in numbers.
         timeline: with a flush, or of a schedule from a file, of one batch from an empty pipeline to an empty one;
-            without, of so many microbatches from the first on that a steady state is among them.
+            without, of the first microbatches, enough to contain a steady state.
     """
 
     prediction: Prediction
@@ -40,15 +40,15 @@ class SimulatedPlan:
 
 def predict(profile: Profile, plan: Plan, *, schedule: str | None = None, microbatches: int | None = None,
             update_every: int | None = None) -> SimulatedPlan:
-    """What training with ``plan`` takes per step; evaluations, checkpoints and reading data are not in it.
+    """Predict what training with ``plan`` takes per step, without evaluations, checkpoints and reading data.
 
-    A step with a flush is the time from one to the next of several in a row, without one the mean over several in
-    the steady state.
+    With a flush the time of a step is that from one to the next of several in a row. Without one it is the mean over
+    several in the steady state.
 
     Args:
-        schedule: its name, or the path of a CSV file, where the plan does not say.
-        microbatches: of a batch, where the plan does not say.
-        update_every: without a flush, microbatches per update and replica, where the plan does not say.
+        schedule: its name, or the path of a CSV file, where the plan has none.
+        microbatches: of a batch, where the plan has none.
+        update_every: without a flush, microbatches per update and replica, where the plan has none.
 
     Raises:
         UserError: the plan is for another number of layers, or its numbers do not fit each other.
@@ -62,25 +62,25 @@ def predict(profile: Profile, plan: Plan, *, schedule: str | None = None, microb
         raise UserError(f"the plan is for {sum(plan.partition)} layers, but the profile is of a model of {layers}",
                         hint="make another plan, or profile the model that the plan is for")
     recomputed = plan.recomputed
-    wanted = ScheduleSpec(name, len(plan.partition), microbatches, plan.update_every or update_every,
-                          plan.stage_to_rank_map or None, ties=ties_of(profile, plan.partition),
-                          recompute=[stage for stage, dropped in enumerate(recomputed) if dropped])
+    spec = ScheduleSpec(name, len(plan.partition), microbatches, plan.update_every or update_every,
+                        plan.stage_to_rank_map or None, ties=ties_of(profile, plan.partition),
+                        recompute=[stage for stage, dropped in enumerate(recomputed) if dropped])
     if is_file(name):
-        arranged = wanted.prepare()
+        built = spec.prepare()
     else:
-        placement = wanted.placement or _default(name, wanted.stages)
-        arranged = _built(replace(wanted, placement=placement),
-                          pipeline_costs(profile, plan.partition, recomputed, placement))
-    split = any(action.op is Op.INPUT for program in arranged.programs for action in program)
-    rounds = arranged.rounds
-    costs = pipeline_costs(profile, plan.partition, recomputed, arranged.placement, split, arranged.versions,
-                           [-(-rounds.span(stage) // rounds.width(stage)) for stage in range(arranged.stages)])
-    steps = _Steps.simulated(arranged, costs)
+        placement = spec.placement or _default_placement(name, spec.stages)
+        built = _build(replace(spec, placement=placement),
+                       pipeline_costs(profile, plan.partition, recomputed, placement))
+    split = any(action.op is Op.INPUT for program in built.programs for action in program)
+    rounds = built.rounds
+    costs = pipeline_costs(profile, plan.partition, recomputed, built.placement, split, built.versions,
+                           [-(-rounds.span(stage) // rounds.width(stage)) for stage in range(built.stages)])
+    steps = _simulate_stream(built, costs) if built.stream else _simulate_batches(built, costs)
     return SimulatedPlan(_prediction(profile, plan.partition, recomputed, steps), steps.timeline)
 
 
 def ties_of(profile: Profile, partition: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """The stages that borrow a stage's tied weights, by owning stage."""
+    """Return the stages that borrow a stage's tied weights, by owning stage."""
     stage_of = [stage for stage, size in enumerate(partition) for _ in range(size)]
     ties: dict[int, set[int]] = {}
     for number, layer in enumerate(profile.layers):
@@ -90,7 +90,7 @@ def ties_of(profile: Profile, partition: Sequence[int]) -> dict[int, tuple[int, 
     return {owner: tuple(sorted(borrowers)) for owner, borrowers in sorted(ties.items())}
 
 
-def _default(name: str, stages: int) -> Placement:
+def _default_placement(name: str, stages: int) -> Placement:
     recipe = recipe_named(name)
     if stages % recipe.chunks:
         raise UserError(f"'{name}' holds {recipe.chunks} stages on each rank, which do not divide "
@@ -98,49 +98,37 @@ def _default(name: str, stages: int) -> Placement:
     return recipe.layout.placement(stages // recipe.chunks, recipe.chunks)
 
 
-def _built(wanted: ScheduleSpec, costs: Costs) -> Schedule:
-    """The schedule; without a flush of so many microbatches that there is a steady state in its middle.
+def _build(spec: ScheduleSpec, costs: Costs) -> Schedule:
+    """Build the schedule; a stream with enough microbatches for a steady state in its middle.
 
-    Not proved: what is simulated is not run.
+    It is not proved, since it is simulated only.
 
     Args:
-        costs: of a searched one.
+        costs: of a searched schedule.
     """
-    assert wanted.placement is not None
-    recipe = recipe_named(wanted.schedule)
-    one = build(wanted.schedule, wanted.placement, wanted.microbatches, wanted.update_every, wanted.ties,
-                wanted.recompute, costs if recipe.search is not None else None)
+    assert spec.placement is not None
+    recipe = recipe_named(spec.schedule)
+    one = build(spec.schedule, spec.placement, spec.microbatches, spec.update_every, spec.ties, spec.recompute,
+                costs if recipe.search is not None else None)
     if one.flush:
         return one
-    return build(wanted.schedule, wanted.placement, _Stream.of(one).steps * one.rounds.per_step, one.update_every,
-                 wanted.ties, wanted.recompute)
+    return build(spec.schedule, spec.placement, sum(_stream_steps(one)) * one.rounds.per_step, one.update_every,
+                 spec.ties, spec.recompute)
 
 
 _SETTLING = 12
 """Microbatches beyond those in flight after which a stream repeats itself, and over which a mean is good, nearly."""
 
 
-@dataclass(frozen=True)
-class _Stream:
-    """How a stream is looked at: the steps while it fills, those that count, those while it empties."""
-
-    filling: int
-    counted: int
-    emptying: int
-
-    @classmethod
-    def of(cls, schedule: Schedule) -> _Stream:
-        in_flight, per_step = schedule.ranks, schedule.rounds.per_step  # over the whole pipeline, whatever the widths
-        return cls(-(-(in_flight + _SETTLING) // per_step) + 1,
-                   max(2, -(-max(_SETTLING, in_flight // 2) // per_step)), -(-in_flight // per_step))
-
-    @property
-    def steps(self) -> int:
-        return self.filling + self.counted + self.emptying
+def _stream_steps(schedule: Schedule) -> tuple[int, int, int]:
+    """Return the steps of a simulated stream: while it fills, those that count, while it drains."""
+    in_flight, per_step = schedule.ranks, schedule.rounds.per_step  # over the whole pipeline, whatever the widths
+    return (-(-(in_flight + _SETTLING) // per_step) + 1,
+            max(2, -(-max(_SETTLING, in_flight // 2) // per_step)), -(-in_flight // per_step))
 
 
 @dataclass(frozen=True)
-class _Steps:
+class _SimulatedSteps:
     """Simulated steps.
 
     Attributes:
@@ -153,108 +141,107 @@ class _Steps:
     step_s: float
     working_s: tuple[float, ...]
 
-    @classmethod
-    def simulated(cls, schedule: Schedule, costs: Costs) -> _Steps:
-        return cls._of_batches(schedule, costs) if not schedule.stream else cls._of_stream(schedule, costs)
 
-    @classmethod
-    def _of_batches(cls, schedule: Schedule, costs: Costs) -> _Steps:
-        """From the end of one batch to the end of the next: that may begin on a rank while others finish the first."""
-        if schedule.ties and any(schedule.microbatches % len(crew) for crew in schedule.placement):
-            return cls._of_one(schedule, costs)
-        timeline = simulate(_again(schedule), costs)
-        lengths = [len(events) // 2 for events in timeline.events]
-        first = tuple(events[:length] for events, length in zip(timeline.events, lengths, strict=True))
-        second = tuple(events[length:] for events, length in zip(timeline.events, lengths, strict=True))
-        ends = [max(float(event.end_s) for events in part for event in events) for part in (first, second)]
-        alone = [tuple(action for action in program if not _later(action, schedule))
-                 for program in timeline.schedule.programs]
-        ways = tuple(way for way in timeline.transfers if not _later(way.action, schedule))
-        steps = schedule.microbatches // schedule.rounds.per_step
-        working = tuple(float(sum(event.end_s - event.start_s for event in events)) / steps for events in second)
-        return cls(Timeline(schedule.with_programs(alone), costs, first, ways), (ends[1] - ends[0]) / steps, working)
-
-    @classmethod
-    def _of_one(cls, schedule: Schedule, costs: Costs) -> _Steps:
-        """From an empty pipeline to an empty one: numbered on, microbatches of a second batch would be those of other
-        replicas than the first's, which tied weights do not go with."""
-        timeline = simulate(schedule, costs)
-        working = tuple(float(sum(event.end_s - event.start_s for event in events)) for events in timeline.events)
-        return cls(timeline, max(float(event.end_s) for events in timeline.events for event in events), working)
-
-    @classmethod
-    def _of_stream(cls, schedule: Schedule, costs: Costs) -> _Steps:
-        """The mean over steps in the middle, as the last stage makes them."""
-        timeline, stream, rounds = simulate(schedule, costs), _Stream.of(schedule), schedule.rounds
-        last = schedule.stages - 1
-        made: dict[int, float] = {}  # by update of the last stage, when its last replica had made it
-        for rank in schedule.placement[last]:
-            for event in timeline.events[rank]:
-                if event.action.op is Op.STEP and event.action.stage == last:
-                    update = event.action.microbatch
-                    made[update] = max(float(event.end_s), made.get(update, 0.0))
-        per_step = rounds.per_step // rounds.span(last)
-        begin, end = (made[steps * per_step - 1] for steps in (stream.filling, stream.filling + stream.counted))
-        working = tuple(sum(max(0.0, min(end, float(event.end_s)) - max(begin, float(event.start_s)))
-                            for event in events) / stream.counted for events in timeline.events)
-        return cls(timeline, (end - begin) / stream.counted, working)
+def _simulate_batches(schedule: Schedule, costs: Costs) -> _SimulatedSteps:
+    """Simulate two batches: the second may begin on a rank while other ranks finish the first."""
+    if schedule.ties and any(schedule.microbatches % len(group) for group in schedule.placement):
+        return _simulate_batch(schedule, costs)
+    timeline = simulate(_twice(schedule), costs)
+    lengths = [len(events) // 2 for events in timeline.events]
+    first = tuple(events[:length] for events, length in zip(timeline.events, lengths, strict=True))
+    second = tuple(events[length:] for events, length in zip(timeline.events, lengths, strict=True))
+    ends = [max(float(event.end_s) for events in part for event in events) for part in (first, second)]
+    alone = [tuple(action for action in program if not _is_second(action, schedule))
+             for program in timeline.schedule.programs]
+    transfers = tuple(transfer for transfer in timeline.transfers if not _is_second(transfer.action, schedule))
+    steps = schedule.microbatches // schedule.rounds.per_step
+    working = tuple(float(sum(event.end_s - event.start_s for event in events)) / steps for events in second)
+    return _SimulatedSteps(Timeline(schedule.with_programs(alone), costs, first, transfers),
+                           (ends[1] - ends[0]) / steps, working)
 
 
-def _again(schedule: Schedule) -> Schedule:
-    """A batch, and the same once more."""
+def _simulate_batch(schedule: Schedule, costs: Costs) -> _SimulatedSteps:
+    """Simulate one batch, from an empty pipeline to an empty one.
+
+    Numbered on, the microbatches of a second batch would go to other replicas than the first's, which tied weights
+    do not allow.
+    """
+    timeline = simulate(schedule, costs)
+    working = tuple(float(sum(event.end_s - event.start_s for event in events)) for events in timeline.events)
+    return _SimulatedSteps(timeline, max(float(event.end_s) for events in timeline.events for event in events), working)
+
+
+def _simulate_stream(schedule: Schedule, costs: Costs) -> _SimulatedSteps:
+    """Simulate a stream, and average over steps in its middle, as the last stage makes them."""
+    timeline, rounds = simulate(schedule, costs), schedule.rounds
+    filling, counting, _ = _stream_steps(schedule)
+    last = schedule.stages - 1
+    made: dict[int, float] = {}  # by update of the last stage, when its last replica had made it
+    for rank in schedule.placement[last]:
+        for event in timeline.events[rank]:
+            if event.action.op is Op.STEP and event.action.stage == last:
+                update = event.action.microbatch
+                made[update] = max(float(event.end_s), made.get(update, 0.0))
+    per_step = rounds.per_step // rounds.span(last)
+    begin, end = (made[steps * per_step - 1] for steps in (filling, filling + counting))
+    working = tuple(sum(max(0.0, min(end, float(event.end_s)) - max(begin, float(event.start_s)))
+                        for event in events) / counting for events in timeline.events)
+    return _SimulatedSteps(timeline, (end - begin) / counting, working)
+
+
+def _twice(schedule: Schedule) -> Schedule:
+    """Return the schedule of a batch and the same batch once more."""
     programs = [(*program, *(Action(action.op, action.stage, action.microbatch + _per_batch(action, schedule))
                              for action in program)) for program in schedule.programs]
     return replace(schedule.with_programs(programs), microbatches=2 * schedule.microbatches)
 
 
-def _later(action: Action, schedule: Schedule) -> bool:
-    """Whether an action belongs to the second batch."""
+def _is_second(action: Action, schedule: Schedule) -> bool:
     return action.microbatch >= _per_batch(action, schedule)
 
 
 def _per_batch(action: Action, schedule: Schedule) -> int:
-    """By how much its number differs from that of the same action in the batch before."""
+    """Return how much the index of an action differs from that of the same action in the batch before."""
     return schedule.microbatches if action.op in PER_MICROBATCH else schedule.updates(action.stage)
 
 
 def _prediction(profile: Profile, partition: Sequence[int], recomputed: Sequence[Collection[int]],
-                steps: _Steps) -> Prediction:
+                steps: _SimulatedSteps) -> Prediction:
     timeline, step_s = steps.timeline, steps.step_s
-    schedule, costs, held = timeline.schedule, timeline.costs, ActivationMemory(profile)
+    schedule, costs, activations = timeline.schedule, timeline.costs, ActivationMemory(profile)
     idle = [max(0.0, step_s - working) for working in steps.working_s]
-    loads: dict[int, list[StageContents]] = {stage: [] for stage in range(schedule.stages)}
+    contents: dict[int, list[StageContents]] = {stage: [] for stage in range(schedule.stages)}
     for rank in range(schedule.ranks):
-        for stage, load in peak_contents(schedule, costs, rank).items():
-            loads[stage].append(load)
-    sending, stages = _sending_s(steps), []
+        for stage, of_stage in peak_contents(schedule, costs, rank).items():
+            contents[stage].append(of_stage)
+    sending, stages = _sending_s(timeline), []
     for stage, layers in enumerate(ranges(partition)):
         cost, ranks = costs.stages[stage], schedule.placement[stage]
-        memories = [_memory(profile, layers, recomputed[stage], load, held) for load in loads[stage]]
+        memories = [_memory(profile, layers, recomputed[stage], each, activations) for each in contents[stage]]
         stages.append(StagePrediction(
             layers.start, len(layers), ranks, float(cost.forward_s), float(cost.input_s + cost.weight_s),
             float(cost.recompute_s), float(cost.step_s), sending[stage],
             max(idle[rank] for rank in ranks), max(memories, key=lambda memory: memory.peak)))
-    per_step = schedule.rounds.per_step
-    return Prediction(step_s, per_step * profile.identity.microbatch_size,
+    return Prediction(step_s, schedule.rounds.per_step * profile.identity.microbatch_size,
                       bubble(zip(idle, steps.working_s, strict=True)), tuple(stages))
 
 
-def _memory(profile: Profile, layers: range, recomputed: Collection[int], load: StageContents,
-            held: ActivationMemory) -> StageMemory:
-    """Of a stage with a load: as :func:`~vpipe.plan.stage_costs.stage_memory`, at one moment of its rank."""
-    at_most = stage_memory(profile, layers, recomputed, 1, load.versions, held=held)
-    full = load.recomputed if recomputed else load.in_flight
-    activations = (full * held.full(layers, recomputed) + (load.in_flight - full) * held.kept(layers, recomputed)
-                   + load.weight_halves * sum(profile.layers[number].weight_half_bytes for number in layers))
-    return replace(at_most, activations=activations)
+def _memory(profile: Profile, layers: range, recomputed: Collection[int], contents: StageContents,
+            activations: ActivationMemory) -> StageMemory:
+    """Return the memory of a stage at the moment when its rank holds most."""
+    at_most = stage_memory(profile, layers, recomputed, 1, contents.versions, activations=activations)
+    full = contents.recomputed if recomputed else contents.in_flight
+    in_flight_bytes = (full * activations.full_bytes(layers, recomputed)
+                       + (contents.in_flight - full) * activations.kept_bytes(layers, recomputed))
+    half_bytes = contents.weight_halves * sum(profile.layers[number].weight_half_bytes for number in layers)
+    return replace(at_most, activations=in_flight_bytes + half_bytes)
 
 
-def _sending_s(steps: _Steps) -> list[float]:
-    """Per stage, how long what one rank of it sends takes its links, per step."""
-    timeline = steps.timeline
-    sent = [0.0] * timeline.schedule.stages
-    for way in timeline.transfers:
-        sent[way.action.stage] += float(way.end_s - way.start_s)
+def _sending_s(timeline: Timeline) -> list[float]:
+    """Return per stage the seconds per step that the transfers of one of its ranks take their links."""
     schedule = timeline.schedule
-    simulated = schedule.microbatches // schedule.rounds.per_step
-    return [seconds / simulated / len(ranks) for seconds, ranks in zip(sent, schedule.placement, strict=True)]
+    sent = [0.0] * schedule.stages
+    for transfer in timeline.transfers:
+        sent[transfer.action.stage] += float(transfer.end_s - transfer.start_s)
+    steps = schedule.microbatches // schedule.rounds.per_step
+    return [seconds / steps / len(ranks) for seconds, ranks in zip(sent, schedule.placement, strict=True)]

@@ -1,4 +1,4 @@
-"""From measured layers to what the simulator counts with: seconds and bytes per stage, and the links."""
+"""Compute what a stage costs from the profile of its layers: seconds and bytes for the simulator, memory by kind."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from vpipe.schedules.size import Placement
 
 
 def stage_costs(profile: Profile, layers: range, recomputed: Collection[int] = (), split: bool = False,
-                held: ActivationMemory | None = None, versions: int = 1, per_update: int | None = None) -> StageCosts:
-    """What a stage of ``layers`` costs per microbatch.
+                activations: ActivationMemory | None = None, versions: int = 1,
+                per_update: int | None = None) -> StageCosts:
+    """Return the costs of a stage of ``layers`` per microbatch.
 
-    Its seconds are those of its layers; of carrying out the action and, in forwards and backwards, a receive and a send
-    where a cut is there; and in steps, of copying the weights where an older version is still in use. Backwards are
-    measured as they add to gradients that are there; the first of an update has none to add to, and its share of that
-    goes to all of them alike.
+    The seconds of a stage are those of its layers, of carrying out the action, of a receive and a send at every cut,
+    and in steps of copying the weights where an older version is still in use. Backwards are measured while they add to
+    existing gradients. The first backward of an update adds to none; what that saves is shared by all of the update.
 
     Args:
         layers: their numbers in the model.
         recomputed: those of them that drop their activations.
-        split: whether the schedule halves backwards. If not, the halves here add up to a whole backward, which takes
-            less time.
-        held: of the profile, where the caller asks for many stages.
+        split: the schedule halves backwards. If not, the halves here add up to a whole backward, which takes less time.
+        activations: of the profile, where the caller asks for many stages.
         versions: of its weights that it holds.
         per_update: microbatches of an update that one replica takes; None: so many that it makes no difference.
     """
-    held = held or ActivationMemory(profile)
+    activations = activations or ActivationMemory(profile)
     own = [profile.layers[number] for number in layers]
     here = set(recomputed).intersection(layers)
     input_s = sum(layer.input_half.median for layer in own)
@@ -43,50 +42,49 @@ def stage_costs(profile: Profile, layers: range, recomputed: Collection[int] = (
     if per_update and profile.accumulate_bytes_per_s:
         weight_s = max(0.0, weight_s - weights / profile.accumulate_bytes_per_s / per_update)
     last = layers.stop == len(profile.layers)
-    through = profile.dispatch_s * (1 + (layers.start > 0) + (not last))
+    dispatch_s = profile.dispatch_s * (1 + (layers.start > 0) + (not last))
     copying_s = weights / profile.copy_bytes_per_s if versions > 1 and profile.copy_bytes_per_s else 0.0
     return StageCosts(
-        forward_s=sum(layer.forward.median for layer in own) + through, input_s=input_s + through,
+        forward_s=sum(layer.forward.median for layer in own) + dispatch_s, input_s=input_s + dispatch_s,
         weight_s=weight_s + (profile.dispatch_s if split else 0.0),
         recompute_s=sum(profile.layers[number].recompute.median for number in sorted(here)) + bool(
             here) * profile.dispatch_s,
         step_s=sum(layer.step.median for layer in own) + profile.dispatch_s + copying_s,
-        activation_bytes=held.full(layers, here),
+        activation_bytes=activations.full_bytes(layers, here),
         weight_half_bytes=sum(layer.weight_half_bytes for layer in own),
-        kept_bytes=held.kept(layers, here),
+        kept_bytes=activations.kept_bytes(layers, here),
         version_bytes=weights + borrowed_bytes(profile, layers),
-        output_bytes=held.output_bytes(layers.stop), gradient_bytes=held.gradient_bytes(layers.start),
+        output_bytes=activations.output_bytes(layers.stop), gradient_bytes=activations.gradient_bytes(layers.start),
         tied_bytes=lent_bytes(profile, layers), reduce_bytes=weights)
 
 
 def pipeline_costs(profile: Profile, partition: Sequence[int], recomputed: Sequence[Collection[int]],
                    placement: Placement, split: bool = False, versions: Sequence[int] = (),
                    per_update: Sequence[int] = ()) -> Costs:
-    """What a whole plan costs.
+    """Return the costs of all stages of a plan, and its links.
+
+    Ranks are assumed to fill one host after the other, with as many on each as when the profile was measured.
 
     Args:
         partition: layers per stage.
         recomputed: per stage, the numbers of its recomputed layers.
         placement: ranks per stage.
-        split: whether the schedule halves backwards.
+        split: the schedule halves backwards.
         versions: of its weights that every stage holds; one where empty.
-        per_update: per stage, microbatches of an update that one replica takes; so many that it makes no difference
-            where empty.
-
-    Ranks are taken to fill one host after the other, with as many on each as when the profile was measured.
+        per_update: per stage, see :func:`stage_costs`.
     """
-    held = ActivationMemory(profile)
-    stages = tuple(stage_costs(profile, layers, again, split, held, versions[stage] if versions else 1,
+    activations = ActivationMemory(profile)
+    stages = tuple(stage_costs(profile, layers, again, split, activations, versions[stage] if versions else 1,
                                per_update[stage] if per_update else None)
                    for stage, (layers, again) in enumerate(zip(ranges(partition), recomputed, strict=True)))
-    ranks = len({rank for held_by in placement for rank in held_by})
+    ranks = len({rank for group in placement for rank in group})
     links = {ends: _link(link) for ends, link in profile.links.items() if max(ends) < ranks}
     hosts = () if profile.cores is None else tuple(rank // profile.identity.ranks_per_host for rank in range(ranks))
     return Costs(stages, _link(profile.default_link), links, cores=profile.cores, hosts=hosts)
 
 
 def borrowed_bytes(profile: Profile, layers: range) -> int:
-    """One version of the tied weights that a stage borrows."""
+    """Return the bytes of one version of the tied weights that a stage borrows."""
     sizes: dict[int, int] = {}
     for number in layers:
         for owner, size in profile.layers[number].tied.items():
@@ -96,7 +94,7 @@ def borrowed_bytes(profile: Profile, layers: range) -> int:
 
 
 def lent_bytes(profile: Profile, layers: range) -> int:
-    """One version of the weights of a stage that others borrow."""
+    """Return the bytes of one version of the weights of a stage that others borrow."""
     sizes: dict[int, int] = {}
     for number, layer in enumerate(profile.layers):
         if number not in layers:
@@ -108,14 +106,14 @@ def lent_bytes(profile: Profile, layers: range) -> int:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """The bytes of one replica of a stage, when it holds most.
+    """The bytes of one replica of a stage at its peak.
 
     Attributes:
         weights: the latest version, which is also the optimizer's, and what is never trained.
         stashed: older versions that microbatches in flight still use.
         gradients: of the weights.
-        optimizer: what it keeps beside the weights, master weights among it where these are rounded.
-        activations: of all microbatches in flight, with what waits between the halves of backwards.
+        optimizer: its state beside the weights, with master weights where the weights are rounded.
+        activations: of all microbatches in flight, with what is held between the halves of backwards.
         working: the most that one backward, or one step, needs for a while.
     """
 
@@ -128,20 +126,19 @@ class StageMemory:
 
     @property
     def peak(self) -> int:
-        """All of it."""
         return self.weights + self.stashed + self.gradients + self.optimizer + self.activations + self.working
 
 
 def combined_memory(stages: Sequence[StageMemory]) -> StageMemory:
-    """What a rank holds of its stages when each holds most; it works on one of them at a time."""
+    """Return what a rank holds of its stages when each is at its peak; it works on one of them at a time."""
     return StageMemory(sum(each.weights for each in stages), sum(each.stashed for each in stages),
                        sum(each.gradients for each in stages), sum(each.optimizer for each in stages),
                        sum(each.activations for each in stages), max(each.working for each in stages))
 
 
 def stage_memory(profile: Profile, layers: range, recomputed: Collection[int], in_flight: int, versions: int,
-                 weight_halves: int = 0, held: ActivationMemory | None = None) -> StageMemory:
-    """What a stage of ``layers`` holds at most.
+                 weight_halves: int = 0, activations: ActivationMemory | None = None) -> StageMemory:
+    """Return what a stage of ``layers`` holds at most.
 
     Args:
         layers: their numbers in the model.
@@ -150,27 +147,27 @@ def stage_memory(profile: Profile, layers: range, recomputed: Collection[int], i
         in_flight: microbatches between forward and backward.
         versions: of the weights, the latest among them.
         weight_halves: microbatches between the two halves of their backward.
-        held: of the profile, where the caller asks for many stages.
+        activations: of the profile, where the caller asks for many stages.
     """
-    held = held or ActivationMemory(profile)
+    activations = activations or ActivationMemory(profile)
     own = [profile.layers[number] for number in layers]
     weights = sum(layer.parameter_bytes for layer in own) + borrowed_bytes(profile, layers)
     here = set(recomputed).intersection(layers)
-    full = held.full(layers, here)
-    kept = held.kept(layers, here) if here else full
-    activations = full + (in_flight - 1) * kept if in_flight else 0
-    waiting = weight_halves * sum(layer.weight_half_bytes for layer in own)
+    full = activations.full_bytes(layers, here)
+    kept = activations.kept_bytes(layers, here) if here else full
+    in_flight_bytes = full + (in_flight - 1) * kept if in_flight else 0
+    half_bytes = weight_halves * sum(layer.weight_half_bytes for layer in own)
     return StageMemory(
         weights=weights + sum(layer.frozen_bytes for layer in own), stashed=(versions - 1) * weights, gradients=weights,
-        optimizer=sum(layer.optimizer_bytes for layer in own), activations=activations + waiting,
+        optimizer=sum(layer.optimizer_bytes for layer in own), activations=in_flight_bytes + half_bytes,
         working=max(step_working(profile, sum(layer.parameter_bytes for layer in own)),
                     *(layer.working_bytes for layer in own)))
 
 
 def step_working(profile: Profile, weights: int) -> int:
-    """What a step of so many bytes of weights needs for a while, beside their gradients.
+    """Return the bytes that a step of so many bytes of weights needs for a while, beside their gradients.
 
-    Gradients of rounded weights become as wide as the master weights then, twice as wide.
+    Gradients of rounded weights then become as wide as the master weights, twice as wide.
     """
     return weights if profile.identity.pure else 0
 

@@ -1,4 +1,4 @@
-"""What a cut costs under a schedule, by formula: the numbers that dynamic programming minimises."""
+"""Estimate what a cut costs under a schedule: the figures that dynamic programming minimises."""
 
 from __future__ import annotations
 
@@ -27,204 +27,205 @@ Integers = NDArray[np.int64]
 
 
 class CostModel:
-    """A profile under a schedule.
+    """The costs of a profile's stages under a schedule.
 
-    With a flush a step takes the sum, over stages, of the time that a microbatch is in each, plus what the slowest adds
-    with the others of its microbatches and its optimizer step. Without one a microbatch takes as long as in the slowest
-    stage. Where ranks share cores it takes at least all the work, divided by the cores.
+    With a flush a step takes the sum, over stages, of the time of a microbatch in each, plus the time that the slowest
+    stage adds with its other microbatches and its optimizer step. Without a flush a microbatch takes as long as in the
+    slowest stage. Where ranks share cores a step takes at least all the work, divided by the cores.
 
     Args:
-        spans: of the profile.
-        form: the schedule.
-        widths: by ranks in and behind a stage, the replicas it may have.
+        table: of the profile.
+        model: of the schedule.
+        widths: by ranks in and behind a stage, the replicas that it may have.
         ranks: their numbers in the order of the stages.
-        shares: per stage, the share of its layers that must be recomputed; only where its number follows from the
-            ranks behind it.
-        partition: layers per stage, where they are told.
+        shares: per stage, the share of its layers that must be recomputed; only where the ranks behind a stage
+            determine its number.
+        partition: layers per stage, where they are fixed.
     """
 
-    def __init__(self, spans: StageTable, form: ScheduleModel, widths: Mapping[int, Sequence[int]],
+    def __init__(self, table: StageTable, model: ScheduleModel, widths: Mapping[int, Sequence[int]],
                  ranks: Sequence[int], shares: Sequence[float] | float | None = None,
                  partition: Sequence[int] | None = None) -> None:
-        self.spans, self.form, self._widths, self._ranks, self._shares = spans, form, widths, ranks, shares
+        self.table, self.model, self._widths, self._ranks, self._shares = table, model, widths, ranks, shares
         self._stage_of = {behind: stage for stage, behind in enumerate(sorted(widths, reverse=True))}
-        self._stop_of: Integers | None = None  # of the told stage that begins with a layer; 0 where none does
+        self._fixed_stop: Integers | None = None  # of the fixed stage that begins with a layer; 0 where none does
         if partition is not None:
             stops = np.cumsum(partition)
-            self._stop_of = np.zeros(spans.layers, int)
-            self._stop_of[stops - partition] = stops
-        profile = spans.profile
-        here = profile.identity.ranks_per_host
-        hosts = -(-form.ranks // max(1, here))
-        self._cores = np.inf if profile.cores is None else min(form.ranks, profile.cores * hosts)
+            self._fixed_stop = np.zeros(table.layers, int)
+            self._fixed_stop[stops - partition] = stops
+        profile = table.profile
+        hosts = -(-model.ranks // max(1, profile.identity.ranks_per_host))
+        self._cores = np.inf if profile.cores is None else min(model.ranks, profile.cores * hosts)
 
     def demand(self, behind: int, width: int) -> StageDemand:
-        """What a replica of a stage holds."""
+        """Return what a replica of a stage with ``behind`` ranks in and behind it must hold."""
         share = self._shares
         if share is not None and not isinstance(share, (int, float)):
             share = share[self._stage_of[behind]]
-        return self.form.demand(behind, width)._replace(share=share)
+        return self.model.demand(behind, width)._replace(share=share)
 
     @cached_property
-    def cutter(self) -> CutProblem:
-        """For the least time."""
-        form, all_widths = self.form, {width for several in self._widths.values() for width in several}
-        if not form.flush:
-            floor, room = self._plain + self.spans.running("step") / form.every, {w: float(w) for w in all_widths}
+    def by_time(self) -> CutProblem:
+        """The problem of the least time."""
+        model, all_widths = self.model, {width for several in self._widths.values() for width in several}
+        if not model.flush:
+            floor, room = self._plain + self.table.running("step") / model.every, {w: float(w) for w in all_widths}
         else:
-            most = max(form.per_replica(width) for width in all_widths) - 1
-            floor = self._plain + (self.spans.running("step") / most if most else 0.0)
-            room = {w: 1 / (form.per_replica(w) - 1) if form.per_replica(w) > 1 else np.inf for w in all_widths}
-        return CutProblem(self.spans.layers, self._widths, form.ranks, floor, room, self._evaluate)
+            most = max(model.per_replica(width) for width in all_widths) - 1
+            floor = self._plain + (self.table.running("step") / most if most else 0.0)
+            room = {w: 1 / (model.per_replica(w) - 1) if model.per_replica(w) > 1 else np.inf for w in all_widths}
+        return CutProblem(self.table.layers, self._widths, model.ranks, floor, room, self._evaluate)
 
     @cached_property
     def by_memory(self) -> CutProblem:
-        """For the least memory of the fullest rank."""
+        """The problem of the least memory of the fullest rank."""
         def evaluate(behind: int, width: int, first: Integers, stop: Integers) -> tuple[Floats, Floats]:
-            hold = self.demand(behind, width)
-            return np.zeros(first.shape), self._told(
-                first, stop, lambda first, stop: self.spans.least_bytes(first, stop, hold))
+            demand = self.demand(behind, width)
+            return np.zeros(first.shape), self._if_fixed(
+                first, stop, lambda first, stop: self.table.least_bytes(first, stop, demand))
 
-        return CutProblem(self.spans.layers, self._widths, self.form.ranks, self.spans.floor_bytes,
+        return CutProblem(self.table.layers, self._widths, self.model.ranks, self.table.floor_bytes,
                           {w: 1.0 for several in self._widths.values() for w in several}, evaluate)
 
     @cached_property
     def _plain(self) -> Floats:
-        """Running sum of the seconds of a microbatch, nothing recomputed."""
-        parts = ("forward", "input", "weight") if self.form.traits.split else ("forward", "backward")
-        total: Floats = np.sum([self.spans.running(part) for part in parts], axis=0)
+        """Running sum over layers of the seconds of a microbatch without recomputation."""
+        parts = ("forward", "input", "weight") if self.model.traits.split else ("forward", "backward")
+        total: Floats = np.sum([self.table.running(part) for part in parts], axis=0)
         return total
 
-    def work_s(self, first: Integers, stop: Integers, hold: StageDemand) -> Floats:
-        """What stages do for a microbatch; infinite for those that do not fit or are not told."""
-        cuts = (first > 0).astype(float) + (stop < self.spans.layers)
-        actions = 2 * (1 + cuts) + self.form.traits.split
-        again = self._told(first, stop, lambda first, stop: self.spans.recompute_s(first, stop, hold))
-        dispatch_s = self.spans.profile.dispatch_s
-        return self._plain[stop] - self._plain[first] + dispatch_s * (actions + (again > 0)) + again
-
     def plain_s(self, first: Integers, stop: Integers) -> Floats:
-        """What the layers of stages take for a microbatch when nothing is recomputed."""
+        """Return the seconds of a microbatch in the layers of stages, without recomputation."""
         return self._plain[stop] - self._plain[first]
 
-    def step_s(self, first: Integers, stop: Integers, hold: StageDemand) -> Floats:
-        """One optimizer step of stages."""
-        profile, steps = self.spans.profile, self.spans.running("step")
-        copying = hold.versions > 1 and profile.copy_bytes_per_s
-        copying_s = self.spans.parameter_bytes(first, stop) / profile.copy_bytes_per_s if copying else 0.0
+    def _work_s(self, first: Integers, stop: Integers, demand: StageDemand) -> Floats:
+        """Return the seconds of a microbatch in stages; infinite for those that do not fit or are not fixed."""
+        cuts = (first > 0).astype(float) + (stop < self.table.layers)
+        actions = 2 * (1 + cuts) + self.model.traits.split
+        again = self._if_fixed(first, stop, lambda first, stop: self.table.recompute_s(first, stop, demand))
+        return self.plain_s(first, stop) + self.table.profile.dispatch_s * (actions + (again > 0)) + again
+
+    def _step_s(self, first: Integers, stop: Integers, demand: StageDemand) -> Floats:
+        """Return the seconds of an optimizer step of stages."""
+        profile, steps = self.table.profile, self.table.running("step")
+        copies = demand.versions > 1 and profile.copy_bytes_per_s
+        copying_s = self.table.parameter_bytes(first, stop) / profile.copy_bytes_per_s if copies else 0.0
         return steps[stop] - steps[first] + profile.dispatch_s + copying_s
 
-    def _told(self, first: Integers, stop: Integers, of: Callable[[Integers, Integers], Floats]) -> Floats:
-        """Something of stages, infinite for those that are not the told ones."""
-        if self._stop_of is None:
-            return of(first, stop)
-        found, told = np.full(first.shape, np.inf), self._stop_of[first] == stop
-        if told.any():
-            found[told] = of(first[told], stop[told])
+    def _if_fixed(self, first: Integers, stop: Integers, figure: Callable[[Integers, Integers], Floats]) -> Floats:
+        """Return a figure of stages; infinite for those that are not stages of a fixed partition."""
+        if self._fixed_stop is None:
+            return figure(first, stop)
+        found, fixed = np.full(first.shape, np.inf), self._fixed_stop[first] == stop
+        if fixed.any():
+            found[fixed] = figure(first[fixed], stop[fixed])
         return found
 
     def _evaluate(self, behind: int, width: int, first: Integers, stop: Integers) -> tuple[Floats, Floats]:
-        form = self.form
-        hold = self.demand(behind, width)
-        work, step = self.work_s(first, stop, hold), self.step_s(first, stop, hold)
-        passed = self._transfers_s(behind - width)[stop]
-        summed = self._sum_s(first, stop, width)
-        held_up = work + passed if form.traits.tight else work
-        if not form.flush:
-            return work + step / form.every, (held_up + (step + summed) / form.every) / width
-        weight = self.spans.running("weight")
-        filled = form.traits.filling_halves * (weight[stop] - weight[first])
-        alone = np.maximum(0.0, work - filled) if form.traits.filling_halves else work
-        return alone + passed, form.per_replica(width) * held_up + step + summed - np.where(np.isinf(work), 0.0, alone)
+        """Evaluate stages by time, see :data:`~vpipe.plan.solver.partition_search.Evaluate`."""
+        model, demand = self.model, self.demand(behind, width)
+        work, step = self._work_s(first, stop, demand), self._step_s(first, stop, demand)
+        transfer = self._transfers_s(behind - width)[stop]
+        summing = self._sum_s(first, stop, width)
+        per_microbatch = work + transfer if model.traits.tight else work
+        if not model.flush:
+            return work + step / model.every, (per_microbatch + (step + summing) / model.every) / width
+        weight, halves = self.table.running("weight"), model.traits.filling_halves
+        alone = np.maximum(0.0, work - halves * (weight[stop] - weight[first])) if halves else work
+        slowest = model.per_replica(width) * per_microbatch + step + summing - np.where(np.isinf(work), 0.0, alone)
+        return alone + transfer, slowest
 
-    def _work(self, behind: int, width: int, first: Integers, stop: Integers) -> tuple[Floats, Floats]:
-        """As :meth:`_evaluate`, but the sum is all the work of a step."""
-        hold = self.demand(behind, width)
-        work = self.form.microbatches * self.work_s(first, stop, hold) + width * self.step_s(first, stop, hold)
-        return work, self._evaluate(behind, width, first, stop)[1]
+    def _evaluate_work(self, behind: int, width: int, first: Integers, stop: Integers) -> tuple[Floats, Floats]:
+        """Evaluate stages with all the work of a step as their sum."""
+        return self._step_work_s(width, first, stop, self.demand(behind, width)), \
+            self._evaluate(behind, width, first, stop)[1]
 
-    def _cut(self, parts: tuple[StageSlice, ...]) -> Cut:
-        """What a cut costs."""
-        behind, total, greatest = self.form.ranks, 0.0, 0.0
-        for first, stop, width in parts:
+    def _step_work_s(self, width: int, first: Integers, stop: Integers, demand: StageDemand) -> Floats:
+        """Return the seconds of computation of stages in a step, over all replicas."""
+        return (self.model.microbatches * self._work_s(first, stop, demand)
+                + width * self._step_s(first, stop, demand))
+
+    def _cut(self, slices: tuple[StageSlice, ...]) -> Cut:
+        """Return a cut with its costs by time."""
+        behind, total, greatest = self.model.ranks, 0.0, 0.0
+        for first, stop, width in slices:
             sums, costs = self._evaluate(behind, width, np.array([first]), np.array([stop]))
             total, greatest = total + float(sums[0]), max(greatest, float(costs[0]))
             behind -= width
-        return Cut(total, greatest, parts)
+        return Cut(total, greatest, slices)
 
     def _transfers_s(self, behind: int) -> Floats:
-        """Per cut, what a microbatch takes to the next stage and its gradient back."""
+        """Return per cut the seconds of a microbatch to the next stage and of its gradient back."""
         if not behind:
-            return np.zeros(self.spans.layers + 1)
+            return np.zeros(self.table.layers + 1)
         source, target = self._ranks[-behind - 1], self._ranks[-behind]
         there, back = self._link(source, target), self._link(target, source)
-        return (there.latency_s + self.spans.forward_bytes / there.bytes_per_s
-                + back.latency_s + self.spans.gradient_bytes / back.bytes_per_s)
+        return (there.latency_s + self.table.forward_bytes / there.bytes_per_s
+                + back.latency_s + self.table.gradient_bytes / back.bytes_per_s)
 
     def _sum_s(self, first: Integers, stop: Integers, width: int) -> Floats:
-        """What the replicas of a stage take to sum their gradients."""
+        """Return the seconds in which the replicas of stages sum their gradients."""
         if width == 1:
             return np.zeros(first.shape)
-        link = self.spans.profile.default_link
-        return 2 * (link.latency_s + (width - 1) / width * self.spans.parameter_bytes(first, stop) / link.bytes_per_s)
+        link = self.table.profile.default_link
+        return 2 * (link.latency_s + (width - 1) / width * self.table.parameter_bytes(first, stop) / link.bytes_per_s)
 
     def _link(self, source: int, target: int) -> LinkProfile:
-        return self.spans.profile.links.get((source, target), self.spans.profile.default_link)
+        return self.table.profile.links.get((source, target), self.table.profile.default_link)
 
     def cost(self, cut: Cut) -> float:
-        """Of a step with a flush, of a microbatch without: the seconds."""
-        if not self.form.flush:
+        """Return the seconds of a step with a flush, of a microbatch without."""
+        if not self.model.flush:
             return max(cut.greatest, cut.sum / self._cores)
-        return max(cut.sum + cut.greatest, self._shared(cut.parts))
+        return max(cut.sum + cut.greatest, self._shared_s(cut.slices))
 
-    def _shared(self, parts: Sequence[StageSlice]) -> float:
-        """All the work, divided by the cores."""
+    def _shared_s(self, slices: Sequence[StageSlice]) -> float:
+        """Return the seconds of all the work, divided by the cores."""
         if np.isinf(self._cores):
             return 0.0
-        total, behind, form = 0.0, self.form.ranks, self.form
-        for first, stop, width in parts:
-            stage, hold = (np.array([first]), np.array([stop])), self.demand(behind, width)
-            total += form.microbatches * self.work_s(*stage, hold)[0] + width * self.step_s(*stage, hold)[0]
+        total, behind = 0.0, self.model.ranks
+        for first, stop, width in slices:
+            total += self._step_work_s(width, np.array([first]), np.array([stop]), self.demand(behind, width))[0]
             behind -= width
         return float(total / self._cores)
 
     def best(self) -> BestCut | None:
-        """The cut that costs least; None when nothing fits."""
-        spans, form = self.spans, self.form
-        limit = np.inf if spans.limit_bytes is None else spans.limit_bytes
+        """Return the cut that costs least; None when nothing fits."""
+        table, model = self.table, self.model
+        limit = np.inf if table.limit_bytes is None else table.limit_bytes
         if self.by_memory.least() > limit:
             return None
-        start = smallest_greatest(self.cutter, lambda: np.isfinite(limit) and (
-            (needed := self.least_bytes()) is None or needed.greatest > limit))
+        start = smallest_greatest(self.by_time, lambda: np.isfinite(limit) and (
+            (needed := self.leanest()) is None or needed.greatest > limit))
         if start is None:
             return None
-        if not form.flush:
-            return smallest_greatest_or_share(self.cutter, start, self._cores)
-        least = max(0.0, float(self._plain[-1]) - form.traits.filling_halves * float(spans.running("weight")[-1]))
+        if not model.flush:
+            return smallest_greatest_or_share(self.by_time, start, self._cores)
+        least = max(0.0, float(self._plain[-1]) - model.traits.filling_halves * float(table.running("weight")[-1]))
         floor, widest = start.greatest, self.cost(start) - least
         if np.isinf(self._cores):
-            return smallest_cost(self.cutter, start, self.cost, least, floor)
-        leanest = replace(self.cutter, evaluate=self._work).within(widest).smallest_sum(widest)
-        assert leanest is not None, "the start is among them"
-        best = smallest_cost(self.cutter, start, self.cost, least, max(floor, leanest.sum / self._cores))
-        if self.cost(lean := self._cut(leanest.parts)) < best.cost:
-            best = BestCut(lean, self.cost(lean), best.bound, (best.cut, *best.others))
+            return smallest_cost(self.by_time, start, self.cost, least, floor)
+        least_work = replace(self.by_time, evaluate=self._evaluate_work).within(widest).smallest_sum(widest)
+        assert least_work is not None, "the start is among them"
+        best = smallest_cost(self.by_time, start, self.cost, least, max(floor, least_work.sum / self._cores))
+        other = self._cut(least_work.slices)
+        if self.cost(other) < best.cost:
+            best = BestCut(other, self.cost(other), best.bound, (best.cut, *best.others))
         return best
 
     def peak_bytes(self, partition: Sequence[int], widths: Sequence[int]) -> int:
-        """What the fullest rank of a partition holds when nothing is recomputed."""
-        behind, first, most = self.form.ranks, 0, 0
+        """Return what the fullest rank of a partition holds when nothing is recomputed."""
+        behind, first, most = self.model.ranks, 0, 0
         for size, width in zip(partition, widths, strict=True):
-            hold = self.demand(behind, width)
-            most = max(most, self.spans.peak_bytes(first, first + size, hold, frozenset()))
+            most = max(most, self.table.peak_bytes(first, first + size, self.demand(behind, width), frozenset()))
             first, behind = first + size, behind - width
         return most
 
-    def least_bytes(self) -> Cut | None:
-        """The cut of which the fullest rank holds least; None when there are fewer layers than stages."""
+    def leanest(self) -> Cut | None:
+        """Return the cut whose fullest rank holds least; None when there are fewer layers than stages."""
         return smallest_greatest(self.by_memory)
 
     def seconds_per_sample(self, cost: float) -> float:
-        """Of a cut that costs so much."""
-        size = self.spans.profile.identity.microbatch_size
-        return cost / (size * self.form.microbatches if self.form.flush else size)
+        """Return the seconds per sample of a cut that costs so much."""
+        size = self.table.profile.identity.microbatch_size
+        return cost / (size * self.model.microbatches if self.model.flush else size)

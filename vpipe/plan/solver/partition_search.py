@@ -1,12 +1,11 @@
-"""Where to cut: dynamic programming over layers and ranks.
+"""Search the best partition by dynamic programming over layers and ranks.
 
-Stages are chosen from the last to the first. What is known of the layers behind a cut is how many ranks they have,
-which fixes what a stage before it holds. Two questions are answered exactly: which cut has the smallest greatest cost,
-and which has the smallest sum of costs while the greatest stays within a bound. From the second, asked for ever better
-bounds, comes the smallest sum plus greatest.
+Stages are chosen from the last to the first. The number of ranks behind a cut fixes what the stage before it holds. Two
+problems are solved exactly: the cut with the smallest greatest cost of a stage, and the cut with the smallest sum of
+costs while the greatest stays within a bound. The second, solved for better and better bounds, gives the smallest sum
+plus greatest.
 
-Source of the last: Zheng et al., Alpa (OSDI 2022), section 5.2, which tries every bound; here those that cannot win are
-passed over.
+Source: Zheng et al., Alpa (OSDI 2022), section 5.2, which tries every bound. Here bounds that cannot win are skipped.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 TOLERANCE = 1e-4
-"""Relative: what is called the best is within this of the best."""
+"""The best that is found is within this of the best, relatively."""
 
 MOST_BOUNDS = 60
 """Bounds that are tried at most."""
 
 
 class StageSlice(NamedTuple):
-    """A stage: its layers, and its replicas."""
+    """A stage: its first layer, the one behind its last, and its replicas."""
 
     first: int
     stop: int
@@ -37,21 +36,21 @@ class StageSlice(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A way to cut, and what it costs."""
+    """A partition with replicas: the sum and the greatest of its stages' costs."""
 
     sum: float
     greatest: float
-    parts: tuple[StageSlice, ...]
+    slices: tuple[StageSlice, ...]
 
 
 class BestCut(NamedTuple):
-    """The best of some ways to cut.
+    """The best cut.
 
     Attributes:
-        cut: it.
+        cut: the best cut.
         cost: of it.
         bound: no cut costs less.
-        others: further good ones, in the order in which they were found.
+        others: further good cuts, in the order in which they were found.
     """
 
     cut: Cut
@@ -61,18 +60,18 @@ class BestCut(NamedTuple):
 
 
 Evaluate = Callable[[int, int, Integers, Integers], tuple[Floats, Floats]]
-"""``evaluate(behind, width, first, stop)``: of stages with ``behind`` ranks in and behind them, ``width`` of these
-their own, what each adds to the sum and what it costs itself; infinite where it cannot be."""
+"""``evaluate(behind, width, first, stop)``: of stages with ``width`` ranks, and ``behind`` ranks in and behind them,
+what each adds to the sum, and its own cost; infinite where the stage is impossible."""
 
 
 @dataclass(frozen=True)
-class _Move:
-    """All stages of one width with so many ranks in and behind them.
+class _StageGrid:
+    """All stages of one width with the same number of ranks in and behind them.
 
     Attributes:
-        first: of the first layers, a column.
+        first: first layers, a column.
         lengths: numbers of layers, a row.
-        sums, costs: by both.
+        sums, costs: of each stage, by first layer and length.
     """
 
     width: int
@@ -84,13 +83,13 @@ class _Move:
 
 @dataclass(frozen=True)
 class CutProblem:
-    """A model to be cut.
+    """A model to cut.
 
     Attributes:
         layers: of the model.
         widths: by the ranks in and behind a stage, the replicas it may have; a number that is missing never occurs.
         ranks: in all.
-        floor: running sum over layers of what they cost at least, one more than there are layers.
+        floor: running sum over layers of their least cost, one entry more than there are layers.
         room: by width, how much of that fits into a stage of cost 1.
         evaluate: see :data:`Evaluate`.
     """
@@ -103,7 +102,7 @@ class CutProblem:
     evaluate: Evaluate
 
     def least(self) -> float:
-        """No cut has a smaller greatest cost."""
+        """Return a lower bound of the greatest cost of a cut."""
         return float(self.floor[-1]) / (self.ranks * self._per_rank)
 
     @property
@@ -111,7 +110,7 @@ class CutProblem:
         return max(room / width for width, room in self.room.items())
 
     def within(self, bound: float) -> StageOptions:
-        """All stages that may be part of a cut of which the greatest cost is at most ``bound``."""
+        """Return all stages that a cut may have whose greatest cost is at most ``bound``."""
         bound *= 1 + 1e-9  # running sums are rounded
         windows = {0: np.array([self.layers])}
         for behind in self.widths:
@@ -119,15 +118,15 @@ class CutProblem:
             fits = (self.floor <= room * (self.ranks - behind)) & (self.floor[-1] - self.floor <= room * behind)
             fits[-1] = False
             windows[behind] = np.flatnonzero(fits) if behind < self.ranks else np.array([0])
-        moves: dict[int, list[_Move]] = {}
+        options: dict[int, list[_StageGrid]] = {}
         for behind, widths in self.widths.items():
-            moves[behind] = [move for width in widths if behind - width in windows
-                             and (move := self._move(behind, width, windows[behind], windows[behind - width],
-                                                     bound)) is not None]
+            grids = (self._grid(behind, width, windows[behind], windows[behind - width], bound)
+                     for width in widths if behind - width in windows)
+            options[behind] = [grid for grid in grids if grid is not None]
         everything = all(bound * room >= self.floor[-1] for room in self.room.values())
-        return StageOptions(self, moves, everything)
+        return StageOptions(self, options, everything)
 
-    def _move(self, behind: int, width: int, first: Integers, stops: Integers, bound: float) -> _Move | None:
+    def _grid(self, behind: int, width: int, first: Integers, stops: Integers, bound: float) -> _StageGrid | None:
         if not len(first) or not len(stops):
             return None
         longest = np.searchsorted(self.floor, self.floor[first] + bound * self.room[width], "right") - 1
@@ -141,102 +140,102 @@ class CutProblem:
             return None
         sums, costs = np.full(stop.size, np.inf), np.full(stop.size, np.inf)
         sums[places], costs[places] = self.evaluate(behind, width, first[places // len(lengths)], stop.ravel()[places])
-        return _Move(width, first, lengths, sums.reshape(stop.shape), costs.reshape(stop.shape))
+        return _StageGrid(width, first, lengths, sums.reshape(stop.shape), costs.reshape(stop.shape))
 
 
 @dataclass(frozen=True)
 class StageOptions:
-    """The stages among which a cut is chosen.
+    """The stages from which a cut is made.
 
     Attributes:
-        cutter: of the model.
-        moves: by the ranks in and behind them.
-        everything: whether these are all that there are.
+        problem: the model to cut.
+        grids: stages by the ranks in and behind them.
+        everything: these are all possible stages.
     """
 
-    cutter: CutProblem
-    moves: Mapping[int, Sequence[_Move]]
+    problem: CutProblem
+    grids: Mapping[int, Sequence[_StageGrid]]
     everything: bool
 
     def smallest_greatest(self) -> Cut | None:
-        """The cut of which the greatest cost is smallest; None when there is none."""
-        return self._best(lambda move, rest: np.maximum(move.costs, rest), 0.0)
+        """Return the cut with the smallest greatest cost; None when there is none."""
+        return self._best(lambda grid, rest: np.maximum(grid.costs, rest))
 
     def smallest_sum(self, bound: float) -> Cut | None:
-        """The cut with the smallest sum of which no cost is over ``bound``; None when there is none."""
-        return self._best(lambda move, rest: np.where(move.costs <= bound, move.sums, np.inf) + rest, 0.0)
+        """Return the cut with the smallest sum in which no cost is over ``bound``; None when there is none."""
+        return self._best(lambda grid, rest: np.where(grid.costs <= bound, grid.sums, np.inf) + rest)
 
-    def _best(self, combined: Callable[[_Move, Floats], Floats], nothing: float) -> Cut | None:
-        layers, ranks = self.cutter.layers, self.cutter.ranks
-        rest = {0: np.full(2 * layers + 1, np.inf)}  # as long as to be asked behind the last layer, too
-        rest[0][layers] = nothing
-        taken: dict[int, tuple[Integers, Integers]] = {}  # by ranks: which move, and the length
-        for behind in sorted(self.moves):
+    def _best(self, combined: Callable[[_StageGrid, Floats], Floats]) -> Cut | None:
+        layers, ranks = self.problem.layers, self.problem.ranks
+        rest = {0: np.full(2 * layers + 1, np.inf)}  # so long that stages beyond the last layer can be looked up
+        rest[0][layers] = 0.0
+        taken: dict[int, tuple[Integers, Integers]] = {}  # by ranks: which grid, and the length
+        for behind in sorted(self.grids):
             best = rest[behind] = np.full(2 * layers + 1, np.inf)
             which, length = taken[behind] = np.zeros(layers, int), np.zeros(layers, int)
-            for number, move in enumerate(self.moves[behind]):
-                values = combined(move, rest[behind - move.width][move.first[:, None] + move.lengths])
+            for number, grid in enumerate(self.grids[behind]):
+                values = combined(grid, rest[behind - grid.width][grid.first[:, None] + grid.lengths])
                 column = values.argmin(axis=1)
                 least = values[np.arange(len(column)), column]
-                better = least < best[move.first]
-                rows = move.first[better]
-                best[rows], which[rows], length[rows] = least[better], number, move.lengths[column[better]]
+                better = least < best[grid.first]
+                rows = grid.first[better]
+                best[rows], which[rows], length[rows] = least[better], number, grid.lengths[column[better]]
         if ranks not in rest or not np.isfinite(rest[ranks][0]):
             return None
-        parts, behind, first, total, greatest = [], ranks, 0, 0.0, 0.0
+        slices, behind, first, total, greatest = [], ranks, 0, 0.0, 0.0
         while behind:
-            move, size = self.moves[behind][taken[behind][0][first]], int(taken[behind][1][first])
-            at = int(np.searchsorted(move.first, first)), size - int(move.lengths[0])
-            total, greatest = total + float(move.sums[at]), max(greatest, float(move.costs[at]))
-            parts.append(StageSlice(first, first + size, move.width))
-            first, behind = first + size, behind - move.width
-        return Cut(total, greatest, tuple(parts))
+            grid, size = self.grids[behind][taken[behind][0][first]], int(taken[behind][1][first])
+            at = int(np.searchsorted(grid.first, first)), size - int(grid.lengths[0])
+            total, greatest = total + float(grid.sums[at]), max(greatest, float(grid.costs[at]))
+            slices.append(StageSlice(first, first + size, grid.width))
+            first, behind = first + size, behind - grid.width
+        return Cut(total, greatest, tuple(slices))
 
 
-def smallest_greatest(cutter: CutProblem, give_up: Callable[[], bool] = lambda: False) -> Cut | None:
-    """The cut of which the greatest cost is smallest; None when there is none.
+def smallest_greatest(problem: CutProblem, give_up: Callable[[], bool] = lambda: False) -> Cut | None:
+    """Return the cut with the smallest greatest cost; None when there is none.
 
     Args:
-        give_up: whether there surely is none; asked once, where most models would long have had one.
+        give_up: tells whether there is surely none. It is called once, where most models have had a cut for long.
     """
-    bound, asked = cutter.least() * 1.02 or np.inf, False
+    bound, asked = problem.least() * 1.02 or np.inf, False
     while True:
-        moves = cutter.within(bound)
-        found = moves.smallest_greatest()
-        if found is not None and (found.greatest <= bound or moves.everything):
+        options = problem.within(bound)
+        found = options.smallest_greatest()
+        if found is not None and (found.greatest <= bound or options.everything):
             return found
-        if moves.everything:
+        if options.everything:
             return None
-        if not asked and bound > 1.5 * cutter.least():
+        if not asked and bound > 1.5 * problem.least():
             asked = True
             if give_up():
                 return None
         bound = 1.3 * bound if found is None else min(found.greatest, 2 * bound)
 
 
-def smallest_cost(cutter: CutProblem, start: Cut, cost: Callable[[Cut], float], least_sum: float,
+def smallest_cost(problem: CutProblem, start: Cut, cost: Callable[[Cut], float], least_sum: float,
                   floor: float) -> BestCut:
-    """The cut that costs least.
+    """Return the cut that costs least.
 
     Args:
-        start: that with the smallest greatest cost.
+        start: the cut with the smallest greatest cost.
         cost: of a cut; never less than its sum plus its greatest.
         least_sum: no cut has a smaller sum.
         floor: no cut costs less.
     """
     widest = cost(start) - least_sum  # a cut with a greater one costs more than this one
-    moves, found = cutter.within(widest), [start]
+    options, found = problem.within(widest), [start]
 
     def tried(bound: float) -> Cut:
-        cut = moves.smallest_sum(bound)
+        cut = options.smallest_sum(bound)
         assert cut is not None, "the start is within every bound"
         found.append(cut)
         return cut
 
     tried(start.greatest)
     high = tried(widest)
-    shown = [high.sum + high.greatest]  # lower bounds of what is not looked at any more
-    ahead = [(start.greatest + high.sum, start.greatest, high)]  # lower bound, and the greatest costs between which
+    shown = [high.sum + high.greatest]  # lower bounds of the intervals that are done
+    ahead = [(start.greatest + high.sum, start.greatest, high)]  # intervals, each with a lower bound
     for _ in range(MOST_BOUNDS):
         least, lower, upper = ahead.pop(ahead.index(min(ahead, key=lambda part: part[0])))
         shown.append(least)
@@ -249,30 +248,30 @@ def smallest_cost(cutter: CutProblem, start: Cut, cost: Callable[[Cut], float], 
         ahead += [(lower + cut.sum, lower, cut), (middle + upper.sum, middle, upper)]
     best = min(found, key=cost)
     bound = min(cost(best), max(floor, min([*shown, *(part[0] for part in ahead)])))
-    return BestCut(best, cost(best), bound, tuple(cut for cut in dict.fromkeys(found) if cut.parts != best.parts))
+    return BestCut(best, cost(best), bound, tuple(cut for cut in dict.fromkeys(found) if cut.slices != best.slices))
 
 
-def smallest_greatest_or_share(cutter: CutProblem, start: Cut, cores: float) -> BestCut:
-    """The cut with the smallest of: its greatest cost, or the sum divided by ``cores`` where that is more.
+def smallest_greatest_or_share(problem: CutProblem, start: Cut, cores: float) -> BestCut:
+    """Return the cut with the least of: its greatest cost, or its sum divided by ``cores`` where that is more.
 
     Args:
-        start: that with the smallest greatest cost.
+        start: the cut with the smallest greatest cost.
     """
     def cost(cut: Cut) -> float:
         return max(cut.greatest, cut.sum / cores)
 
     found, lower, upper = [start], start.greatest, cost(start)
-    moves = cutter.within(upper)
+    options = problem.within(upper)
     for bound in (lower, upper):
-        if (cut := moves.smallest_sum(bound)) is not None:
+        if (cut := options.smallest_sum(bound)) is not None:
             found.append(cut)
-    least = found[-1].sum / cores  # no cut worth looking at has less work
+    least = found[-1].sum / cores  # no cut that can win has less work
     upper = min(map(cost, found))
     for _ in range(MOST_BOUNDS):
         if upper * (1 - TOLERANCE) <= max(lower, least):
             break
         middle = (lower + upper) / 2
-        cut = moves.smallest_sum(middle)
+        cut = options.smallest_sum(middle)
         assert cut is not None, "the start is within every bound"
         found.append(cut)
         if cut.sum / cores > middle:  # and so it is with every smaller bound
@@ -281,12 +280,12 @@ def smallest_greatest_or_share(cutter: CutProblem, start: Cut, cores: float) -> 
         if cut.sum / cores <= middle:
             upper = min(upper, middle)
     best = min(found, key=cost)
-    others = tuple(cut for cut in dict.fromkeys(found) if cut.parts != best.parts)
+    others = tuple(cut for cut in dict.fromkeys(found) if cut.slices != best.slices)
     return BestCut(best, cost(best), min(cost(best), max(lower, least)), others)
 
 
 def evenly(weights: Sequence[float], parts: int) -> tuple[int, ...]:
-    """Consecutive parts of which the heaviest is as light as can be: how many items each has."""
+    """Return the sizes of consecutive parts whose heaviest is as light as possible."""
     running = np.concatenate([[0.0], np.cumsum(np.array(weights, float))])
 
     def evaluate(behind: int, width: int, first: Integers, stop: Integers) -> tuple[Floats, Floats]:
@@ -296,4 +295,4 @@ def evenly(weights: Sequence[float], parts: int) -> tuple[int, ...]:
     found = smallest_greatest(CutProblem(len(weights), dict.fromkeys(range(1, parts + 1), (1,)), parts, running,
                                          {1: 1.0}, evaluate))
     assert found is not None, "there are as many items as parts"
-    return tuple(part.stop - part.first for part in found.parts)
+    return tuple(part.stop - part.first for part in found.slices)

@@ -1,8 +1,8 @@
-"""Which layers of a stage to recompute: every choice worth making, found layer by layer.
+"""Find which layers of a stage to recompute: build every set worth considering, layer by layer.
 
-What a set of recomputed layers saves is no sum over its layers: runs of them share one input, and a tensor between two
-dropped layers is not held at all. So choices are built from the first layer to the last. Of two that continue alike,
-one that takes more seconds and more bytes than another is forgotten.
+The bytes that a set saves are no sum over its layers: consecutive recomputed layers share one input, and a tensor
+between two recomputed layers is not held at all. So sets are built from the first layer to the last. Of two sets that
+end in the same state, the one that takes more seconds and more bytes is dropped.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from numpy.typing import NDArray
 from vpipe.plan.activation_memory import ActivationMemory
 from vpipe.plan.profile import Profile
 
-MOST_CHOICES = 64
-"""RecomputeSets kept per end; beyond that they are thinned, evenly by their seconds."""
+MOST_SETS = 64
+"""Sets kept per state; of more, some are left out, evenly by their seconds."""
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class LayerBytes:
-    """A layer where it stands, as far as the bytes of a stage depend on it; equal ones stand for each other.
+class LayerTensors:
+    """The tensors around a layer, as far as the bytes of a stage depend on them; equal ones stand for each other.
 
     Attributes:
         before: names of the tensors that are alive before the layer, with their bytes.
@@ -47,15 +47,15 @@ class LayerBytes:
     recompute_s: float
 
 
-def positions(profile: Profile, held: ActivationMemory) -> list[LayerBytes]:
-    """Every layer of a profile where it stands."""
+def layer_tensors(profile: Profile, activations: ActivationMemory) -> list[LayerTensors]:
+    """Return the tensors around every layer of a profile."""
     found = []
-    crossing = [held.crossing(cut) for cut in range(len(profile.layers) + 1)]
+    crossing = [activations.crossing(cut) for cut in range(len(profile.layers) + 1)]
     for number, layer in enumerate(profile.layers):
         before = tuple((tensor.name, tensor.bytes) for tensor in crossing[number])
         sizes = {tensor.name: tensor.bytes for tensor in layer.writes}
         marks = [mark.partition(":")[::2] for mark in dict.fromkeys(layer.saves)]
-        found.append(LayerBytes(
+        found.append(LayerTensors(
             before, frozenset(tensor.name for tensor in crossing[number + 1]), layer.saved_bytes,
             tuple(name for way, name in marks if way == "in" and name in dict(before)),
             tuple((name, sizes[name]) for way, name in marks if way == "out"),
@@ -64,125 +64,121 @@ def positions(profile: Profile, held: ActivationMemory) -> list[LayerBytes]:
 
 
 class PrefixState(NamedTuple):
-    """How a choice ends, as far as what follows depends on it.
+    """The state in which a set over the first layers of a stage ends, as far as later layers depend on it.
 
     Attributes:
-        dropped: whether its last layer is recomputed; None before the first.
+        recomputed: its last layer is recomputed; None before the first layer.
         held: tensors alive here that are held already.
-        again: those that the recomputation of the last run makes and keeps.
+        remade: tensors that the recomputation of the last run of layers makes and keeps.
     """
 
-    dropped: bool | None
+    recomputed: bool | None
     held: frozenset[str]
-    again: frozenset[str]
+    remade: frozenset[str]
 
 
 START = PrefixState(None, frozenset(), frozenset())
 
 
 @lru_cache(maxsize=1 << 14)
-def turn(end: PrefixState, position: LayerBytes, drop: bool) -> tuple[PrefixState, int, int]:
-    """One more layer, kept or dropped: how the choice ends then, and the bytes that it adds to a microbatch.
+def add_layer(state: PrefixState, layer: LayerTensors, recompute: bool) -> tuple[PrefixState, int, int]:
+    """Add one layer, kept or recomputed, to a set.
 
     Returns:
-        The end; bytes while the dropped is dropped; bytes once it has been recomputed. As
-        :class:`~vpipe.plan.activation_memory.ActivationMemory` counts them.
+        The next state; the bytes that the layer adds to a microbatch while dropped activations are gone, and once they
+        are recomputed, as :class:`~vpipe.plan.activation_memory.ActivationMemory` counts them.
     """
-    sizes, held, again, added = dict(position.before), end.held, end.again, 0
-    if end.dropped is not drop:  # another run begins, and holds its inputs
-        added = sum(size for name, size in position.before if name not in held)
-        held, again = held.union(sizes), frozenset()
-    counted = held | again if drop else held
-    saved = position.saved + sum(sizes[name] for name in position.saves_in if name not in counted)
-    saved += sum(size for _, size in position.saves_out)
-    made = (counted.union(position.saves_in) - position.writes).union(name for name, _ in position.saves_out)
-    if drop:
-        held = held - position.writes
-        following = PrefixState(True, held & position.after, (made - held) & position.after)
+    sizes, held, remade, added = dict(layer.before), state.held, state.remade, 0
+    if state.recomputed is not recompute:  # another run begins, and holds its inputs
+        added = sum(size for name, size in layer.before if name not in held)
+        held, remade = held.union(sizes), frozenset()
+    counted = held | remade if recompute else held
+    saved = layer.saved + sum(sizes[name] for name in layer.saves_in if name not in counted)
+    saved += sum(size for _, size in layer.saves_out)
+    made = (counted.union(layer.saves_in) - layer.writes).union(name for name, _ in layer.saves_out)
+    if recompute:
+        held = held - layer.writes
+        following = PrefixState(True, held & layer.after, (made - held) & layer.after)
         return following, added, added + saved
-    return PrefixState(False, made & position.after, frozenset()), added + saved, added + saved
+    return PrefixState(False, made & layer.after, frozenset()), added + saved, added + saved
 
 
 @dataclass(frozen=True)
 class RecomputeSets:
-    """Sets of layers with one :class:`PrefixState`, the fastest first.
+    """Sets of layers that end in one state, the fastest first.
 
     Attributes:
-        figures: per choice: bytes kept, bytes once recomputed, seconds of recomputing.
-        chosen: per choice the layers as bits, the first of the stage the lowest; None where nobody asks.
+        figures: per set: bytes kept, bytes once recomputed, seconds of recomputation.
+        chosen: per set its layers as bits, the first layer of the stage lowest; None where nobody asks.
     """
 
     figures: Floats
     chosen: Sequence[int] | None
 
     def with_layer(self, kept: int, full: int, seconds: float, bit: int) -> RecomputeSets:
-        """Every choice and one more layer."""
+        """Return every set with one more layer."""
         return RecomputeSets(self.figures + np.array([kept, full, seconds]),
                              None if self.chosen is None else [bits | bit for bits in self.chosen])
 
 
 def merged(several: Sequence[RecomputeSets]) -> RecomputeSets:
-    """All of them without those that another beats."""
-    figures = np.concatenate([choices.figures for choices in several])
+    """Return all sets that no other beats."""
+    figures = np.concatenate([sets.figures for sets in several])
     order = np.lexsort((figures[:, 1], figures[:, 0], figures[:, 2]))
     kept, full = figures[order, 0], figures[order, 1]
-    # In order, who beats another stands before it: not slower, and not larger.
+    # A set can only be beaten by one before it in the order, which is not slower, and only if that is not larger.
     if full.min() == full.max():
         beaten = kept[1:] >= np.minimum.accumulate(kept)[:-1]
     else:
         beaten = np.triu((kept[:, None] <= kept) & (full[:, None] <= full), 1).any(axis=0)[1:]
     order = order[np.concatenate([[True], ~beaten])]
-    if len(order) > MOST_CHOICES:
-        order = order[np.linspace(0, len(order) - 1, MOST_CHOICES).round().astype(int)]
+    if len(order) > MOST_SETS:
+        order = order[np.linspace(0, len(order) - 1, MOST_SETS).round().astype(int)]
     chosen = None
     if several[0].chosen is not None:
-        every = [bits for choices in several for bits in choices.chosen or ()]
+        every = [bits for sets in several for bits in sets.chosen or ()]
         chosen = [every[number] for number in order]
     return RecomputeSets(figures[order], chosen)
 
 
 SetsByState = Mapping[PrefixState, RecomputeSets]
-"""All choices over some layers, by how they end."""
+"""All sets over some layers, by the state in which they end."""
 
 
-def opened(trace: bool = False) -> SetsByState:
-    """The one choice before the first layer."""
+def empty_set(trace: bool = False) -> SetsByState:
+    """Return the one set before the first layer; ``trace``: with the layers of every set that is built from it."""
     return {START: RecomputeSets(np.zeros((1, 3)), [0] if trace else None)}
 
 
-def extended(fan: SetsByState, position: LayerBytes, number: int = 0) -> SetsByState:
-    """The choices with one more layer, the ``number``-th of the stage."""
+def extended(sets: SetsByState, layer: LayerTensors, number: int = 0) -> SetsByState:
+    """Return the sets with one more layer, the ``number``-th of the stage."""
     parts: dict[PrefixState, list[RecomputeSets]] = {}
-    for end, choices in fan.items():
-        for drop in (False, True):
-            following, kept, full = turn(end, position, drop)
-            seconds, bit = (position.recompute_s, 1 << number) if drop else (0.0, 0)
-            parts.setdefault(following, []).append(choices.with_layer(kept, full, seconds, bit))
-    return {end: merged(several) for end, several in parts.items()}
+    for state, of_state in sets.items():
+        for recompute in (False, True):
+            following, kept, full = add_layer(state, layer, recompute)
+            seconds, bit = (layer.recompute_s, 1 << number) if recompute else (0.0, 0)
+            parts.setdefault(following, []).append(of_state.with_layer(kept, full, seconds, bit))
+    return {state: merged(several) for state, several in parts.items()}
 
 
-def best_sets(own: Iterable[LayerBytes]) -> RecomputeSets:
-    """The sets of layers of a stage, the fastest first, that may be the best for some number of microbatches and room.
-
-    Args:
-        own: the layers of the stage.
-    """
-    fan = opened(trace=True)
-    for number, position in enumerate(own):
-        fan = extended(fan, position, number)
-    return merged(list(fan.values()))
+def best_sets(layers: Iterable[LayerTensors]) -> RecomputeSets:
+    """Return the sets of a stage's layers, the fastest first, that may be best for some in-flight count and memory."""
+    sets = empty_set(trace=True)
+    for number, layer in enumerate(layers):
+        sets = extended(sets, layer, number)
+    return merged(list(sets.values()))
 
 
-def fitting_set(choices: RecomputeSets, first: int, in_flight: int, room: float) -> frozenset[int] | None:
-    """The layers to recompute, numbered from ``first`` on, that take the least time; None where none fit.
+def fitting_set(sets: RecomputeSets, first: int, in_flight: int, room: float) -> frozenset[int] | None:
+    """Return the layers to recompute, numbered from ``first`` on, that take the least time; None where none fit.
 
     Args:
-        in_flight: microbatches: all but one hold what is kept, one all of it.
+        in_flight: microbatches: all but one hold their kept bytes, one all of its bytes.
         room: bytes for them.
     """
-    fitting = choices.figures[:, 1] + (in_flight - 1) * choices.figures[:, 0] <= room
+    fitting = sets.figures[:, 1] + (in_flight - 1) * sets.figures[:, 0] <= room
     if not fitting.any():
         return None
-    assert choices.chosen is not None
-    bits = choices.chosen[int(fitting.argmax())]
+    assert sets.chosen is not None
+    bits = sets.chosen[int(fitting.argmax())]
     return frozenset(first + number for number in range(bits.bit_length()) if bits >> number & 1)

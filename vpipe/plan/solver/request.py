@@ -1,4 +1,4 @@
-"""What a solver is asked for, and what it answers."""
+"""The solver's request and solution."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from vpipe.schedules.size import Placement
 
 @dataclass(frozen=True)
 class Request:
-    """What to plan. What is None is searched; what is given stays.
+    """A request for a plan. What is None is searched; what is given stays.
 
     Attributes:
-        profiles: by the number of microbatches of a batch: the same model at the size that a microbatch has then.
+        profiles: of one model, by the number of microbatches of a batch, each at the size of its microbatches.
         ranks: how many there are; all are used.
-        memory_bytes: what each rank may hold; None is no limit.
+        memory_bytes: that each rank may hold; None is no limit.
         schedules: the names to choose from, all with a flush or all without; by default all with a flush that are
             registered as ``planned``.
         update_every: microbatches per update, and replica, of schedules without a flush, by number of microbatches;
-            as few as the schedule can where one is not named.
+            the fewest possible where one is not named.
         placement: ranks per stage.
         partition: layers per stage.
-        recompute: a share or per stage a share or layers, as in a config.
+        recompute: a share, or per stage a share or layers, as in a config.
         known: plans that the answer must not be slower than, such as the one a config says.
         solver: ``exact``, or ``vpipe``: the heuristic of the VPipe paper, see :mod:`vpipe.plan.solver.vpipe_heuristic`.
     """
@@ -50,9 +50,9 @@ class Request:
                             hint="give at least one of each")
         if self.ranks < 1:
             raise UserError(f"{self.ranks} ranks to plan for", hint="give 1 or more")
-        held = {rank for ranks in self.placement or () for rank in ranks}
-        if self.placement and len(held) != self.ranks:
-            raise UserError(f"the placement names {len(held)} ranks, but there are {self.ranks}",
+        named = {rank for ranks in self.placement or () for rank in ranks}
+        if self.placement and len(named) != self.ranks:
+            raise UserError(f"the placement names {len(named)} ranks, but there are {self.ranks}",
                             hint="name every rank, or leave the placement out")
         layers = {len(profile.layers) for profile in self.profiles.values()}
         if len(layers) > 1:
@@ -71,20 +71,20 @@ class Request:
 
     @property
     def layers(self) -> int:
-        """How many the model has."""
+        """Of the model."""
         return len(next(iter(self.profiles.values())).layers)
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another choice in one respect, the best there is with it.
+    """The best plan with another choice in one respect.
 
     Attributes:
-        what: differs, for people: ``schedule gpipe``.
+        what: the other choice, for messages: ``schedule gpipe``.
         plan: with its predictions where it was simulated; None when nothing fits.
         seconds_per_sample: predicted; None when nothing fits.
-        simulated: whether by simulation, as the plan chosen, or by the solver's formula, which is coarser.
-        why: it cannot be had, or what it is.
+        simulated: predicted by simulation, as the chosen plan, or by the cost model, which is coarser.
+        why: there is no plan.
     """
 
     what: str
@@ -96,15 +96,14 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Solution:
-    """The plan, and what is worth knowing about how it was found.
+    """The plan, and how it was found.
 
     Attributes:
         plan: the best found, with its predictions.
-        alternatives: the next best of every kind, best first.
-        exact: whether no partition and no recomputing with the same schedule, microbatches and replicas is better, by
-            the solver's formula, by more than twice the tolerance of :mod:`vpipe.plan.solver.partition_search` than
-            what it began with; simulation may have moved a few layers from there. It says nothing of other schedules,
-            microbatches and replicas.
+        alternatives: the next best in every respect, best first.
+        exact: by the cost model, no partition and no recomputation with the same schedule, microbatches and replicas is
+            better by more than twice the tolerance of :mod:`vpipe.plan.solver.partition_search`. (Simulation may have
+            moved a few layers since.) It says nothing of other schedules, microbatches and replicas.
         note: what was not searched exhaustively; empty when everything was.
         considered: choices of schedule, microbatches and replicas that were solved.
         seconds: that the search took.

@@ -1,4 +1,4 @@
-"""The search: solves every choice by formula, simulates the best, and says what else there would have been."""
+"""Search the fastest plan: solve every choice by the cost model, simulate the best, compare it with other choices."""
 
 from __future__ import annotations
 
@@ -14,65 +14,64 @@ from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
 from vpipe.plan.profile import Profile, Seconds
 from vpipe.plan.recompute import ranges
+from vpipe.plan.solver.candidate import Candidate
 from vpipe.plan.solver.candidate_trials import MOST_ACTIONS, Trials, fullest_rank, seconds
-from vpipe.plan.solver.draft import Draft
 from vpipe.plan.solver.infeasible import infeasible
 from vpipe.plan.solver.partition_search import TOLERANCE, evenly
-from vpipe.plan.solver.recompute_sets import MOST_CHOICES
+from vpipe.plan.solver.recompute_sets import MOST_SETS
 from vpipe.plan.solver.request import Alternative, Request, Solution
-from vpipe.plan.solver.search_space import MOST_LAYERS, MOST_RANKS, Choice, SearchSpace, chunked
+from vpipe.plan.solver.search_space import MOST_LAYERS, MOST_RANKS, SearchSpace
 from vpipe.plan.stage_costs import stage_costs
 from vpipe.sizes import parse_size, size_text
 
-MOST_DRAFTS = 6
-"""Choices whose best partitions are simulated."""
+MOST_CANDIDATES = 6
+"""Candidates of different choices that are simulated."""
 
 MOST_LAYERS_OF_SETS = 12
-"""Of a stage: with as many, all ways to recompute are followed."""
+"""In a stage of so many layers, all sets of recomputed layers are considered."""
 
 MOST_TRIED = 3
-"""Partitions that are simulated for an alternative until one fits."""
+"""Candidates that are simulated for an alternative until one fits."""
 
-Compared = tuple[Alternative, Draft | None]
-"""Something to compare a plan with, and the draft it came from where that was simulated and fits."""
+Compared = tuple[Alternative, Candidate | None]
+"""An alternative to a plan, with its candidate where that was simulated and fits."""
 
 
 def solve(request: Request) -> Solution:
-    """The fastest plan that fits, by predicted time per sample.
+    """Return the fastest plan that fits, by predicted time per sample.
 
-    For every schedule, number of microbatches and number of replicas the best partition, and what to recompute in it,
-    is found by formula (:mod:`vpipe.plan.solver.cost_model`). The best of these are simulated, and the fastest is
-    chosen.
+    For every schedule, number of microbatches and number of replicas, the cost model gives the best partition and what
+    to recompute in it. The best of these are simulated, and the fastest is chosen.
 
     Raises:
-        UserError: nothing fits: says by how much, and what would.
+        UserError: nothing fits; it says by how much, and what would.
     """
     began = perf_counter()
-    scope = SearchSpace(request)
-    trials = Trials(scope)
-    drafts = _drafts(scope)
-    best = _best_of(trials, drafts)
+    space = SearchSpace(request)
+    trials = Trials(space)
+    candidates = _candidates(space)
+    best = _best_of(trials, candidates)
     found = trials.best_of([*(best[:1] if best is not None else ()), *_known(request)]) or best
     if found is None:
-        raise infeasible(scope, _fits)
-    while found is not None:  # the formula may have been unkind to what is compared with the plan
-        draft, plan = found
-        if request.solver == "exact" and request.partition is None and not _chunked(draft):
-            plan = trials.improved(draft, plan)
-            draft = replace(draft, partition=plan.partition, recomputed=plan.recomputed)
-        others = list(_alternatives(trials, drafts, draft, plan))
+        raise infeasible(space, _fits)
+    while found is not None:  # an alternative may turn out to be faster, since the cost model is coarse
+        candidate, plan = found
+        if request.solver == "exact" and request.partition is None and not candidate.choice.chunked:
+            plan = trials.improved(candidate, plan)
+            candidate = replace(candidate, partition=plan.partition, recomputed=plan.recomputed)
+        others = list(_alternatives(trials, candidates, candidate, plan))
         found = _faster(others, plan)
     alternatives = sorted((other for other, _ in others), key=lambda other: other.seconds_per_sample or math.inf)
-    note = _note(request, scope, drafts, draft)
-    exact = (draft.bound is not None and draft.bound >= draft.seconds_per_sample * (1 - 2 * TOLERANCE)
-             and not _thinned(request, draft))
-    return Solution(plan, tuple(alternatives), exact, note, scope.considered, perf_counter() - began)
+    exact = (candidate.bound is not None and candidate.bound >= candidate.seconds_per_sample * (1 - 2 * TOLERANCE)
+             and not _leaves_sets_out(request, candidate))
+    return Solution(plan, tuple(alternatives), exact, _note(request, space, candidates, candidate), space.considered,
+                    perf_counter() - began)
 
 
 def without_recompute(request: Request, solution: Solution) -> tuple[int, Plan] | None:
-    """A limit on the memory of a rank with which :func:`solve` recomputes nothing, tried; and its plan.
+    """Return a limit on the memory of a rank with which :func:`solve` recomputes nothing, and its plan.
 
-    None where nothing is recomputed anyway, where the request says what is, and where no such limit was found.
+    None where nothing is recomputed anyway, where the request fixes it, and where no such limit was found.
     """
     plan = solution.plan
     if not any(plan.recomputed) or request.recompute is not None:
@@ -80,16 +79,16 @@ def without_recompute(request: Request, solution: Solution) -> tuple[int, Plan] 
     assert plan.schedule is not None
     assert plan.microbatches is not None
     unlimited = replace(request, memory_bytes=None)
-    scope = SearchSpace(unlimited)
-    choice = Choice(plan.schedule, plan.microbatches, plan.stage_to_rank_map)
+    space = SearchSpace(unlimited)
+    choice = _of_plan(plan).choice
 
     def needed() -> Iterator[int]:
-        """First what the plan's own schedule and replicas take, then what the fastest of all does."""
-        draft = scope.draft(choice, share=0.0)
-        if draft is not None:
-            if not _chunked(draft):
-                yield scope.formula(choice, None, share=0.0).peak_bytes(draft.partition, draft.widths)
-            yield _peak_bytes(Trials(scope).simulated(draft, urgent=True))
+        """First what the plan's own schedule and replicas need, then what the fastest of all needs."""
+        candidate = space.solve(choice, share=0.0)
+        if candidate is not None:
+            if not choice.chunked:
+                yield space.cost_model(choice, None, share=0.0).peak_bytes(candidate.partition, candidate.widths)
+            yield _peak_bytes(Trials(space).simulated(candidate, urgent=True))
         yield _peak_bytes(solve(unlimited).plan)
 
     for least in needed():
@@ -106,149 +105,149 @@ def _peak_bytes(plan: Plan | None) -> int:
     return fullest_rank(plan.predictions)[1]
 
 
-def _drafts(scope: SearchSpace) -> list[Draft]:
-    """Of every choice the best, if it can be had; the fastest first."""
-    solve_choice = scope.draft if scope.request.solver == "exact" else scope.draft_of_paper
-    drafts = []
-    for choice in scope.choices():
+def _candidates(space: SearchSpace) -> list[Candidate]:
+    """Return the best candidate of every choice that has one, the fastest first."""
+    solve_choice = space.solve if space.request.solver == "exact" else space.solve_by_heuristic
+    candidates = []
+    for choice in space.choices():
         try:
-            draft = solve_choice(choice)
-        except UserError as error:  # a registered schedule that cannot be built or run
-            scope.refusals[choice] = error.problems[0].what.split("\n")[0]
+            candidate = solve_choice(choice)
+        except UserError as error:  # of a registered schedule that cannot be built at this size
+            space.refusals[choice] = error.problems[0].what.split("\n")[0]
             continue
-        if draft is not None:
-            drafts.append(draft)
-    return sorted(drafts, key=lambda draft: draft.seconds_per_sample)
+        if candidate is not None:
+            candidates.append(candidate)
+    return sorted(candidates, key=lambda candidate: candidate.seconds_per_sample)
 
 
-def _best_of(trials: Trials, drafts: Sequence[Draft]) -> tuple[Draft, Plan] | None:
-    """The fastest that fits; of the others the first that does, where none of the most promising did."""
-    return trials.best_of(_varied(drafts)) or trials.best_of(drafts)
+def _best_of(trials: Trials, candidates: Sequence[Candidate]) -> tuple[Candidate, Plan] | None:
+    """Return the fastest promising candidate that fits; where none of these does, the fastest of the others."""
+    return trials.best_of(_promising(candidates)) or trials.best_of(candidates)
 
 
-def _known(request: Request) -> Iterator[Draft]:
-    """The plans that are known already."""
-    for plan in request.known:
-        assert plan.schedule is not None
-        assert plan.microbatches is not None
-        yield Draft(plan.schedule, plan.microbatches, plan.update_every, plan.stage_to_rank_map, plan.partition,
-                    plan.recomputed, math.inf, None)
-
-
-def _fits(request: Request) -> bool:
-    """Whether :func:`solve` finds a plan."""
-    scope = SearchSpace(request)
-    return _best_of(Trials(scope), _drafts(scope)) is not None
-
-
-def _faster(others: Sequence[Compared], plan: Plan) -> tuple[Draft, Plan] | None:
-    """The fastest of what was simulated, if it is faster than a plan."""
-    simulated = [(draft, other.plan) for other, draft in others
-                 if draft is not None and other.simulated and other.plan is not None]
-    draft, best = min(simulated, key=lambda one: seconds(one[1]), default=(None, plan))
-    return (draft, best) if draft is not None and seconds(best) < seconds(plan) * (1 - 1e-6) else None
-
-
-def _varied(drafts: Sequence[Draft]) -> list[Draft]:
-    """The best, and the best of every schedule: a formula may be less kind to one than a simulation."""
-    chosen = list(drafts[:MOST_DRAFTS])
-    for schedule in dict.fromkeys(draft.schedule for draft in drafts):
-        first = next(draft for draft in drafts if draft.schedule == schedule)
+def _promising(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the best, and the best of every schedule: the cost model may be less kind to one than a simulation."""
+    chosen = list(candidates[:MOST_CANDIDATES])
+    for schedule in dict.fromkeys(candidate.schedule for candidate in candidates):
+        first = next(candidate for candidate in candidates if candidate.schedule == schedule)
         if first not in chosen:
             chosen.append(first)
     return chosen
 
 
-def _chunked(draft: Draft) -> bool:
-    return chunked(Choice(draft.schedule, draft.microbatches, draft.placement))
+def _known(request: Request) -> Iterator[Candidate]:
+    """Yield the plans that the request knows already."""
+    return map(_of_plan, request.known)
 
 
-def _alternatives(trials: Trials, drafts: Sequence[Draft], chosen: Draft, plan: Plan) -> Iterator[Compared]:
-    """The next best in every respect in which something was free."""
-    scope, request = trials.scope, trials.scope.request
+def _of_plan(plan: Plan) -> Candidate:
+    assert plan.schedule is not None
+    assert plan.microbatches is not None
+    return Candidate(plan.schedule, plan.microbatches, plan.update_every, plan.stage_to_rank_map, plan.partition,
+                     plan.recomputed, math.inf, None)
+
+
+def _fits(request: Request) -> bool:
+    """Tell whether :func:`solve` finds a plan."""
+    space = SearchSpace(request)
+    return _best_of(Trials(space), _candidates(space)) is not None
+
+
+def _faster(others: Sequence[Compared], plan: Plan) -> tuple[Candidate, Plan] | None:
+    """Return the fastest simulated alternative, if it is faster than a plan."""
+    simulated = [(candidate, other.plan) for other, candidate in others
+                 if candidate is not None and other.simulated and other.plan is not None]
+    candidate, best = min(simulated, key=lambda one: seconds(one[1]), default=(None, plan))
+    return (candidate, best) if candidate is not None and seconds(best) < seconds(plan) * (1 - 1e-6) else None
+
+
+def _alternatives(trials: Trials, candidates: Sequence[Candidate], chosen: Candidate, plan: Plan) -> Iterator[Compared]:
+    """Yield the next best choice in every respect that the request leaves free."""
+    space, request = trials.space, trials.space.request
     trials.left = MOST_ACTIONS
     for schedule in request.schedules:
         if schedule != chosen.schedule:
-            yield _best_with(trials, f"schedule {schedule}", [one for one in drafts if one.schedule == schedule],
-                             scope.lacking(schedule=schedule))
+            yield _best_with(trials, f"schedule {schedule}", [one for one in candidates if one.schedule == schedule],
+                             space.why_none(schedule=schedule))
     for count in sorted(request.profiles):
         if count != chosen.microbatches:
-            yield _best_with(trials, f"m = {count}", [one for one in drafts if one.microbatches == count],
-                             scope.lacking(microbatches=count))
+            yield _best_with(trials, f"m = {count}", [one for one in candidates if one.microbatches == count],
+                             space.why_none(microbatches=count))
     if request.placement is None:
-        widest, narrow = max(chosen.widths), [one for one in drafts if max(one.widths) == 1]
-        if widest > 1:
-            yield _best_with(trials, "no replicas", narrow, scope.lacking(narrow=True))
-        elif others := [one for one in drafts if max(one.widths) > 1]:
-            yield _best_with(trials, "with replicas", others, "does not fit")
-    if request.solver == "vpipe" or _chunked(chosen):
+        replicated = [one for one in candidates if max(one.widths) > 1]
+        if max(chosen.widths) > 1:
+            yield _best_with(trials, "no replicas", [one for one in candidates if max(one.widths) == 1],
+                             space.why_none(unreplicated=True))
+        elif replicated:
+            yield _best_with(trials, "with replicas", replicated, "does not fit")
+    if request.solver == "vpipe" or chosen.choice.chunked:
         return
-    choice = Choice(chosen.schedule, chosen.microbatches, chosen.placement)
-    if request.recompute is None and chosen.recomputes:
-        yield _without_recompute(trials, choice, chosen)
+    if request.recompute is None and any(chosen.recomputed):
+        yield _without_recompute(trials, chosen)
     if request.partition is None and len(chosen.partition) > 1:
         weights = [layer.parameter_bytes for layer in request.profiles[chosen.microbatches].layers]
         partition = evenly(weights, len(chosen.partition))
         if partition != plan.partition:
-            stages = scope.at(choice, partition)
-            drawn = [] if stages is None else [replace(chosen, partition=stages[0], recomputed=stages[1], others=())]
-            yield _best_with(trials, "equal parameters", drawn, "does not fit")
+            stages = space.stages_of(chosen.choice, partition)
+            equal = [] if stages is None else [replace(chosen, partition=stages[0], recomputed=stages[1], others=())]
+            yield _best_with(trials, "equal parameters", equal, "does not fit")
 
 
-def _best_with(trials: Trials, what: str, drafts: Sequence[Draft], why: str) -> Compared:
-    """The first of some drafts that holds no more than allowed, if one of the first few does.
+def _best_with(trials: Trials, what: str, candidates: Sequence[Candidate], why: str) -> Compared:
+    """Return the first of some candidates that fits, if one of the first few does.
 
     Args:
-        why: there is none, where ``drafts`` are none.
+        why: there is none, where ``candidates`` are none.
     """
-    for draft in drafts[:MOST_TRIED]:
-        plan = trials.simulated(draft)
-        if (failure := trials.failure(draft)) is not None:
+    for candidate in candidates[:MOST_TRIED]:
+        plan = trials.simulated(candidate)
+        if (failure := trials.failure(candidate)) is not None:
             why = failure
             continue
         if plan is None:
-            plan = draft.plan(trials.scope.request.profiles[draft.microbatches])
-            return Alternative(what, plan, draft.seconds_per_sample, False), None
+            plan = candidate.plan(trials.space.request.profiles[candidate.microbatches])
+            return Alternative(what, plan, candidate.seconds_per_sample, False), None
         if (excess := trials.excess(plan)) <= 0:
-            return Alternative(what, plan, seconds(plan), True), draft
+            return Alternative(what, plan, seconds(plan), True), candidate
         why = f"does not fit: {size_text(excess, up=True)} too many"
     return Alternative(what, None, None, False, why), None
 
 
-def _without_recompute(trials: Trials, choice: Choice, chosen: Draft) -> Compared:
-    scope, what = trials.scope, "no recompute"
-    draft = scope.draft(choice, share=0.0)
-    if draft is not None:
-        return _best_with(trials, what, [replace(chosen, partition=draft.partition, recomputed=draft.recomputed,
-                                                 others=())], "does not fit")
-    needed = scope.formula(choice, None, share=0.0).least_bytes()
+def _without_recompute(trials: Trials, chosen: Candidate) -> Compared:
+    space, what = trials.space, "no recompute"
+    candidate = space.solve(chosen.choice, share=0.0)
+    if candidate is not None:
+        return _best_with(trials, what, [replace(chosen, partition=candidate.partition, others=(),
+                                                 recomputed=candidate.recomputed)], "does not fit")
+    needed = space.cost_model(chosen.choice, None, share=0.0).leanest()
     why = "does not fit" if needed is None else f"needs {size_text(needed.greatest, up=True)} per rank"
     return Alternative(what, None, None, False, why), None
 
 
-def _thinned(request: Request, chosen: Draft) -> bool:
-    """Whether some ways to recompute in a stage may not have been looked at."""
-    return request.memory_bytes is not None and chosen.recomputes and max(chosen.partition) > MOST_LAYERS_OF_SETS
+def _leaves_sets_out(request: Request, chosen: Candidate) -> bool:
+    """Tell whether some sets of recomputed layers of a stage may not have been considered."""
+    return (request.memory_bytes is not None and any(chosen.recomputed)
+            and max(chosen.partition) > MOST_LAYERS_OF_SETS)
 
 
-def _note(request: Request, scope: SearchSpace, drafts: Sequence[Draft], chosen: Draft) -> str:
-    """What was not searched exhaustively."""
+def _note(request: Request, space: SearchSpace, candidates: Sequence[Candidate], chosen: Candidate) -> str:
+    """Return what was not searched exhaustively."""
     if request.solver == "vpipe":
         return "a heuristic: layers move between neighbouring stages until no move helps"
-    said = []
-    several = sorted({draft.schedule for draft in drafts if _chunked(draft)})
+    notes = []
+    several = sorted({candidate.schedule for candidate in candidates if candidate.choice.chunked})
     if several:
-        said.append(f"partitions of {', '.join(several)} (several stages on a rank) are cut to equal times, not "
-                    "searched")
-    wide = request.placement is None and request.ranks > 2
-    if wide and not scope.searches_widths and (request.ranks > MOST_RANKS or request.layers > MOST_LAYERS):
-        said.append(f"beyond {MOST_RANKS} ranks or {MOST_LAYERS} layers all stages get equally many replicas")
-    if _thinned(request, chosen):
-        said.append(f"of the ways to recompute in a stage at most {MOST_CHOICES} per end are followed")
+        notes.append(f"partitions of {', '.join(several)} (several stages on a rank) are cut to equal times, not "
+                     "searched")
+    large = request.ranks > MOST_RANKS or request.layers > MOST_LAYERS
+    if large and request.placement is None and request.ranks > 2 and not space.searches_widths:
+        notes.append(f"beyond {MOST_RANKS} ranks or {MOST_LAYERS} layers all stages get equally many replicas")
+    if _leaves_sets_out(request, chosen):
+        notes.append(f"of the ways to recompute in a stage at most {MOST_SETS} per end are followed")
     if chosen.bound is not None and chosen.bound < chosen.seconds_per_sample * (1 - 2 * TOLERANCE):
         gap = 1 - chosen.bound / chosen.seconds_per_sample
-        said.append(f"by formula no plan with this schedule is better by more than {gap:.1%}")
-    return "; ".join(said)
+        notes.append(f"by formula no plan with this schedule is better by more than {gap:.1%}")
+    return "; ".join(notes)
 
 
 _TIMES = ("forward", "backward", "input_half", "weight_half", "recompute")
@@ -256,10 +255,10 @@ _TIMES = ("forward", "backward", "input_half", "weight_half", "recompute")
 
 def better_partition(request: Request, partition: Sequence[int], recomputed: Sequence[Collection[int]],
                      measured_stage_s: Sequence[float]) -> tuple[Plan | None, float]:
-    """The plan with another partition that is faster by a run's own figures and fits, and how much faster a step gets.
+    """Replan a run: search a partition that is faster by the run's own measurements, and fits.
 
     A stage that took longer than the profile says makes each of its layers longer by the same factor. Both partitions
-    are simulated, so where ranks share cores a partition is not better for being even.
+    are simulated, so an even partition is not preferred where ranks share cores.
 
     Args:
         request: of the run: one profile, one schedule, its placement.
@@ -268,8 +267,7 @@ def better_partition(request: Request, partition: Sequence[int], recomputed: Seq
         measured_stage_s: per stage, forward, backward and recomputation of one microbatch.
 
     Returns:
-        The plan, None when the partition there is cannot be bettered; and the share of the time of a step that it
-        saves.
+        The plan, None when there is no better partition; and the share of the time of a step that it saves.
     """
     [(microbatches, profile)], [schedule] = request.profiles.items(), request.schedules
     scaled = _scaled(profile, partition, recomputed, measured_stage_s)
@@ -287,11 +285,13 @@ def better_partition(request: Request, partition: Sequence[int], recomputed: Seq
 
 def _scaled(profile: Profile, partition: Sequence[int], recomputed: Sequence[Collection[int]],
             measured_stage_s: Sequence[float]) -> Profile:
-    """The profile with the layers of each stage as fast as that was. Ranks that share cores measure each other's work,
-    too: then only how the stages differ counts, not how long they take."""
-    held, expected = ActivationMemory(profile), []
+    """Return the profile with the layers of each stage as fast as measured.
+
+    Ranks that share cores measure each other's work, too. Then only the differences between stages count.
+    """
+    activations, expected = ActivationMemory(profile), []
     for layers, again in zip(ranges(partition), recomputed, strict=True):
-        cost = stage_costs(profile, layers, again, held=held)
+        cost = stage_costs(profile, layers, again, activations=activations)
         expected.append(float(cost.forward_s + cost.input_s + cost.weight_s + cost.recompute_s))
     shared = profile.cores is not None and profile.identity.ranks_per_host > profile.cores
     all_alike = sum(measured_stage_s) / sum(expected) if shared else 1.0
@@ -299,7 +299,7 @@ def _scaled(profile: Profile, partition: Sequence[int], recomputed: Sequence[Col
     for layers, own, measured in zip(ranges(partition), expected, measured_stage_s, strict=True):
         factor = measured / own / all_alike
         for number in layers:
-            slowed: dict[str, Any] = {figure: Seconds(factor * seconds.median, seconds.spread) for figure in _TIMES
-                                      for seconds in [getattr(made[number], figure)]}
+            slowed: dict[str, Any] = {figure: Seconds(factor * time.median, time.spread) for figure in _TIMES
+                                      for time in [getattr(made[number], figure)]}
             made[number] = replace(made[number], **slowed)
     return replace(profile, layers=tuple(made))

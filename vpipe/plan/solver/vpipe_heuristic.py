@@ -3,11 +3,11 @@
 Source: Zhao et al., vPipe: A Virtualized Acceleration System for Achieving Efficient and Scalable Pipeline Parallel DNN
 Training (IEEE TPDS 33(3), 2022, doi:10.1109/TPDS.2021.3094364), the search for a plan of swapping, recomputing and
 partitioning (SRP). It begins with equally many layers per stage. Each stage fits itself into its memory, layer by
-layer, those first that free the most bytes per second. Then the slowest stage gives a layer at its edge to a neighbour,
-for as long as the slower of the two becomes faster.
+layer, first those that free the most bytes per second. Then the slowest stage gives a layer at its edge to a neighbour,
+as long as the slower of the two becomes faster.
 
-What differs: there is nothing to swap to, so that layers are recomputed only; and what is recomputed counts with the
-bytes that this runtime holds then, which is why a layer in the middle of a stage may free less than it seems to.
+Here nothing can be swapped, so layers are only recomputed. A recomputed layer counts with the bytes that this runtime
+then holds, so a layer in the middle of a stage may free less than its activations.
 """
 
 from __future__ import annotations
@@ -20,45 +20,46 @@ import numpy as np
 from vpipe.plan.solver.cost_model import CostModel
 from vpipe.plan.solver.stage_table import StageDemand, StageTable
 
-Cost = tuple[float, float]
-"""Of a stage: bytes that it holds too many, then its seconds per microbatch, which count where the first are equal."""
+StageCost = tuple[float, float]
+"""Bytes that a stage holds too many, then its seconds per microbatch, which count where the first are equal."""
 
 
-Moved = tuple[tuple[int, ...], tuple[frozenset[int], ...], float]
-"""A partition, what it recomputes, and the seconds of a step with a flush, or of a microbatch without."""
+def balanced(costs: CostModel, stages: int) -> tuple[tuple[int, ...], tuple[frozenset[int], ...], float] | None:
+    """Balance a partition into stages on one rank each.
 
-
-def balanced(formula: CostModel, stages: int) -> Moved | None:
-    """A partition into stages on one rank each; None where the heuristic ends with a stage that does not fit."""
-    layers = formula.spans.layers
+    Returns:
+        The partition, its recomputed layers, and the seconds of a step with a flush, or of a microbatch without; None
+        where the heuristic ends with a stage that does not fit.
+    """
+    layers = costs.table.layers
     if stages > layers:
         return None
     sizes = [layers // stages + (stage < layers % stages) for stage in range(stages)]
     stops = list(accumulate(sizes))
-    costs = [_cost(formula, stops, stage) for stage in range(stages)]
+    of_stage = [_cost(costs, stops, stage) for stage in range(stages)]
     for _ in range(layers * stages):
-        slowest = max(range(stages), key=costs.__getitem__)
+        slowest = max(range(stages), key=of_stage.__getitem__)
         for moved, other in _moves(stops, slowest):
-            after = {stage: _cost(formula, moved, stage) for stage in (slowest, other)}
-            if max(after.values()) < costs[slowest]:
+            after = {stage: _cost(costs, moved, stage) for stage in (slowest, other)}
+            if max(after.values()) < of_stage[slowest]:
                 stops = moved
                 for stage, cost in after.items():
-                    costs[stage] = cost
+                    of_stage[stage] = cost
                 break
         else:
             break
-    if any(over for over, _ in costs):
+    if any(excess for excess, _ in of_stage):
         return None
     firsts = [0, *stops[:-1]]
-    sets = tuple(_recomputed(formula.spans, first, stop, formula.demand(stages - stage, 1))
+    sets = tuple(_recomputed(costs.table, first, stop, costs.demand(stages - stage, 1))
                  for stage, (first, stop) in enumerate(zip(firsts, stops, strict=True)))
-    times, form = [seconds for _, seconds in costs], formula.form
-    seconds = sum(times) + (form.microbatches - 1) * max(times) if form.flush else max(times)
+    times, model = [seconds for _, seconds in of_stage], costs.model
+    seconds = sum(times) + (model.microbatches - 1) * max(times) if model.flush else max(times)
     return tuple(stop - first for first, stop in zip(firsts, stops, strict=True)), sets, seconds
 
 
 def _moves(stops: Sequence[int], stage: int) -> Iterator[tuple[list[int], int]]:
-    """A layer from a stage to a neighbour: the partition then, and the neighbour."""
+    """Yield the partitions after a layer moved from a stage to a neighbour, with the neighbour."""
     first = stops[stage - 1] if stage else 0
     if stops[stage] - first < 2:
         return
@@ -68,27 +69,27 @@ def _moves(stops: Sequence[int], stage: int) -> Iterator[tuple[list[int], int]]:
         yield [stop - (number == stage) for number, stop in enumerate(stops)], stage + 1
 
 
-def _cost(formula: CostModel, stops: Sequence[int], stage: int) -> Cost:
+def _cost(costs: CostModel, stops: Sequence[int], stage: int) -> StageCost:
     first, stop = stops[stage - 1] if stage else 0, stops[stage]
-    spans, hold = formula.spans, formula.demand(len(stops) - stage, 1)
-    dropped = _recomputed(spans, first, stop, hold)
-    over = 0.0
-    if spans.limit_bytes is not None:
-        over = max(0.0, spans.peak_bytes(first, stop, hold, dropped) - spans.limit_bytes)
-    again = sum(spans.profile.layers[layer].recompute.median for layer in dropped)
-    return over, float(formula.plain_s(np.array([first]), np.array([stop]))[0]) + again
+    table, demand = costs.table, costs.demand(len(stops) - stage, 1)
+    recomputed = _recomputed(table, first, stop, demand)
+    excess = 0.0
+    if table.limit_bytes is not None:
+        excess = max(0.0, table.peak_bytes(first, stop, demand, recomputed) - table.limit_bytes)
+    again = sum(table.profile.layers[layer].recompute.median for layer in recomputed)
+    return excess, float(costs.plain_s(np.array([first]), np.array([stop]))[0]) + again
 
 
-def _recomputed(spans: StageTable, first: int, stop: int, hold: StageDemand) -> frozenset[int]:
-    """As few layers as make the stage fit, those first that free the most bytes per second; all where none do."""
-    if (told := spans.must(first, stop, hold)) is not None:
-        return told
-    layers = spans.profile.layers
+def _recomputed(table: StageTable, first: int, stop: int, demand: StageDemand) -> frozenset[int]:
+    """Return the fewest layers that make the stage fit, first those that free the most bytes per second, or all."""
+    if (required := table.required(first, stop, demand)) is not None:
+        return required
+    layers = table.profile.layers
     order = sorted(range(first, stop), key=lambda number: -layers[number].saved_bytes
                    / max(layers[number].recompute.median, 1e-12))
-    dropped: frozenset[int] = frozenset()
+    recomputed: frozenset[int] = frozenset()
     for number in order:
-        if spans.limit_bytes is None or spans.peak_bytes(first, stop, hold, dropped) <= spans.limit_bytes:
+        if table.limit_bytes is None or table.peak_bytes(first, stop, demand, recomputed) <= table.limit_bytes:
             break
-        dropped |= {number}
-    return dropped
+        recomputed |= {number}
+    return recomputed

@@ -1,4 +1,4 @@
-"""A plan before it is simulated."""
+"""A choice that the solver makes, and a candidate: the plan that it finds for a choice, before it is simulated."""
 
 from __future__ import annotations
 
@@ -12,21 +12,52 @@ from vpipe.schedules.build import replica_views
 from vpipe.schedules.registry import recipe_named
 from vpipe.schedules.size import Placement
 
+Stages = tuple[tuple[int, ...], tuple[frozenset[int], ...]]
+"""A partition, layers per stage, and the numbers of the recomputed layers of every stage."""
+
 
 @dataclass(frozen=True)
-class Draft:
-    """A plan, and what the solver's formula says of it.
+class Choice:
+    """A choice of schedule, microbatches and replicas, for which a partition is searched.
+
+    Attributes:
+        placement: ranks per stage; None where every stage may have any number of replicas.
+    """
+
+    schedule: str
+    microbatches: int
+    placement: Placement | None
+
+    @property
+    def chunked(self) -> bool:
+        """Ranks hold several stages."""
+        return self.placement is not None and len(set(self.placement)) < len(self.placement)
+
+    @property
+    def replicated(self) -> bool:
+        """Stages may have several replicas."""
+        return self.placement is None or any(len(ranks) > 1 for ranks in self.placement)
+
+    @property
+    def plain(self) -> bool:
+        """Every rank holds one stage, and every stage lives on one rank."""
+        return not self.chunked and not self.replicated
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan, and the cost model's figures for it.
 
     Attributes:
         schedule: its name.
         microbatches: of a batch.
-        update_every: as it was asked for.
+        update_every: as the request says.
         placement: ranks per stage.
         partition: layers per stage.
         recomputed: per stage the numbers of its recomputed layers.
-        seconds_per_sample: by formula.
-        bound: no plan with these schedule, microbatches and widths takes less, by formula; None where that is unknown.
-        others: further partitions, with their recomputed layers, that a simulation may find better.
+        seconds_per_sample: by the cost model.
+        bound: no plan of this choice takes less, by the cost model; None where that is unknown.
+        others: further stages that a simulation may find better.
     """
 
     schedule: str
@@ -37,10 +68,10 @@ class Draft:
     recomputed: tuple[frozenset[int], ...]
     seconds_per_sample: float
     bound: float | None
-    others: Sequence[tuple[tuple[int, ...], tuple[frozenset[int], ...]]] = ()
+    others: Sequence[Stages] = ()
 
     def plan(self, profile: Profile) -> Plan:
-        """As a plan without predictions."""
+        """Return the plan without predictions."""
         recipe, every = recipe_named(self.schedule), None
         if not recipe.flush:
             every = replica_views(recipe, self.placement, self.microbatches, self.update_every)[0].size.update_every
@@ -50,22 +81,21 @@ class Draft:
                     profiled=asdict(profile.identity))
 
     @property
+    def choice(self) -> Choice:
+        return Choice(self.schedule, self.microbatches, self.placement)
+
+    @property
     def widths(self) -> tuple[int, ...]:
         """Replicas per stage."""
         return tuple(map(len, self.placement))
 
     @property
-    def recomputes(self) -> bool:
-        """Whether anything is recomputed."""
-        return any(self.recomputed)
-
-    @property
     def actions(self) -> int:
-        """About how many a simulation has to go through, transfers and sums included."""
+        """About the number of actions that a simulation executes, transfers and sums included."""
         stages, widest, ranks = len(self.placement), max(self.widths), sum(map(len, set(self.placement)))
         recipe, updates = recipe_named(self.schedule), 2
         microbatches = 2 * self.microbatches
-        if not recipe.flush:  # filled, a steady state, emptied
+        if not recipe.flush:  # the pipeline fills, runs steadily and drains
             every = self.update_every or recipe.update_every(ranks)
             per_step = every * lcm(*self.widths)
             microbatches = (4 + 3 * (ranks + widest) // per_step) * per_step
