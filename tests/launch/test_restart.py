@@ -24,7 +24,7 @@ from vpipe.launch.failure_report import first_report
 from vpipe.launch.restart import FILE, Failure, Starter, announced, newest_intact, over
 from vpipe.train import run_folder
 from vpipe.train.job import Job
-from vpipe.train.run_folder import failure_path, last_step, leave
+from vpipe.train.run_folder import failure_path, last_step, unlock_runs
 
 KILLED = Failure("rank 2 was killed; rank 1 was waiting for F7", 41, "step-40")
 
@@ -133,7 +133,7 @@ def test_a_config_that_was_edited_while_the_job_waited(tmp_path: Path, capsys: p
     assert "the config has changed since the attempt before; this one follows it as it is now" in \
         capsys.readouterr().err
     assert concluded(3, "training.learning_rate=0.5", "parallel.partition=[2, 3]")[1].parallel.partition == (2, 3)
-    leave()
+    unlock_runs()
 
 
 @pytest.mark.parametrize("saved", [True, False])
@@ -149,7 +149,7 @@ def test_what_is_not_started_again_can_be_gone_on_with_only_from_a_checkpoint(
         Conclusion.of(replace(member, restarts=1), job, None, None, ["job 7.0"])
     assert caught.value.problems[0].hint == (f"mend it, then go on with: vpipe train --resume {run}" if saved else
                                              f"mend it, then begin anew: vpipe train {run}/config.yaml")
-    leave()
+    unlock_runs()
 
 
 def test_what_starts_a_rank_again() -> None:

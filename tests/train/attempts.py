@@ -11,7 +11,7 @@ from vpipe.config.config import load_config
 from vpipe.train.job import Job
 from vpipe.train.loop import train
 from vpipe.train.resume import ResumePoint, find_resume_point, prepare_run, resumed_config
-from vpipe.train.run_folder import leave
+from vpipe.train.run_folder import unlock_runs
 
 
 def begin(folder: Path, **changes: Any) -> Path:
@@ -20,7 +20,7 @@ def begin(folder: Path, **changes: Any) -> Path:
     job = Job.from_config(load_config(write_config(folder, **changes)))
     run = prepare_run(ResumePoint(None, None), job)
     train(job, run)
-    leave()
+    unlock_runs()
     return run
 
 
@@ -30,5 +30,5 @@ def go_on(run: Path, *settings: str, at: int | None = None, config: Path | None 
     job = Job.from_config(resumed_config(start, config, settings, None))
     assert prepare_run(start, job) == run
     train(job, run, start.checkpoint)
-    leave()
+    unlock_runs()
     return job

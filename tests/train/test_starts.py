@@ -21,7 +21,7 @@ from vpipe.plan.plan import Plan
 from vpipe.train.job import Job
 from vpipe.train.loop import train
 from vpipe.train.resume import ResumePoint, find_resume_point, nothing_left, prepare_run, resumed_config
-from vpipe.train.run_folder import leave, running
+from vpipe.train.run_folder import running, unlock_runs
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_what_a_new_run_begins_with_is_said(one: Path, tmp_path: Path, capsys: p
     manifest.save(folder)
     start = find_resume_point(folder)
     prepare_run(start, Job.from_config(resumed_config(start, write_config(tmp_path), [], None)))
-    leave()
+    unlock_runs()
     assert capsys.readouterr().err.splitlines() == [
         says.format(len(manifest.tensors)).replace("FOLDER", str(folder))]
 
@@ -88,7 +88,7 @@ def test_a_manifest_is_loaded_once_and_every_byte_is_hashed_once(one: Path, tmp_
     assert loaded == [start.checkpoint]
     assert hashed == list(load(run / "checkpoints" / "step-1").files)
     train(job, run, start.checkpoint)
-    leave()
+    unlock_runs()
     assert loaded == [start.checkpoint] * 2
     assert len(hashed) == len(set(hashed))
 
@@ -112,7 +112,7 @@ def test_error_feedback_of_an_older_version_is_left_out(one: Path, tmp_path: Pat
         "warning: the checkpoint has error feedback of compressed gradients, which this version has not: it is left "
         "out, so the losses from here on are others", "changed since step 1: training.max_steps 1 -> 2"]
     train(job, run, checkpoint)
-    leave()
+    unlock_runs()
     assert [line["step"] for line in metrics(run)[0]] == [0, 1]
     assert "compress_feedback: false" in (run / "config.yaml").read_text()
     (tmp_path / "same.yaml").write_text(older.replace("compress: int8", "compress: none"))

@@ -23,7 +23,7 @@ from vpipe.launch.restart import Starter
 from vpipe.train import run_folder as folders
 from vpipe.train.job import Job
 from vpipe.train.resume import ResumePoint, changed_keys, find_resume_point, nothing_left, prepare_run, resumed_config
-from vpipe.train.run_folder import LAUNCHED, leave, make_run_folder
+from vpipe.train.run_folder import LAUNCHED, make_run_folder, unlock_runs
 
 ONE = {"parallel__model_parallel_size": 1, "model__num_layers": 1}
 
@@ -94,7 +94,7 @@ def test_of_two_that_would_go_on_only_one_touches_the_run(run: Path) -> None:
     with (run / LAUNCHED).open() as file, pytest.raises(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     ready(find_resume_point(run))  # the launcher's next attempt
-    leave()
+    unlock_runs()
     assert not (run / LAUNCHED).exists()
 
 
@@ -123,7 +123,7 @@ def test_a_finished_run_is_left_as_it_is(run: Path, monkeypatch: pytest.MonkeyPa
     start = find_resume_point(run)
     before = sorted(run.rglob("*"))
     launch(resumed_config(start, None, [], None), start, None)
-    leave()
+    unlock_runs()
     assert capsys.readouterr().out.splitlines() == [
         "nothing is left to do: 6 updates are done; to go on, give a larger limit: vpipe train --resume "
         f"{run} --set training.max_steps=12"]

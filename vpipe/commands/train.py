@@ -15,7 +15,7 @@ from vpipe.distributed.environment import RankEnvironment
 from vpipe.errors import UserError, VpipeError, counted
 from vpipe.launch.restart import Starter
 from vpipe.train.resume import ResumePoint, absolute_path, find_resume_point, resumed_config
-from vpipe.train.run_folder import leave
+from vpipe.train.run_folder import unlock_runs
 
 
 def run_train(options: argparse.Namespace) -> None:
@@ -27,7 +27,7 @@ def run_train(options: argparse.Namespace) -> None:
     try:
         _train(options)
     finally:
-        leave()
+        unlock_runs()
 
 
 def _train(options: argparse.Namespace) -> None:

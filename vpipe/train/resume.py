@@ -33,9 +33,9 @@ from vpipe.train.run_folder import (
     begin_attempt,
     checkpoints_root,
     last_step,
+    lock_run,
     make_run_folder,
     next_attempt,
-    take,
     why_unsaved,
 )
 
@@ -354,7 +354,7 @@ def nothing_left(start: ResumePoint, job: Job) -> str | None:
     evaluations = Past.read(start.folder / METRICS, steps).evaluations
     if not evaluations or evaluations[-1][0] != steps - 1:
         return None  # a signal ended it just there
-    take(start.folder)
+    lock_run(start.folder)
     check_fits_job(manifest, job)
     longer = [f"training.{key}={2 * limit}" for key in ("max_steps", "epochs")
               if (limit := getattr(job.config.training, key)) is not None]
@@ -382,7 +382,7 @@ def prepare_run(start: ResumePoint, job: Job) -> Path:
     if start.folder is None:
         saving = job.config.saving
         folder = make_run_folder(job.config.log_directory, config, saving.directory if saving.makes_any else None)
-        take(folder)
+        lock_run(folder)
         job.keep_plan(folder)
         if manifest is not None:
             print(_begins_with(manifest, start), file=sys.stderr, flush=True)
@@ -392,7 +392,7 @@ def prepare_run(start: ResumePoint, job: Job) -> Path:
     from vpipe.train.metrics import Past  # which needs torch, as a job does
 
     folder = start.folder
-    take(folder)
+    lock_run(folder)
     roots = list(dict.fromkeys([_next_root(job.config, folder), *checkpoint_roots(folder)]))
     attempt, last = next_attempt([folder, *roots]), last_step(folder)
     # First the checkpoints: a process that is killed here leaves none that is ahead of metrics.jsonl.

@@ -1,4 +1,4 @@
-"""The folder of a run."""
+"""Make the folder of a run, lock it, and make it ready for another attempt."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from itertools import count
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
-from vpipe.config.config import Config
 from vpipe.errors import UserError, counted
+
+if TYPE_CHECKING:  # commands that list checkpoints need no pydantic
+    from vpipe.config.config import Config
 
 CONFIG = "config.yaml"
 
@@ -39,27 +41,27 @@ EARLIER = "earlier"
 """What earlier attempts left: ``earlier/1`` is that of the first."""
 
 RUNNING = "running"
-"""Held while a run is going; says which process holds it."""
+"""Locked while a run is going; names the process."""
 
 LAUNCHED = "launched"
-"""Held by the process that took a run up, from before its ranks start until it ends; says which."""
+"""Locked by the process that started a run, from before its ranks start until it ends; names it."""
 
 FINGERPRINT = "fingerprint"
-"""Where a rank that looked at its host's data says which they are."""
+"""The fingerprint of a host's data, as one of its ranks found it."""
 
 
 TAIL_BYTES = 1 << 16
-
+"""Of metrics.jsonl, in which its last step is looked for."""
 
 
 def make_run_folder(log_directory: Path, resolved_config: str, checkpoints: Path | None = None, *,
                     file: str = CONFIG) -> Path:
-    """``<log_directory>/<timestamp>/`` with the resolved config in it.
+    """Make ``<log_directory>/<timestamp>/`` with the resolved config in it.
 
     Args:
         checkpoints: ``checkpoint.directory``, in which the folder of this name is made, too: runs of other log
             directories may share it, and begin in the same second.
-        file: what holds the config, by name; another one where what is to be done is said otherwise.
+        file: name of the file that holds the config.
 
     Raises:
         UserError: a folder cannot be made or written.
@@ -74,7 +76,7 @@ def make_run_folder(log_directory: Path, resolved_config: str, checkpoints: Path
                 if log_directory.is_dir():
                     continue  # two runs in one second
                 raise
-            if checkpoints is not None and not _made(checkpoints / folder.name, folder):
+            if checkpoints is not None and not _make_checkpoints(checkpoints / folder.name, folder):
                 continue
             (folder / file).write_text(resolved_config)
             return folder
@@ -84,8 +86,8 @@ def make_run_folder(log_directory: Path, resolved_config: str, checkpoints: Path
     raise AssertionError("count() does not end")
 
 
-def _made(checkpoints: Path, run: Path) -> bool:
-    """Make the folder of a run's checkpoints; where that is there already, the run's own, which is empty, goes again.
+def _make_checkpoints(checkpoints: Path, run: Path) -> bool:
+    """Make the folder of a run's checkpoints; if it exists, remove the run's own, which is empty, and return False.
 
     Raises:
         UserError: it cannot be made.
@@ -102,19 +104,19 @@ def _made(checkpoints: Path, run: Path) -> bool:
 
 
 def checkpoints_root(config: Config, folder: Path) -> Path:
-    """Where the checkpoints of a run go: in its folder, or in one of its own in ``checkpoint.directory``."""
+    """Return the folder of a run's checkpoints: in the run's, or one of its own in ``checkpoint.directory``."""
     directory = config.saving.directory
     return folder / "checkpoints" if directory is None else directory / folder.name
 
 
 def next_attempt(folders: Iterable[Path]) -> str:
-    """The name in ``earlier`` for what is moved away now: the same in all of these folders, and new in each."""
+    """Return the name in ``earlier`` for what is moved away now: the same in all of these folders, new in each."""
     before = [int(found.name) for folder in folders for found in (folder / EARLIER).glob("*") if found.name.isdecimal()]
     return str(max(before, default=0) + 1)
 
 
 def begin_attempt(folder: Path, attempt: str, config: str, lines: Iterable[str]) -> None:
-    """Make a run's folder ready to go on: what the attempt before left moves to ``earlier/<attempt>/``.
+    """Make a run's folder ready for another attempt: files of the one before move to ``earlier/<attempt>/``.
 
     The logs stay, and go on. A process that is killed meanwhile leaves a folder that can be made ready again, if no
     checkpoint has done more steps than ``lines``.
@@ -145,7 +147,7 @@ def begin_attempt(folder: Path, attempt: str, config: str, lines: Iterable[str])
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file that is never there in half."""
+    """Replace a file at once or not at all."""
     partial = path.with_name(f"{path.name}.tmp")
     with partial.open("w") as file:
         file.write(text)
@@ -156,14 +158,14 @@ def _replace(path: Path, text: str) -> None:
 
 @contextmanager
 def running(folder: Path) -> Iterator[None]:
-    """Hold a run, so that no other process goes on with it meanwhile; the system lets go when this process ends.
+    """Lock a run that is going on; the system unlocks it when this process ends.
 
     Raises:
-        UserError: another process holds it.
+        UserError: another process has locked it.
     """
-    file = _held(folder, RUNNING)
+    file = _lock(folder, RUNNING)
     try:
-        _sign(file)
+        _write_holder(file)
         yield
     finally:
         with suppress(OSError):
@@ -178,43 +180,43 @@ def check_not_running(folder: Path) -> None:
         UserError: it is; the text says which process.
     """
     if (folder / RUNNING).exists():
-        _held(folder, RUNNING).close()
+        _lock(folder, RUNNING).close()
 
 
-_taken: dict[Path, IO[str]] = {}
-"""The runs that this process has taken up."""
+_locked: dict[Path, IO[str]] = {}
+"""The runs that this process has locked by :func:`lock_run`."""
 
 
 @atexit.register
-def leave() -> None:
-    """Let go of all runs that this process has taken up."""
-    while _taken:
-        folder, file = _taken.popitem()
+def unlock_runs() -> None:
+    """Unlock all runs that this process has locked by :func:`lock_run`."""
+    while _locked:
+        folder, file = _locked.popitem()
         with suppress(OSError):
             (folder / LAUNCHED).unlink()
         file.close()
 
 
-def take(folder: Path) -> None:
-    """Hold a run before its ranks do, so that of two that would go on with it only one touches it.
+def lock_run(folder: Path) -> None:
+    """Lock a run before its ranks start, so that of two processes that resume it only one touches it.
 
-    This process may do so again; it lets go with :func:`leave`, or when it ends.
+    This process may do so again; :func:`unlock_runs` or its end unlocks it.
 
     Raises:
-        UserError: another process holds it, or the run is still going.
+        UserError: another process has locked it, or the run is still going.
     """
-    if folder not in _taken:
+    if folder not in _locked:
         try:
-            _taken[folder] = _held(folder, LAUNCHED)
+            _locked[folder] = _lock(folder, LAUNCHED)
         except OSError as error:
             raise UserError(f"cannot go on in the run's folder '{folder}': {error.strerror}",
                             hint="make it writable, or make room") from None
-        _sign(_taken[folder])
+        _write_holder(_locked[folder])
     check_not_running(folder)
 
 
-def _held(folder: Path, name: str) -> IO[str]:
-    """A file of a run that this process holds from now on."""
+def _lock(folder: Path, name: str) -> IO[str]:
+    """Lock a file of a run; closing it unlocks it."""
     path = folder / name
     while True:
         file = path.open("a+")
@@ -234,24 +236,24 @@ def _held(folder: Path, name: str) -> IO[str]:
         file.close()  # whoever held it has just removed it
 
 
-def _sign(file: IO[str]) -> None:
-    with suppress(OSError):  # of a full disk: it is held all the same
+def _write_holder(file: IO[str]) -> None:
+    with suppress(OSError):  # of a full disk: it is locked all the same
         file.truncate(0)
         os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
 
 def log_path(folder: Path, rank: int) -> Path:
-    """The log of a rank."""
+    """Return the log of a rank."""
     return folder / f"rank{rank}.log"
 
 
 def failure_path(folder: Path, rank: int) -> Path:
-    """Where a rank that fails says why, for its launcher."""
+    """Return the file in which a rank that fails writes why, for its launcher."""
     return folder / f"rank{rank}.failure.json"
 
 
 def why_unsaved(config: Config, folder: Path) -> str:
-    """``its first is due after step 20, and it made 12 steps``.
+    """Return ``its first is due after step 20, and it made 12 steps``.
 
     Args:
         config: of the run in ``folder``.
@@ -268,7 +270,7 @@ def why_unsaved(config: Config, folder: Path) -> str:
 
 
 def last_step(folder: Path) -> int | None:
-    """The last step that a run recorded."""
+    """Return the last step that a run recorded."""
     try:
         with (folder / METRICS).open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
