@@ -26,13 +26,13 @@ from vpipe.cli import _parser, main
 from vpipe.config.config import Config, load_config
 from vpipe.config.validation import Section, section_of
 from vpipe.config.vpipe_flat import FlatConfig, PartitionFile, RankFile
-from vpipe.draw.summary import RankCosts, Summary
 from vpipe.errors import UserError
 from vpipe.schedules import registry
 from vpipe.schedules.action import Op
 from vpipe.schedules.build import build
 from vpipe.schedules.registry import recipe_named, schedule_names
 from vpipe.schedules.size import default_placement
+from vpipe.visualize.summary import RankCosts, Summary
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]

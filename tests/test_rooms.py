@@ -14,19 +14,20 @@ ROOT = Path(__file__).parent.parent / "vpipe"
 MAY_IMPORT = {
     "errors": set(),
     "arguments": {"errors"},
-    "sizes": {"errors"},
-    "measures": set(),
-    "files": {"errors", "sizes"},
-    "slow": set(),
-    "packages": {"errors"},
-    "schedules": {"errors", "files", "packages", "schedules"},
-    "model": {"errors", "arguments", "packages", "model"},
-    "draw": {"errors", "sizes", "schedules", "plan", "draw"},
-    "data": {"errors", "files", "packages", "slow", "data"},
-    "plan": {"errors", "arguments", "files", "sizes", "measures", "schedules", "plan"},
-    "report": {"errors", "sizes", "measures", "schedules", "draw", "plan", "report"},
+    "units": {"errors"},
+    "files": {"errors", "units"},
+    "metric_formulas": set(),
+    "plugins": {"errors"},
+    "progress": set(),
+    "schedules": {"errors", "files", "plugins", "schedules"},
+    "model": {"errors", "arguments", "plugins", "model"},
+    "data": {"errors", "files", "plugins", "progress", "data"},
+    "plan": {"errors", "arguments", "files", "units", "metric_formulas", "schedules", "plan"},
+    "visualize": {"errors", "units", "schedules", "plan", "visualize"},
+    "draw": {"visualize"},
+    "report": {"errors", "units", "metric_formulas", "schedules", "plan", "visualize", "report"},
     "distributed": {"errors", "distributed"},
-    "checkpoint": {"errors", "files", "sizes", "model", "checkpoint"},
+    "checkpoint": {"errors", "files", "units", "model", "checkpoint"},
     "runtime": {"errors", "arguments", "schedules", "model", "checkpoint", "distributed", "runtime"},
     "profiling": {"errors", "model", "distributed", "runtime", "plan", "profiling"},
 }
@@ -73,13 +74,14 @@ def test_the_files_of_a_room_import_only_what_it_may(room: str) -> None:
             assert rooms_imported(file.read_text()) <= MAY_IMPORT.get(room, set(MAY_IMPORT) | ON_TOP), file
 
 
+STANDARD_LIBRARY_ALONE = {"errors", "metric_formulas", "schedules", "visualize", "draw", "distributed", "report"}
 NEED_TORCH = {ROOT / "distributed" / name for name in ("device.py", "init.py", "rendezvous.py", "store.py")}
 
 
 def test_schedules_and_their_pictures_need_nothing_but_the_standard_library() -> None:
     for file in FILES:
-        if (room_of(file) in ("errors", "measures", "schedules", "draw", "distributed", "report") and \
-                file not in NEED_TORCH) or file == ROOT / "commands" / "schedule.py":
+        if (room_of(file) in STANDARD_LIBRARY_ALONE and file not in NEED_TORCH) or \
+                file == ROOT / "commands" / "schedule.py":
             packages = {name.split(".")[0] for name in imported(file.read_text())}
             assert packages <= sys.stdlib_module_names | {"vpipe"}, file
 
@@ -90,9 +92,9 @@ def test_nothing_below_may_import_what_is_on_top() -> None:
 
 def test_imports_are_found_wherever_they_stand() -> None:
     source = "import torch.nn as nn\nfrom vpipe import Model\nif x:\n    from vpipe.errors import UserError\n" \
-             "def f():\n    from vpipe import schedules\n    import vpipe.data.prose"
+             "def f():\n    from vpipe import schedules\n    import vpipe.data.local_corpus.prose"
     assert imported(source) == {"torch.nn", "vpipe.Model", "vpipe.errors.UserError", "vpipe.schedules",
-                                "vpipe.data.prose"}
+                                "vpipe.data.local_corpus.prose"}
     assert rooms_imported(source) == {"__init__", "errors", "schedules", "data"}
 
 

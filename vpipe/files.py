@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any, NoReturn
 
 from vpipe.errors import UserError
-from vpipe.sizes import size_text
+from vpipe.units import size_text
 
 
 def read_bounded(path: str | os.PathLike[str], most_bytes: int, what: str) -> bytes:

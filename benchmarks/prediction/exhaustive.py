@@ -27,7 +27,7 @@ from world import run_world
 from vpipe import Layer, Model, Pipeline, Plan
 from vpipe.plan.predict import predict
 from vpipe.plan.solver import Request, solve
-from vpipe.profiling.identity import identify
+from vpipe.profiling.fingerprint import identify
 from vpipe.profiling.measure import measure
 
 WIDTH, SAMPLES, MICROBATCHES = 256, 128, 8

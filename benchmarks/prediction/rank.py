@@ -22,7 +22,7 @@ from vpipe.model.layer import Model
 from vpipe.model.split import balanced
 from vpipe.plan.predict import SimulatedPlan, predict
 from vpipe.plan.profile import Profile
-from vpipe.profiling.identity import identify
+from vpipe.profiling.fingerprint import identify
 from vpipe.profiling.measure import measure
 from vpipe.runtime.trace import Recorded, Recorder
 from vpipe.runtime.worker import Worker

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vpipe.checkpoint.export import export_huggingface
 from vpipe.checkpoint.huggingface import import_weights, read_model_config
 from vpipe.cli import main
-from vpipe.data.wordpiece import train_wordpiece
+from vpipe.data.tokenizers import train_wordpiece
 from vpipe.model.layer import Model
 from vpipe.model.registry import HuggingFace, ModelSettings, family_named
 

@@ -17,7 +17,7 @@ from vpipe.compare.contenders import Contender
 from vpipe.compare.results import Comparison, Outcome
 from vpipe.plan.plan import Prediction, StagePrediction
 from vpipe.plan.stage_costs import StageMemory
-from vpipe.profiling.peak import Peak
+from vpipe.profiling.peak_flops import Peak
 from vpipe.runtime.usage import StageUsage
 from vpipe.train.metrics import Efficiency
 from vpipe.train.summary import OWN, PEAK

@@ -16,7 +16,7 @@ from vpipe.compare.systems import SYSTEMS, ComparisonRequest, SystemPlan, microb
 from vpipe.errors import Problem, UserError
 from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds, TensorBytes
 from vpipe.profiling.world import World
-from vpipe.sizes import size_text
+from vpipe.units import size_text
 
 LAYERS, RANKS, BATCH, MB = 10, 2, 16, 1_000_000
 WEIGHTS, ADAM, ACTIVATIONS, HIDDEN = 10 * MB, 20 * MB, 8 * MB, 1 * MB

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from vpipe.data.bert_corpus import BertText
+from vpipe.data.bert_text import BertText
 
 torch.set_num_threads(1)
 

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from vpipe.data.bert_fields import SHAPES, STORAGE, shape_of
 from vpipe.data.bert_hdf5 import BertHdf5, bert_hdf5
+from vpipe.data.bert_samples import SHAPES, STORAGE, shape_of
+from vpipe.data.bert_shards import write_shard
 from vpipe.data.dataset import Dataset, DatasetSettings, Split
-from vpipe.data.hdf5_shard import write_shard
 from vpipe.errors import UserError
 
 

@@ -6,11 +6,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vpipe.data.bert_fields import SHAPES, STORAGE, check_lengths, default_max_predictions, shape_of
-from vpipe.data.bert_samples import Pair, make_samples, pack, sentence_pairs
-from vpipe.data.masking import mask_tokens
+from vpipe.data.bert_samples import (
+    SHAPES,
+    STORAGE,
+    Pair,
+    check_lengths,
+    default_max_predictions,
+    make_samples,
+    mask_tokens,
+    pack,
+    sentence_pairs,
+    shape_of,
+)
 from vpipe.data.plain_text import read_documents
-from vpipe.data.wordpiece import train_wordpiece
+from vpipe.data.tokenizers import train_wordpiece
 from vpipe.errors import UserError
 
 

@@ -10,17 +10,15 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from vpipe.data.bert_cache import prepare_text
-from vpipe.data.bert_corpus import BertText, split_documents
-from vpipe.data.bert_text import bert_text
+from vpipe.data.bert_text import BertText, bert_text, prepare_text, split_documents
 from vpipe.data.dataset import Dataset, DatasetSettings
 from vpipe.errors import UserError
 
 PREPARE = """
 import sys, time
 from pathlib import Path
-from vpipe.data import bert_cache
-from vpipe.data.bert_corpus import BertText
+from vpipe.data import bert_text as bert_cache
+from vpipe.data.bert_text import BertText
 build = bert_cache.build_corpus
 def counted(wanted):
     print("built", flush=True)

@@ -12,7 +12,7 @@ from vpipe.data.synthetic import synthetic_bert
 from vpipe.data.text import text
 from vpipe.errors import UserError
 
-MODULES = sorted(Path(vpipe.data.__path__[0]).glob("*.py"))
+MODULES = sorted(Path(vpipe.data.__path__[0]).rglob("*.py"))
 
 
 def test_the_built_in_data_sets_are_found() -> None:

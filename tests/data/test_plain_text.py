@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from vpipe.data.jsonl import jsonl_files
-from vpipe.data.plain_text import read_blocks, read_documents, text_files
+from vpipe.data.code_search_net import jsonl_files
+from vpipe.data.plain_text import read_blocks, read_documents, split_sentences, text_files
 from vpipe.errors import UserError
 
 
@@ -64,3 +64,26 @@ def test_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"old\.txt is not UTF-8 \(byte 3\)") as caught:
         read_documents(tmp_path)
     assert caught.value.problems[0].where == str(tmp_path / "old.txt")
+
+
+@pytest.mark.parametrize(("text", "sentences"), [
+    ("One thing. Another thing! A third? Yes.", ["One thing.", "Another thing!", "A third?", "Yes."]),
+    ("Use a list, e.g. Python's own. Then go on.", ["Use a list, e.g. Python's own.", "Then go on."]),
+    ("That is i.e. This. Or cf. Knuth.", ["That is i.e. This.", "Or cf. Knuth."]),
+    ("The value is 3.14 now. Version 2.0 follows.", ["The value is 3.14 now.", "Version 2.0 follows."]),
+    ("Wait... Then go. And so on... to the end.", ["Wait...", "Then go.", "And so on... to the end."]),
+    ("After D. Knuth it changed. See Fig. 3 there.", ["After D. Knuth it changed.", "See Fig. 3 there."]),
+    ("So do I. Then sleep.", ["So do I.", "Then sleep."]),
+    ("Lists, sets etc. Other things (see below.) Next.", ["Lists, sets etc.", "Other things (see below.)", "Next."]),
+    ('He said "stop." Then\n   he   left', ['He said "stop."', "Then he left"]),
+    ("no capital. follows here", ["no capital. follows here"]),
+    ("", []),
+    ("  \n ", []),
+])
+def test_splits_where_sentences_end(text: str, sentences: list[str]) -> None:
+    assert split_sentences(text) == sentences
+
+
+def test_no_word_is_lost() -> None:
+    text = "A first one, e.g. this. Then 2.5 more... Or not? (Maybe.) Dr. Who knows! The end"
+    assert " ".join(split_sentences(text)) == text

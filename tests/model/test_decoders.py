@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from vpipe import Pipeline
 from vpipe.config.sections import ModelSection
 from vpipe.errors import UserError
-from vpipe.model.attention import attention
 from vpipe.model.gpt import Attention as GptAttention
+from vpipe.model.gpt import GptConfig
 from vpipe.model.gpt import Mlp as GptMlp
-from vpipe.model.gpt_config import GptConfig
 from vpipe.model.layer import Model
-from vpipe.model.llama_config import LlamaConfig
+from vpipe.model.llama import LlamaConfig
 from vpipe.model.loss import NO_LABEL
 from vpipe.model.registry import ModelSettings, family_named
 from vpipe.model.rotary import RopeScaling, rotary_tables, rotate
 from vpipe.model.split import parameter_counts
+from vpipe.model.transformer import attention
 from vpipe.train.model_settings import model_settings
 from vpipe.verify.reference import TrainingRecipe, flush_oracle
 

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from limits import refusal
 
-from vpipe.data.bert_fields import SHAPES, STORAGE, Samples, shape_of
 from vpipe.data.bert_hdf5 import BertHdf5
+from vpipe.data.bert_samples import SHAPES, STORAGE, Samples, shape_of
+from vpipe.data.bert_shards import write_shard
+from vpipe.data.cache import NAME, _digest
 from vpipe.data.dataset import DatasetSettings
-from vpipe.data.hdf5_shard import write_shard
-from vpipe.data.manifest import NAME, _digest
 from vpipe.data.registry import dataset_named
-from vpipe.data.tokenizer_file import load_tokenizer
-from vpipe.model.limits import LARGEST_SIZE
+from vpipe.data.tokenizers import load_tokenizer
+from vpipe.model.config_keys import LARGEST_SIZE
 
 SHAPE = (12, 16)
 

@@ -15,8 +15,8 @@ from vpipe.checkpoint.manifest import Manifest
 from vpipe.config.config import load_config
 from vpipe.config.yaml_tree import MOST_BYTES, MOST_VALUES, read_json
 from vpipe.data.bert_hdf5 import BertHdf5
-from vpipe.data.jsonl import jsonl_files, read_functions
-from vpipe.data.tokenizer_file import load_tokenizer
+from vpipe.data.code_search_net import jsonl_files, read_functions
+from vpipe.data.tokenizers import load_tokenizer
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
 from vpipe.schedules.csv_format import read_csv

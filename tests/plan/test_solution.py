@@ -15,7 +15,7 @@ from vpipe.plan.solver.candidate_trials import fullest_rank
 from vpipe.plan.solver.schedule_model import equal_widths
 from vpipe.plan.stage_costs import StageMemory, combined_memory
 from vpipe.schedules.registry import planned_schedules
-from vpipe.sizes import parse_size
+from vpipe.units import parse_size
 
 
 def seconds(solution: Solution) -> float:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from vpipe import Model
 from vpipe.plan.profile import Profile
-from vpipe.profiling.identity import identify
+from vpipe.profiling.fingerprint import identify
 from vpipe.profiling.measure import measure
 from vpipe.train.optimizers import OptimizerSettings
 

@@ -13,14 +13,13 @@ from profile_by_hand import made_profile
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
-from vpipe.report.causes import Cause, Producers, pieces
-from vpipe.report.evidence import gather
 from vpipe.report.figures import Figures
+from vpipe.report.idle_causes import Cause, Producers, pieces
 from vpipe.report.page import page
-from vpipe.report.planned import as_recording, in_a_row, replayed
-from vpipe.report.recorded import Recording, read_recording
-from vpipe.report.steady import steady, step_ends, step_times, typical
-from vpipe.report.totals import Totals
+from vpipe.report.recording import Recording, read_recording
+from vpipe.report.report_data import as_recording, gather, in_a_row, replayed
+from vpipe.report.run_metrics import Totals
+from vpipe.report.steady_state import steady, step_ends, step_times, typical
 from vpipe.schedules.action import Action, Op
 
 

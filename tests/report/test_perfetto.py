@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from made_run import make_run
 
-from vpipe.report.causes import Producers
+from vpipe.report.idle_causes import Producers
 from vpipe.report.perfetto import write_trace
-from vpipe.report.recorded import Recording, read_recording
+from vpipe.report.recording import Recording, read_recording
 from vpipe.schedules.action import Op
 
 

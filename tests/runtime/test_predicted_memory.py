@@ -11,7 +11,7 @@ from models import rich_batches, rich_model
 from vpipe import Pipeline
 from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
-from vpipe.profiling.identity import identify
+from vpipe.profiling.fingerprint import identify
 from vpipe.profiling.measure import measure
 from vpipe.runtime.trace import Recorded
 

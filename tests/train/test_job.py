@@ -14,8 +14,8 @@ from small_run import job_of, put_in
 
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.config.config import load_config, load_resolved
-from vpipe.data.byte_bpe import train_byte_bpe
 from vpipe.data.synthetic import synthetic_bert
+from vpipe.data.tokenizers import train_byte_bpe
 from vpipe.errors import UserError
 from vpipe.model.layer import Layer, Model
 from vpipe.model.registry import ModelSettings

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vpipe.errors import LastingError
-from vpipe.profiling.peak import Peak
+from vpipe.profiling.peak_flops import Peak
 from vpipe.runtime.step_results import Step
 from vpipe.train import metrics as module
 from vpipe.train.metrics import Efficiency, Metrics, Past, Worth, mean

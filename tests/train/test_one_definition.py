@@ -12,11 +12,11 @@ from small_run import only_run, write_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from vpipe.cli import main
-from vpipe.measures import share_text
-from vpipe.report.evidence import gather
+from vpipe.metric_formulas import share_text
 from vpipe.report.page import page
-from vpipe.report.words import milliseconds
-from vpipe.sizes import size_text
+from vpipe.report.report_data import gather
+from vpipe.units import size_text
+from vpipe.visualize.table import milliseconds
 
 
 @pytest.mark.usefixtures("forked")

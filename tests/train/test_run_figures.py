@@ -12,7 +12,7 @@ import pytest
 from small_run import job_of, write_config
 
 from vpipe.config.config import load_config
-from vpipe.profiling.peak import Peak
+from vpipe.profiling.peak_flops import Peak
 from vpipe.runtime.step_results import Step
 from vpipe.runtime.usage import StageUsage
 from vpipe.train import metrics as module

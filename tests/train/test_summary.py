@@ -11,7 +11,7 @@ import pytest
 import torch
 from small_run import job_of
 
-from vpipe.profiling.peak import Peak
+from vpipe.profiling.peak_flops import Peak
 from vpipe.runtime.step_results import Step
 from vpipe.runtime.usage import StageUsage
 from vpipe.train import metrics as module

@@ -17,11 +17,11 @@ from tqdm import tqdm
 from vpipe.checkpoint.directory import FOLDER, Checkpoints, find_checkpoint
 from vpipe.checkpoint.integrity import Progress, find_damage
 from vpipe.checkpoint.manifest import MANIFEST, Manifest, TensorEntry
-from vpipe.draw.plan_table import Column, columns
 from vpipe.errors import RunError, UserError, counted
-from vpipe.sizes import size_text
-from vpipe.slow import LOADING_TORCH, said_when_slow
+from vpipe.progress import LOADING_TORCH, said_when_slow
 from vpipe.train.run_folder import CONFIG, check_not_running
+from vpipe.units import size_text
+from vpipe.visualize.plan_tables import Column, columns
 
 PIPE_COLUMNS = 200
 """Width of what goes to a file or a pipe."""

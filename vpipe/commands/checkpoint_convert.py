@@ -23,13 +23,11 @@ from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
 from vpipe.checkpoint.stage_files import MatchedWeights, find_stage_files, match_weights, read_stage_files
 from vpipe.commands.checkpoint import checkpoints_in, counted_in, reading
 from vpipe.config.config import load_config
-from vpipe.data.byte_bpe import end_token
 from vpipe.data.dataset import Tokenized
-from vpipe.data.tokenizer_file import load_tokenizer
+from vpipe.data.tokenizers import end_token, load_tokenizer
 from vpipe.errors import UserError, counted
 from vpipe.model.layer import Model
 from vpipe.model.registry import HuggingFace, ModelSettings, family_named
-from vpipe.sizes import size_text
 from vpipe.train.job import Job
 from vpipe.train.model_settings import (
     CheckpointModel,
@@ -40,6 +38,7 @@ from vpipe.train.model_settings import (
     model_settings,
     says_model,
 )
+from vpipe.units import size_text
 
 SLOW_BYTES = 1 << 29
 """From as many on, writing takes seconds and is announced."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from vpipe.data.bert_corpus import BertText
-from vpipe.data.build_bert import build_bert
+from vpipe.data.bert_shards import build_bert
+from vpipe.data.bert_text import BertText
 from vpipe.errors import UserError
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from vpipe.errors import UserError, nearest
-from vpipe.slow import LOADING_TORCH, said_when_slow
+from vpipe.progress import LOADING_TORCH, said_when_slow
 
 
 def lazy(module: str, function: str, writes_output: bool = False) -> Callable[[argparse.Namespace], None]:

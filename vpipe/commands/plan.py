@@ -13,8 +13,6 @@ from pathlib import Path
 
 from vpipe.config.config import Config, load_config
 from vpipe.config.parallel import AUTO
-from vpipe.draw.explain import Explained
-from vpipe.draw.plan_table import peak_bytes, predicted
 from vpipe.errors import UserError, counted
 from vpipe.launch.checks import check_alone, ranks_of
 from vpipe.plan.plan import Plan
@@ -24,7 +22,9 @@ from vpipe.plan.recompute import recomputed_layers
 from vpipe.plan.solver import Alternative, Request, Solution, solve, without_recompute
 from vpipe.schedules.prepare import is_file
 from vpipe.schedules.registry import DEFAULT_ASYNCHRONOUS, DEFAULT_SCHEDULE, planned_schedules
-from vpipe.sizes import parse_size, size_text
+from vpipe.units import parse_size, size_text
+from vpipe.visualize.explain_plan import Explained
+from vpipe.visualize.plan_tables import peak_bytes, predicted
 
 PIPE_COLUMNS = 200
 """Width of what goes to a file or a pipe."""

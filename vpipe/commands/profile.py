@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 from vpipe.config.config import load_config
 from vpipe.distributed.network import free_port
-from vpipe.draw.table import table
 from vpipe.errors import UserError, VpipeError, counted
 from vpipe.launch import local
 from vpipe.launch.checks import check_alone, check_gpus, hosts_of
 from vpipe.launch.rank_env import ranks_here
 from vpipe.plan.activation_memory import ActivationMemory
 from vpipe.plan.profile import LinkProfile, Profile, Seconds
-from vpipe.sizes import size_text
 from vpipe.train.run_folder import CONFIG
+from vpipe.units import size_text
+from vpipe.visualize.table import table
 
 if TYPE_CHECKING:
     from vpipe.train.job import Job

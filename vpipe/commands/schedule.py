@@ -12,11 +12,6 @@ from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
-from vpipe.draw.summary import RankCosts, Summary
-from vpipe.draw.svg import draw_svg
-from vpipe.draw.table import compare
-from vpipe.draw.text import draw_text
-from vpipe.draw.words import listed, number, replicas, sizes
 from vpipe.errors import UserError, counted
 from vpipe.schedules.action import RECEIVES, SENDS
 from vpipe.schedules.build import build, check_chunks
@@ -29,6 +24,10 @@ from vpipe.schedules.registry import Recipe, recipe_named, schedule_names
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.search.search import search_placements
 from vpipe.schedules.size import Placement, check_work
+from vpipe.visualize.summary import RankCosts, Summary, compare
+from vpipe.visualize.svg import draw_svg
+from vpipe.visualize.table import listed, number, replicas, sizes
+from vpipe.visualize.terminal import draw_text
 
 MOST_SEARCHED = 25_000
 """Forwards and backwards of an order that is searched over several placements: a minute."""

@@ -10,9 +10,9 @@ from time import perf_counter
 from typing import Any
 
 from vpipe.errors import UserError
-from vpipe.report.evidence import gather
 from vpipe.report.page import page
 from vpipe.report.perfetto import write_trace
+from vpipe.report.report_data import gather
 
 _PATIENCE_S = 2.0
 

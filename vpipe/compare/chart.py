@@ -8,9 +8,9 @@ from html import escape
 from typing import NamedTuple
 
 from vpipe.compare.results import Comparison, Outcome
-from vpipe.draw.svg import tick_of
-from vpipe.report.chart import thinned
-from vpipe.sizes import size_text
+from vpipe.report.line_chart import thinned
+from vpipe.units import size_text
+from vpipe.visualize.svg import tick_of
 
 _COLOURS = ("#3b7dd8", "#d9822b", "#2a9d6f", "#a45cc9", "#c94f5c", "#2aa3b0", "#8a7a2e", "#7a7f87")
 _DARK_COLOURS = ("#6ea8fe", "#f0a860", "#63c48d", "#c79be8", "#ef8a94", "#6fd0da", "#cbb95e", "#a9b1ba")

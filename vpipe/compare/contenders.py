@@ -18,9 +18,9 @@ from vpipe.plan.recompute import recomputed_layers
 from vpipe.plan.solver import solve
 from vpipe.profiling.world import World
 from vpipe.schedules.registry import recipe_named
-from vpipe.sizes import size_text
 from vpipe.train.job import Job
 from vpipe.train.planning import memory_limit, profile_job, request_of
+from vpipe.units import size_text
 
 Log = Callable[[str], None]
 

@@ -12,16 +12,15 @@ from typing import Any
 
 from vpipe.compare.contenders import Contender
 from vpipe.compare.turns import NEEDED, WARM_UP, Turn
-from vpipe.draw.table import filled, fitted, terminal_columns
 from vpipe.errors import counted
-from vpipe.measures import Utilization, bubble, p95, share_text
+from vpipe.metric_formulas import Utilization, bubble, p95, share_text
 from vpipe.plan.plan import Prediction
-from vpipe.report.words import milliseconds
 from vpipe.runtime.usage import StageUsage
-from vpipe.sizes import size_text
 from vpipe.train.csv_rows import config_row
 from vpipe.train.job import Job
 from vpipe.train.metrics import Efficiency, finite
+from vpipe.units import size_text
+from vpipe.visualize.table import filled, fitted, milliseconds, terminal_columns
 
 RECENT = 0.1
 """Share of the updates whose mean loss counts as the loss at a place."""

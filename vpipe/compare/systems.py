@@ -11,7 +11,7 @@ from vpipe.plan.plan import Plan, Prediction
 from vpipe.plan.profile import Profile
 from vpipe.plan.solver import Request, solve
 from vpipe.schedules.registry import recipe_named, schedule_names
-from vpipe.sizes import parse_size
+from vpipe.units import parse_size
 
 MOST_SIZES = 8
 """Microbatch sizes that are tried, the smallest ones: each has to be measured."""

@@ -18,7 +18,7 @@ from vpipe.runtime.executors.registry import Executor, refusal
 from vpipe.schedules.prepare import has_flush, is_file
 from vpipe.schedules.registry import DEFAULT_SCHEDULE, recipe_if_any, schedule_names
 from vpipe.schedules.size import MOST_MICROBATCHES, MOST_RANKS, MOST_STAGES, Placement, first_missing
-from vpipe.sizes import parse_size
+from vpipe.units import parse_size
 
 Scheduler = Literal["naive", "async_threaded"]
 SCHEDULERS: tuple[str, ...] = get_args(Scheduler)

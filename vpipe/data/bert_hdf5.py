@@ -15,18 +15,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vpipe.data.bert_fields import Samples, bert_fields
+from vpipe.data.bert_samples import Samples, bert_fields
+from vpipe.data.bert_shards import SUFFIXES, Shard, largest_id, open_shard, wrong_value
+from vpipe.data.cache import NAME as MANIFEST
+from vpipe.data.cache import read_manifest
 from vpipe.data.dataset import DatasetSettings, Field, Split
 from vpipe.data.epoch import check_batch_size, check_split, generator, needed_fields, tensors
-from vpipe.data.hdf5_shard import SUFFIXES, Shard, largest_id, open_shard, wrong_value
-from vpipe.data.manifest import NAME as MANIFEST
-from vpipe.data.manifest import read_manifest
-from vpipe.data.progress import progress
 from vpipe.data.registry import register_dataset
-from vpipe.data.tokenizer_file import LARGEST_VOCAB_SIZE
-from vpipe.data.wordpiece import load_wordpiece
+from vpipe.data.tokenizers import LARGEST_VOCAB_SIZE, load_wordpiece
 from vpipe.errors import Problem, UserError
 from vpipe.files import count_of, read_bounded
+from vpipe.progress import progress
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,4 +1,4 @@
-"""Documents into BERT's pre-training samples: pairs of passages, packed and masked.
+"""Make BERT's pre-training samples from documents: pairs of passages, packed and masked.
 
     [CLS] passage A [SEP] passage B [SEP] [PAD] ...        segment 0 up to the first [SEP], then 1
 
@@ -6,26 +6,123 @@ After ``create_pretraining_data.py`` of google-research/bert, with three differe
 short and the length of B must not betray the label: a random B is as long as the true one that it replaces;
 a sentence left alone at the end of a document makes no sample (there it always got a random B), so that labels
 are a fair coin; a pair too long loses the front of A and the end of B, so that a true B still follows its A.
+
+The fields have the names that NVIDIA's shards made common. S = sequence length, P = most masked tokens per sample. Ids
+are 0 where there is no token; in ``masked_lm_ids`` a 0 marks an unused prediction slot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, chain
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
-from vpipe.data.bert_fields import STORAGE, Samples, check_lengths
-from vpipe.data.epoch import generator
-from vpipe.data.masking import mask_tokens
-from vpipe.data.progress import progress
-from vpipe.data.wordpiece import CLS, MASK, SEP, SPECIAL, token_id
+from vpipe.data.dataset import Field, Split
+from vpipe.data.epoch import Arrays, generator
+from vpipe.data.tokenizers import CLS, MASK, SEP, SPECIAL, token_id
 from vpipe.errors import UserError
+from vpipe.progress import progress
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+Samples = dict[str, NDArray[np.generic]]  # name -> [N, *shape]
+
+SHAPES: Mapping[str, tuple[str, ...]] = {
+    "input_ids": ("S",),
+    "input_mask": ("S",),              # 1 where there is a token
+    "segment_ids": ("S",),             # 1 in segment B
+    "masked_lm_positions": ("P",),
+    "masked_lm_ids": ("P",),           # the original tokens at those positions
+    "next_sentence_labels": (),        # 0: B follows A; 1: B is from elsewhere
+}
+STORAGE: Mapping[str, type[np.signedinteger]] = {
+    "input_ids": np.int32, "input_mask": np.int8, "segment_ids": np.int8,
+    "masked_lm_positions": np.int32, "masked_lm_ids": np.int32, "next_sentence_labels": np.int8,
+}
+MASKED_SHARE = 0.15
+LONGEST = 8192
+SHORTEST = 8  # [CLS] a [SEP] b [SEP] and a few words to learn from
+
+
+def default_max_predictions(sequence_length: int) -> int:
+    """P for S: 15 % rounded up (20 for 128, 77 for 512)."""
+    return int(np.ceil(MASKED_SHARE * sequence_length))
+
+
+def shape_of(name: str, sequence_length: int, max_predictions: int) -> tuple[int, ...]:
+    """The shape of one sample of a field."""
+    sizes = {"S": sequence_length, "P": max_predictions}
+    return tuple(sizes[axis] for axis in SHAPES[name])
+
+
+def bert_fields(sequence_length: int, max_predictions: int) -> dict[str, Field]:
+    """Field by name, all int64 as tensors."""
+    import torch
+
+    return {name: Field(shape_of(name, sequence_length, max_predictions), torch.int64) for name in SHAPES}
+
+
+def check_lengths(sequence_length: int, max_predictions: int) -> None:
+    """Raises :class:`UserError` for lengths that no sample can have."""
+    if not SHORTEST <= sequence_length <= LONGEST:
+        raise UserError(f"sequence_length is {sequence_length}",
+                        hint=f"BERT samples need at least {SHORTEST} tokens" if sequence_length < SHORTEST else
+                        f"BERT samples have at most {LONGEST:,} tokens: all of them are padded to it, and in memory")
+    if not 1 <= max_predictions <= sequence_length:
+        raise UserError(f"max_predictions is {max_predictions} in sequences of {sequence_length} tokens",
+                        hint=f"the usual value is 15 %: {default_max_predictions(sequence_length)}")
+
+
+Ids = NDArray[np.int32]
+_ROWS_AT_ONCE = 4096  # bounds the memory of the random numbers
+
+
+def mask_tokens(samples: Samples, max_predictions: int, *, special: NDArray[np.int32], mask_id: int,
+                words: NDArray[np.int32], rng: np.random.Generator) -> None:
+    """Hide 15 % of the tokens of each row of ``input_ids`` [N, S], in place; add the two fields of predictions [N, P].
+
+    A row of n tokens has ``min(max_predictions, max(1, round(0.15 n)))`` hidden, none of them ``special``, in the
+    order of their positions. A hidden token is replaced by ``mask_id`` in 80 % of cases and by one of ``words`` in
+    10 %, and stays as it is in 10 %.
+    """
+    count, _ = samples["input_ids"].shape
+    for name in ("masked_lm_positions", "masked_lm_ids"):
+        samples[name] = np.zeros((count, max_predictions), dtype=STORAGE[name])
+    for start in range(0, count, _ROWS_AT_ONCE):
+        rows = slice(start, start + _ROWS_AT_ONCE)
+        ids, length = samples["input_ids"][rows], samples["input_mask"][rows].sum(axis=1)
+        candidate = (samples["input_mask"][rows] == 1) & ~np.isin(ids, special)
+        positions, used = _choose(candidate, length, max_predictions, rng)
+        originals = np.take_along_axis(ids, positions, axis=1)
+        samples["masked_lm_positions"][rows] = np.where(used, positions, 0)
+        samples["masked_lm_ids"][rows] = np.where(used, originals, 0)
+
+        dice = rng.random(positions.shape)
+        drawn = words[rng.integers(len(words), size=positions.shape)]
+        shown = np.where(dice < 0.8, mask_id, np.where(dice < 0.9, drawn, originals))
+        row, slot = np.nonzero(used)
+        ids[row, positions[row, slot]] = shown[row, slot]
+
+
+def _choose(candidate: NDArray[np.bool_], length: NDArray[np.int64], most: int,
+            rng: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Positions [n, P] of random candidates, ascending in each row, and which slots are used; the rest hold 0."""
+    rows, width = candidate.shape
+    wanted = np.clip(np.rint(MASKED_SHARE * length), 1, most)
+    wanted = np.minimum(wanted, candidate.sum(axis=1)).astype(np.int64)
+    lottery = np.where(candidate, rng.random((rows, width), dtype=np.float32), np.float32(2))
+    positions = np.argsort(lottery, axis=1, kind="stable")[:, :most]
+    used = np.arange(most) < wanted[:, None]
+    positions = np.sort(np.where(used, positions, width), axis=1)
+    return np.where(used, positions, 0), used
+
 
 Sentence = list[int]
 _SHORT_SHARE = 0.1  # of samples that aim at a random shorter length, so that all lengths are seen
@@ -43,7 +140,7 @@ class Pair:
 
 def make_samples(documents: Sequence[Sequence[str]], tokenizer: Tokenizer, *, sequence_length: int,
                  max_predictions: int, seed: int) -> Samples:
-    """Every field of :data:`~vpipe.data.bert_fields.SHAPES` as an array ``[N, *shape]``, in the order of the documents.
+    """Return every field of :data:`SHAPES` as an array ``[N, *shape]``, in the order of the documents.
 
     The same arguments give the same arrays. Raises :class:`UserError` for impossible lengths, and when fewer than
     two documents have two sentences.
@@ -134,3 +231,16 @@ def pack(pairs: Sequence[Pair], sequence_length: int, *, cls: int, sep: int) -> 
         segments[row, first:length] = 1
     labels = np.array([pair.is_random for pair in pairs], dtype=STORAGE["next_sentence_labels"])
     return {"input_ids": ids, "input_mask": mask, "segment_ids": segments, "next_sentence_labels": labels}
+
+
+class BertArrays(Arrays):
+    """BERT's six fields, of at most ``max_predictions`` masked tokens per sample, from arrays.
+
+    The other arguments are those of :class:`~vpipe.data.epoch.Arrays`.
+    """
+
+    def __init__(self, vocab_size: int, sequence_length: int, max_predictions: int, counts: Mapping[Split, int],
+                 load: Callable[[Split, str], NDArray[np.generic]], tokenizer_path: Path | None = None) -> None:
+        super().__init__(vocab_size, sequence_length, partial(bert_fields, sequence_length, max_predictions), counts,
+                         load, tokenizer_path)
+        self.max_predictions = max_predictions

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from vpipe.data.dataset import Split
-from vpipe.data.progress import progress
 from vpipe.errors import UserError, counted
+from vpipe.progress import progress
 
 Part = Literal["train", "valid", "test"]
 PARTS: Mapping[str, Part] = {"train": "train", "training": "train", "test": "test", "testing": "test",

@@ -12,13 +12,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from vpipe.data.cache import states
+from vpipe.data.code_search_net import CODE
 from vpipe.data.corpus import PARTS, Corpus, Document
 from vpipe.data.dataset import DatasetSettings
-from vpipe.data.jsonl import CODE
-from vpipe.data.prepared import states
 from vpipe.data.registry import register_dataset
-from vpipe.data.token_arrays import TokenArrays
-from vpipe.data.token_cache import token_dataset
+from vpipe.data.token_dataset import TokenArrays, token_dataset
 from vpipe.errors import UserError
 
 _COLUMNS = ("text", "content", *CODE)

@@ -17,7 +17,7 @@ from functools import cache
 import vpipe.data
 from vpipe.data.dataset import Dataset, DatasetSettings
 from vpipe.errors import UserError, nearest
-from vpipe.packages import announced, load, unregistered
+from vpipe.plugins import announced, load, unregistered
 
 Factory = Callable[[DatasetSettings], Dataset]
 ENTRY_POINTS = "vpipe.datasets"

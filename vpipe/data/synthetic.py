@@ -8,18 +8,42 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from vpipe.data.bert_arrays import BertArrays
-from vpipe.data.bert_fields import STORAGE, Samples, check_lengths, default_max_predictions
-from vpipe.data.bert_samples import Pair, pack
+from vpipe.data.bert_samples import (
+    STORAGE,
+    BertArrays,
+    Pair,
+    Samples,
+    check_lengths,
+    default_max_predictions,
+    mask_tokens,
+    pack,
+)
 from vpipe.data.dataset import DatasetSettings, Split
 from vpipe.data.epoch import generator
-from vpipe.data.masking import mask_tokens
 from vpipe.data.registry import register_dataset
-from vpipe.data.synthetic_tokens import synthetic_tokens
-from vpipe.data.token_arrays import TokenArrays
-from vpipe.data.token_fields import for_language_model
-from vpipe.data.tokenizer_file import DEFAULT_VOCAB_SIZE
+from vpipe.data.token_dataset import TokenArrays, Tokens, for_language_model
+from vpipe.data.tokenizers import DEFAULT_VOCAB_SIZE
 from vpipe.errors import UserError
+
+
+def synthetic_tokens(vocab_size: int, sequence_length: int, train: int, test: int, *, seed: int = 0) -> TokenArrays:
+    """``train`` and ``test`` samples of S tokens, each drawn evenly from the vocabulary and independent of the others.
+
+    So no model gets below a loss of ln(vocab_size) on the test split. The arguments decide every value. They are made
+    when an epoch first needs one, and kept in memory: 4 S bytes a sample. Raises :class:`UserError` for sizes that no
+    sample can have.
+    """
+    if vocab_size < 2:
+        raise UserError(f"vocab_size is {vocab_size}", hint="use at least 2, so that there is something to predict")
+    counts: dict[Split, int] = {"train": train, "test": test}
+
+    @cache
+    def drawn(split: Split) -> Tokens:
+        rng = generator(seed, crc32(split.encode()))
+        return rng.integers(vocab_size, size=counts[split] * sequence_length + 1, dtype=np.uint32)
+
+    return TokenArrays(vocab_size, sequence_length, counts, drawn)
+
 
 _SPECIAL = 5  # ids 0 .. 4: padding, unknown, [CLS], [SEP], [MASK]
 _CLS, _SEP, _MASK = 2, 3, 4

@@ -2,12 +2,44 @@
 
 from __future__ import annotations
 
+import platform
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
 from vpipe.data.bert_text import bert_text
+from vpipe.data.cache import package_versions, states
+from vpipe.data.corpus import Corpus, Document
 from vpipe.data.dataset import Dataset, DatasetSettings
+from vpipe.data.local_corpus.prose import PACKAGES, machine_prose
+from vpipe.data.plain_text import read_blocks, text_files
 from vpipe.data.registry import register_dataset
-from vpipe.data.token_cache import token_dataset
-from vpipe.data.token_fields import for_language_model
-from vpipe.data.token_text import text_corpus
+from vpipe.data.token_dataset import for_language_model, token_dataset
+
+
+def text_corpus(folder: Path | None) -> Corpus:
+    """The documents that BERT's samples are made of, each with its line breaks; a single sentence is one too.
+
+    Blank lines separate documents. ``None``: the prose of this machine. Raises :class:`UserError` for a folder
+    without text.
+    """
+    return _prose() if folder is None else _files(folder)
+
+
+def _files(folder: Path) -> Corpus:
+    def read() -> Iterator[Document]:
+        return (Document("\n".join(block)) for block in read_blocks(folder))
+
+    return Corpus(str(folder), {"text": states(text_files(folder), folder)}, read)
+
+
+def _prose() -> Corpus:
+    @cache  # reading the sources takes seconds
+    def read() -> list[Document]:
+        return [Document(" ".join(sentences)) for sentences in machine_prose()]
+
+    versions = {"python": platform.python_version(), **package_versions(PACKAGES)}
+    return Corpus("the prose of this machine", {"prose": versions}, read)
 
 
 @register_dataset("text")

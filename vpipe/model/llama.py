@@ -1,9 +1,9 @@
-"""A decoder as LLaMA has it (Touvron et al. 2023, arXiv:2302.13971 and arXiv:2307.09288) in layers of half a block.
+"""LLaMA (Touvron et al. 2023, arXiv:2302.13971 and arXiv:2307.09288) in layers of half a block each.
 
 A layer is norm + attention + add, or norm + MLP + add, with RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467), rotary
 positions, heads of keys and values that groups of heads share (Ainslie et al. 2023, arXiv:2305.13245), SwiGLU (Shazeer
-2020, arXiv:2002.05202) and no biases. The embeddings ride with the first layer, the last norm and the head are the
-last, so n blocks make 2n + 1 layers. In eval mode the order of operations is that of Hugging Face's
+2020, arXiv:2002.05202) and no biases. The embeddings ride with the first layer. The last layer is the last norm and the
+head. So n blocks make 2n + 1 layers. In eval mode the order of operations is that of Hugging Face's
 ``LlamaForCausalLM``.
 
 Shapes, as names end: b batch (samples), s sequence (tokens), h hidden size, a attention heads, g heads of keys and
@@ -12,25 +12,167 @@ values, d = h / a head size, i inner size of the MLP, v vocabulary size.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vpipe.model.attention import attention
-from vpipe.model.decoder import decoder
-from vpipe.model.keys import check_length
+from vpipe.errors import UserError
+from vpipe.model.config_keys import Blocks, Keys, Positive, check_length
 from vpipe.model.layer import Model
-from vpipe.model.llama_config import LlamaConfig, config_of, from_huggingface, huggingface_config
-from vpipe.model.llama_names import huggingface_copies, huggingface_names, huggingface_spelled
 from vpipe.model.loss import next_token_loss
 from vpipe.model.registry import HuggingFace, ModelSettings, register_model
-from vpipe.model.rotary import rotary_tables, rotate
+from vpipe.model.rotary import RopeScaling, rotary_tables, rotate
+from vpipe.model.transformer import attention, decoder
+
+KEYS = Keys(
+    "LLaMA",
+    # 15m and 110m: llama2.c; 135m and 360m: SmolLM2 (arXiv:2502.02737); 1b: TinyLlama (arXiv:2401.02385); 7b, 13b:
+    # LLaMA 2. Sizes alone; the small ones share the weights of the word embeddings.
+    presets={name: {"num_hidden_layers": blocks, "hidden_size": hidden, "num_attention_heads": heads,
+                    "num_key_value_heads": groups, "tie_word_embeddings": hidden < 2048}
+             for name, blocks, hidden, heads, groups in (
+                 ("15m", 6, 288, 6, 6), ("110m", 12, 768, 12, 12), ("135m", 30, 576, 9, 3), ("360m", 32, 960, 15, 5),
+                 ("1b", 22, 2048, 32, 4), ("7b", 32, 4096, 32, 32), ("13b", 40, 5120, 40, 40))},
+    fixed={"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+           "is_encoder_decoder": False, "add_cross_attention": False, "pruned_heads": {}, "rope_interleaved": False,
+           "partial_rotary_factor": 1.0},
+    silent={"architectures", "transformers_version", "torch_dtype", "dtype", "use_cache", "_name_or_path",
+            "bos_token_id", "eos_token_id", "pad_token_id", "pretraining_tp", "is_llama_config", "is_decoder",
+            "task_specific_params", "id2label", "label2id", "output_attentions", "output_hidden_states", "return_dict",
+            "problem_type", "chunk_size_feed_forward", "gradient_checkpointing"},
+    choices={})
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The sizes of a LLaMA under the key names, and with the defaults, of Hugging Face's ``LlamaConfig``.
+
+    ``intermediate_size`` is 8/3 ``hidden_size``, rounded up to a multiple of 256, where it is None, which gives the
+    published sizes; ``num_key_value_heads`` is ``num_attention_heads``. Raises UserError for values out of range.
+    """
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int | None = None
+    num_hidden_layers: Blocks = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    max_position_embeddings: int = 2048
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    rope_theta: Positive = 10000.0
+    rope_scaling: RopeScaling | None = None
+    attention_dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        KEYS.check(self, "hidden_size num_attention_heads")
+        if self.num_attention_heads % self.groups:
+            raise UserError(f"LLaMA's {self.groups} heads of keys and values do not divide its "
+                            f"{self.num_attention_heads} attention heads",
+                            hint="choose a num_kv_heads (num_key_value_heads) that does")
+        if self.head_size % 2:
+            raise UserError(f"LLaMA's head size is {self.head_size} (hidden_size {self.hidden_size} / "
+                            f"{self.num_attention_heads} heads), but rotary positions turn pairs of features",
+                            hint="choose a number of heads that makes it even")
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def groups(self) -> int:
+        """Heads of keys and values."""
+        return self.num_attention_heads if self.num_key_value_heads is None else self.num_key_value_heads
+
+    @property
+    def inner(self) -> int:
+        """Width of the MLP."""
+        return -(-8 * self.hidden_size // 3 // 256) * 256 if self.intermediate_size is None else self.intermediate_size
+
+
+def config_of(settings: ModelSettings) -> LlamaConfig:
+    """The preset, if any, then ``overrides`` (the contents of a ``config.json``), then the settings' own fields; the
+    later wins. ``num_heads`` without ``num_kv_heads`` gives every head keys of its own. Where no config says for how
+    many tokens there are positions, it is for as many as a sample has, and for 2,048 at least.
+
+    Raises UserError for a key of ``overrides`` that is unknown or asks for what this LLaMA does not compute.
+    """
+    overrides: dict[str, Any] = dict(settings.overrides)
+    found = overrides.pop("rope_parameters", None) or overrides.pop("rope_scaling", None) or {}
+    if not isinstance(found, Mapping):
+        raise UserError(f"rope_scaling is {found!r}", hint="it must be null, or say the rope_type and its numbers")
+    rope = dict(found)
+    theta, size = rope.pop("rope_theta", None), overrides.pop("head_dim", None)
+    overrides |= {"rope_scaling": RopeScaling.of(rope), **({} if theta is None else {"rope_theta": theta})}
+    values = KEYS.values(LlamaConfig, settings.preset, overrides, {
+        "vocab_size": settings.vocab_size, "hidden_size": settings.hidden_size,
+        "num_hidden_layers": settings.num_layers, "num_attention_heads": settings.num_heads,
+        "num_key_value_heads": settings.num_kv_heads or settings.num_heads, "attention_dropout": settings.dropout,
+        "tie_word_embeddings": settings.tie_weights})
+    positions = max(settings.sequence_length or 1, LlamaConfig.max_position_embeddings)
+    config = LlamaConfig(**{"max_position_embeddings": positions, **values})
+    if size not in (None, config.head_size):
+        raise UserError(f"'head_dim' is {size!r}, but this LLaMA computes {config.hidden_size} / "
+                        f"{config.num_attention_heads} = {config.head_size} only",
+                        hint="set it to that or leave it out")
+    return config
+
+
+def from_huggingface(found: Mapping[str, object]) -> ModelSettings:
+    """What it leaves out is what Hugging Face's ``LlamaConfig`` takes."""
+    values: dict[str, Any] = {**vars(LlamaConfig()), "intermediate_size": 11008, **found}
+    config = config_of(ModelSettings(values["vocab_size"], overrides=values))
+    return ModelSettings(config.vocab_size, tie_weights=config.tie_word_embeddings, overrides=values)
+
+
+def huggingface_config(settings: ModelSettings) -> dict[str, object]:
+    """Every field; and no tokens to begin and end with, for ``transformers`` would take those of LLaMA's vocabulary."""
+    config = config_of(settings)
+    return {**vars(config), "intermediate_size": config.inner, "num_key_value_heads": config.groups,
+            "rope_scaling": None if config.rope_scaling is None else config.rope_scaling.spelled(),
+            "hidden_act": KEYS.fixed["hidden_act"], "bos_token_id": None, "eos_token_id": None}
+
+
+_WORDS = "block0.attention.embeddings.token.weight"
+
+# (ours, theirs) below a layer, without .weight; in Hugging Face's order.
+_ATTENTION = (("query", "self_attn.q_proj"), ("key", "self_attn.k_proj"), ("value", "self_attn.v_proj"),
+              ("output", "self_attn.o_proj"), ("norm", "input_layernorm"))
+_MLP = (("gate", "mlp.gate_proj"), ("up", "mlp.up_proj"), ("down", "mlp.down_proj"),
+        ("norm", "post_attention_layernorm"))
+
+
+def huggingface_names(config: Mapping[str, object]) -> dict[str, str]:
+    """Their names -> ours; ``config`` holds the keys of a ``LlamaConfig``."""
+    blocks = config["num_hidden_layers"]
+    assert isinstance(blocks, int), "a checked config"
+    names = {"model.embed_tokens.weight": _WORDS}
+    for block in range(blocks):
+        attention = f"block{block}.attention" + (".attention" if block == 0 else "")  # the first is with the embeddings
+        names |= {f"model.layers.{block}.{theirs}.weight": f"{attention}.{ours}.weight" for ours, theirs in _ATTENTION}
+        names |= {f"model.layers.{block}.{theirs}.weight": f"block{block}.mlp.{ours}.weight" for ours, theirs in _MLP}
+    names["model.norm.weight"] = "head.norm.weight"
+    return names if config["tie_word_embeddings"] else {**names, "lm_head.weight": "head.decoder.weight"}
+
+
+def huggingface_copies(config: Mapping[str, object]) -> dict[str, str]:
+    """The name that some files have for the weight that ``tie_word_embeddings`` shares."""
+    return {"lm_head.weight": _WORDS} if config["tie_word_embeddings"] else {}
+
+
+def huggingface_spelled(name: str) -> str | None:
+    """Today's spelling: older files hold the rotary frequencies, which are computed."""
+    return None if name.endswith(".rotary_emb.inv_freq") else name
 
 
 def llama(config: LlamaConfig, length: int | None = None) -> Model:
-    """LLaMA with the loss of the next token as 2n + 1 layers for n blocks: see :func:`~vpipe.model.decoder.decoder`.
+    """Return LLaMA with the loss of the next token as 2n + 1 layers for n blocks.
 
     Args:
         length: tokens of the longest sample, for which each attention layer keeps the rotary tables; None for as many

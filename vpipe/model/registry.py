@@ -19,7 +19,7 @@ from importlib.util import find_spec
 import vpipe.model
 from vpipe.errors import UserError, nearest
 from vpipe.model.layer import Model
-from vpipe.packages import announced, load, unregistered
+from vpipe.plugins import announced, load, unregistered
 
 ENTRY_POINT_GROUP = "vpipe.models"
 

@@ -56,7 +56,7 @@ class Prediction:
         step_s: of one step of training. Without a flush that is, in the steady state, the fewest updates that are
             whole on every stage.
         samples_per_step: in it.
-        bubble: see :func:`~vpipe.measures.bubble`.
+        bubble: see :func:`~vpipe.metric_formulas.bubble`.
         stages: in order.
     """
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from vpipe.errors import UserError, counted
-from vpipe.measures import bubble
+from vpipe.metric_formulas import bubble
 from vpipe.plan.activation_memory import ActivationMemory
 from vpipe.plan.plan import Plan, Prediction, StagePrediction
 from vpipe.plan.profile import Profile

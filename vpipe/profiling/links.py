@@ -11,7 +11,7 @@ import torch
 
 from vpipe.plan.profile import LinkProfile
 from vpipe.profiling.device import copied_bytes_per_s
-from vpipe.profiling.walk import summary
+from vpipe.profiling.timing import summary
 from vpipe.profiling.world import World
 from vpipe.runtime.transport.distributed import Distributed
 from vpipe.runtime.transport.transport import Key, Spec

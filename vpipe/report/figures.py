@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from vpipe.measures import bubble
-from vpipe.report.causes import Cause, Producers, RankTime, medians, rank_times
-from vpipe.report.recorded import Recording
-from vpipe.report.steady import Window, steady, step_times
+from vpipe.metric_formulas import bubble
+from vpipe.report.idle_causes import Cause, Producers, RankTime, medians, rank_times
+from vpipe.report.recording import Recording
+from vpipe.report.steady_state import Window, steady, step_times
 from vpipe.schedules.action import COMPUTE, RETURNS, Op
 
 WORK = COMPUTE | {Op.STEP}
@@ -50,7 +50,7 @@ class Figures:
         window: of which part.
         step_s: usual time of a step.
         samples_per_s: in that part.
-        bubble: of that part, see :func:`~vpipe.measures.bubble`.
+        bubble: of that part, see :func:`~vpipe.metric_formulas.bubble`.
         ranks: where their time went.
         stages: in order.
         memory: by rank, see :func:`memory_curves`.

@@ -8,16 +8,16 @@ from statistics import fmean
 from typing import Any
 
 from vpipe.errors import counted
-from vpipe.measures import averaged_losses, share_text
-from vpipe.report.bars import idle_bars, stage_table
-from vpipe.report.chart import Line, chart, is_number, smooth, thinned
-from vpipe.report.evidence import Evidence
+from vpipe.metric_formulas import averaged_losses, share_text
 from vpipe.report.figures import Points, in_window
-from vpipe.report.lanes import Lane, chunks, lanes
-from vpipe.report.steady import Window, steady, typical
+from vpipe.report.idle_bars import idle_bars, stage_table
+from vpipe.report.line_chart import Line, chart, is_drawable, smooth, thinned
+from vpipe.report.report_data import Evidence
+from vpipe.report.steady_state import Window, steady, typical
 from vpipe.report.style import PATTERNS, SCRIPT, css
-from vpipe.report.words import compact, milliseconds
-from vpipe.sizes import parse_size, size_text
+from vpipe.report.timeline import Lane, chunks, lanes
+from vpipe.units import parse_size, size_text
+from vpipe.visualize.table import compact, milliseconds
 
 _DRAWN, _FEWEST, _MOST = 800, 32, 48  # actions of all ranks together and of a rank, in each timeline
 _MOST_CURVES = 16
@@ -251,7 +251,7 @@ class _Page:
 
 def _mean(losses: Points) -> str:
     """Of losses; no number if one of them is none."""
-    return f"{fmean(loss for _, loss in losses):.3f}" if all(is_number(loss) for _, loss in losses) else "no number"
+    return f"{fmean(loss for _, loss in losses):.3f}" if all(is_drawable(loss) for _, loss in losses) else "no number"
 
 
 def binary_unit(size: float) -> float:

@@ -15,11 +15,10 @@ from heapq import merge
 from pathlib import Path
 from typing import Any
 
-from vpipe.draw.words import row_name
-from vpipe.report.causes import Producers, pieces
-from vpipe.report.recorded import Done, Recording, Track
-from vpipe.report.words import describe
+from vpipe.report.idle_causes import Producers, pieces
+from vpipe.report.recording import Done, Recording, Track, describe
 from vpipe.schedules.action import COMPUTE, RETURNS, Op
+from vpipe.visualize.table import row_name
 
 MOST_ACTIONS = 250_000
 """Of all ranks together: about 110 MB of JSON; Perfetto in a browser holds no much larger file."""

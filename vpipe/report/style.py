@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from vpipe.draw.svg import COLOURS, mixed
-from vpipe.report.causes import Cause
+from vpipe.report.idle_causes import Cause
 from vpipe.schedules.action import Op
+from vpipe.visualize.svg import COLOURS, mixed
 
 FILLS = {Cause.SCHEDULE: "var(--idle)", Cause.TRANSFER: "url(#transfer)", Cause.STRAGGLER: "url(#straggler)",
          Cause.DISPATCH: "url(#dispatch)", Cause.UNKNOWN: "url(#unknown)"}

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import vpipe.schedules.generators
 from vpipe.errors import Problem, UserError, nearest
-from vpipe.packages import announced, load, unregistered
+from vpipe.plugins import announced, load, unregistered
 from vpipe.schedules.action import Action
 from vpipe.schedules.costs import Costs, Number
 from vpipe.schedules.schedule import Schedule

@@ -25,7 +25,7 @@ from vpipe.model.split import balanced, parameter_counts, split, ties_between
 from vpipe.plan.plan import Plan
 from vpipe.plan.recompute import recomputed_layers
 from vpipe.profiling.cache import by_digest, to_stderr
-from vpipe.profiling.kinds import digest, structure
+from vpipe.profiling.fingerprint import digest, structure
 from vpipe.runtime.executors.registry import last_first
 from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.schedule import Schedule, describe_rank

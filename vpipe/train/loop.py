@@ -17,13 +17,14 @@ import torch
 
 from vpipe.checkpoint.directory import Checkpoints, step_of
 from vpipe.checkpoint.manifest import Manifest
-from vpipe.data.ahead import Ahead
+from vpipe.data.prefetch import Ahead
 from vpipe.distributed.init import join_world
 from vpipe.distributed.signals import Stopped, in_good_order
 from vpipe.distributed.watchdog import at_work, forget_stop, note_to, stop_asked
 from vpipe.errors import LastingError, RunError, UserError, counted
-from vpipe.measures import WARM_UP, counted_updates
+from vpipe.metric_formulas import WARM_UP, counted_updates
 from vpipe.pipeline import Pipeline
+from vpipe.progress import said_when_slow
 from vpipe.runtime.build import Settings
 from vpipe.runtime.collectives import LocalUsage
 from vpipe.runtime.executors.registry import NO_GAIN, THREADED
@@ -31,7 +32,6 @@ from vpipe.runtime.microbatches import Batch
 from vpipe.runtime.step_results import Step
 from vpipe.runtime.transport.compression import Compression
 from vpipe.schedules.few_microbatches import few_microbatches
-from vpipe.slow import said_when_slow
 from vpipe.train.checkpointing import Cadence, Checkpointing, broadcast_value, restore
 from vpipe.train.csv_rows import config_row, csv_text
 from vpipe.train.job import Job, device_of, join

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from vpipe.errors import LastingError, UserError, counted
-from vpipe.measures import Utilization
-from vpipe.profiling.peak import Peak, peak_of
+from vpipe.metric_formulas import Utilization
+from vpipe.profiling.peak_flops import Peak, peak_of
 from vpipe.profiling.world import World
 from vpipe.runtime.step_results import Step
 from vpipe.train.job import Job, device_of

@@ -23,7 +23,7 @@ from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Identity, Profile
 from vpipe.plan.solver import Request, Solution, solve
 from vpipe.profiling.cache import cached, store
-from vpipe.profiling.identity import identify
+from vpipe.profiling.fingerprint import identify
 from vpipe.profiling.measure import measure
 from vpipe.profiling.world import World
 from vpipe.schedules.registry import planned_schedules

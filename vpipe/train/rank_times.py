@@ -14,17 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vpipe.draw.table import fitted, terminal_columns
-from vpipe.draw.words import ms_text
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.transport.broadcast import talking_with
 from vpipe.runtime.transport.process_groups import control_group
 from vpipe.runtime.usage import StageUsage
 from vpipe.schedules.schedule import stages_of_rank
-from vpipe.sizes import size_text
 from vpipe.train.job import Job
 from vpipe.train.metrics import Lines, finite
 from vpipe.train.run_folder import RANK_TIMES
+from vpipe.units import size_text
+from vpipe.visualize.table import fitted, ms_text, terminal_columns
 
 FIGURES = ("forward_s", "backward_s", "step_s", "communication_s", "idle_s", "bytes_sent")
 """Of :class:`~vpipe.runtime.usage.StageUsage`, each the mean of one update."""

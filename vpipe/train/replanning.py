@@ -17,10 +17,10 @@ from vpipe.plan.profile import Profile
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import Op
 from vpipe.schedules.prepare import is_file
-from vpipe.sizes import size_text
 from vpipe.train.job import Job, device_of
 from vpipe.train.rank_times import Gather
 from vpipe.train.run_folder import PLAN, PROFILE
+from vpipe.units import size_text
 
 WARM_UP = 10
 """Steps before the measured ones: memory pools fill, and the pipeline without a flush does."""

@@ -9,17 +9,15 @@ from math import isfinite
 from statistics import median
 from typing import Any
 
-from vpipe.draw.table import filled, fitted, terminal_columns
-from vpipe.draw.words import ms_text
 from vpipe.errors import counted
-from vpipe.measures import averaged_losses, bubble, counted_updates, p95, share_text
-from vpipe.profiling.peak import Peak
-from vpipe.report.words import milliseconds
+from vpipe.metric_formulas import averaged_losses, bubble, counted_updates, p95, share_text
+from vpipe.profiling.peak_flops import Peak
 from vpipe.runtime.usage import StageUsage
 from vpipe.schedules.size import Placement
-from vpipe.sizes import size_text
 from vpipe.train.job import Job, on_processors
 from vpipe.train.metrics import Metrics, finite, mean
+from vpipe.units import size_text
+from vpipe.visualize.table import filled, fitted, milliseconds, ms_text, terminal_columns
 
 _COLUMNS = ("stage", "rank", "layers", "forward", "backward", "step", "comm", "idle", "sent", "versions", "staleness",
             "in flight", "memory")
@@ -112,12 +110,12 @@ class RunFigures:
         samples_per_step: that a step trains on.
         skipped: of ``steps``, left out since something was not finite.
         time_s: that they took, evaluations left out.
-        counted_steps: those that figures are of, see :func:`~vpipe.measures.counted_updates`.
+        counted_steps: those that figures are of, see :func:`~vpipe.metric_formulas.counted_updates`.
         samples_per_s, tokens_per_s: over all of them.
         step_median_s, step_p95_s: of one; 95 % took no longer than the second.
         peak: of the devices; None where nobody knows it.
         mfu, hfu: shares of the peak.
-        bubble: see :func:`~vpipe.measures.bubble`; None where nobody knows how long ranks waited.
+        bubble: see :func:`~vpipe.metric_formulas.bubble`; None where nobody knows how long ranks waited.
         memory_bytes: the peak of the rank that has held most: resident of a process, allocated on a GPU.
         sent_bytes: by all ranks, per step.
         versions, staleness: the most of any stage.

@@ -18,9 +18,9 @@ from vpipe.config.config import Config
 from vpipe.distributed.watchdog import at_work
 from vpipe.errors import UserError
 from vpipe.pipeline import Pipeline
+from vpipe.progress import said_when_slow
 from vpipe.runtime.trace import put_labels
 from vpipe.schedules.prepare import is_file
-from vpipe.slow import said_when_slow
 from vpipe.train.job import Job
 
 log = logging.getLogger("vpipe")

@@ -16,7 +16,7 @@ from vpipe.plan.solver.schedule_model import equal_widths, refusal_of
 from vpipe.plan.solver.search_space import MOST_LAYERS, MOST_RANKS, SearchSpace
 from vpipe.plan.stage_costs import StageMemory, combined_memory, stage_memory
 from vpipe.schedules.schedule import stages_of_rank
-from vpipe.sizes import parse_size, size_text
+from vpipe.units import parse_size, size_text
 
 MORE = (1.0, 1.05, 1.15, 1.3, 1.6, 2.0, 3.0)
 """Limits that are tried, as multiples of what the leanest plan holds by the cost model, until there is a plan."""

@@ -22,7 +22,7 @@ from vpipe.plan.solver.recompute_sets import MOST_SETS
 from vpipe.plan.solver.request import Alternative, Request, Solution
 from vpipe.plan.solver.search_space import MOST_LAYERS, MOST_RANKS, SearchSpace
 from vpipe.plan.stage_costs import stage_costs
-from vpipe.sizes import parse_size, size_text
+from vpipe.units import parse_size, size_text
 
 MOST_CANDIDATES = 6
 """Candidates of different choices that are simulated."""

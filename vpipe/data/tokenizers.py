@@ -1,0 +1,194 @@
+"""Train, load and save tokenizers (WordPiece for BERT, byte-level BPE for language models) as ``tokenizer.json``.
+
+Training is deterministic: equal texts give the same tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vpipe.errors import UserError
+from vpipe.files import read_bounded
+from vpipe.progress import progress, said_when_slow
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+DEFAULT_VOCAB_SIZE = 8192
+_MOST_BYTES = 128 << 20
+
+LARGEST_VOCAB_SIZE = 1 << 24
+"""The most tokens that a model may have (:mod:`vpipe.model.config_keys`)."""
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """A tokenizer saved as JSON, which neither cuts texts nor fills them up, whatever the file says: samples are made
+    from whole ones. Raises :class:`UserError` when the file is none."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_buffer(read_bounded(path, _MOST_BYTES, "a tokenizer"))
+    except UserError:
+        raise
+    except BaseException as error:  # the package raises bare Exception for every mistake, or panics
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"{path.name} is not a tokenizer: {error}",
+                        hint="write it with Tokenizer.save of the package tokenizers", where=str(path)) from error
+    if ids_in(tokenizer) > LARGEST_VOCAB_SIZE:
+        raise UserError(f"{path.name} has the token id {ids_in(tokenizer) - 1:,}", where=str(path),
+                        hint=f"a model has {LARGEST_VOCAB_SIZE:,} tokens at most")
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
+    """Write a ``tokenizer.json``. Raises OSError, where ``Tokenizer.save`` has a bare Exception for a full disk."""
+    path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+
+
+def ids_in(tokenizer: Tokenizer) -> int:
+    """One more than the largest id; a tokenizer may have gaps below."""
+    return 1 + max(tokenizer.get_vocab().values(), default=-1)
+
+
+def model_vocab_size(asked: int, words: int, tokenizer: Path | None) -> int:
+    """The size asked for; for -1 that of the tokenizer, rounded up to a multiple of 8 for the matrix units.
+
+    Args:
+        words: that the tokenizer has.
+        tokenizer: the file that was given; None for one that was trained to fit.
+
+    Raises:
+        UserError: fewer were asked for than the tokenizer has.
+    """
+    if asked == -1:
+        return -(-words // 8) * 8
+    if asked < words:
+        raise UserError(f"vocab_size is {asked}, but the tokenizer has {words} tokens",
+                        hint="use vocab_size: -1 to take the tokenizer's", where=str(tokenizer))
+    return asked
+
+
+PAD, UNKNOWN, CLS, SEP, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+_LARGEST_ALPHABET = 1000  # rarer characters become [UNK]
+
+
+def train_wordpiece(documents: Iterable[Sequence[str]], vocab_size: int) -> Tokenizer:
+    """A lower-casing BERT tokenizer with at most ``vocab_size`` entries, the special tokens first (``[PAD]`` is 0).
+
+    Small texts give fewer entries. Raises :class:`UserError` when the characters alone need more.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    def untrained(model: models.Model) -> Tokenizer:
+        tokenizer = Tokenizer(model)
+        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece()
+        return tokenizer
+
+    sentences = [sentence for document in documents for sentence in document]
+    learner = untrained(models.WordPiece(unk_token=UNKNOWN))
+    counts: dict[str, int] = {}
+    for sentence in sentences:
+        for character in learner.normalizer.normalize_str(sentence):
+            counts[character] = counts.get(character, 0) + 1
+    characters = [character for character in counts if not character.isspace()]
+    alphabet = sorted(sorted(characters, key=lambda character: (-counts[character], character))[:_LARGEST_ALPHABET])
+    # The trainer numbers "##c" in the order of a hash map that differs in every process, and breaks ties between
+    # merges by number. Given as special tokens, they have fixed numbers, and the result is always the same.
+    pinned = [*SPECIAL, *(f"##{character}" for character in alphabet)]
+    smallest = len(pinned) + len(alphabet)
+    if vocab_size < smallest:
+        raise UserError(f"vocab_size is {vocab_size}, but {len(SPECIAL)} special tokens and the {len(alphabet)} "
+                        f"characters of the text need {smallest}", hint=f"use at least {smallest}")
+    learner.train_from_iterator(sentences, trainers.WordPieceTrainer(
+        vocab_size=vocab_size, special_tokens=pinned, initial_alphabet=alphabet,
+        limit_alphabet=_LARGEST_ALPHABET, show_progress=False))
+    # A second tokenizer with the same words, in which "##c" is an ordinary one.
+    tokenizer = untrained(models.WordPiece(vocab=learner.get_vocab(), unk_token=UNKNOWN))
+    tokenizer.add_special_tokens(list(SPECIAL))
+    return tokenizer
+
+
+def load_wordpiece(path: Path) -> Tokenizer:
+    """A tokenizer saved as JSON. Raises :class:`UserError` when the file is none, or lacks BERT's special tokens."""
+    tokenizer = load_tokenizer(path)
+    missing = [token for token in SPECIAL if tokenizer.token_to_id(token) is None]
+    if missing:
+        raise UserError(f"{path.name} has no {', '.join(missing)}", hint="BERT needs all five special tokens",
+                        where=str(path))
+    if tokenizer.token_to_id(PAD) != 0:
+        raise UserError(f"{path.name} gives {PAD} the id {tokenizer.token_to_id(PAD)}",
+                        hint=f"padding is 0 in BERT's samples: make {PAD} the first token", where=str(path))
+    return tokenizer
+
+
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a token that :func:`load_wordpiece` or :func:`train_wordpiece` made sure of."""
+    number: int | None = tokenizer.token_to_id(token)
+    assert number is not None, f"the tokenizer has no {token}"
+    return number
+
+
+END_OF_TEXT = "<|endoftext|>"
+_KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")  # GPT-2, LLaMA 3, LLaMA 2
+_BYTES = 256
+_FEWEST = 2  # a pair that occurs once is not worth a token
+
+
+def train_byte_bpe(texts: Iterable[str], vocab_size: int, *, total: int | None = None) -> Tokenizer:
+    """A tokenizer of at most ``vocab_size`` tokens that spells any text: 256 bytes, pairs of them, pairs of pairs.
+
+    Sennrich et al. 2016 on bytes, words told apart by GPT-2's pattern (Radford et al. 2019, section 2.2). Token 0 is
+    the end of a text. Small texts give fewer tokens. The order of the texts does not matter.
+
+    Args:
+        total: how many texts there are, for the line of progress.
+
+    Raises:
+        UserError: ``vocab_size`` is too small for the bytes.
+    """
+    if vocab_size < _BYTES + 1:
+        raise UserError(f"vocab_size is {vocab_size}, but {_BYTES} bytes and the end of a text are {_BYTES + 1} tokens",
+                        hint=f"use at least {_BYTES + 1}, or -1")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    with ExitStack() as merging:
+        def counted() -> Iterator[str]:
+            yield from progress(texts, "counting words", unit="text", total=total)
+            merging.enter_context(said_when_slow(f"training a tokenizer of {vocab_size} tokens"))
+
+        tokenizer.train_from_iterator(counted(), trainers.BpeTrainer(
+            vocab_size=vocab_size, special_tokens=[END_OF_TEXT], min_frequency=_FEWEST,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    return tokenizer
+
+
+def load_with_end(path: Path) -> Tokenizer:
+    """A tokenizer saved as JSON. Raises :class:`UserError` when the file is none, or knows no end of a text."""
+    tokenizer = load_tokenizer(path)
+    if all(tokenizer.token_to_id(end) is None for end in _KNOWN_ENDS):
+        raise UserError(f"{path.name} has no {' or '.join(_KNOWN_ENDS)}",
+                        hint=f"documents are kept apart by one: add the special token {END_OF_TEXT}", where=str(path))
+    return tokenizer
+
+
+def end_of_text(tokenizer: Tokenizer) -> int:
+    """The id of the token that ends a text, of a tokenizer made here."""
+    end = end_token(tokenizer)
+    assert end is not None, "no token ends a text"
+    return end[1]
+
+
+def end_token(tokenizer: Tokenizer) -> tuple[str, int] | None:
+    """The token that ends a text, and its id; None where a tokenizer has none."""
+    return next(((end, number) for end in _KNOWN_ENDS if (number := tokenizer.token_to_id(end)) is not None), None)

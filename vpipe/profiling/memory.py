@@ -1,0 +1,186 @@
+"""What a layer keeps, exactly: bytes by storage, and floating-point operations."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from vpipe.plan.profile import TensorBytes
+from vpipe.profiling.layer_stage import Bench, Given
+from vpipe.runtime.activations import Kept
+from vpipe.runtime.stage import Stage
+from vpipe.runtime.stage_optimizer import MakeOptimizer, StageOptimizer
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The bytes and operations of a layer for one microbatch; see :class:`vpipe.plan.profile.LayerProfile`.
+
+    ``saves`` has the places of the tensors among those that the layer reads and writes: ``("in", 0)``. ``tied_bytes``
+    are those of every borrowed parameter, by the layer's own name for it.
+    """
+
+    parameter_bytes: int
+    frozen_bytes: int
+    optimizer_bytes: int
+    writes: tuple[TensorBytes, ...]
+    saved_bytes: int
+    saves: tuple[tuple[str, int], ...]
+    weight_half_bytes: int
+    working_bytes: int
+    forward_flops: int
+    tied_bytes: Mapping[str, int]
+
+
+def count(bench: Bench, given: Given, make_optimizer: MakeOptimizer) -> Counts:
+    """Run a layer a few times and count. Its weights stay as they are."""
+    given = replace(given, inputs={name: _copy(t) for name, t in given.inputs.items()},
+                    fields={name: _copy(t) for name, t in given.fields.items()})
+    shared = [t for module in bench.stage.modules.values() for t in (*module.parameters(), *module.buffers())]
+    own = bench.stage.weights.values(bench.stage.weights.names)
+    borrowed = [t for weights in bench.stage.borrowed.values() for t in weights.values(weights.names)]
+    trained = _sizes([*own, *borrowed])
+    written, saves, saved_bytes = _saved(bench, given, _sizes(shared))
+    return Counts(
+        parameter_bytes=_total(own), frozen_bytes=_total(shared) - sum(trained.values()),
+        working_bytes=_working(bench, given, shared), weight_half_bytes=_between_halves(bench, given, _sizes(shared)),
+        optimizer_bytes=_optimizer_bytes(bench, given, make_optimizer), writes=written, saved_bytes=saved_bytes,
+        saves=saves, forward_flops=_flops(bench, given), tied_bytes=bench.tied_bytes)
+
+
+def _saved(bench: Bench, given: Given, shared: Collection[StorageWeakRef]
+           ) -> tuple[tuple[TensorBytes, ...], tuple[tuple[str, int], ...], int]:
+    """What the layer writes, which of the tensors that it reads and writes its graph keeps, and the bytes besides."""
+    kept = Kept()
+    with kept.watching():
+        outputs, _record = bench.forward(given)
+    saved = {storage: size for storage, size in kept.saved().items() if storage not in shared}
+    saves: dict[tuple[str, int], None] = {}
+    places = [("in", [*(given.inputs[name] for name in bench.reads), *(given.fields[name] for name in bench.fields)]),
+              ("out", [outputs[name] for name in bench.writes])]
+    for way, tensors in places:
+        for place, tensor in enumerate(tensors):
+            for storage in _sizes([tensor]):
+                if saved.pop(storage, None) is not None:
+                    saves[way, place] = None
+    written = tuple(TensorBytes(name, max(t.nbytes, _total([t])), t.requires_grad) for name, t in outputs.items())
+    return written, tuple(saves), sum(saved.values())
+
+
+def _working(bench: Bench, given: Given, shared: Sequence[Tensor]) -> int:
+    """The most that a backward takes on top of what the forward left, gradients of weights being there already."""
+    bench.backward(bench.forward(given)[1], given.gradients)
+    weights = (bench.stage.weights, *bench.stage.borrowed.values())
+    gradients = [g for owned in weights for g in owned.gradients if g is not None]
+    coming = _total(given.gradients.values())
+    kept = Kept()
+    with kept.watching():
+        record = bench.forward(given)[1]
+    if bench.stage.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(bench.stage.device)
+        before = torch.cuda.memory_allocated(bench.stage.device)
+        bench.backward(record, given.gradients)
+        return max(0, torch.cuda.max_memory_allocated(bench.stage.device) - before) + coming
+    peak = _Peak(kept, _sizes([*shared, *gradients, *given.gradients.values()]))
+    with peak:
+        bench.backward(record, given.gradients)
+    return peak.bytes + coming
+
+
+def _between_halves(bench: Bench, given: Given, shared: Collection[StorageWeakRef]) -> int:
+    """What the input half leaves for the weight half. Nobody else may hold what the layer reads and writes."""
+    kept = Kept()
+    with kept.watching():
+        record = bench.forward(replace(given, inputs={name: _copy(t) for name, t in given.inputs.items()},
+                                       fields={name: _copy(t) for name, t in given.fields.items()}), split=True)[1]
+    bench.backward_input(record, given.gradients)
+    waiting = kept.saved() | _sizes(t for half in record.halves for t in half.waiting())
+    size = sum(size for storage, size in waiting.items() if storage not in shared)
+    bench.backward_weight(record)
+    return size
+
+
+def _optimizer_bytes(bench: Bench, given: Given, make_optimizer: MakeOptimizer) -> int:
+    optimizer = still(make_optimizer, bench.stage)
+    bench.backward(bench.forward(given)[1], given.gradients)
+    bench.step(optimizer)
+    weights = bench.stage.weights
+    masters = list(weights.masters.values())  # of rounded weights they have memory of their own
+    own = _sizes([*masters, *optimizer.state_tensors()])
+    return sum(size for storage, size in own.items() if storage not in _sizes(weights.values(weights.names)))
+
+
+def still(make_optimizer: MakeOptimizer, stage: Stage) -> StageOptimizer:
+    """An optimizer whose steps do all the work and change no weight: what is measured stays what it was."""
+    optimizer = StageOptimizer.build(make_optimizer, stage.weights.masters, stage.spec.index)
+    for group in optimizer.groups:
+        group["lr"] = group["lr"] * 0
+    return optimizer
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+
+
+_attention_flops._get_raw = True  # type: ignore[attr-defined]
+
+
+def _flops(bench: Bench, given: Given) -> int:
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # which the counter does not know
+    counter = FlopCounterMode(display=False, custom_mapping={attention: _attention_flops})
+    with counter:
+        bench.stage.evaluate([given.inputs[name].detach() for name in bench.reads], given.fields, (0, 0))
+    return int(counter.get_total_flops())
+
+
+class _Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The most bytes there were at once beyond those at its beginning: what operations made, less what went."""
+
+    def __init__(self, kept: Kept, ignored: Collection[StorageWeakRef]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ignored, self._before = ignored, kept.saved()
+        self._made: dict[StorageWeakRef, int] = {}
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._made |= {storage: size for storage, size in _sizes(t for t in tree_leaves(result)
+                                                                 if isinstance(t, Tensor)).items()
+                       if storage not in self._ignored and storage not in self._before}
+        self._made = _there(self._made)
+        gone = sum(self._before.values()) - sum(_there(self._before).values())
+        self.bytes = max(self.bytes, sum(self._made.values()) - gone)
+        return result
+
+
+def _sizes(tensors: Iterable[Tensor]) -> dict[StorageWeakRef, int]:
+    """Bytes by storage, of tensors that have one."""
+    storages = (t.untyped_storage() for t in tensors if t.layout is torch.strided)
+    return {StorageWeakRef(storage): storage.nbytes() for storage in storages}  # type: ignore[no-untyped-call]
+
+
+def _there(sizes: Mapping[StorageWeakRef, int]) -> dict[StorageWeakRef, int]:
+    """Of the storages those that were not given back."""
+    return {storage: size for storage, size in sizes.items() if not storage.expired()}  # type: ignore[no-untyped-call]
+
+
+def _total(tensors: Iterable[Tensor]) -> int:
+    return sum(_sizes(tensors).values())
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def by_place(saves: Sequence[tuple[str, int]], reads: Sequence[str], writes: Sequence[str]) -> tuple[str, ...]:
+    """The marks of a profile for a layer that calls its tensors as given: ``"in:h"``."""
+    names: Mapping[str, Sequence[str]] = {"in": reads, "out": writes}
+    return tuple(f"{way}:{names[way][place]}" for way, place in saves)

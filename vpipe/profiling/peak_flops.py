@@ -1,0 +1,186 @@
+"""Find the peak operations per second of a run's devices, which MFU is a share of."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from time import perf_counter, thread_time
+
+import torch
+
+from vpipe.distributed.device import device_name, gpu_uuid
+from vpipe.profiling.device import clock_of
+from vpipe.profiling.world import World
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A line of the table, in TFLOP/s of products of matrices that are dense.
+
+    Attributes:
+        name: what the driver says, without ``NVIDIA`` before it, as a regular expression for all of it. A part of a
+            GPU (MIG) and a laptop's have names of their own, and are not in the table.
+        fp32: products in fp32.
+        tf32: the same with TF32 allowed; None where the GPU has none.
+        bf16, fp16: with sums in fp32, as training needs them; None where the data sheet has none.
+        source: where the manufacturer says so.
+    """
+
+    name: str
+    fp32: float | None
+    tf32: float | None
+    bf16: float | None
+    fp16: float | None
+    source: str
+
+
+GPUS = (
+    Gpu("B200", 75.0, 1100.0, 2250.0, 2250.0, "data sheet HGX B200, which counts sparse products: halved"),
+    Gpu("H200", 66.9, 494.7, 989.4, 989.4, "as H100 SXM5, whose chip it has"),
+    Gpu("H200 NVL", None, None, 835.5, 835.5, "data sheet H200, which counts sparse products: halved"),
+    Gpu("H100 80GB HBM3", 66.9, 494.7, 989.4, 989.4, "white paper H100: SXM5"),
+    Gpu("H100 PCIe", 51.2, 378.0, 756.0, 756.0, "white paper H100: PCIe"),
+    Gpu("H100 NVL", None, None, 835.5, 835.5, "data sheet H100, which counts sparse products: halved"),
+    Gpu(r"A100-SXM4-(40|80)GB|A100-PCIE-40GB|A100 80GB PCIe", 19.5, 156.0, 312.0, 312.0, "white paper A100"),
+    Gpu("A40", 37.4, 74.8, 149.7, 149.7, "data sheet A40"),
+    Gpu("A30", None, None, 165.0, 165.0, "data sheet A30"),
+    Gpu("A10", 31.2, 62.5, 125.0, 125.0, "data sheet A10"),
+    Gpu("GeForce RTX 3090", 35.6, 35.6, 71.0, 71.0, "white paper GA102"),
+    Gpu("GeForce RTX 4090", 82.6, 82.6, 165.2, 165.2, "white paper Ada"),
+    Gpu("RTX 6000 Ada Generation", 91.1, 182.1, 364.2, 364.2, "data sheet RTX 6000 Ada, which counts sparse products: "
+                                                              "halved"),
+    Gpu("L40S", 91.6, 183.0, 362.0, 362.0, "data sheet L40S"),
+    Gpu("L4", 30.3, 60.0, 121.0, 121.0, "data sheet L4, which counts sparse products: halved"),
+    Gpu(r"Tesla V100-SXM2-(16|32)GB", 15.7, None, None, 125.0, "data sheet V100: SXM2"),
+    Gpu(r"Tesla V100-PCIE-(16|32)GB", 14.0, None, None, 112.0, "data sheet V100: PCIe"),
+    Gpu("Tesla T4", 8.1, None, None, 65.0, "data sheet T4"))
+"""Of NVIDIA's publications. What is not here is measured."""
+
+
+def known_tflops(name: str, kind: str) -> float | None:
+    """Of one GPU; None where the table does not say.
+
+    Args:
+        name: as :func:`torch.cuda.get_device_name` says it.
+        kind: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
+    """
+    gpu = next((gpu for gpu in GPUS if re.fullmatch(gpu.name, name.removeprefix("NVIDIA "))), None)
+    if gpu is None:
+        return None
+    return {"fp32": gpu.fp32, "tf32": gpu.tf32, "bf16": gpu.bf16, "fp16": gpu.fp16}[kind]
+
+
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What products are computed in, by the kind of arithmetic."""
+
+ROUNDS, ROUND_S = 3, 0.04
+"""All ranks multiply for so long at the same time, and the best of so many times counts."""
+
+_SIZES = (256, 512, 1024, 2048, 4096)
+_SHORT_S = 0.002
+"""A product that takes less is too small to show what the device can do."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Of a run.
+
+    Attributes:
+        tflops: of one device, in 10^12 operations per second; where they were measured, the mean.
+        devices: how many: ranks, but a GPU that several ranks share counts once.
+        kind: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
+        source: where the number is from, for people.
+    """
+
+    tflops: float
+    devices: int
+    kind: str
+    source: str
+
+    @property
+    def flops_per_s(self) -> float:
+        """Of all devices together."""
+        return 1e12 * self.tflops * self.devices
+
+    def __str__(self) -> str:
+        several = "" if self.devices == 1 else f"{self.devices} x "
+        return f"{several}{self.tflops:,.4g} TFLOP/s {self.kind}, {self.source}"
+
+
+def peak_of(world: World, device: torch.device, dtype: torch.dtype, given_tflops: float | None) -> Peak:
+    """What the user says, else what the table of GPUs does, else what a product of matrices reaches now.
+
+    Every rank of the world calls this, since what they measure they measure at the same time: they slow each other as
+    they do in training. It takes less than half a second.
+
+    Args:
+        dtype: that the model computes in.
+        given_tflops: of one device; None where the user does not say.
+    """
+    kind = _kind(dtype, device)
+    names = world.share(_identity(device))
+    devices = world.ranks if device.type == "cpu" else len({tuple(name) for name in names})
+    if given_tflops is not None:
+        return Peak(given_tflops, devices, kind, "as metrics.peak_tflops says")
+    known = known_tflops(device_name(device), kind) if device.type == "cuda" else None
+    if min(world.share(known or 0.0)):  # of every rank's GPU; where one is not known, all are measured
+        assert known is not None, "it is the least of all"
+        same = len(set(world.share(known))) == 1
+        if same:
+            return Peak(known, devices, kind, f"the data sheet of {device_name(device)}")
+    return Peak(_measured(world, device, DTYPES[kind]) / devices / 1e12, devices, kind, "measured")
+
+
+def _kind(dtype: torch.dtype, device: torch.device) -> str:
+    if dtype == torch.float32 and device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
+        return "tf32"
+    return next(kind for kind, other in DTYPES.items() if other == dtype)
+
+
+def _identity(device: torch.device) -> list[str]:
+    """What a GPU can be told from others by; nothing for a processor."""
+    return [gpu_uuid(device)] if device.type == "cuda" else []
+
+
+def _measured(world: World, device: torch.device, dtype: torch.dtype) -> float:
+    """Operations per second of all ranks together, in the best round.
+
+    Of ranks with one thread their own time counts, so that it does not matter what else the host does meanwhile; ranks
+    that are more than their host's cores get their share of these.
+    """
+    work, size = _product(device, dtype)
+    clock, best = clock_of(device), 0.0
+    for _ in range(ROUNDS):
+        world.share(None)  # so that all begin together
+        started, products = clock(), 0
+        while (seconds := clock() - started) < ROUND_S or not products:
+            work()
+            products += 1
+        best = max(best, sum(world.share(2.0 * size**3 * products / seconds)))
+    at_once = world.cores() if clock is thread_time else None
+    return best if at_once is None else best * min(1.0, at_once / world.ranks_per_host)
+
+
+def _product(device: torch.device, dtype: torch.dtype) -> tuple[_Product, int]:
+    """A product of square matrices that is large enough, warm, and their size."""
+    for size in _SIZES:
+        work = _Product(device, dtype, size)
+        work()
+        started = perf_counter()
+        work()
+        if perf_counter() - started > _SHORT_S:
+            break
+    return work, size
+
+
+class _Product:
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, size: int) -> None:
+        self._device = device
+        self._a, self._b, self._out = (torch.full((size, size), 0.5, device=device, dtype=dtype) for _ in range(3))
+
+    def __call__(self) -> None:
+        """As a layer multiplies with its weights; returns when it is computed."""
+        torch.mm(self._a, self._b.t(), out=self._out)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

@@ -1,0 +1,262 @@
+"""Time layers one after another, as a stage runs them, and what the runtime takes for an action beside the layers."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from statistics import median, quantiles
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+
+from vpipe.model.layer import Layer, Model
+from vpipe.model.split import StageSpec
+from vpipe.plan.profile import Seconds
+from vpipe.profiling.device import Clock
+from vpipe.profiling.layer_stage import Bench, Given
+from vpipe.profiling.memory import still
+from vpipe.profiling.world import World
+from vpipe.runtime.activations import Record
+from vpipe.runtime.precision import Precision
+from vpipe.runtime.stage import Stage
+from vpipe.runtime.stage_optimizer import MakeOptimizer
+
+Samples = dict[str, list[float]]
+"""Seconds, by what took them: ``forward``, ``backward``, ``input_half``, ``weight_half``, ``recompute``, ``step``."""
+
+_MODES = ("whole", "again", "halves")
+LEAST, MOST = 5, 40
+"""How often everything is measured, at least and at most."""
+
+SURE = 0.01
+"""When to stop in between: every median is known as well as this, by half the distance of the quartiles over the root
+of the number of samples."""
+
+
+class Walk:
+    """Layers with weights of their own, which one microbatch after another passes forward and backward.
+
+    Measuring one layer again and again would find its weights and its activations in the cache, and memory that was
+    just given back. Here every layer comes after the others, and the backward of a microbatch after the forward of
+    the next one of its mode, as in the middle of a pipeline. The modes take turns: whole backwards, those after a
+    recompute, and halves. The weights' gradients are there already, as after the first microbatch of an update.
+
+    Args:
+        benches: in the order of the model.
+        given: what each would be given in a run. What another one hands on takes its place where it is alike.
+        shifted: whether to begin a round with a backward. Of ranks that walk at the same time every other one does: in
+            a pipeline, too, neighbours do different things at a time.
+    """
+
+    def __init__(self, benches: Sequence[Bench], given: Sequence[Given], clock: Clock, shifted: bool) -> None:
+        self._benches, self._given, self._clock = benches, given, clock
+        self._pending: dict[str, deque[list[Record]]] = {mode: deque() for mode in _MODES}
+        first, *rest = ((work, mode) for mode in _MODES for work in (self._enter, self._leave))
+        self._ahead, self._order = ([first], [*rest, first]) if shifted else ([], [first, *rest])
+        self.samples: list[Samples] = [defaultdict(list) for _ in benches]
+
+    def warm_up(self) -> None:
+        """A round that does not count: memory is taken, gradients begin."""
+        for mode in _MODES:
+            self._enter(mode)
+        for work, mode in self._ahead:
+            work(mode)
+        self.round()
+        for samples in self.samples:
+            samples.clear()
+
+    def round(self) -> None:
+        """One microbatch of each mode enters, and one leaves."""
+        for work, mode in self._order:
+            work(mode)
+
+    def _enter(self, mode: str) -> None:
+        self._pending[mode].append(self._forward(mode))
+
+    def _leave(self, mode: str) -> None:
+        self._return(mode, self._pending[mode].popleft())
+
+    def sure(self) -> bool:
+        """Whether more rounds would tell little."""
+        return all(summary(seconds).spread < SURE * len(seconds) ** 0.5
+                   for samples in self.samples for seconds in samples.values())
+
+    def steps(self, make_optimizer: MakeOptimizer, times: int = 5) -> None:
+        """Optimizer steps of all layers, one after another."""
+        optimizers = [still(make_optimizer, bench.stage) for bench in self._benches]
+        for again in range(times + 1):
+            for bench, optimizer, samples in zip(self._benches, optimizers, self.samples, strict=True):
+                started = self._clock()
+                bench.step(optimizer)
+                if again:  # the first makes the optimizer's state
+                    samples["step"].append(self._clock() - started)
+
+    def _forward(self, mode: str) -> list[Record]:
+        made: dict[str, Tensor] = {}
+        records = []
+        for bench, given, samples in zip(self._benches, self._given, self.samples, strict=True):
+            inputs = {name: _alike(made.get(name), tensor) for name, tensor in given.inputs.items()}
+            here = Given(inputs, given.fields, given.gradients)
+            outputs, seconds, record = self._timed_forward(bench, here, mode)
+            if mode != "halves":  # which takes a little longer
+                samples["forward"].append(seconds)
+            made.update(outputs)
+            records.append(record)
+        return records
+
+    def _timed_forward(self, bench: Bench, given: Given, mode: str) -> tuple[dict[str, Tensor], float, Record]:
+        started = self._clock()
+        outputs, record = bench.forward(given, split=mode == "halves")
+        seconds = self._clock() - started
+        if mode == "again":
+            bench.drop(record)
+        return outputs, seconds, record
+
+    def _return(self, mode: str, records: list[Record]) -> None:
+        if mode == "again":
+            self._timed("recompute", records, lambda bench, record, gradients: bench.recompute(record))
+        coming: dict[str, Tensor] = {}
+
+        def backward(bench: Bench, record: Record, gradients: Mapping[str, Tensor]) -> None:
+            here = {name: _alike(coming.get(name), tensor) for name, tensor in gradients.items()}
+            coming.update((bench.backward_input if mode == "halves" else bench.backward)(record, here))
+
+        # Right after a recompute the activations are still in the cache: that backward does not count.
+        figure = {"whole": "backward", "halves": "input_half"}.get(mode)
+        self._timed(figure, records, backward, reverse=True)
+        if mode == "halves":
+            self._timed("weight_half", records, lambda bench, record, gradients: bench.backward_weight(record),
+                        reverse=True)
+
+    def _timed(self, figure: str | None, records: Sequence[Record],
+               work: Callable[[Bench, Record, Mapping[str, Tensor]], None], *, reverse: bool = False) -> None:
+        order = list(zip(self._benches, self._given, records, self.samples, strict=True))
+        for bench, given, record, samples in reversed(order) if reverse else order:
+            started = self._clock()
+            work(bench, record, given.gradients)
+            if figure is not None:
+                samples[figure].append(self._clock() - started)
+
+
+def until_sure(walk: Walk, budget_s: float, world: World, at_once: int | None,
+               tell: Callable[[int], None] = lambda rounds: None) -> None:
+    """Rounds on all ranks at the same time, until all figures are known well or the time is over.
+
+    Args:
+        at_once: how many ranks of a host may work; where there are more, they take turns. None: all.
+        tell: called with the number of rounds that are done.
+    """
+    mine, turns = world.turn(at_once)
+    walk.warm_up()
+    started, rounds = perf_counter(), 0
+    while True:
+        world.meet()
+        over = perf_counter() - started > budget_s and rounds >= 3
+        if all(world.share(over or rounds >= MOST or (rounds >= LEAST and walk.sure()))):
+            return
+        for turn in range(turns):
+            if turn == mine:
+                walk.round()
+            if turn + 1 < turns:
+                world.meet()
+        rounds += 1
+        tell(rounds)
+
+
+def summary(seconds: Sequence[float]) -> Seconds:
+    """The median and the spread of samples."""
+    middle = median(seconds)
+    if len(seconds) < 2 or middle <= 0:
+        return Seconds(max(middle, 0.0))
+    low, _, high = quantiles(seconds, n=4, method="inclusive")
+    return Seconds(middle, (high - low) / 2 / middle)
+
+
+def _alike(made: Tensor | None, wanted: Tensor) -> Tensor:
+    """What was just made where it is of the kind that is wanted; then it is in the cache, as in a run."""
+    if made is None or made.requires_grad != wanted.requires_grad or made.dtype != wanted.dtype:
+        return wanted
+    return made if made.shape == wanted.shape and made.device == wanted.device else wanted
+
+
+_TIMES = 40
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Seconds that every call takes once, however many layers the stage has.
+
+    Attributes:
+        calls: by what is called, in the words of a :class:`~vpipe.plan.profile.LayerProfile`.
+        step: of the optimizer, whatever it steps.
+    """
+
+    calls: Mapping[str, float]
+    step: float
+
+    def of(self, figure: str) -> float:
+        return self.step if figure == "step" else self.calls[figure]
+
+    @property
+    def dispatch_s(self) -> float:
+        """Of an action: a forward or a backward."""
+        return (self.calls["forward"] + self.calls["backward"]) / 2
+
+
+def measure_overhead(device: torch.device, clock: Clock, make_optimizer: MakeOptimizer,
+                     precision: Precision) -> Overhead:
+    """A stage of one layer that does nothing, less what its layer takes: what a second one adds."""
+    one, two = (_times(layers, device, clock, precision) for layers in (1, 2))
+    return Overhead({figure: max(0.0, 2 * one[figure] - two[figure]) for figure in one},
+                    _step(device, clock, make_optimizer, precision))
+
+
+def _times(layers: int, device: torch.device, clock: Clock, precision: Precision) -> dict[str, float]:
+    model = Model([Layer("first", nn.Identity, ("x",)), Layer("second", nn.Identity), Layer("third", nn.Identity),
+                   Layer("last", nn.Identity, outputs=("loss",))], batch=("x",))
+    spec = StageSpec(1, range(1, 1 + layers), ("h",), ("h",), (), {})
+    stage = Stage(model, spec, seed=0, device=device, recomputed=(), precision=precision)
+    gradients = {"h": torch.ones(1, device=device, dtype=precision.dtype)}
+    found: dict[str, list[float]] = {figure: [] for figure in ("forward", "backward", "input_half", "weight_half",
+                                                               "recompute")}
+    for again in range(_TIMES):
+        for split in (False, True):
+            received = [torch.ones(1, device=device, dtype=precision.dtype, requires_grad=True)]
+            marks = [clock()]
+            _, record = stage.forward(received, {}, (0, 0), {}, split=split)
+            marks.append(clock())
+            if split:
+                stage.backward_input(record, gradients)
+                marks.append(clock())
+                stage.backward_weight(record)
+            else:
+                for held in record.held:
+                    held.graph = None
+                stage.recomputes = True
+                stage.recompute(record)
+                marks.append(clock())
+                stage.backward(record, gradients)
+            marks.append(clock())
+            if again > 3:
+                names = ("input_half", "weight_half") if split else ("recompute", "backward")
+                for name, (start, end) in zip(("forward", *names), pairwise(marks), strict=True):
+                    found[name].append(end - start)
+    return {figure: median(seconds) for figure, seconds in found.items()}
+
+
+def _step(device: torch.device, clock: Clock, make_optimizer: MakeOptimizer, precision: Precision) -> float:
+    model = Model([Layer("tiny", partial(nn.Linear, 1, 1), ("x",), ("loss",))], batch=("x",))
+    bench = Bench(model, 0, device, 0, precision)
+    optimizer = still(make_optimizer, bench.stage)
+    for leaf in bench.stage.weights.graded():
+        leaf.grad = torch.ones_like(leaf)
+    seconds = []
+    for _ in range(_TIMES):
+        started = clock()
+        bench.step(optimizer)
+        seconds.append(clock() - started)
+    return median(seconds[3:])

@@ -1,0 +1,44 @@
+"""Show that long work is under way: a progress line, or one sentence after two seconds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager
+from threading import Timer
+from typing import TypeVar
+
+from tqdm import tqdm
+
+SLOW_S = 2.0
+
+LOADING_TORCH = "loading PyTorch"
+"""1.5 s of a core; ten on a machine that is busy, or has not read it before."""
+
+
+@contextmanager
+def said_when_slow(text: str, show: bool = True) -> Iterator[None]:
+    """Print a line on stderr if this takes longer than two seconds."""
+    timer = Timer(SLOW_S, lambda: print(text, file=sys.stderr, flush=True))
+    timer.daemon = True
+    if show:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+Item = TypeVar("Item")
+_PATIENCE_S = 2.0
+
+
+def progress(items: Iterable[Item], what: str, *, unit: str, total: int | None = None) -> Iterable[Item]:
+    """``items``, with a line on stderr that appears only if going through them takes over two seconds.
+
+    ``total``: how many there are, where it is known and ``items`` has no length.
+    """
+    total = len(items) if isinstance(items, Sized) else total
+    interval_s = 0.1 if sys.stderr.isatty() else 10.0  # a log file wants few lines
+    return tqdm(items, desc=what, unit=unit, total=total, delay=_PATIENCE_S, mininterval=interval_s,
+                file=sys.stderr, leave=False)

@@ -1,0 +1,380 @@
+"""Read what the ranks of a run recorded: ``RUN/trace/rank<N>.jsonl``.
+
+The first line of a file is the header, an object; every other one an action, ``["2F17", start_s, end_s, waited_s,
+held_bytes, versions]``, or a note: ``{"evaluation": [start_s, end_s]}``, ``{"clock": [at_s, offset_s]}`` (to be added
+for the time of rank 0; one at the start, one at a good end), ``{"truncated": true}``. ``waited_s`` is the part of
+an action, at its beginning, spent waiting for another rank.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vpipe.errors import UserError, counted
+from vpipe.schedules.action import PER_MICROBATCH, Action, Op
+from vpipe.schedules.replication import Rounds
+from vpipe.schedules.size import Placement
+
+FORMAT = 1
+AGAIN = "record the run again with 'trace: true' in its config, or copy the file whole"
+
+SHARED = ("schedule", "placement", "flush", "microbatches", "update_every", "partition", "recomputed",
+          "samples_per_step")
+"""What all ranks' headers say alike."""
+
+
+def is_whole(value: Any, least: int = 0) -> bool:
+    return type(value) is int and value >= least
+
+
+def is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e15  # what is not a number is not less either
+
+
+def _lists_of(value: Any, least: int) -> bool:
+    return isinstance(value, list) and all(isinstance(own, list) and len(own) >= least and all(map(is_whole, own))
+                                           for own in value)
+
+
+def _sizes(value: Any) -> bool:
+    return isinstance(value, dict) and all(key.isdecimal() and is_whole(size) for key, size in value.items())
+
+
+_KEYS: Mapping[str, Callable[[Any], bool]] = {
+    "rank": is_whole, "host": lambda value: isinstance(value, str), "clock_offset_s": is_number,
+    "placement": lambda value: _lists_of(value, 1) and bool(value), "schedule": lambda value: isinstance(value, str),
+    "flush": lambda value: isinstance(value, bool), "microbatches": lambda value: is_whole(value, 1),
+    "update_every": lambda value: is_whole(value, 1),
+    "partition": lambda value: isinstance(value, list) and all(is_whole(count, 1) for count in value),
+    "recomputed": lambda value: _lists_of(value, 0), "samples_per_step": lambda value: is_whole(value, 1),
+    "weight_bytes": _sizes, "static_bytes": _sizes}
+
+
+def read_header(file: Path) -> dict[str, Any]:
+    """The header of a rank's file.
+
+    Raises:
+        UserError: it is damaged, or of another format.
+    """
+    with opened(file) as lines:
+        text = next(lines, "")
+    if not text:
+        raise UserError(f"the record {file.name} is empty: rank {file.stem.removeprefix('rank')} did not come to the "
+                        "end of its first step", where=str(file), hint="let the run go on, or " + AGAIN)
+    where = f"{file}:1"
+    try:
+        header = json.loads(text)
+    except ValueError:
+        raise UserError("the header of the record is not JSON", where=where, hint=AGAIN) from None
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        found = header.get("format") if isinstance(header, dict) else None
+        raise UserError(f"the record has format {found!r}, this version reads {FORMAT}", where=where,
+                        hint="use the version of vpipe that made the run")
+    for key, is_right in _KEYS.items():
+        if key not in header or not is_right(header[key]):
+            raise UserError(f"'{key}' in the header of the record is {header.get(key)!r}", where=where, hint=AGAIN)
+    stages = len(header["placement"])
+    for key in ("partition", "recomputed"):
+        if len(header[key]) != stages:
+            raise UserError(f"'{key}' in the header has {counted(len(header[key]), 'entry')} for "
+                            f"{counted(stages, 'stage')}", where=where, hint=AGAIN)
+    if file.name != f"rank{header['rank']}.jsonl":
+        raise UserError(f"{file.name} is the record of rank {header['rank']}", where=where, hint=AGAIN)
+    return header
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[Iterator[str]]:
+    """The lines of a file; what cannot be read is the user's to mend."""
+    try:
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            yield lines
+    except OSError as error:
+        raise UserError(f"cannot read the record: {error.strerror}", where=str(file), hint=AGAIN) from None
+
+
+_SLACK_S = 1e-6  # by which rounded times may overlap
+_TEXT = re.compile(r"(\d+)([A-Z_]+)(\d+)")
+_OPS = {op.value: op for op in Op}
+
+
+class Done(NamedTuple):
+    """An action that was carried out: waiting until ``start_s + waited_s``, at work until ``end_s``.
+
+    ``number`` is the run's number of the microbatch, update or version; ``held_bytes`` (activations of the rank) and
+    ``versions`` (of the stage) are those after it.
+    """
+
+    op: Op
+    stage: int
+    number: int
+    start_s: float
+    end_s: float
+    waited_s: float
+    held_bytes: int
+    versions: int
+
+    @property
+    def begun_s(self) -> float:
+        """When the waiting was over."""
+        return self.start_s + self.waited_s
+
+    @property
+    def action(self) -> Action:
+        return Action(self.op, self.stage, self.number)
+
+
+@dataclass(frozen=True)
+class Track:
+    """What one rank did.
+
+    Attributes:
+        rank: which.
+        host: its name.
+        actions: in order; none overlaps the next.
+        evaluations: (start_s, end_s) of what does not count as training.
+        weight_bytes: of one version, by stage.
+        static_bytes: of gradients and optimizer state, by stage.
+        truncated: whether there was more than is recorded.
+        broken_off: whether the record has no end: the rank failed, was ended from outside, or is still going.
+    """
+
+    rank: int
+    host: str
+    actions: Sequence[Done]
+    evaluations: Sequence[tuple[float, float]] = ()
+    weight_bytes: Mapping[int, int] = field(default_factory=dict)
+    static_bytes: Mapping[int, int] = field(default_factory=dict)
+    truncated: bool = False
+    broken_off: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether the rank did nothing after its last action."""
+        return not (self.truncated or self.broken_off)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A recorded run, or a simulated one that looks like it.
+
+    Attributes:
+        schedule: its name.
+        placement: ranks per stage.
+        flush: whether the pipeline is empty at every update.
+        microbatches: of a batch.
+        update_every: microbatches of an update; without a flush, on every replica.
+        partition: layers per stage.
+        recomputed: per stage, numbers of recomputed layers.
+        samples_per_step: samples of a step.
+        tracks: by rank; second 0 is the first start, on the clock of rank 0.
+        notes: what a reader has to know, as sentences.
+    """
+
+    schedule: str
+    placement: Placement
+    flush: bool
+    microbatches: int
+    update_every: int
+    partition: tuple[int, ...]
+    recomputed: tuple[tuple[int, ...], ...]
+    samples_per_step: int
+    tracks: tuple[Track, ...]
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def rounds(self) -> Rounds:
+        """Which update a microbatch belongs to."""
+        return Rounds(self.placement, self.microbatches if self.flush else self.update_every, self.flush,
+                      lambda number: number >= 0)
+
+    @property
+    def end_s(self) -> float:
+        """When the last recorded action ended."""
+        return max((track.actions[-1].end_s for track in self.tracks if track.actions), default=0.0)
+
+    @property
+    def covered_s(self) -> float:
+        """Until when every rank's record reaches, of those with actions."""
+        return min((track.actions[-1].end_s for track in self.tracks if track.actions and not track.whole),
+                   default=self.end_s)
+
+
+def read_recording(folder: Path, say: Callable[[str], None] = lambda text: None) -> Recording:
+    """The record of the run in ``folder``.
+
+    Args:
+        say: told what is being read, before each file.
+
+    Raises:
+        UserError: there is none, a rank's file is missing, or a line is damaged.
+    """
+    if not folder.is_dir():
+        raise UserError(f"there is no run folder '{folder}'",
+                        hint="give the folder that 'vpipe train' prints as its run folder")
+    trace = folder / "trace"
+    files = sorted(trace.glob("rank*.jsonl"))
+    if not files:
+        raise UserError(f"the run in '{folder}' has no record of its actions ({trace}/rank0.jsonl is missing)",
+                        hint="train with --set trace=true, or 'trace: true' in the config")
+    say(f"reading {files[0].name}, 1 of {counted(len(files), 'file')}")
+    first, *_ = headers = [read_header(file) for file in files]
+    ranks = sorted({rank for own in first["placement"] for rank in own})
+    missing = [rank for rank in ranks if not (trace / f"rank{rank}.jsonl").is_file()]
+    if missing:
+        raise UserError(f"the run has {counted(len(ranks), 'rank')}, but the record of rank "
+                        f"{', '.join(map(str, missing))} is missing in '{trace}'",
+                        hint="a run over several hosts leaves each rank's file on its own host: copy them together")
+    for file, header in zip(files, headers, strict=True):
+        if differing := [key for key in SHARED if header[key] != first[key]]:
+            raise UserError(f"{file.name} and {files[0].name} are of different runs: {differing[0]} is "
+                            f"{header[differing[0]]} and {first[differing[0]]}", where=f"{file}:1", hint=AGAIN)
+    tracks, notes = [], []
+    for number, rank in enumerate(ranks, 1):
+        if number > 1:
+            say(f"reading rank{rank}.jsonl, {number} of {counted(len(ranks), 'file')}")
+        track, said = _track(trace / f"rank{rank}.jsonl", len(first["placement"]))
+        tracks.append(track)
+        notes += said
+    if not any(track.actions for track in tracks):
+        raise UserError(f"the record in '{trace}' holds no action", hint=AGAIN)
+    recording = Recording(
+        first["schedule"], tuple(map(tuple, first["placement"])), first["flush"], first["microbatches"],
+        first["update_every"], tuple(first["partition"]), tuple(map(tuple, first["recomputed"])),
+        first["samples_per_step"], _from_zero(tracks), tuple(notes))
+    if not any(track.broken_off for track in tracks):
+        return recording
+    return replace(recording, notes=(*notes, "The run did not end well, or is still going: the records of "
+                                     f"{sum(track.broken_off for track in tracks)} of {counted(len(tracks), 'rank')} "
+                                     f"have no end. Figures are of its first {recording.covered_s:.1f} s, as far as "
+                                     "they all reach."))
+
+
+def _track(file: Path, stages: int) -> tuple[Track, list[str]]:
+    """A rank's record, and what is to be said of it."""
+    header, notes = read_header(file), list[str]()
+    clocks: list[tuple[float, float]] = []
+    actions: list[Done] = []
+    evaluations: list[tuple[float, float]] = []
+    truncated, last_s = False, float("-inf")
+    with opened(file) as lines:
+        next(lines)
+        for number, line in enumerate(lines, 2):
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                if not line.endswith("\n"):  # the file ends in the middle of it
+                    notes.append(f"{file.name} breaks off in line {number}: the run was ended, or is still going.")
+                    break
+                raise _damaged(file, number, line) from None
+            if isinstance(entry, list):
+                done = _done(entry, stages, last_s)
+                if done is None:
+                    raise _damaged(file, number, line)
+                last_s = done.end_s
+                actions.append(done)
+            elif isinstance(entry, dict) and entry.get("truncated") is True:
+                truncated = True
+            elif isinstance(entry, dict) and _span(entry.get("evaluation")):
+                evaluations.append((entry["evaluation"][0], entry["evaluation"][1]))
+            elif isinstance(entry, dict) and _pair(entry.get("clock")):
+                clocks.append((entry["clock"][0], entry["clock"][1]))
+            else:
+                raise _damaged(file, number, line)
+    if truncated:
+        notes.append(f"{file.name} ends after {len(actions):,} actions: recording has a limit. What came later is not "
+                     "in this report.")
+    track = Track(header["rank"], header["host"], actions, evaluations, _by_stage(header["weight_bytes"]),
+                  _by_stage(header["static_bytes"]), truncated, broken_off=len(clocks) < 2)
+    return _moved(track, _Clock.of(clocks or [(0.0, header["clock_offset_s"])])), notes
+
+
+def _pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(is_number, value))
+
+
+def _span(value: Any) -> bool:
+    return _pair(value) and bool(value[0] <= value[1])
+
+
+@dataclass(frozen=True)
+class _Clock:
+    """What to add to a time: as it was at ``at_s``, and so much more for every second behind it."""
+
+    at_s: float
+    offset_s: float
+    drift: float = 0.0
+
+    @classmethod
+    def of(cls, compared: Sequence[tuple[float, float]]) -> _Clock:
+        """Through the first and the last time that clocks were compared."""
+        (at_s, offset_s), (later_s, later_offset_s) = compared[0], compared[-1]
+        return cls(at_s, offset_s, (later_offset_s - offset_s) / (later_s - at_s) if later_s > at_s else 0.0)
+
+    def __call__(self, second: float) -> float:
+        return second + self.offset_s + (second - self.at_s) * self.drift
+
+
+def _moved(track: Track, to: Callable[[float], float]) -> Track:
+    """The same on another clock."""
+    return replace(track, evaluations=[(to(start), to(end)) for start, end in track.evaluations],
+                   actions=[Done(op, stage, index, start, end, min(waited, end - start), held, versions)
+                            for op, stage, index, start_s, end_s, waited, held, versions in track.actions
+                            for start, end in ((to(start_s), to(end_s)),)])
+
+
+def _by_stage(sizes: Mapping[str, int]) -> dict[int, int]:
+    return {int(stage): size for stage, size in sizes.items()}
+
+
+def _done(entry: list[Any], stages: int, last_s: float) -> Done | None:
+    """An action as it was written; None when it is damaged."""
+    if len(entry) != 6 or type(entry[0]) is not str or (match := _TEXT.fullmatch(entry[0])) is None:
+        return None
+    _, start_s, end_s, waited_s, held, versions = entry
+    op, stage = _OPS.get(match[2]), int(match[1])
+    if op is None or stage >= stages or not (is_number(start_s) and is_number(end_s) and is_number(waited_s)):
+        return None
+    if not (is_whole(held) and is_whole(versions) and start_s <= end_s and last_s - _SLACK_S <= start_s
+            and -_SLACK_S <= waited_s <= end_s - start_s + _SLACK_S):
+        return None
+    start_s = max(start_s, last_s)
+    end_s = max(start_s, end_s)
+    return Done(op, stage, int(match[3]), start_s, end_s, min(max(0.0, waited_s), end_s - start_s), held, versions)
+
+
+def _damaged(file: Path, number: int, line: str) -> UserError:
+    shown = line.strip()
+    return UserError(f"line {number} of the record is damaged: {shown[:60]}{'...' if len(shown) > 60 else ''}",
+                     where=f"{file}:{number}", hint=AGAIN)
+
+
+def _from_zero(tracks: Sequence[Track]) -> tuple[Track, ...]:
+    """The same with second 0 at the first start."""
+    zero = min(track.actions[0].start_s for track in tracks if track.actions)
+    return tuple(_moved(track, lambda second: second - zero) for track in tracks)
+
+
+_WHAT = {
+    Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.INPUT: "input half of backward", Op.WEIGHT: "weight half",
+    Op.RECOMPUTE: "recompute", Op.STEP: "optimizer step", Op.USE: "choose a weight version",
+    Op.REDUCE: "sum of gradients over replicas", Op.NORM: "gradient norms", Op.SEND_F: "send activations",
+    Op.RECV_F: "get ready for activations", Op.SEND_B: "send gradients", Op.RECV_B: "get ready for gradients",
+    Op.SEND_W: "send tied weights", Op.RECV_W: "get ready for tied weights",
+    Op.SEND_G: "send gradients of tied weights", Op.RECV_G: "get ready for gradients of tied weights"}
+
+
+def describe(done: Done) -> str:
+    """``forward of microbatch 17 on stage 2``."""
+    counts = "microbatch" if done.op in PER_MICROBATCH else "version" if done.op in _VERSIONS else "update"
+    return f"{_WHAT[done.op]}, {counts} {done.number}, stage {done.stage}"
+
+
+_VERSIONS = frozenset({Op.USE, Op.SEND_W, Op.RECV_W})

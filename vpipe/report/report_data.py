@@ -1,0 +1,274 @@
+"""Gather all that a report shows: the run, and beside it what was expected, by the plan or by the run's own medians.
+
+What was expected is simulated and has the form of a recording, so that the figures of both are made by the same code.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from vpipe.errors import CheckError, UserError, counted
+from vpipe.plan.plan import Plan, Prediction
+from vpipe.plan.predict import predict
+from vpipe.plan.profile import Profile
+from vpipe.report.figures import Figures
+from vpipe.report.idle_causes import Cause, Producers, medians, pieces
+from vpipe.report.recording import Done, Recording, Track, read_recording
+from vpipe.report.run_metrics import History, Totals, read_history
+from vpipe.report.steady_state import step_ends
+from vpipe.schedules.action import COMPUTE, PER_MICROBATCH, Action, Op
+from vpipe.schedules.costs import Costs, Link, StageCosts
+from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.simulator.simulate import simulate
+from vpipe.schedules.simulator.timeline import Timeline
+
+_LONGEST = 24  # steps that are simulated
+_REPLAYED = COMPUTE | {Op.STEP}
+
+
+def as_recording(timeline: Timeline, like: Recording) -> Recording:
+    """A simulated timeline in the form of a recording: a rank that has nothing to do waits for its next action.
+
+    Args:
+        like: the recording that it stands beside: sizes and names come from it.
+    """
+    schedule, tracks = timeline.schedule, []
+    for rank, events in enumerate(timeline.events):
+        actions: list[Done] = []
+        now = 0.0
+        for event in events:
+            start, end = float(event.start_s), float(event.end_s)
+            actions.append(Done(event.action.op, event.action.stage, event.action.microbatch, now, end,
+                                max(0.0, start - now), 0, 0))
+            now = end
+        tracks.append(Track(rank, "", actions))
+    return replace(like, schedule=schedule.name, placement=schedule.placement, flush=schedule.flush,
+                   microbatches=schedule.update_every if schedule.flush else like.microbatches,
+                   update_every=schedule.update_every, tracks=tuple(tracks), notes=())
+
+
+def in_a_row(timeline: Timeline, batches: int) -> Timeline:
+    """So many batches of a schedule with a flush, where ``timeline`` is of one."""
+    schedule = timeline.schedule
+    count = schedule.microbatches
+
+    def turn(number: int, action: Action) -> Action:
+        return Action(action.op, action.stage,
+                      action.microbatch + number * (count if action.op in PER_MICROBATCH else 1))
+
+    programs = [[turn(number, action) for number in range(batches) for action in program]
+                for program in schedule.programs]
+    return simulate(replace(schedule.with_programs(programs), microbatches=batches * count), timeline.costs)
+
+
+def replayed(recording: Recording, producers: Producers) -> Timeline | None:
+    """The recorded order of actions at the run's own medians: what it would have been without a stray one.
+
+    None where not even one step was recorded whole.
+    """
+    first, steps = _whole_from_start(recording)
+    if not steps:
+        return None
+    rounds = recording.rounds
+    before = first * rounds.per_step  # microbatches of earlier attempts of the run
+    last = steps * rounds.per_step
+
+    def taken(done: Done) -> int:
+        return rounds.span(done.stage) if done.op is Op.STEP else 1
+
+    programs = [[Action(done.op, done.stage, done.number - before // taken(done)) for done in track.actions
+                 if done.op in _REPLAYED and (done.number + 1) * taken(done) <= before + last]
+                for track in recording.tracks]
+    ranks, stages = len(programs), len(recording.placement)
+    schedule = Schedule(recording.schedule, recording.placement, tuple(map(tuple, programs)), last,
+                        rounds.update_every, recording.flush, (last * stages,) * ranks, (last + 1,) * stages, {})
+    return simulate(schedule, _median_costs(recording, producers, programs))
+
+
+def _whole_from_start(recording: Recording) -> tuple[int, int]:
+    """The first step, and how many from it on were recorded whole, up to a limit."""
+    ends = step_ends(recording)
+    first = min(ends, default=0)
+    count = next((number for number in range(len(ends)) if first + number not in ends), len(ends))
+    return first, min(count, max(_LONGEST, 3 * len(recording.placement)))
+
+
+def _median_costs(recording: Recording, producers: Producers, programs: Sequence[Sequence[Action]]) -> Costs:
+    usual = medians(recording)
+    early = {action.stage for program in programs for action in program if action.op is Op.RECOMPUTE}
+
+    def stage(number: int) -> StageCosts:
+        def of(op: Op) -> float:
+            return usual.get((number, op), 0.0)
+
+        whole = of(Op.BACKWARD)
+        halves = (of(Op.INPUT), of(Op.WEIGHT)) if (number, Op.INPUT) in usual else (whole, 0.0)
+        return StageCosts(of(Op.FORWARD), *halves, recompute_s=of(Op.RECOMPUTE) if number in early else 0.0,
+                          step_s=of(Op.STEP))
+
+    waits = list(_transfer_waits(recording, producers))
+    latency = median(waits) if waits else 0.0
+    return Costs(tuple(map(stage, range(len(recording.placement)))), Link(latency))
+
+
+def _transfer_waits(recording: Recording, producers: Producers) -> Iterator[float]:
+    """How long what ranks waited for was under way."""
+    for track in recording.tracks:
+        for piece in pieces(recording, track, producers):
+            if piece.cause is Cause.TRANSFER:
+                yield piece.end_s - piece.start_s
+
+
+def planned_memory(timeline: Timeline, static_bytes: Sequence[float]) -> list[list[tuple[float, float]]]:
+    """Per rank (second, bytes held from then on), with what it holds all the time."""
+    curves: list[list[tuple[float, float]]] = []
+    for curve, static in zip(timeline.memory, static_bytes, strict=True):
+        points: dict[float, float] = defaultdict(float)
+        for second, held in curve:
+            points[float(second)] = float(held) + static
+        curves.append(sorted(points.items()))
+    return curves
+
+
+_IN_A_ROW, _FEWEST, _ACTIONS = 8, 4, 60_000  # simulated batches of a schedule with a flush; so many actions are quick
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What was to be expected of the run.
+
+    Attributes:
+        recording: a simulated run.
+        producers: in it.
+        figures: of it.
+        prediction: of the plan; None where the run's own durations are all there is.
+        memory: per rank the planned curve (second, bytes); empty without a prediction.
+        basis: what it is made from, as a sentence.
+    """
+
+    recording: Recording
+    producers: Producers
+    figures: Figures
+    prediction: Prediction | None
+    memory: Sequence[Sequence[tuple[float, float]]]
+    basis: str
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """See the top of the page.
+
+    Attributes:
+        name: of the run's folder.
+        config: as it was resolved, as far as it was read.
+        recording, producers, history: of the run.
+        figures: of the steady part of the recording.
+        totals: of the whole run.
+        expected: None where nothing can be simulated.
+        notes: what a reader has to know, as sentences.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    recording: Recording
+    producers: Producers
+    figures: Figures
+    history: History
+    totals: Totals
+    expected: Expected | None
+    notes: Sequence[str]
+
+
+def gather(folder: Path, config: Mapping[str, Any], say: Callable[[str], None] = lambda text: None) -> Evidence:
+    """Everything about the run in ``folder``.
+
+    Args:
+        config: of the run, as plain values; empty where it has none.
+        say: told what is being done.
+
+    Raises:
+        UserError: there is no such run, it was not recorded, or a file is damaged.
+    """
+    recording, history = read_recording(folder, say), read_history(folder)
+    notes = [*recording.notes, *history.notes, *_unwritten(recording, history)]
+    say("working out why ranks were idle")
+    producers = Producers.of(recording)
+    figures = Figures.of(recording, producers)
+    profile = Profile.load(path) if (path := folder / "profile.json").is_file() else None
+    plan = Plan.load(path) if (path := folder / "plan.json").is_file() else None
+    say("simulating what was to be expected")
+    expected, said = _expected(recording, producers, profile, plan)
+    totals = Totals.of(history, figures)
+    if totals.doubt is not None:
+        notes.append(f"{totals.doubt[0].upper()}{totals.doubt[1:]}.")
+    return Evidence(folder.resolve().name, config, recording, producers, figures, history, totals, expected,
+                    (*notes, *said))
+
+
+def _unwritten(recording: Recording, history: History) -> Iterator[str]:
+    """How much more the metrics know of a run that was ended: a rank writes its record down every few seconds."""
+    if not (history.losses and any(track.broken_off for track in recording.tracks)):
+        return
+    recorded, logged = max(step_ends(recording), default=-1), max(step for step, _ in history.losses)
+    if logged > recorded:
+        reached = f"up to step {recorded:,}" if recorded >= 0 else "not one whole step"
+        yield (f"The record holds {reached}, metrics.jsonl goes on to step {logged:,.0f}: what a rank did in its last "
+               "seconds was not written down.")
+
+
+def _expected(recording: Recording, producers: Producers, profile: Profile | None,
+              plan: Plan | None) -> tuple[Expected | None, list[str]]:
+    """What was to be expected, and what is to be said of it."""
+    notes: list[str] = []
+    stages, ranks = len(recording.placement), len(recording.tracks)
+    if plan is not None and (len(plan.partition) != stages or plan.ranks != ranks):
+        notes.append(f"plan.json is for {counted(len(plan.partition), 'stage')} on {counted(plan.ranks, 'rank')}, the "
+                     f"run had {counted(stages, 'stage')} on {counted(ranks, 'rank')}: it is left aside.")
+        plan = None
+    if profile is not None:
+        try:
+            return _of_profile(recording, profile, plan), notes
+        except UserError as error:
+            notes.append(f"The plan cannot be simulated: {error.problems[0].what}.")
+    try:
+        timeline = replayed(recording, producers)
+    except CheckError:
+        return None, [*notes, "The recorded order of actions cannot be simulated: actions are missing from it."]
+    if timeline is None:
+        return None, [*notes, "Nothing is planned beside the run: no whole step was recorded."]
+    why = "There is no profile.json" if profile is None else "The profile does not serve"
+    return _made(recording, timeline, None,
+                 f"{why}, so what stands here as planned is the run's own order of actions with every action at its "
+                 "median duration: it shows what waiting and stragglers cost, not how good a prediction was."), notes
+
+
+def _of_profile(recording: Recording, profile: Profile, plan: Plan | None) -> Expected:
+    basis = "As planned: plan.json, simulated at the costs in profile.json."
+    if plan is None:
+        basis = "As planned: the run's partition and schedule, simulated at the costs in profile.json."
+        plan = Plan(recording.partition, stage_to_rank_map=recording.placement, schedule=recording.schedule,
+                    recompute_layers=recording.recomputed)
+    predicted = predict(profile, plan, schedule=recording.schedule, microbatches=recording.microbatches,
+                        update_every=None if recording.flush else recording.update_every)
+    return _made(recording, predicted.timeline, predicted.prediction, basis)
+
+
+def _made(recording: Recording, timeline: Timeline, prediction: Prediction | None, basis: str) -> Expected:
+    schedule = timeline.schedule
+    if schedule.flush and schedule.microbatches == schedule.update_every:
+        timeline = in_a_row(timeline, max(_FEWEST, min(_IN_A_ROW, _ACTIONS // sum(map(len, schedule.programs)))))
+    simulated = as_recording(timeline, recording)
+    producers = Producers.of(simulated, simulated=True)
+    memory: list[list[tuple[float, float]]] = []
+    if prediction is not None:
+        static = [0.0] * schedule.ranks
+        for stage in prediction.stages:
+            for rank in stage.ranks:
+                static[rank] += stage.memory.gradients + stage.memory.optimizer
+        memory = planned_memory(timeline, static)
+    return Expected(simulated, producers, Figures.of(simulated, producers), prediction, memory, basis)

@@ -1,0 +1,160 @@
+"""Read ``RUN/metrics.jsonl``: how loss and speed went, and the headline figures of the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import nan
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from vpipe.errors import UserError, counted
+from vpipe.metric_formulas import counted_updates
+from vpipe.report.figures import Figures
+from vpipe.report.line_chart import is_drawable
+from vpipe.report.recording import is_number
+
+_AGAIN = "a line is an object with step, loss, time_s and tokens_per_s; copy the file whole from the run's folder"
+
+
+@dataclass(frozen=True)
+class History:
+    """What ``metrics.jsonl`` says.
+
+    Attributes:
+        losses: (step, loss) in training; of a run that diverged some are no numbers.
+        evaluations: (step, loss).
+        seconds: (second of training, tokens per second) of each step.
+        lines: of the steps, as they are in the file.
+        summary: what the run came to; None of one whose last attempt did not come to its end.
+        notes: what a reader has to know.
+    """
+
+    losses: Sequence[tuple[float, float]] = ()
+    evaluations: Sequence[tuple[float, float]] = ()
+    seconds: Sequence[tuple[float, float]] = ()
+    lines: Sequence[Mapping[str, Any]] = ()
+    summary: Mapping[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def read_history(folder: Path) -> History:
+    """The metrics of the run in ``folder``; none where there is no such file.
+
+    Raises:
+        UserError: a line is damaged.
+    """
+    path = folder / "metrics.jsonl"
+    losses, evaluations, seconds, updates, notes = [], [], [], list[Mapping[str, Any]](), list[str]()
+    summary = None
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return History(notes=("There is no metrics.jsonl, so no losses and no tokens per second.",))
+    except OSError as error:
+        raise UserError(f"cannot read the metrics: {error.strerror}", where=str(path), hint=_AGAIN) from None
+    lines = text.splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            if number == len(lines) and not line.endswith("\n"):
+                notes.append(f"metrics.jsonl breaks off in line {number}: the run was ended, or is still going.")
+                break
+            raise _damaged(path, number, line) from None
+        summary = None  # the last line, where the run has ended
+        if isinstance(entry, dict) and ("checkpoint" in entry or "summary" in entry):
+            summary = entry.get("summary")
+            if not isinstance(summary, dict | None):
+                raise _damaged(path, number, line)
+            continue
+        if isinstance(entry, dict):  # what is not finite is null
+            entry |= {key: nan for key in ("loss", "evaluation_loss") if key in entry and entry[key] is None}
+        if not (isinstance(entry, dict) and _numbers(entry, "step", "time_s")
+                and is_drawable(entry["step"]) and is_drawable(entry["time_s"])):
+            raise _damaged(path, number, line)
+        if _numbers(entry, "evaluation_loss"):
+            evaluations.append((entry["step"], entry["evaluation_loss"]))
+        elif _numbers(entry, "loss", "tokens_per_s"):
+            losses.append((entry["step"], entry["loss"]))
+            seconds.append((entry["time_s"], entry["tokens_per_s"]))
+            updates.append(entry)
+        else:
+            raise _damaged(path, number, line)
+    if wrong := [step for step, loss in (*losses, *evaluations) if not is_drawable(loss)]:
+        notes.append(f"Of {counted(len(losses) + len(evaluations), 'loss')} {len(wrong):,} "
+                     f"{'is no number' if len(wrong) == 1 else 'are no numbers'} (infinite or NaN), the first in "
+                     f"step {min(wrong):,.0f}. The charts leave them out.")
+    return History(losses, evaluations, seconds, updates, summary, tuple(notes))
+
+
+def _numbers(entry: dict[str, Any], *keys: str) -> bool:
+    return all(type(value) is float or (type(value) is int and is_drawable(value)) for value in map(entry.get, keys))
+
+
+def _damaged(path: Path, number: int, line: str) -> UserError:
+    shown = line.strip()
+    return UserError(f"line {number} of the metrics is damaged: {shown[:60]}{'...' if len(shown) > 60 else ''}",
+                     where=f"{path}:{number}", hint=_AGAIN)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What docs/metrics.md defines, as far as it is known.
+
+    Attributes:
+        samples_per_s, tokens_per_s: over all counted updates.
+        step_s: median of one.
+        bubble, mfu, hfu: shares; None of what nobody knows, such as the bubble over nccl.
+        memory_bytes: of the fullest rank.
+        peak: what ``mfu`` and ``hfu`` are shares of.
+        doubt: why they cannot be right; None where they can.
+    """
+
+    samples_per_s: float
+    tokens_per_s: float | None
+    step_s: float
+    bubble: float | None
+    mfu: float | None
+    hfu: float | None
+    memory_bytes: float | None
+    peak: str | None
+    doubt: str | None
+
+    @classmethod
+    def of(cls, history: History, figures: Figures) -> Totals:
+        """Take what the run's summary says; of a run without one, its updates' lines; else what was recorded.
+
+        Args:
+            figures: of the recording.
+        """
+        said = history.summary or {}
+        lines = [line for line in history.lines if is_number(line.get("step_s")) and line["step_s"] > 0]
+        update_s = counted_updates([line["step_s"] for line in lines])
+        lines = lines[len(lines) - len(update_s):]
+
+        def figure(key: str, otherwise: float | None = None) -> float | None:
+            if key in said:
+                return float(said[key]) if is_number(said[key]) else None
+            of_lines = _mean(lines, update_s, key)
+            return otherwise if of_lines is None else of_lines
+
+        samples_per_s, bubble = figure("samples_per_s", figures.samples_per_s), figure("bubble", figures.bubble)
+        step_s = figure("step_median_s", median(update_s) if update_s else figures.step_s)
+        assert samples_per_s is not None, "the recording has one"
+        assert step_s is not None, "the recording has one"
+        return cls(samples_per_s, figure("tokens_per_s"), step_s, bubble, figure("mfu"), figure("hfu"),
+                   figure("memory_bytes"), *(text if isinstance(text := said.get(key), str) else None
+                                             for key in ("peak_is", "doubt")))
+
+
+def _mean(lines: Sequence[Mapping[str, Any]], update_s: Sequence[float], key: str) -> float | None:
+    """The mean over the time of some updates of a figure that each has; None where one has not.
+
+    Such a mean of speeds, or of shares of a peak, is what all of these updates together had.
+    """
+    if not lines or not all(is_number(line.get(key)) for line in lines):
+        return None
+    return sum(float(line[key]) * seconds for line, seconds in zip(lines, update_s, strict=True)) / sum(update_s)

@@ -1,0 +1,212 @@
+"""The timeline as planned above the timeline as run, on one scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from html import escape
+
+from vpipe.report.figures import WORK
+from vpipe.report.idle_causes import Cause, Piece, Producers, pieces
+from vpipe.report.recording import Recording, describe
+from vpipe.report.steady_state import Window, step_ends
+from vpipe.report.style import FILLS, shade
+from vpipe.schedules.action import Op
+from vpipe.schedules.schedule import stages_of_rank
+from vpipe.visualize.svg import COLOURS, NAMES, tick_of
+from vpipe.visualize.table import milliseconds, number, row_name
+
+_ROW, _GAP, _HEAD, _AXIS = 26, 6, 34, 28
+_NARROWEST_PX = 680  # of the picture on a phone
+_DIGIT, _ZOOMS = 6.8, (1, 2, 4, 8)
+_FITS = {1.0: "", 1.55: "lw", 2.0: "l2", 4.0: "l4", 8.0: "l8"}
+"""Classes of labels by the width that they need, as a multiple of the narrowest; lw is that of a wide window."""
+_UNSEEN = 0.0002  # of the width: what is narrower is left out
+_AGAIN_INSET, _HANDED_INSET = 4, 8  # lower, for eyes that see their colours as others'
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One of the timelines: a window of a recording."""
+
+    title: str
+    recording: Recording
+    producers: Producers
+    window: Window
+
+
+def lanes(timelines: Sequence[Lane], unit: str) -> str:
+    """The figure as HTML.
+
+    Args:
+        timelines: from top to bottom.
+        unit: what a step is called.
+    """
+    return "".join(_Figure(timelines, unit).parts())
+
+
+class _Figure:
+    def __init__(self, timelines: Sequence[Lane], unit: str) -> None:
+        self._lanes, self._unit = timelines, unit
+        self._end_s = max(lane.window.span_s for lane in timelines) * 1.002
+        self._height = sum(_HEAD + len(lane.recording.tracks) * (_ROW + _GAP) for lane in timelines) + _AXIS
+        self._chunks = chunks(timelines[0].recording)
+        self._parts = [[[piece for piece in pieces(lane.recording, track, lane.producers)
+                         if piece.end_s > lane.window.start_s and piece.start_s < lane.window.end_s]
+                        for track in lane.recording.tracks] for lane in timelines]
+
+    def parts(self) -> Iterator[str]:
+        yield '<figure class="timeline" data-zoom="1">'
+        yield from self._legend()
+        yield '<div class="lanes"><div class="names" aria-hidden="true">'
+        for lane in self._lanes:
+            yield f'<div class="group" style="height:{_HEAD}px">{escape(lane.title)}</div>'
+            for track in lane.recording.tracks:
+                name = row_name(lane.recording.placement, track.rank)
+                yield f'<div style="height:{_ROW}px;margin-bottom:{_GAP}px">{escape(name)}</div>'
+        yield '</div><div class="scroll" tabindex="0" role="region" aria-label="timelines; scrolls sideways">'
+        yield (f'<svg width="100%" height="{self._height}" role="img" aria-labelledby="tt td">'
+               f'<title id="tt">{escape(" and ".join(lane.title for lane in self._lanes))}: timelines</title>'
+               f'<desc id="td">{escape(self._said())}</desc>')
+        y = 0
+        for lane, ranks in zip(self._lanes, self._parts, strict=True):
+            yield from self._lane(lane, ranks, y)
+            y += _HEAD + len(lane.recording.tracks) * (_ROW + _GAP)
+        yield from self._axis(y)
+        yield "</svg></div></div>"
+        yield '<output aria-live="polite">Point at an action, or tap it, to read what it is.</output></figure>'
+
+    def _said(self) -> str:
+        return "; ".join(f"{lane.title.lower()}: {lane.window.steps} {self._unit}s in "
+                         f"{milliseconds(lane.window.span_s)}" for lane in self._lanes)
+
+    def _legend(self) -> Iterator[str]:
+        ops, causes, handing = set[Op](), set[Cause](), False
+        for piece in (piece for ranks in self._parts for own in ranks for piece in own):
+            if piece.cause is not None:
+                causes.add(piece.cause)
+            elif piece.done is not None:
+                ops.add(piece.done.op)
+                handing = handing or piece.done.op not in WORK
+        yield '<ul class="bar">'
+        for op in (op for op in COLOURS if op in ops):
+            shades = [shade(op, chunk, self._chunks) for chunk in range(1 if op is Op.STEP else self._chunks)]
+            yield swatch(shades, NAMES[op], inset=2 * (op is Op.RECOMPUTE))
+        if handing:
+            yield swatch(["var(--comm)"], "handing over", inset=4)
+        for cause in (cause for cause in Cause if cause in causes):
+            yield swatch([FILLS[cause]], f"idle: {cause.value}")
+        yield ('<li class="zoom" hidden>' + "".join(
+            f'<button type="button" value="{zoom}" aria-pressed="{"true" if zoom == 1 else "false"}" '
+            f'aria-label="zoom {zoom} times">{zoom}×</button>' for zoom in _ZOOMS) + "</li></ul>")
+
+    def _x(self, seconds: float) -> float:
+        """In percent of the width."""
+        return 100 * seconds / self._end_s
+
+    def _lane(self, lane: Lane, ranks: Sequence[Sequence[Piece]], y: int) -> Iterator[str]:
+        window, recording = lane.window, lane.recording
+        bottom = y + _HEAD + len(ranks) * (_ROW + _GAP) - _GAP
+        width = self._x(window.span_s)
+        for rank, own in enumerate(ranks):
+            row = y + _HEAD + rank * (_ROW + _GAP)
+            yield f'<rect x="0" y="{row}" width="{_n(width)}%" height="{_ROW}" fill="var(--idle)"/>'
+            stages = stages_of_rank(recording.placement, rank)
+            steps = []
+            for piece in own:
+                if piece.done is not None and piece.done.op is Op.STEP and piece.cause is None:
+                    steps.append(piece)
+                else:
+                    yield from self._piece(lane, piece, stages, row)
+            for piece in steps:  # on top: they are narrow
+                yield from self._piece(lane, piece, stages, row)
+        # Where its steps begin and end, with their numbers.
+        bounds = [(step, end) for step, end in step_ends(recording).items()
+                  if window.start_s - 1e-9 <= end <= window.end_s + 1e-9]
+        for _, end in bounds:
+            x = self._x(end - window.start_s)
+            if x > 0:
+                yield f'<line class="mark" x1="{_n(x)}%" x2="{_n(x)}%" y1="{y + _HEAD - 6}" y2="{bottom}"/>'
+        starts = [(window.first, window.start_s), *((step + 1, end) for step, end in bounds if end > window.start_s)]
+        free = 0.0  # from where on a label meets no other
+        for step, start in starts:
+            x, label = self._x(start - window.start_s), f"{self._unit} {step}"
+            wide = 100 * (len(label) * 6.4 + 12) / _NARROWEST_PX
+            if free <= x <= min(100, width) - wide:
+                yield f'<text class="ax" x="{_n(x)}%" dx="4" y="{y + _HEAD - 8}">{label}</text>'
+                free = x + wide
+
+    def _piece(self, lane: Lane, piece: Piece, stages: Sequence[int], row: int) -> Iterator[str]:
+        window = lane.window
+        start, end = (min(max(second, window.start_s), window.end_s) - window.start_s
+                      for second in (piece.start_s, piece.end_s))
+        share = (end - start) / self._end_s
+        done = piece.done
+        step = piece.cause is None and done is not None and done.op is Op.STEP
+        if share < _UNSEEN and not step:
+            return
+        inset = 0
+        if piece.cause is None and done is not None:
+            inset = _HANDED_INSET if done.op not in WORK else _AGAIN_INSET if done.op is Op.RECOMPUTE else 0
+        place = (f'x="{_n(self._x(start))}%" y="{row + inset}" width="{_n(100 * share)}%" '
+                 f'height="{_ROW - 2 * inset}"')
+        took = milliseconds(piece.end_s - piece.start_s)
+        if piece.cause is not None:
+            before = "" if done is None else f" before {done.action}"
+            yield (f'<rect {place} fill="{FILLS[piece.cause]}"><title>idle, {took}{before}: {piece.cause.value}</title>'
+                   "</rect>")
+        elif done is None:
+            yield f'<rect {place} fill="var(--panel)"><title>evaluation, {took}</title></rect>'
+        elif done.op not in WORK:
+            yield f'<rect {place} class="comm"><title>{done.action}: {describe(done)}; {took}</title></rect>'
+        else:
+            chunk = stages.index(done.stage) if done.op is not Op.STEP and done.stage in stages else 0
+            waited = f", waited {milliseconds(done.waited_s)}" if done.waited_s > 0 else ""
+            yield (f'<rect {place} class="{"cell " * (not step)}{done.op.value}{chunk}">'
+                   f"<title>{done.action}: {describe(done)}; {took}{waited}</title></rect>")
+            if not step:
+                yield self._label(lane, done.number, start + (end - start) / 2, share, row)
+
+    def _label(self, lane: Lane, index: int, middle: float, share: float, row: int) -> str:
+        """The microbatch, from the zoom on at which there is room; of a batch with a flush, else of the window."""
+        recording = lane.recording
+        shown = index % recording.microbatches if recording.flush else index
+        if not recording.flush:  # so that both timelines count alike
+            shown += (self._lanes[-1].window.first - lane.window.first) * recording.rounds.per_step
+        if shown < 0:
+            return ""
+        needs = (len(str(shown)) * _DIGIT + 3) / (share * _NARROWEST_PX)
+        fits = next((name for width, name in _FITS.items() if needs <= width), None)
+        if fits is None:
+            return ""
+        style = f' class="{fits}"' if fits else ""
+        return f'<text{style} x="{_n(self._x(middle))}%" y="{row + _ROW // 2 + 4}" pointer-events="none">{shown}</text>'
+
+    def _axis(self, y: int) -> Iterator[str]:
+        tick = tick_of(self._end_s * 1e3 / 9)
+        yield f'<line class="grid" x1="0" x2="100%" y1="{y + 2}" y2="{y + 2}"/>'
+        for index in range(math.floor(self._end_s * 1e3 / tick + 1e-9) + 1):
+            x = self._x(index * tick / 1e3)
+            yield f'<line class="grid" x1="{_n(x)}%" x2="{_n(x)}%" y1="{y + 2}" y2="{y + 7}"/>'
+            if x < 95:
+                yield (f'<text class="ax" x="{_n(x)}%" dx="3" y="{y + 19}">'
+                       f'{number(Fraction(tick).limit_denominator(10**6) * index)}{" ms" * (index == 0)}</text>')
+
+
+def chunks(recording: Recording) -> int:
+    """The most stages that a rank has."""
+    return max(len(stages_of_rank(recording.placement, track.rank)) for track in recording.tracks)
+
+
+def swatch(fills: Sequence[str], name: str, inset: int = 0) -> str:
+    """An entry of a legend; ``inset`` makes it lower, above and below."""
+    wide = 14 * len(fills)
+    cells = "".join(f'<rect x="{14 * at}" y="{inset}" width="14" height="{14 - 2 * inset}" style="fill:{fill}"/>'
+                    for at, fill in enumerate(fills))
+    return f'<li><svg width="{wide}" height="14" aria-hidden="true">{cells}</svg>{escape(name)}</li>'
+
+
+def _n(value: float) -> str:
+    return f"{value:.3f}".rstrip("0").rstrip(".")

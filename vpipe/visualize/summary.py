@@ -1,0 +1,172 @@
+"""What is worth knowing about a schedule: its timeline at given costs, and what it holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from vpipe.schedules.action import Op
+from vpipe.schedules.check import check
+from vpipe.schedules.costs import Costs, Link, Number, StageCosts, ratio
+from vpipe.schedules.dependencies import Dependencies
+from vpipe.schedules.passes import compute_only
+from vpipe.schedules.peaks import RankPeaks, StagePeaks, rank_peaks, stage_peaks
+from vpipe.schedules.schedule import Schedule, stages_of_rank
+from vpipe.schedules.simulator.simulate import simulate
+from vpipe.schedules.simulator.timeline import Timeline
+from vpipe.schedules.size import Placement
+from vpipe.visualize.table import number, percent, plain, sizes, table
+
+
+@dataclass(frozen=True)
+class RankCosts:
+    """Seconds of one microbatch on a whole rank; each of the rank's stages takes its share, of the memory, too.
+
+    Attributes:
+        forward_s: F.
+        input_s: I, the input half of a backward; a whole one takes ``input_s + weight_s``.
+        weight_s: W, the weight half.
+        transfer_s: from rank to rank, whatever it is: activations, their gradients, and of a replicated stage every
+            part of a sum of gradients.
+    """
+
+    forward_s: Number = 1
+    input_s: Number = 1
+    weight_s: Number = 1
+    transfer_s: Number = 0
+
+    def of(self, placement: Placement, recomputing: Collection[int] = ()) -> Costs:
+        """The costs of every stage; those ``recomputing`` repeat their forward."""
+        share = Counter(rank for ranks in placement for rank in ranks)
+        stages = []
+        for stage, (rank, *_) in enumerate(placement):
+            forward_s, input_s, weight_s = (ratio(seconds, share[rank]) for seconds in
+                                            (self.forward_s, self.input_s, self.weight_s))
+            held = ratio(1, share[rank])  # in microbatches of a whole rank
+            stages.append(StageCosts(forward_s, input_s, weight_s, activation_bytes=held, weight_half_bytes=held,
+                                     recompute_s=forward_s if stage in recomputing else 0))
+        return Costs(tuple(stages), Link(self.transfer_s))
+
+    def __str__(self) -> str:
+        return (f"F {number(self.forward_s)}, I {number(self.input_s)}, W {number(self.weight_s)}, "
+                f"transfer {number(self.transfer_s)}")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A schedule that has passed every rule, with what it takes and holds.
+
+    Attributes:
+        schedule: compute actions and steps only.
+        costs: of a whole rank.
+        timeline: the simulated run.
+        ranks: what each rank holds at most.
+        stages: what each stage holds at most.
+    """
+
+    schedule: Schedule
+    costs: RankCosts
+    timeline: Timeline
+    ranks: tuple[RankPeaks, ...]
+    stages: tuple[StagePeaks, ...]
+
+    @classmethod
+    def of(cls, schedule: Schedule, costs: RankCosts) -> Summary:
+        """Check, simulate and count the compute actions of ``schedule``.
+
+        Raises:
+            CheckError: they break a rule.
+        """
+        computed = compute_only(schedule)
+        check(computed)
+        recomputing = {action.stage for program in computed.programs for action in program
+                       if action.op is Op.RECOMPUTE}
+        timeline = simulate(computed, costs.of(computed.placement, recomputing))
+        return cls(computed, costs, timeline, rank_peaks(computed), stage_peaks(computed))
+
+    @property
+    def bubble_share(self) -> Number:
+        """The bubble's share of the time from a rank's first start to its last end."""
+        whole = self.timeline.bubble_s + max(self.timeline.work_s)
+        return ratio(self.timeline.bubble_s, whole) if whole else 0
+
+    @property
+    def versions_used(self) -> Mapping[tuple[int, int], int]:
+        """The weight version of every (stage, microbatch), in forward and backward; none for a flush, which has one."""
+        return {} if self.schedule.flush else Dependencies.from_schedule(self.schedule).version
+
+    @property
+    def chunks(self) -> str:
+        """Stages per rank, such as ``2`` or, of ranks that differ, ``1-2``."""
+        counts = sorted({len(stages_of_rank(self.schedule.placement, rank)) for rank in range(self.schedule.ranks)})
+        return str(counts[0]) if len(counts) == 1 else f"{counts[0]}-{counts[-1]}"
+
+    @cached_property
+    def chunk_of(self) -> Sequence[int]:
+        """By stage, which of its rank's stages it is, from 0."""
+        before: Counter[int] = Counter()
+        chunks = []
+        for rank, *_ in self.schedule.placement:
+            chunks.append(before[rank])
+            before[rank] += 1
+        return chunks
+
+    def title(self) -> str:
+        """What the schedule is for: its sizes."""
+        return sizes(self.schedule)
+
+    def times(self) -> str:
+        """Bubble and makespan."""
+        return (f"bubble {number(self.timeline.bubble_s)} ({percent(self.bubble_share)}), "
+                f"makespan {number(self.timeline.makespan_s)}")
+
+    def as_json(self) -> Mapping[str, object]:
+        """The object that ``--format json`` writes."""
+        schedule = self.schedule
+        return {
+            "schedule": schedule.name,
+            "placement": [list(ranks) for ranks in schedule.placement],
+            "programs": [[str(action) for action in program] for program in schedule.programs],
+            "makespan": plain(self.timeline.makespan_s),
+            "bubble": plain(self.timeline.bubble_s),
+            "peak_activations": [rank.peak_activations for rank in self.ranks],
+            "versions": [stage.versions for stage in self.stages],
+            "staleness": [stage.staleness for stage in self.stages],
+        }
+
+
+def compare(found: Mapping[str, Summary | str]) -> str:
+    """One line per schedule, the least bubble first; below them those that cannot be, and why.
+
+    Args:
+        found: by name, the summary or the reason.
+    """
+    summaries = sorted((one for one in found.values() if isinstance(one, Summary)),
+                       key=lambda one: (one.timeline.bubble_s, _peak(one), one.schedule.name))
+    head = ["schedule", "stages/rank", "bubble", "share", "makespan", "peak activations", "versions", "staleness"]
+    rows = [[one.schedule.name, one.chunks, number(one.timeline.bubble_s), percent(one.bubble_share),
+             number(one.timeline.makespan_s), _peak_text(one), str(max(stage.versions for stage in one.stages)),
+             str(max(stage.staleness for stage in one.stages))] for one in summaries]
+    lines = table(head, rows, left=1)
+    reasons = [(name, why) for name, why in sorted(found.items()) if isinstance(why, str)]
+    longest = max([len(name) for name in found], default=0)
+    lines += [f"{name:{longest}}  not possible: {why}" for name, why in reasons]
+    lines += ["", "peak activations: of the rank that holds most, in microbatches of a whole rank (of one stage);",
+              "versions, staleness: of the stage with most"]
+    streams = [one.schedule.name for one in summaries if not one.schedule.flush]
+    if streams:
+        lines.append(f"without a flush ({', '.join(streams)}) the bubble comes once in a run, not at every update")
+    return "\n".join(lines) + "\n"
+
+
+def _peak(summary: Summary) -> int | float:
+    """The most that a rank holds, in microbatches of the whole rank."""
+    return max(float(ratio(facts.peak_activations, len(stages_of_rank(summary.schedule.placement, rank))))
+               for rank, facts in enumerate(summary.ranks))
+
+
+def _peak_text(summary: Summary) -> str:
+    most = max(facts.peak_activations for facts in summary.ranks)
+    return number(_peak(summary)) + (f" ({most})" if summary.chunks != "1" else "")

@@ -1,0 +1,247 @@
+"""A schedule as an SVG picture: self-contained, for light and dark backgrounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from html import escape
+
+from vpipe.schedules.action import Op
+from vpipe.schedules.costs import Number
+from vpipe.schedules.schedule import stages_of_rank
+from vpipe.schedules.simulator.timeline import Event
+from vpipe.visualize.summary import Summary
+from vpipe.visualize.table import number, row_name
+
+COLOURS: dict[Op, str] = {  # light enough for dark numbers, on either background
+    Op.FORWARD: "#6ea8fe",
+    Op.BACKWARD: "#63c48d",
+    Op.INPUT: "#4fc4c4",
+    Op.WEIGHT: "#f4b860",
+    Op.RECOMPUTE: "#b79cf0",
+    Op.STEP: "#d6336c",
+}
+NAMES = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.INPUT: "input half of backward",
+          Op.WEIGHT: "weight half", Op.RECOMPUTE: "recompute", Op.STEP: "optimizer step"}
+_STYLE = """
+text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif;fill:#1f2328}
+.bg{fill:#ffffff}.idle{fill:#eef1f4}.soft{fill:#59636e}.line{stroke:#d1d9e0}
+.cell text{fill:#0b1320;text-anchor:middle}.cell .small{font-size:8px}.cell .soft{fill:#59636e}
+"""
+_DARK = """text{fill:#e6edf3}.bg{fill:#0d1117}.idle{fill:#262e38}.soft,.cell .soft{fill:#9198a1}.line{stroke:#3d444d}"""
+
+_ROW, _GAP, _LEFT, _TOP = 26, 8, 66, 64
+_FONT = 11
+_NAME = 6.2  # width of a character of a row's name
+_DIGIT, _SMALL_DIGIT = 6.8, 5.0  # width of a digit at that size and at the small one
+_NARROWEST, _WIDEST = 5.0, 30.0  # of the shortest action
+_PICTURE, _LARGEST = 900.0, 16000.0  # of the timeline, where actions are not too narrow, and ever
+_SMALL = ' class="small"'
+_UNSEEN = 20  # an action that is so many times shorter than the longest may be too narrow to see
+
+
+def draw_svg(summary: Summary) -> str:
+    """The picture as the text of an SVG file.
+
+    A row per rank, time from left to right; the numbers are microbatches (where there is no room, every second, fifth
+    or so), the shade says which of its rank's stages computes. Without a flush the numbers below are the weight
+    versions in use. Hovering an action says all of it.
+    """
+    return "\n".join(_Drawing(summary).lines()) + "\n"
+
+
+class _Drawing:
+    """Where everything goes."""
+
+    def __init__(self, summary: Summary) -> None:
+        self._summary, self._timeline = summary, summary.timeline
+        self._versions = summary.versions_used
+        placement = summary.schedule.placement
+        self._names = [row_name(placement, rank) for rank in range(summary.schedule.ranks)]
+        self._left = max(_LEFT, math.ceil(14 + _NAME * max(map(len, self._names))))
+        durations = [float(event.end_s - event.start_s) for events in self._timeline.events for event in events
+                     if event.end_s > event.start_s]
+        end = float(self._timeline.makespan_s)
+        shortest = max(min(durations), max(durations) / _UNSEEN)
+        # As wide as labels want, narrower to fit the page, but never so narrow that actions cannot be told apart.
+        wanted = min(_WIDEST / shortest, _PICTURE / end)
+        self._scale = min(max(wanted, _NARROWEST / shortest), _LARGEST / end)
+        self._row = _ROW + (14 if self._versions else 0)
+        self._columns = self._holdings()
+        self._right = self._left + end * self._scale + 14
+        self._shades = 1 + max(summary.chunk_of)
+        legend = sum(width for _, _, width in self._entries()) + self._left
+        self._width = max(self._right + sum(width for _, width, _ in self._columns) + 10, legend, 600.0)
+        self._bottom = _TOP + len(self._timeline.events) * (self._row + _GAP)
+
+    def lines(self) -> Iterator[str]:
+        """The file, line by line."""
+        summary, width, height = self._summary, math.ceil(self._width), self._bottom + 96
+        yield (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+               f'viewBox="0 0 {width} {height}" role="img" font-size="{_FONT}">')
+        yield f"<title>{escape(summary.schedule.name)}: {escape(summary.title())}; {escape(summary.times())}</title>"
+        yield f"<style>{_STYLE}{self._colours()}</style>"
+        yield f'<rect class="bg" width="{width}" height="{height}"/>'
+        yield (f'<text x="14" y="24" font-size="16" font-weight="600">{escape(summary.schedule.name)}'
+               f'<tspan class="soft" dx="10" font-size="12" font-weight="400">{escape(summary.title())}</tspan></text>')
+        yield (f'<text class="soft" x="14" y="42" font-size="12">{escape(summary.times())} '
+               f"({escape(str(summary.costs))})</text>")
+        yield from self._heads()
+        for rank, events in enumerate(self._timeline.events):
+            yield from self._rank(rank, events)
+        yield from self._axis()
+        yield from self._legend()
+        yield "</svg>"
+
+    def _colours(self) -> str:
+        """One class per operation and stage of a rank; later stages are paler."""
+        fills = "".join(f".{op.value}{chunk}{{fill:{mixed(COLOURS[op], 0.65 * chunk / max(1, self._shades - 1))}}}"
+                        for op in self._used() for chunk in range(self._shades_of(op)))
+        return f"{fills}\n@media(prefers-color-scheme:dark){{{_DARK}}}\n"
+
+    def _shades_of(self, op: Op) -> int:
+        return 1 if op is Op.STEP else self._shades
+
+    def _used(self) -> list[Op]:
+        there = {event.action.op for events in self._timeline.events for event in events}
+        return [op for op in COLOURS if op in there]
+
+    def _x(self, seconds: Number) -> float:
+        return self._left + float(seconds) * self._scale
+
+    def _rank(self, rank: int, events: Sequence[Event]) -> Iterator[str]:
+        y = _TOP + rank * (self._row + _GAP)
+        middle = y + _ROW / 2 + 4
+        yield f'<text x="14" y="{_n(middle)}" font-size="12">{self._names[rank]}</text>'
+        width = self._x(self._timeline.makespan_s) - self._left
+        yield (f'<rect class="idle" x="{self._left}" y="{y}" width="{_n(width)}" height="{_ROW}" rx="3"/>')
+        yield '<g class="cell">'
+        for event in events:
+            if event.action.op is not Op.STEP:
+                yield self._action(event, y)
+        for event in events:
+            if event.action.op is Op.STEP:
+                x, width = self._x(event.start_s), max(3.0, float(event.end_s - event.start_s) * self._scale)
+                yield (f'<rect class="STEP0" x="{_n(x - 1.5)}" y="{y - 2}" width="{_n(width)}" height="{_ROW + 4}" '
+                       f'rx="1.5"><title>{event.action} at {number(event.start_s)}</title></rect>')
+        yield from self._labels(events, y)
+        yield "</g>"
+        x = self._right
+        for _, width, cells in self._columns:
+            yield (f'<text class="soft" x="{_n(x + width / 2)}" y="{_n(middle)}" text-anchor="middle">'
+                   f"{cells[rank]}</text>")
+            x += width
+
+    def _action(self, event: Event, y: int) -> str:
+        action = event.action
+        x, width = self._x(event.start_s), float(event.end_s - event.start_s) * self._scale
+        version = self._versions.get((action.stage, action.microbatch))
+        says = f"{action}, {number(event.start_s)} to {number(event.end_s)}"
+        says += "" if version is None else f", weight version {version}"
+        gap = 1.0 if width > 6 else 0.4
+        return (f'<rect class="{action.op.value}{self._summary.chunk_of[action.stage]}" x="{_n(x + gap / 2)}" y="{y}" '
+                f'width="{_n(max(0.2, width - gap))}" height="{_ROW}" rx="{3 if width > 12 else 1}">'
+                f"<title>{says}</title></rect>")
+
+    def _labels(self, events: Sequence[Event], y: int) -> Iterator[str]:
+        """Microbatches and, below, the versions in use, as far as there is room."""
+        free = float(self._left)  # from where on a number that is wider than its action meets no other
+        for event in events:
+            action, start = event.action, self._x(event.start_s)
+            width = float(event.end_s - event.start_s) * self._scale
+            if action.op is Op.STEP or width < 1:
+                continue
+            x = start + width / 2
+            version = self._versions.get((action.stage, action.microbatch))
+            digits = len(str(action.microbatch))
+            small = digits * _DIGIT + 2 > width
+            taken = digits * (_SMALL_DIGIT if small else _DIGIT)
+            if taken <= width or (action.microbatch % _every(taken / width) == 0 and x - taken / 2 >= free):
+                yield (f'<text{_SMALL * small} x="{_n(x)}" '
+                       f'y="{_n(y + _ROW / 2 + (3 if small else 4))}">{action.microbatch}</text>')
+                free = x + taken / 2 + 2
+            if version is not None and len(f"v{version}") * _DIGIT <= width:
+                yield f'<text class="soft" x="{_n(x)}" y="{y + _ROW + 11}">v{version}</text>'
+
+    def _holdings(self) -> list[tuple[str, float, list[str]]]:
+        """The columns behind the timeline: head, width, a cell per rank."""
+        summary = self._summary
+        columns = [("activations", [str(rank.peak_activations) for rank in summary.ranks])]
+        if any(rank.peak_weight_halves for rank in summary.ranks):
+            columns.append(("W halves", [str(rank.peak_weight_halves) for rank in summary.ranks]))
+        if not summary.schedule.flush:
+            for head, values in (("versions", [stage.versions for stage in summary.stages]),
+                                 ("staleness", [stage.staleness for stage in summary.stages])):
+                columns.append((head, [" ".join(str(values[stage]) for stage in
+                                                stages_of_rank(summary.schedule.placement, rank))
+                                       for rank in range(summary.schedule.ranks)]))
+        return [(head, max(66.0, _DIGIT * max(map(len, cells)) + 12), cells) for head, cells in columns]
+
+    def _heads(self) -> Iterator[str]:
+        x = self._right
+        for head, width, _ in self._columns:
+            yield f'<text class="soft" x="{_n(x + width / 2)}" y="{_TOP - 9}" text-anchor="middle">{head}</text>'
+            x += width
+
+    def _axis(self) -> Iterator[str]:
+        end = float(self._timeline.makespan_s)
+        tick = tick_of(60 / self._scale)
+        y = self._bottom - _GAP + 5
+        yield f'<line class="line" x1="{self._left}" x2="{_n(self._x(end))}" y1="{y}" y2="{y}"/>'
+        count = math.floor(end / tick + 1e-9)
+        for time in [Fraction(tick) * index for index in range(count + 1)]:
+            x = self._x(time)
+            yield (f'<line class="line" x1="{_n(x)}" x2="{_n(x)}" y1="{y}" y2="{y + 4}"/>'
+                   f'<text class="soft" font-size="10" text-anchor="middle" x="{_n(x)}" y="{y + 15}">'
+                   f"{number(time)}</text>")
+
+    def _entries(self) -> list[tuple[list[tuple[str, int]], str, float]]:
+        """The legend: swatches (class and width), what they stand for, the width of it all."""
+        entries = [([(f"{op.value}{chunk}", 4 if op is Op.STEP else 14) for chunk in range(self._shades_of(op))],
+                    NAMES[op]) for op in self._used()]
+        return [(swatches, name, sum(width for _, width in swatches) + 20 + 5.9 * len(name))
+                for swatches, name in (*entries, ([("idle", 14)], "idle"))]
+
+    def _legend(self) -> Iterator[str]:
+        x, y = float(self._left), self._bottom + 34
+        for swatches, name, width in self._entries():
+            at = x
+            for fill, wide in swatches:
+                yield f'<rect class="{fill}" x="{_n(at)}" y="{y}" width="{wide}" height="14"/>'
+                at += wide
+            yield f'<text x="{_n(at + 5)}" y="{y + 11}">{name}</text>'
+            x += width
+        for line, notes in enumerate(self._notes()):
+            yield f'<text class="soft" x="{self._left}" y="{y + 32 + 16 * line}">{"; ".join(notes)}</text>'
+
+    def _notes(self) -> list[list[str]]:
+        several = self._summary.chunks != "1"
+        halves = len(self._columns) > 1 and self._columns[1][0] == "W halves"
+        return [["numbers: microbatches",
+                 *(["shades: the rank's stages, from its first to its last, the palest"] if several else []),
+                 *(["v: the weight version in use"] if self._versions else [])],
+                [f"activations{', W halves' * halves}: the most that the rank holds at once, in microbatches"
+                 + " of one stage" * several]]
+
+
+def _every(ratio: float) -> int:
+    """Of which microbatches a number as many times as wide as its action is written: every second, fifth, ..."""
+    return next((step for step in (2, 5, 10, 20, 50, 100) if step >= ratio), 1000)
+
+
+def mixed(colour: str, share: float) -> str:
+    """``colour`` with a share of white."""
+    parts = [int(colour[at:at + 2], 16) for at in (1, 3, 5)]
+    return "#" + "".join(f"{round(part * (1 - share) + 255 * share):02x}" for part in parts)
+
+
+def tick_of(least: float) -> float:
+    """The smallest 1, 2 or 5 times a power of ten that is at least ``least``."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(power * step for step in (1, 2, 5, 10) if power * step >= least * (1 - 1e-9))
+
+
+def _n(value: float) -> str:
+    """A coordinate with at most two decimals."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")

@@ -1,0 +1,191 @@
+"""A schedule as a picture in the terminal: a row per rank, time from left to right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+from vpipe.schedules.action import Op
+from vpipe.schedules.schedule import stages_of_rank
+from vpipe.schedules.simulator.timeline import Event
+from vpipe.visualize.summary import Summary
+from vpipe.visualize.table import number, replica, row_name, table
+
+_SHADES: dict[Op, tuple[str, ...]] = {  # foreground;background of the 256 colours, one per stage of a rank
+    Op.FORWARD: ("38;5;255;48;5;26", "38;5;16;48;5;75", "38;5;16;48;5;117", "38;5;16;48;5;153"),
+    Op.BACKWARD: ("38;5;255;48;5;28", "38;5;16;48;5;71", "38;5;16;48;5;114", "38;5;16;48;5;157"),
+    Op.INPUT: ("38;5;255;48;5;30", "38;5;16;48;5;73", "38;5;16;48;5;116", "38;5;16;48;5;152"),
+    Op.WEIGHT: ("38;5;16;48;5;172", "38;5;16;48;5;179", "38;5;16;48;5;222", "38;5;16;48;5;230"),
+    Op.RECOMPUTE: ("38;5;255;48;5;97", "38;5;16;48;5;140", "38;5;16;48;5;183", "38;5;16;48;5;189"),
+    Op.STEP: ("1;38;5;255;48;5;160",),
+}
+_NAMES = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.INPUT: "input half of a backward",
+          Op.WEIGHT: "weight half", Op.RECOMPUTE: "recompute", Op.STEP: "optimizer step"}
+_IDLE, _DIM = ".", "2"
+_UNSEEN = 100  # of an action that is so many times shorter than the longest there may be nothing to see
+
+Cell = tuple[str, str]
+"""A character and its style; an empty style is plain."""
+
+
+def draw_text(summary: Summary, width: int, *, colour: bool) -> str:
+    """The picture with its legend, the numbers and what every rank holds.
+
+    The scale is the widest, up to one that separates all actions, at which the whole schedule fits; if their labels
+    do not fit at any, narrow ones lose their numbers; if that is not enough, the picture ends where ``width`` does and
+    says so.
+    """
+    schedule = summary.schedule
+    label = max(len(row_name(schedule.placement, rank)) for rank in range(schedule.ranks)) + 2
+    room = max(20, width - label)
+    per_unit, cut = _scale(summary, room - 1)  # a column for the last step
+    picture = _Picture(summary, per_unit, room)
+    rows = picture.rows()
+    lines = [f"{summary.schedule.name}: {summary.title()}", f"{summary.times()}  ({summary.costs})", ""]
+    for name, cells in rows:
+        lines.append(f"{name:{label}}{_styled(cells, colour)}".rstrip())
+    used = {event.action.op for events in summary.timeline.events for event in events}
+    letters = {op: "S" if op is Op.STEP else op.value for op in _NAMES}
+    legend = [_styled([(f"{letters[op]} {name}", _SHADES[op][0])], colour) for op, name in _NAMES.items() if op in used]
+    lines += ["", "  ".join([*legend, f"{_IDLE} idle"])]
+    if summary.chunks != "1":
+        lines.append(f"lower case{' and lighter' * colour}: not the first of the rank's stages")
+    if not summary.schedule.flush:
+        lines.append("v: the weight version that a forward or a backward uses")
+    if picture.bare:
+        lines.append("a letter alone: too narrow for its microbatch; a wider terminal shows it, --format svg all")
+    scale = f"a unit of time is {number(per_unit)} column{'s' * (per_unit != 1)}" if 1 <= per_unit < 1000 else \
+        f"a column is {number(1 / per_unit)} units of time"
+    if cut:
+        shown = Fraction(room) / per_unit
+        scale += (f"; cut at time {number(math.floor(shown) if shown >= 10 else shown)} of "
+                  f"{number(summary.timeline.makespan_s)}: a wider terminal shows more, --format svg all")
+    return "\n".join([*lines, scale, "", *holdings(summary)]) + "\n"
+
+
+def holdings(summary: Summary) -> list[str]:
+    """What every rank holds, and how long it waits, as a table."""
+    halves = any(rank.peak_weight_halves for rank in summary.ranks)
+    placement = summary.schedule.placement
+    which = [replica(placement, rank) or "" for rank in range(summary.schedule.ranks)]
+    head = ["rank", "stages", *(["replica"] if any(which) else []), "peak activations",
+            *(["weight halves"] if halves else []), "versions", "staleness", "idle"]
+    rows = []
+    for rank, facts in enumerate(summary.ranks):
+        stages = stages_of_rank(placement, rank)
+        rows.append([str(rank), " ".join(map(str, stages)), *([which[rank]] if any(which) else []),
+                     str(facts.peak_activations),
+                     *([str(facts.peak_weight_halves)] if halves else []),
+                     " ".join(str(summary.stages[stage].versions) for stage in stages),
+                     " ".join(str(summary.stages[stage].staleness) for stage in stages),
+                     number(summary.timeline.idle_s[rank])])
+    unit = "microbatches" if summary.chunks == "1" else "microbatches of one stage"
+    return [*table(head, rows), f"(activations{' and weight halves' * halves} in {unit})"]
+
+
+def _label(event: Event, chunk: int) -> str:
+    """``F3``; ``f3`` on a later stage of the rank."""
+    letter = event.action.op.value
+    return f"{letter.lower() if chunk else letter}{event.action.microbatch}"
+
+
+def _scale(summary: Summary, room: int) -> tuple[Fraction, bool]:
+    """Columns per unit of time, and whether the picture must be cut.
+
+    Best is a column between labels, then none, at a scale that puts every start and end on a column; then labels
+    without their numbers. Actions too short to be seen beside the longest have no say.
+    """
+    events = [event for rank in summary.timeline.events for event in rank if event.end_s > event.start_s]
+    longest = max(Fraction(event.end_s - event.start_s) for event in events)
+    seen = [(len(_label(event, 0)), taken) for event in events
+            if (taken := Fraction(event.end_s - event.start_s)) * _UNSEEN > longest]
+    end = Fraction(summary.timeline.makespan_s)
+    roomy, tight, bare = (max(columns / taken for columns, taken in wanted) for wanted in (
+        [(columns + 1, taken) for columns, taken in seen], seen, [(1, taken) for _, taken in seen]))
+    grain = _common([Fraction(event.end_s) for event in events])
+    fitting = Fraction(min(math.ceil(roomy * grain), math.floor(room * grain / end))) / grain  # starts on columns
+    stretched = min(roomy, room / end)
+    for least in (tight, bare):
+        for scale in (fitting, stretched):
+            if scale >= least:
+                return scale, False
+    return tight, True
+
+
+def _common(times: Sequence[Fraction]) -> Fraction:
+    """The longest time of which all are multiples."""
+    whole = math.lcm(*{time.denominator for time in times})
+    return Fraction(math.gcd(*{int(time * whole) for time in times}), whole)
+
+
+class _Picture:
+    """The rows of a picture, column by column."""
+
+    def __init__(self, summary: Summary, per_unit: Fraction, columns: int) -> None:
+        self._summary, self._per_unit = summary, per_unit
+        self._columns = min(columns, self._column(summary.timeline.makespan_s) + 1)
+        self._versions = summary.versions_used
+        self.bare = False  # whether an action was too narrow for its microbatch
+
+    def rows(self) -> list[tuple[str, list[Cell]]]:
+        """The name of each row and its cells."""
+        rows = []
+        for rank, events in enumerate(self._summary.timeline.events):
+            rows.append((row_name(self._summary.schedule.placement, rank), self._actions(events)))
+            if self._versions:
+                rows.append(("", self._used(events)))
+        return rows
+
+    def _column(self, seconds: float | Fraction) -> int:
+        return round(Fraction(seconds) * self._per_unit)
+
+    def _actions(self, events: Sequence[Event]) -> list[Cell]:
+        row: list[Cell] = [(_IDLE, _DIM)] * self._columns
+        busy = 0
+        for event in events:
+            first, last = self._column(event.start_s), min(self._column(event.end_s), self._columns)
+            op = event.action.op
+            if op is Op.STEP:
+                at = first - 1 if first and row[min(first, self._columns) - 1][0] in f" -S{_IDLE}" else first
+                if at < self._columns:
+                    row[at] = ("S", _SHADES[op][0])
+                    busy = max(busy, at + 1)
+                continue
+            chunk, shades = self._summary.chunk_of[event.action.stage], _SHADES[op]
+            style = shades[min(chunk, len(shades) - 1)]
+            text = _label(event, chunk)
+            if 0 < last - first < len(text):
+                self.bare = self.bare or last < self._columns
+                text = text[0]
+            text = text.ljust(last - first, "-" if op is Op.BACKWARD else " ")
+            for column, character in enumerate(text[:max(0, last - first)], first):
+                row[column] = (character, style)
+            busy = max(busy, last)
+        return row[:busy] if busy < self._columns else row
+
+    def _used(self, events: Sequence[Event]) -> list[Cell]:
+        row: list[Cell] = [(" ", "")] * self._columns
+        for event in events:
+            used = self._versions.get((event.action.stage, event.action.microbatch))
+            if event.action.op is Op.STEP or used is None:
+                continue
+            width = self._column(event.end_s) - self._column(event.start_s)
+            label = f"v{used}"
+            for column, character in enumerate(label if len(label) <= width else "", self._column(event.start_s)):
+                if column < self._columns:
+                    row[column] = (character, _DIM)
+        return row
+
+
+def _styled(cells: Sequence[Cell], colour: bool) -> str:
+    """The characters, with an escape sequence wherever the style changes."""
+    if not colour:
+        return "".join(character for character, _ in cells)
+    text, before = [], ""
+    for character, style in cells:
+        if style != before:
+            text.append("\x1b[0m" + (f"\x1b[{style}m" if style else ""))
+        text.append(character)
+        before = style
+    return "".join(text) + ("\x1b[0m" if before else "")
