@@ -67,8 +67,12 @@ class UserError(VpipeError, ValueError):
         return error
 
 
-class PlanningError(UserError):
-    """The ranks of a run planned before they trained, and found no plan: all say the same, and none is to blame."""
+class StartError(UserError):
+    """A mistake that the ranks of a run found before they trained, such as data that a host does not have."""
+
+
+class PlanningError(StartError):
+    """The ranks of a run planned before they trained, and found no plan."""
 
 
 class CheckError(UserError):

@@ -43,7 +43,7 @@ UseDNS no
 StrictModes no
 PasswordAuthentication no
 PermitRootLogin prohibit-password
-SetEnv TMPDIR={home}/tmp
+SetEnv TMPDIR={home}/tmp PYTHONPATH={python_path}
 """
 
 SSH_CONFIG = """\
@@ -289,7 +289,8 @@ def _write_home(host: Host) -> None:
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", host.name, "-f", key], check=True,
                        timeout=SETTLE_S)
     (ssh / "config").write_text(SSH_CONFIG.format(home=host.home))
-    (host.home / "sshd_config").write_text(SSHD_CONFIG.format(home=host.home))
+    (host.home / "sshd_config").write_text(SSHD_CONFIG.format(
+        home=host.home, python_path=os.environ.get("PYTHONPATH") or "/nowhere"))
     others = [line for line in Path("/etc/passwd").read_text().splitlines() if not line.startswith("root:")]
     root = f"root:x:0:0:root:{host.home}:/bin/bash"
     (host.home / "passwd").write_text("\n".join([root, *others]) + "\n")

@@ -76,7 +76,7 @@ class RankEnvironment:
         Raises:
             UserError: the environment is incomplete, or SLURM does not tell an address.
         """
-        host = environment.get("SLURMD_NODENAME") or socket.gethostname()
+        host = environment.get(HOST) or environment.get("SLURMD_NODENAME") or socket.gethostname()
         if "RANK" in environment and "WORLD_SIZE" in environment:
             starter = environment.get(STARTER) or ("torchrun" if "TORCHELASTIC_RUN_ID" in environment else
                                                    "its starter")

@@ -15,7 +15,7 @@ from typing import Any
 from vpipe.distributed.environment import HOST
 from vpipe.distributed.excepthook import user_frames
 from vpipe.distributed.signals import STOPS
-from vpipe.errors import LastingError, PlanningError, Problem, RunError, UserError, VpipeError
+from vpipe.errors import LastingError, Problem, RunError, StartError, UserError, VpipeError
 from vpipe.train.run_folder import failure_path, log_path
 
 
@@ -29,7 +29,7 @@ def write_report(folder: Path, rank: int, error: VpipeError) -> dict[str, Any]:
         problems = [[_with_host(error, rank), error.hint, None]]
         blames = error.peer is not None
     report = {"rank": rank, "time": time.time(), "user": isinstance(error, UserError), "blames_peer": blames,
-              "planning": isinstance(error, PlanningError), "lasting": isinstance(error, LastingError),
+              "starting": isinstance(error, StartError), "lasting": isinstance(error, LastingError),
               "problems": problems, "frames": user_frames(error),
               "traceback": not blames and error.__cause__ is not None}
     partial = failure_path(folder, rank).with_suffix(".tmp")
@@ -113,7 +113,7 @@ def told(report: Mapping[str, Any], describe: Callable[[int], str], folder: Path
     Args:
         folder: where the logs of the ranks are.
     """
-    if report.get("planning"):
+    if report.get("starting"):
         return UserError.all_of([Problem(*problem) for problem in report["problems"]])
     error = as_error(report, describe)
     if report.get("traceback"):

@@ -137,7 +137,7 @@ class _Run:
             here = replace(ranks_here(config, hosts, job.schedule.ranks, free_port(config.parallel.master_port)),
                            task=("train", *([] if start.checkpoint is None else [str(start.checkpoint)])))
             if remotes:
-                prepare(remotes, config.resolved_yaml(), here, config.parallel.timeout_s, job.fingerprint())
+                prepare(remotes, config.resolved_yaml(), here)
             known, self.folder = self.folder, prepare_run(start, job)
             self._machines = config.machines
             if known is None:

@@ -6,8 +6,7 @@ folder, once all ranks have found that they can train. All describe the job by R
 MASTER_ADDR and MASTER_PORT; then all do the same.
 
 The tasks: ``train``, with the folder of a checkpoint to go on from, if any; ``verify N``: record N updates;
-``compare``, with the arguments of :func:`vpipe.compare.run.run_comparison`; ``profile``, with sizes of microbatches;
-``prepare``: check what the config asks for on this host, once for all its ranks, before any starts.
+``compare``, with the arguments of :func:`vpipe.compare.run.run_comparison`; ``profile``, with sizes of microbatches.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from vpipe.launch.startup import address_towards, combined_error, rank_state, st
 from vpipe.train.job import Job
 from vpipe.train.loop import train
 from vpipe.train.resume import ResumePoint
-from vpipe.train.run_folder import CONFIG, FINGERPRINT, log_path
+from vpipe.train.run_folder import CONFIG, log_path
 from vpipe.train.summary import headline
 
 REPORTED_S = 2.0
@@ -81,13 +80,11 @@ def main(folder: Path, task: str, *arguments: str) -> int:
             from vpipe.compare.run import run_comparison
 
             run_comparison(job, folder, arguments)
-        elif task == "profile":
+        else:
+            assert task == "profile", task
             from vpipe.train.planning import profile_rank
 
             profile_rank(job, folder, arguments)
-        else:
-            check_gpus(job.config, map(int, arguments))
-            (folder / FINGERPRINT).write_text(job.fingerprint())
 
     failure = _run_logged(work, folder, rank)
     if failure is not None:

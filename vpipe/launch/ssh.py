@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import math
 import os
 import re
 import shlex
@@ -25,14 +24,14 @@ from vpipe.distributed.network import listening
 from vpipe.errors import Problem, RunError, UserError, VpipeError
 from vpipe.launch.local import GRACE_S, close_all
 from vpipe.launch.rank_env import HostRanks
-from vpipe.launch.remote_agent import BEAT_S, decoded, encoded, identity
+from vpipe.launch.remote_agent import decoded, encoded, identity
 
 CONNECT_S = 10
 HELLO_S = 20.0
 """For a host to say what it is, after the connection; Python starts slowly from a cold network folder."""
 
-SLOW_S = 20.0
-"""Until the user is told that a host still looks at the config."""
+READY_S = 60.0
+"""For a host to check the way to the first one."""
 
 ALIVE_S = 15
 NO_DIRECTORY = 96
@@ -75,7 +74,7 @@ class Remote:
         self._errors: deque[str] = deque(maxlen=20)
         self._folder: Path | None = None
         self._heard_at = self._asked_at = time.monotonic()
-        self._closed, self._saying = Event(), Lock()
+        self._closed, self._sending = Event(), Lock()
         self.lost: VpipeError | None = None
         self.answer: dict[str, Any] = {}
         try:
@@ -87,20 +86,18 @@ class Remote:
                             hint="install the OpenSSH client, or start the ranks by torchrun") from None
         assert self._ssh.stdin is not None
         os.set_blocking(self._ssh.stdin.fileno(), False)
-        self._threads = [Thread(target=work, daemon=True) for work in (self._read, self._read_errors, self._beat)]
+        self._threads = [Thread(target=work, daemon=True) for work in (self._read, self._read_errors)]
         for thread in self._threads:
             thread.start()
 
     # -- before the run --------------------------------------------------------------------------------
 
-    def problems(self, key: str, within_s: float, silent_s: float = math.inf) -> list[Problem]:
-        """Wait for the answer ``key``; what is wrong with this host, if it does not come.
+    def problems(self, key: str, within_s: float) -> list[Problem]:
+        """Wait for the answer ``key``; return what is wrong with this host, if it does not come.
 
         Args:
             within_s: since it was asked.
-            silent_s: without anything from its launcher, after which it counts as lost.
         """
-        slow_at = self._asked_at + SLOW_S
         while True:
             with suppress(Empty):
                 self.answer = self._answers.get(timeout=0.05)
@@ -112,16 +109,9 @@ class Remote:
                 continue
             if self._closed.is_set() and self._answers.empty():
                 return [self._refusal()]
-            now = time.monotonic()
-            if now - self._asked_at > within_s or now - self._heard_at > silent_s:
-                return [Problem(f"host {self.host} did not say '{key}' within {within_s:g} s"
-                                if now - self._asked_at > within_s else
-                                f"host {self.host} said nothing for {silent_s:g} s",
+            if time.monotonic() - self._asked_at > within_s:
+                return [Problem(f"host {self.host} did not say '{key}' within {within_s:g} s",
                                 f"look whether it is up and its disks answer; try {self._trial('true')}")]
-            if key == "ready" and now > slow_at:
-                slow_at = math.inf
-                print(f"waiting for host {self.host}, which looks at the config and may prepare its data",
-                      file=sys.stderr, flush=True)
 
     def differs(self, container: bool) -> list[Problem]:
         """What this host has in another version than the first, after its hello."""
@@ -130,14 +120,6 @@ class Remote:
                         f"install the same there, for {self._python}" +
                         (", or set launch.python to a Python that has it" if self._settings.python is None else ""))
                 for name in ours if theirs.get(name) != ours[name] and not (container and name == "torch")]
-
-    def other_data(self, fingerprint: str) -> list[Problem]:
-        """Whether this host's data are others than the first's, after it was ready."""
-        theirs = self.answer["ready"]
-        return [] if theirs == fingerprint else [Problem(
-            f"host {self.host} has other data than this one: the vocabulary, the number of samples or the first batch "
-            f"differs (fingerprint {theirs}, here {fingerprint})",
-            "copy this host's data there; every rank reads its own host's")]
 
     def _refusal(self) -> Problem:
         """Why ssh, or what it started, ended at once."""
@@ -175,19 +157,18 @@ class Remote:
     def _trial(self, command: str) -> str:
         return shlex.join(["ssh", "-o", "BatchMode=yes", *self._settings.ssh_options, self.login, command])
 
-    def tell(self, config: str, here: HostRanks, silence_s: float) -> None:
-        """What is to be run; it answers ``ready`` or ``refused``."""
-        self._heard_at = self._asked_at = time.monotonic()
-        self._say(run={"config": config, "world": here.world, "address": here.address, "port": here.port,
-                       "run": here.run, "task": list(here.task), "silence_s": silence_s, "host": self.host,
-                       "devices": self._devices})
+    def send_run(self, config: str, here: HostRanks) -> None:
+        """Say what is to be run; it answers ``ready`` or ``refused``."""
+        self._asked_at = time.monotonic()
+        self._send(run={"config": config, "world": here.world, "address": here.address, "port": here.port,
+                        "run": here.run, "task": list(here.task), "host": self.host, "devices": self._devices})
 
     # -- the run ---------------------------------------------------------------------------------------
 
     def start(self, folder: Path) -> None:
         """Start the ranks; what they write comes into ``folder``."""
         self._folder = folder
-        self._say(start=str(folder))
+        self._send(start=str(folder))
 
     @property
     def statuses(self) -> Mapping[int, int | None]:
@@ -196,11 +177,11 @@ class Remote:
 
     def stop(self, number: int) -> None:
         """Ask its ranks to leave off in good order, as if each had got this signal."""
-        self._say(stop=int(number))
+        self._send(stop=int(number))
 
     def close(self) -> None:
         """End its ranks; wait until all that they wrote is here, or it is lost; ssh ends."""
-        self._say(end=True)
+        self._send(end=True)
         asked = time.monotonic()
         while not self._closed.wait(0.05):  # as long as more comes
             if time.monotonic() - max(asked, self._heard_at) > 4 * GRACE_S:
@@ -218,12 +199,12 @@ class Remote:
 
     # -- saying and hearing ----------------------------------------------------------------------------
 
-    def _say(self, **message: Any) -> None:
+    def _send(self, **message: Any) -> None:
         """Say it, unless nobody listens: that is found by the reader."""
         assert self._ssh.stdin is not None
         data = encoded(**message)
         deadline = time.monotonic() + CONNECT_S
-        with self._saying:
+        with self._sending:
             while data and time.monotonic() < deadline and not self._closed.is_set():
                 try:
                     data = data[os.write(self._ssh.stdin.fileno(), data):]
@@ -232,19 +213,15 @@ class Remote:
                 except OSError:
                     return
 
-    def _beat(self) -> None:
-        while not self._closed.wait(BEAT_S):
-            self._say()
-
     def _read(self) -> None:
         assert self._ssh.stdout is not None
         for line in self._ssh.stdout:
             self._heard_at = time.monotonic()
             message = decoded(line)
             if not message:
-                continue  # a beat, or what a login shell prints
+                continue  # what a login shell prints
             try:
-                self._hear(message)
+                self._handle(message)
             except (OSError, ValueError) as error:
                 self.lost = self.lost or RunError(
                     f"what host {self.host} sends cannot be written into '{self._folder}': {error}",
@@ -257,16 +234,12 @@ class Remote:
                                  hint="look whether it is up; its ranks end by themselves")
         self._closed.set()
 
-    def _hear(self, message: Mapping[str, Any]) -> None:
+    def _handle(self, message: Mapping[str, Any]) -> None:
         match message:
             case {"file": str(name), "data": str(data)}:
                 self._append(name, base64.b64decode(data))
             case {"ended": int(rank), "status": int(status)} if rank in self._statuses:
                 self._statuses[rank] = status
-            case {"silent_s": float(seconds)}:
-                self.lost = RunError(f"host {self.host} heard nothing of this one for {seconds:g} s and ended its "
-                                     "ranks", hint="the network between them was cut, or this process was stopped; a "
-                                     "longer pause needs a larger parallel.timeout_s")
             case _:
                 self._answers.put(dict(message))
 
@@ -283,11 +256,6 @@ class Remote:
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("ab") as file:
             file.write(data)
-
-
-PREPARE_S, SILENT_S = 3600.0, 30.0
-"""For a host to look at the config, where it may prepare a large text; and without a sign of life from its launcher
-meanwhile."""
 
 
 class UnreachableError(UserError):
@@ -329,19 +297,15 @@ def connect(hosts: Hosts, settings: LaunchSection, *, container: bool) -> list[R
     return remotes
 
 
-def prepare(remotes: Sequence[Remote], config: str, here: HostRanks, silence_s: float, fingerprint: str) -> None:
-    """Tell other hosts what is to be run, and wait until all can.
-
-    Args:
-        fingerprint: of this host's data.
+def prepare(remotes: Sequence[Remote], config: str, here: HostRanks) -> None:
+    """Tell other hosts what is to be run, and wait until all reach this one.
 
     Raises:
-        UnreachableError: all that keeps any of them from it, other data among it.
+        UnreachableError: all that keeps any of them from it.
     """
     with listening(here.port):
         for remote in remotes:
-            remote.tell(config, here, silence_s)
-        found = {remote.login: remote.problems("ready", PREPARE_S, SILENT_S) or remote.other_data(fingerprint)
-                 for remote in remotes}
+            remote.send_run(config, here)
+        found = {remote.login: remote.problems("ready", READY_S) for remote in remotes}
     if any(found.values()):
         raise UnreachableError.because({login: problems for login, problems in found.items() if problems})

@@ -8,7 +8,7 @@ from typing import Any
 from vpipe.distributed.environment import RankEnvironment
 from vpipe.distributed.fault import WatchdogTiming
 from vpipe.distributed.network import source_towards_name
-from vpipe.errors import Problem, RunError, UserError, VpipeError
+from vpipe.errors import Problem, RunError, StartError, UserError, VpipeError
 
 JOIN_S = 120.0
 """For all processes to be started."""
@@ -54,7 +54,7 @@ def combined_error(states: Sequence[Mapping[str, Any]]) -> VpipeError | None:
     if not problems:
         return _different_data(states)
     if all(state["status"] in (0, UserError.exit_status) for state in states):
-        return UserError.all_of(problems)
+        return StartError.all_of(problems)
     first, *more = problems
     return RunError(first.what + (f" ({first.where})" if first.where else ""),
                     hint="\n".join([first.hint, *map(str, more)]))
@@ -68,7 +68,7 @@ def _different_data(states: Sequence[Mapping[str, Any]]) -> UserError | None:
     if len(by_data) < 2:
         return None
     what = "; ".join(f"{_named(ranks, states)} read {data}" for data, ranks in by_data.items())
-    return UserError(f"the ranks do not read the same data: {what} (a hash of the vocabulary's size, the numbers of "
+    return StartError(f"the ranks do not read the same data: {what} (a hash of the vocabulary's size, the numbers of "
                      "samples and the first batch)", hint="copy the same files, or the prepared data "
                      "(dataset.cache_directory), to all hosts")
 

@@ -46,9 +46,6 @@ RUNNING = "running"
 LAUNCHED = "launched"
 """Locked by the process that started a run, from before its ranks start until it ends; names it."""
 
-FINGERPRINT = "fingerprint"
-"""The fingerprint of a host's data, as one of its ranks found it."""
-
 
 TAIL_BYTES = 1 << 16
 """Of metrics.jsonl, in which its last step is looked for."""
