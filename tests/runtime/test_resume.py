@@ -200,16 +200,16 @@ def test_leaving_off_before_a_pause_drains_no_further_than_that() -> None:
 def test_another_number_of_microbatches_goes_on_where_it_falls_between_two() -> None:
     numbers = Position(6, 6, samples=12).as_numbers(4)
     assert numbers == {"microbatches": 6, "begun": 2, "batch": 4}
-    assert Position.of_numbers(6, 12, numbers, 2) == Position(6, 3, 1, 12)
-    assert Position.of_numbers(6, 12, numbers, 8) == Position(6, 12, 4, 12)
-    assert Position.of_numbers(0, 0, {}, 8) == Position(0, 0)
+    assert Position.from_numbers(6, 12, numbers, 2) == Position(6, 3, 1, 12)
+    assert Position.from_numbers(6, 12, numbers, 8) == Position(6, 12, 4, 12)
+    assert Position.from_numbers(0, 0, {}, 8) == Position(0, 0)
     with pytest.raises(UserError, match="the checkpoint of step 6 does not say how many microbatches are done"):
-        Position.of_numbers(6, 12, {}, 8)
+        Position.from_numbers(6, 12, {}, 8)
     for key, value in {"batch": 0, "microbatches": None, "begun": 4, "batch ": "x"}.items():
         with pytest.raises(UserError, match=f"does not say how many microbatches are done: it has .*{value!r}"):
-            Position.of_numbers(6, 12, {**numbers, key.strip(): value}, 4)
+            Position.from_numbers(6, 12, {**numbers, key.strip(): value}, 4)
     with pytest.raises(UserError) as error:
-        Position.of_numbers(6, 12, numbers, 1)
+        Position.from_numbers(6, 12, numbers, 1)
     assert str(error.value) == (
         "error: the checkpoint is of a run with 4 microbatches per batch, and was made after 2 of them: with 1 that is "
         "within one\nhint: go on with 4 microbatches per batch, or from another checkpoint")

@@ -40,7 +40,7 @@ class TensorEntry:
 
     @property
     def bytes(self) -> int:
-        """Of its values."""
+        """Return the bytes of its values."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
@@ -114,7 +114,7 @@ class Manifest(CheckpointInfo):
 
     @property
     def bytes(self) -> int:
-        """Of all files that hold tensors."""
+        """Return the bytes of all files."""
         return sum(file.bytes for file in self.files.values())
 
     def save(self, folder: Path) -> None:

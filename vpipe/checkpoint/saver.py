@@ -23,7 +23,7 @@ from vpipe.errors import RunError
 
 @dataclass(frozen=True)
 class SaveResult:
-    """What became of a save.
+    """The result of a save.
 
     Attributes:
         step: how many steps of training it holds.

@@ -31,7 +31,7 @@ _CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF1
 
 @dataclass(frozen=True)
 class WriteResult:
-    """The manifest's entries for what one rank wrote, or why it could not."""
+    """The manifest's entries for the tensors and files of one rank, or the error that kept it from writing."""
 
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
     files: Mapping[str, FileEntry] = field(default_factory=dict)

@@ -22,7 +22,7 @@ from vpipe.runtime.interpreter import Crew, Programs, Stream
 from vpipe.runtime.microbatches import Batch, Feed, Segment
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import MakeOptimizer, StageOptimizer, check_rescheduled
-from vpipe.runtime.state_dict import Position, parts_of
+from vpipe.runtime.state_dict import Position, state_parts
 from vpipe.runtime.step_results import Outcomes, Step
 from vpipe.runtime.trace import MOST_ACTIONS, Recorder
 from vpipe.schedules.replication import Rounds
@@ -60,7 +60,7 @@ class Engine:
         self.all_ranks.check_ties()
         if settings.needs_norms and schedule.flush:
             self.all_ranks.agree_on_norms()
-        self.parts = parts_of(self.workers, self._placement)
+        self.parts = state_parts(self.workers, self._placement)
         self.position = Position(0, 0, 0)
         self._begun = 0  # what is done of the first batch that is given next: of a run that goes on
         self._made: deque[Step] = deque()  # the updates of the latest batch that were not yielded yet

@@ -72,7 +72,7 @@ class PipelineCheckpoint:
                 self._check_run(manifest)
                 if self._rank == 0 and (lost := no_longer_used(manifest)) is not None:
                     warnings.warn(lost, stacklevel=3)
-                position = Position.of_numbers(manifest.step, manifest.samples, manifest.numbers, self._batch)
+                position = Position.from_numbers(manifest.step, manifest.samples, manifest.numbers, self._batch)
                 self._engine.check_begins(position)
                 tensors = load_tensors(folder, manifest, filter(self._engine.wants, manifest.tensors),
                                        resume_hint=_load_call)

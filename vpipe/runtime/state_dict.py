@@ -1,6 +1,6 @@
-"""What a run must keep to go on as if it had not stopped, by names that say nothing of how it was cut.
+"""Return and load the state that a resumed run needs, under names that are independent of the partition.
 
-Each kind of state is a :class:`Part`: it gives its tensors of this process, and takes those that it wants of
+Each kind of state is a :class:`StatePart`: it returns its tensors of this process, and loads those that it wants of
 all there are. So a checkpoint is one flat table, whatever the partition, the widths and the transport:
 
     model.<layer>.<parameter or buffer>                 a tied weight once, under its owner's name
@@ -33,7 +33,7 @@ from vpipe.schedules.size import Placement
 
 @dataclass(frozen=True)
 class Position:
-    """Where a checkpoint was made, and where a run goes on.
+    """The position in training at which a checkpoint was made, and a run resumes.
 
     Attributes:
         steps: that are done; the next one has this index.
@@ -49,20 +49,20 @@ class Position:
     samples: int = 0
 
     def within(self, batch: int) -> int:
-        """How many microbatches are done of a batch that has more of its ``batch``."""
+        """Return how many microbatches are done of the batch that is not complete; it has ``batch``."""
         return self.microbatches % batch if self.begun is None else self.begun
 
     def after(self, steps: int, microbatches: int, samples: int, begun: int) -> Position:
-        """So many steps, microbatches and samples later, ``begun`` of them of a batch that has more."""
+        """Return the position so much later, with ``begun`` microbatches of a batch that has more."""
         return Position(self.steps + steps, self.microbatches + microbatches, begun, self.samples + samples)
 
     def as_numbers(self, batch: int) -> dict[str, int]:
-        """As a checkpoint holds it beside the steps and the samples; ``batch``: microbatches of a batch."""
+        """Return the manifest's numbers beside the steps and the samples; ``batch``: microbatches of a batch."""
         return {"microbatches": self.microbatches, "begun": self.within(batch), "batch": batch}
 
     @classmethod
-    def of_numbers(cls, steps: int, samples: int, numbers: Mapping[str, Any], batch: int) -> Position:
-        """The inverse of :meth:`as_numbers`, where a batch is now cut into ``batch`` microbatches.
+    def from_numbers(cls, steps: int, samples: int, numbers: Mapping[str, Any], batch: int) -> Position:
+        """Return the position of numbers from :meth:`as_numbers`, for batches that now have ``batch`` microbatches.
 
         Raises:
             UserError: it does not fall between two of them, or is not known.
@@ -93,28 +93,28 @@ _RATES = ("lr", "initial_lr")
 """Entries of a parameter group that follow from the run's arguments, unless the user or a scheduler changes them."""
 
 
-class Part(Protocol):
+class StatePart(Protocol):
     """One kind of state."""
 
     def state(self) -> dict[str, Tensor]:
-        """The tensors that this process has to keep, by their names in a checkpoint; no copies.
+        """Return the tensors that this process saves, by their names in a checkpoint; no copies.
 
         Raises:
             UserError: some of it is nothing that a checkpoint can hold.
         """
 
     def wants(self, name: str) -> bool:
-        """Whether this process takes up a tensor of this name."""
+        """Return whether this process loads the tensor of this name."""
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take up those of the wanted tensors that there are; they are copied.
+        """Load those of the wanted tensors that there are; they are copied.
 
         Raises:
             UserError: one is missing that cannot be done without.
         """
 
 
-class Held(NamedTuple):
+class LocalStage(NamedTuple):
     """A stage on a rank of this process."""
 
     worker: Worker
@@ -122,21 +122,21 @@ class Held(NamedTuple):
     replica: int
 
 
-def parts_of(workers: Mapping[int, Worker], placement: Placement) -> list[Part]:
-    """All parts of the stages on these ranks, in the order in which they are to be loaded."""
-    held = [Held(worker, stage, placement[number].index(rank))
+def state_parts(workers: Mapping[int, Worker], placement: Placement) -> list[StatePart]:
+    """Return all parts of the stages on these ranks, in the order in which they are to be loaded."""
+    stages = [LocalStage(worker, stage, placement[number].index(rank))
             for rank, worker in workers.items() for number, stage in worker.stages.items()]
-    return [ModelState(held), OptimizerState(held), ReplicaBuffers(held), LossBuffers(held), LossScales(held)]
+    return [ModelState(stages), OptimizerState(stages), ReplicaBuffers(stages), LossBuffers(stages), LossScales(stages)]
 
 
 class ModelState:
-    """Parameters and buffers: the first replica's, for all of them."""
+    """Parameters and buffers; the first replica saves them for all."""
 
-    def __init__(self, held: Sequence[Held]) -> None:
-        self._held = held
+    def __init__(self, stages: Sequence[LocalStage]) -> None:
+        self._stages = stages
 
     def state(self) -> dict[str, Tensor]:
-        return {f"model.{name}": value for each in self._held if each.replica == 0
+        return {f"model.{name}": value for each in self._stages if each.replica == 0
                 for name, value in each.stage.state().items()}
 
     def wants(self, name: str) -> bool:
@@ -148,21 +148,21 @@ class ModelState:
             raise UserError(f"{counted(len(missing), 'tensor')} of the model missing in the checkpoint: "
                             f"{', '.join(missing[:3])}{', ...' * (len(missing) > 3)}",
                             hint="it was made of another model")
-        for each in self._held:
+        for each in self._stages:
             each.stage.load({name: tensors[f"model.{name}"] for name in each.stage.state()})
 
     @cached_property
     def _names(self) -> dict[str, None]:
-        """Of what the stages here have, in order; asked for late, since not every model can be saved."""
-        return {f"model.{name}": None for each in self._held for name in each.stage.state()}
+        """Return the names of the state of the stages here; on demand, since not every model can be saved."""
+        return {f"model.{name}": None for each in self._stages for name in each.stage.state()}
 
 
 class OptimizerState:
-    """What the optimizers keep of every parameter they have stepped; equal on all replicas, so the first one's."""
+    """The state that optimizers have per parameter; equal on all replicas, so the first one saves it."""
 
-    def __init__(self, held: Sequence[Held]) -> None:
-        self._of_replicas = [(each.worker.update.optimizers[each.stage.spec.index], each.replica) for each in held]
-        self._made = [_beside_state(optimizer) for optimizer, _ in self._of_replicas]
+    def __init__(self, stages: Sequence[LocalStage]) -> None:
+        self._of_replicas = [(each.worker.update.optimizers[each.stage.spec.index], each.replica) for each in stages]
+        self._made = [_other_numbers(optimizer) for optimizer, _ in self._of_replicas]
 
     def state(self) -> dict[str, Tensor]:
         named: dict[str, Tensor] = {}
@@ -193,10 +193,10 @@ class OptimizerState:
 
 
 class _Buffers:
-    """Buffers under names of their own. A checkpoint may lack them: they stay as they are then."""
+    """Buffers under names of their own. Those that a checkpoint lacks keep their values."""
 
-    def __init__(self, held: Sequence[Held]) -> None:
-        self._held = held
+    def __init__(self, stages: Sequence[LocalStage]) -> None:
+        self._stages = stages
 
     def state(self) -> dict[str, Tensor]:
         return dict(self._all())
@@ -222,7 +222,7 @@ class ReplicaBuffers(_Buffers):
     """The buffers of replicas from 1 on: their own microbatches made them. A new replica has those of the first."""
 
     def _all(self) -> Iterator[tuple[str, Tensor]]:
-        for each in self._held:
+        for each in self._stages:
             if each.replica > 0:
                 kept = each.stage.state()
                 for layer, module in each.stage.modules.items():
@@ -235,21 +235,21 @@ class LossBuffers(_Buffers):
     """The buffers of the loss of a sequential model, of every replica."""
 
     def _all(self) -> Iterator[tuple[str, Tensor]]:
-        for each in self._held:
+        for each in self._stages:
             for layer, module in each.stage.modules.items():
                 for name, buffer in loss_buffers(module).items():
                     yield f"loss.{each.replica}.{each.stage.layer_names[layer]}.{name}", buffer
 
 
 class LossScales:
-    """The scales of losses that training has found, and for how many updates in a row they were good.
+    """Dynamic loss scales, each with the number of good updates in a row.
 
     Another partition, or a flush where there was none: a stage goes on with that of the last layer at or before its
     first one.
     """
 
-    def __init__(self, held: Sequence[Held]) -> None:
-        self._held = held
+    def __init__(self, stages: Sequence[LocalStage]) -> None:
+        self._stages = stages
 
     def state(self) -> dict[str, Tensor]:
         return {name: tensor for layer, replica, scale in self._all() if replica == 0 for name, tensor in (
@@ -267,9 +267,9 @@ class LossScales:
                 scale.good = int(tensors[f"loss_scale.{before[-1]}.good"])
 
     def _all(self) -> Iterator[tuple[int, int, LossScale]]:
-        """Layers, replicas and scales; one for all stages is in the first one, and on ranks without that has no
-        replica that keeps it."""
-        for each in self._held:
+        """Yield layers, replicas and scales. A scale for all stages belongs to the first one; on ranks without that the
+        replica is -1."""
+        for each in self._stages:
             scaling = each.worker.update.scaling
             if scaling is not None and scaling[each.stage.spec.index].dynamic:
                 number, first = each.stage.spec.index, each.stage.spec.layers.start
@@ -280,15 +280,15 @@ class LossScales:
 
 
 def _readings(name: str) -> Iterator[tuple[str, str]]:
-    """The ways to read ``optim.<layer>.<parameter>.<state>``: any of the three may hold dots."""
+    """Yield the ways to read ``optim.<layer>.<parameter>.<state>``: any of the three may hold dots."""
     _, *words = name.split(".")
     if name.startswith("optim."):
         for cut in range(1, len(words)):
             yield ".".join(words[:cut]), ".".join(words[cut:])
 
 
-def _beside_state(optimizers: StageOptimizer) -> list[tuple[str, dict[str, Any]]]:
-    """Numbers that optimizers have beside the state of their parameters, and that should stay as they are."""
+def _other_numbers(optimizers: StageOptimizer) -> list[tuple[str, dict[str, Any]]]:
+    """Return the numbers of optimizers that are not state of a parameter, and should not change."""
     kinds = [type(optimizer).__name__ for optimizer in optimizers.optimizers for _ in optimizer.param_groups]
     groups = [(f"of the parameter groups of {kind}", {key: value for key, value in group.items() if key not in _RATES})
               for kind, group in zip(kinds, optimizers.options(), strict=True)]
@@ -299,13 +299,13 @@ def _beside_state(optimizers: StageOptimizer) -> list[tuple[str, dict[str, Any]]
 
 
 def _check_state(optimizers: StageOptimizer, made: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-    """Refuse what optimizers keep elsewhere than with their parameters, where no checkpoint would hold it.
+    """Refuse state that an optimizer does not keep per parameter: no checkpoint would hold it.
 
     Args:
-        made: what :func:`_beside_state` said when they were made.
+        made: what :func:`_other_numbers` said when they were made.
     """
     hint = "choose an optimizer that keeps its state per parameter"
-    for (where, before), (_, now) in zip(made, _beside_state(optimizers), strict=True):
+    for (where, before), (_, now) in zip(made, _other_numbers(optimizers), strict=True):
         changed = [key for key in now if key not in before or before[key] != now[key]]
         if changed:
             raise UserError(f"'{changed[0]}' {where} has changed since the start, which a checkpoint does not hold",
@@ -323,7 +323,7 @@ def _rate_name(parameter: str, key: str) -> str:
 
 
 def _load_rates(optimizers: StageOptimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Give parameter groups the learning rates that those of their parameters had, where they had been changed.
+    """Set the learning rates of parameter groups to those that their parameters had, where they had been changed.
 
     Raises:
         UserError: the parameters of a group had different ones.
@@ -348,7 +348,7 @@ def _load_rates(optimizers: StageOptimizer, tensors: Mapping[str, Tensor]) -> No
 
 
 def _as_tensor(name: str, value: object) -> tuple[str, Tensor]:
-    """An entry of an optimizer's state as a checkpoint holds it."""
+    """Return an entry of an optimizer's state as a checkpoint holds it."""
     if isinstance(value, Tensor):
         return name, value
     if type(value) is int or type(value) is float:
@@ -359,7 +359,7 @@ def _as_tensor(name: str, value: object) -> tuple[str, Tensor]:
 
 
 def _as_value(key: str, tensor: Tensor, parameter: nn.Parameter, group: Mapping[str, Any]) -> tuple[str, object]:
-    """The inverse of :func:`_as_tensor`, on the device where torch's own optimizers want it."""
+    """Return the entry that :func:`_as_tensor` got, on the device where torch's own optimizers want it."""
     name, _, kind = key.partition("#")
     if kind:
         return name, tensor.item()

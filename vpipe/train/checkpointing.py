@@ -166,7 +166,7 @@ class Checkpointing:
 
     @property
     def is_saved(self) -> bool:
-        """Whether the state after the last step is in a checkpoint, once :meth:`finish` has returned."""
+        """Return whether the state after the last step is in a checkpoint; for after :meth:`finish`."""
         return self._saved == self._metrics.steps and not (self._results and self._results[-1].error)
 
     def check_end(self) -> None:
@@ -264,7 +264,7 @@ def restore(pipe: Pipeline, job: Job, checkpoint: Path, manifest: Manifest) -> N
         UserError: it does not fit, or a file cannot be read.
     """
     with at_work("reading a checkpoint"):
-        position = Position.of_numbers(manifest.step, manifest.samples, manifest.numbers, pipe.microbatches)
+        position = Position.from_numbers(manifest.step, manifest.samples, manifest.numbers, pipe.microbatches)
         pipe.engine.check_begins(position)
         names = [name for name in manifest.tensors if pipe.engine.wants(name)]
         pipe.engine.restore(position, load_tensors(checkpoint, manifest, names, device_of(job.config),

@@ -65,7 +65,7 @@ _CHANGE_NUMBERS_WITHOUT_FLUSH = {
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run begins that is not a new one.
+    """The run and the checkpoint from which training resumes.
 
     Attributes:
         folder: of the run that goes on; None for a new one that takes a checkpoint from elsewhere.
@@ -78,7 +78,7 @@ class ResumePoint:
 
     @cached_property
     def manifest(self) -> Manifest | None:
-        """Of the checkpoint, loaded once.
+        """Return the manifest of the checkpoint; it is loaded once.
 
         Raises:
             UserError: it is damaged or too new; with an older one in its place, if there is one.
@@ -96,7 +96,7 @@ class ResumePoint:
 
     @property
     def folders(self) -> list[Path]:
-        """What must be there to go on."""
+        """Return the paths that must exist to resume."""
         return [path for path in (self.folder, self.checkpoint) if path is not None]
 
 
@@ -454,7 +454,7 @@ def check_fits_job(manifest: Manifest, job: Job) -> None:
     check_compatible(manifest, job.model)
     if problems := list(_differences(manifest, job)):
         raise UserError.all_of(problems)
-    Position.of_numbers(manifest.step, manifest.samples, manifest.numbers, job.config.training.num_microbatches)
+    Position.from_numbers(manifest.step, manifest.samples, manifest.numbers, job.config.training.num_microbatches)
 
 
 def _differences(manifest: Manifest, job: Job) -> Iterator[Problem]:
