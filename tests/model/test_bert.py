@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vpipe.errors import UserError
-from vpipe.model.bert import BertConfig, Head, bert, bert_from_settings
+from vpipe.model.bert import BertConfig, BertHead, bert, bert_from_settings
 from vpipe.model.layer import Model
 from vpipe.model.registry import ModelSettings
 
@@ -152,7 +152,7 @@ def test_untied_decoder_is_its_own() -> None:
 
 
 def test_head_scores_the_masked_positions_alone() -> None:
-    head = Head(SMALL).eval()
+    head = BertHead(SMALL).eval()
     h = torch.randn(2, 5, 24)
     positions = torch.tensor([[4, 0, 4], [1, 2, 3]])
     words, sentence = head.scores(h, positions)

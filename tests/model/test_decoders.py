@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from vpipe import Pipeline
 from vpipe.config.sections import ModelSection
 from vpipe.errors import UserError
-from vpipe.model.gpt import Attention as GptAttention
-from vpipe.model.gpt import GptConfig
-from vpipe.model.gpt import Mlp as GptMlp
+from vpipe.model.gpt import GptAttention, GptConfig, GptMlp
 from vpipe.model.layer import Model
 from vpipe.model.llama import LlamaConfig
 from vpipe.model.loss import NO_LABEL
@@ -251,7 +249,7 @@ def test_turns_and_attention_take_the_kind_of_what_they_are_given(dtype: torch.d
 
 
 def test_llama_31s_slower_turns() -> None:
-    scaling = RopeScaling.of({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    scaling = RopeScaling.parse({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                               "original_max_position_embeddings": 64})
     plain, scaled = (rotary_tables(2, 32, 1e4, one)[1][1].asin() for one in (None, scaling))
     wavelengths = 2 * math.pi / plain
@@ -260,7 +258,7 @@ def test_llama_31s_slower_turns() -> None:
     between = (wavelengths > 16) & (wavelengths < 64)
     assert between.any()
     assert ((scaled < plain) & (scaled > plain / 8))[between].all()
-    assert RopeScaling.of({"rope_type": "default"}) is None
+    assert RopeScaling.parse({"rope_type": "default"}) is None
 
 
 @pytest.mark.parametrize(("make", "text"), [

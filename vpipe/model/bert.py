@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vpipe.errors import UserError
-from vpipe.model.config_keys import Blocks, Keys, check_length, check_no_groups
+from vpipe.model.config_keys import Blocks, ConfigKeys, check_length, check_no_groups
 from vpipe.model.layer import LOSS, Layer, Model
 from vpipe.model.registry import HuggingFace, ModelSettings, register_model
 from vpipe.model.transformer import attention
@@ -39,7 +39,7 @@ _HEAD = (("transform", "transform.dense"), ("norm", "transform.LayerNorm"))
 
 
 def huggingface_names(config: Mapping[str, object]) -> dict[str, str]:
-    """Their names -> ours; ``config`` holds the keys of a ``BertConfig``.
+    """Map Hugging Face's names of the weights to ours; ``config`` holds the keys of a ``BertConfig``.
 
     The decoder's bias has two names there, which ``tie_word_embeddings`` makes one parameter. Without it only the
     decoder's own is computed with; the other is written so that nothing is missing.
@@ -60,14 +60,17 @@ def huggingface_names(config: Mapping[str, object]) -> dict[str, str]:
 
 
 def huggingface_copies(config: Mapping[str, object]) -> dict[str, str]:
-    """Names that older files have for the weights that ``tie_word_embeddings`` shares."""
+    """Map the names that older files have for the weights that ``tie_word_embeddings`` shares."""
     if not config["tie_word_embeddings"]:
         return {}
     return {"cls.predictions.decoder.weight": _WORDS, "cls.predictions.decoder.bias": _DECODER_BIAS}
 
 
 def huggingface_spelled(name: str) -> str | None:
-    """Today's spelling: files of before 2020 say gamma and beta, NVIDIA's say dense_act, and both have positions."""
+    """Return today's name of a weight, or None where it is computed.
+
+    Files of before 2020 have gamma and beta, NVIDIA's have dense_act, and both have positions.
+    """
     if name == "bert.embeddings.position_ids":
         return None
     name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name)
@@ -76,7 +79,7 @@ def huggingface_spelled(name: str) -> str | None:
 
 
 def stage_file_order(blocks: int) -> list[str]:
-    """Our names in the order in which the first VPipe's stages hold them, from the first stage to the last.
+    """Return our names in the order in which the first VPipe's stages hold them, from the first stage to the last.
 
     Its BERT was trained without the next sentence: it has neither pooler nor classifier. A block's last norm may
     lie in the file of the next stage, which does not change the order.
@@ -108,7 +111,7 @@ def _both(theirs: str, ours: str) -> dict[str, str]:
     return {f"{theirs}.{leaf}": f"{ours}.{leaf}" for leaf in ("weight", "bias")}
 
 
-KEYS = Keys(
+KEYS = ConfigKeys(
     "BERT",
     # Turc et al. 2019, arXiv:1908.08962, table 1; base and large: Devlin et al., section 3.
     presets={name: {"num_hidden_layers": blocks, "hidden_size": hidden, "num_attention_heads": heads}
@@ -126,7 +129,7 @@ KEYS = Keys(
     choices={})
 
 PREDICTED_SHARE = 0.15
-"""Of the tokens of a sample: the most that the head scores (Devlin et al., section 3.1)."""
+"""Largest share of a sample's tokens that the head scores (Devlin et al., section 3.1)."""
 
 
 @dataclass(frozen=True)
@@ -155,11 +158,11 @@ class BertConfig:
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> BertConfig:
-        """The published sizes ``tiny mini small medium base large``; ``overrides`` replace single fields.
+        """Return the published sizes ``tiny mini small medium base large``; ``overrides`` replace single fields.
 
         The intermediate size is 4 H unless it is given. Raises UserError for an unknown preset or field.
         """
-        return cls._filled(KEYS.values(cls, name, overrides, {}))
+        return cls._filled(KEYS.merge(cls, name, overrides, {}))
 
     @classmethod
     def _filled(cls, values: dict[str, Any]) -> BertConfig:
@@ -169,7 +172,7 @@ class BertConfig:
 
 
 def bert(config: BertConfig) -> Model:
-    """BERT with its pre-training loss as 2n + 1 layers for n blocks.
+    """Return BERT with its pre-training loss as 2n + 1 layers for n blocks.
 
     Batch fields, all int64: ``input_ids``, ``segment_ids``, ``input_mask`` (1 = token, 0 = padding) [B, S];
     ``masked_lm_positions``, ``masked_lm_ids`` (0 = no prediction) [B, P]; ``next_sentence_labels`` [B].
@@ -178,44 +181,49 @@ def bert(config: BertConfig) -> Model:
     layers = []
     for i in range(config.num_hidden_layers):
         if i == 0:
-            layers.append(Layer("block0.attention", partial(EmbeddingsAndAttention, config),
+            layers.append(Layer("block0.attention", partial(BertEmbeddingsAndAttention, config),
                                 inputs=("input_ids", "segment_ids", "input_mask")))
         else:
-            layers.append(Layer(f"block{i}.attention", partial(Attention, config), inputs=("h", "input_mask")))
-        layers.append(Layer(f"block{i}.mlp", partial(Mlp, config)))
+            layers.append(Layer(f"block{i}.attention", partial(BertAttention, config), inputs=("h", "input_mask")))
+        layers.append(Layer(f"block{i}.mlp", partial(BertMlp, config)))
     ties = {"decoder.weight": "block0.attention.embeddings.word.weight"} if config.tie_word_embeddings else {}
-    layers.append(Layer("head", partial(Head, config), outputs=(LOSS,), ties=ties,
+    layers.append(Layer("head", partial(BertHead, config), outputs=(LOSS,), ties=ties,
                         inputs=("h", "masked_lm_positions", "masked_lm_ids", "next_sentence_labels")))
     return Model(layers, batch=("input_ids", "segment_ids", "input_mask", "masked_lm_positions", "masked_lm_ids",
                                 "next_sentence_labels"))
 
 
 def _from_huggingface(config: Mapping[str, object]) -> ModelSettings:
-    """The defaults are those of :class:`BertConfig`, not a preset's."""
+    """Return the settings for a ``config.json``. Missing keys have the defaults of :class:`BertConfig`, not a
+    preset's.
+    """
     values = {**vars(BertConfig()), **config}
     vocab_size, tied = values["vocab_size"], values["tie_word_embeddings"]
     if type(vocab_size) is not int or type(tied) is not bool:
         raise UserError(f"BERT's vocab_size is {vocab_size!r} and its tie_word_embeddings {tied!r}",
                         hint="they must be an integer, and true or false")
     settings = ModelSettings(vocab_size, tie_weights=tied, overrides=values)
-    config_of(settings)
+    config_from_settings(settings)
     return settings
 
 
 def _huggingface_config(settings: ModelSettings) -> dict[str, object]:
-    """Every field of the config, and what this BERT computes where Hugging Face's could compute something else."""
-    return {**vars(config_of(settings)), "hidden_act": KEYS.fixed["hidden_act"],
+    """Return every field, and the values of keys for which Hugging Face's BERT could compute something else."""
+    return {**vars(config_from_settings(settings)), "hidden_act": KEYS.fixed["hidden_act"],
             "pad_token_id": KEYS.fixed["pad_token_id"]}
 
 
 def _stage_order(settings: ModelSettings) -> list[str]:
-    return stage_file_order(config_of(settings).num_hidden_layers)
+    return stage_file_order(config_from_settings(settings).num_hidden_layers)
 
 
 def _flops(settings: ModelSettings) -> list[int]:
-    """The head scores a share of the tokens, 15 % of a sample rounded up, and one sentence: its operations are spread
-    over all tokens of the sample, to the nearest integer."""
-    config = config_of(settings)
+    """Count the operations of every layer per token.
+
+    The head scores 15 % of a sample's tokens, rounded up, and one sentence. Its operations are spread over all tokens
+    of the sample, to the nearest integer.
+    """
+    config = config_from_settings(settings)
     h, i, v = config.hidden_size, config.intermediate_size, config.vocab_size
     s = settings.sequence_length or config.max_position_embeddings
     norm = 2 * h
@@ -230,32 +238,32 @@ def _flops(settings: ModelSettings) -> list[int]:
     "bert", "BertForPreTraining", "BertTokenizer", _from_huggingface, _huggingface_config, huggingface_names,
     huggingface_copies, huggingface_spelled))
 def bert_from_settings(settings: ModelSettings) -> Model:
-    """BERT from a config file's ``model`` section; see :func:`config_of`.
+    """Return BERT from a config file's ``model`` section; see :func:`config_from_settings`.
 
     Raises UserError as that does, and for a sequence longer than the position embeddings.
     """
-    config = config_of(settings)
+    config = config_from_settings(settings)
     if settings.sequence_length is not None:
         check_length("BERT", settings.sequence_length, config.max_position_embeddings, "max_position_embeddings")
     return bert(config)
 
 
-def config_of(settings: ModelSettings) -> BertConfig:
-    """The preset (default large), then ``overrides`` (the contents of a ``bert_config.json``), then the settings' own
+def config_from_settings(settings: ModelSettings) -> BertConfig:
+    """Merge the preset (default large), ``overrides`` (the contents of a ``bert_config.json``) and the settings' own
     fields; the later wins.
 
     Raises UserError for a key of ``overrides`` that is unknown or asks for what this BERT does not compute.
     """
     check_no_groups("BERT", settings)
     preset = "large" if settings.preset is None else settings.preset
-    return BertConfig._filled(KEYS.values(BertConfig, preset, settings.overrides, {
+    return BertConfig._filled(KEYS.merge(BertConfig, preset, settings.overrides, {
         "vocab_size": settings.vocab_size, "hidden_size": settings.hidden_size,
         "num_hidden_layers": settings.num_layers, "num_attention_heads": settings.num_heads,
         "hidden_dropout_prob": settings.dropout, "attention_probs_dropout_prob": settings.dropout,
         "tie_word_embeddings": settings.tie_weights}))
 
 
-class Embeddings(nn.Module):
+class BertEmbeddings(nn.Module):
     """Word + segment + position embeddings, normalised: two int64 [B, S] -> [B, S, H]."""
 
     def __init__(self, config: BertConfig) -> None:
@@ -274,7 +282,7 @@ class Embeddings(nn.Module):
         return self.dropout(self.norm(embedded + self.position.weight[:length]))  # type: ignore[no-any-return]
 
 
-class Attention(nn.Module):
+class BertAttention(nn.Module):
     """Self-attention + add + norm: [B, S, H] and the mask int64 [B, S] -> [B, S, H]."""
 
     def __init__(self, config: BertConfig) -> None:
@@ -299,19 +307,19 @@ class Attention(nn.Module):
         return self.norm(self.dropout(mixed) + h)  # type: ignore[no-any-return]
 
 
-class EmbeddingsAndAttention(nn.Module):
+class BertEmbeddingsAndAttention(nn.Module):
     """The first layer: embeddings and the first block's attention."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        self.embeddings = Embeddings(config)
-        self.attention = Attention(config)
+        self.embeddings = BertEmbeddings(config)
+        self.attention = BertAttention(config)
 
     def forward(self, input_ids: Tensor, segment_ids: Tensor, input_mask: Tensor) -> Tensor:
         return self.attention(self.embeddings(input_ids, segment_ids), input_mask)  # type: ignore[no-any-return]
 
 
-class Mlp(nn.Module):
+class BertMlp(nn.Module):
     """Expand to I, gelu (the exact one, with erf), contract, add + norm: [B, S, H] -> [B, S, H]."""
 
     def __init__(self, config: BertConfig) -> None:
@@ -326,7 +334,7 @@ class Mlp(nn.Module):
         return self.norm(self.dropout(self.contract(F.gelu(self.expand(h)))) + h)  # type: ignore[no-any-return]
 
 
-class Head(nn.Module):
+class BertHead(nn.Module):
     """Both pre-training losses, added: [B, S, H] and the labels -> a scalar (Devlin et al., appendix A.2).
 
     Masked LM: cross-entropy, mean over the predictions whose id is not 0; without any it is 0, not nan. Next
@@ -344,7 +352,9 @@ class Head(nn.Module):
         self.apply(partial(_initialise, std=config.initializer_range))
 
     def scores(self, h: Tensor, masked_lm_positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits over the vocabulary [B, P, V] at the masked positions alone, and of the next sentence [B, 2]."""
+        """Return logits over the vocabulary [B, P, V] at the masked positions alone, and of the next sentence [B,
+        2].
+        """
         masked = h.gather(1, masked_lm_positions[:, :, None].expand(-1, -1, h.shape[-1]))
         words = self.decoder(self.norm(F.gelu(self.transform(masked))))
         return words, self.next_sentence(torch.tanh(self.pooler(h[:, 0])))
@@ -361,7 +371,9 @@ class Head(nn.Module):
 
 
 def _initialise(module: nn.Module, std: float) -> None:
-    """Weights normal(0, std), biases 0, LayerNorm 1 and 0, the padding word 0 (as Hugging Face does)."""
+    """Set weights to normal(0, std), biases to 0, LayerNorm to 1 and 0, the padding word to 0 (as Hugging Face
+    does).
+    """
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=std)
     if isinstance(module, nn.Linear):

@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from vpipe.model.registry import ModelSettings
 
 LARGEST_SIZE = 1 << 24
-"""Of a layer, a vocabulary or a sequence: products of two of them stay countable in 64 bits."""
+"""Limit of a layer's width, a vocabulary and a sequence: products of two of them stay countable in 64 bits."""
 
 MOST_BLOCKS = 1024
-"""Of a model: each is an object or two, and counted when a model is cut."""
+"""Limit of a model's blocks: each is an object or two, and counted when a model is cut."""
 
 Positive = float
-"""Kind of a field: any number above 0."""
+"""Type of a field that may be any number above 0."""
 
 Blocks = int
-"""Kind of a field: how many blocks a model has."""
+"""Type of the field with a model's number of blocks."""
 
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "int": (lambda value: type(value) is int and 1 <= value <= LARGEST_SIZE,
@@ -39,14 +39,14 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 @dataclass(frozen=True)
-class Keys:
-    """What a family's config may say; the config itself is a dataclass with the names and defaults of Hugging Face's.
+class ConfigKeys:
+    """The keys of a family's config. The config itself is a dataclass with the names and defaults of Hugging Face's.
 
     Attributes:
         family: as messages call it, such as ``GPT``.
         presets: sizes by name.
         fixed: keys that are no setting here, and must agree with what the family computes.
-        silent: keys that say nothing about training, or that no implementation reads.
+        silent: keys that do not affect training, or that no implementation reads.
         choices: values of the keys that are words.
     """
 
@@ -56,13 +56,13 @@ class Keys:
     silent: Set[str]
     choices: Mapping[str, Collection[object]]
 
-    def values(self, config: type[Any], preset: str | None, overrides: Mapping[str, object],
+    def merge(self, config: type[Any], preset: str | None, overrides: Mapping[str, object],
                own: Mapping[str, object]) -> dict[str, Any]:
-        """The fields of ``config`` that something is said of; the later wins: preset, ``overrides``, ``own``.
+        """Merge the values of the fields of ``config`` from the preset, ``overrides`` and ``own``; the later wins.
 
         Args:
             overrides: the contents of a ``config.json``.
-            own: from settings; None says nothing.
+            own: from settings; None = not set.
 
         Raises:
             UserError: an unknown preset; keys that are unknown, or ask for what the family does not compute.
@@ -82,13 +82,13 @@ class Keys:
                 **{key: value for key, value in own.items() if value is not None}}
 
     def check(self, config: Any, heads: str) -> None:
-        """Every field is of its kind, and the heads divide the hidden size.
+        """Check the type of every field, and that the heads divide the hidden size.
 
         Args:
             heads: the names of both fields, such as ``n_embd n_head``.
 
         Raises:
-            UserError: naming every value that is not.
+            UserError: naming every value that is wrong.
         """
         problems = [problem for field in fields(config) for problem in self._wrong(field, getattr(config, field.name))]
         width, number = (getattr(config, name) for name in heads.split())
@@ -114,14 +114,14 @@ class Keys:
 
 
 def check_length(family: str, length: int, positions: int, key: str) -> None:
-    """Raises UserError for a sequence of ``length`` tokens that is longer than the model knows positions for."""
+    """Raise UserError for a sequence of ``length`` tokens that is longer than the model's positions."""
     if length > positions:
         raise UserError(f"the sequence length is {length}, but {family} has position embeddings for {positions} tokens",
                         hint=f"shorten the sequences to {positions}, or raise {key} to {length}")
 
 
 def check_no_groups(family: str, settings: ModelSettings) -> None:
-    """Raises UserError where settings ask a family without grouped heads for them."""
+    """Raise UserError where settings ask for grouped heads in a family without them."""
     if settings.num_kv_heads not in (None, settings.num_heads):
         raise UserError(f"num_kv_heads is {settings.num_kv_heads}, but every head of {family} has keys of its own",
                         hint="leave it out, or take the model llama")

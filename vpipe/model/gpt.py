@@ -21,13 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vpipe.model.config_keys import Blocks, Keys, check_length, check_no_groups
+from vpipe.model.config_keys import Blocks, ConfigKeys, check_length, check_no_groups
 from vpipe.model.layer import Model
-from vpipe.model.loss import next_token_loss
 from vpipe.model.registry import HuggingFace, ModelSettings, register_model
-from vpipe.model.transformer import attention, decoder
+from vpipe.model.transformer import NextTokenHead, attention, decoder
 
-KEYS = Keys(
+KEYS = ConfigKeys(
     "GPT",
     # Radford et al., table 2; the names are those the weights were published under.
     presets={name: {"n_layer": blocks, "n_embd": hidden, "n_head": heads} for name, blocks, hidden, heads in (
@@ -45,11 +44,11 @@ KEYS = Keys(
 
 @dataclass(frozen=True)
 class GptConfig:
-    """The sizes of a GPT under the key names of Hugging Face's ``GPT2Config``, and with its defaults but for one.
+    """The sizes of a GPT under the key names of Hugging Face's ``GPT2Config``, with its defaults but for one.
 
     The dropouts (``resid`` after a sublayer, ``embd`` after the embeddings, ``attn`` of attention) are probabilities in
     [0, 1). ``n_inner`` is 4 ``n_embd`` where it is None. ``activation_function`` is the exact GELU, ``gelu``, which is
-    the fastest, unless a published model says ``gelu_new`` or ``gelu_pytorch_tanh``, its approximation by tanh.
+    the fastest, unless a published model has ``gelu_new`` or ``gelu_pytorch_tanh``, its approximation by tanh.
     Raises one UserError naming every value out of range.
     """
 
@@ -72,20 +71,22 @@ class GptConfig:
 
     @property
     def inner(self) -> int:
-        """Width of the MLP."""
+        """Return the width of the MLP."""
         return 4 * self.n_embd if self.n_inner is None else self.n_inner
 
 
-def config_of(settings: ModelSettings) -> GptConfig:
-    """The preset, if any, then ``overrides`` (the contents of a ``config.json``), then the settings' own fields; the
-    later wins. A ``config.json`` without an ``activation_function`` means ``gelu_new``. Where nothing says for how many
-    tokens there are positions, it is for as many as a sample has, and for 1,024 at least.
+def config_from_settings(settings: ModelSettings) -> GptConfig:
+    """Merge the preset, if any, ``overrides`` (the contents of a ``config.json``) and the settings' own fields; the
+    later wins.
+
+    A ``config.json`` without an ``activation_function`` means ``gelu_new``. Without ``n_positions`` there are positions
+    for as many tokens as a sample has, and for 1,024 at least.
 
     Raises UserError for a key of ``overrides`` that is unknown or asks for what this GPT does not compute.
     """
     check_no_groups("GPT", settings)
     overrides = {"activation_function": "gelu_new", **settings.overrides} if settings.overrides else {}
-    values = KEYS.values(GptConfig, settings.preset, overrides, {
+    values = KEYS.merge(GptConfig, settings.preset, overrides, {
         "vocab_size": settings.vocab_size, "n_embd": settings.hidden_size, "n_layer": settings.num_layers,
         "n_head": settings.num_heads, "resid_pdrop": settings.dropout, "embd_pdrop": settings.dropout,
         "attn_pdrop": settings.dropout, "tie_word_embeddings": settings.tie_weights})
@@ -94,19 +95,21 @@ def config_of(settings: ModelSettings) -> GptConfig:
 
 
 def from_huggingface(found: Mapping[str, object]) -> ModelSettings:
-    """What it leaves out is what ``GPT2Config`` takes."""
+    """Return the settings for a ``config.json``. Missing keys have the defaults of ``GPT2Config``."""
     values: dict[str, Any] = {**vars(GptConfig()), "activation_function": "gelu_new", **found}
-    config = config_of(ModelSettings(values["vocab_size"], overrides=values))
+    config = config_from_settings(ModelSettings(values["vocab_size"], overrides=values))
     return ModelSettings(config.vocab_size, tie_weights=config.tie_word_embeddings, overrides=values)
 
 
 def huggingface_config(settings: ModelSettings) -> dict[str, object]:
-    """Every field; and no tokens to begin and end with, for ``transformers`` would take those of GPT-2's vocabulary."""
-    return {**vars(config_of(settings)), "bos_token_id": None, "eos_token_id": None}
+    """Return every field, and no tokens to begin and end with: ``transformers`` would take those of GPT-2's
+    vocabulary.
+    """
+    return {**vars(config_from_settings(settings)), "bos_token_id": None, "eos_token_id": None}
 
 
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-"""Ends of names of the matrices that GPT-2 stores as [inputs, outputs]."""
+"""Suffixes of the names of matrices that GPT-2 stores as [inputs, outputs]."""
 
 _WORDS = "block0.attention.embeddings.token.weight"
 
@@ -116,7 +119,7 @@ _MLP = (("norm", "ln_2"), ("expand", "mlp.c_fc"), ("contract", "mlp.c_proj"))
 
 
 def huggingface_names(config: Mapping[str, object]) -> dict[str, str]:
-    """Their names -> ours; ``config`` holds the keys of a ``GPT2Config``."""
+    """Map Hugging Face's names of the weights to ours; ``config`` holds the keys of a ``GPT2Config``."""
     blocks = config["n_layer"]
     assert isinstance(blocks, int), "a checked config"
     names = {"transformer.wte.weight": _WORDS,
@@ -132,12 +135,15 @@ def huggingface_names(config: Mapping[str, object]) -> dict[str, str]:
 
 
 def huggingface_copies(config: Mapping[str, object]) -> dict[str, str]:
-    """The name that some files have for the weight that ``tie_word_embeddings`` shares."""
+    """Map the name that some files have for the weight that ``tie_word_embeddings`` shares."""
     return {"lm_head.weight": _WORDS} if config["tie_word_embeddings"] else {}
 
 
 def huggingface_spelled(name: str) -> str | None:
-    """Today's spelling: the files published first lack the prefix, and hold the masks of attention."""
+    """Return today's name of a weight, or None for the masks of attention.
+
+    The files published first lack the prefix, and hold these masks.
+    """
     if re.search(r"\.attn\.(masked_)?bias$", name):
         return None
     return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
@@ -156,12 +162,12 @@ GELU: dict[str, Callable[[Tensor], Tensor]] = {
 
 def gpt(config: GptConfig) -> Model:
     """Return GPT with the loss of the next token as 2n + 1 layers for n blocks."""
-    return decoder(config.n_layer, partial(EmbeddingsAndAttention, config), partial(Attention, config),
-                   partial(Mlp, config), partial(Head, config), tied=config.tie_word_embeddings)
+    return decoder(config.n_layer, partial(GptEmbeddings, config), partial(GptAttention, config),
+                   partial(GptMlp, config), partial(_head, config), tied=config.tie_word_embeddings)
 
 
 def _flops(settings: ModelSettings) -> list[int]:
-    config = config_of(settings)
+    config = config_from_settings(settings)
     h, i, s = config.n_embd, config.inner, settings.sequence_length or config.n_positions
     norm = 2 * h
     attention = 2 * (norm + 4 * h * h + 4 * h) + 4 * h * s
@@ -173,16 +179,16 @@ def _flops(settings: ModelSettings) -> list[int]:
     "gpt2", "GPT2LMHeadModel", "PreTrainedTokenizerFast", from_huggingface, huggingface_config, huggingface_names,
     huggingface_copies, huggingface_spelled, TRANSPOSED))
 def gpt_from_settings(settings: ModelSettings) -> Model:
-    """GPT from a config file's ``model`` section.
+    """Return GPT from a config file's ``model`` section.
 
-    Raises UserError as :func:`config_of`, and for a sequence that is longer than the positions.
+    Raises UserError as :func:`config_from_settings`, and for a sequence that is longer than the positions.
     """
-    config = config_of(settings)
+    config = config_from_settings(settings)
     check_length("GPT", settings.sequence_length or 1, config.n_positions, "n_positions")
     return gpt(config)
 
 
-class Embeddings(nn.Module):
+class GptEmbeddings(nn.Module):
     """Token + position embeddings: int64 [B, S] -> [B, S, H]."""
 
     def __init__(self, config: GptConfig) -> None:
@@ -199,7 +205,7 @@ class Embeddings(nn.Module):
         return self.dropout(self.token(ids_bs) + self.position.weight[:length])  # type: ignore[no-any-return]
 
 
-class Attention(nn.Module):
+class GptAttention(nn.Module):
     """Norm, causal self-attention, add: [B, S, H] -> [B, S, H]."""
 
     def __init__(self, config: GptConfig) -> None:
@@ -221,19 +227,7 @@ class Attention(nn.Module):
         return h_bsh + self.dropout(mixed_bsh)  # type: ignore[no-any-return]
 
 
-class EmbeddingsAndAttention(nn.Module):
-    """The first layer: embeddings and the first block's attention."""
-
-    def __init__(self, config: GptConfig) -> None:
-        super().__init__()
-        self.embeddings = Embeddings(config)
-        self.attention = Attention(config)
-
-    def forward(self, ids_bs: Tensor) -> Tensor:
-        return self.attention(self.embeddings(ids_bs))  # type: ignore[no-any-return]
-
-
-class Mlp(nn.Module):
+class GptMlp(nn.Module):
     """Norm, expand to I, GELU, contract, add: [B, S, H] -> [B, S, H]."""
 
     def __init__(self, config: GptConfig) -> None:
@@ -249,25 +243,16 @@ class Mlp(nn.Module):
         return h_bsh + self.dropout(self.contract(inner_bsi))  # type: ignore[no-any-return]
 
 
-class Head(nn.Module):
-    """The last norm, the scores of every word, and their loss: [B, S, H] and int64 [B, S] -> a scalar."""
-
-    def __init__(self, config: GptConfig) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
-        self.decoder = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        nn.init.normal_(self.decoder.weight, std=config.initializer_range)
-
-    def scores(self, h_bsh: Tensor) -> Tensor:
-        """Logits [B, S, V] of the next token."""
-        return self.decoder(self.norm(h_bsh))  # type: ignore[no-any-return]
-
-    def forward(self, h_bsh: Tensor, labels_bs: Tensor) -> Tensor:
-        return next_token_loss(self.scores(h_bsh), labels_bs)
+def _head(config: GptConfig) -> NextTokenHead:
+    decoder = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+    nn.init.normal_(decoder.weight, std=config.initializer_range)
+    return NextTokenHead(nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon), decoder)
 
 
 def _linear(inputs: int, outputs: int, config: GptConfig, residual: bool = False) -> nn.Linear:
-    """Weights normal(0, initializer_range), over sqrt(2n) where the output joins one of 2n sums (section 2.3)."""
+    """Return a linear layer with weights normal(0, initializer_range), over sqrt(2n) where its output joins one of 2n
+    sums (section 2.3).
+    """
     linear = nn.Linear(inputs, outputs)
     nn.init.normal_(linear.weight, std=config.initializer_range / (math.sqrt(2 * config.n_layer) if residual else 1))
     nn.init.zeros_(linear.bias)

@@ -29,7 +29,7 @@ from vpipe.model.sequential import (
     check_children,
     check_module,
     check_sequential,
-    copied,
+    copy_module,
     put_module,
     shared_modules,
     shared_parameters,
@@ -39,7 +39,7 @@ LOSS = "loss"
 
 
 def seed_of(*parts: int) -> int:
-    """A 63-bit seed made from integers: the same everywhere, unrelated for neighbouring values."""
+    """Return a 63-bit seed made from integers: the same everywhere, unrelated for neighbouring values."""
     packed = struct.pack(f"<{len(parts)}q", *parts)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
@@ -88,7 +88,7 @@ class Layer:
         given.check()
 
     def materialize(self, index: int, seed: int) -> nn.Module:
-        """The module, initialised under a seed made from the run's seed and the layer's index alone.
+        """Return the module, initialised under a seed made from the run's seed and the layer's index alone.
 
         So a layer starts from the same weights whichever rank builds it, also one that builds them on the current GPU.
         The caller's random state is left as it was.
@@ -100,10 +100,10 @@ class Layer:
             return self.make()
 
     def make(self) -> nn.Module:
-        """The module.
+        """Build the module and check that a stage can hold it.
 
         Raises:
-            UserError: it is none, or one that no stage can hold.
+            UserError: it is no module, or one that no stage can hold.
         """
         try:
             module = self.build()
@@ -119,13 +119,13 @@ class Layer:
 
 @contextmanager
 def without_values() -> Iterator[None]:
-    """What is built here has shapes and kinds of numbers, on the meta device, and no values: it takes no memory."""
+    """Build modules with shapes and dtypes but no values: on the meta device, without memory."""
     with torch.device("meta"), _UnfilledNormal():
         yield
 
 
 class _UnfilledNormal(TorchFunctionMode):
-    """Leaves a tensor without values as it is; torch imports a compiler to draw normal ones for it, for seconds."""
+    """Leave a tensor without values as it is: torch would import a compiler to draw normal ones for it, for seconds."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in (Tensor.normal_, nn.init.normal_):
@@ -153,7 +153,7 @@ class Model:
 
     @classmethod
     def sequential(cls, modules: nn.Sequential, loss: Loss) -> Model:
-        """Any ``nn.Sequential`` as a model of one layer per child; a batch is ``input`` and ``target``.
+        """Return an ``nn.Sequential`` as a model of one layer per child; a batch is ``input`` and ``target``.
 
         The children are already initialised and are copied as they are; ``loss(output, target)`` joins the
         last child. A parameter that several children share, or a child that stands in several places, becomes tied.
@@ -173,14 +173,15 @@ class Model:
         source = "input"
         layers = []
         for name in front:
-            layers.append(Layer(name, partial(copied, children[name]), (source,), ("h",), ties[name], shared[name]))
+            layers.append(Layer(name, partial(copy_module, children[name]), (source,), ("h",), ties[name],
+                                shared[name]))
             source = "h"
         ending = WithLoss(children[last], loss)
-        layers.append(Layer(last, partial(copied, ending), (source, "target"), (LOSS,), ties[last], shared[last]))
+        layers.append(Layer(last, partial(copy_module, ending), (source, "target"), (LOSS,), ties[last], shared[last]))
         return cls(layers, batch=("input", "target"))
 
     def materialize(self, seed: int = 0) -> nn.ModuleDict:
-        """The whole model on one device, tied parameters shared: for references, export, inference."""
+        """Return the whole model on one device, tied parameters shared: for references, export, inference."""
         given = Arguments()
         seed = given.whole("seed", seed)
         given.check()
@@ -210,7 +211,7 @@ class Model:
 
 
 def split_target(target: str, layers: Sequence[Layer]) -> tuple[str, str]:
-    """``"<layer name>.<parameter>"`` as its two halves; layer names may hold dots themselves."""
+    """Split ``"<layer name>.<parameter>"`` into its two parts; layer names may hold dots themselves."""
     for layer in layers:
         if target.startswith(layer.name + "."):
             return layer.name, target[len(layer.name) + 1:]
@@ -233,7 +234,7 @@ def share_modules(modules: dict[str, nn.Module], shared: Mapping[str, Mapping[st
 
 
 def parameter_of(layer: str, module: nn.Module, name: str) -> nn.Parameter:
-    """The parameter of a layer that a tie names.
+    """Return the parameter of a layer that a tie names.
 
     Raises:
         UserError: there is none.
@@ -246,7 +247,7 @@ def parameter_of(layer: str, module: nn.Module, name: str) -> nn.Parameter:
 
 
 def kind_of(parameter: Tensor) -> str:
-    """Shape and dtype, in words."""
+    """Return shape and dtype as text."""
     return f"{list(parameter.shape)} ({str(parameter.dtype).removeprefix('torch.')})"
 
 
@@ -254,7 +255,7 @@ def check_alike(tied: Mapping[str, str]) -> None:
     """Refuse to tie parameters of different shapes or dtypes.
 
     Args:
-        tied: two names, each with what :func:`kind_of` says of it.
+        tied: two names, each with the text of :func:`kind_of`.
     """
     (own, one), (target, other) = tied.items()
     if one != other:
@@ -269,7 +270,7 @@ def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 
 def _checked(layers: Any, batch: Any) -> tuple[tuple[Layer, ...], tuple[str, ...]]:
-    """Both arguments of a model, each as a tuple.
+    """Return both arguments of a model, each as a tuple.
 
     Raises:
         UserError: they are something else.

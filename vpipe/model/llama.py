@@ -22,14 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vpipe.errors import UserError
-from vpipe.model.config_keys import Blocks, Keys, Positive, check_length
+from vpipe.model.config_keys import Blocks, ConfigKeys, Positive, check_length
 from vpipe.model.layer import Model
-from vpipe.model.loss import next_token_loss
 from vpipe.model.registry import HuggingFace, ModelSettings, register_model
 from vpipe.model.rotary import RopeScaling, rotary_tables, rotate
-from vpipe.model.transformer import attention, decoder
+from vpipe.model.transformer import NextTokenHead, attention, decoder
 
-KEYS = Keys(
+KEYS = ConfigKeys(
     "LLaMA",
     # 15m and 110m: llama2.c; 135m and 360m: SmolLM2 (arXiv:2502.02737); 1b: TinyLlama (arXiv:2401.02385); 7b, 13b:
     # LLaMA 2. Sizes alone; the small ones share the weights of the word embeddings.
@@ -87,19 +86,21 @@ class LlamaConfig:
 
     @property
     def groups(self) -> int:
-        """Heads of keys and values."""
+        """Return the number of heads of keys and values."""
         return self.num_attention_heads if self.num_key_value_heads is None else self.num_key_value_heads
 
     @property
     def inner(self) -> int:
-        """Width of the MLP."""
+        """Return the width of the MLP."""
         return -(-8 * self.hidden_size // 3 // 256) * 256 if self.intermediate_size is None else self.intermediate_size
 
 
-def config_of(settings: ModelSettings) -> LlamaConfig:
-    """The preset, if any, then ``overrides`` (the contents of a ``config.json``), then the settings' own fields; the
-    later wins. ``num_heads`` without ``num_kv_heads`` gives every head keys of its own. Where no config says for how
-    many tokens there are positions, it is for as many as a sample has, and for 2,048 at least.
+def config_from_settings(settings: ModelSettings) -> LlamaConfig:
+    """Merge the preset, if any, ``overrides`` (the contents of a ``config.json``) and the settings' own fields; the
+    later wins.
+
+    ``num_heads`` without ``num_kv_heads`` gives every head keys of its own. Without ``max_position_embeddings`` there
+    are positions for as many tokens as a sample has, and for 2,048 at least.
 
     Raises UserError for a key of ``overrides`` that is unknown or asks for what this LLaMA does not compute.
     """
@@ -109,8 +110,8 @@ def config_of(settings: ModelSettings) -> LlamaConfig:
         raise UserError(f"rope_scaling is {found!r}", hint="it must be null, or say the rope_type and its numbers")
     rope = dict(found)
     theta, size = rope.pop("rope_theta", None), overrides.pop("head_dim", None)
-    overrides |= {"rope_scaling": RopeScaling.of(rope), **({} if theta is None else {"rope_theta": theta})}
-    values = KEYS.values(LlamaConfig, settings.preset, overrides, {
+    overrides |= {"rope_scaling": RopeScaling.parse(rope), **({} if theta is None else {"rope_theta": theta})}
+    values = KEYS.merge(LlamaConfig, settings.preset, overrides, {
         "vocab_size": settings.vocab_size, "hidden_size": settings.hidden_size,
         "num_hidden_layers": settings.num_layers, "num_attention_heads": settings.num_heads,
         "num_key_value_heads": settings.num_kv_heads or settings.num_heads, "attention_dropout": settings.dropout,
@@ -125,17 +126,19 @@ def config_of(settings: ModelSettings) -> LlamaConfig:
 
 
 def from_huggingface(found: Mapping[str, object]) -> ModelSettings:
-    """What it leaves out is what Hugging Face's ``LlamaConfig`` takes."""
+    """Return the settings for a ``config.json``. Missing keys have the defaults of Hugging Face's ``LlamaConfig``."""
     values: dict[str, Any] = {**vars(LlamaConfig()), "intermediate_size": 11008, **found}
-    config = config_of(ModelSettings(values["vocab_size"], overrides=values))
+    config = config_from_settings(ModelSettings(values["vocab_size"], overrides=values))
     return ModelSettings(config.vocab_size, tie_weights=config.tie_word_embeddings, overrides=values)
 
 
 def huggingface_config(settings: ModelSettings) -> dict[str, object]:
-    """Every field; and no tokens to begin and end with, for ``transformers`` would take those of LLaMA's vocabulary."""
-    config = config_of(settings)
+    """Return every field, and no tokens to begin and end with: ``transformers`` would take those of LLaMA's
+    vocabulary.
+    """
+    config = config_from_settings(settings)
     return {**vars(config), "intermediate_size": config.inner, "num_key_value_heads": config.groups,
-            "rope_scaling": None if config.rope_scaling is None else config.rope_scaling.spelled(),
+            "rope_scaling": None if config.rope_scaling is None else config.rope_scaling.as_config(),
             "hidden_act": KEYS.fixed["hidden_act"], "bos_token_id": None, "eos_token_id": None}
 
 
@@ -149,7 +152,7 @@ _MLP = (("gate", "mlp.gate_proj"), ("up", "mlp.up_proj"), ("down", "mlp.down_pro
 
 
 def huggingface_names(config: Mapping[str, object]) -> dict[str, str]:
-    """Their names -> ours; ``config`` holds the keys of a ``LlamaConfig``."""
+    """Map Hugging Face's names of the weights to ours; ``config`` holds the keys of a ``LlamaConfig``."""
     blocks = config["num_hidden_layers"]
     assert isinstance(blocks, int), "a checked config"
     names = {"model.embed_tokens.weight": _WORDS}
@@ -162,12 +165,12 @@ def huggingface_names(config: Mapping[str, object]) -> dict[str, str]:
 
 
 def huggingface_copies(config: Mapping[str, object]) -> dict[str, str]:
-    """The name that some files have for the weight that ``tie_word_embeddings`` shares."""
+    """Map the name that some files have for the weight that ``tie_word_embeddings`` shares."""
     return {"lm_head.weight": _WORDS} if config["tie_word_embeddings"] else {}
 
 
 def huggingface_spelled(name: str) -> str | None:
-    """Today's spelling: older files hold the rotary frequencies, which are computed."""
+    """Return today's name of a weight, or None for the rotary frequencies of older files, which are computed."""
     return None if name.endswith(".rotary_emb.inv_freq") else name
 
 
@@ -179,13 +182,13 @@ def llama(config: LlamaConfig, length: int | None = None) -> Model:
             as there are positions.
     """
     positions = config.max_position_embeddings if length is None else length
-    return decoder(config.num_hidden_layers, partial(EmbeddingsAndAttention, config, positions),
-                   partial(Attention, config, positions), partial(Mlp, config), partial(Head, config),
+    return decoder(config.num_hidden_layers, partial(LlamaEmbeddings, config),
+                   partial(LlamaAttention, config, positions), partial(LlamaMlp, config), partial(_head, config),
                    tied=config.tie_word_embeddings)
 
 
 def _flops(settings: ModelSettings) -> list[int]:
-    config = config_of(settings)
+    config = config_from_settings(settings)
     h, i, s = config.hidden_size, config.inner, settings.sequence_length or config.max_position_embeddings
     attention = 2 * (h + 2 * h * h + 2 * h * config.groups * config.head_size) + 4 * h * s
     mlp = 2 * (h + 3 * h * i)
@@ -196,17 +199,17 @@ def _flops(settings: ModelSettings) -> list[int]:
     "llama", "LlamaForCausalLM", "PreTrainedTokenizerFast", from_huggingface, huggingface_config, huggingface_names,
     huggingface_copies, huggingface_spelled))
 def llama_from_settings(settings: ModelSettings) -> Model:
-    """LLaMA from a config file's ``model`` section.
+    """Return LLaMA from a config file's ``model`` section.
 
-    Raises UserError as :func:`config_of`, and for a sequence that is longer than the positions.
+    Raises UserError as :func:`config_from_settings`, and for a sequence that is longer than the positions.
     """
-    config = config_of(settings)
+    config = config_from_settings(settings)
     check_length("LLaMA", settings.sequence_length or 1, config.max_position_embeddings, "max_position_embeddings")
     return llama(config, settings.sequence_length)
 
 
-class Norm(nn.Module):
-    """Over the root mean square, times a weight: [B, S, H] -> [B, S, H], in the kind of numbers that comes in."""
+class LlamaRMSNorm(nn.Module):
+    """Divide by the root mean square, multiply with a weight: [B, S, H] -> [B, S, H], in the dtype of the input."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -217,7 +220,7 @@ class Norm(nn.Module):
         return F.rms_norm(h_bsh, self.weight.shape, self.weight.to(h_bsh.dtype), self.eps)
 
 
-class Embeddings(nn.Module):
+class LlamaEmbeddings(nn.Module):
     """Word embeddings: int64 [B, S] -> [B, S, H]."""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -229,7 +232,7 @@ class Embeddings(nn.Module):
         return self.token(ids_bs)  # type: ignore[no-any-return]
 
 
-class Attention(nn.Module):
+class LlamaAttention(nn.Module):
     """Norm, causal self-attention with rotary positions, add: [B, S, H] -> [B, S, H]."""
 
     cos_sd: Tensor
@@ -239,7 +242,7 @@ class Attention(nn.Module):
         super().__init__()
         size, self.head_size = config.hidden_size, config.head_size
         self.attention_dropout = config.attention_dropout
-        self.norm = Norm(config)
+        self.norm = LlamaRMSNorm(config)
         self.query = _linear(size, size, config)
         self.key = _linear(size, config.groups * self.head_size, config)
         self.value = _linear(size, config.groups * self.head_size, config)
@@ -259,24 +262,12 @@ class Attention(nn.Module):
         return h_bsh + self.output(mixed_basd.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
-class EmbeddingsAndAttention(nn.Module):
-    """The first layer: embeddings and the first block's attention."""
-
-    def __init__(self, config: LlamaConfig, positions: int) -> None:
-        super().__init__()
-        self.embeddings = Embeddings(config)
-        self.attention = Attention(config, positions)
-
-    def forward(self, ids_bs: Tensor) -> Tensor:
-        return self.attention(self.embeddings(ids_bs))  # type: ignore[no-any-return]
-
-
-class Mlp(nn.Module):
+class LlamaMlp(nn.Module):
     """Norm, SwiGLU, add: [B, S, H] -> [B, S, H]."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.norm = Norm(config)
+        self.norm = LlamaRMSNorm(config)
         self.gate = _linear(config.hidden_size, config.inner, config)
         self.up = _linear(config.hidden_size, config.inner, config)
         self.down = _linear(config.inner, config.hidden_size, config)
@@ -287,24 +278,12 @@ class Mlp(nn.Module):
         return h_bsh + self.down(inner_bsi)  # type: ignore[no-any-return]
 
 
-class Head(nn.Module):
-    """The last norm, the scores of every word, and their loss: [B, S, H] and int64 [B, S] -> a scalar."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.norm = Norm(config)
-        self.decoder = _linear(config.hidden_size, config.vocab_size, config)
-
-    def scores(self, h_bsh: Tensor) -> Tensor:
-        """Logits [B, S, V] of the next token."""
-        return self.decoder(self.norm(h_bsh))  # type: ignore[no-any-return]
-
-    def forward(self, h_bsh: Tensor, labels_bs: Tensor) -> Tensor:
-        return next_token_loss(self.scores(h_bsh), labels_bs)
+def _head(config: LlamaConfig) -> NextTokenHead:
+    return NextTokenHead(LlamaRMSNorm(config), _linear(config.hidden_size, config.vocab_size, config))
 
 
 def _linear(inputs: int, outputs: int, config: LlamaConfig) -> nn.Linear:
-    """Weights normal(0, initializer_range), and no bias."""
+    """Return a linear layer with weights normal(0, initializer_range) and no bias."""
     linear = nn.Linear(inputs, outputs, bias=False)
     nn.init.normal_(linear.weight, std=config.initializer_range)
     return linear

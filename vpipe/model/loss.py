@@ -7,17 +7,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 NO_LABEL = -100
-"""Of a token after which there is none to learn."""
+"""Label of a token after which there is none to learn."""
 
 
 def next_token_loss(logits_bsv: Tensor, labels_bs: Tensor) -> Tensor:
-    """Mean cross entropy over the tokens with a label; without any it is 0, not nan.
+    """Return the mean cross entropy over the tokens with a label; without any it is 0, not nan.
 
     In fp32 at least: a sum over V exponentials loses too much in half precision.
 
     Args:
         logits_bsv: scores [B, S, V].
-        labels_bs: int64 [B, S]: the token that follows, already shifted; :data:`NO_LABEL` where there is none.
+        labels_bs: int64 [B, S]: the next token, already shifted; :data:`NO_LABEL` where there is none.
     """
     precision = torch.promote_types(logits_bsv.dtype, torch.float32)
     total = F.cross_entropy(logits_bsv.to(precision).flatten(0, 1), labels_bs.flatten(), ignore_index=NO_LABEL,

@@ -1,4 +1,4 @@
-"""Model families by name: a family is one file with one decorator.
+"""Find model families by name: a family is one file with one decorator.
 
 A built-in family called ``gpt`` lives in ``vpipe/model/gpt.py`` and is imported when it is asked for. An
 installed package adds a family through an entry point of its name, in the group ``vpipe.models``, that points to
@@ -26,9 +26,9 @@ ENTRY_POINT_GROUP = "vpipe.models"
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """What a config file says about a model; None = the family's own default.
+    """The model of a config file, for the factory of any family; None = the family's own default.
 
-    ``vocab_size`` is known by now (-1, "ask the data set", is answered before). ``num_layers`` counts blocks as
+    ``vocab_size`` is known by now (-1, "ask the data set", is resolved before). ``num_layers`` counts blocks as
     in config files, not the layers a pipeline cuts between. ``num_kv_heads`` counts the heads of keys and values,
     which groups of the ``num_heads`` share. ``dropout`` is a probability and replaces every dropout of the family.
     ``overrides`` holds the family's own keys, such as a Hugging Face config's.
@@ -51,22 +51,23 @@ Factory = Callable[[ModelSettings], Model]
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """How a family is written at Hugging Face; a weight is called ``<layer>.<parameter>`` here.
+    """Convert a family's config and weights from and to Hugging Face's; a weight is called ``<layer>.<parameter>``
+    here.
 
     Attributes:
         model_type: that a ``config.json`` names.
         architecture: class of ``transformers`` that loads what is exported.
         tokenizer: class of ``transformers`` for a ``tokenizer.json`` of the family's data.
-        settings: a ``config.json`` -> settings; what it leaves out is what ``transformers`` takes. Raises UserError for
+        settings: a ``config.json`` -> settings; a missing key has the default of ``transformers``. Raises UserError for
             what this family does not compute.
-        config: settings -> everything that ``config.json`` says of the sizes and the computation.
-        names: such a config -> their name of every weight -> ours, in their order. Of several that lead to one of
-            ours all are written, and the last is read.
+        config: settings -> all keys of ``config.json`` that give the sizes and the computation.
+        names: such a config -> their name of every weight -> ours, in their order. Where several lead to one of
+            ours, all are written, and the last is read.
         copies: such a config -> further names that a file may have for weights that are tied: not written, and equal
             where they are read.
         spelled: a name in a file -> as ``names`` has it; None for what is no weight of this computation.
-        transposed: ends of their names of the matrices that they store the other way round: [inputs, outputs], where
-            ours are [outputs, inputs].
+        transposed: suffixes of their names of the matrices that they store the other way round: [inputs, outputs],
+            where ours are [outputs, inputs].
     """
 
     model_type: str
@@ -109,7 +110,7 @@ _families: dict[str, Family] = {}
 def register_model(name: str, *, huggingface: HuggingFace | None = None,
                    stage_order: Callable[[ModelSettings], list[str]] | None = None,
                    flops: Callable[[ModelSettings], Sequence[int]] | None = None) -> Callable[[Factory], Factory]:
-    """Decorator: make a factory the family ``name``; the rest as in :class:`Family`.
+    """Register the decorated factory as the family ``name``; the other arguments are described at :class:`Family`.
 
     Raises UserError if another module's has that name.
     """
@@ -126,7 +127,7 @@ def register_model(name: str, *, huggingface: HuggingFace | None = None,
 
 
 def family_named(name: str) -> Family:
-    """The family ``name``.
+    """Return the family ``name``.
 
     Raises:
         UserError: there is none, with the nearest name; or the package that has it cannot be imported, or is not the
@@ -143,12 +144,12 @@ def family_named(name: str) -> Family:
 
 
 def model_named(name: str) -> Factory:
-    """The factory of the family ``name``. Raises UserError, with the nearest name, when there is none."""
+    """Return the factory of the family ``name``. Raises UserError, with the nearest name, when there is none."""
     return family_named(name).factory
 
 
 def model_names() -> list[str]:
-    """Every family: built in, registered so far, and announced by installed packages."""
+    """Return every family: built in, registered so far, and announced by installed packages."""
     for module in pkgutil.iter_modules(vpipe.model.__path__, prefix="vpipe.model."):
         import_module(module.name)
     return sorted({*_families, *announced(ENTRY_POINT_GROUP)})

@@ -1,4 +1,4 @@
-"""Rotary position embeddings (Su et al. 2021, arXiv:2104.09864) as Hugging Face's LLaMA has them.
+"""Compute rotary position embeddings (Su et al. 2021, arXiv:2104.09864) as Hugging Face's LLaMA has them.
 
 Feature j of a head and feature j + d/2 make a pair, which is turned by (position * theta^(-2j/d)). Shapes, as names
 end: b batch, a heads, s sequence, d head size.
@@ -21,9 +21,10 @@ LLAMA3 = "llama3"
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How LLaMA 3.1 turns slowly for longer contexts: pairs whose wavelength is above
+    """LLaMA 3.1's scaling of the rotation for longer contexts: pairs whose wavelength is above
     ``original_max_position_embeddings / low_freq_factor`` positions are ``factor`` times slower, those below
-    ``.. / high_freq_factor`` as before, those between in between."""
+    ``.. / high_freq_factor`` as before, those between in between.
+    """
 
     factor: float
     low_freq_factor: float
@@ -31,8 +32,8 @@ class RopeScaling:
     original_max_position_embeddings: int
 
     @classmethod
-    def of(cls, found: Mapping[str, object] | None) -> RopeScaling | None:
-        """What ``rope_scaling`` of a ``config.json`` says; None for no scaling.
+    def parse(cls, found: Mapping[str, object] | None) -> RopeScaling | None:
+        """Parse ``rope_scaling`` of a ``config.json``; None for no scaling.
 
         Raises:
             UserError: it is of another kind, or incomplete.
@@ -52,8 +53,8 @@ class RopeScaling:
                             hint=f"it must give {', '.join(names)}: numbers above 0, the second below the third")
         return scaling
 
-    def spelled(self) -> dict[str, object]:
-        """As a ``config.json`` has it."""
+    def as_config(self) -> dict[str, object]:
+        """Return the value for a ``config.json``."""
         return {"rope_type": LLAMA3, **vars(self)}
 
 
@@ -62,7 +63,7 @@ def _above_0(value: object) -> bool:
 
 
 def rotary_tables(length: int, head_size: int, theta: float, scaling: RopeScaling | None) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position and pair: two fp32 [S, D/2].
+    """Return cosines and sines of every position and pair: two fp32 [S, D/2].
 
     They are made on the CPU: the same for all devices, and on the meta device torch would import a compiler to compute
     anything, for seconds.
@@ -80,7 +81,7 @@ def rotary_tables(length: int, head_size: int, theta: float, scaling: RopeScalin
 
 
 def rotate(x_basd: Tensor, cos_sd: Tensor, sin_sd: Tensor) -> Tensor:
-    """Queries or keys turned by their positions; the tables are [S, D/2] and take the kind of ``x``."""
+    """Turn queries or keys by their positions; the tables are [S, D/2] and take the dtype of ``x``."""
     cos_sd, sin_sd = cos_sd.to(x_basd.dtype), sin_sd.to(x_basd.dtype)
     first, second = x_basd.chunk(2, dim=-1)
     return torch.cat((first * cos_sd - second * sin_sd, second * cos_sd + first * sin_sd), dim=-1)

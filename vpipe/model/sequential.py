@@ -1,4 +1,4 @@
-"""The children of an ``nn.Sequential`` as layers: copied, with what they share, the last one with the loss."""
+"""Turn the children of an ``nn.Sequential`` into layers: copies with their ties, the last one with the loss."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class WithLoss(nn.Module):
             self.register_load_state_dict_pre_hook(_leave_loss_alone)  # type: ignore[no-untyped-call]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set what is the child's there, which may keep a list of its parameters, as ``nn.LSTM`` does."""
+        """Set the child's attributes on the child, which may keep a list of its parameters, as ``nn.LSTM`` does."""
         child = self.__dict__.get("_vpipe_child")
         if child is None or not any(name in table for table in (child._parameters, child._buffers, child._modules)):
             super().__setattr__(name, value)
@@ -52,7 +52,9 @@ class WithLoss(nn.Module):
 
     def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "",
                       remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
-        """As ever, and the child, which has a mode of its own; not among duplicates, whose parameters are named."""
+        """Return the submodules and the child, which has a mode of its own; without the child where duplicates are
+        asked for.
+        """
         yield from super().named_modules(memo, prefix, remove_duplicate)
         if remove_duplicate:
             yield prefix, _child_of(self)
@@ -63,7 +65,7 @@ class WithLoss(nn.Module):
         return self
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
-        return _loss_of(self)(_in_full(_child_of(self)(hidden)), _in_full(target))
+        return _loss_of(self)(_at_least_fp32(_child_of(self)(hidden)), _at_least_fp32(target))
 
 
 def _child_of(module: WithLoss) -> nn.Module:
@@ -73,7 +75,7 @@ def _child_of(module: WithLoss) -> nn.Module:
 
 
 def _loss_of(module: WithLoss) -> Loss:
-    """Return what its output is given to, beside the target."""
+    """Return the loss that is called with the child's output and the target."""
     loss: Loss = module.__dict__["_vpipe_loss"]
     return loss
 
@@ -87,12 +89,12 @@ def loss_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def rounded_module(module: nn.Module) -> nn.Module:
-    """Return what of a layer a reduced precision rounds: all but the loss of a sequential model."""
+    """Return the part of a layer's module that a reduced precision rounds: all but the loss of a sequential model."""
     return _child_of(module) if isinstance(module, WithLoss) else module
 
 
-def copied(module: nn.Module) -> nn.Module:
-    """Return a copy of a module, with the hooks and attributes of its parameters, which torch leaves out."""
+def copy_module(module: nn.Module) -> nn.Module:
+    """Copy a module with the hooks and attributes of its parameters, which torch leaves out."""
     memo: dict[int, Any] = {}
     try:
         made = copy.deepcopy(module, memo)
@@ -111,7 +113,9 @@ def copied(module: nn.Module) -> nn.Module:
 
 
 def shared_parameters(children: Mapping[str, nn.Module]) -> dict[str, dict[str, str]]:
-    """The ties of every child: its trainable parameters that an earlier child holds as well, and where."""
+    """Return the ties of every child: its trainable parameters that an earlier child holds as well, and their place
+    there.
+    """
     owners: dict[int, tuple[str, str]] = {}
     ties: dict[str, dict[str, str]] = {name: {} for name in children}
     for name, child in children.items():
@@ -123,7 +127,7 @@ def shared_parameters(children: Mapping[str, nn.Module]) -> dict[str, dict[str, 
 
 
 def shared_modules(children: Mapping[str, nn.Module]) -> dict[str, dict[str, str]]:
-    """The modules with buffers in every child that an earlier child holds as well, and where: for ``Layer.shared``."""
+    """Return the modules with buffers in every child that an earlier child holds as well, for ``Layer.shared``."""
     owners: dict[int, tuple[str, str]] = {}
     shared: dict[str, dict[str, str]] = {name: {} for name in children}
     for name, child in children.items():
@@ -146,7 +150,7 @@ def put_module(layer: nn.Module, path: str, module: nn.Module) -> nn.Module:
 
 
 def check_sequential(modules: object, loss: object) -> None:
-    """Refuse what is no plain ``nn.Sequential``, or no loss.
+    """Refuse arguments that are no plain ``nn.Sequential``, or no loss.
 
     Raises:
         UserError: it is something else; or an ``nn.Sequential`` that does more than call one child after the other.
@@ -173,7 +177,7 @@ def check_sequential(modules: object, loss: object) -> None:
 
 
 def check_children(modules: nn.Sequential, children: Mapping[str, nn.Module], loss: Loss) -> None:
-    """Refuse what a copy of the children would not train as they are.
+    """Refuse children whose copies would not be trained as they are.
 
     Raises:
         UserError: a module is lazy or scripted; or a function that copies do not copy (a lambda that a child keeps, its
@@ -184,7 +188,7 @@ def check_children(modules: nn.Sequential, children: Mapping[str, nn.Module], lo
     originals = {id(part) for part in chain(modules.modules(), modules.parameters(), modules.buffers())}
 
     def uses_originals(value: object) -> bool:
-        return any(id(part) in originals for found in _held_by_functions(value)
+        return any(id(part) in originals for found in _captured_objects(value)
                    for part in (found.modules() if isinstance(found, nn.Module) else (found,)))
 
     for name, child in children.items():
@@ -221,7 +225,7 @@ def check_module(name: str, module: nn.Module) -> None:
 
 
 def _settings(module: nn.Module) -> Iterator[tuple[str, object]]:
-    """A module's attributes and the methods of its class, but for torch's, by name."""
+    """Yield a module's attributes and the methods of its class, but for torch's, by name."""
     yield from ((name, value) for name, value in vars(module).items()
                 if name not in ("_modules", "_parameters", "_buffers"))
     for kind in type(module).__mro__:
@@ -229,8 +233,10 @@ def _settings(module: nn.Module) -> Iterator[tuple[str, object]]:
             yield from vars(kind).items()
 
 
-def _held_by_functions(value: object) -> Iterator[object]:
-    """The objects that functions among a value hold or name: copying a module copies neither functions nor these."""
+def _captured_objects(value: object) -> Iterator[object]:
+    """Yield the objects that functions among a value hold or name: copying a module copies neither functions nor
+    these.
+    """
     seen: set[int] = set()
     waiting: list[tuple[object, FunctionType | None]] = [(value, None)]
     while waiting:
@@ -241,7 +247,7 @@ def _held_by_functions(value: object) -> Iterator[object]:
         held: Iterable[object] = ()
         if isinstance(one, FunctionType):
             if function is None or function.__globals__ is one.__globals__:  # not all the world behind it
-                function, held = one, _named(one)
+                function, held = one, _closure_objects(one)
         elif isinstance(one, dict):
             held = one.values()
         elif isinstance(one, (list, tuple, set, frozenset)):
@@ -251,8 +257,8 @@ def _held_by_functions(value: object) -> Iterator[object]:
         waiting += [(further, function) for further in held]
 
 
-def _named(function: FunctionType) -> Iterator[object]:
-    """What a function closes over, defaults to, or finds among the globals."""
+def _closure_objects(function: FunctionType) -> Iterator[object]:
+    """Yield the objects that a function closes over, defaults to, or finds among the globals."""
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
@@ -273,6 +279,6 @@ def _leave_loss_alone(module: WithLoss, state: dict[str, Any], prefix: str, *_: 
     loss.state_dict(destination=state, prefix=f"{prefix}{module._vpipe_loss_name}.")
 
 
-def _in_full(value: Tensor) -> Tensor:
-    """In fp32, if it has less."""
+def _at_least_fp32(value: Tensor) -> Tensor:
+    """Return the tensor in fp32, if it has less."""
     return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value

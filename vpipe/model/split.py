@@ -1,4 +1,4 @@
-"""Layers to stages: where to cut, and what crosses each cut."""
+"""Split layers into stages: where to cut, which tensors cross each cut, and how to balance the parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vpipe.model.layer import LOSS, Layer, Model, split_target, without_values
 
 @dataclass(frozen=True)
 class StageSpec:
-    """What a stage is made of, before anything is built.
+    """The layers of a stage and the tensors at its borders, before anything is built.
 
     Attributes:
         index: its number.
@@ -33,7 +33,9 @@ class StageSpec:
 
 
 def alive(model: Model, cut: int) -> tuple[str, ...]:
-    """Tensors that cross the cut before layer ``cut``: written before it and read, before being rewritten, after it."""
+    """Return the tensors that cross the cut before layer ``cut``: written before it and read after it, before being
+    rewritten.
+    """
     written = {name for layer in model.layers[:cut] for name in layer.outputs}
     crossing: dict[str, None] = {}
     for layer in model.layers[cut:]:
@@ -43,7 +45,7 @@ def alive(model: Model, cut: int) -> tuple[str, ...]:
 
 
 def resolve_tie(model: Model, target: str) -> str:
-    """The parameter that a tie leads to in the end, through ties of ties."""
+    """Follow ties of ties, and return the parameter at the end."""
     while True:
         layer_name, parameter = split_target(target, model.layers)
         further = model.layers[model.index(layer_name)].ties.get(parameter)
@@ -53,7 +55,7 @@ def resolve_tie(model: Model, target: str) -> str:
 
 
 def split(model: Model, partition: Sequence[int]) -> tuple[StageSpec, ...]:
-    """The stages of ``model`` when stage s takes ``partition[s]`` layers.
+    """Return the stages of ``model`` when stage s takes ``partition[s]`` layers.
 
     Raises:
         UserError: the partition does not add up to the layers, a stage would be empty, or a module that two layers
@@ -104,7 +106,7 @@ Ties = Mapping[int, Mapping[int, tuple[str, ...]]]
 
 
 def ties_between(specs: Sequence[StageSpec]) -> Ties:
-    """The tied weights that sit on two stages."""
+    """Return the tied weights that lie on two stages."""
     ties: dict[int, dict[int, tuple[str, ...]]] = {}
     for spec in specs:
         for owner, target in spec.borrowed.values():
@@ -115,7 +117,7 @@ def ties_between(specs: Sequence[StageSpec]) -> Ties:
 
 
 def parameter_counts(model: Model) -> list[int]:
-    """Parameters per layer, a tied one counted once, where it is owned. Builds on the meta device: no memory."""
+    """Count the parameters of each layer, a tied one once, where it is owned. Builds on the meta device: no memory."""
     counts = []
     for layer in model.layers:
         with without_values():
@@ -125,11 +127,11 @@ def parameter_counts(model: Model) -> list[int]:
 
 
 def balanced(weights: Sequence[float], parts: int) -> list[int]:
-    """Consecutive parts with the smallest possible heaviest part: the number of items in each.
+    """Cut items into consecutive parts with the smallest possible heaviest part; return the number of items in each.
 
     Dynamic programming over (parts, items); every part gets at least one item. Of equally good cuts it takes the
-    earliest. The last part gets lighter, and the best of those before it heavier, with every item that the cut moves
-    to them: the best cut is where the two meet, which moves on with the items. So it is O(parts * items).
+    earliest. Every item that the cut moves makes the last part lighter and those before it heavier. The best cut is
+    where the two meet, and this place only moves forward as items are added. So it is O(parts * items).
 
     Raises:
         UserError: fewer items than parts.

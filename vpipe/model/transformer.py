@@ -1,22 +1,28 @@
-"""Parts that the transformer families share: attention, and the list of layers of a decoder."""
+"""Parts that the transformer families share: attention, and the layers of a decoder.
+
+Shapes, as names end: b batch (samples), s sequence (tokens), h hidden size, a attention heads, g heads of keys and
+values, d head size, v vocabulary size.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vpipe.model.layer import LOSS, Layer, Model
+from vpipe.model.loss import next_token_loss
 
 
 def attention(query_basd: Tensor, key_bgsd: Tensor, value_bgsd: Tensor, *, mask: Tensor | None = None,
               causal: bool = False, dropout: float = 0.0) -> Tensor:
-    """Scaled dot products, softmax, mix: [B, A, S, D] in the kind of numbers that comes in.
+    """Return scaled dot-product attention, [B, A, S, D] in the dtype of the input.
 
-    On the CPU in fp32 at least: torch's backward of it in bf16 takes three times as long there (8.7 against 2.7 ms at
-    A 8, S 128, D 32, batch 4, on a core of a Zen 4).
+    On the CPU it computes in fp32 at least: torch's backward in bf16 takes three times as long there (8.7 against 2.7
+    ms at A 8, S 128, D 32, batch 4, on a core of a Zen 4).
 
     Args:
         key_bgsd, value_bgsd: of G heads, which divides A: groups of A / G heads share them.
@@ -35,18 +41,45 @@ def attention(query_basd: Tensor, key_bgsd: Tensor, value_bgsd: Tensor, *, mask:
                                           is_causal=causal, enable_gqa=grouped)
 
 
-def decoder(blocks: int, first: Callable[[], nn.Module], attention: Callable[[], nn.Module],
-            mlp: Callable[[], nn.Module], head: Callable[[], nn.Module], *, tied: bool) -> Model:
-    """2n + 1 layers for n blocks, from what builds each.
+class EmbeddingsAndAttention(nn.Module):
+    """The first layer of a decoder: embeddings and the first block's attention, int64 [B, S] -> [B, S, H]."""
 
-    Batch fields, int64 [B, S]: ``input_ids``, and ``labels``, of every token the one that follows it; -100 where there
+    def __init__(self, embeddings: Callable[[], nn.Module], attention: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.embeddings = embeddings()
+        self.attention = attention()
+
+    def forward(self, ids_bs: Tensor) -> Tensor:
+        return self.attention(self.embeddings(ids_bs))  # type: ignore[no-any-return]
+
+
+class NextTokenHead(nn.Module):
+    """The last layer of a decoder: norm, logits and their loss, [B, S, H] and int64 labels [B, S] -> a scalar."""
+
+    def __init__(self, norm: nn.Module, decoder: nn.Linear) -> None:
+        super().__init__()
+        self.norm = norm
+        self.decoder = decoder
+
+    def scores(self, h_bsh: Tensor) -> Tensor:
+        """Return the logits [B, S, V] of the next token."""
+        return self.decoder(self.norm(h_bsh))  # type: ignore[no-any-return]
+
+    def forward(self, h_bsh: Tensor, labels_bs: Tensor) -> Tensor:
+        return next_token_loss(self.scores(h_bsh), labels_bs)
+
+
+def decoder(blocks: int, embeddings: Callable[[], nn.Module], attention: Callable[[], nn.Module],
+            mlp: Callable[[], nn.Module], head: Callable[[], nn.Module], *, tied: bool) -> Model:
+    """Return a decoder of 2n + 1 layers for n blocks, from the functions that build each part.
+
+    Batch fields, int64 [B, S]: ``input_ids``, and ``labels``: for every token the next one; -100 where there
     is none to learn. The only tensor between layers is ``h`` [B, S, H].
 
     Args:
-        first: embeddings and the first block's attention.
         tied: whether the head shares the token embeddings' weight.
     """
-    layers = [Layer("block0.attention", first, inputs=("input_ids",))]
+    layers = [Layer("block0.attention", partial(EmbeddingsAndAttention, embeddings, attention), inputs=("input_ids",))]
     for i in range(blocks):
         if i > 0:
             layers.append(Layer(f"block{i}.attention", attention))
