@@ -13,11 +13,11 @@ from tqdm import tqdm
 SLOW_S = 2.0
 
 LOADING_TORCH = "loading PyTorch"
-"""1.5 s of a core; ten on a machine that is busy, or has not read it before."""
+"""Takes 1.5 s of a core; ten on a machine that is busy, or has not read it before."""
 
 
 @contextmanager
-def said_when_slow(text: str, show: bool = True) -> Iterator[None]:
+def message_if_slow(text: str, show: bool = True) -> Iterator[None]:
     """Print a line on stderr if this takes longer than two seconds."""
     timer = Timer(SLOW_S, lambda: print(text, file=sys.stderr, flush=True))
     timer.daemon = True
@@ -34,9 +34,9 @@ _PATIENCE_S = 2.0
 
 
 def progress(items: Iterable[Item], what: str, *, unit: str, total: int | None = None) -> Iterable[Item]:
-    """``items``, with a line on stderr that appears only if going through them takes over two seconds.
+    """Return ``items``, with a line on stderr that appears only if going through them takes over two seconds.
 
-    ``total``: how many there are, where it is known and ``items`` has no length.
+    ``total``: their number, where it is known and ``items`` has no length.
     """
     total = len(items) if isinstance(items, Sized) else total
     interval_s = 0.1 if sys.stderr.isatty() else 10.0  # a log file wants few lines

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from vpipe.data.bert_text import BertText
+from vpipe.data.bert_text import BertTextSettings
 
 torch.set_num_threads(1)
 
@@ -36,5 +36,5 @@ def text_folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def wanted(text_folder: Path) -> BertText:
-    return BertText(text_folder, sequence_length=32, vocab_size=120)
+def wanted(text_folder: Path) -> BertTextSettings:
+    return BertTextSettings(text_folder, sequence_length=32, vocab_size=120)

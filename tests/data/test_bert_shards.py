@@ -10,11 +10,11 @@ import pytest
 
 from vpipe.data.bert_hdf5 import BertHdf5
 from vpipe.data.bert_shards import build_bert
-from vpipe.data.bert_text import BertText, prepare_text
+from vpipe.data.bert_text import BertTextSettings, prepare_text
 from vpipe.errors import UserError
 
 
-def test_shards_hold_the_samples_that_the_text_data_set_has(wanted: BertText, tmp_path: Path) -> None:
+def test_shards_hold_the_samples_that_the_text_data_set_has(wanted: BertTextSettings, tmp_path: Path) -> None:
     facts = build_bert(wanted, tmp_path / "out", samples_per_shard=50)
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"training_00000.hdf5", "training_00001.hdf5", "test_00000.hdf5", "tokenizer.json", "manifest.json"} <= names
@@ -31,7 +31,7 @@ def test_shards_hold_the_samples_that_the_text_data_set_has(wanted: BertText, tm
     assert set(manifest["files"]) == names - {"manifest.json"}
 
 
-def test_an_empty_folder_is_filled_and_a_full_one_refused(wanted: BertText, tmp_path: Path) -> None:
+def test_an_empty_folder_is_filled_and_a_full_one_refused(wanted: BertTextSettings, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     build_bert(wanted, out)
@@ -44,7 +44,7 @@ def test_an_empty_folder_is_filled_and_a_full_one_refused(wanted: BertText, tmp_
         build_bert(wanted, tmp_path / "other", samples_per_shard=0)
 
 
-def test_nothing_is_left_when_the_text_is_at_fault(wanted: BertText, tmp_path: Path) -> None:
+def test_nothing_is_left_when_the_text_is_at_fault(wanted: BertTextSettings, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere does not exist"):
         build_bert(replace(wanted, text=tmp_path / "nowhere"), tmp_path / "out")
     assert not (tmp_path / "out").exists()

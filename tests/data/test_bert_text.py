@@ -10,7 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from vpipe.data.bert_text import BertText, bert_text, prepare_text, split_documents
+from vpipe.data.bert_text import BertTextSettings, bert_text, prepare_text, split_documents
 from vpipe.data.dataset import Dataset, DatasetSettings
 from vpipe.errors import UserError
 
@@ -18,19 +18,20 @@ PREPARE = """
 import sys, time
 from pathlib import Path
 from vpipe.data import bert_text as bert_cache
-from vpipe.data.bert_text import BertText
+from vpipe.data.bert_text import BertTextSettings
 build = bert_cache.build_corpus
 def counted(wanted):
     print("built", flush=True)
     time.sleep(0.5)
     return build(wanted)
 bert_cache.build_corpus = counted
-cache = bert_cache.prepare_text(BertText(Path(sys.argv[1]), sequence_length=32, vocab_size=120), Path(sys.argv[2]))
+wanted = BertTextSettings(Path(sys.argv[1]), sequence_length=32, vocab_size=120)
+cache = bert_cache.prepare_text(wanted, Path(sys.argv[2]))
 print(cache.folder.name, cache.samples("train"))
 """
 
 
-def test_prepared_data_is_found_again(wanted: BertText, tmp_path: Path) -> None:
+def test_prepared_data_is_found_again(wanted: BertTextSettings, tmp_path: Path) -> None:
     cache = prepare_text(wanted, tmp_path / "cache")
     written = (cache.folder / "manifest.json").stat().st_mtime_ns
     again = prepare_text(wanted, tmp_path / "cache")
@@ -40,7 +41,7 @@ def test_prepared_data_is_found_again(wanted: BertText, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "cache").iterdir() if path.suffix in (".new", ".old")] == []
 
 
-def test_the_manifest_tells_how_it_was_made(wanted: BertText, tmp_path: Path) -> None:
+def test_the_manifest_tells_how_it_was_made(wanted: BertTextSettings, tmp_path: Path) -> None:
     cache = prepare_text(wanted, tmp_path / "cache")
     manifest = json.loads((cache.folder / "manifest.json").read_text())
     assert manifest["counts"]["documents"] == 40
@@ -51,12 +52,12 @@ def test_the_manifest_tells_how_it_was_made(wanted: BertText, tmp_path: Path) ->
     assert all(len(fact["sha256"]) == 64 for fact in manifest["files"].values())
 
 
-def test_building_elsewhere_gives_the_same_bytes(wanted: BertText, tmp_path: Path) -> None:
+def test_building_elsewhere_gives_the_same_bytes(wanted: BertTextSettings, tmp_path: Path) -> None:
     here, there = (prepare_text(wanted, tmp_path / name) for name in ("here", "there"))
     assert here.manifest == there.manifest
 
 
-def test_other_parameters_or_other_text_are_another_folder(wanted: BertText, tmp_path: Path) -> None:
+def test_other_parameters_or_other_text_are_another_folder(wanted: BertTextSettings, tmp_path: Path) -> None:
     folder = prepare_text(wanted, tmp_path / "cache").folder
     assert prepare_text(replace(wanted, seed=1), tmp_path / "cache").folder != folder
     assert wanted.text is not None
@@ -70,7 +71,8 @@ def test_other_parameters_or_other_text_are_another_folder(wanted: BertText, tmp
     ("manifest.json", b"{", r"manifest\.json cannot be read"),
     ("test_input_mask.npy", b"", r"test_input_mask\.npy has 0 bytes"),
 ])
-def test_damaged_data_is_built_again_and_said_so(wanted: BertText, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+def test_damaged_data_is_built_again_and_said_so(wanted: BertTextSettings, tmp_path: Path,
+                                                 capsys: pytest.CaptureFixture[str],
                                                  name: str, damage: bytes | None, trouble: str) -> None:
     cache = prepare_text(wanted, tmp_path / "cache")
     path = cache.folder / name
@@ -99,7 +101,7 @@ def test_the_data_set_reads_what_was_prepared(text_folder: Path, tmp_path: Path)
     assert dataset.vocab_size % 8 == 0
     seen = [tuple(row) for batch in dataset.batches("train", 1, seed=0) for row in batch["input_ids"].tolist()]
     assert len(seen) == dataset.samples("train")
-    stored = prepare_text(BertText(text_folder, 32), tmp_path / "cache").array("train", "input_ids")
+    stored = prepare_text(BertTextSettings(text_folder, 32), tmp_path / "cache").array("train", "input_ids")
     assert sorted(seen) == sorted(map(tuple, stored.tolist()))
     batch = next(dataset.batches("test", 2, seed=0, fields=["masked_lm_ids", "input_mask"]))
     assert batch["masked_lm_ids"].dtype == torch.int64
@@ -120,19 +122,19 @@ def test_a_folder_that_goes_is_read_to_the_end(text_folder: Path, tmp_path: Path
 
 def test_ranks_find_what_the_launcher_prepared(text_folder: Path, tmp_path: Path) -> None:
     """It asks with -1, they with the number that came of it."""
-    asked = prepare_text(BertText(text_folder, 32), tmp_path / "cache")
-    told = BertText(text_folder, 32, vocab_size=asked.vocab_size)
+    asked = prepare_text(BertTextSettings(text_folder, 32), tmp_path / "cache")
+    told = BertTextSettings(text_folder, 32, vocab_size=asked.vocab_size)
     assert prepare_text(told, tmp_path / "cache") == asked
     assert prepare_text(replace(told, seed=1), tmp_path / "cache") != asked
     assert prepare_text(told, tmp_path / "elsewhere").manifest["files"] == asked.manifest["files"]
 
 
 def test_the_machines_own_prose_works(tmp_path: Path) -> None:
-    cache = prepare_text(BertText(sequence_length=64, vocab_size=400, packages=("json", "argparse")), tmp_path)
+    cache = prepare_text(BertTextSettings(sequence_length=64, vocab_size=400, packages=("json", "argparse")), tmp_path)
     assert cache.samples("train") >= 5
 
 
-def test_a_tokenizer_may_be_given(wanted: BertText, tmp_path: Path) -> None:
+def test_a_tokenizer_may_be_given(wanted: BertTextSettings, tmp_path: Path) -> None:
     path = prepare_text(wanted, tmp_path / "cache").tokenizer_path
     given = replace(wanted, tokenizer=path, vocab_size=-1)
     size = Tokenizer.from_file(str(path)).get_vocab_size()
@@ -151,7 +153,7 @@ def test_the_split_depends_on_the_texts_and_not_on_their_order() -> None:
         split_documents(documents[:3])
 
 
-def test_an_unwritable_cache_is_an_error(wanted: BertText, tmp_path: Path) -> None:
+def test_an_unwritable_cache_is_an_error(wanted: BertTextSettings, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(UserError, match=r"preparing data in .*taken failed") as caught:
         prepare_text(wanted, tmp_path / "taken")

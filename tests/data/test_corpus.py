@@ -3,12 +3,12 @@ from functools import partial
 
 import pytest
 
-from vpipe.data.corpus import Corpus, Divided, Document, Part
+from vpipe.data.corpus import Corpus, Document, Part, SplitCorpus
 from vpipe.errors import UserError
 
 
-def divided(*documents: Document) -> Divided:
-    return Divided.of(Corpus("the texts", {}, lambda: documents))
+def divided(*documents: Document) -> SplitCorpus:
+    return SplitCorpus.build(Corpus("the texts", {}, lambda: documents))
 
 
 def marked(**counts: int) -> list[Document]:

@@ -20,15 +20,15 @@ from vpipe.data.dataset import Dataset, DatasetSettings, Split, Tokenized
 from vpipe.data.local_corpus.functions import machine_functions
 from vpipe.data.synthetic import synthetic, synthetic_tokens
 from vpipe.data.text import text
-from vpipe.data.token_dataset import TokenArrays, for_language_model, prepare_tokens, samples_in
+from vpipe.data.token_dataset import TokenDataset, for_language_model, prepare_tokens, samples_in
 from vpipe.data.tokenizers import save_tokenizer
 from vpipe.errors import UserError
 
 
-def counting(tokens: int, length: int, dtype: str = "uint16") -> TokenArrays:
+def counting(tokens: int, length: int, dtype: str = "uint16") -> TokenDataset:
     """Token t is t."""
     rows = {"train": np.arange(tokens, dtype=dtype), "test": np.arange(2 * length + 1, dtype=dtype)}
-    return TokenArrays(tokens, length, {"train": samples_in(tokens, length), "test": 2}, rows.__getitem__)
+    return TokenDataset(tokens, length, {"train": samples_in(tokens, length), "test": 2}, rows.__getitem__)
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
@@ -47,7 +47,7 @@ def test_labels_are_the_tokens_that_follow_and_nothing_is_skipped(dtype: str) ->
 
 def test_a_token_out_of_the_vocabulary_is_noticed_when_it_is_read(tmp_path: Path) -> None:
     rows = {"train": np.array([1, 2, 3, 4, 65535], np.uint16), "test": np.arange(5, dtype=np.uint16)}
-    dataset = TokenArrays(8, 2, {"train": 2, "test": 2}, rows.__getitem__, tmp_path / "tokenizer.json")
+    dataset = TokenDataset(8, 2, {"train": 2, "test": 2}, rows.__getitem__, tmp_path / "tokenizer.json")
     assert len(list(dataset.batches("train", 1, seed=0, fields=["input_ids"]))) == 2
     with pytest.raises(UserError) as caught:
         list(dataset.batches("train", 1, seed=0))
@@ -81,7 +81,7 @@ def test_fields_not_needed_are_not_read() -> None:
         asked.append(split)
         return np.arange(9, dtype=np.uint16)
 
-    dataset = TokenArrays(9, 4, {"train": 2, "test": 1}, tokens)
+    dataset = TokenDataset(9, 4, {"train": 2, "test": 1}, tokens)
     batch = next(dataset.batches("train", 2, seed=0, fields=()))
     assert batch["input_ids"].is_meta
     assert batch["labels"].shape == (2, 4)

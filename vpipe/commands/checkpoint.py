@@ -18,7 +18,7 @@ from vpipe.checkpoint.directory import FOLDER, Checkpoints, find_checkpoint
 from vpipe.checkpoint.integrity import Progress, find_damage
 from vpipe.checkpoint.manifest import MANIFEST, Manifest, TensorEntry
 from vpipe.errors import RunError, UserError, counted
-from vpipe.progress import LOADING_TORCH, said_when_slow
+from vpipe.progress import LOADING_TORCH, message_if_slow
 from vpipe.train.run_folder import CONFIG, check_not_running
 from vpipe.units import size_text
 from vpipe.visualize.plan_tables import Column, columns
@@ -187,7 +187,7 @@ def _by_number(name: str) -> list[str | int]:
 
 def layer_names(manifest: Manifest, folder: Path) -> list[str]:
     """Return the names of the layers in order; none where the checkpoint does not say of which model it is."""
-    with said_when_slow(LOADING_TORCH):
+    with message_if_slow(LOADING_TORCH):
         from vpipe.train.model_settings import CheckpointModel, says_model
 
     if not says_model(manifest):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 
 from vpipe.data.bert_shards import build_bert
-from vpipe.data.bert_text import BertText
+from vpipe.data.bert_text import BertTextSettings
 from vpipe.errors import UserError
 
 
 def run_build_bert(options: argparse.Namespace) -> None:
     """Make the data set that the options describe, and say what is in it."""
-    wanted = BertText(options.text, options.sequence_length, options.vocab_size, seed=options.seed)
+    wanted = BertTextSettings(options.text, options.sequence_length, options.vocab_size, seed=options.seed)
     try:
         content = build_bert(wanted, options.out)
     except OSError as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from vpipe.errors import UserError, nearest
-from vpipe.progress import LOADING_TORCH, said_when_slow
+from vpipe.progress import LOADING_TORCH, message_if_slow
 
 
 def lazy(module: str, function: str, writes_output: bool = False) -> Callable[[argparse.Namespace], None]:
@@ -26,7 +26,7 @@ def lazy(module: str, function: str, writes_output: bool = False) -> Callable[[a
             from vpipe.checkpoint.directory import check_free
 
             check_free(options.output)
-        with said_when_slow(LOADING_TORCH) if writes_output else nullcontext():
+        with message_if_slow(LOADING_TORCH) if writes_output else nullcontext():
             command = getattr(import_module(f"vpipe.commands.{module}"), function)
         command(options)
 

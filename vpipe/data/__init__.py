@@ -1,12 +1,13 @@
-"""Data sets: where batches come from.
+"""Data sets: the sources of batches.
 
-Start at ``dataset.py`` (what a data set is) and ``registry.py`` (how one is found by name). For BERT the way is
+Start at ``dataset.py`` (the interface), ``registry.py`` (data sets by name) and ``epoch.py`` (rows to batches).
+BERT's samples are made so:
 
-    prose, plain_text -> documents -> wordpiece -> bert_samples, masking -> bert_cache (text) or build_bert (shards)
+    local_corpus/prose, plain_text -> documents -> tokenizers -> bert_samples -> bert_text (cache) or bert_shards (HDF5)
 
-and ``bert_arrays``, ``bert_hdf5`` and ``synthetic`` turn samples into batches. For a language model it is
+and those of a language model so:
 
-    jsonl, functions, token_text, huggingface -> corpus -> byte_bpe -> token_cache -> token_arrays
+    code_search_net, text, huggingface, local_corpus/functions -> corpus -> tokenizers -> token_dataset
 
-``prepared`` keeps what either makes.
+``cache`` keeps prepared folders, ``prefetch`` makes batches ahead of need.
 """

@@ -20,7 +20,7 @@ from vpipe.data.bert_shards import SUFFIXES, Shard, largest_id, open_shard, wron
 from vpipe.data.cache import NAME as MANIFEST
 from vpipe.data.cache import read_manifest
 from vpipe.data.dataset import DatasetSettings, Field, Split
-from vpipe.data.epoch import check_batch_size, check_split, generator, needed_fields, tensors
+from vpipe.data.epoch import check_batch_size, check_split, needed_fields, seeded_generator, tensors
 from vpipe.data.registry import register_dataset
 from vpipe.data.tokenizers import LARGEST_VOCAB_SIZE, load_wordpiece
 from vpipe.errors import Problem, UserError
@@ -35,7 +35,7 @@ _HELD_OUT = 20  # one row in so many of the last shard, when there are no test f
 
 
 class BertHdf5:
-    """Batches from shards; every shard's header is checked here, before any process starts.
+    """A data set of shards; every shard's header is checked when it is made, before any process starts.
 
     ``vocab_size`` -1 asks ``manifest.json``, ``tokenizer.json`` or ``vocab.txt`` beside the shards; without them all
     ids are read and the largest + 1, rounded up to a multiple of 8, is taken. ``sequence_length`` -1 takes the shards'.
@@ -60,17 +60,17 @@ class BertHdf5:
 
     @cached_property
     def fields(self) -> Mapping[str, Field]:
-        """BERT's six fields."""
+        """Return BERT's six fields."""
         return bert_fields(self.sequence_length, self.max_predictions)
 
     def samples(self, split: Split) -> int:
-        """How many samples the split holds."""
+        """Return the number of samples in the split."""
         check_split(split)
         return sum(map(len, self._shards[split]))
 
     def batches(self, split: Split, batch_size: int, *, seed: int,
                 fields: Collection[str] | None = None, first: int = 0) -> Iterator[dict[str, Tensor]]:
-        """One epoch; see :class:`~vpipe.data.dataset.Dataset`.
+        """Yield one epoch; see :class:`~vpipe.data.dataset.Dataset`.
 
         Train: shards in an order made from ``seed``, the rows within each too; a batch may cross from one shard to the
         next. While it runs, raises :class:`UserError` for a shard that cannot be read or an id out of the vocabulary.
@@ -82,7 +82,7 @@ class BertHdf5:
     def _epoch(self, split: Split, batch_size: int, seed: int | None, needed: frozenset[str],
                skipped: int) -> Iterator[dict[str, Tensor]]:
         shards = self._shards[split]
-        order = np.arange(len(shards)) if seed is None else generator(seed).permutation(len(shards))
+        order = np.arange(len(shards)) if seed is None else seeded_generator(seed).permutation(len(shards))
         waiting = 0  # rows of earlier shards that did not fill a batch
         held: Samples = {}
         for number in order.tolist():
@@ -91,7 +91,8 @@ class BertHdf5:
                 skipped -= len(shard)
                 continue
             fresh = self._read(shard, needed)
-            rows = slice(skipped, None) if seed is None else generator(seed, number).permutation(len(shard))[skipped:]
+            rows = (slice(skipped, None) if seed is None else
+                    seeded_generator(seed, number).permutation(len(shard))[skipped:])
             fresh = {name: array[rows] for name, array in fresh.items()}
             held = {name: np.concatenate([held[name], array]) if waiting else array for name, array in fresh.items()}
             available = waiting + len(shard) - skipped
@@ -103,7 +104,7 @@ class BertHdf5:
             held = {name: array[available - waiting:] for name, array in held.items()}
 
     def _read(self, shard: Shard, needed: frozenset[str]) -> Samples:
-        """The needed fields of a shard; the file is not opened for none."""
+        """Read the needed fields of a shard; without any the file is not opened."""
         if not needed:
             return {}
         read = shard.read([name for name in self.fields if name in needed])
@@ -115,7 +116,9 @@ class BertHdf5:
 
 
 def find_shards(folder: Path) -> tuple[list[Shard], list[Shard]]:
-    """Train and test shards of a folder, by name, all checked. Raises :class:`UserError` that lists what is wrong."""
+    """Return train and test shards of a folder, by name, all checked. Raises :class:`UserError` that lists all
+    mistakes.
+    """
     if not folder.exists():
         raise UserError(f"the folder {folder} does not exist",
                         hint="name the folder of the HDF5 shards as dataset.path (data_dir in a flat file)")
@@ -139,7 +142,7 @@ def find_shards(folder: Path) -> tuple[list[Shard], list[Shard]]:
 
 
 def _checked(paths: Sequence[Path]) -> tuple[list[Shard], list[Problem]]:
-    """The shards in those files, and everything that is wrong with them."""
+    """Return the shards in those files, and all mistakes in them."""
     shards: list[Shard] = []
     problems: list[Problem] = []
     for path in progress(paths, "checking shards", unit="shard"):
@@ -159,7 +162,7 @@ def _checked(paths: Sequence[Path]) -> tuple[list[Shard], list[Problem]]:
 
 
 def _first_rows(shards: Sequence[Shard], most: int) -> list[Shard]:
-    """The first ``most`` rows of all shards."""
+    """Return the first ``most`` rows of all shards."""
     kept: list[Shard] = []
     for shard in shards:
         left = most - sum(map(len, kept))
@@ -169,8 +172,10 @@ def _first_rows(shards: Sequence[Shard], most: int) -> list[Shard]:
 
 
 def _vocab_size(folder: Path, shards: Sequence[Shard], wanted: int) -> int:
-    """The size that was asked for, if it is enough; for -1 what a file beside the shards says, or what the ids need."""
-    told, by = _told_vocab_size(folder)
+    """Return the size that was asked for, if it is enough; for -1 that of a file beside the shards, or what the ids
+    need.
+    """
+    told, by = _vocab_size_beside(folder)
     if wanted == -1:
         told, by = (told, by) if told else (_needed_vocab_size(shards), "the largest token id")
         if not 0 < told <= LARGEST_VOCAB_SIZE:
@@ -185,8 +190,8 @@ def _vocab_size(folder: Path, shards: Sequence[Shard], wanted: int) -> int:
     return wanted
 
 
-def _told_vocab_size(folder: Path) -> tuple[int, str]:
-    """The vocabulary size that a file beside the shards tells, and its name; 0 when none does."""
+def _vocab_size_beside(folder: Path) -> tuple[int, str]:
+    """Return the vocabulary size in a file beside the shards, and the file's name; 0 without such a file."""
     manifest = read_manifest(folder)
     if manifest is not None and manifest.get("vocab_size") is not None:
         try:
@@ -210,7 +215,7 @@ def _words(path: Path) -> list[str]:
 
 
 def _needed_vocab_size(shards: Sequence[Shard]) -> int:
-    """The largest id in all shards + 1, rounded up to a multiple of 8."""
+    """Return the largest id in all shards + 1, rounded up to a multiple of 8."""
     largest = max(largest_id(shard.read(["input_ids", "masked_lm_ids"]))
                   for shard in progress(shards, "looking for the largest token id", unit="shard"))
     return -(-(largest + 1) // 8) * 8
@@ -218,7 +223,7 @@ def _needed_vocab_size(shards: Sequence[Shard]) -> int:
 
 @register_dataset("bert_hdf5")
 def bert_hdf5(settings: DatasetSettings) -> BertHdf5:
-    """The shards in the folder ``path``; P is theirs, whatever ``settings`` say.
+    """Return the data set of the shards in the folder ``path``; P is theirs, whatever ``settings`` say.
 
     Raises :class:`UserError` without a path or with a tokenizer, and as :class:`BertHdf5` does.
     """

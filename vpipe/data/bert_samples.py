@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vpipe.data.dataset import Field, Split
-from vpipe.data.epoch import Arrays, generator
+from vpipe.data.epoch import ArrayDataset, seeded_generator
 from vpipe.data.tokenizers import CLS, MASK, SEP, SPECIAL, token_id
 from vpipe.errors import UserError
 from vpipe.progress import progress
@@ -52,25 +52,25 @@ SHORTEST = 8  # [CLS] a [SEP] b [SEP] and a few words to learn from
 
 
 def default_max_predictions(sequence_length: int) -> int:
-    """P for S: 15 % rounded up (20 for 128, 77 for 512)."""
+    """Return P for S: 15 % rounded up (20 for 128, 77 for 512)."""
     return int(np.ceil(MASKED_SHARE * sequence_length))
 
 
 def shape_of(name: str, sequence_length: int, max_predictions: int) -> tuple[int, ...]:
-    """The shape of one sample of a field."""
+    """Return the shape of one sample of a field."""
     sizes = {"S": sequence_length, "P": max_predictions}
     return tuple(sizes[axis] for axis in SHAPES[name])
 
 
 def bert_fields(sequence_length: int, max_predictions: int) -> dict[str, Field]:
-    """Field by name, all int64 as tensors."""
+    """Return the six fields by name, all int64 as tensors."""
     import torch
 
     return {name: Field(shape_of(name, sequence_length, max_predictions), torch.int64) for name in SHAPES}
 
 
 def check_lengths(sequence_length: int, max_predictions: int) -> None:
-    """Raises :class:`UserError` for lengths that no sample can have."""
+    """Raise :class:`UserError` for lengths that no sample can have."""
     if not SHORTEST <= sequence_length <= LONGEST:
         raise UserError(f"sequence_length is {sequence_length}",
                         hint=f"BERT samples need at least {SHORTEST} tokens" if sequence_length < SHORTEST else
@@ -113,7 +113,9 @@ def mask_tokens(samples: Samples, max_predictions: int, *, special: NDArray[np.i
 
 def _choose(candidate: NDArray[np.bool_], length: NDArray[np.int64], most: int,
             rng: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Positions [n, P] of random candidates, ascending in each row, and which slots are used; the rest hold 0."""
+    """Return positions [n, P] of random candidates, ascending in each row, and a mask of the used slots; the rest hold
+    0.
+    """
     rows, width = candidate.shape
     wanted = np.clip(np.rint(MASKED_SHARE * length), 1, most)
     wanted = np.minimum(wanted, candidate.sum(axis=1)).astype(np.int64)
@@ -146,7 +148,7 @@ def make_samples(documents: Sequence[Sequence[str]], tokenizer: Tokenizer, *, se
     two documents have two sentences.
     """
     check_lengths(sequence_length, max_predictions)
-    rng = generator(seed)
+    rng = seeded_generator(seed)
     encoded = encode(documents, tokenizer)
     pairs = list(sentence_pairs(encoded, sequence_length, rng))
     samples = pack(pairs, sequence_length, cls=token_id(tokenizer, CLS), sep=token_id(tokenizer, SEP))
@@ -157,7 +159,7 @@ def make_samples(documents: Sequence[Sequence[str]], tokenizer: Tokenizer, *, se
 
 
 def encode(documents: Sequence[Sequence[str]], tokenizer: Tokenizer) -> list[list[Sentence]]:
-    """Token ids of every sentence; documents left with fewer than two sentences are dropped."""
+    """Return the token ids of every sentence; documents left with fewer than two sentences are dropped."""
     texts = list(chain.from_iterable(documents))
     starts = range(0, len(texts), _SENTENCES_AT_ONCE)
     ids = [encoding.ids for start in progress(starts, "tokenizing", unit="batch")
@@ -170,7 +172,8 @@ def encode(documents: Sequence[Sequence[str]], tokenizer: Tokenizer) -> list[lis
 
 def sentence_pairs(documents: Sequence[Sequence[Sentence]], sequence_length: int,
                    rng: np.random.Generator) -> Iterator[Pair]:
-    """Pairs of passages that fill ``sequence_length`` tokens with their three special ones, or as much as there is.
+    """Yield pairs of passages that fill ``sequence_length`` tokens with their three special ones, or as much as there
+    is.
 
     When B is taken from elsewhere, the sentences that it replaced are used again for the next pair.
     Raises :class:`UserError` for fewer than two documents.
@@ -208,7 +211,9 @@ class _Passages:
                              for left in reversed(list(accumulate(map(len, reversed(document)))))]
 
     def draw(self, length: int, not_from: int, rng: np.random.Generator) -> Sentence:
-        """At most ``length`` tokens from the start of some sentence of another document; ten tries for all of them."""
+        """Return at most ``length`` tokens from the start of some sentence of another document; ten tries for all of
+        them.
+        """
         best = None
         for place in rng.integers(len(self._places), size=10):
             if self._places[place][0] != not_from and (best is None or self._tokens_left[best] < length):
@@ -221,7 +226,7 @@ class _Passages:
 
 
 def pack(pairs: Sequence[Pair], sequence_length: int, *, cls: int, sep: int) -> Samples:
-    """The four fields [N, S] and [N] that describe pairs before masking."""
+    """Return the four fields [N, S] and [N] that describe pairs before masking."""
     shape = (len(pairs), sequence_length)
     ids, mask, segments = (np.zeros(shape, dtype=STORAGE[name]) for name in ("input_ids", "input_mask", "segment_ids"))
     for row, pair in enumerate(pairs):
@@ -233,10 +238,10 @@ def pack(pairs: Sequence[Pair], sequence_length: int, *, cls: int, sep: int) -> 
     return {"input_ids": ids, "input_mask": mask, "segment_ids": segments, "next_sentence_labels": labels}
 
 
-class BertArrays(Arrays):
-    """BERT's six fields, of at most ``max_predictions`` masked tokens per sample, from arrays.
+class BertDataset(ArrayDataset):
+    """A data set of BERT's six fields, of at most ``max_predictions`` masked tokens per sample, from arrays.
 
-    The other arguments are those of :class:`~vpipe.data.epoch.Arrays`.
+    The other arguments are those of :class:`~vpipe.data.epoch.ArrayDataset`.
     """
 
     def __init__(self, vocab_size: int, sequence_length: int, max_predictions: int, counts: Mapping[Split, int],

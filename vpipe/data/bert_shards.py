@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vpipe.data.bert_samples import SHAPES, STORAGE, Samples
-from vpipe.data.bert_text import BertText, build_corpus
+from vpipe.data.bert_text import BertTextSettings, build_corpus
 from vpipe.data.cache import package_versions, write_manifest
-from vpipe.data.epoch import generator
+from vpipe.data.epoch import seeded_generator
 from vpipe.errors import UserError
 from vpipe.progress import progress
 
@@ -43,14 +43,14 @@ class Shard:
         return self.stop - self.start
 
     def read(self, fields: Collection[str]) -> Samples:
-        """The rows of those fields, whole: ``[len(shard), *shape]`` each. Raises :class:`UserError` if it cannot."""
+        """Read all rows of those fields: ``[len(shard), *shape]`` each. Raises :class:`UserError` if it cannot."""
         with _opened(self.path) as file:
             read = {name: np.asarray(file[name][self.start:self.stop]) for name in fields}
         return {name: array.astype(array.dtype.newbyteorder("="), copy=False) for name, array in read.items()}
 
 
 def open_shard(path: Path) -> Shard:
-    """A shard with all rows of its file, after a look at the header: keys, shapes and types.
+    """Return a shard with all rows of its file, after checking the header: keys, shapes and types.
 
     Raises :class:`UserError` when the file is no HDF5 or truncated, a key is missing, or sizes disagree.
     """
@@ -115,7 +115,7 @@ def write_shard(path: Path, samples: Samples) -> None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[h5py.File]:
-    """An HDF5 file for reading, closed again; what the library cannot read is the user's file at fault."""
+    """Open an HDF5 file for reading and close it again; a file that the library cannot read is a UserError."""
     import h5py
 
     if path.exists() and not path.is_file():
@@ -131,7 +131,7 @@ def _opened(path: Path) -> Iterator[h5py.File]:
 
 
 def wrong_value(samples: Samples, vocab_size: int, sequence_length: int) -> str | None:
-    """Return what is wrong with the values of a shard, or None: every one of a field has a range."""
+    """Return the first mistake in the values of a shard, or None: every field has a range."""
     for name, array in samples.items():
         least, largest = (int(array.min()), int(array.max())) if array.size else (0, 0)
         ids, positions = name in ("input_ids", "masked_lm_ids"), name == "masked_lm_positions"
@@ -146,7 +146,7 @@ def wrong_value(samples: Samples, vocab_size: int, sequence_length: int) -> str 
 
 
 def largest_id(samples: Samples) -> int:
-    """The largest token id among the fields that hold token ids; -1 when none does."""
+    """Return the largest token id among the fields that hold token ids; -1 without such a field."""
     ids: list[NDArray[np.generic]] = [samples[name] for name in ("input_ids", "masked_lm_ids") if name in samples]
     return max((int(array.max()) for array in ids if array.size), default=-1)
 
@@ -158,10 +158,10 @@ def _text(axes: tuple[str, ...]) -> str:
 SAMPLES_PER_SHARD = 16384
 
 
-def build_bert(wanted: BertText, out: Path, *, samples_per_shard: int = SAMPLES_PER_SHARD) -> dict[str, Any]:
+def build_bert(wanted: BertTextSettings, out: Path, *, samples_per_shard: int = SAMPLES_PER_SHARD) -> dict[str, Any]:
     """Write ``training_00000.hdf5`` ..., ``test_00000.hdf5`` ..., ``tokenizer.json`` and ``manifest.json`` to ``out``.
 
-    ``out`` appears when it is complete and not before. Returns what the manifest says besides the files: counts of
+    ``out`` appears when it is complete and not before. Returns the manifest without the files: counts of
     documents, sentences, words and samples under ``counts``, and ``vocab_size``. Raises :class:`UserError` when ``out``
     holds anything, and for text that cannot work.
     """
@@ -176,7 +176,7 @@ def build_bert(wanted: BertText, out: Path, *, samples_per_shard: int = SAMPLES_
     growing.mkdir(parents=True)
     corpus.tokenizer.save(str(growing / "tokenizer.json"))
     # Readers shuffle within a shard only; samples of one document should not all lie in one.
-    order = generator(wanted.seed).permutation(corpus.counts["train_samples"])
+    order = seeded_generator(wanted.seed).permutation(corpus.counts["train_samples"])
     shuffled = {name: array[order] for name, array in corpus.train.items()}
     write_shards(growing, "training", shuffled, samples_per_shard)
     write_shards(growing, "test", corpus.test, samples_per_shard)
@@ -189,7 +189,9 @@ def build_bert(wanted: BertText, out: Path, *, samples_per_shard: int = SAMPLES_
 
 
 def write_shards(folder: Path, name: str, samples: Samples, samples_per_shard: int) -> list[Path]:
-    """Write arrays ``[N, *shape]`` as ``<name>_00000.hdf5``, ... of at most ``samples_per_shard`` rows; their paths."""
+    """Write arrays ``[N, *shape]`` as ``<name>_00000.hdf5``, ... of at most ``samples_per_shard`` rows; return their
+    paths.
+    """
     starts = range(0, len(samples["input_ids"]), samples_per_shard)
     paths = [folder / f"{name}_{number:05d}.hdf5" for number in range(len(starts))]
     for path, start in zip(paths, progress(starts, f"writing {name} shards", unit="shard"), strict=True):

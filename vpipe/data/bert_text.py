@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vpipe.data.bert_samples import STORAGE, BertArrays, Samples, check_lengths, default_max_predictions, make_samples
-from vpipe.data.cache import Prepared, package_versions, prepared_for_vocabulary, state, states
+from vpipe.data.bert_samples import STORAGE, BertDataset, Samples, check_lengths, default_max_predictions, make_samples
+from vpipe.data.cache import CachedFolder, cached_folder_for_vocabulary, file_state, file_states, package_versions
 from vpipe.data.dataset import DatasetSettings, Split
 from vpipe.data.epoch import first_samples
 from vpipe.data.local_corpus.prose import PACKAGES, Document, machine_prose
@@ -34,11 +34,11 @@ _FEWEST_DOCUMENTS = 4  # two a split: a random next passage comes from another d
 
 
 @dataclass(frozen=True)
-class BertText:
-    """What to make samples from, and how; equal values give equal samples on the same machine.
+class BertTextSettings:
+    """The text and the parameters that samples are made from; equal values give equal samples on the same machine.
 
     ``text``: a folder of .txt files, or None for the prose inside the installed ``packages``. ``vocab_size``: of the
-    tokenizer to train; -1 = 8192, or what ``tokenizer`` (a ``tokenizer.json``) has. ``max_predictions``: None = 15 %.
+    tokenizer to train; -1 = 8192, or that of ``tokenizer`` (a ``tokenizer.json``). ``max_predictions``: None = 15 %.
     """
 
     text: Path | None = None
@@ -51,7 +51,7 @@ class BertText:
 
     @property
     def predictions(self) -> int:
-        """P, with the default filled in."""
+        """Return P, with the default filled in."""
         return default_max_predictions(self.sequence_length) if self.max_predictions is None else self.max_predictions
 
 
@@ -66,7 +66,7 @@ class BertCorpus:
     counts: dict[str, int]
 
 
-def build_corpus(wanted: BertText) -> BertCorpus:
+def build_corpus(wanted: BertTextSettings) -> BertCorpus:
     """Gather, split, tokenize, pair and mask; about 20 s for the prose of a machine, with progress lines on stderr.
 
     The tokenizer is trained on the training documents only. Raises :class:`UserError` for text, lengths or sizes that
@@ -90,7 +90,8 @@ def build_corpus(wanted: BertText) -> BertCorpus:
 
 
 def split_documents(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
-    """Train and test: the twentieth of the documents (two at least) whose text has the smallest SHA-256 is held out.
+    """Return train and test: the twentieth of the documents (two at least) whose text has the smallest SHA-256 is held
+    out.
 
     So the choice depends on the texts alone, not on their order. Raises :class:`UserError` for fewer than four.
     """
@@ -108,20 +109,20 @@ _FORMAT = 1  # raised when the same parameters come to mean other samples
 
 
 @dataclass(frozen=True)
-class BertCache(Prepared):
-    """A whole, checked folder of samples."""
+class BertCache(CachedFolder):
+    """A complete, checked folder of samples."""
 
     def samples(self, split: Split) -> int:
-        """How many samples the split holds."""
-        return self.number("counts", f"{split}_samples")
+        """Return the number of samples in the split."""
+        return self.manifest_count("counts", f"{split}_samples")
 
     def arrays(self) -> dict[tuple[Split, str], NDArray[np.generic]]:
-        """Every field of both splits, as :meth:`array` gives it: all files are open, and the folder may go."""
+        """Open every field of both splits, see :meth:`array`: all files are open then, and the folder may go."""
         splits: tuple[Split, ...] = ("train", "test")
         return {(split, field): self.array(split, field) for split in splits for field in STORAGE}
 
     def array(self, split: Split, field: str) -> NDArray[np.generic]:
-        """One field of one split ``[N, *shape]``, mapped from disk: only the rows that are indexed are read."""
+        """Map one field of one split ``[N, *shape]`` from disk: only the rows that are indexed are read."""
         try:
             array: NDArray[np.generic] = np.load(self.folder / f"{split}_{field}.npy", mmap_mode="r",
                                                  allow_pickle=False)
@@ -132,17 +133,17 @@ class BertCache(Prepared):
         return array
 
 
-def prepare_text(wanted: BertText, cache_directory: Path | None = None) -> BertCache:
-    """The samples that ``wanted`` describes, from the cache or built now (about 20 s for a machine's prose).
+def prepare_text(wanted: BertTextSettings, cache_directory: Path | None = None) -> BertCache:
+    """Find the samples in the cache or build them now (about 20 s for a machine's prose).
 
     Does not import torch. Raises :class:`UserError` for text that cannot work and for a cache directory that cannot be
-    written; see :func:`~vpipe.data.cache.prepared`.
+    written; see :func:`~vpipe.data.cache.cached_folder`.
     """
-    found = prepared_for_vocabulary("bert", _facts(wanted), partial(_build, wanted), cache_directory)
+    found = cached_folder_for_vocabulary("bert", _facts(wanted), partial(_build, wanted), cache_directory)
     return BertCache(found.folder, found.manifest)
 
 
-def _build(wanted: BertText, folder: Path) -> dict[str, Any]:
+def _build(wanted: BertTextSettings, folder: Path) -> dict[str, Any]:
     corpus = build_corpus(wanted)
     save_tokenizer(corpus.tokenizer, folder / "tokenizer.json")
     for split, samples in (("train", corpus.train), ("test", corpus.test)):
@@ -153,30 +154,29 @@ def _build(wanted: BertText, folder: Path) -> dict[str, Any]:
             "sequence_length": wanted.sequence_length, "max_predictions": wanted.predictions, "counts": corpus.counts}
 
 
-def _facts(wanted: BertText) -> dict[str, Any]:
-    """All that decides the samples. Files are known by name, size and time of change, not by content."""
+def _facts(wanted: BertTextSettings) -> dict[str, Any]:
+    """Return all that decides the samples. Files are known by name, size and time of change, not by content."""
     facts: dict[str, Any] = {**asdict(wanted), "format": _FORMAT, "python": platform.python_version(),
                              "max_predictions": wanted.predictions, "tokenizers": package_versions(["tokenizers"])}
     if wanted.text is None:
         facts["versions"] = package_versions(wanted.packages)
     else:
-        facts["text"] = states(text_files(wanted.text), wanted.text)
+        facts["text"] = file_states(text_files(wanted.text), wanted.text)
     if wanted.tokenizer is not None and wanted.tokenizer.is_file():
-        facts["tokenizer"] = state(wanted.tokenizer)
+        facts["tokenizer"] = file_state(wanted.tokenizer)
     return facts
 
 
-def bert_text(settings: DatasetSettings) -> BertArrays:
+def bert_text(settings: DatasetSettings) -> BertDataset:
     """Prepare (or find prepared) samples and open them: the folder may go while they are in use.
 
-    ``sequence_length`` -1 means 128.
-    Raises :class:`UserError` for text that cannot work; see :func:`~vpipe.data.bert_text.prepare_text`.
+    ``sequence_length`` -1 means 128. Raises :class:`UserError` for text that cannot work; see :func:`prepare_text`.
     """
-    wanted = BertText(settings.path, 128 if settings.sequence_length == -1 else settings.sequence_length,
+    wanted = BertTextSettings(settings.path, 128 if settings.sequence_length == -1 else settings.sequence_length,
                       settings.vocab_size, settings.max_predictions, settings.seed, settings.tokenizer)
     cache = prepare_text(wanted, settings.cache_directory)
     counts: dict[Split, int] = {"train": cache.samples("train"), "test": cache.samples("test")}
     opened = cache.arrays()
-    return BertArrays(cache.vocab_size, wanted.sequence_length, wanted.predictions,
+    return BertDataset(cache.vocab_size, wanted.sequence_length, wanted.predictions,
                       first_samples(counts, settings.samples), lambda split, field: opened[split, field],
                       cache.tokenizer_path)

@@ -32,14 +32,15 @@ _SMALL_BYTES = 1 << 20  # files up to here are hashed whenever a folder is opene
 
 def write_manifest(folder: Path, **facts: Any) -> None:
     """Write the manifest of a finished folder: ``facts``, this Python, size and SHA-256 of every file in it, and the
-    SHA-256 of all this."""
+    SHA-256 of all this.
+    """
     files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(folder.iterdir())}
     manifest = {**facts, "python": platform.python_version(), "files": files}
     (folder / NAME).write_text(json.dumps({**manifest, "sha256": _digest(manifest)}, indent=2) + "\n")
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of ``folder``, or None when there is none that can be read."""
+    """Return the manifest of ``folder``, or None when there is none that can be read."""
     try:
         manifest = parse_json(read_bounded(folder / NAME, _MOST_BYTES, "a manifest"))
     except (OSError, ValueError):
@@ -48,7 +49,9 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def damage(folder: Path, manifest: dict[str, Any]) -> str | None:
-    """What is wrong with a folder, or None: the manifest is checked, every size, and the content of the small files."""
+    """Return the first mismatch between a folder and its manifest, or None: every size and the content of small files
+    count.
+    """
     if manifest.get("sha256") != _digest({key: value for key, value in manifest.items() if key != "sha256"}):
         return f"{NAME} was changed, or is another version's (its SHA-256 differs)"
     try:
@@ -67,7 +70,7 @@ def damage(folder: Path, manifest: dict[str, Any]) -> str | None:
 
 
 def package_versions(names: Iterable[str]) -> dict[str, str]:
-    """Versions of those packages that are installed as distributions."""
+    """Return the versions of those packages that are installed as distributions."""
     versions = {}
     for name in names:
         try:
@@ -87,21 +90,21 @@ def _sha256(path: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A whole, checked folder, with the tokenizer that made what is in it."""
+class CachedFolder:
+    """A complete, checked folder of the cache, with the tokenizer that made what is in it."""
 
     folder: Path
     manifest: dict[str, Any]
 
     @property
     def vocab_size(self) -> int:
-        found = self.number("vocab_size")
+        found = self.manifest_count("vocab_size")
         if not 0 < found <= LARGEST_VOCAB_SIZE:
             raise self.damaged(f"vocab_size: {found}")
         return found
 
-    def number(self, *keys: str) -> int:
-        """Return what the manifest counts under ``keys``. Raises :class:`UserError` where it does not."""
+    def manifest_count(self, *keys: str) -> int:
+        """Return a count of the manifest, found under ``keys``. Raises :class:`UserError` where there is none."""
         found: Any = self.manifest
         try:
             for key in keys:
@@ -111,7 +114,7 @@ class Prepared:
             raise self.damaged(f"{'.'.join(keys)}: {type(error).__name__}: {error}") from None
 
     def damaged(self, why: str) -> UserError:
-        """Return the error of a folder that is not what was prepared."""
+        """Return the error of a folder that was changed after it was prepared."""
         return UserError(f"the prepared data is damaged: {why}", hint="remove its folder, and it is made anew",
                          where=str(self.folder))
 
@@ -120,15 +123,15 @@ class Prepared:
         return self.folder / "tokenizer.json"
 
 
-def prepared(kind: str, facts: Mapping[str, Any], build: Callable[[Path], Mapping[str, Any]],
-             cache_directory: Path | None) -> Prepared:
-    """The folder of ``kind`` that ``facts`` decide, found in the cache or built now.
+def cached_folder(kind: str, facts: Mapping[str, Any], build: Callable[[Path], Mapping[str, Any]],
+             cache_directory: Path | None) -> CachedFolder:
+    """Return the folder of ``kind`` for these ``facts``, found in the cache or built now.
 
     Any number of processes may ask at once: one builds, the others wait. A folder that does not match its manifest
     is built again, and a line on stderr says so.
 
     Args:
-        build: writes the files of an empty folder, and returns what the manifest says besides them.
+        build: writes the files into an empty folder, and returns further entries of the manifest.
         cache_directory: None = ``.cache/vpipe`` in the user's home.
 
     Raises:
@@ -155,22 +158,22 @@ def prepared(kind: str, facts: Mapping[str, Any], build: Callable[[Path], Mappin
     return found
 
 
-def prepared_for_vocabulary(kind: str, facts: Mapping[str, Any], build: Callable[[Path], Mapping[str, Any]],
-                            cache_directory: Path | None) -> Prepared:
-    """As :func:`prepared`, for facts with a ``vocab_size``, which the manifest has as well.
+def cached_folder_for_vocabulary(kind: str, facts: Mapping[str, Any], build: Callable[[Path], Mapping[str, Any]],
+                            cache_directory: Path | None) -> CachedFolder:
+    """Return a folder as :func:`cached_folder` does, for facts with a ``vocab_size``, which the manifest has as well.
 
-    A launcher asks with -1 and its ranks with the number that came of it: what was prepared for -1 is theirs, since a
-    tokenizer that stops at that number, or is given, is the same one.
+    A launcher asks with -1 and its ranks with the resulting number. They get the folder that was prepared for -1, since
+    a tokenizer that stops at that number, or is given, is the same one.
     """
     if facts["vocab_size"] != -1:
         found, _ = _open(_place(kind, {**facts, "vocab_size": -1}, cache_directory))
         if found is not None and found.manifest["vocab_size"] == facts["vocab_size"]:
             return found
-    return prepared(kind, facts, build, cache_directory)
+    return cached_folder(kind, facts, build, cache_directory)
 
 
-def files_among(paths: Iterable[Path]) -> list[Path]:
-    """Those that are files, sorted. Raises :class:`UserError` for a link that leads nowhere: its data is missing."""
+def existing_files(paths: Iterable[Path]) -> list[Path]:
+    """Return the paths that are files, sorted. Raises :class:`UserError` for a broken link: its data is missing."""
     known = sorted(paths)
     for path in known:
         if path.is_symlink() and not path.exists():
@@ -179,24 +182,24 @@ def files_among(paths: Iterable[Path]) -> list[Path]:
     return [path for path in known if path.is_file()]
 
 
-def states(paths: list[Path], root: Path) -> list[tuple[str, int, int]]:
-    """Files as facts: name below ``root``, size and time of change, not the content."""
-    return [(str(path.relative_to(root)), *state(path)) for path in paths]
+def file_states(paths: list[Path], root: Path) -> list[tuple[str, int, int]]:
+    """Return files as facts: name below ``root``, size and time of change, not the content."""
+    return [(str(path.relative_to(root)), *file_state(path)) for path in paths]
 
 
-def state(path: Path) -> tuple[int, int]:
-    """The size of a file in bytes, and when it changed, in nanoseconds."""
+def file_state(path: Path) -> tuple[int, int]:
+    """Return the size of a file in bytes, and its time of change in nanoseconds."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns
 
 
-def _open(folder: Path) -> tuple[Prepared | None, str | None]:
-    """What is in ``folder`` if it is whole; otherwise what is wrong with it, None meaning that it is not there."""
+def _open(folder: Path) -> tuple[CachedFolder | None, str | None]:
+    """Return a complete folder; otherwise its damage, or None where there is no folder."""
     if not folder.exists():
         return None, None
     manifest = read_manifest(folder)
     trouble = "manifest.json cannot be read" if manifest is None else damage(folder, manifest)
-    return (None, trouble) if manifest is None or trouble else (Prepared(folder, manifest), None)
+    return (None, trouble) if manifest is None or trouble else (CachedFolder(folder, manifest), None)
 
 
 def _build(build: Callable[[Path], Mapping[str, Any]], folder: Path) -> None:

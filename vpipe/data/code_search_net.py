@@ -21,12 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vpipe.data.cache import files_among, states
+from vpipe.data.cache import existing_files, file_states
 from vpipe.data.corpus import PARTS, Corpus, Document, Part
 from vpipe.data.dataset import DatasetSettings
 from vpipe.data.local_corpus.functions import machine_functions
 from vpipe.data.registry import register_dataset
-from vpipe.data.token_dataset import TokenArrays, token_dataset
+from vpipe.data.token_dataset import TokenDataset, token_dataset
 from vpipe.errors import Problem, UserError
 
 SUFFIXES = (".jsonl", ".jsonl.gz")
@@ -38,8 +38,10 @@ _LONGEST_LINE = 4 << 20
 
 
 def jsonl_files(path: Path) -> list[Path]:
-    """The file itself, or those in the folder and below, sorted. Raises :class:`UserError` when there are none, or one
-    is a link that leads nowhere."""
+    """Return the file itself, or those in the folder and below, sorted.
+
+    Raises :class:`UserError` when there are none, or one is a broken link.
+    """
     if not path.exists():
         raise UserError(f"{path} does not exist", hint="name a file or a folder of *.jsonl or *.jsonl.gz files as "
                                                        "dataset.path")
@@ -47,7 +49,7 @@ def jsonl_files(path: Path) -> list[Path]:
         if not path.is_file() or not path.name.endswith(SUFFIXES):
             raise UserError(f"{path} is no *.jsonl or *.jsonl.gz file", hint="name one, or a folder that holds some")
         return [path]
-    files = files_among(file for file in path.rglob("*") if file.name.endswith(SUFFIXES))
+    files = existing_files(file for file in path.rglob("*") if file.name.endswith(SUFFIXES))
     if not files:
         others = sum(1 for _ in path.iterdir())
         raise UserError(f"no *.jsonl or *.jsonl.gz file in {path} or below it ({others} other entries)",
@@ -56,17 +58,17 @@ def jsonl_files(path: Path) -> list[Path]:
 
 
 def read_functions(files: Sequence[Path], root: Path) -> Iterator[Document]:
-    """The function of every line, in order; blank lines are passed over.
+    """Yield the function of every line, in order; blank lines are skipped.
 
     Args:
-        root: folder below which the names of files and folders tell the part.
+        root: folder below which the names of files and folders give the part.
 
     Raises:
         UserError: at the end, or after ten, names the lines that are no such objects, as ``file:line``.
     """
     problems: list[Problem] = []
     for file in files:
-        told = _told(file.relative_to(root))
+        told = _part_of_path(file.relative_to(root))
         for number, line in _lines(file, problems):
             try:
                 yield _document(line, told)
@@ -79,7 +81,7 @@ def read_functions(files: Sequence[Path], root: Path) -> Iterator[Document]:
 
 
 def _lines(file: Path, problems: list[Problem]) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, with their numbers from 1 on; a file that ends too early is a problem."""
+    """Yield the lines that are not blank, with their numbers from 1 on; a file that ends too early is a problem."""
     number = 0
     try:
         if file.name.endswith(".gz") and not file.stat().st_size:
@@ -100,7 +102,7 @@ def _lines(file: Path, problems: list[Problem]) -> Iterator[tuple[int, bytes]]:
 
 
 def _document(line: bytes, told: Part | None) -> Document:
-    """Raises ValueError that says what is wrong with the line."""
+    """Parse a line. Raises ValueError with the mistake in it."""
     try:
         record = json.loads(line.rstrip().decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -123,13 +125,15 @@ def _document(line: bytes, told: Part | None) -> Document:
 
 
 def with_documentation(code: str, documentation: str | None) -> str:
-    """The code, behind its documentation where that is not a part of it already, as in Python it is."""
+    """Return the code, with its documentation before it where that is no part of the code already, as in Python it
+    is.
+    """
     opening = documentation.strip().split("\n", 1)[0].rstrip() if documentation else ""
     return code if opening in code else f"{documentation}\n{code}"
 
 
 def _text(record: Mapping[str, Any], keys: Sequence[str]) -> str | None:
-    """The first of the keys that is there, as text that can be written down."""
+    """Return the value of the first key that is there, as text that can be written down."""
     for key in keys:
         value = record.get(key)
         if value is None:
@@ -153,10 +157,10 @@ def _part(record: Mapping[str, Any]) -> Part | None:
     return PARTS[name.lower()]
 
 
-def _told(path: Path) -> Part | None:
-    """What the name of the file tells, or else that of the nearest folder.
+def _part_of_path(path: Path) -> Part | None:
+    """Return the part that the file's name contains, or else the nearest folder's.
 
-    ``python_train_0.jsonl.gz`` and ``train/0.jsonl`` are ``train``. A name that holds two such words tells nothing.
+    ``python_train_0.jsonl.gz`` and ``train/0.jsonl`` are ``train``. A name that holds two such words gives no part.
     """
     for name in reversed(path.parts):
         found = {PARTS[word] for word in re.split(r"[^a-z]+", name.lower()) if word in PARTS}
@@ -181,10 +185,10 @@ def _kind(value: Any) -> str:
 
 
 @register_dataset("code_search_net")
-def code_search_net(settings: DatasetSettings) -> TokenArrays:
-    """The functions in the file or folder ``path``; without one, those of the standard library and torch.
+def code_search_net(settings: DatasetSettings) -> TokenDataset:
+    """Return the functions in the file or folder ``path``; without one, those of the standard library and torch.
 
-    Raises :class:`UserError` for files that cannot work; see :func:`~vpipe.data.code_search_net.read_functions`.
+    Raises :class:`UserError` for files that cannot work; see :func:`read_functions`.
     """
     corpus = _machine(settings.cache_directory) if settings.path is None else _files(settings.path)
     return token_dataset(corpus, settings)
@@ -192,7 +196,7 @@ def code_search_net(settings: DatasetSettings) -> TokenArrays:
 
 def _files(path: Path) -> Corpus:
     files, root = jsonl_files(path), path.parent if path.is_file() else path
-    return Corpus(str(path), {"jsonl": states(files, root)}, partial(read_functions, files, root))
+    return Corpus(str(path), {"jsonl": file_states(files, root)}, partial(read_functions, files, root))
 
 
 def _machine(cache_directory: Path | None) -> Corpus:

@@ -1,4 +1,4 @@
-"""Texts for a language model, and which of them are held out."""
+"""Hold the texts for a language model, and divide them into a train and a test split."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vpipe.progress import progress
 Part = Literal["train", "valid", "test"]
 PARTS: Mapping[str, Part] = {"train": "train", "training": "train", "test": "test", "testing": "test",
                              "valid": "valid", "validation": "valid", "val": "valid", "dev": "valid"}
-"""What a part of a corpus is called by those who publish them."""
+"""Part of a corpus by the names that publishers use."""
 _HELD_OUT = 20  # one document in so many, where nothing says which
 
 
@@ -35,7 +35,7 @@ class Corpus:
     Attributes:
         name: for messages.
         facts: all that decides the documents; another corpus has other ones.
-        read: the documents, as they are read. Raises UserError for what cannot be.
+        read: returns the documents. Raises UserError for what cannot be read.
     """
 
     name: str
@@ -44,8 +44,8 @@ class Corpus:
 
 
 @dataclass(frozen=True)
-class Divided:
-    """A corpus whose documents are divided into what is trained on and what is held out.
+class SplitCorpus:
+    """A corpus divided into training and held-out documents.
 
     Training takes what is marked ``train`` or not marked. Held out is what is marked ``test``; without that, ``valid``;
     without either, the twentieth of the training documents (one at least) whose text has the smallest SHA-256.
@@ -59,8 +59,8 @@ class Divided:
     languages: dict[str, int]
 
     @classmethod
-    def of(cls, corpus: Corpus) -> Divided:
-        """Read all of it once. Raises UserError when nothing is left to train on, or to hold out."""
+    def build(cls, corpus: Corpus) -> SplitCorpus:
+        """Read the corpus once and divide it. Raises UserError when nothing is left to train on, or to hold out."""
         marked: Counter[Part | None] = Counter()
         languages: Counter[str] = Counter()
         digests, characters = set(), 0
@@ -83,13 +83,13 @@ class Divided:
         return cls(corpus, named[0] if named else None, border, counts, dict(sorted(languages.items())))
 
     def split_of(self, document: Document) -> Split | None:
-        """Where a document belongs; None: it is left out."""
+        """Return the split of a document; None: it is left out."""
         if document.part in (None, "train"):
             return "test" if self.held_out is None and _digest(document.text) <= self.border else "train"
         return "test" if document.part == self.held_out else None
 
     def texts(self, split: Split) -> Iterator[str]:
-        """The texts of a split, in their order."""
+        """Return the texts of a split, in their order."""
         return (document.text for document in self.corpus.read() if self.split_of(document) == split)
 
 

@@ -1,4 +1,4 @@
-"""What every data set obeys, and what a data set is made from.
+"""Define the interface of data sets, and the settings that one is made from.
 
 No module of this room imports torch before the first tensor is asked for, so that a launcher can prepare
 data without paying for it.
@@ -32,22 +32,22 @@ class Dataset(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token id that may occur."""
+        """Return one more than the largest token id that may occur."""
 
     @property
     def sequence_length(self) -> int:
-        """Tokens per sample, S."""
+        """Return the tokens per sample, S."""
 
     @property
     def fields(self) -> Mapping[str, Field]:
-        """What a batch holds, by name."""
+        """Return the fields of a batch, by name."""
 
     def samples(self, split: Split) -> int:
-        """How many samples the split holds."""
+        """Return the number of samples in the split."""
 
     def batches(self, split: Split, batch_size: int, *, seed: int,
                 fields: Collection[str] | None = None, first: int = 0) -> Iterator[dict[str, Tensor]]:
-        """One epoch of whole batches, from the batch ``first`` on; an incomplete last one is dropped.
+        """Yield one epoch of whole batches, from the batch ``first`` on; an incomplete last one is dropped.
 
         Every tensor is ``[batch_size, *Field.shape]``. ``train`` is shuffled by ``seed`` alone, in the same order in
         every process; ``test`` keeps its order. Fields outside ``fields`` (None = all are needed) are tensors on the
@@ -58,22 +58,22 @@ class Dataset(Protocol):
 
 @runtime_checkable
 class Tokenized(Protocol):
-    """A data set that may know the tokenizer of its samples."""
+    """A data set that may have the tokenizer of its samples."""
 
     @property
     def tokenizer_path(self) -> Path | None:
-        """Of a ``tokenizer.json``; None when there is none."""
+        """Return the path of a ``tokenizer.json``; None when there is none."""
 
 
 @dataclass(frozen=True)
 class DatasetSettings:
-    """What a config says about its data; every registered factory takes one.
+    """The data of a config file; every registered factory takes one.
 
     ``path``: file or folder of the data, or None. ``sequence_length``: tokens per sample; -1 = ask the data set.
-    ``vocab_size``: -1 = ask the data set; a run's ranks ask with the number that it told the launcher.
+    ``vocab_size``: -1 = ask the data set; a run's ranks pass the number that the launcher got.
     ``samples``: at most so many training samples (synthetic: exactly so many); None = all.
     ``seed``: of whatever the data set makes up (masks, pairs); shuffling has the seed of the epoch.
-    ``cache_directory``: where prepared data is kept; None = ``.cache/vpipe`` in the user's home.
+    ``cache_directory``: for prepared data; None = ``.cache/vpipe`` in the user's home.
     ``max_predictions``: most masked tokens per sample, P; None = 15 % of the sequence, rounded up.
     ``tokenizer``: a ``tokenizer.json`` to use; None = train one on the data.
     ``fields``: of a batch, that the model reads. A data set that can be made for several kinds of model chooses by

@@ -22,7 +22,7 @@ SPLITS = ("train", "test")
 
 
 def needed_fields(known: Mapping[str, Field], fields: Collection[str] | None) -> frozenset[str]:
-    """The fields a rank needs, None meaning all. Raises :class:`UserError` for a name that no batch has."""
+    """Return the fields a rank needs, None meaning all. Raises :class:`UserError` for a name that no batch has."""
     for name in fields or ():
         if name not in known:
             raise UserError(f"a batch has no field '{name}'", hint=nearest(name, list(known)))
@@ -30,13 +30,13 @@ def needed_fields(known: Mapping[str, Field], fields: Collection[str] | None) ->
 
 
 def check_split(split: str) -> None:
-    """Raises :class:`UserError` unless ``split`` is ``train`` or ``test``."""
+    """Raise :class:`UserError` unless ``split`` is ``train`` or ``test``."""
     if split not in SPLITS:
         raise UserError(f"no split is called '{split}'", hint=nearest(split, SPLITS))
 
 
 def check_batch_size(split: Split, samples: int, batch_size: int) -> None:
-    """Raises :class:`UserError` unless the split holds at least one whole batch."""
+    """Raise :class:`UserError` unless the split holds at least one whole batch."""
     if batch_size < 1:
         raise UserError(f"batch_size is {batch_size}", hint="a batch holds at least 1 sample")
     if samples < batch_size:
@@ -45,19 +45,19 @@ def check_batch_size(split: Split, samples: int, batch_size: int) -> None:
 
 
 def epoch_rows(samples: int, batch_size: int, *, seed: int | None) -> Iterator[Rows]:
-    """The row numbers of each whole batch; shuffled by ``seed``, or in order when it is None."""
-    order = np.arange(samples) if seed is None else generator(seed).permutation(samples)
+    """Yield the row numbers of each whole batch; shuffled by ``seed``, or in order when it is None."""
+    order = np.arange(samples) if seed is None else seeded_generator(seed).permutation(samples)
     for start in range(0, samples - batch_size + 1, batch_size):
         yield order[start:start + batch_size]
 
 
-def generator(*seeds: int) -> np.random.Generator:
-    """A random generator of its own for every tuple of integers, negative ones included."""
+def seeded_generator(*seeds: int) -> np.random.Generator:
+    """Return a random generator of its own for every tuple of integers, negative ones included."""
     return np.random.default_rng([_positive(seed) for seed in seeds])
 
 
 def tensors(fields: Mapping[str, Field], batch_size: int, rows: Mapping[str, NDArray[np.generic]]) -> dict[str, Tensor]:
-    """A batch: fields that ``rows`` holds (``[batch_size, *shape]`` each) as data, the others on ``meta``."""
+    """Return a batch: fields that ``rows`` holds (``[batch_size, *shape]`` each) as data, the others on ``meta``."""
     import torch
 
     return {name: torch.from_numpy(rows[name]).to(field.dtype) if name in rows
@@ -66,17 +66,17 @@ def tensors(fields: Mapping[str, Field], batch_size: int, rows: Mapping[str, NDA
 
 
 def _positive(seed: int) -> int:
-    """numpy takes no negative seeds; this keeps all of them apart."""
+    """Map integers to distinct non-negative ones: numpy takes no negative seeds."""
     return 2 * seed if seed >= 0 else -2 * seed - 1
 
 
-class Arrays:
-    """Batches by indexing one array per needed field.
+class ArrayDataset:
+    """A data set whose samples lie in arrays, in memory or mapped from disk: one array per field.
 
-    ``load(split, field)`` gives an array ``[N, *shape]`` of any integer type; it is called at the start of an epoch,
+    ``load(split, field)`` returns an array ``[N, *shape]`` of any integer type; it is called at the start of an epoch,
     for needed fields only. ``counts`` holds the samples of each split, at most as many as the arrays have rows.
-    ``describe`` gives the fields; it is called when they are first asked for, since their types are torch's.
-    ``tokenizer_path``: of the ``tokenizer.json`` that made the samples; None where none did.
+    ``describe`` returns the fields; it is called when they are first asked for, since their types are torch's.
+    ``tokenizer_path``: of the ``tokenizer.json`` that made the samples; None without one.
     """
 
     def __init__(self, vocab_size: int, sequence_length: int, describe: Callable[[], Mapping[str, Field]],
@@ -91,17 +91,17 @@ class Arrays:
 
     @cached_property
     def fields(self) -> Mapping[str, Field]:
-        """What a batch holds."""
+        """Return the fields of a batch, by name."""
         return self._describe()
 
     def samples(self, split: Split) -> int:
-        """How many samples the split holds."""
+        """Return the number of samples in the split."""
         check_split(split)
         return self._counts[split]
 
     def batches(self, split: Split, batch_size: int, *, seed: int,
                 fields: Collection[str] | None = None, first: int = 0) -> Iterator[dict[str, Tensor]]:
-        """One epoch; see :class:`~vpipe.data.dataset.Dataset`."""
+        """Yield one epoch; see :class:`~vpipe.data.dataset.Dataset`."""
         check_batch_size(split, self.samples(split), batch_size)
         needed = needed_fields(self.fields, fields)
         return self._epoch(split, batch_size, seed if split == "train" else None, needed, first)
@@ -115,9 +115,9 @@ class Arrays:
             yield tensors(self.fields, batch_size, taken)
 
     def _check(self, split: Split, taken: Mapping[str, NDArray[np.generic]]) -> None:
-        """Raises :class:`UserError` for values that cannot be; to be overridden."""
+        """Raise :class:`UserError` for impossible values; to be overridden."""
 
 
 def first_samples(counts: Mapping[Split, int], samples: int | None) -> dict[Split, int]:
-    """Those counts, with at most ``samples`` for training; None = all."""
+    """Return those counts, with at most ``samples`` for training; None = all."""
     return dict(counts) if samples is None else {**counts, "train": min(counts["train"], samples)}

@@ -12,12 +12,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from vpipe.data.cache import states
+from vpipe.data.cache import file_states
 from vpipe.data.code_search_net import CODE
 from vpipe.data.corpus import PARTS, Corpus, Document
 from vpipe.data.dataset import DatasetSettings
 from vpipe.data.registry import register_dataset
-from vpipe.data.token_dataset import TokenArrays, token_dataset
+from vpipe.data.token_dataset import TokenDataset, token_dataset
 from vpipe.errors import UserError
 
 _COLUMNS = ("text", "content", *CODE)
@@ -25,10 +25,10 @@ _MARKS = ("dataset_dict.json", "dataset_info.json")
 
 
 @register_dataset("huggingface")
-def huggingface(settings: DatasetSettings) -> TokenArrays:
-    """The texts of a folder: the column ``text``, ``content``, ``func_code_string`` or ``code`` of every row.
+def huggingface(settings: DatasetSettings) -> TokenDataset:
+    """Return the texts of a folder: the column ``text``, ``content``, ``func_code_string`` or ``code`` of every row.
 
-    Splits called train, validation and test are divided as :class:`~vpipe.data.corpus.Divided` says. Raises
+    Splits called train, validation and test are divided as :class:`~vpipe.data.corpus.SplitCorpus` describes. Raises
     :class:`UserError` for a folder that is none, or has other splits or columns, and where ``datasets`` is needed but
     missing.
     """
@@ -40,7 +40,7 @@ def huggingface(settings: DatasetSettings) -> TokenArrays:
         raise UserError(f"{path} is no folder that save_to_disk wrote (no {' or '.join(_MARKS)} in it)",
                         hint="load the data set with the package datasets, and save it with save_to_disk(FOLDER)")
     files = sorted(file for file in path.rglob("*") if file.is_file())
-    return token_dataset(Corpus(str(path), {"huggingface": states(files, path)}, partial(_read, path)), settings)
+    return token_dataset(Corpus(str(path), {"huggingface": file_states(files, path)}, partial(_read, path)), settings)
 
 
 def _read(path: Path) -> Iterator[Document]:
@@ -63,7 +63,7 @@ def _read(path: Path) -> Iterator[Document]:
 
 
 def _splits(path: Path) -> dict[str, Any]:
-    """Rows by the name of their split; a folder of a single one has no names."""
+    """Return rows by the name of their split; a folder of a single one has no names."""
     try:
         load_from_disk: Callable[[str], Any] = import_module("datasets").load_from_disk
     except ImportError as error:

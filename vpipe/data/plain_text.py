@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from vpipe.data.cache import files_among
+from vpipe.data.cache import existing_files
 from vpipe.errors import UserError
 
 _ABBREVIATIONS = frozenset({
@@ -20,7 +20,7 @@ _LAST_WORD = re.compile(r"""[^\s"'(\[]*$""")
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of ``text``, in order, with every run of white space made one space.
+    """Return the sentences of ``text``, in order, with every run of white space made one space.
 
     A boundary is ``.``, ``!`` or ``?`` (or several, as in an ellipsis) followed by white space and a capital letter
     or a digit. It is not one after an abbreviation (``e.g. Python``), after a single capital (``D. Knuth``),
@@ -39,7 +39,7 @@ def split_sentences(text: str) -> list[str]:
 
 
 def _is_abbreviated(before: str) -> bool:
-    """Whether the full stop after ``before`` belongs to its last word."""
+    """Return whether the full stop after ``before`` belongs to its last word."""
     last = _LAST_WORD.search(before)
     assert last is not None, "the pattern matches the empty string too"
     word = last.group()
@@ -50,13 +50,15 @@ _PATTERN = "*.txt"
 
 
 def text_files(folder: Path) -> list[Path]:
-    """The .txt files in ``folder`` and below, sorted. Raises :class:`UserError` when there are none, or one is a link
-    that leads nowhere."""
+    """Return the .txt files in ``folder`` and below, sorted.
+
+    Raises :class:`UserError` when there are none, or one is a broken link.
+    """
     if not folder.exists():
         raise UserError(f"the folder {folder} does not exist", hint=f"name a folder that holds {_PATTERN} files")
     if not folder.is_dir():
         raise UserError(f"{folder} is a file, not a folder", hint=f"name the folder that holds the {_PATTERN} files")
-    files = files_among(folder.rglob(_PATTERN))
+    files = existing_files(folder.rglob(_PATTERN))
     if not files:
         others = sum(1 for _ in folder.iterdir())
         raise UserError(f"no {_PATTERN} file in {folder} or below it ({others} other entries)",
@@ -65,7 +67,7 @@ def text_files(folder: Path) -> list[Path]:
 
 
 def read_documents(folder: Path) -> list[list[str]]:
-    """Documents of at least two sentences, in the order of the files' names.
+    """Return documents of at least two sentences, in the order of the files' names.
 
     Lines within a document are joined, so they may be wrapped or hold one sentence each. Raises as
     :func:`read_blocks` does.
@@ -75,7 +77,7 @@ def read_documents(folder: Path) -> list[list[str]]:
 
 
 def read_blocks(folder: Path) -> Iterator[list[str]]:
-    """The lines of every document, in the order of the files' names.
+    """Yield the lines of every document, in the order of the files' names.
 
     Blank lines separate documents; the end of a file does too. Raises :class:`UserError` for a folder without text, a
     file that cannot be read, or text that is not UTF-8.

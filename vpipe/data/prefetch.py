@@ -1,4 +1,4 @@
-"""Items made ahead of need in a thread, in order."""
+"""Make items ahead of need in a thread, in order."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Item = TypeVar("Item")
 _PATIENCE_S = 5.0  # for the item in work when nobody wants more: a disk may be out of reach
 
 
-class Ahead(Iterator[Item], Generic[Item]):
-    """What an iterable gives, in its order, with up to ``most`` items made before they are asked for.
+class Prefetcher(Iterator[Item], Generic[Item]):
+    """Iterate over an iterable in a thread, with up to ``most`` items made before they are asked for.
 
-    One thread iterates. What it raises is raised here, in its place: after the items made before it. Leaving
-    the context ends the thread and lets go of what nobody asked for.
+    An error of the iterable is raised in its place: after the items made before it. Leaving the context ends the thread
+    and drops the items that nobody asked for.
     """
 
     def __init__(self, items: Iterable[Item], most: int) -> None:
@@ -38,7 +38,7 @@ class Ahead(Iterator[Item], Generic[Item]):
         failure, self._failure = self._failure, None
         raise StopIteration if failure is None else failure
 
-    def __enter__(self) -> Ahead[Item]:
+    def __enter__(self) -> Prefetcher[Item]:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,

@@ -1,4 +1,4 @@
-"""Data sets by name.
+"""Find data sets by name.
 
 A data set is added by one file in this folder, or by a package that names it under the entry-point group
 ``vpipe.datasets``, with a decorated factory in it::
@@ -25,7 +25,7 @@ _factories: dict[str, Factory] = {}
 
 
 def register_dataset(name: str) -> Callable[[Factory], Factory]:
-    """Make the decorated factory known as ``name``. Raises :class:`UserError` when another one has that name."""
+    """Register the decorated factory as ``name``. Raises :class:`UserError` when another one has that name."""
     def register(factory: Factory) -> Factory:
         known = _factories.setdefault(name, factory)
         if (known.__module__, known.__qualname__) != (factory.__module__, factory.__qualname__):
@@ -37,13 +37,13 @@ def register_dataset(name: str) -> Callable[[Factory], Factory]:
 
 
 def dataset_names() -> list[str]:
-    """Every name that :func:`dataset_named` knows, sorted."""
+    """Return every name that :func:`dataset_named` knows, sorted."""
     _find_own()
     return sorted({*_factories, *announced(ENTRY_POINTS)})
 
 
 def dataset_named(name: str) -> Factory:
-    """The factory registered as ``name``.
+    """Return the factory registered as ``name``.
 
     Raises:
         UserError: there is none, with the nearest known name; or the package that has it cannot be imported, or is not
@@ -59,7 +59,7 @@ def dataset_named(name: str) -> Factory:
 
 
 def prepare(name: str, settings: DatasetSettings) -> int:
-    """Do what is slow or can fail, in one process, before ranks start; returns the vocabulary size.
+    """Do what is slow or can fail, in one process, before ranks start; return the vocabulary size.
 
     Data sets prepare and validate themselves when they are made (``text`` builds its cache, ``bert_hdf5`` checks
     its shards), and import torch only when asked for tensors. Ranks find the work done.

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from vpipe.data.bert_samples import (
     STORAGE,
-    BertArrays,
+    BertDataset,
     Pair,
     Samples,
     check_lengths,
@@ -19,17 +19,18 @@ from vpipe.data.bert_samples import (
     pack,
 )
 from vpipe.data.dataset import DatasetSettings, Split
-from vpipe.data.epoch import generator
+from vpipe.data.epoch import seeded_generator
 from vpipe.data.registry import register_dataset
-from vpipe.data.token_dataset import TokenArrays, Tokens, for_language_model
+from vpipe.data.token_dataset import TokenDataset, Tokens, for_language_model
 from vpipe.data.tokenizers import DEFAULT_VOCAB_SIZE
 from vpipe.errors import UserError
 
 
-def synthetic_tokens(vocab_size: int, sequence_length: int, train: int, test: int, *, seed: int = 0) -> TokenArrays:
-    """``train`` and ``test`` samples of S tokens, each drawn evenly from the vocabulary and independent of the others.
+def synthetic_tokens(vocab_size: int, sequence_length: int, train: int, test: int, *, seed: int = 0) -> TokenDataset:
+    """Return ``train`` and ``test`` samples of S tokens, each drawn evenly from the vocabulary and independent of the
+    others.
 
-    So no model gets below a loss of ln(vocab_size) on the test split. The arguments decide every value. They are made
+    So no model gets below a loss of ln(vocab_size) on the test split. The arguments decide every value. Values are made
     when an epoch first needs one, and kept in memory: 4 S bytes a sample. Raises :class:`UserError` for sizes that no
     sample can have.
     """
@@ -39,10 +40,10 @@ def synthetic_tokens(vocab_size: int, sequence_length: int, train: int, test: in
 
     @cache
     def drawn(split: Split) -> Tokens:
-        rng = generator(seed, crc32(split.encode()))
+        rng = seeded_generator(seed, crc32(split.encode()))
         return rng.integers(vocab_size, size=counts[split] * sequence_length + 1, dtype=np.uint32)
 
-    return TokenArrays(vocab_size, sequence_length, counts, drawn)
+    return TokenDataset(vocab_size, sequence_length, counts, drawn)
 
 
 _SPECIAL = 5  # ids 0 .. 4: padding, unknown, [CLS], [SEP], [MASK]
@@ -53,11 +54,11 @@ _TEST_SHARE = 8  # one test sample for so many training samples
 
 
 def synthetic_bert(vocab_size: int, sequence_length: int, samples: int = _DEFAULT_SAMPLES, *, seed: int = 0,
-                   max_predictions: int | None = None, batch_size: int = 1) -> BertArrays:
-    """``samples`` training samples of random words, half a length to a full one, and an eighth as many test samples,
-    but no fewer than ``batch_size``.
+                   max_predictions: int | None = None, batch_size: int = 1) -> BertDataset:
+    """Return ``samples`` training samples of random words, half a length to a full one, and an eighth as many test
+    samples, but no fewer than ``batch_size``.
 
-    The arguments decide every value. They are made when an epoch first needs one, and kept in memory:
+    The arguments decide every value. Values are made when an epoch first needs one, and kept in memory:
     6 S + 8 P + 1 bytes a sample. Raises :class:`UserError` for sizes that no sample can have.
     """
     predictions = default_max_predictions(sequence_length) if max_predictions is None else max_predictions
@@ -69,7 +70,7 @@ def synthetic_bert(vocab_size: int, sequence_length: int, samples: int = _DEFAUL
 
     @cache
     def made(split: Split) -> Samples:
-        rng = generator(seed, crc32(split.encode()))
+        rng = seeded_generator(seed, crc32(split.encode()))
         drawn = random_pairs(counts[split], vocab_size, sequence_length, rng)
         fields = pack(drawn, sequence_length, cls=_CLS, sep=_SEP)
         mask_tokens(fields, predictions, special=np.arange(_SPECIAL, dtype=np.int32), mask_id=_MASK,
@@ -79,11 +80,11 @@ def synthetic_bert(vocab_size: int, sequence_length: int, samples: int = _DEFAUL
     def load(split: Split, field: str) -> NDArray[np.generic]:
         return made(split)[field]
 
-    return BertArrays(vocab_size, sequence_length, predictions, counts, load)
+    return BertDataset(vocab_size, sequence_length, predictions, counts, load)
 
 
 def random_pairs(count: int, vocab_size: int, sequence_length: int, rng: np.random.Generator) -> list[Pair]:
-    """Pairs of passages of random words; with their special tokens they have S/2 to S tokens."""
+    """Return pairs of passages of random words; with their special tokens they have S/2 to S tokens."""
     room = sequence_length - 3
     lengths = rng.integers(max(2, room // 2), room + 1, size=count)
     words = rng.integers(_SPECIAL, vocab_size, size=(count, room), dtype=STORAGE["input_ids"])
@@ -94,16 +95,19 @@ def random_pairs(count: int, vocab_size: int, sequence_length: int, rng: np.rand
 
 
 def _counts(samples: int, batch_size: int) -> dict[Split, int]:
-    """Samples of each split; the test split, for which nobody asks a number, holds a batch at least."""
+    """Return the samples of each split; the test split holds one batch at least."""
     if samples < 1:
         raise UserError(f"samples is {samples}", hint="a data set holds at least 1 sample")
     return {"train": samples, "test": max(batch_size, samples // _TEST_SHARE)}
 
 
 @register_dataset("synthetic")
-def synthetic(settings: DatasetSettings) -> BertArrays | TokenArrays:
-    """Random samples of the sizes in ``settings``, for the model that reads ``settings.fields``; for -1 a vocabulary of
-    8192 and sequences of 128, for None 1024 samples, or 8 batches where those are more."""
+def synthetic(settings: DatasetSettings) -> BertDataset | TokenDataset:
+    """Return random samples of the sizes in ``settings``, for the model that reads ``settings.fields``.
+
+    For -1 the vocabulary is 8192 and a sequence 128 tokens; for None there are 1024 samples, or 8 batches where those
+    are more.
+    """
     if settings.path is not None:
         raise UserError(f"dataset.path is '{settings.path}', but the data set 'synthetic' reads nothing",
                         hint="leave it out, or name the data set that reads it as dataset.name")

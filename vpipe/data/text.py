@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from vpipe.data.bert_text import bert_text
-from vpipe.data.cache import package_versions, states
+from vpipe.data.cache import file_states, package_versions
 from vpipe.data.corpus import Corpus, Document
 from vpipe.data.dataset import Dataset, DatasetSettings
 from vpipe.data.local_corpus.prose import PACKAGES, machine_prose
@@ -18,7 +18,7 @@ from vpipe.data.token_dataset import for_language_model, token_dataset
 
 
 def text_corpus(folder: Path | None) -> Corpus:
-    """The documents that BERT's samples are made of, each with its line breaks; a single sentence is one too.
+    """Return the documents that BERT's samples are made of, each with its line breaks; a single sentence is one too.
 
     Blank lines separate documents. ``None``: the prose of this machine. Raises :class:`UserError` for a folder
     without text.
@@ -30,7 +30,7 @@ def _files(folder: Path) -> Corpus:
     def read() -> Iterator[Document]:
         return (Document("\n".join(block)) for block in read_blocks(folder))
 
-    return Corpus(str(folder), {"text": states(text_files(folder), folder)}, read)
+    return Corpus(str(folder), {"text": file_states(text_files(folder), folder)}, read)
 
 
 def _prose() -> Corpus:
@@ -44,7 +44,9 @@ def _prose() -> Corpus:
 
 @register_dataset("text")
 def text(settings: DatasetSettings) -> Dataset:
-    """Samples for the model that reads ``settings.fields``. Raises :class:`UserError` for text that cannot work."""
+    """Return samples for the model that reads ``settings.fields``. Raises :class:`UserError` for text that cannot
+    work.
+    """
     if for_language_model(settings.fields):
         return token_dataset(text_corpus(settings.path), settings)
     return bert_text(settings)

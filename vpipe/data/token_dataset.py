@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vpipe.data.cache import Prepared, package_versions, prepared_for_vocabulary, state
-from vpipe.data.corpus import Corpus, Divided
+from vpipe.data.cache import CachedFolder, cached_folder_for_vocabulary, file_state, package_versions
+from vpipe.data.corpus import Corpus, SplitCorpus
 from vpipe.data.dataset import DatasetSettings, Field, Split
-from vpipe.data.epoch import Arrays, first_samples
+from vpipe.data.epoch import ArrayDataset, first_samples
 from vpipe.data.tokenizers import (
     DEFAULT_VOCAB_SIZE,
     end_of_text,
@@ -42,19 +42,21 @@ INPUT_IDS, LABELS = NAMES = ("input_ids", "labels")
 
 
 def for_language_model(fields: Collection[str]) -> bool:
-    """Whether a model that reads these fields predicts the next token; one that reads none, or BERT's, does not."""
+    """Return whether a model that reads these fields predicts the next token; BERT and a model without fields do
+    not.
+    """
     return LABELS in fields
 
 
 def token_fields(sequence_length: int) -> dict[str, Field]:
-    """Field by name, both [S] and int64: ``labels[t]`` is the token after ``input_ids[t]``."""
+    """Return the fields by name, both [S] and int64: ``labels[t]`` is the token after ``input_ids[t]``."""
     import torch
 
     return {name: Field((sequence_length,), torch.int64) for name in NAMES}
 
 
 def check_length(sequence_length: int) -> None:
-    """Raises :class:`UserError` for a length that no sample can have."""
+    """Raise :class:`UserError` for a length that no sample can have."""
     if sequence_length < 1:
         raise UserError(f"sequence_length is {sequence_length}", hint="a sample has at least 1 token")
 
@@ -62,8 +64,8 @@ def check_length(sequence_length: int) -> None:
 Tokens = NDArray[np.generic]
 
 
-class TokenArrays(Arrays):
-    """``input_ids`` and ``labels`` [S] from the tokens of each split.
+class TokenDataset(ArrayDataset):
+    """A data set of ``input_ids`` and ``labels`` [S], cut from one long row of tokens per split.
 
     Args:
         counts: samples of each split, at most as many as its tokens have (:func:`samples_in`).
@@ -94,7 +96,7 @@ class TokenArrays(Arrays):
 
 
 def samples_in(tokens: int, sequence_length: int) -> int:
-    """How many samples so many tokens give."""
+    """Return the number of samples in so many tokens."""
     check_length(sequence_length)
     return max(0, tokens - 1) // sequence_length
 
@@ -105,27 +107,26 @@ _SPLITS: tuple[Split, ...] = ("train", "test")
 
 
 @dataclass(frozen=True)
-class TokenCache(Prepared):
-    """A whole, checked folder of tokens."""
+class TokenCache(CachedFolder):
+    """A complete, checked folder of tokens."""
 
     def count(self, split: Split) -> int:
-        """How many tokens the split has."""
-        return self.number("counts", f"{split}_tokens")
+        """Return the number of tokens in the split."""
+        return self.manifest_count("counts", f"{split}_tokens")
 
     def tokens(self, split: Split) -> Tokens:
-        """The tokens of a split [T], mapped from disk: only what is indexed is read."""
+        """Map the tokens of a split [T] from disk: only what is indexed is read."""
         path, name, count = self.folder / f"{split}.bin", self.manifest.get("dtype"), self.count(split)
         if name not in ("uint16", "uint32") or path.stat().st_size != count * np.dtype(name).itemsize:
             raise self.damaged(f"{path.name} does not hold {counted(count, 'token')} of {name}")
         return np.memmap(path, np.dtype(name), "r") if count else np.empty(0, np.dtype(name))
 
 
-def token_dataset(corpus: Corpus, settings: DatasetSettings) -> TokenArrays:
+def token_dataset(corpus: Corpus, settings: DatasetSettings) -> TokenDataset:
     """Prepare (or find prepared) the tokens of a corpus and open them: the folder may go while they are in use.
 
-    ``sequence_length`` -1 means 128.
-    Raises :class:`UserError` for a corpus or sizes that cannot work, and as
-    :func:`~vpipe.data.cache.prepared` does. Does not import torch.
+    ``sequence_length`` -1 means 128. Does not import torch. Raises :class:`UserError` for a corpus or sizes that cannot
+    work, and as :func:`~vpipe.data.cache.cached_folder` does.
     """
     length = 128 if settings.sequence_length == -1 else settings.sequence_length
     cache = prepare_tokens(corpus, settings.vocab_size, settings.tokenizer, settings.cache_directory)
@@ -139,27 +140,28 @@ def token_dataset(corpus: Corpus, settings: DatasetSettings) -> TokenArrays:
                             hint="use a shorter model.sequence_length or a smaller dataset.batch_size, or add data"
                                  f"{held_out}")
     opened: dict[Split, Tokens] = {split: cache.tokens(split) for split in _SPLITS}
-    return TokenArrays(cache.vocab_size, length, first_samples(counts, settings.samples), opened.__getitem__,
+    return TokenDataset(cache.vocab_size, length, first_samples(counts, settings.samples), opened.__getitem__,
                        cache.tokenizer_path)
 
 
 def prepare_tokens(corpus: Corpus, vocab_size: int = -1, tokenizer: Path | None = None,
                    cache_directory: Path | None = None) -> TokenCache:
-    """The tokens of a corpus, from the cache or made now.
+    """Find the tokens of a corpus in the cache or make them now.
 
     Args:
-        vocab_size: of the tokenizer that is trained; -1 = 8192, or what ``tokenizer`` has.
+        vocab_size: of the tokenizer that is trained; -1 = 8192, or that of ``tokenizer``.
         tokenizer: a ``tokenizer.json`` to use; None trains one on the training documents.
     """
     facts = {"corpus": dict(corpus.facts), "vocab_size": vocab_size, "format": _FORMAT,
              "python": platform.python_version(), "tokenizers": package_versions(["tokenizers"]),
-             "tokenizer": state(tokenizer) if tokenizer is not None and tokenizer.is_file() else tokenizer}
-    found = prepared_for_vocabulary("tokens", facts, partial(_build, corpus, vocab_size, tokenizer), cache_directory)
+             "tokenizer": file_state(tokenizer) if tokenizer is not None and tokenizer.is_file() else tokenizer}
+    found = cached_folder_for_vocabulary("tokens", facts, partial(_build, corpus, vocab_size, tokenizer),
+                                         cache_directory)
     return TokenCache(found.folder, found.manifest)
 
 
 def _build(corpus: Corpus, vocab_size: int, given: Path | None, folder: Path) -> dict[str, Any]:
-    divided = Divided.of(corpus)
+    divided = SplitCorpus.build(corpus)
     tokenizer = _tokenizer(divided, vocab_size, given)
     words = ids_in(tokenizer)
     size = model_vocab_size(vocab_size, words, given)
@@ -173,15 +175,16 @@ def _build(corpus: Corpus, vocab_size: int, given: Path | None, folder: Path) ->
             "languages": divided.languages, "packages": package_versions(["tokenizers"])}
 
 
-def _tokenizer(divided: Divided, vocab_size: int, given: Path | None) -> Tokenizer:
+def _tokenizer(divided: SplitCorpus, vocab_size: int, given: Path | None) -> Tokenizer:
     if given is not None:
         return load_with_end(given)
     return train_byte_bpe(divided.texts("train"), DEFAULT_VOCAB_SIZE if vocab_size == -1 else vocab_size,
                           total=divided.counts["documents"])
 
 
-def _write(divided: Divided, split: Split, tokenizer: Tokenizer, path: Path, dtype: np.dtype[Any]) -> dict[str, int]:
-    """Tokenize a split into a file; how many documents and tokens it has."""
+def _write(divided: SplitCorpus, split: Split, tokenizer: Tokenizer, path: Path,
+           dtype: np.dtype[Any]) -> dict[str, int]:
+    """Tokenize a split into a file; return the number of documents and of tokens."""
     end, texts = end_of_text(tokenizer), iter(progress(
         divided.texts(split), f"tokenizing for {'training' if split == 'train' else split}", unit="text"))
     documents = tokens = 0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from vpipe.errors import UserError
 from vpipe.files import read_bounded
-from vpipe.progress import progress, said_when_slow
+from vpipe.progress import message_if_slow, progress
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -25,8 +25,10 @@ LARGEST_VOCAB_SIZE = 1 << 24
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """A tokenizer saved as JSON, which neither cuts texts nor fills them up, whatever the file says: samples are made
-    from whole ones. Raises :class:`UserError` when the file is none."""
+    """Load a tokenizer that neither truncates nor pads, whatever the file says: samples are made from whole texts.
+
+    Raises :class:`UserError` when the file is none.
+    """
     from tokenizers import Tokenizer
 
     try:
@@ -52,15 +54,15 @@ def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
 
 
 def ids_in(tokenizer: Tokenizer) -> int:
-    """One more than the largest id; a tokenizer may have gaps below."""
+    """Return one more than the largest id; a tokenizer may have gaps below."""
     return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 
 def model_vocab_size(asked: int, words: int, tokenizer: Path | None) -> int:
-    """The size asked for; for -1 that of the tokenizer, rounded up to a multiple of 8 for the matrix units.
+    """Return the size asked for; for -1 that of the tokenizer, rounded up to a multiple of 8 for the matrix units.
 
     Args:
-        words: that the tokenizer has.
+        words: tokens of the tokenizer.
         tokenizer: the file that was given; None for one that was trained to fit.
 
     Raises:
@@ -79,7 +81,7 @@ _LARGEST_ALPHABET = 1000  # rarer characters become [UNK]
 
 
 def train_wordpiece(documents: Iterable[Sequence[str]], vocab_size: int) -> Tokenizer:
-    """A lower-casing BERT tokenizer with at most ``vocab_size`` entries, the special tokens first (``[PAD]`` is 0).
+    """Train a lower-casing BERT tokenizer of at most ``vocab_size`` entries, the special tokens first (``[PAD]`` is 0).
 
     Small texts give fewer entries. Raises :class:`UserError` when the characters alone need more.
     """
@@ -117,7 +119,7 @@ def train_wordpiece(documents: Iterable[Sequence[str]], vocab_size: int) -> Toke
 
 
 def load_wordpiece(path: Path) -> Tokenizer:
-    """A tokenizer saved as JSON. Raises :class:`UserError` when the file is none, or lacks BERT's special tokens."""
+    """Load a WordPiece tokenizer. Raises :class:`UserError` when the file is none, or lacks BERT's special tokens."""
     tokenizer = load_tokenizer(path)
     missing = [token for token in SPECIAL if tokenizer.token_to_id(token) is None]
     if missing:
@@ -130,7 +132,7 @@ def load_wordpiece(path: Path) -> Tokenizer:
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
-    """The id of a token that :func:`load_wordpiece` or :func:`train_wordpiece` made sure of."""
+    """Return the id of a token that :func:`load_wordpiece` or :func:`train_wordpiece` made sure of."""
     number: int | None = tokenizer.token_to_id(token)
     assert number is not None, f"the tokenizer has no {token}"
     return number
@@ -143,13 +145,14 @@ _FEWEST = 2  # a pair that occurs once is not worth a token
 
 
 def train_byte_bpe(texts: Iterable[str], vocab_size: int, *, total: int | None = None) -> Tokenizer:
-    """A tokenizer of at most ``vocab_size`` tokens that spells any text: 256 bytes, pairs of them, pairs of pairs.
+    """Train a tokenizer of at most ``vocab_size`` tokens that spells any text: 256 bytes, pairs of them, pairs of
+    pairs.
 
-    Sennrich et al. 2016 on bytes, words told apart by GPT-2's pattern (Radford et al. 2019, section 2.2). Token 0 is
+    Sennrich et al. 2016 on bytes, words divided by GPT-2's pattern (Radford et al. 2019, section 2.2). Token 0 is
     the end of a text. Small texts give fewer tokens. The order of the texts does not matter.
 
     Args:
-        total: how many texts there are, for the line of progress.
+        total: number of texts, for the progress line.
 
     Raises:
         UserError: ``vocab_size`` is too small for the bytes.
@@ -165,7 +168,7 @@ def train_byte_bpe(texts: Iterable[str], vocab_size: int, *, total: int | None =
     with ExitStack() as merging:
         def counted() -> Iterator[str]:
             yield from progress(texts, "counting words", unit="text", total=total)
-            merging.enter_context(said_when_slow(f"training a tokenizer of {vocab_size} tokens"))
+            merging.enter_context(message_if_slow(f"training a tokenizer of {vocab_size} tokens"))
 
         tokenizer.train_from_iterator(counted(), trainers.BpeTrainer(
             vocab_size=vocab_size, special_tokens=[END_OF_TEXT], min_frequency=_FEWEST,
@@ -174,7 +177,7 @@ def train_byte_bpe(texts: Iterable[str], vocab_size: int, *, total: int | None =
 
 
 def load_with_end(path: Path) -> Tokenizer:
-    """A tokenizer saved as JSON. Raises :class:`UserError` when the file is none, or knows no end of a text."""
+    """Load a tokenizer. Raises :class:`UserError` when the file is none, or has no token for the end of a text."""
     tokenizer = load_tokenizer(path)
     if all(tokenizer.token_to_id(end) is None for end in _KNOWN_ENDS):
         raise UserError(f"{path.name} has no {' or '.join(_KNOWN_ENDS)}",
@@ -183,12 +186,12 @@ def load_with_end(path: Path) -> Tokenizer:
 
 
 def end_of_text(tokenizer: Tokenizer) -> int:
-    """The id of the token that ends a text, of a tokenizer made here."""
+    """Return the id of the token that ends a text, of a tokenizer made here."""
     end = end_token(tokenizer)
     assert end is not None, "no token ends a text"
     return end[1]
 
 
 def end_token(tokenizer: Tokenizer) -> tuple[str, int] | None:
-    """The token that ends a text, and its id; None where a tokenizer has none."""
+    """Return the token that ends a text, and its id; None where a tokenizer has none."""
     return next(((end, number) for end in _KNOWN_ENDS if (number := tokenizer.token_to_id(end)) is not None), None)

@@ -17,14 +17,14 @@ import torch
 
 from vpipe.checkpoint.directory import Checkpoints, step_of
 from vpipe.checkpoint.manifest import Manifest
-from vpipe.data.prefetch import Ahead
+from vpipe.data.prefetch import Prefetcher
 from vpipe.distributed.init import join_world
 from vpipe.distributed.signals import Stopped, in_good_order
 from vpipe.distributed.watchdog import at_work, forget_stop, note_to, stop_asked
 from vpipe.errors import LastingError, RunError, UserError, counted
 from vpipe.metric_formulas import WARM_UP, counted_updates
 from vpipe.pipeline import Pipeline
-from vpipe.progress import said_when_slow
+from vpipe.progress import message_if_slow
 from vpipe.runtime.build import Settings
 from vpipe.runtime.collectives import LocalUsage
 from vpipe.runtime.executors.registry import NO_GAIN, THREADED
@@ -88,7 +88,7 @@ def _train(job: Job, folder: Path, checkpoint: Path | None) -> Stopped | None:
                 job = plan_job(job, folder)
         pipe = build_pipeline(job)
         if checkpoint is not None and manifest is not None:
-            with said_when_slow(f"reading {checkpoint.name}", first):
+            with message_if_slow(f"reading {checkpoint.name}", first):
                 restore(pipe, job, checkpoint, manifest)
         return _Run(job, pipe, folder).train()
 
@@ -114,7 +114,7 @@ class _Run:
         past.time_s, last = broadcast_value([past.time_s, past.evaluations[-1:]], pipe)
         self._evaluated = last[0][0] + 1 if last else 0  # steps when the latest evaluation was made
         done, name = job.steps_done, job.step_name
-        with said_when_slow("measuring what the devices can do", show):
+        with message_if_slow("measuring what the devices can do", show):
             worth = Worth(job.samples_per_update, job.tokens_per_update, Efficiency.of(job))
         events = Events(folder, done) if show and job.config.metrics.tensorboard else None
         with Metrics(folder / METRICS if show else None, worth, past, done, events) as self._metrics:
@@ -311,7 +311,7 @@ def _prepared(batches: Iterable[Batch], ahead: int) -> Generator[Batch]:
                         "beside the training must not",
                         hint="give it a torch.Generator of its own, or set dataset.num_workers to 0")
     if first is not None:
-        with Ahead(source, ahead) as others:
+        with Prefetcher(source, ahead) as others:
             yield first
             yield from others
 

@@ -18,7 +18,7 @@ from vpipe.config.config import Config
 from vpipe.distributed.watchdog import at_work
 from vpipe.errors import UserError
 from vpipe.pipeline import Pipeline
-from vpipe.progress import said_when_slow
+from vpipe.progress import message_if_slow
 from vpipe.runtime.trace import put_labels
 from vpipe.schedules.prepare import is_file
 from vpipe.train.job import Job
@@ -97,7 +97,7 @@ class TorchProfile:
             return False
         recorder = self._end()
         self.made = True
-        with at_work("writing a profile"), said_when_slow("writing the profile", self._pipe.rank == 0):
+        with at_work("writing a profile"), message_if_slow("writing the profile", self._pipe.rank == 0):
             self._export(recorder)
         self._note(f"{self._word} {self._step} is profiled: TensorBoard and Perfetto open {self._root}, a folder per "
                    "rank" + ("; the run ends here (training.exit_after_profile)" if self._exit else ""))

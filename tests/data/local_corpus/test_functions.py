@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vpipe.data.local_corpus.functions import Function, machine_functions
-from vpipe.data.local_corpus.sources import parsed
+from vpipe.data.local_corpus.sources import parse_source
 from vpipe.errors import UserError
 
 SOURCE = '''
@@ -120,8 +120,8 @@ def test_packages_without_functions_are_an_error(tmp_path: Path) -> None:
 def test_sources_are_read_in_the_encoding_that_they_declare(tmp_path: Path) -> None:
     path = tmp_path / "old.py"
     path.write_bytes("# coding: latin-1\nname = 'é'\r\n".encode("latin-1"))
-    module = parsed(path)
+    module = parse_source(path)
     assert module is not None
     assert module[0] == "# coding: latin-1\nname = 'é'\n"
     path.write_bytes(b"# coding: no-such\n")
-    assert parsed(path) is None
+    assert parse_source(path) is None

@@ -1,4 +1,4 @@
-"""Functions with docstrings that every machine with vpipe has: those in the sources of installed packages.
+"""Find functions with docstrings on any machine with vpipe: those in the sources of installed packages.
 
 Chosen by the rule of CodeSearchNet (Husain et al. 2019, section 2): a docstring whose first paragraph has three words
 or more; four lines or more; no ``test`` in the name, no method such as ``__init__``; of equal ones the first.
@@ -19,8 +19,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from vpipe.data.cache import Prepared, package_versions, prepared
-from vpipe.data.local_corpus.sources import STANDARD_LIBRARY, parsed, roots, sources
+from vpipe.data.cache import CachedFolder, cached_folder, package_versions
+from vpipe.data.local_corpus.sources import STANDARD_LIBRARY, package_paths, parse_source, sources
 from vpipe.errors import UserError
 from vpipe.progress import progress
 
@@ -43,22 +43,22 @@ class Function:
 
     @property
     def chosen(self) -> bool:
-        """Whether CodeSearchNet's rule takes it; that there is no equal one is for the caller to see."""
+        """Return whether CodeSearchNet's rule takes it; the caller drops equal ones."""
         name = self.name.rpartition(".")[2]
         first_paragraph = re.split(r"\n\s*\n", self.docstring.strip(), maxsplit=1)[0]
         return (len(first_paragraph.split()) >= _FEWEST_WORDS and self.code.count("\n") + 1 >= _FEWEST_LINES
                 and "test" not in name.lower() and not (name.startswith("__") and name.endswith("__")))
 
 
-def machine_functions(cache_directory: Path | None = None, packages: Sequence[str] = PACKAGES) -> Prepared:
-    """A folder in the cache with the functions of installed packages, in the public layout: ``train.jsonl`` and
-    ``test.jsonl``, which has the functions of a twentieth of the modules.
+def machine_functions(cache_directory: Path | None = None, packages: Sequence[str] = PACKAGES) -> CachedFolder:
+    """Return a folder of the cache with the functions of installed packages, in the public layout.
 
-    Gathered now if they are not there (about 15 s). Raises :class:`UserError` where no function is found.
+    It holds ``train.jsonl`` and ``test.jsonl``, which has the functions of a twentieth of the modules. They are
+    gathered now if they are not there (about 15 s). Raises :class:`UserError` where no function is found.
     """
     facts = {"packages": packages, "versions": package_versions(packages), "python": platform.python_version(),
              "format": _FORMAT}
-    return prepared("functions", facts, partial(_build, packages), cache_directory)
+    return cached_folder("functions", facts, partial(_build, packages), cache_directory)
 
 
 def _build(packages: Sequence[str], folder: Path) -> dict[str, Any]:
@@ -85,15 +85,15 @@ def _build(packages: Sequence[str], folder: Path) -> dict[str, Any]:
 
 
 def _functions(packages: Sequence[str]) -> Iterator[Function]:
-    """Every function and method with a docstring, in the order of packages, files and lines."""
+    """Yield every function and method with a docstring, in the order of packages, files and lines."""
     files = [(package, source) for package in packages for source in sources(package)]
     for package, source in progress(files, "gathering functions", unit="file"):
-        module = parsed(source)
+        module = parse_source(source)
         if module is None:
             continue
         text, tree = module
         lines = text.split("\n")  # as the syntax tree counts them
-        root = next(root for root in roots(package) if source.is_relative_to(root))
+        root = next(root for root in package_paths(package) if source.is_relative_to(root))
         path = source.name if source == root else source.relative_to(root).as_posix()
         for name, node in _definitions(tree.body):
             docstring = ast.get_docstring(node)
@@ -104,7 +104,9 @@ def _functions(packages: Sequence[str]) -> Iterator[Function]:
 
 def _definitions(body: Iterable[ast.stmt], prefix: str = "",
                  ) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """Functions and methods with their names, such as ``Thread.run``; those within functions belong to these."""
+    """Yield functions and methods with their names, such as ``Thread.run``; nested functions belong to the outer
+    ones.
+    """
     for statement in body:
         match statement:
             case ast.FunctionDef() | ast.AsyncFunctionDef():

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from vpipe.data.local_corpus.sources import STANDARD_LIBRARY, parsed, sources
+from vpipe.data.local_corpus.sources import STANDARD_LIBRARY, parse_source, sources
 from vpipe.data.plain_text import split_sentences
 from vpipe.errors import UserError
 from vpipe.progress import progress
@@ -43,7 +43,7 @@ _LEAST_LETTERS = 0.88  # share of letters, spaces and common stops: below it, a 
 
 
 def prose_paragraphs(docstring: str) -> Iterator[str]:
-    """The paragraphs of running English in ``docstring``, each on one line and without reST markup.
+    """Yield the paragraphs of running English in ``docstring``, each on one line and without reST markup.
 
     Kept are blocks that read as sentences, the descriptions of parameters among them (without name and type).
     Dropped are doctests, code, headings, tables, formulas, fragments, and the sections See Also, References, Examples.
@@ -61,7 +61,7 @@ def prose_paragraphs(docstring: str) -> Iterator[str]:
 
 
 def _runs(lines: list[str]) -> Iterator[str]:
-    """Lines that belong together, joined: a run at one indentation, or an item with what is indented below it.
+    """Yield lines that belong together, joined: a run at one indentation, or an item with what is indented below it.
 
     A run with a line of code in it is left out whole.
     """
@@ -88,7 +88,9 @@ def _without_markup(paragraph: str) -> str:
 
 
 def is_prose(paragraph: str) -> bool:
-    """Whether a paragraph reads as English: it opens with a capital, ends as a sentence does, and is mostly words."""
+    """Return whether a paragraph reads as English: it opens with a capital, ends as a sentence does, and is mostly
+    words.
+    """
     if not _OPENING.match(paragraph) or not _ENDING.search(paragraph):
         return False
     letters = sum(character.isalpha() or character in " ,.'’-" for character in paragraph)
@@ -101,10 +103,10 @@ PACKAGES = (STANDARD_LIBRARY, "torch", "numpy", "sympy", "networkx", "mpmath", "
 
 
 def machine_prose(packages: Sequence[str] = PACKAGES) -> list[Document]:
-    """The prose of installed ``packages``, in a fixed order; packages that are not installed are passed over.
+    """Return the prose of installed ``packages``, in a fixed order; packages that are not installed are skipped.
 
-    A package is named as in ``import``; ``"stdlib"`` stands for the whole standard library. A paragraph that was
-    seen before (licences, inherited docstrings) is dropped, as is a document left with fewer than two sentences.
+    A package is named as in ``import``; ``"stdlib"`` stands for the whole standard library. A repeated paragraph
+    (licences, inherited docstrings) is dropped, as is a document left with fewer than two sentences.
     Raises :class:`UserError` when nothing at all is found.
     """
     files = [source for package in packages for source in sources(package)]
@@ -124,8 +126,8 @@ def machine_prose(packages: Sequence[str] = PACKAGES) -> list[Document]:
 
 
 def _texts(source: Path) -> Iterator[str]:
-    """The docstrings (or articles) in one file; none when it is not valid Python of this version."""
-    module = parsed(source)
+    """Yield the docstrings (or articles) in one file; none when it is not valid Python of this version."""
+    module = parse_source(source)
     if module is None:
         return
     _, tree = module
@@ -135,7 +137,9 @@ def _texts(source: Path) -> Iterator[str]:
 
 
 def _docstrings(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
-    """Docstrings of a module, its classes and functions, and texts attached by calls (``add_docstr(f, "...")``)."""
+    """Yield docstrings of a module, its classes and functions, and texts attached by calls (``add_docstr(f,
+    "...")``).
+    """
     text = ast.get_docstring(node, clean=False)
     if text:
         yield text
@@ -154,7 +158,7 @@ def _docstrings(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFun
 
 
 def _articles(tree: ast.Module) -> Iterator[str]:
-    """The values of the module's dict ``topics``, by name."""
+    """Yield the values of the module's dict ``topics``, by name."""
     for statement in tree.body:
         match statement:
             case ast.Assign(targets=[ast.Name(id="topics")], value=ast.Dict() as table):

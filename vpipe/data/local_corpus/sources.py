@@ -1,4 +1,4 @@
-"""The Python sources of installed packages: found and parsed, never imported or executed."""
+"""Find and parse the Python sources of installed packages, without importing or executing them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ _SKIPPED_FOLDERS = frozenset({"site-packages", "test", "tests", "lib2to3", "__py
 
 
 def sources(package: str) -> list[Path]:
-    """The Python files of a package, sorted, without its tests; none when it is not installed.
+    """Return the Python files of a package, sorted, without its tests; none when it is not installed.
 
     A package is named as in ``import``; ``"stdlib"`` stands for the whole standard library.
     """
-    return [path for root in roots(package) for path in ([root] if root.is_file() else sorted(root.rglob("*.py")))
+    return [path for root in package_paths(package)
+            for path in ([root] if root.is_file() else sorted(root.rglob("*.py")))
             if root.is_file() or _SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts)]
 
 
-def roots(package: str) -> list[Path]:
-    """The folders that hold a package, or its file when it is a single one; none when it is not installed."""
+def package_paths(package: str) -> list[Path]:
+    """Return the folders that hold a package, or its file when it is a single one; none when it is not installed."""
     if package == STANDARD_LIBRARY:
         return [Path(sysconfig.get_path("stdlib"))]
     spec = importlib.util.find_spec(package)
@@ -34,8 +35,8 @@ def roots(package: str) -> list[Path]:
     return [Path(location) for location in spec.submodule_search_locations]
 
 
-def parsed(source: Path) -> tuple[str, ast.Module] | None:
-    """The text of a file and its syntax tree; None when it is not valid Python of this version."""
+def parse_source(source: Path) -> tuple[str, ast.Module] | None:
+    """Return the text of a file and its syntax tree; None when it is not valid Python of this version."""
     try:
         with tokenize.open(source) as file:  # in the encoding that it declares
             text = file.read()
