@@ -1,4 +1,4 @@
-"""The one record that everything reads: an action of a rank in a pipeline schedule.
+"""The action of a rank in a pipeline schedule, the one record that everything reads.
 
 The text form is that of PyTorch's pipelining (``torch.distributed.pipelining.schedules``):
 ``<stage><operation><index>``, so ``2F0`` is the forward of stage 2 on microbatch 0.
@@ -14,7 +14,7 @@ from vpipe.errors import UserError
 
 
 class Op(StrEnum):
-    """What an action does; the value is its text form."""
+    """The operation of an action; the value is its text form."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -40,10 +40,10 @@ SENDS = frozenset({Op.SEND_F, Op.SEND_B, Op.SEND_W, Op.SEND_G})
 RECEIVES = frozenset({Op.RECV_F, Op.RECV_B, Op.RECV_W, Op.RECV_G})
 COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD, Op.INPUT, Op.WEIGHT, Op.RECOMPUTE})
 PER_MICROBATCH = COMPUTE | {Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B}
-RETURNS = frozenset({Op.BACKWARD, Op.INPUT})  # what takes the output's gradient and makes the input's
-COMPLETES = frozenset({Op.BACKWARD, Op.WEIGHT})  # after it a microbatch's weight gradients are there
+RETURNS = frozenset({Op.BACKWARD, Op.INPUT})  # they take the gradient of the output and make that of the input
+COMPLETES = frozenset({Op.BACKWARD, Op.WEIGHT})  # they complete the weight gradients of a microbatch
 OF_MODELS = frozenset({Op.NORM, Op.SEND_W, Op.RECV_W, Op.SEND_G, Op.RECV_G})
-"""What only a model asks for, with tied weights or clipping; no file has to say it."""
+"""Operations that only a model asks for, with tied weights or clipping; no file has to contain them."""
 
 # Longest first, so that F does not match the end of SEND_F.
 _TEXT = re.compile(rf"(\d+)({'|'.join(sorted((op.value for op in Op), key=len, reverse=True))})(\d+)")
@@ -51,7 +51,7 @@ _TEXT = re.compile(rf"(\d+)({'|'.join(sorted((op.value for op in Op), key=len, r
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One operation of one stage. ``index`` counts microbatches, updates or versions, as ``op`` says."""
+    """One operation of one stage. ``microbatch`` is the index of a microbatch, an update or a version, by ``op``."""
 
     op: Op
     stage: int
@@ -62,7 +62,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action written as ``text``.
+        """Return the action written as ``text``.
 
         Raises:
             UserError: ``text`` is not ``<stage><operation><index>``.

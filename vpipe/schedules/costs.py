@@ -1,4 +1,4 @@
-"""What the actions of a schedule cost: seconds and bytes per stage, and the links between ranks.
+"""The costs of a schedule's actions: seconds and bytes per stage, and the links between ranks.
 
 Every number may be an ``int``, a ``Fraction`` or a ``float``. The simulator counts exactly as long as none is a
 ``float``.
@@ -18,7 +18,7 @@ Number = int | float | Fraction
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What one microbatch costs on one stage.
+    """The costs of one microbatch on one stage.
 
     Attributes:
         forward_s: F.
@@ -56,13 +56,13 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class Link:
-    """One direction between two ranks: what comes later waits until what came earlier is through."""
+    """One direction between two ranks; transfers take it one after the other."""
 
     latency_s: Number = 0
     bytes_per_s: Number = math.inf
 
     def transfer_s(self, size_bytes: Number) -> Number:
-        """How long ``size_bytes`` take once the link is free."""
+        """Return the seconds that ``size_bytes`` take once the link is free."""
         if self.bytes_per_s == math.inf:  # not through a division: that would make an exact number a float
             return self.latency_s
         return self.latency_s + ratio(size_bytes, self.bytes_per_s)
@@ -70,13 +70,13 @@ class Link:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a schedule runs on.
+    """The costs of all stages, and the hardware.
 
     Attributes:
         stages: one entry per stage.
         default_link: between any two ranks that ``links`` does not name.
         links: by (source rank, target rank).
-        overlap: whether ranks compute while they transfer. If not, both ranks are busy for the whole of a transfer:
+        overlap: ranks compute while they transfer. If not, both ranks are busy for the whole of a transfer:
             the sender starts nothing else until it is through, the receiver takes it between two actions. One that
             takes no time waits for nobody.
         cores: of every host. When more of its ranks compute, step or copy what they transfer than it has cores, all of
@@ -92,13 +92,13 @@ class Costs:
     hosts: tuple[int, ...] = ()
 
     def link(self, source: int, target: int) -> Link:
-        """The link from rank ``source`` to rank ``target``."""
+        """Return the link from rank ``source`` to rank ``target``."""
         return self.links.get((source, target), self.default_link)
 
     @classmethod
     def uniform(cls, size: Size, forward: Number = 1, input: Number = 1,  # noqa: A002 (the half's name everywhere)
                 weight: Number = 1, transfer: Number = 0, step: Number = 0) -> Costs:
-        """Equal stages: the times are those of a whole rank, of which each of its chunks takes its share.
+        """Return the costs of equal stages. The times are those of a whole rank; each of its chunks takes its share.
 
         Args:
             transfer: seconds from rank to rank, whatever the size.
@@ -109,7 +109,7 @@ class Costs:
 
 
 def ratio(number: Number, divisor: Number) -> Number:
-    """``number / divisor``, exact unless one of them is a ``float``."""
+    """Return ``number / divisor``, exact unless one of them is a ``float``."""
     if isinstance(number, float) or isinstance(divisor, float):
         return float(number) / float(divisor)
     exact = Fraction(number) / Fraction(divisor)

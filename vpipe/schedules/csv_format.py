@@ -1,12 +1,12 @@
-"""Schedules as CSV files, in the form of PyTorch's pipelining.
+"""Read and write schedules as CSV files, in the form of PyTorch's pipelining.
 
 One row per rank, one action per cell; an empty cell is a time at which the rank does nothing::
 
     0F0,0F1,,,0B0,0B1
     ,1F0,1B0,1F1,1B1
 
-What :mod:`torch.distributed.pipelining` writes (its ``_dump_csv``, ``compute_only`` or ``compute_comms``) is read, and
-what is written here without our own operations is read there.
+Files that :mod:`torch.distributed.pipelining` writes (its ``_dump_csv``, ``compute_only`` or ``compute_comms``) can be
+read here; files that are written here without our own operations can be read there.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ class _Cell:
 
 
 def read_csv(path: Path) -> Schedule:
-    """The schedule in a CSV file, as it stands there; what is wrong with its order is for the checker to say.
+    """Return the schedule in a CSV file, unchanged; the checker finds what is wrong with its order.
 
-    * The rows are the ranks; a stage lives on the rank that has its forwards. With several, a replica each, the one
-      with microbatch 0 is the first of them, and so on.
+    * The rows are the ranks; a stage lives on the rank that has its forwards. Several such ranks are replicas, in the
+      order of their first microbatches.
     * A file without any STEP has a flush: every stage steps at the end of its rank's program. With STEPs, each
       is an update of as many microbatches, on every replica.
-    * PyTorch's pairs that run side by side, ``(0F1;3B0)OVERLAP_F_B``, are put one after the other.
-    * Left out is what only a model can ask for: PyTorch's UNSHARD, RESHARD and REDUCE_GRAD (which has no index) of
-      sharded or replicated stages, our exchanges of tied weights and of norms.
-    * Transfers stay, so that the checker can prove them; see :func:`compute_only`.
-    * The bounds that the schedule states are what it holds.
+    * PyTorch's overlapped pairs, ``(0F1;3B0)OVERLAP_F_B``, are put one after the other.
+    * Operations that only a model can ask for are left out: PyTorch's UNSHARD, RESHARD and REDUCE_GRAD (which has no
+      index) of sharded or replicated stages, our exchanges of tied weights and of norms.
+    * Transfers stay, so that the checker can prove them; see :func:`~vpipe.schedules.passes.compute_only`.
+    * The schedule states the peaks that it has as its bounds.
 
     Raises:
         UserError: the file cannot be read, or is no schedule; the error has the line.
@@ -98,11 +98,11 @@ def read_csv(path: Path) -> Schedule:
 
 
 def write_csv(schedule: Schedule, *, for_torch: bool = False) -> str:
-    """The schedule as the text of a CSV file.
+    """Return the schedule as the text of a CSV file.
 
     Args:
-        for_torch: leave out what PyTorch does not know: STEP (there a step is the caller's), R and USE. A schedule
-            without a flush is one with a flush then.
+        for_torch: leave out the operations that PyTorch does not know: STEP (there the caller steps), R and USE. A
+            schedule without a flush then reads as one with a flush.
     """
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(
@@ -117,7 +117,7 @@ def compute_only(schedule: Schedule) -> Schedule:
 
 
 def _lines(path: Path) -> list[tuple[int, list[str]]]:
-    """The rows up to the last one that has an action, with their line numbers."""
+    """Return the rows up to the last one that has an action, with their line numbers."""
     try:
         content = read_bounded(path, LARGEST_BYTES, "a schedule of a pipeline")
     except FileNotFoundError:
@@ -159,7 +159,7 @@ def _row(cells: Sequence[str], rank: int, where: str) -> Iterator[_Cell]:
 
 
 def _actions(text: str, place: str, where: str) -> Iterator[Action]:
-    """The actions that a cell stands for: none, one, or those of a pair."""
+    """Yield the actions of a cell: none, one, or those of a pair."""
     if not text:
         return
     if len(text) > LONGEST_CELL:
@@ -193,7 +193,7 @@ def _remedy(text: str) -> str | None:
 
 
 def _placement(rows: Sequence[Sequence[_Cell]]) -> Placement:
-    """Every stage on the ranks whose rows have its forwards, in the order of their first microbatches."""
+    """Place every stage on the ranks whose rows have its forwards, in the order of their first microbatches."""
     home: dict[int, _Cell] = {}
     firsts: dict[int, dict[int, int]] = defaultdict(dict)  # by stage: the first microbatch of each rank
     for row in rows:
@@ -219,7 +219,7 @@ def _placement(rows: Sequence[Sequence[_Cell]]) -> Placement:
 
 
 def _microbatches(rows: Sequence[Sequence[_Cell]]) -> int:
-    """How many microbatches there are: as many as the stage with the most has forwards."""
+    """Return the number of microbatches, which is the most forwards that a stage has."""
     seen: dict[int, set[int]] = defaultdict(set)
     cells = [cell for row in rows for cell in row if cell.action.op in PER_MICROBATCH]
     for cell in cells:
@@ -236,9 +236,10 @@ def _microbatches(rows: Sequence[Sequence[_Cell]]) -> int:
 
 def _updates(placement: Placement, programs: Sequence[Sequence[Action]], microbatches: int,
              path: Path) -> tuple[bool, int]:
-    """Whether there is a flush, and the microbatches of an update; without a flush, on every replica.
+    """Return whether there is a flush, and the microbatches of an update; without a flush, on every replica.
 
-    These are what a replica has made before its first STEP: of replicas the last update may have fewer.
+    The microbatches of an update are those that a replica completes before its first STEP. The last update of
+    replicas may have fewer.
     """
     steps = [sum(action.op is Op.STEP and action.stage == stage for action in programs[ranks[0]])
              for stage, ranks in enumerate(placement)]
@@ -265,7 +266,7 @@ def _numbered(count: int, word: str) -> str:
 
 
 def _versions(program: Sequence[Action], stage: int) -> int:
-    """The weight versions that a stage holds at most, and enough for its staleness."""
+    """Return the weight versions that a stage holds at most, and enough for its staleness."""
     try:
         return max(max(load.versions, load.staleness + 1) for load in stage_loads(program, stage))
     except KeyError:  # a backward without its forward: the checker stops there, before it looks at versions

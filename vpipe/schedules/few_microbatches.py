@@ -1,4 +1,4 @@
-"""Find schedules whose microbatches are too few to keep the ranks at work."""
+"""Warn of too few microbatches to keep the ranks busy."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.simulate import simulate
 
 MOST_ACTIONS = 10_000
-"""That are simulated, in a third of a second; of larger schedules no share is named."""
+"""Actions that are simulated, in a third of a second; the bubble of larger schedules is not given."""
 
 ENOUGH = 4
-"""Microbatches per stage that are proposed: with 1F1B they leave a bubble of less than a fifth."""
+"""Proposed microbatches per stage: with 1F1B they leave a bubble of less than a fifth."""
 
 
 def few_microbatches(schedule: Schedule, key: str, batch: int | None = None) -> str | None:
-    """Return a warning where a schedule with a flush has fewer microbatches than ranks: then some always wait.
+    """Return a warning where a schedule with a flush has fewer microbatches than ranks, so that some always wait.
 
     The ranks are those that a microbatch passes, times the replicas among which microbatches are divided.
 
     Args:
         schedule: with or without its transfers.
-        key: by which the user says how many there are.
-        batch: samples of a batch, which the microbatches must divide; None where nobody knows.
+        key: the user's name of the number of microbatches.
+        batch: samples of a batch, which the microbatches must divide; None where it is unknown.
     """
     depth, width, count = len(set(schedule.placement)), max(map(len, schedule.placement)), schedule.microbatches
     if not schedule.flush or count >= depth * width:
@@ -58,7 +58,7 @@ def _remedy(schedule: Schedule, wanted: int, key: str, batch: int | None) -> str
 
 
 def _bubble(schedule: Schedule) -> float:
-    """The share of the time from a rank's first start to its last end in which it waits, at equal stages."""
+    """Return the share of the time from a rank's first start to its last end in which it waits, at equal stages."""
     computed = compute_only(schedule)
     early = {action.stage for program in computed.programs for action in program if action.op is Op.RECOMPUTE}
     costs = Costs(tuple(StageCosts(1, 1, 1, recompute_s=int(stage in early)) for stage in range(schedule.stages)))

@@ -1,28 +1,30 @@
-"""Lowering: from compute actions to what a rank really does.
+"""Lower compute actions to the actions that a rank executes.
 
-Adds transfers between stages, the sums over replicas, the exchange of tied weights and the norms for global clipping.
-Works lazily and on one rank at a time, so that a stream of unknown length can be lowered while it runs.
+Lowering adds the transfers between stages, the sums over replicas, the exchange of tied weights and the norms for
+global clipping. It works lazily and on one rank at a time, so that a stream of unknown length can be lowered while it
+runs.
 
-Receives stand before the compute action *preceding* the one that needs them: the transfer happens
-behind that one. Where sends could wait for each other they stand earlier (:mod:`vpipe.schedules.receive_order`). Sends
-stand right behind the action that made the tensors. Stages on the same rank pass tensors without a transfer.
+A receive is posted before the compute action *preceding* the one that needs it, so that the transfer happens during
+that action. Where sends could wait for each other, receives are posted earlier (:mod:`vpipe.schedules.receive_order`).
+A send stands right behind the action that made the tensors. Stages on the same rank pass tensors without a transfer.
+
 A tied weight belongs to the first stage that uses it; other stages borrow it:
 
-* the owner sends a version right behind the step that makes it; the borrower's forward of a microbatch
-  uses the version that the owner's did. With replicas, every rank that borrows gets it from one of the owner's;
-* a rank sends the gradients of an update when its borrowing stages have all of them, to all of the owner's replicas;
-  these add them to their own before the step;
-* without a flush the owner gets ready for them as soon as it has made the update before, or one before that;
-* a rank posts the receive of a version right behind the gradients that go into it. Later
-  would deadlock without a flush when sends wait for their receives: the borrower comes to its next
-  gradient before it needs the version, the owner sends the version before it takes that gradient.
+* The owner sends a version right behind the step that makes it. The borrower's forward of a microbatch uses the version
+  that the owner's forward used. With replicas, every borrowing rank gets it from one of the owner's ranks.
+* A rank sends the gradients of an update when its borrowing stages have all of them, to all of the owner's replicas.
+  These add them to their own before the step.
+* Without a flush the owner posts their receives as soon as it has made the update before, or one before that.
+* A rank posts the receive of a version right behind the gradients that go into it. Later would deadlock without a flush
+  when sends wait for their receives: the borrower comes to its next gradient before it needs the version, and the owner
+  sends the version before it takes that gradient.
 
-These actions also stand where owner and borrower share a rank: then the tensors change hands there.
-Norms of all stages of a rank are published before the first of them steps, since each step needs them all; and
-an owner's step waits for the gradients of a borrower on the same rank.
+These actions also stand where owner and borrower share a rank; there the tensors change hands. The norms of all stages
+of a rank are published before the first of them steps, since each step needs them all. An owner's step waits for the
+gradients of a borrower on the same rank.
 
 The replicas of a stage send each other the gradients of an update behind its last backward or weight half. Before the
-step each sums its share of them (REDUCE_GRAD) and sends that to the others; the step waits for theirs.
+step each sums its share of them (REDUCE_GRAD) and sends the sum to the others; the step waits for theirs.
 """
 
 from __future__ import annotations
@@ -37,18 +39,17 @@ from vpipe.schedules.replication import Rounds
 from vpipe.schedules.schedule import Schedule, stages_of_rank
 
 Compute = Callable[[int], Iterator[Action]]
-"""The compute program of a rank, from its beginning, as often as asked."""
-
+"""Returns the compute program of a rank, from its beginning."""
 
 _LONG = COMPUTE - {Op.RECOMPUTE}
-"""What takes long enough to transfer something meanwhile."""
+"""Operations that take long enough to transfer something meanwhile."""
 
 _REMEMBERED = 4096
-"""Microbatches after which nobody asks for a version any more: far more than are ever in flight."""
+"""Microbatches whose versions are remembered: far more than are ever in flight."""
 
 
 class VersionsUsed:
-    """Which version of an owner's weights each microbatch uses, read off the program of the owner's rank."""
+    """Read off the program of an owner's rank which version of its weights each microbatch uses."""
 
     def __init__(self, owner: int, program: Iterator[Action]) -> None:
         self._owner, self._program = owner, program
@@ -57,7 +58,7 @@ class VersionsUsed:
         self._chosen: int | None = None
 
     def of(self, microbatch: int) -> int:
-        """The version (0 = the first of this program) that the owner's forward uses."""
+        """Return the version (0 = the first of this program) that the owner's forward uses."""
         while microbatch not in self._used:
             self._advance(next(self._program))
         return self._used[microbatch]
@@ -76,12 +77,12 @@ class VersionsUsed:
 
 
 class Lowering:
-    """Lowers the program of one rank.
+    """Lower the program of one rank.
 
     Args:
-        rounds: who takes which microbatch, and which update does.
-        rank: whose program.
-        compute: the compute programs, of this rank and of the owners of weights it borrows.
+        rounds: assigns microbatches to replicas and updates.
+        rank: the rank.
+        compute: the compute programs, of this rank and of the owners of weights that it borrows.
         ties: borrowing stages by owning stage.
         norm: add the exchange of gradient norms before every step.
     """
@@ -98,19 +99,19 @@ class Lowering:
                            if (here := set(borrowers) & set(self._stages))}
         self._completed: Counter[tuple[int, int, int]] = Counter()  # gradients there, by (owner, update, borrower)
         self._closed = dict.fromkeys(self._borrowers, 0)  # updates of the owner that got all of this rank's gradients
-        # Where a step waits for other replicas, others must be able to send past it.
+        # Where a step waits for other replicas, other ranks must be able to send past it.
         self._ahead = 2 if not rounds.flush and any(rounds.width(stage) > 1 for stage in self._stages) else 1
         self._steps: list[Action] = []  # that wait for the rank's other stages
         self._versions = {(owner, replica): VersionsUsed(owner, compute(rank)) for owner in self._borrowers
                           for replica, rank in enumerate(placement[owner])}
 
     def version_of(self, owner: int, microbatch: int) -> int:
-        """The version (0 = the first of this program) of a borrowed weight that a microbatch uses."""
+        """Return the version (0 = the first of this program) of a borrowed weight that a microbatch uses."""
         return self._versions[owner, microbatch % self._rounds.width(owner)].of(microbatch)
 
     def program(self) -> Iterator[Action]:
-        """The rank's actions, in order."""
-        held: deque[Action] = deque()
+        """Yield the rank's actions, in order."""
+        delayed: deque[Action] = deque()
         for owner in self._borrowers:
             yield from self._close(owner)
         for owner in self._ties:
@@ -119,17 +120,17 @@ class Lowering:
         for action in self._compute(self._rank):
             if action.op in RETURNS:
                 # The shapes of a gradient are known once its forward has run, not earlier.
-                while Action(Op.FORWARD, action.stage, action.microbatch) in held:
-                    yield from self._with_sends(held.popleft())
+                while Action(Op.FORWARD, action.stage, action.microbatch) in delayed:
+                    yield from self._with_sends(delayed.popleft())
             yield from self._before(action)
-            # What follows a step is received behind the compute before it, which is longer; R goes with its backward.
+            # Inputs of the action behind a step arrive during the compute before it, which is longer; so with an R.
             if action.op not in (Op.STEP, Op.USE, Op.RECOMPUTE):
-                while held and (self._ahead == 1 or held[0].op not in _LONG
-                                or sum(one.op in _LONG for one in held) >= self._ahead):
-                    yield from self._with_sends(held.popleft())
-            held.append(action)
-        while held:
-            yield from self._with_sends(held.popleft())
+                while delayed and (self._ahead == 1 or delayed[0].op not in _LONG
+                                   or sum(one.op in _LONG for one in delayed) >= self._ahead):
+                    yield from self._with_sends(delayed.popleft())
+            delayed.append(action)
+        while delayed:
+            yield from self._with_sends(delayed.popleft())
         for owner in self._borrowers:
             yield from self._close(owner, ended=True)
         yield from self._take_steps()
@@ -139,7 +140,7 @@ class Lowering:
                 and self._rounds.rank_of(stage, microbatch) != self._rank)
 
     def _before(self, action: Action) -> Iterator[Action]:
-        """The receives that ``action`` needs."""
+        """Yield the receives that ``action`` needs."""
         op, stage, index = action.op, action.stage, action.microbatch
         if op is Op.FORWARD:
             if self._elsewhere(stage - 1, index):
@@ -164,7 +165,7 @@ class Lowering:
             yield from self._tied_gradients(stage, index)
 
     def _tied_gradients(self, stage: int, microbatch: int) -> Iterator[Action]:
-        """The gradients of weights borrowed here, once the last of the rank's stages has those of an update."""
+        """Send the gradients of weights borrowed here once the last of the rank's stages has those of an update."""
         owners = [owner for owner, borrowers in self._borrowers.items() if stage in borrowers]
         for owner in owners:
             self._completed[owner, microbatch // self._rounds.span(owner), stage] += 1
@@ -173,9 +174,9 @@ class Lowering:
             yield from self._take_steps()
 
     def _close(self, owner: int, ended: bool = False) -> Iterator[Action]:
-        """Send the gradients of the owner's next updates that are there, and get ready for what they make.
+        """Send the gradients of the owner's next updates that are complete, and post receives for the new versions.
 
-        An update that takes no microbatch of this rank's waits for nothing from it.
+        An update that takes no microbatch of this rank waits for nothing from it.
         """
         while (self._has_gradients(owner, update := self._closed[owner], ended)
                and self._rounds.begins(owner, update)):
@@ -187,10 +188,10 @@ class Lowering:
             yield Action(Op.RECV_W, owner, update + 1)
 
     def _early(self, owner: int) -> int:
-        """For how many updates the owner awaits gradients at once.
+        """Return for how many updates the owner posts receives of gradients ahead.
 
-        Where a replica waits for others, those that send to it may be as many updates ahead as it has microbatches
-        under way; they would wait for it while it waits for them.
+        Where a replica waits for others, a rank that sends to it may be as many updates ahead as the replica has
+        microbatches in flight. Otherwise that rank would wait for the replica while the replica waits for it.
         """
         placement = self._rounds.placement
         if all(len(ranks) == 1 for ranks in placement):
@@ -199,7 +200,7 @@ class Lowering:
         return depth // self._rounds.update_every + 1
 
     def _await_gradients(self, owner: int, update: int) -> Iterator[Action]:
-        """Without a flush: get ready for what borrowers send for an update, before they can send it."""
+        """Post, without a flush, the receive of the borrowers' gradients of an update before they can send them."""
         if not self._rounds.flush and self._rounds.begins(owner, update):
             yield Action(Op.RECV_G, owner, update)
 
@@ -207,17 +208,17 @@ class Lowering:
         for borrower in self._borrowers[owner]:
             done = self._completed[owner, update, borrower]
             if not (done or ended) and self._rounds.whole_share(owner, update, borrower, self._rank):
-                return False  # whether there are any is not asked before it must be: that reads the data
+                return False  # to ask whether more microbatches exist would read the data too early
             if done != len(self._rounds.share(owner, update, borrower, self._rank)):
                 return False
         return True
 
     def _may_step(self, step: Action) -> bool:
-        """Whether the stages of this rank that borrow from the one stepping have their gradients."""
+        """Tell whether the stages of this rank that borrow from the stepping one have their gradients."""
         return step.microbatch < self._closed.get(step.stage, step.microbatch + 1)
 
     def _take_steps(self) -> Iterator[Action]:
-        """The steps that need not wait any longer, each with its version for those that borrow it."""
+        """Yield the steps that need not wait any longer, each with its version for the borrowers."""
         ready = [step for step in self._steps if self._may_step(step)]
         if self._norm and len(ready) < len(self._stages):
             return
@@ -231,18 +232,17 @@ class Lowering:
             if step.stage in self._ties:
                 yield from self._await_gradients(step.stage, step.microbatch + self._early(step.stage))
             if step.stage in self._lent:
-                # Also those of the cooldown that no forward uses: to know them would need a look ahead.
+                # Also versions of the cooldown that no forward uses: to know these would need a look ahead.
                 yield Action(Op.SEND_W, step.stage, step.microbatch + 1)
 
 
 def lower(schedule: Schedule, norm: bool = False) -> Schedule:
-    """The schedule with transfers, sums over replicas, tied exchanges and, when ``norm``, gradient norms added."""
-
+    """Return the schedule with transfers, sums over replicas, tied exchanges and, with ``norm``, gradient norms."""
     def compute(rank: int) -> Iterator[Action]:
         return iter(schedule.programs[rank])
 
     lowered = schedule.with_programs([
         list(Lowering(schedule.rounds, rank, compute, schedule.ties, norm).program())
         for rank in range(len(schedule.programs))])
-    # A stream goes on beyond these programs, where nobody can look ahead: it must do without.
-    return post_in_time(lowered) if not schedule.stream else lowered
+    # A stream goes on beyond these programs, where nobody can look ahead, so its receives stay.
+    return lowered if schedule.stream else post_in_time(lowered)

@@ -1,4 +1,4 @@
-"""What a schedule holds: activations, weight versions, staleness, counted from its programs."""
+"""Count what the programs of a schedule hold at most: activations, weight halves, weight versions, staleness."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vpipe.schedules.schedule import Schedule, stages_of_rank
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
-    """What a rank holds when it has executed the action at ``position``.
+    """What a rank holds behind the action at ``position``.
 
     Attributes:
         position: in its program.
@@ -28,7 +28,7 @@ class RankLoad:
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """What a stage holds when its rank has executed the action at ``position``.
+    """What a stage holds behind the action at ``position``.
 
     Attributes:
         position: in the program of its rank.
@@ -43,7 +43,7 @@ class StageLoad:
 
 
 def rank_loads(program: Sequence[Action]) -> Iterator[RankLoad]:
-    """What a rank holds after each of its forwards, backwards and halves."""
+    """Yield what a rank holds behind each of its forwards, backwards and halves."""
     activations = halves = 0
     for position, action in enumerate(program):
         if action.op is Op.FORWARD:
@@ -59,9 +59,9 @@ def rank_loads(program: Sequence[Action]) -> Iterator[RankLoad]:
 
 
 def stage_loads(program: Sequence[Action], stage: int) -> Iterator[StageLoad]:
-    """What ``stage`` holds after each forward, backward, half, step and USE of its rank's program."""
+    """Yield what ``stage`` holds behind each forward, backward, half, step and USE of its rank's program."""
     latest = 0
-    chosen: int | None = None  # what a USE said
+    chosen: int | None = None  # the version of the last USE
     pinned: dict[int, int] = {}  # version by microbatch in flight
     users: Counter[int] = Counter()  # microbatches in flight by version
     for position, action in enumerate(program):
@@ -106,27 +106,27 @@ class StagePeaks:
 
 
 def rank_peaks(schedule: Schedule) -> tuple[RankPeaks, ...]:
-    """Per rank, what its program holds at most; ``schedule`` must have passed :func:`~vpipe.schedules.check.check`."""
-    held = [list(rank_loads(program)) for program in schedule.programs]
+    """Return the peaks of every rank; ``schedule`` must have passed :func:`~vpipe.schedules.check.check`."""
+    loads = [list(rank_loads(program)) for program in schedule.programs]
     return tuple(RankPeaks(max(load.activations for load in rank), max(load.weight_halves for load in rank))
-                 for rank in held)
+                 for rank in loads)
 
 
 def stage_peaks(schedule: Schedule) -> tuple[StagePeaks, ...]:
-    """Per stage, what it holds at most; ``schedule`` must have passed :func:`~vpipe.schedules.check.check`."""
-    held = [[load for rank in ranks for load in stage_loads(schedule.programs[rank], stage)]
+    """Return the peaks of every stage; ``schedule`` must have passed :func:`~vpipe.schedules.check.check`."""
+    loads = [[load for rank in ranks for load in stage_loads(schedule.programs[rank], stage)]
             for stage, ranks in enumerate(schedule.placement)]
     return tuple(StagePeaks(max(load.versions for load in stage), max(load.staleness for load in stage))
-                 for stage in held)
+                 for stage in loads)
 
 
 @dataclass(slots=True)
 class StageContents:
-    """What a stage holds.
+    """What a stage holds at one moment.
 
     Attributes:
         in_flight: microbatches between forward and backward.
-        recomputed: of these, those whose dropped activations are there again.
+        recomputed: those of them whose dropped activations are recomputed.
         weight_halves: microbatches between the halves of their backward.
         versions: of the weights.
     """
@@ -137,51 +137,51 @@ class StageContents:
     versions: int = 1
 
     def bytes(self, cost: StageCosts) -> Number:
-        """Of all the microbatches and versions."""
+        """Return the bytes of all the microbatches and versions."""
         kept = cost.kept_bytes if cost.recompute_s else cost.activation_bytes
         return (kept * (self.in_flight - self.recomputed) + cost.activation_bytes * self.recomputed
                 + cost.weight_half_bytes * self.weight_halves + cost.version_bytes * self.versions)
 
 
 def peak_contents(schedule: Schedule, costs: Costs, rank: int) -> dict[int, StageContents]:
-    """By stage of ``rank``, what it holds when the rank holds most; the first such moment."""
+    """Return, by stage of ``rank``, what it holds at the first moment when the rank holds most."""
     most: Number = -1
     found: dict[int, StageContents] = {}
-    for loads, held in _moments(schedule, costs, rank):
+    for contents, held in _moments(schedule, costs, rank):
         if held > most:
-            most, found = held, {stage: replace(load) for stage, load in loads.items()}
+            most, found = held, {stage: replace(each) for stage, each in contents.items()}
     return found
 
 
 def _moments(schedule: Schedule, costs: Costs, rank: int) -> Iterator[tuple[dict[int, StageContents], Number]]:
-    """What the stages of a rank hold, and in bytes together, after each of its actions; and while one recomputes."""
+    """Yield what the stages of a rank hold, and their bytes together, behind each action and in each recomputation."""
     program, stages = schedule.programs[rank], stages_of_rank(schedule.placement, rank)
     versions = {stage: {load.position: load.versions for load in stage_loads(program, stage)} for stage in stages}
     early = {action.stage for action in program if action.op is Op.RECOMPUTE}
-    loads = {stage: StageContents() for stage in stages}
-    held = {stage: load.bytes(costs.stages[stage]) for stage, load in loads.items()}
-    yield loads, sum(held.values())
+    contents = {stage: StageContents() for stage in stages}
+    held = {stage: each.bytes(costs.stages[stage]) for stage, each in contents.items()}
+    yield contents, sum(held.values())
     for position, action in enumerate(program):
         stage, op = action.stage, action.op
-        if stage not in loads:  # tied weights of another rank's
+        if stage not in contents:  # tied weights of another rank's
             continue
-        load, cost = loads[stage], costs.stages[stage]
+        own, cost = contents[stage], costs.stages[stage]
         if op in RETURNS:
-            if cost.recompute_s and stage not in early:  # all by itself: there is more while it lasts
-                load.recomputed = 1
-                held[stage] = load.bytes(cost)
-                yield loads, sum(held.values())
-            load.in_flight -= 1
-            load.recomputed = max(0, load.recomputed - 1)
-            load.weight_halves += op is Op.INPUT
+            if cost.recompute_s and stage not in early:  # within the backward: there is more while it lasts
+                own.recomputed = 1
+                held[stage] = own.bytes(cost)
+                yield contents, sum(held.values())
+            own.in_flight -= 1
+            own.recomputed = max(0, own.recomputed - 1)
+            own.weight_halves += op is Op.INPUT
         elif op is Op.FORWARD:
-            load.in_flight += 1
+            own.in_flight += 1
         elif op is Op.RECOMPUTE:
-            load.recomputed += 1
+            own.recomputed += 1
         elif op is Op.WEIGHT:
-            load.weight_halves -= 1
+            own.weight_halves -= 1
         elif position not in versions[stage]:
             continue
-        load.versions = versions[stage].get(position, load.versions)
-        held[stage] = load.bytes(cost)
-        yield loads, sum(held.values())
+        own.versions = versions[stage].get(position, own.versions)
+        held[stage] = own.bytes(cost)
+        yield contents, sum(held.values())

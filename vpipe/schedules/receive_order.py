@@ -20,14 +20,14 @@ Channel = tuple[int, int, Op]
 
 
 def post_in_time(schedule: Schedule) -> Schedule:
-    """The lowered schedule with receives moved forward where a transport without buffers or tags needs it.
+    """Move receives of a lowered schedule forward where a transport without buffers or tags needs it.
 
-    Every rank goes as far as it can while sends wait for their receives. When no rank can go on, the
-    receives that sends wait for are posted where the receiving ranks stand: so only what would deadlock is moved, and
-    the rest stays right ahead of its use. Of a channel the receives are posted as its sender sends, whatever
-    the order in which their tensors are used.
+    Every rank goes as far as it can while sends wait for their receives. When no rank can go on, the receives that
+    sends wait for are posted where the receiving ranks stand. So only receives that would deadlock are moved; the
+    others stay right before their use. The receives of a channel are posted in the order of its sends, whatever the
+    order in which their tensors are used.
 
-    A schedule that deadlocks even with buffers is returned as it is.
+    A schedule that deadlocks even with buffers is returned unchanged.
     """
     return _Posting(schedule).moved()
 
@@ -38,7 +38,7 @@ class _Posting:
         self._programs: list[list[Action]] = [[] for _ in schedule.programs]  # with the receives moved
         self._cursors = [0] * schedule.ranks  # in the programs that came
         self._done: set[OnRank] = set()
-        self._late: dict[int, list[Action]] = defaultdict(list)  # receives that others of their channel must precede
+        self._late: dict[int, list[Action]] = defaultdict(list)  # receives that wait for earlier ones of their channel
         self._sleepers: dict[OnRank, list[int]] = defaultdict(list)  # ranks to wake when an action is done
         self._awake: list[int] = []
         self._orders: dict[Channel, list[Action]] = defaultdict(list)  # receives of a channel as they are sent
@@ -87,7 +87,7 @@ class _Posting:
         yield from self._deps.awaited(action, rank, rendezvous=True)
 
     def _overdue(self) -> Iterator[OnRank]:
-        """The receives that sends wait for."""
+        """Yield the receives that sends wait for."""
         for rank, cursor in enumerate(self._cursors):
             program = self._schedule.programs[rank]
             if cursor < len(program) and program[cursor].op in SENDS:
@@ -95,7 +95,7 @@ class _Posting:
                             if one not in self._done and self._deps.position(*one) is not None)
 
     def _post(self, receive: Action, rank: int) -> None:
-        """Post a receive behind those that are sent before it; later when one of them cannot be posted yet."""
+        """Post a receive behind those of earlier sends; later, when one of these cannot be posted yet."""
         if receive not in self._places:  # the exchange of a tied weight keeps its order by itself
             self._emit(receive, rank)
             return
@@ -115,21 +115,34 @@ class _Posting:
 
 
 _TICKS = {Op.FORWARD: 1, Op.RECOMPUTE: 1, Op.INPUT: 1, Op.WEIGHT: 1, Op.BACKWARD: 2}
-"""How long actions take in virtual time; the others take none."""
+"""Virtual time of actions; others take none."""
 
 VersionOf = Callable[[int, int, int], int]
 """(rank, owning stage, microbatch) -> version of the tied weights that the rank's forward uses."""
 
 
 class TransferOrder:
-    """Carry out the programs of all ranks in virtual time, and place their receives.
+    """Put the transfers of all ranks into one order, and place the receives accordingly.
+
+    nccl matches sends and receives by their order alone, carries out the operations of a communicator one after the
+    other, and does not promise that operations of several communicators on one device run at the same time. A receive
+    that is posted early then holds up every later operation of its rank, and two ranks that wait for each other's sends
+    deadlock.
+
+    So all ranks keep to one sequence of transfers. The programs of all ranks are carried out in virtual time, without
+    tensors. When a rank comes to a send, the receive is placed in its receiver's program, at the action that the
+    receiver has come to. So the transfers of every rank are a part of one sequence. The first transfer of the sequence
+    that is not done can always go on, because both its ranks have done everything before it. That holds for any number
+    of communicators, for buffered sends and for sends that wait for their receives.
+
+    The sum over the replicas of a stage counts as one transfer in which all of them take part.
 
     Args:
-        rounds: says which rank takes a microbatch, and which update does.
+        rounds: assigns microbatches to replicas and updates.
         ties: stages that borrow a stage's tied weights, by owning stage.
         programs: of every rank, lowered; their own receives are left out.
-        version_of: tells the versions of borrowed weights.
-        normed: whether steps wait for the gradient norms of all stages.
+        version_of: returns the version of borrowed weights.
+        normed: steps wait for the gradient norms of all stages.
         ranks: whose actions are wanted; those of the others are made and forgotten.
     """
 
@@ -150,11 +163,11 @@ class TransferOrder:
         self._versions: Counter[tuple[int, int]] = Counter()  # newest version of tied weights, by rank and owner
         self._tied: Counter[tuple[int, int]] = Counter()  # ranks that sent tied gradients, by owner and update
         self._got_tied: Counter[tuple[Action, int]] = Counter()  # the same, seen from a rank of the owner
-        self._meeting: dict[Action, set[int]] = defaultdict(set)  # ranks that have come to a sum over replicas
+        self._arrived_at: dict[Action, set[int]] = defaultdict(set)  # ranks that have come to a sum over replicas
         self._norms: set[tuple[int, int, int]] = set()  # stage, update, rank
 
     def program(self, rank: int) -> Iterator[Action]:
-        """Yield the actions of a rank, with its receives in the common order, as late as they are asked for."""
+        """Yield lazily the actions of a rank, with its receives in the common order."""
         placed = self._placed[rank]
         while True:
             while placed:
@@ -165,19 +178,19 @@ class TransferOrder:
 
     @property
     def stuck(self) -> Mapping[int, Action]:
-        """The ranks that can never go on, with the actions they stand before; to be asked at the end."""
+        """The ranks that can never go on, with the actions before which they stand; read it at the end."""
         return {rank: action for rank in sorted(self._asleep) if (action := self._next[rank]) is not None}
 
     def _go_on(self) -> None:
-        """Carry out one action: of the rank whose clock is behind those of the others."""
+        """Carry out one action, of the rank whose clock is behind those of the others."""
         self._now, rank = heappop(self._awake)
         action = self._next[rank]
         assert action is not None, "a rank at the end of its program is not awake"
         if action.op is Op.REDUCE:
-            self._meet(action, rank)
+            self._sum(action, rank)
         elif self._can_go_on(action, rank):
             self._place(action, rank)
-            self._tell(action, rank)
+            self._send(action, rank)
             self._pass(action, rank)
         else:
             self._asleep.add(rank)
@@ -188,14 +201,14 @@ class TransferOrder:
         if self._next[rank] is not None:
             heappush(self._awake, (self._now + _TICKS.get(action.op, 0), rank))
 
-    def _meet(self, action: Action, rank: int) -> None:
-        """Carry out a sum over replicas when all of them have come to it: at one time, as the transfer that it is."""
-        ranks, come = self._rounds.placement[action.stage], self._meeting[action]
+    def _sum(self, action: Action, rank: int) -> None:
+        """Carry out a sum over replicas, as one transfer, when all of them have come to it."""
+        ranks, come = self._rounds.placement[action.stage], self._arrived_at[action]
         come.add(rank)
         self._asleep.add(rank)
         if len(come) < len(ranks):
             return
-        del self._meeting[action]
+        del self._arrived_at[action]
         self._awake = [entry for entry in self._awake if entry[1] not in ranks]  # who was woken meanwhile
         heapify(self._awake)
         for replica in ranks:
@@ -203,8 +216,8 @@ class TransferOrder:
             self._place(action, replica)
             self._pass(action, replica)
 
-    def _tell(self, action: Action, rank: int) -> None:
-        """Let the other ranks have what an action sends."""
+    def _send(self, action: Action, rank: int) -> None:
+        """Deliver to the other ranks what an action sends."""
         stage, index = action.stage, action.microbatch
         if action.op in SENDS:
             for receive, peer in self._peers.other_ends(action, rank):
@@ -267,7 +280,7 @@ class TransferOrder:
         return True
 
     def _has(self, receive: Action, source: int, rank: int) -> bool:
-        """Whether what a forward or a backward takes from another rank's stage is there."""
+        """Tell whether the input of a forward or a backward from another rank's stage has arrived."""
         return (self._peers.rank_of(source, receive.microbatch) in (-1, rank)
                 or (receive, rank) in self._arrived)
 

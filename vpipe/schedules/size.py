@@ -1,4 +1,4 @@
-"""How large a pipeline is, and which stages each of its ranks holds."""
+"""The size of a pipeline, and the placement of its stages on ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_RANKS = 16_384
 MOST_MICROBATCHES = 65_536
 
 MOST_ACTIONS = 250_000
-"""Forwards and backwards of a schedule: half a minute and 300 MB to prove it."""
+"""Forwards and backwards of a schedule: to prove it takes half a minute and 300 MB."""
 
 Placement = tuple[tuple[int, ...], ...]
 """The ranks of every stage: ``((0,), (1,))`` is stage 0 on rank 0 and stage 1 on rank 1."""
@@ -29,9 +29,9 @@ class Size:
         microbatches: m, per optimizer step with a flush, of the whole stream without.
         chunks: v, stages per rank.
         update_every: microbatches per optimizer step.
-        even: whether all stages have equally many replicas.
+        even: all stages have equally many replicas.
 
-    Of a replicated stage these are the numbers of the pipeline in which one replica sits; see
+    For a replica of a stage these are the numbers of its own pipeline, see
     :class:`vpipe.schedules.replication.ReplicaView`.
     """
 
@@ -47,36 +47,36 @@ class Size:
 
 
 class Layout(StrEnum):
-    """Where the stages of a pipeline with several of them per rank live."""
+    """The placement of the stages of a pipeline with several of them per rank."""
 
     LOOP = "loop"  # 0 1 2 3, 0 1 2 3: stage s on rank s mod p
     ZIGZAG = "zigzag"  # 0 1 2 3, 3 2 1 0: every second time in reverse, so that neighbours at a turn share a rank
 
     def rank_of(self, stage: int, ranks: int) -> int:
-        """The rank that holds ``stage``."""
+        """Return the rank that holds ``stage``."""
         chunk, rank = divmod(stage, ranks)
         return ranks - 1 - rank if self is Layout.ZIGZAG and chunk % 2 else rank
 
     def stage_of(self, rank: int, chunk: int, ranks: int) -> int:
-        """The stage that ``rank`` holds as its ``chunk``-th, in the order in which a microbatch visits them."""
+        """Return the stage that ``rank`` holds as its ``chunk``-th, in the order in which a microbatch visits them."""
         return chunk * ranks + (ranks - 1 - rank if self is Layout.ZIGZAG and chunk % 2 else rank)
 
     def placement(self, ranks: int, chunks: int = 1) -> Placement:
-        """The rank of every stage."""
+        """Return the rank of every stage."""
         return tuple((self.rank_of(stage, ranks),) for stage in range(ranks * chunks))
 
 
 def widened(placement: Placement, replicas: int) -> Placement:
-    """Every rank as so many next to each other: of two, rank r becomes ranks 2r and 2r + 1.
+    """Replace every rank by so many consecutive ranks: with two replicas, rank r becomes ranks 2r and 2r + 1.
 
-    Neighbours are likely on one host, where the sums of gradients over replicas cost least.
+    Consecutive ranks are likely on one host, where the sums of gradients over replicas cost least.
     """
     return tuple(tuple(rank * replicas + replica for rank in ranks for replica in range(replicas))
                  for ranks in placement)
 
 
 def default_placement(stages: int) -> Placement:
-    """Stage s on rank s."""
+    """Return the placement of stage s on rank s."""
     return Layout.LOOP.placement(stages)
 
 
@@ -92,8 +92,8 @@ def check_work(ranks: int, microbatches: int, chunks: int = 1, *, replicated: bo
 
     Args:
         ranks: of all replicas.
-        replicated: whether some are replicas. What these send each other for their sums is no more than this counts.
-        why: there are so many microbatches, where nobody asked for that number.
+        replicated: some are replicas. Their sums cost no more than what is counted.
+        why: explains the number of microbatches, where nobody asked for it.
 
     Raises:
         UserError: with the numbers.

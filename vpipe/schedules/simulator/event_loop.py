@@ -1,4 +1,12 @@
-"""One run of the simulator through its tables: what happens next, until nothing does."""
+"""Run the simulation: an event loop over the simulator's tables, with a device per rank or with shared cores.
+
+Ranks that share the cores of their host slow down alike when more of them compute than it has cores (processor
+sharing): n of them on c cores each go on at the speed c/n. Every host keeps a virtual clock, which runs at that speed;
+an action takes as much of it as it takes of a core's time, however often its speed changes meanwhile. So the actions of
+a host end in the order of their virtual ends, and only the first of them has an end in real time that must be known.
+
+Copying from rank to rank is work as well: a transfer takes a core at either end as long as it takes its link.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +18,12 @@ from vpipe.schedules.simulator.tables import SimulationTables
 
 
 class EventLoop:
-    """One run through the tables, every rank at its own speed.
+    """Run through the tables with a device for every rank.
 
     Attributes:
-        cursors: per rank, the number of the action it stands before.
-        starts: per action that takes time, when it starts.
-        arrivals: (number of the way, when it arrives), in order.
+        cursors: per rank, the number of the action before which it stands.
+        starts: per action that takes time, its start.
+        arrivals: (number of the message, time of its arrival), in order.
     """
 
     def __init__(self, tables: SimulationTables, overlap: bool) -> None:
@@ -25,29 +33,29 @@ class EventLoop:
         self.starts: list[Number] = [0] * actions
         self.arrivals: list[tuple[int, Number]] = []
         self._now: Number = 0
-        self._awaited = [0] * actions  # ways that each action has yet to wait for
-        for way in tables.ways:
-            for user in way.users:
+        self._awaited = [0] * actions  # messages that each action still waits for
+        for message in tables.messages:
+            for user in message.users:
                 self._awaited[user] += 1
-        self._unopened = [way.opens for way in tables.ways]
+        self._unopened = [message.opens for message in tables.messages]
         self._busy = [False] * ranks
-        self._awake = list(range(ranks))  # those that may be able to go on
-        self._ready: set[int] = set()  # those that stand before an action that takes time and needs nothing more
-        # A heap: which action ends when, and which way (counted from behind the actions) arrives when.
+        self._awake = list(range(ranks))  # ranks that may be able to go on
+        self._ready: set[int] = set()  # ranks that stand before an action that takes time and waits for nothing
+        # A heap of ends of actions and arrivals of messages (numbered on behind the actions).
         self._ending: list[tuple[Number, int]] = []
-        self._links: dict[tuple[int, int], deque[int]] = defaultdict(deque)  # with overlap: first the way that it takes
-        self._standing: list[int] = []  # without: ways that wait until both ranks are free
-        self._sending = [0] * ranks  # without: ways of its own that a rank waits for
+        self._links: dict[tuple[int, int], deque[int]] = defaultdict(deque)  # with overlap
+        self._standing: list[int] = []  # without: messages that wait until both ranks are free
+        self._sending = [0] * ranks  # without: messages of its own that a rank waits for
 
-    def to_end(self) -> None:
-        """Every rank as far as it comes."""
+    def run(self) -> None:
+        """Let every rank go as far as it can."""
         ending, awake = self._ending, self._awake
         while True:
             while awake or self._ready:
                 while awake:
-                    self._hand_over(awake.pop())
-                if self._standing:  # they go first
-                    self._take_ways()
+                    self._skip_instant(awake.pop())
+                if self._standing:  # messages go first
+                    self._start_standing()
                 self._begin()
             if not self._go_on():
                 return
@@ -55,21 +63,21 @@ class EventLoop:
                 self._finish(heappop(ending)[1])
 
     def end(self, number: int, ticks: Number) -> Number:
-        """When an action, which takes ``ticks`` where nobody disturbs it, has ended."""
+        """Return the end of an action, which takes ``ticks`` where nobody slows it down."""
         return self.starts[number] + ticks
 
-    def began(self, way: int, end: Number) -> Number:
-        """When a way started that arrives at ``end``."""
-        return end - self._tables.ways[way].ticks
+    def began(self, message: int, end: Number) -> Number:
+        """Return the start of a message that arrives at ``end``."""
+        return end - self._tables.messages[message].ticks
 
     def _go_on(self) -> bool:
-        """To the next moment at which something ends, if there is one."""
+        """Go to the next moment at which something ends, if there is one."""
         if self._ending:
             self._now = self._ending[0][0]
         return bool(self._ending)
 
     def _finish(self, number: int) -> None:
-        """An action has ended, or a way."""
+        """End an action, or let a message arrive."""
         actions = len(self.starts)
         if number >= actions:
             self._close(number - actions)
@@ -80,8 +88,8 @@ class EventLoop:
             self._pass(number, rank)
         self._awake.append(rank)
 
-    def _hand_over(self, rank: int) -> None:
-        """Let a rank pass what takes no time."""
+    def _skip_instant(self, rank: int) -> None:
+        """Let a rank pass actions that take no time."""
         if self._busy[rank]:
             return
         tables, awaited, sending = self._tables, self._awaited, self._sending
@@ -115,78 +123,78 @@ class EventLoop:
         self._ready.clear()
 
     def _engage(self, number: int, ticks: Number) -> None:
-        """An action begins."""
+        """Schedule the end of an action."""
         heappush(self._ending, (self._now + ticks, number))
 
     def _pass(self, action: int, rank: int) -> None:
-        """Open the ways that begin behind an action."""
+        """Open the messages that begin behind an action."""
         for number in self._tables.opened[action]:
-            way = self._tables.ways[number]
-            if not self._overlap and way.ticks and way.source == rank:
+            message = self._tables.messages[number]
+            if not self._overlap and message.ticks and message.source == rank:
                 self._sending[rank] += 1
             self._open(number)
 
     def _open(self, number: int) -> None:
-        """Note that one end of a way has been reached; with the last of them it may start."""
+        """Note that one end of a message has been reached; with the last of them it may start."""
         self._unopened[number] -= 1
         if self._unopened[number]:
             return
-        way = self._tables.ways[number]
-        if not way.ticks:
+        message = self._tables.messages[number]
+        if not message.ticks:
             self._arrive(number)
         elif self._overlap:
-            link = self._links[way.source, way.target]
+            link = self._links[message.source, message.target]
             link.append(number)
             if len(link) == 1:
                 self._start(number)
         else:
             self._standing.append(number)
 
-    def _take_ways(self) -> None:
-        """Without overlap: start every way whose ranks are both free."""
+    def _start_standing(self) -> None:
+        """Without overlap: start every message whose ranks are both free."""
         for number in tuple(self._standing):
-            way = self._tables.ways[number]
-            if not self._busy[way.source] and not self._busy[way.target]:
-                self._busy[way.source] = self._busy[way.target] = True
+            message = self._tables.messages[number]
+            if not self._busy[message.source] and not self._busy[message.target]:
+                self._busy[message.source] = self._busy[message.target] = True
                 self._standing.remove(number)
                 self._start(number)
 
     def _start(self, number: int) -> None:
-        heappush(self._ending, (self._now + self._tables.ways[number].ticks, len(self.starts) + number))
+        heappush(self._ending, (self._now + self._tables.messages[number].ticks, len(self.starts) + number))
 
     def _close(self, number: int) -> None:
-        """Give back what a way took up."""
-        way = self._tables.ways[number]
+        """Free the link, or the ranks, of a message that arrives."""
+        message = self._tables.messages[number]
         if self._overlap:
-            link = self._links[way.source, way.target]
+            link = self._links[message.source, message.target]
             link.popleft()
             if link:
                 self._start(link[0])
         else:
-            self._busy[way.source] = self._busy[way.target] = False
-            self._sending[way.source] -= 1
-            self._awake += (way.source, way.target)
+            self._busy[message.source] = self._busy[message.target] = False
+            self._sending[message.source] -= 1
+            self._awake += (message.source, message.target)
         self._arrive(number)
 
     def _arrive(self, number: int) -> None:
         self.arrivals.append((number, self._now))
-        for user in self._tables.ways[number].users:
+        for user in self._tables.messages[number].users:
             self._awaited[user] -= 1
             if not self._awaited[user]:
                 self._awake.append(self._tables.rank_of[user])
 
 
 class SharedCores:
-    """The cores of one host, and what is on them: actions, and ends of ways."""
+    """The cores of one host, with the actions and ends of messages that use them."""
 
     def __init__(self, cores: int) -> None:
         self._cores = cores
         self._clock: Number = 0
-        self._set: Number = 0  # when the clock was last read, in real time
+        self._set: Number = 0  # the real time at which the clock was last read
         self._working: list[tuple[Number, int]] = []  # a heap: the virtual end and number of each
 
     def begin(self, now: Number, number: int, ticks: Number) -> None:
-        """Something begins that takes ``ticks`` of a core."""
+        """Begin something that takes ``ticks`` of a core."""
         if (count := len(self._working)) > self._cores:
             self._clock += ratio((now - self._set) * self._cores, count)
         else:
@@ -195,7 +203,7 @@ class SharedCores:
         heappush(self._working, (self._clock + ticks, number))
 
     def next_end(self) -> Number | None:
-        """When the first of these ends if nothing begins before that."""
+        """Return when the first of them ends if nothing begins before that."""
         if not self._working:
             return None
         left = max(0, self._working[0][0] - self._clock)  # rounding may have carried the clock past it
@@ -203,7 +211,7 @@ class SharedCores:
         return self._set + (ratio(left * count, self._cores) if count > self._cores else left)
 
     def finished(self, now: Number) -> list[int]:
-        """What ends now, which is when :meth:`next_end` said."""
+        """Return what ends now, at the time of :meth:`next_end`."""
         self._clock, self._set = self._working[0][0], now
         done = []
         while self._working and self._working[0][0] == self._clock:
@@ -212,7 +220,7 @@ class SharedCores:
 
 
 class SharedCoresLoop(EventLoop):
-    """One run through the tables with ``costs.cores`` on every host."""
+    """Run through the tables with ``costs.cores`` on every host."""
 
     def __init__(self, tables: SimulationTables, costs: Costs) -> None:
         assert costs.cores is not None
@@ -223,11 +231,11 @@ class SharedCoresLoop(EventLoop):
         self._hosts = list(hosts.values())
         self._host_of = [hosts[names[rank]] for rank in range(ranks)]
         self._ends: dict[int, Number] = {}
-        self._began: dict[int, Number] = {}  # by way
-        self._half_done: set[int] = set()  # ways of which one end is through
+        self._began: dict[int, Number] = {}  # by message
+        self._half_done: set[int] = set()  # messages of which one end is done
 
-    def began(self, way: int, end: Number) -> Number:
-        return self._began.get(way, end)
+    def began(self, message: int, end: Number) -> Number:
+        return self._began.get(message, end)
 
     def end(self, number: int, ticks: Number) -> Number:
         return self._ends.get(number, self.starts[number])  # one that takes nothing ends as it starts
@@ -236,10 +244,10 @@ class SharedCoresLoop(EventLoop):
         self._host_of[self._tables.rank_of[number]].begin(self._now, number, ticks)
 
     def _start(self, number: int) -> None:
-        way = self._tables.ways[number]
+        message = self._tables.messages[number]
         self._began[number] = self._now
-        for rank in (way.source, way.target):
-            self._host_of[rank].begin(self._now, len(self.starts) + number, way.ticks)
+        for rank in (message.source, message.target):
+            self._host_of[rank].begin(self._now, len(self.starts) + number, message.ticks)
 
     def _go_on(self) -> bool:
         ends = [(end, host) for host in self._hosts if (end := host.next_end()) is not None]
@@ -253,10 +261,10 @@ class SharedCoresLoop(EventLoop):
         return True
 
     def _finish(self, number: int) -> None:
-        way = number - len(self.starts)
-        if way < 0:
+        message = number - len(self.starts)
+        if message < 0:
             self._ends[number] = self._now
-        elif way not in self._half_done:
-            self._half_done.add(way)
+        elif message not in self._half_done:
+            self._half_done.add(message)
             return
         super()._finish(number)

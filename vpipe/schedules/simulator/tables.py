@@ -1,4 +1,4 @@
-"""A schedule as the simulator's tables: numbered actions, what each takes, and what is on its way between them."""
+"""Tabulate a schedule for the simulator: numbered actions, their times, and the messages between them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from vpipe.schedules.simulator.timeline import recomputations
 
 @dataclass(slots=True)
 class Message:
-    """Something on its way from one action to others.
+    """A message from one action to others.
 
     Attributes:
-        action: the send; or a norm, which is with every step at once; or a sum over replicas, both for the gradients
-            that go into it and for what comes of it.
-        source: its rank.
-        target: the rank of its receive; ``source`` when no link is used.
+        action: the send; or a norm, which reaches every step at once; or a sum over replicas, both for the gradients
+            that go into it and for its result.
+        source: the rank of the send.
+        target: the rank of the receive; ``source`` when no link is used.
         ticks: that it takes.
         users: the numbers of the actions that wait for it.
-        opens: how many actions must be reached before it starts: the send, and the receive unless that waits already.
+        opens: how many actions must be reached before it starts: the send, and the receive unless that is posted.
     """
 
     action: Action
@@ -44,16 +44,16 @@ class SimulationTables:
     """A lowered schedule, its actions numbered rank after rank.
 
     Attributes:
-        schedule: the lowered one.
+        schedule: the lowered schedule.
         unit: ticks per second. Times are whole numbers of ticks, which are many times faster than fractions; with a
             ``float`` among the costs a tick is a second and times stay as they are.
         firsts: per rank, the number of its first action.
         ends: per rank, the number behind its last.
         rank_of: per action, its rank.
-        ticks: per action, what it takes; None when it is passed at once.
-        ways: all that is sent or published.
-        opened: by action, the ways that it opens as their send, norm or receive, as the last of a replica's gradients,
-            or as its sum.
+        ticks: per action, the ticks that it takes; None when it takes no time of its rank.
+        messages: everything that is sent or published.
+        opened: by action, the messages that it opens, as their send, norm or receive, as the last of a replica's
+            gradients, or as its sum.
     """
 
     schedule: Schedule
@@ -62,12 +62,12 @@ class SimulationTables:
     ends: list[int]
     rank_of: list[int]
     ticks: list[Number | None]
-    ways: list[Message] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
     opened: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, schedule: Schedule, costs: Costs) -> SimulationTables:
-        """The tables of ``schedule``, compute-only (then its receives wait from the beginning) or lowered."""
+    def from_schedule(cls, schedule: Schedule, costs: Costs) -> SimulationTables:
+        """Tabulate ``schedule``, compute-only (then its receives are posted from the beginning) or lowered."""
         posted = not any(action.op in _LOWERED for program in schedule.programs for action in program)
         if posted:
             schedule = _with_sends(schedule)
@@ -81,7 +81,7 @@ class SimulationTables:
         return tables
 
     def _fill(self, costs: Costs, posted: bool) -> None:
-        """Add the ways."""
+        """Add the messages."""
         schedule, numbers = self.schedule, _Numbers(self.schedule, self.firsts)
         widths = [schedule.rounds.width(stage) for stage in range(schedule.stages)]
 
@@ -112,17 +112,17 @@ class SimulationTables:
                 elif rank == schedule.placement[action.stage][0]:  # a norm; the stage's other ranks have the same
                     self._add(Message(action, rank, rank, 0, tuple(numbers.steps(action)), 1), number)
 
-    def _add(self, way: Message, *openers: int) -> None:
+    def _add(self, message: Message, *openers: int) -> None:
         for opener in openers:
-            self.opened[opener] = (*self.opened.get(opener, ()), len(self.ways))
-        self.ways.append(way)
+            self.opened[opener] = (*self.opened.get(opener, ()), len(self.messages))
+        self.messages.append(message)
 
 
 class _Numbers:
-    """Finds the numbers of actions.
+    """Find the numbers of actions.
 
-    A key is (stage, index); of what may stand on several ranks, because the stage is replicated or its weights are
-    borrowed, (stage, index, rank).
+    A key is (stage, index); for operations that may stand on several ranks, because the stage is replicated or its
+    weights are borrowed, (stage, index, rank).
     """
 
     def __init__(self, schedule: Schedule, firsts: Sequence[int]) -> None:
@@ -148,11 +148,11 @@ class _Numbers:
                     self._users[owner, version, schedule.rounds.rank_of(stage, microbatch)].append(user)
 
     def _of(self, operations: Iterable[Op], *key: int) -> tuple[int, ...]:
-        """Those of the ``operations`` that there are."""
+        """Return those of the ``operations`` that exist."""
         return tuple([self._where[op][key] for op in operations if key in self._where[op]])
 
     def steps(self, norm: Action) -> Iterator[int]:
-        """The steps that wait for a norm: those on other ranks than its stage's, which have it themselves."""
+        """Yield the steps that wait for a norm: those on other ranks than its stage's, which have it themselves."""
         own = self._schedule.placement[norm.stage]
         for stage, ranks in enumerate(self._schedule.placement):
             for rank in ranks:
@@ -160,7 +160,7 @@ class _Numbers:
                     yield from self._of((Op.STEP,), stage, norm.microbatch, rank)
 
     def replicas(self, reduce: Action, rank: int) -> Iterator[tuple[int, int | None, tuple[int, ...]]]:
-        """Of every other replica: its rank, the last of its gradients, if it has any, and what waits for the sum."""
+        """Yield for every other replica its rank, its last gradient if it has any, and what waits for the sum."""
         stage, update = reduce.stage, reduce.microbatch
         for other in self._schedule.placement[stage]:
             if other != rank:
@@ -168,7 +168,7 @@ class _Numbers:
                        self._of((Op.NORM, Op.STEP), stage, update, other))
 
     def receives(self, send: Action, rank: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Of everyone who receives ``send``: the receive, and what waits for it."""
+        """Yield for every rank that receives ``send`` the receive, and what waits for it."""
         stage, index, schedule = send.stage, send.microbatch, self._schedule
         if (neighbour := _OTHER_END.get(send.op)) is not None:
             receiving, offset, users = neighbour
@@ -192,14 +192,14 @@ _OTHER_END: dict[Op, tuple[Op, int, tuple[Op, ...]]] = {
 """The receive of a send, its stage seen from the send's, and the operations that wait for it."""
 
 _LOWERED = SENDS | {Op.REDUCE}
-"""What no compute-only schedule has."""
+"""Operations that no compute-only schedule has."""
 
 _OF_UPDATES = frozenset({Op.NORM, Op.REDUCE})
-"""What is published or summed."""
+"""Operations that publish or sum."""
 
 
 def _with_sends(schedule: Schedule) -> Schedule:
-    """Lowered, for the sends in it; where its receives stand makes no difference here."""
+    """Lower a schedule for its sends; where its receives stand makes no difference here."""
     def compute(rank: int) -> Iterator[Action]:
         return iter(schedule.programs[rank])
 
@@ -209,7 +209,7 @@ def _with_sends(schedule: Schedule) -> Schedule:
 
 
 def _ticks(schedule: Schedule, costs: Costs, unit: int) -> Iterator[Number | None]:
-    """What each action takes, rank after rank; None when it is passed at once."""
+    """Yield the ticks of each action, rank after rank; None when it takes no time of its rank."""
     times: dict[tuple[Op, int], Number] = {}
     alone: dict[tuple[Op, int], Number] = {}  # of backwards that recompute by themselves
     for stage, cost in enumerate(costs.stages):
@@ -229,7 +229,7 @@ def _ticks(schedule: Schedule, costs: Costs, unit: int) -> Iterator[Number | Non
 
 
 def _ticks_per_second(costs: Costs, widths: Sequence[int]) -> int:
-    """The fewest that make every time a whole number of ticks; 1 with a ``float`` among them."""
+    """Return the fewest that make every time a whole number of ticks; 1 with a ``float`` among them."""
     times: set[Number] = set()
     for cost, width in set(zip(costs.stages, widths, strict=True)):
         times |= {cost.forward_s, cost.input_s, cost.weight_s, cost.recompute_s, cost.step_s}
@@ -241,5 +241,5 @@ def _ticks_per_second(costs: Costs, widths: Sequence[int]) -> int:
 
 
 def _whole(ticks: Number) -> Number:
-    """As an ``int`` where it is a whole number, unless it is a ``float``."""
+    """Return an ``int`` for a whole number, unless it is a ``float``."""
     return ratio(ticks, 1)

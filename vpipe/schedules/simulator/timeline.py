@@ -1,4 +1,4 @@
-"""When a schedule does what, and what it holds meanwhile."""
+"""The timeline of a simulated schedule: its events and transfers, idle times and memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vpipe.schedules.peaks import stage_loads
 from vpipe.schedules.schedule import Schedule, stages_of_rank
 
 TIMED = frozenset({Op.FORWARD, Op.BACKWARD, Op.INPUT, Op.WEIGHT, Op.RECOMPUTE, Op.STEP})
-"""Operations that keep a rank busy; the others only hand something over."""
+"""Operations that keep a rank busy; the others take no time of it."""
 
 Curve = tuple[tuple[Number, Number], ...]
 """(time in seconds, bytes held from then on), in order; of several points at one time the last holds."""
@@ -30,7 +30,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A send, or a replica's part in a sum, on its way from rank to rank; ``start_s`` is when its link takes it."""
+    """A send, or a replica's part in a sum, from rank to rank; it takes its link from ``start_s`` on."""
 
     action: Action
     source: int
@@ -45,7 +45,7 @@ class Timeline:
 
     Attributes:
         schedule: what was simulated, with its sends.
-        costs: at which costs.
+        costs: its costs.
         events: per rank, in order.
         transfers: between ranks, by their end.
     """
@@ -57,12 +57,13 @@ class Timeline:
 
     @cached_property
     def makespan_s(self) -> Number:
-        """When the last action has ended and the last transfer has arrived."""
-        return max(max(last for _, last in self.spans_s), max((way.end_s for way in self.transfers), default=0))
+        """The time at which the last action has ended and the last transfer has arrived."""
+        arrivals = (transfer.end_s for transfer in self.transfers)
+        return max(max(last for _, last in self.spans_s), max(arrivals, default=0))
 
     @cached_property
     def spans_s(self) -> tuple[tuple[Number, Number], ...]:
-        """Per rank, when it first starts and last ends something that keeps it busy."""
+        """Per rank, the first start and the last end of something that keeps it busy."""
         spans = [(events[0].start_s, max(event.end_s for event in events)) for events in self.events]
         for transfer in self._blocking:
             for rank in (transfer.source, transfer.target):
@@ -86,14 +87,14 @@ class Timeline:
 
     @property
     def idle_s(self) -> tuple[Number, ...]:
-        """Per rank, how long it waits between its first start and its last end."""
+        """Per rank, the time that it waits between its first start and its last end."""
         return tuple(last - first - busy for (first, last), busy in zip(self.spans_s, self.busy_s, strict=True))
 
     @property
     def bubble_s(self) -> Number:
-        """The longest that a rank takes from first start to last end, less the work of the rank that has most.
+        """The longest time of a rank from first start to last end, less the work of the rank that has most.
 
-        So unequal stages alone make no bubble: the slowest could not be faster.
+        So unequal stages alone make no bubble: the slowest rank could not be faster.
         """
         return max(last - first for first, last in self.spans_s) - max(self.work_s)
 
@@ -152,7 +153,7 @@ class Timeline:
                 yield now, held
 
     def _version_changes(self, rank: int) -> dict[int, Number]:
-        """By position in the program, the bytes of weight versions that come or, below 0, go."""
+        """Return, by position in the program, the bytes of weight versions that are added or, below 0, freed."""
         changes: dict[int, Number] = {}
         for stage in stages_of_rank(self.schedule.placement, rank):
             if size := self.costs.stages[stage].version_bytes:
@@ -164,5 +165,5 @@ class Timeline:
 
 
 def recomputations(program: Sequence[Action]) -> set[tuple[int, int]]:
-    """(stage, microbatch) of what ``program`` recomputes ahead of the backward."""
+    """Return (stage, microbatch) of everything that ``program`` recomputes before the backward."""
     return {(action.stage, action.microbatch) for action in program if action.op is Op.RECOMPUTE}
