@@ -19,7 +19,8 @@ from vpipe.schedules.lower import lower
 from vpipe.schedules.peaks import rank_peaks
 from vpipe.schedules.registry import recipe_named
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.simulator.simulate import Timeline, simulate
+from vpipe.schedules.simulator.simulate import simulate
+from vpipe.schedules.simulator.timeline import Timeline
 from vpipe.schedules.size import Placement, Size, default_placement
 
 MEASURED = (Fraction("18.5"), Fraction("18.1"), Fraction("9.3"))

@@ -1,4 +1,4 @@
-"""A plan: how a model is cut and run. A file of VPipe's (``{"partition": ..., "recompute_ratio": ...}``) is one."""
+"""A plan: how a model is cut and run, with its prediction. VPipe's files (``{"partition": ..., ...}``) are plans."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ from typing import Any
 from vpipe.arguments import check_path, shown
 from vpipe.errors import Problem, UserError, counted, nearest
 from vpipe.files import count_of, number_of, read_json
-from vpipe.plan.recompute import MOST_LAYERS, ranges, recomputed_layers, strangers
+from vpipe.plan.recompute import MOST_LAYERS, layers_outside, ranges, recomputed_layers
 from vpipe.plan.stage_costs import StageMemory
 from vpipe.schedules.size import MOST_MICROBATCHES
 
 
 @dataclass(frozen=True)
 class StagePrediction:
-    """One stage of a plan. Where ranks share cores, times are those of a rank with a core to itself, but for idle_s.
+    """The prediction for one stage.
+
+    Where ranks share cores, all times but idle_s are those of a rank with a core to itself.
 
     Attributes:
         first_layer: its number in the model.
         layers: how many.
-        ranks: that hold it.
+        ranks: of its replicas.
         forward_s: of one microbatch.
         backward_s: of one microbatch, both halves, recomputation not counted.
         recompute_s: of one microbatch; 0 where nothing is recomputed.
         step_s: one optimizer step.
-        communication_s: that its transfers take of one of its ranks per step, sums over replicas included.
-        idle_s: that one of its ranks has nothing to do per step.
-        memory: of each of its ranks, when that holds most.
+        communication_s: of the transfers of one of its ranks per step, sums over replicas included.
+        idle_s: of one of its ranks per step.
+        memory: of each of its ranks, at the peak.
     """
 
     first_layer: int
@@ -50,11 +52,11 @@ class StagePrediction:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a plan is expected to take.
+    """The predicted time and memory of a plan.
 
     Attributes:
-        step_s: of one step of training. Without a flush that is, in the steady state, the fewest updates that are
-            whole on every stage.
+        step_s: of one step of training. Without a flush a step is, in the steady state, the fewest updates that are
+            complete on every stage.
         samples_per_step: in it.
         bubble: see :func:`~vpipe.metric_formulas.bubble`.
         stages: in order.
@@ -67,21 +69,21 @@ class Prediction:
 
     @property
     def seconds_per_sample(self) -> float:
-        """What plans are compared by."""
+        """The figure by which plans are compared."""
         return self.step_s / self.samples_per_step
 
     @property
     def bottleneck(self) -> int:
-        """The stage that holds the others up: on the ranks with the least idle time, the one with the most work."""
+        """The slowest stage: on the ranks with the least idle time, the one with the most work."""
         return min(range(len(self.stages)), key=lambda stage: (self.stages[stage].idle_s, -_work_s(self.stages[stage])))
 
     def as_json(self) -> dict[str, Any]:
-        """As values that JSON has."""
+        """Return JSON values."""
         return asdict(self)
 
     @classmethod
     def of_json(cls, content: Mapping[str, Any]) -> Prediction:
-        """What :meth:`as_json` gave, perhaps through a file.
+        """Read what :meth:`as_json` returned.
 
         Raises:
             KeyError, TypeError, ValueError, AttributeError: it is something else.
@@ -101,7 +103,7 @@ class Prediction:
 
 
 def _finite(value: Any) -> float:
-    """Return a time: a difference of two may be below 0, by a rounding."""
+    """Return a time; a difference of two may be below 0 by a rounding."""
     return -number_of(-value) if type(value) in (int, float) and value < 0 else number_of(value)
 
 
@@ -111,21 +113,21 @@ def _work_s(stage: StagePrediction) -> float:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where to cut, what to recompute, where the stages live, in which order they work.
+    """A partition with recomputation, placement and schedule.
 
     Attributes:
         partition: layers per stage.
-        recompute_ratio: per stage, share of its layers, counted from its end, that are recomputed. Beside
-            ``recompute_layers``, and filled in from it when empty, ``int(ratio * layers)`` is how many they are.
+        recompute_ratio: per stage, share of its layers, counted from its end, that are recomputed. With
+            ``recompute_layers``, from which it is filled in when empty, ``int(ratio * layers)`` is their number.
         stage_to_rank_map: ranks per stage; stage s on rank s when empty.
         schedule: name of the schedule; the caller's choice when None.
-        recompute_layers: per stage the numbers, in the model, of the layers that are recomputed; where empty, the
-            ratios say them.
+        recompute_layers: per stage the numbers, in the model, of the layers that are recomputed; the ratios count
+            where it is empty.
         microbatches: parts of a batch; the caller's choice when None.
         update_every: of a schedule without a flush, microbatches per update and replica; the caller's choice when None.
-        predictions: what it is expected to take.
+        predictions: of time and memory.
         profile: the digest of the profile that it was made from (:class:`~vpipe.plan.profile.Identity`).
-        profiled: what that profile is of, by the names of an Identity.
+        profiled: the fields of that Identity.
     """
 
     partition: tuple[int, ...]
@@ -157,20 +159,20 @@ class Plan:
 
     @property
     def recomputed(self) -> tuple[frozenset[int], ...]:
-        """Per stage the layers that are recomputed, whichever way it is said."""
+        """Per stage the layers that are recomputed, from their numbers or from the ratios."""
         return recomputed_layers(self.recompute_layers or self.recompute_ratio or 0.0, self.partition)
 
     @property
     def ranks(self) -> int:
-        """How many ranks its stages live on."""
+        """The number of ranks of all stages."""
         return len({rank for own in self.stage_to_rank_map for rank in own}) or len(self.partition)
 
     def check_fits(self, layers: int, ranks: int | None = None, where: str | None = None) -> None:
-        """Refuse to be used for another model, or for other ranks.
+        """Refuse to be used for another model, or for another number of ranks.
 
         Args:
             layers: of the model.
-            ranks: that there are, where somebody else decides it.
+            ranks: how many there are, where that is fixed.
             where: the plan was read.
         """
         problems = []
@@ -195,10 +197,10 @@ class Plan:
 
     @classmethod
     def of_json(cls, content: Any, where: str | None = None) -> Plan:
-        """The plan in JSON that was read.
+        """Make a plan of JSON values.
 
         Args:
-            where: it came from, for messages.
+            where: they were read, for messages.
 
         Raises:
             UserError: a value is of the wrong kind; all problems at once.
@@ -216,7 +218,7 @@ class Plan:
                    content.get("profiled"))
 
     def as_json(self) -> dict[str, Any]:
-        """As values that JSON has, under the names that VPipe gave them; what is not said is left out."""
+        """Return JSON values under VPipe's names, without what is None or empty."""
         content: dict[str, Any] = {"partition": list(self.partition), "recompute_ratio": list(self.recompute_ratio)}
         if any(self.recompute_layers):
             content["recompute_layers"] = [list(own) for own in self.recompute_layers]
@@ -246,7 +248,7 @@ class Plan:
 
 
 def _as_lists(value: Any) -> Any:
-    """A value as JSON would give it."""
+    """Return a value as JSON would give it."""
     return [_as_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
@@ -255,7 +257,7 @@ def _as_tuples(value: Any) -> Any:
 
 
 def ratio_of(recomputed: int, layers: int) -> float:
-    """A share, of few digits, that means as many layers: ``int(share * layers) == recomputed``."""
+    """Return a share of few digits that means so many layers: ``int(share * layers) == recomputed``."""
     for digits in count(2):
         scale = int(10**digits)
         up = -(-recomputed * scale // layers)
@@ -328,7 +330,7 @@ def _recompute_problems(content: Mapping[str, Any], partition: list[int], where:
                                 "give one list per stage, [] where nothing is recomputed", where))
     elif layers:
         for stage, (own, here) in enumerate(zip(layers, ranges(partition), strict=True)):
-            problems += strangers(own, stage, here, where)
+            problems += layers_outside(own, stage, here, where)
         if well and len(ratios) == stages:
             problems += [Problem(f"recompute_ratio {ratio} of stage {stage} means {int(ratio * size)} of its {size} "
                                  f"layers, but recompute_layers names {len(set(own))}",

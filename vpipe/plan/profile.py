@@ -1,4 +1,4 @@
-"""A profile: what the layers of a model cost on a device, at one size of microbatch, as they were measured.
+"""A profile: the measured costs of a model's layers on a device, at one microbatch size.
 
 Seconds are medians, each with its spread. Bytes are exact: counted, not estimated.
 """
@@ -52,7 +52,7 @@ class TensorBytes:
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """What one microbatch costs in one layer.
+    """The costs of one microbatch in one layer.
 
     Attributes:
         name: of the layer.
@@ -100,7 +100,7 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class LinkProfile:
-    """A measured way from rank to rank, one direction: seconds before the first byte arrives, then bytes per second."""
+    """A measured link in one direction: seconds before the first byte arrives, then bytes per second."""
 
     latency_s: float
     bytes_per_s: float
@@ -109,7 +109,7 @@ class LinkProfile:
 
 @dataclass(frozen=True)
 class Identity:
-    """What a profile is of; another of any of these needs another profile.
+    """The model, device and settings of a profile. If any of these differs, another profile is needed.
 
     Attributes:
         model: a digest of the layers: names, classes, shapes of parameters and tensors.
@@ -152,18 +152,18 @@ class Identity:
 
     @property
     def pure(self) -> bool:
-        """Whether the layers' weights are rounded, so that there are master weights beside them."""
+        """The layers' weights are rounded, so that there are master weights beside them."""
         return self.precision == "bf16_pure"
 
     @property
     def digest(self) -> str:
-        """Twelve characters that stand for all of it."""
+        """Twelve characters that identify all fields."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True)
 class Profile:
-    """See the top of the page.
+    """The measured costs of a model, see the top of the file.
 
     Attributes:
         identity: what was measured, on what.
@@ -200,7 +200,7 @@ class Profile:
     took_s: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """What :meth:`of_json` reads."""
+        """Return JSON values, which :meth:`of_json` reads."""
         content = asdict(self)
         content["links"] = [[source, target, asdict(link)] for (source, target), link in self.links.items()]
         for layer in content["layers"]:
@@ -209,10 +209,10 @@ class Profile:
 
     @classmethod
     def of_json(cls, content: Any, where: str | None = None) -> Profile:
-        """The inverse of :meth:`as_json`.
+        """Read the values of :meth:`as_json`.
 
         Args:
-            where: the file that it comes from, for messages.
+            where: they were read, for messages.
 
         Raises:
             UserError: it is no profile.
@@ -227,7 +227,7 @@ class Profile:
                             hint=_MAKE) from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON, at once or not at all."""
+        """Write the profile as JSON, atomically."""
         partial = Path(f"{os.fspath(path)}.{os.getpid()}.tmp")
         partial.write_text(json.dumps(self.as_json(), indent=1) + "\n")
         partial.replace(path)

@@ -1,4 +1,4 @@
-"""Which layers are recomputed, from the ways in which it is written: a share of a stage's layers, or their numbers."""
+"""Read which layers are recomputed: a share of a stage's layers, or their numbers."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from vpipe.arguments import as_number, shown
 from vpipe.errors import Problem, UserError, counted
 
 MOST_LAYERS = 100_000
-"""Of a model, in a partition: sets of layers are made from it."""
+"""The most layers of a model, in a partition, from which sets of layers are made."""
 
 Recompute = float | Sequence[float | Sequence[int]]
 """One share for all stages, or per stage a share or the numbers, in the model, of the layers to recompute.
 
-A share counts from the stage's end: it means the last ``int(share * layers)``.
+A share counts from the stage's end: the last ``int(share * layers)``.
 """
 
 
 def recomputed_layers(recompute: Recompute, partition: Sequence[int]) -> tuple[frozenset[int], ...]:
-    """Per stage the numbers, in the model, of the layers that are recomputed.
+    """Return per stage the numbers, in the model, of the layers that are recomputed.
 
     Raises:
         UserError: there are not as many entries as stages, a share is outside 0..1, a layer is not of its stage.
@@ -39,7 +39,7 @@ def recomputed_layers(recompute: Recompute, partition: Sequence[int]) -> tuple[f
     layers: list[frozenset[int]] = []
     for stage, (entry, here) in enumerate(zip(entries, ranges(partition), strict=True)):
         if isinstance(entry, Collection) and all(type(i) is int for i in entry):
-            problems += strangers(entry, stage, here)
+            problems += layers_outside(entry, stage, here)
             layers.append(frozenset(entry))
         elif (share := as_number(entry)) is None:
             problems.append(Problem(f"{shown(entry)} of stage {stage} is neither a share nor a list of layers",
@@ -56,12 +56,12 @@ def recomputed_layers(recompute: Recompute, partition: Sequence[int]) -> tuple[f
 
 
 def ranges(partition: Sequence[int]) -> list[range]:
-    """The layers of each stage."""
+    """Return the layers of each stage."""
     return [range(end - size, end) for end, size in zip(accumulate(partition), partition, strict=True)]
 
 
-def strangers(layers: Iterable[int], stage: int, here: range, where: str | None = None) -> Iterator[Problem]:
-    """Layers said to be recomputed in a stage that has others."""
+def layers_outside(layers: Iterable[int], stage: int, here: range, where: str | None = None) -> Iterator[Problem]:
+    """Yield a problem for each layer to recompute that is not in its stage."""
     for layer in sorted(set(layers)):
         if layer not in here:
             yield Problem(f"layer {layer} is to be recomputed in stage {stage}, which has the layers {here.start} to "

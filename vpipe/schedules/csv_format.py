@@ -31,9 +31,6 @@ LARGEST_BYTES = 8 << 20
 
 LONGEST_CELL = 128
 
-COMPUTE_ONLY = COMPUTE | {Op.STEP, Op.USE}
-"""What a generator yields; :func:`~vpipe.schedules.lower.lower` adds the rest."""
-
 TORCH = PER_MICROBATCH - {Op.RECOMPUTE}
 """The operations that PyTorch has, too."""
 
@@ -108,12 +105,6 @@ def write_csv(schedule: Schedule, *, for_torch: bool = False) -> str:
     csv.writer(text, lineterminator="\n").writerows(
         [action for action in program if not for_torch or action.op in TORCH] for program in schedule.programs)
     return text.getvalue()
-
-
-def compute_only(schedule: Schedule) -> Schedule:
-    """The schedule without its transfers and exchanges: what :func:`~vpipe.schedules.lower.lower` takes."""
-    return schedule.with_programs([[action for action in program if action.op in COMPUTE_ONLY]
-                                   for program in schedule.programs])
 
 
 def _lines(path: Path) -> list[tuple[int, list[str]]]:

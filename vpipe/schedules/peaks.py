@@ -13,7 +13,7 @@ from vpipe.schedules.schedule import Schedule, stages_of_rank
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
-    """What a rank holds behind the action at ``position``.
+    """The contents of a rank behind the action at ``position``.
 
     Attributes:
         position: in its program.
@@ -28,7 +28,7 @@ class RankLoad:
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """What a stage holds behind the action at ``position``.
+    """The contents of a stage behind the action at ``position``.
 
     Attributes:
         position: in the program of its rank.
@@ -122,7 +122,7 @@ def stage_peaks(schedule: Schedule) -> tuple[StagePeaks, ...]:
 
 @dataclass(slots=True)
 class StageContents:
-    """What a stage holds at one moment.
+    """The contents of a stage at one moment.
 
     Attributes:
         in_flight: microbatches between forward and backward.

@@ -24,20 +24,20 @@ def placement(deps: Dependencies) -> None:
     """
     schedule = deps.schedule
     ranks = len(schedule.programs)
-    for stage, held_by in enumerate(schedule.placement):
-        if not held_by or len(set(held_by)) < len(held_by):
-            raise rule_error(schedule, f"stage {stage} lives on {counted(len(held_by), 'rank')} {held_by}",
+    for stage, group in enumerate(schedule.placement):
+        if not group or len(set(group)) < len(group):
+            raise rule_error(schedule, f"stage {stage} lives on {counted(len(group), 'rank')} {group}",
                              "give every stage at least one rank, and none twice")
-        for rank in held_by:
+        for rank in group:
             if not 0 <= rank < ranks:
                 raise rule_error(schedule, f"stage {stage} lives on rank {rank}, but there are programs for "
                                  f"{counted(ranks, 'rank')}",
                                  "add the program of that rank, or place the stage on another", (max(rank, 0), 0))
         for other, theirs in enumerate(schedule.placement[:stage]):
-            if set(theirs) & set(held_by) and theirs != held_by:
-                raise rule_error(schedule, f"stage {stage} lives on ranks {held_by}, stage {other} on {theirs}",
+            if set(theirs) & set(group) and theirs != group:
+                raise rule_error(schedule, f"stage {stage} lives on ranks {group}, stage {other} on {theirs}",
                                  "let stages share all of their ranks, in the same order, or none")
-    for rank in set(range(ranks)) - {rank for held_by in schedule.placement for rank in held_by}:
+    for rank in set(range(ranks)) - {rank for group in schedule.placement for rank in group}:
         raise rule_error(schedule, f"rank {rank} has a program but no stage", "start fewer ranks, or place a stage on "
                          "it", (rank, 0))
     for owner, borrowers in schedule.ties.items():

@@ -35,7 +35,7 @@ Floats = NDArray[np.float64]
 
 
 class StageDemand(NamedTuple):
-    """What a stage must hold at most, and which conditions it must keep.
+    """The most that a stage must hold, and the conditions that it must keep.
 
     Attributes:
         in_flight: microbatches between forward and backward.

@@ -24,7 +24,7 @@ def _peak(rank: int, size: Size) -> int:
 
 @register_schedule("auto", flush=True, any_chunks=True, peak_activations=_peak, search=search)
 def auto(rank: int, ranks: int, microbatches: int, chunks: int = 1) -> Iterator[Action]:
-    """The actions of one rank at equal costs and without a limit on memory, here with one stage per rank; I and W
+    """Yield the actions of one rank at equal costs and without a limit on memory, here with one stage per rank; I and W
     are the input and the weight half of a backward, S is the step.
 
     ::

@@ -22,7 +22,7 @@ def _two_per_rank(size: Size) -> Problem | None:
 @register_schedule("dualpipe_v", flush=True, layout=Layout.ZIGZAG, chunks=2,
                    peak_activations=lambda rank, size: 2 * size.ranks + 1, requires=_two_per_rank, planned=False)
 def dualpipe_v(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    """The actions of one rank of p, which holds stages r and 2p-1-r; here p = 2. Small letters are those of the
+    """Yield the actions of one rank of p, which holds stages r and 2p-1-r; here p = 2. Small letters are those of the
     second. B takes twice as long as F, I and W are its input and its weight half, S is the steps.
 
     ::

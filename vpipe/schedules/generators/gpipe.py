@@ -10,7 +10,7 @@ from vpipe.schedules.registry import register_schedule
 
 @register_schedule("gpipe", flush=True, peak_activations=lambda rank, size: size.microbatches, reversible=True)
 def gpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    """The actions of one rank, one stage per rank; B takes twice as long as F, S is the step.
+    """Yield the actions of one rank, one stage per rank; B takes twice as long as F, S is the step.
 
     ::
 

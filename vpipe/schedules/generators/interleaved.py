@@ -35,8 +35,8 @@ def _whole_rounds(size: Size) -> Problem | None:
 @register_schedule("interleaved", flush=True, layout=Layout.LOOP, chunks=2, any_chunks=True,
                    peak_activations=_peak, requires=_whole_rounds)
 def interleaved(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> Iterator[Action]:
-    """The actions of one rank of p, which holds v stages; here p = 2, v = 2, and small letters are those of the second
-    stage. B takes twice as long as F, S is the steps.
+    """Yield the actions of one rank of p, which holds v stages; here p = 2, v = 2, and small letters are those of the
+    second stage. B takes twice as long as F, S is the steps.
 
     ::
 

@@ -12,8 +12,8 @@ from vpipe.schedules.size import Layout
 @register_schedule("looped_bfs", flush=True, layout=Layout.LOOP, chunks=2, any_chunks=True,
                    peak_activations=lambda rank, size: size.microbatches * size.chunks, planned=False)
 def looped_bfs(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> Iterator[Action]:
-    """The actions of one rank of p, which holds v stages; here p = 2, v = 2, and small letters are those of the second
-    stage. B takes twice as long as F, S is the steps.
+    """Yield the actions of one rank of p, which holds v stages; here p = 2, v = 2, and small letters are those of the
+    second stage. B takes twice as long as F, S is the steps.
 
     ::
 

@@ -11,7 +11,7 @@ from vpipe.schedules.registry import register_schedule
 @register_schedule("1f1b", flush=True,
                    peak_activations=lambda rank, size: min(size.ranks - rank, size.microbatches))
 def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    """The actions of one rank, one stage per rank; B takes twice as long as F, S is the step.
+    """Yield the actions of one rank, one stage per rank; B takes twice as long as F, S is the step.
 
     ::
 

@@ -21,7 +21,7 @@ def _stashed_version(microbatch: int, stage: int, widths: Sequence[int], update_
                    versions=lambda rank, size: 1 - (rank + 1 - size.ranks) // size.update_every,
                    version_of=_stashed_version)
 def pipedream(rank: int, ranks: int, microbatches: int, update_every: int = 1) -> Iterator[Action]:
-    """The actions of one rank, one stage per rank; B takes twice as long as F and ends with the step S,
+    """Yield the actions of one rank, one stage per rank; B takes twice as long as F and ends with the step S,
     which makes the next weight version.
 
     ::

@@ -14,8 +14,8 @@ from vpipe.schedules.registry import register_schedule
                    versions=lambda rank, size: 2, update_every=lambda ranks: ranks,
                    version_of=lambda i, stage, widths, k: max(0, i // widths[stage] // k - 1))
 def two_bw(rank: int, ranks: int, microbatches: int, update_every: int) -> Iterator[Action]:
-    """The actions of one rank, one stage per rank; here p = 2, k = 2. B takes twice as long as F and ends with the step
-    S when it completes an update; a bar stands where forwards change over to the next weight version.
+    """Yield the actions of one rank, one stage per rank; here p = 2, k = 2. B takes twice as long as F and ends with
+    the step S when it completes an update; a bar stands where forwards change over to the next weight version.
 
     ::
 

@@ -16,7 +16,7 @@ def _peak(rank: int, size: Size) -> int:
 
 @register_schedule("v_min", flush=True, layout=Layout.ZIGZAG, chunks=2, peak_activations=_peak, planned=False)
 def v_min(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    """The actions of one rank of p, which holds stages r and 2p-1-r; here p = 2. Small letters are those of the
+    """Yield the actions of one rank of p, which holds stages r and 2p-1-r; here p = 2. Small letters are those of the
     second. I and W are the input and the weight half of a backward, S is the steps.
 
     ::

@@ -26,7 +26,7 @@ def delayed_weights(stage: int, microbatches: int, warmup: int, behind: int) -> 
 @register_schedule("zb_h1", flush=True,
                    peak_activations=lambda rank, size: min(size.ranks - rank, size.microbatches))
 def zb_h1(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    """The actions of one rank, one stage per rank; I and W are the input and the weight half of a backward, S
+    """Yield the actions of one rank, one stage per rank; I and W are the input and the weight half of a backward, S
     is the step.
 
     ::

@@ -12,7 +12,7 @@ from vpipe.schedules.registry import register_schedule
 @register_schedule("zb_h2", flush=True,
                    peak_activations=lambda rank, size: min(2 * (size.ranks - rank) - 1, size.microbatches))
 def zb_h2(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    """The actions of one rank, one stage per rank; I and W are the input and the weight half of a backward, S
+    """Yield the actions of one rank, one stage per rank; I and W are the input and the weight half of a backward, S
     is the step.
 
     ::

@@ -1,6 +1,6 @@
-"""One greedy order: every rank, whenever it is free, does what some rules make of what it could do.
+"""Greedy list scheduling: whenever a rank is free, rules choose among the actions that it could do.
 
-An event-driven list scheduling over F, I and W. Searching is running this under many rules and taking the best
+The scheduling is event-driven, over F, I and W. The search runs it under many rules and takes the best
 (:mod:`vpipe.schedules.search.search`).
 """
 
@@ -21,14 +21,14 @@ Turn = tuple[Op, int]
 """An operation of a stage; its microbatch is the stage's next, since every stage takes them in order."""
 
 HAIR = 1e-9
-"""How much later counts as the same time, as a share of the longest action."""
+"""A difference that counts as the same time, as a share of the longest action."""
 
 ROUNDING = 1e-12
-"""How much above a memory limit is still rounding, as a share of it: less than a byte, whatever the limit."""
+"""An excess over a memory limit that counts as rounding, as a share of it: less than a byte, whatever the limit."""
 
 
 class Priority(Enum):
-    """What goes first where a forward and a backward are both possible."""
+    """The operation that goes first where a forward and a backward are both possible."""
 
     BACKWARD = "backward"
     FORWARD = "forward"
@@ -37,15 +37,15 @@ class Priority(Enum):
 
 @dataclass(frozen=True)
 class GreedyRules:
-    """How a rank chooses.
+    """The rules by which a rank chooses.
 
     Attributes:
         in_flight: per rank, microbatch-stages that may be between their forward and the passing of their gradient.
         held: per rank, those and the ones that wait for their weight half, together.
         first: forward or backward.
-        deep: whether of several forwards that of the latest stage goes first, or that of the earliest.
+        deep: of several forwards that of the latest stage goes first, not that of the earliest.
         patience: a weight half starts in a gap that is known to be shorter by at most this share of it.
-        split: whether backwards are split into halves.
+        split: backwards are split into halves.
         turns: per rank, the order of forwards and backwards, where only the weight halves are free.
     """
 
@@ -60,11 +60,11 @@ class GreedyRules:
 
 @dataclass(frozen=True)
 class GreedyOrder:
-    """An order and what it takes, links free of contention.
+    """An order with its times, on links without contention.
 
     Attributes:
         programs: actions per rank.
-        span_s: the longest that a rank takes from its first start to its last end.
+        span_s: the longest time of a rank from its first start to its last end.
         makespan_s: the last end of all.
     """
 
@@ -74,7 +74,7 @@ class GreedyOrder:
 
 
 class Workload:
-    """What there is to do, as plain lists of ``float``.
+    """The work to order, as plain lists of ``float``.
 
     Args:
         placement: the rank of every stage.
@@ -84,7 +84,7 @@ class Workload:
     """
 
     def __init__(self, placement: Placement, microbatches: int, costs: Costs, limits: Sequence[float]) -> None:
-        self.rank_of, self.microbatches = [held_by[0] for held_by in placement], microbatches
+        self.rank_of, self.microbatches = [group[0] for group in placement], microbatches
         self.ranks = max(self.rank_of) + 1
         self.stages_of = [[stage for stage, rank in enumerate(self.rank_of) if rank == wanted]
                           for wanted in range(self.ranks)]
@@ -111,12 +111,12 @@ class Workload:
 
         self.down_s = [transfer(s, s + 1, stages[s].output_bytes) if s < last else 0.0 for s in range(last + 1)]
         self.up_s = [transfer(s, s - 1, stages[s].gradient_bytes) if s else 0.0 for s in range(last + 1)]
-        # What a forward leaves free; without that the later stages of its rank could wait for ever.
+        # A forward leaves room for the later stages of its rank; without it these could wait for ever.
         self.later = [sum(other > stage for other in self.stages_of[rank]) for stage, rank in enumerate(self.rank_of)]
         self.reserve = [self._room(self.stages_of[rank], stage) for stage, rank in enumerate(self.rank_of)]
 
     def _room(self, stages: Sequence[int], held: int = -1) -> float:
-        """Bytes that one microbatch needs on ``stages`` of a rank behind stage ``held``, backwards not split."""
+        """Return the bytes that one microbatch needs on ``stages`` of a rank behind stage ``held``, not split."""
         room = needed = 0.0
         for stage in stages:
             if stage >= held:
@@ -125,9 +125,9 @@ class Workload:
         return needed
 
     def goal(self) -> tuple[float, float]:
-        """Span and makespan (see :class:`GreedyOrder`) that no order can beat.
+        """Return a span and a makespan (see :class:`GreedyOrder`) that no order can beat.
 
-        Until a gradient is back a rank has nothing to do but forwards, and of these only as many as it can hold.
+        Until a gradient is back a rank can do forwards only, and only as many as it can hold.
         """
         spans = [self.work_s[rank] + max(0.0, self._lead_s(stages) - self._forwards_s(rank))
                  for rank, stages in enumerate(self.stages_of)]
@@ -135,13 +135,13 @@ class Workload:
         return max(spans), max(start + span for start, span in zip(starts, spans, strict=True))
 
     def _lead_s(self, stages: Sequence[int]) -> float:
-        """From the start of a microbatch on a rank until a gradient of it can be back there."""
+        """Return the time from the start of a microbatch on a rank until its gradient can be back there."""
         first, last = stages[0], stages[-1]
         return (sum(self.forward_s[first:]) + sum(self.down_s[first:])
                 + sum(self.input_s[last + 1:]) + sum(self.up_s[last + 1:]))
 
     def _forwards_s(self, rank: int) -> float:
-        """The time of all forwards, or of the most for which ``rank`` has memory."""
+        """Return the time of all forwards, or of the most for which ``rank`` has memory."""
         stages = self.stages_of[rank]
         every = self.microbatches * sum(self.forward_s[stage] for stage in stages)
         smallest = min(self.forward_bytes[stage] for stage in stages)
@@ -150,21 +150,21 @@ class Workload:
         return min(every, self.limits[rank] // smallest * max(self.forward_s[stage] for stage in stages))
 
     def least_bytes(self, rank: int) -> float:
-        """The smallest limit that ``rank`` can keep: one microbatch in flight, no backward split."""
+        """Return the smallest limit that ``rank`` can keep: one microbatch in flight, no backward split."""
         return self._room(self.stages_of[rank]) + self.versions_bytes[rank]
 
 
 def greedy(work: Workload, rules: GreedyRules) -> GreedyOrder | None:
-    """The order that ``rules`` make of ``work``; None when it gets stuck."""
-    return _Run(work, rules).found()
+    """Return the order that ``rules`` make of ``work``; None when it gets stuck."""
+    return _GreedyRun(work, rules).order()
 
 
-class _Run:
+class _GreedyRun:
     def __init__(self, work: Workload, rules: GreedyRules) -> None:
         self._work, self._rules = work, rules
         stages, ranks = len(work.rank_of), work.ranks
         self._last = stages - 1
-        # When the input of each next forward and the gradient of each next backward arrive, as far as that is known.
+        # Known arrival times of the inputs of the next forwards and the gradients of the next backwards.
         self._inputs: list[list[float]] = [[] for _ in range(stages)]
         self._inputs[0] = [0.0] * work.microbatches
         self._gradients: list[list[float]] = [[] for _ in range(stages)]
@@ -176,9 +176,9 @@ class _Run:
         self._turns = [0] * ranks
         self._starts, self._free = [math.inf] * ranks, [0.0] * ranks
         self._hair = HAIR * max(1e-30, *work.forward_s, *work.input_s, *work.weight_s)
-        self._events = [(0.0, rank) for rank in range(ranks)]  # a heap: when a rank may have something to do
+        self._events = [(0.0, rank) for rank in range(ranks)]  # a heap of times to look at a rank
 
-    def found(self) -> GreedyOrder | None:
+    def order(self) -> GreedyOrder | None:
         while self._events:
             now, rank = heappop(self._events)
             if self._free[rank] <= now + self._hair and (turn := self._choice(rank, now)) is not None:
@@ -191,7 +191,7 @@ class _Run:
         return GreedyOrder(programs, max(end - start for start, end in zip(self._starts, ends, strict=True)), max(ends))
 
     def _choice(self, rank: int, now: float) -> Turn | None:
-        """What ``rank`` does now; None when it waits."""
+        """Return what ``rank`` does now; None when it waits."""
         forward, backward, soonest, blocked = self._possible(rank, now)
         halves = self._halves[rank]
         first = self._rules.first
@@ -211,7 +211,7 @@ class _Run:
         return None
 
     def _possible(self, rank: int, now: float) -> tuple[int | None, int | None, float, bool]:
-        """A stage for a forward, one for a backward, the next arrival, and whether memory alone forbids something."""
+        """Return a stage for a forward, one for a backward, the next arrival, and whether only memory forbids one."""
         work, rules, by = self._work, self._rules, now + self._hair
         forward = backward = None
         soonest, blocked = math.inf, False
@@ -226,7 +226,7 @@ class _Run:
             if Op.FORWARD in ops and self._forwards[stage] < len(self._inputs[stage]):
                 arrival = self._inputs[stage][self._forwards[stage]]
                 more, reserve = 1 + work.later[stage], work.reserve[stage]
-                if rules.turns is not None:  # who keeps to an order knows what comes behind
+                if rules.turns is not None:  # a fixed order is known to leave room
                     more, reserve = 1, 0.0
                 if self._flying[rank] + more > rules.in_flight[rank]:
                     pass
@@ -298,7 +298,7 @@ class _Run:
 
 
 def _fused(order: Sequence[Action]) -> Iterator[Action]:
-    """Both halves of a backward of stage 0 as one, where they follow each other: nobody waits for the first."""
+    """Fuse both halves of a backward of stage 0 where they follow each other: nobody waits for the first."""
     before: Action | None = None
     for action in order:
         if before is not None:

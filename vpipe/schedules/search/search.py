@@ -1,8 +1,9 @@
-"""The best order that can be found for given costs and a limit on memory.
+"""Search the best order for given costs and a limit on memory.
 
-Greedy list scheduling of the zero-bubble kind (Qi et al., arXiv:2401.10241, section 3.1; Controllable Memory,
-arXiv:2405.15362) under many rules, then a climb from the best of them; and every hand-made schedule competes, as it
-is and with its weight halves moved to where its ranks wait. So the result is at least as good as any that fits.
+The search runs greedy list scheduling of the zero-bubble kind (Qi et al., arXiv:2401.10241, section 3.1; Controllable
+Memory, arXiv:2405.15362) under many rules, then climbs from the best of them. Every registered schedule of fixed order
+competes, as it is and with its weight halves moved to where its ranks wait. So the result is at least as good as any
+of them that fits.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ _FINALISTS = 4
 """Greedy orders that are simulated; the greedy's own times leave out that transfers queue on a link."""
 
 _SLOPES = (0.25, 0.4, 0.5, 0.65, 0.8, 1.0, 1.25, 1.6, math.inf)
-"""Forwards ahead of a rank's first backward, as a share of those for which it has time: ZB-H1 has half, ZB-H2 all."""
+"""Forwards before a rank's first backward, as a share of those for which it has time: ZB-H1 has half, ZB-H2 all."""
 
 _LEVELS = (0.5, 0.67, 0.75, 1.0, 1.25, 1.5, 2.0)
 """Microbatches in flight on every rank alike, as a share of the number of ranks: ZB-V has as many as ranks."""
 
 
 def search(placement: Placement, microbatches: int, costs: Costs | None = None, limits: Limits = None) -> Schedule:
-    """The best order over ``placement`` for one batch: the smallest bubble, and of those the shortest.
+    """Return the best order over ``placement`` for one batch: the smallest bubble, and of those the shortest.
 
-    Its bubble is at most that of any hand-made schedule that runs on this placement and keeps the limits.
+    Its bubble is at most that of any schedule of fixed order that runs on this placement and keeps the limits.
 
     Args:
         placement: one rank per stage, any.
-        costs: F, I and W take one unit on every rank and transfers take no time, when not given.
-        limits: what a rank may hold.
+        costs: by default F, I and W take one unit on every rank, and transfers no time.
+        limits: of what a rank holds.
 
     Raises:
         UserError: no order keeps the limits, or the costs or limits are for another placement.
@@ -57,12 +58,12 @@ def search(placement: Placement, microbatches: int, costs: Costs | None = None, 
 
 def search_placements(ranks: int, microbatches: int, chunks: int | None = None,
                       costs: Callable[[Placement], Costs] | None = None, limits: Limits = None) -> Schedule:
-    """The best of the orders for ``chunks`` stages per rank, round in a loop or to and fro; of one or two when None.
+    """Return the best order for ``chunks`` stages per rank, in a loop or a zigzag; for one or two stages when None.
 
     Args:
         costs: by placement, so that each of several stages can take its share of a rank's time and memory.
-        limits: as for :func:`search`; in units of a stage, so that those of halved stages count as much as whole ones,
-            unless ``costs`` says that they are smaller.
+        limits: as for :func:`search`, in units of a stage: halved stages count as much as whole ones, unless ``costs``
+            makes them smaller.
 
     Raises:
         UserError: no order keeps the limits on any of these placements.
@@ -87,10 +88,10 @@ def _score(scored: tuple[Score, Schedule]) -> Score:
 
 
 class _Problem:
-    """What to search: the arguments of :func:`search`, checked."""
+    """The checked arguments of :func:`search`."""
 
     def __init__(self, placement: Placement, microbatches: int, costs: Costs | None, limits: Limits) -> None:
-        ranks = len({rank for held_by in placement for rank in held_by})
+        ranks = len({rank for group in placement for rank in group})
         if not placement or microbatches < 1:
             raise UserError(f"{counted(len(placement), 'stage')} and {counted(microbatches, 'microbatch')}",
                             hint="a pipeline needs at least one of each")
@@ -123,7 +124,7 @@ class _Problem:
         return Workload(self._placement, microbatches, self._costs, [float(limit) for limit in self._limits])
 
     def candidates(self) -> Iterator[tuple[Score, Schedule]]:
-        """What keeps the limits, with its score."""
+        """Yield the orders that keep the limits, with their scores."""
         hand_made = list(self._hand_made())
         scored = [one for schedule in hand_made if (one := self._scored(schedule)) is not None]
         yield from scored
@@ -140,7 +141,7 @@ class _Problem:
             yield last
 
     def _perfect(self, score: Score) -> bool:
-        """Whether no order has a smaller bubble or a smaller makespan."""
+        """Tell whether no order has a smaller bubble or a smaller makespan."""
         return _reaches((float(score[0]) + max(self._whole.work_s), float(score[1])), self._goal)
 
     def _ordered(self, rules: GreedyRules) -> tuple[Score, Schedule] | None:
@@ -148,7 +149,7 @@ class _Problem:
         return None if found is None else self._scored(self._schedule(found.programs))
 
     def _scored(self, schedule: Schedule) -> tuple[Score, Schedule] | None:
-        """None when it does not keep the limits."""
+        """Simulate a schedule; None when it does not keep the limits."""
         try:
             timeline = simulate(schedule, self._costs)
         except CheckError:
@@ -168,7 +169,7 @@ class _Problem:
                     continue  # not on this placement, or not with so many
 
     def _finalists(self, hand_made: Sequence[Schedule]) -> Iterator[GreedyRules]:
-        """The best rules, tried on only the first few of many microbatches."""
+        """Yield the best rules, which are tried on the first few of many microbatches."""
         rules = list(_rules(self._whole))
         few = max(2 * self._whole.ranks, _ACTIONS // (3 * len(self._placement) * len(rules)))
         trial = _Trial(self._whole if few >= self._microbatches else self._work(few))
@@ -181,14 +182,14 @@ class _Problem:
             yield replace(_freely(self._whole), turns=tuple(map(_turns, schedule.programs)))
 
     def _schedule(self, programs: Sequence[Sequence[Action]]) -> Schedule:
-        """These programs as the schedule ``auto``, which promises what it holds."""
+        """Return these programs as the schedule ``auto``, with its peaks as bounds."""
         schedule = Schedule("auto", self._placement, tuple(map(tuple, programs)), self._microbatches,
                             self._microbatches, True, (), (1,) * len(self._placement), {})
         return replace(schedule, peak_activations=tuple(rank.peak_activations for rank in rank_peaks(schedule)))
 
 
 def _turns(program: Iterable[Action]) -> tuple[Turn, ...]:
-    """The order of forwards and backwards."""
+    """Return the order of forwards and backwards."""
     return tuple((Op.FORWARD if action.op is Op.FORWARD else Op.INPUT, action.stage)
                  for action in program if action.op is Op.FORWARD or action.op in RETURNS)
 
@@ -198,26 +199,26 @@ def _freely(work: Workload) -> GreedyRules:
 
 
 def _one_by_one(work: Workload) -> GreedyRules:
-    """One microbatch in flight and no backward split: keeps every limit that can be kept."""
+    """Return rules with one microbatch in flight and no backward split: they keep every limit that can be kept."""
     return replace(_freely(work), in_flight=tuple(float(len(stages)) for stages in work.stages_of), split=False)
 
 
 def _rules(work: Workload) -> Iterator[GreedyRules]:
-    """What is tried first: without those that allow the same, those that hold least ahead."""
+    """Yield the rules that are tried first, those that hold least ahead, each once."""
     for in_flight, held in sorted(set(_allowances(work)), key=lambda one: (sum(one[1]), sum(one[0]), one)):
         for first in Priority:
             yield GreedyRules(in_flight, held, first)
 
 
 def _varied(rules: GreedyRules) -> Iterator[GreedyRules]:
-    """``rules`` with one of the others changed."""
+    """Yield ``rules`` with one of the others changed."""
     yield replace(rules, deep=not rules.deep)
     yield replace(rules, patience=1.0 - rules.patience)
     yield replace(rules, split=not rules.split)
 
 
 def _allowances(work: Workload) -> Iterator[tuple[tuple[float, ...], tuple[float, ...]]]:
-    """Microbatch-stages in flight, and held at all, per rank."""
+    """Yield limits of microbatch-stages in flight, and held in all, per rank."""
     chunks = [len(stages) for stages in work.stages_of]
     most = [count * work.microbatches for count in chunks]
     endless = (math.inf,) * work.ranks
@@ -234,7 +235,7 @@ def _allowances(work: Workload) -> Iterator[tuple[tuple[float, ...], tuple[float
 
 
 def _ahead(work: Workload, stage: int, share: float) -> float:
-    """``share`` of the forwards for which ``stage`` has time until the first gradient comes back to it."""
+    """Return ``share`` of the forwards for which ``stage`` has time until its first gradient comes back."""
     away = (sum(work.forward_s[stage + 1:]) + sum(work.input_s[stage + 1:]) + sum(work.down_s[stage:])
             + sum(work.up_s[stage + 1:]))
     if share == math.inf or not work.forward_s[stage]:
@@ -247,7 +248,7 @@ def _reaches(times: tuple[float, float], goal: tuple[float, float]) -> bool:
 
 
 class _Trial:
-    """Rules and how long what they find takes, until nothing can be better."""
+    """Rules with the times of their orders, until no order can be better."""
 
     def __init__(self, work: Workload) -> None:
         self._work, self._goal = work, work.goal()
@@ -263,12 +264,12 @@ class _Trial:
             self._perfect = _reaches(self._times[one], self._goal)
 
     def best(self) -> list[GreedyRules]:
-        """A few, the best first."""
+        """Return a few rules, the best first."""
         ranked = sorted(self._times, key=self._times.__getitem__)[:_FINALISTS]
         return [one for one in ranked if self._times[one][0] < math.inf]
 
     def climb(self) -> None:
-        """From the best, allow one rank after the other one more or one less in flight, as long as that helps."""
+        """Change the best rules: one more or one less in flight on one rank after the other, as long as that helps."""
         left = _ACTIONS // (3 * len(self._work.rank_of) * self._work.microbatches)
         before: list[GreedyRules] = []
         while (best := self.best()[:1]) != before:

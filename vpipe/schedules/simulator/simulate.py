@@ -19,9 +19,7 @@ from vpipe.schedules.error_grid import rule_error
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.event_loop import EventLoop, SharedCoresLoop
 from vpipe.schedules.simulator.tables import SimulationTables
-from vpipe.schedules.simulator.timeline import Event, Timeline, Transfer
-
-__all__ = ["Event", "Timeline", "Transfer", "simulate"]
+from vpipe.schedules.simulator.timeline import Event, Timeline, TransferEvent
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -55,7 +53,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
                     for number, action in enumerate(program, start=first)
                     if (ticks := tables.ticks[number]) is not None)
               for first, program in zip(tables.firsts, tables.schedule.programs, strict=True)]
-    transfers = [Transfer(message.action, message.source, message.target, seconds(loop.began(number, end)),
+    transfers = [TransferEvent(message.action, message.source, message.target, seconds(loop.began(number, end)),
                           seconds(end)) for number, end in loop.arrivals
                  if (message := tables.messages[number]).source != message.target]
     return Timeline(tables.schedule, costs, tuple(events), tuple(transfers))

@@ -29,7 +29,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class TransferEvent:
     """A send, or a replica's part in a sum, from rank to rank; it takes its link from ``start_s`` on."""
 
     action: Action
@@ -53,7 +53,7 @@ class Timeline:
     schedule: Schedule
     costs: Costs
     events: tuple[tuple[Event, ...], ...]
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[TransferEvent, ...]
 
     @cached_property
     def makespan_s(self) -> Number:
@@ -112,7 +112,7 @@ class Timeline:
         return tuple(max(held for _, held in curve) for curve in self.memory)
 
     @property
-    def _blocking(self) -> tuple[Transfer, ...]:
+    def _blocking(self) -> tuple[TransferEvent, ...]:
         return () if self.costs.overlap else self.transfers
 
     def _held(self, rank: int) -> Iterator[tuple[Number, Number]]:

@@ -17,8 +17,8 @@ from vpipe.schedules.costs import Costs, Link, Number, StageCosts
 from vpipe.schedules.registry import recipe_named
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.event_loop import SharedCores
-from vpipe.schedules.simulator.simulate import Timeline, simulate
-from vpipe.schedules.simulator.timeline import Event
+from vpipe.schedules.simulator.simulate import simulate
+from vpipe.schedules.simulator.timeline import Event, Timeline
 from vpipe.schedules.size import Placement, default_placement
 
 TWO = StageCosts(2, 1, 1)
