@@ -23,7 +23,7 @@ from vpipe.plan.plan import Plan
 from vpipe.plan.recompute import Recompute, recomputed_layers
 from vpipe.runtime.build import Settings
 from vpipe.runtime.engine import Engine
-from vpipe.runtime.executors.registry import EXECUTORS, check_executor, last_first
+from vpipe.runtime.executors.registry import EXECUTORS, check_executor, reverses_backwards
 from vpipe.runtime.microbatches import Batch
 from vpipe.runtime.pipeline_checkpoint import PipelineCheckpoint
 from vpipe.runtime.precision import PRECISIONS, Precision
@@ -156,7 +156,7 @@ class Pipeline:
         if plan is not None and sum(plan.partition) != len(model):
             raise UserError(f"the plan is for a model of {counted(sum(plan.partition), 'layer')}, but this one has "
                             f"{len(model)}", hint="give stages or a partition in its place, or a plan of this model")
-        computed = Precision.of(precision, loss_scale)
+        computed = Precision.parse(precision, loss_scale)
         self.schedule = schedule or DEFAULT_SCHEDULE
         self.microbatches = microbatches = 1 if microbatches is None else microbatches
         if stages is None and partition is None and places is not None:
@@ -165,7 +165,7 @@ class Pipeline:
         specs = split(model, self.partition)
         self.recomputed = recomputed_layers(recompute, self.partition)
         world = join_world(backend, timeout_s, device)
-        compression = Compression.of(compress, compress_rounding, len(self.partition), seed)
+        compression = Compression.parse(compress, compress_rounding, len(self.partition), seed)
         self.executor = check_executor(executor, self.schedule)
         lowered = ScheduleSpec(
             self.schedule, len(self.partition), microbatches, update_every,
@@ -173,7 +173,7 @@ class Pipeline:
             {owner: tuple(borrowers) for owner, borrowers in ties_between(specs).items()},
             [stage for stage, layers in enumerate(self.recomputed) if layers],
             grad_clip is not None or skip_not_finite or computed.scaled,
-            last_first=last_first(self.executor, self.schedule)).prepare()
+            last_first=reverses_backwards(self.executor, self.schedule)).prepare()
         self.placement, self.update_every = lowered.placement, lowered.update_every
         if refused := [Problem(f"{name} {what}", hint) for name, what, hint in computed.refused(
                 compression.codecs if compression is not None else ())]:
@@ -220,7 +220,7 @@ class Pipeline:
         """
         _check_batches(batches)
         if not self._trained:
-            self.engine.all_ranks.check_trained()
+            self.engine.collectives.check_trained()
             self._trained = True
         return self.engine.train(batches)
 

@@ -93,7 +93,7 @@ def one_save(pipe: Pipeline, steps: Iterator[object], name: str, way: Way, numbe
     step_s = median(timed(steps) for _ in range(BEFORE))
     dist.barrier()
     began = time.perf_counter()
-    tensors = pipe.engine.saved()
+    tensors = pipe.engine.checkpoint_state()
     way.save(number, tensors)
     pause_s = time.perf_counter() - began
     after = 0.0 if way.pauses else sum(timed(steps) - step_s for _ in range(AFTER))

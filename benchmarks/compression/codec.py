@@ -10,7 +10,7 @@ from time import thread_time
 import torch
 
 from vpipe.runtime.transport.compression import Compression
-from vpipe.runtime.transport.transport import Key, Spec
+from vpipe.runtime.transport.transport import TensorSpec, TransferKey
 
 SHAPES = ((4, 128, 256), (16, 128, 1024))
 CODECS = (("bf16", "nearest"), ("int8", "nearest"), ("int8", "stochastic"))
@@ -36,9 +36,9 @@ def measure() -> str:
     lines = ["| tensor | codec | bytes | encode GB/s | decode | pays below, GB/s |", "|---|---|---:|---:|---:|---:|"]
     for shape in SHAPES:
         tensor = torch.randn(shape)
-        spec = Spec.of(tensor)
+        spec = TensorSpec.from_tensor(tensor)
         for name, rounding in CODECS:
-            used = Compression((name,), rounding, 0).codec(Key("F", 1, 0))
+            used = Compression((name,), rounding, 0).codec(TransferKey("F", 1, 0))
             assert used is not None
             wire = used.encode(tensor, 0)
             encode, decode = rate(tensor.nbytes, partial(used.encode, tensor, 0), partial(used.decode, wire, spec))

@@ -36,7 +36,7 @@ def gradients(way: Way, weights: Mapping[str, Tensor]) -> list[dict[str, Tensor]
         for stage in worker.stages.values():
             for name, parameter in stage.weights.masters.items():
                 parameter.data.copy_(weights[name])
-    pipe.engine.workers[0].updates.observer = watcher
+    pipe.engine.workers[0].optimizer_steps.observer = watcher
     list(pipe.train(islice(batches(1), UPDATES)))
     return watcher.seen
 

@@ -19,7 +19,7 @@ from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Sec
 from vpipe.plan.stage_costs import stage_memory
 from vpipe.profiling.layer_stage import Bench, Given, gradients_for, read_later
 from vpipe.profiling.memory import Counts, count
-from vpipe.runtime.activations import Kept
+from vpipe.runtime.activations import ActivationCounter
 from vpipe.runtime.precision import Precision
 from vpipe.runtime.stage import Stage
 
@@ -123,10 +123,10 @@ def test_what_waits_for_the_weight_half_is_what_the_runtime_holds(model: Model) 
         outputs, _ = bench.forward(given)
         gradients = gradients_for(outputs, read_later(model, number))
         counts = count(bench, Given(given.inputs, given.fields, gradients), ADAMW)
-        kept = Kept()
+        kept = ActivationCounter()
         copies = Given({n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in given.inputs.items()},
                        {n: t.clone() for n, t in given.fields.items()}, gradients)
-        with kept.watching():
+        with kept.counting():
             record = bench.forward(copies, split=True)[1]
         del copies
         bench.backward_input(record, gradients)
@@ -166,8 +166,8 @@ def really_kept(model: Model, layers: range, dropped: tuple[int, ...], tensors: 
     spec = StageSpec(0, layers, inputs, ("loss",) if last else alive(model, layers.stop),
                      tuple(f for f in model.batch if any(f in model.layers[i].inputs for i in layers)), {})
     stage = Stage(model, spec, seed=0, device=CPU, recomputed=dropped)
-    kept = Kept()
-    with kept.watching():
+    kept = ActivationCounter()
+    with kept.counting():
         outputs, record = stage.forward([tensors[name].detach().clone().requires_grad_(tensors[name].requires_grad)
                                          for name in inputs], {n: batch[n].clone() for n in spec.fields}, (0, 0), {})
     del outputs
@@ -183,7 +183,7 @@ def profile_of(precision: str) -> Profile:
     model = Model([Layer("words", lambda: nn.Embedding(2, WIDE), ("ids",)),
                    Layer("it", lambda: nn.Linear(WIDE, WIDE, bias=False)),
                    Layer("end", nn.Identity, outputs=("loss",))], batch=("ids",))
-    computed = Precision.of(precision)
+    computed = Precision.parse(precision)
     hidden = torch.randn(1, WIDE, dtype=computed.dtype, requires_grad=True)
     counts = count(Bench(model, 1, torch.device("cpu"), 0, computed),
                    Given({"h": hidden}, {}, {"h": torch.ones(1, WIDE, dtype=computed.dtype)}), ADAMW)

@@ -11,12 +11,12 @@ from jobs import pipeline
 from models import rich_batches, rich_model
 from torch.distributed.distributed_c10d import _get_default_store
 
-from vpipe.runtime.transport.distributed import Distributed
-from vpipe.runtime.transport.transport import Key, Spec
+from vpipe.runtime.transport.distributed import DistributedTransport
+from vpipe.runtime.transport.transport import TensorSpec, TransferKey
 from vpipe.schedules.action import Action
 
 _PATIENCE = timedelta(seconds=30)
-_F = Key("F", 1, 0)
+_F = TransferKey("F", 1, 0)
 
 
 def most_behind(*, executor: str, schedule: str) -> int:
@@ -24,7 +24,7 @@ def most_behind(*, executor: str, schedule: str) -> int:
     pipe = pipeline(rich_model(), schedule=schedule, partition=[2, 2, 2, 2], microbatches=4, executor=executor)
     [worker] = pipe.engine.workers.values()
     transport = worker.transport
-    assert isinstance(transport, Distributed)
+    assert isinstance(transport, DistributedTransport)
     most, execute = 0, worker.execute
 
     def counting(action: Action) -> None:
@@ -43,13 +43,13 @@ def most_behind(*, executor: str, schedule: str) -> int:
 def settles(*, announce: bool) -> bool:
     """The first rank sends and settles: whether the second was ready to receive by then."""
     store = _get_default_store()
-    transport = Distributed(torch.device("cpu"), 30.0, 1, lambda rank: f"rank {rank}", 0)
+    transport = DistributedTransport(torch.device("cpu"), 30.0, 1, lambda rank: f"rank {rank}", 0)
     name, tensor = f"settles {announce}", torch.ones(3)
     ready = False
     if dist.get_rank() == 0:
         transport.send(1, _F, [tensor], announce=announce)
         store.set(f"{name} sent", "")
-        transport.settle("F")
+        transport.wait_sent("F")
         ready = store.check([f"{name} ready"])
         store.set(f"{name} settled", "")
     elif dist.get_rank() == 1:
@@ -59,10 +59,10 @@ def settles(*, announce: bool) -> bool:
         else:  # long enough for the other to go on if it does not wait
             if _never(store, f"{name} settled"):
                 store.set(f"{name} ready", "")
-        transport.post(0, _F, None if announce else [Spec.of(tensor)])
+        transport.post(0, _F, None if announce else [TensorSpec.from_tensor(tensor)])
         if announce:
-            transport.learn(0, _F)
-        assert torch.equal(transport.take(0, _F)[0], tensor)
+            transport.receive_specs(0, _F)
+        assert torch.equal(transport.receive(0, _F)[0], tensor)
     transport.finish()
     return ready
 

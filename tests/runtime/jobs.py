@@ -160,7 +160,7 @@ def used() -> list[dict[str, Any]]:
     list(pipe.train(rich_batches(4, 4)))
     return [{"versions": u.versions, "staleness": u.staleness, "peak_activations": u.peak_activations,
              "sent": u.bytes_sent > 0, "positive": min(u.forward_s, u.backward_s, u.step_s) > 0}
-            for u in pipe.engine.all_ranks.usage()]
+            for u in pipe.engine.collectives.usage()]
 
 
 def nothing_to_evaluate() -> str:

@@ -17,8 +17,8 @@ from vpipe.errors import UserError
 from vpipe.profiling.links import measure_links
 from vpipe.profiling.world import World
 from vpipe.runtime import engine
-from vpipe.runtime.interpreter import Programs
-from vpipe.runtime.p2p import Neighbours
+from vpipe.runtime.interpreter import RankPrograms
+from vpipe.runtime.p2p import P2PTransfers
 from vpipe.runtime.transport import distributed, process_groups
 
 
@@ -42,9 +42,9 @@ def communicators(*, model: str, **arguments: Any) -> list[tuple[str, int]]:
 def without(*, remedy: str, schedule: str, timeout_s: float) -> None:
     """Train under the rules without one of the things that keep ranks from waiting for each other."""
     remedies: dict[str, Callable[[], None]] = {
-        "order": lambda: setattr(engine, "Programs", _Unordered),
+        "order": lambda: setattr(engine, "RankPrograms", _Unordered),
         "host messages over gloo": lambda: distributed.GROUP_OF_KIND.update(L="parameters", N="parameters"),
-        "shapes at their place": lambda: setattr(Neighbours, "post_forward", _post_as_over_gloo)}
+        "shapes at their place": lambda: setattr(P2PTransfers, "post_activations", _post_as_over_gloo)}
     with nccl_rules(eager=False, buffered=False, limit_s=timeout_s):
         remedies[remedy]()
         pipe = jobs.pipeline(jobs.MODELS["rich"](), schedule=schedule, stages=2, microbatches=2, grad_clip=0.5,
@@ -52,19 +52,19 @@ def without(*, remedy: str, schedule: str, timeout_s: float) -> None:
         list(pipe.train(rich_batches(6, 4, lengths=(6, 9, 3))))
 
 
-class _Unordered(Programs):
+class _Unordered(RankPrograms):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments[:-1], False)
 
 
-def _post_as_over_gloo(self: Neighbours, stage: int, microbatch: int) -> None:
-    peer, key = self.activations(stage, microbatch)
-    seen = (stage, peer, self._segment.training, self._segment.signature(microbatch))
-    queue, specs = self._queued[stage, peer], self._incoming.get(seen)
+def _post_as_over_gloo(self: P2PTransfers, stage: int, microbatch: int) -> None:
+    peer, key = self.activation_source(stage, microbatch)
+    channel = (stage, peer, self._segment.training, self._segment.signature(microbatch))
+    queue, specs = self._queued[stage, peer], self._incoming.get(channel)
     if not queue:
         self._transport.post(peer, key, specs)
     if queue or specs is None:
-        queue.append((key, seen))
+        queue.append((key, channel))
 
 
 def one_after_another() -> list[Any]:

@@ -12,8 +12,8 @@ from world import World
 
 from vpipe.errors import RunError
 from vpipe.runtime.batch_comparison import BatchComparison, checksum
-from vpipe.runtime.microbatches import Batch, Feed, Segment
-from vpipe.runtime.transport.transport import InProcess, Mailroom
+from vpipe.runtime.microbatches import Batch, MicrobatchLoader, Segment
+from vpipe.runtime.transport.transport import InProcessTransport, Mailbox
 from vpipe.schedules.replication import Rounds
 
 HINT = ("\nhint: every rank must read the same batches in the same order: give a DataLoader that shuffles a generator "
@@ -51,7 +51,7 @@ def test_short_sequences_in_a_large_field_are_told_apart() -> None:
     assert checksum(field) != checksum(other)
 
 
-# -- in one process, each rank with a feed of its own ----------------------------------------------------
+# -- in one process, each rank with a loader of its own ----------------------------------------------------
 
 
 class Ranks:
@@ -61,18 +61,18 @@ class Ranks:
                  flush: bool = True) -> None:
         self._placement = tuple(map(tuple, placement))
         self._microbatches, self._training, self._flush = microbatches, training, flush
-        room: Mailroom = {}
-        self.ranks = {rank: BatchComparison(InProcess(rank, room), self._placement, ("x", "y"))
+        room: Mailbox = {}
+        self.ranks = {rank: BatchComparison(InProcessTransport(rank, room), self._placement, ("x", "y"))
                       for ranks in placement for rank in ranks}
 
     def run(self, batches_of: Callable[[int], list[Batch]], count: int) -> None:
         """Hand ``count`` batches through all stages."""
-        self.feeds = {}
+        self.loaders = {}
         for rank, comparison in self.ranks.items():
-            feed = self.feeds[rank] = Feed(iter(batches_of(rank)), self._microbatches, ("x", "y"), lambda _: 1,
-                                           comparison=comparison)
-            feed.has(count * self._microbatches - 1)
-            comparison.begin(Segment(feed, 0, 0, 0, Rounds(self._placement, self._microbatches, self._flush,
+            loader = self.loaders[rank] = MicrobatchLoader(
+                iter(batches_of(rank)), self._microbatches, ("x", "y"), lambda _: 1, comparison=comparison)
+            loader.has(count * self._microbatches - 1)
+            comparison.begin(Segment(loader, 0, 0, 0, Rounds(self._placement, self._microbatches, self._flush,
                                                            lambda _: True), self._training))
         total = range(count * self._microbatches)
         for microbatch in total:
@@ -85,7 +85,7 @@ class Ranks:
         for comparison in self.ranks.values():
             comparison.compare_replicas(total)
             comparison.forget(total.stop)
-        assert all(not feed.known for feed in self.feeds.values()), "checksums are let go"
+        assert all(not loader.checksums for loader in self.loaders.values()), "checksums are let go"
 
 
 def batches(count: int = 3, samples: int = 12, seed: int = 0) -> list[Batch]:

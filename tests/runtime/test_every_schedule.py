@@ -16,7 +16,7 @@ from test_exact import AdamW, Momentum, assert_same_state, decay
 
 from vpipe import Pipeline
 from vpipe.errors import UserError
-from vpipe.runtime.transport.transport import InProcess, Key
+from vpipe.runtime.transport.transport import InProcessTransport, TransferKey
 from vpipe.schedules.action import Action, Op, input_half, weight_half
 from vpipe.schedules.build import build
 from vpipe.schedules.csv_format import write_csv
@@ -99,7 +99,7 @@ def test_without_a_flush_equals_its_oracle(name: str, stages: int, every: int, r
     assert len(losses) == count * MICROBATCHES // every
     assert_same_state(pipe.state_dict(), expected.state)
     size = Size(stages, count * MICROBATCHES, 1, every)
-    for stage, usage in enumerate(pipe.engine.all_ranks.usage()):
+    for stage, usage in enumerate(pipe.engine.collectives.usage()):
         assert usage.versions <= recipe.versions(stage, size)
         assert usage.peak_activations <= recipe.peak_activations(stage, size)
 
@@ -128,18 +128,18 @@ def test_a_weight_tied_several_times(partition: list[int], schedule: str, recomp
 def test_receives_are_posted_as_sends_are_sent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a transport without tags needs, from the first batch on and when shapes change."""
     orders: dict[str, dict[tuple[int, int, str, int], list[int]]] = {"send": {}, "post": {}}
-    send, post = InProcess.send, InProcess.post
+    send, post = InProcessTransport.send, InProcessTransport.post
 
-    def sending(self: InProcess, peer: int, key: Key, tensors: Any, announce: bool = False) -> None:
+    def sending(self: InProcessTransport, peer: int, key: TransferKey, tensors: Any, announce: bool = False) -> None:
         orders["send"].setdefault((self.rank, peer, key.kind, key.stage), []).append(key.number)
         send(self, peer, key, tensors, announce)
 
-    def posting(self: InProcess, peer: int, key: Key, specs: Any) -> None:
+    def posting(self: InProcessTransport, peer: int, key: TransferKey, specs: Any) -> None:
         orders["post"].setdefault((peer, self.rank, key.kind, key.stage), []).append(key.number)
         post(self, peer, key, specs)
 
-    monkeypatch.setattr(InProcess, "send", sending)
-    monkeypatch.setattr(InProcess, "post", posting)
+    monkeypatch.setattr(InProcessTransport, "send", sending)
+    monkeypatch.setattr(InProcessTransport, "post", posting)
     stages = 4 * recipe_named(name).chunks
     pipe = Pipeline(rich_model(), schedule=name, microbatches=8, partition=[8 // stages] * stages, optimizer=AdamW(),
                     grad_clip=0.5)

@@ -62,7 +62,7 @@ def assert_same(pipe: Pipeline, steps: Sequence[Step], run: ReferenceRun) -> Non
         assert torch.equal(torch.tensor([step.gradient_norm for step in steps]).view(torch.int32),
                            torch.tensor(run.gradient_norms).view(torch.int32))
     assert {step.index for step in steps if step.skipped} == run.skipped
-    ours = pipe.engine.saved()
+    ours = pipe.engine.checkpoint_state()
     assert sorted(ours) == sorted(run.tensors)
     assert not [name for name, value in run.tensors.items()
                 if ours[name].dtype != value.dtype or not torch.equal(ours[name], value)]
@@ -227,7 +227,7 @@ def test_the_scale_grows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def saved(pipe: Pipeline) -> tuple[Position, dict[str, Tensor]]:
-    return pipe.engine.position, {name: tensor.clone() for name, tensor in pipe.engine.saved().items()}
+    return pipe.engine.position, {name: tensor.clone() for name, tensor in pipe.engine.checkpoint_state().items()}
 
 
 @pytest.mark.parametrize("precision", ["bf16_pure", "fp16"])

@@ -24,7 +24,7 @@ from vpipe.errors import RunError, UserError
 from vpipe.runtime.executors import async_threaded as threaded
 from vpipe.runtime.executors.async_threaded import CudaStreams, ThreadedWorker, _Done
 from vpipe.runtime.executors.registry import EXECUTORS
-from vpipe.runtime.weight_versions import Weights
+from vpipe.runtime.weight_versions import WeightVersions
 from vpipe.schedules.action import Action, Op
 
 EVEN = [2, 2, 2, 2]
@@ -234,7 +234,7 @@ def test_a_failure_in_a_thread_is_told_to_all_ranks(pair: World) -> None:
 
 def test_gradients_are_added_in_the_order_of_the_microbatches() -> None:
     """1 is lost beside 1e8, unless the two large ones have met before."""
-    weights = Weights({"w": nn.Parameter(torch.zeros(1)), "v": nn.Parameter(torch.zeros(1))}, {"w": [], "v": []})
+    weights = WeightVersions({"w": nn.Parameter(torch.zeros(1)), "v": nn.Parameter(torch.zeros(1))}, {"w": [], "v": []})
     w = [torch.tensor([value]) for value in (1e8, 1.0, -1e8)]
     v = [None, torch.tensor([2.0]), torch.tensor([3.0])]
     weights.accumulate([[w[number], v[number]] for number in range(3)])

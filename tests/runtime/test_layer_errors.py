@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline
 from vpipe.errors import RunError
-from vpipe.runtime.layer_errors import hint_of, may_repeat, shown
+from vpipe.runtime.layer_errors import describe_tensors, hint_of, may_repeat
 
 WIDTH, MICROBATCHES = 6, 4
 
@@ -209,7 +209,7 @@ def test_a_microbatch_is_named_by_its_number_in_the_run() -> None:
 
 def test_another_device_is_shown() -> None:
     tensors = {"h": torch.empty(2, 3, dtype=torch.bfloat16, device="meta"), "ids": torch.empty(4, dtype=torch.int64)}
-    assert shown(tensors) == "h bfloat16[2, 3] on meta, ids int64[4]"
+    assert describe_tensors(tensors) == "h bfloat16[2, 3] on meta, ids int64[4]"
 
 
 def test_without_memory_nothing_is_repeated() -> None:

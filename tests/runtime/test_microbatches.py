@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vpipe.errors import UserError
-from vpipe.runtime.microbatches import Batch, Feed
+from vpipe.runtime.microbatches import Batch, MicrobatchLoader
 
 
 def numbered(batches: int, samples: int = 4) -> Iterator[Batch]:
@@ -21,25 +21,26 @@ def numbered(batches: int, samples: int = 4) -> Iterator[Batch]:
         yield {"x": x, "y": -x[:, None], "unused": torch.zeros(1)}
 
 
-def feed(batches: Iterator[Batch], microbatches: int = 2, takers: int = 1, limit: int | None = None) -> Feed:
-    return Feed(batches, microbatches, ("x", "y"), lambda _: takers, limit)
+def loader(batches: Iterator[Batch], microbatches: int = 2, uses: int = 1,
+           limit: int | None = None) -> MicrobatchLoader:
+    return MicrobatchLoader(batches, microbatches, ("x", "y"), lambda _: uses, limit)
 
 
 def failure(*batches: Batch, microbatches: int = 2) -> str:
-    stream = feed(iter(batches), microbatches)
+    stream = loader(iter(batches), microbatches)
     assert not stream.has(0)
     assert isinstance(stream.error, UserError)
     return str(stream.error)
 
 
 def test_microbatches_are_numbered_through_all_batches() -> None:
-    stream = feed(numbered(3))
+    stream = loader(numbered(3))
     assert [stream.has(i) for i in range(7)] == [True] * 6 + [False]
-    taken = [stream.take(i) for i in range(6)]
+    taken = [stream.consume(i) for i in range(6)]
     assert [t["x"].tolist() for t in taken] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
     assert taken[5]["y"].tolist() == [[-10], [-11]]
     assert {name for t in taken for name in t} == {"x", "y"}, "a field that no layer reads is left out"
-    assert [stream.samples_before(i) for i in range(7)] == [0, 2, 4, 6, 8, 10, 12]
+    assert [stream.samples(0, i) for i in range(7)] == [0, 2, 4, 6, 8, 10, 12]
 
 
 def test_batches_are_read_when_first_asked_for() -> None:
@@ -50,7 +51,7 @@ def test_batches_are_read_when_first_asked_for() -> None:
             read.append(number)
             yield batch
 
-    stream = feed(counting())
+    stream = loader(counting())
     assert read == []
     assert stream.has(0)
     assert stream.has(1)
@@ -64,14 +65,14 @@ def test_samples_are_counted_where_batches_differ_in_size() -> None:
         for samples in (4, 4, 2, 6, 6):
             yield {"x": torch.zeros(samples), "y": torch.zeros(samples, 1)}
 
-    stream = feed(batches())
+    stream = loader(batches())
     assert not stream.has(10)
-    assert [stream.samples_before(i) for i in range(11)] == [0, 2, 4, 6, 8, 9, 10, 13, 16, 19, 22]
+    assert [stream.samples(0, i) for i in range(11)] == [0, 2, 4, 6, 8, 9, 10, 13, 16, 19, 22]
 
 
 def test_an_ended_stream_is_asked_for_no_more() -> None:
     batches = numbered(1)
-    stream = feed(batches)
+    stream = loader(batches)
     assert not stream.has(2)
     assert not stream.has(2)
     assert stream.has(1)
@@ -86,32 +87,32 @@ def test_a_batch_is_let_go_when_every_taker_has_had_it() -> None:
             alive.append(weakref.ref(batch["x"].untyped_storage()))
             yield batch
 
-    stream = feed(watched(), takers=2)
+    stream = loader(watched(), uses=2)
     assert stream.has(2)
     for taking in (0, 0, 1):
-        stream.take(taking)
+        stream.consume(taking)
     assert alive[0]() is not None
-    stream.take(1)
+    stream.consume(1)
     assert alive[0]() is None
     assert alive[1]() is not None
     with pytest.raises(KeyError):
-        stream.take(1)
+        stream.consume(1)
 
 
 def test_a_batch_is_let_go_when_those_who_take_its_microbatches_have_had_them() -> None:
     """As a replica sees it: of two microbatches the second is its own, of every third batch none is."""
-    stream = Feed(numbered(3), 2, ("x", "y"), lambda microbatch: int(microbatch in (1, 3)))
+    stream = MicrobatchLoader(numbered(3), 2, ("x", "y"), lambda microbatch: int(microbatch in (1, 3)))
     assert stream.has(5)
-    assert stream.take(1)["x"].tolist() == [2, 3]
+    assert stream.consume(1)["x"].tolist() == [2, 3]
     with pytest.raises(KeyError):
-        stream.take(0)
-    assert stream.take(3)["x"].tolist() == [6, 7]
+        stream.consume(0)
+    assert stream.consume(3)["x"].tolist() == [6, 7]
     with pytest.raises(KeyError):
-        stream.take(4)
+        stream.consume(4)
 
 
 def test_a_limit_ends_the_stream_and_a_pause_holds_it() -> None:
-    stream = feed(numbered(9), limit=3)
+    stream = loader(numbered(9), limit=3)
     assert [stream.has(i) for i in range(5)] == [True, True, True, False, False]
     stream.end = 1
     assert [stream.has(i) for i in range(3)] == [True, False, False]
@@ -121,14 +122,14 @@ def test_a_limit_ends_the_stream_and_a_pause_holds_it() -> None:
 
 def test_a_limit_reads_no_batch_beyond_it() -> None:
     batches = numbered(9)
-    stream = feed(batches, limit=2)
+    stream = loader(batches, limit=2)
     assert [stream.has(i) for i in range(9)] == [True] * 2 + [False] * 7
     assert next(batches)["x"].tolist() == [4, 5, 6, 7]
 
 
 def test_a_signature_tells_shapes_apart() -> None:
     wide = {"x": torch.zeros(4, 3), "y": torch.zeros(4)}
-    stream = feed(iter([wide, {"x": torch.zeros(2, 3), "y": torch.zeros(2)}, wide]))
+    stream = loader(iter([wide, {"x": torch.zeros(2, 3), "y": torch.zeros(2)}, wide]))
     assert stream.has(5)
     signatures = [stream.signature(i) for i in range(6)]
     assert signatures[0] == signatures[1] == signatures[4] == (("x", (2, 3)), ("y", (2,)))
@@ -136,10 +137,10 @@ def test_a_signature_tells_shapes_apart() -> None:
 
 
 def test_a_field_without_values_has_shapes() -> None:
-    stream = feed(iter([{"x": torch.zeros(4, 3, device="meta"), "y": torch.arange(4)}]))
+    stream = loader(iter([{"x": torch.zeros(4, 3, device="meta"), "y": torch.arange(4)}]))
     assert stream.has(0)
     assert stream.signature(1) == (("x", (2, 3)), ("y", (2,)))
-    assert stream.take(1)["y"].tolist() == [2, 3]
+    assert stream.consume(1)["y"].tolist() == [2, 3]
 
 
 def test_a_missing_field_is_named() -> None:
@@ -161,12 +162,12 @@ def test_a_batch_that_cannot_be_cut_evenly_says_what_could(samples: int, sizes: 
 
 
 def test_a_later_batch_may_be_at_fault() -> None:
-    stream = feed(iter([{"x": torch.zeros(4), "y": torch.zeros(4)}, {"x": torch.zeros(3), "y": torch.zeros(3)}]))
+    stream = loader(iter([{"x": torch.zeros(4), "y": torch.zeros(4)}, {"x": torch.zeros(3), "y": torch.zeros(3)}]))
     assert stream.has(1)
     assert stream.error is None
     assert not stream.has(2)
     assert "a batch of 3 samples cannot be cut into 2 equal microbatches" in str(stream.error)
-    assert (stream.total, stream.batches) == (2, 1), "what was read before is there"
+    assert (stream.total, stream.batches_read) == (2, 1), "what was read before is there"
 
 
 @pytest.mark.parametrize(("batch", "text"), [
@@ -187,8 +188,8 @@ def test_a_batch_is_a_dict_of_tensors(batch: Any, text: str) -> None:
 
 
 def test_values_that_layers_read_must_be_there() -> None:
-    stream = Feed(iter([{"x": torch.zeros(4, device="meta"), "y": torch.zeros(4)}]), 2, ("x", "y"), lambda _: 1,
-                  used=("x",))
+    batch = {"x": torch.zeros(4, device="meta"), "y": torch.zeros(4)}
+    stream = MicrobatchLoader(iter([batch]), 2, ("x", "y"), lambda _: 1, used=("x",))
     assert not stream.has(0)
     assert str(stream.error) == (
         "error: the field 'x' of a batch is on the meta device, but layers of this process read it\n"
@@ -205,9 +206,10 @@ def test_what_is_read_ahead_of_its_use_is_copied(copied: bool) -> None:
             memory.numpy()[:] = number
             yield {"x": memory, "y": memory}
 
-    stream = Feed(refilled(), 2, ("x", "y"), lambda _: 1, used=("x",), copy_to=torch.device("cpu") if copied else None)
+    stream = MicrobatchLoader(refilled(), 2, ("x", "y"), lambda _: 1, used=("x",),
+                              copy_to=torch.device("cpu") if copied else None)
     assert stream.has(3)
-    first = stream.take(0)
+    first = stream.consume(0)
     assert first["x"].tolist() == ([0, 0] if copied else [1, 1])
     assert first["y"].data_ptr() == memory.data_ptr(), "nothing computes with it"
 
@@ -215,7 +217,7 @@ def test_what_is_read_ahead_of_its_use_is_copied(copied: bool) -> None:
 @pytest.mark.parametrize(("end", "limit", "ended"), [(None, None, True), (6, None, True), (4, None, False),
                                                      (None, 6, True), (None, 4, False), (2, None, False)])
 def test_the_batches_have_ended_where_nothing_else_ends_them(end: int | None, limit: int | None, ended: bool) -> None:
-    stream = feed(numbered(2), limit=limit)
+    stream = loader(numbered(2), limit=limit)
     assert not stream.has(4)
     stream.end = end
     assert stream.ended is ended

@@ -21,8 +21,8 @@ from world import World
 
 from vpipe.config.config import load_config
 from vpipe.runtime.transport import process_groups
-from vpipe.runtime.transport.distributed import Distributed, _Failing
-from vpipe.runtime.transport.transport import Key
+from vpipe.runtime.transport.distributed import DistributedTransport, _TransferErrors
+from vpipe.runtime.transport.transport import TransferKey
 from vpipe.schedules.registry import recipe_named, schedule_names
 from vpipe.train.job import Job
 from vpipe.train.resume import ResumePoint, prepare_run
@@ -165,7 +165,7 @@ class Work:
 
 def test_the_host_does_not_wait_for_what_a_stream_waits_for() -> None:
     """Given a timeout, nccl's wait would look for the end on the host."""
-    transport = object.__new__(Distributed)
+    transport = object.__new__(DistributedTransport)
     transport._device, transport._timeout = torch.device("cuda", 0), timedelta(seconds=7)
     transport._groups = process_groups.TensorGroups({})
     on_stream, on_host = Work(), Work()
@@ -195,4 +195,4 @@ def test_the_whole_loop_of_a_run_with_evaluations_and_checkpoints(world: World, 
 def test_where_nccl_may_make_a_communicator_the_watch_has_a_limit(ordered: bool, limit_s: float | None) -> None:
     """Nothing else ends a rank whose peer never comes to it; over gloo each wait has a limit."""
     transport: Any = SimpleNamespace(ordered=ordered, timeout_s=7.0)
-    assert _Failing(transport, 1, Key("F", 1, 0), "sending").limit_s == limit_s
+    assert _TransferErrors(transport, 1, TransferKey("F", 1, 0), "sending").limit_s == limit_s

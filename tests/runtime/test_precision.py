@@ -16,7 +16,7 @@ from vpipe import Layer, Model, Pipeline
 from vpipe.errors import UserError
 from vpipe.model.split import split
 from vpipe.runtime import loss_scaler as scaling
-from vpipe.runtime.optimizer_step import Update
+from vpipe.runtime.optimizer_step import OptimizerSteps
 from vpipe.runtime.precision import Precision
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.state_dict import Position
@@ -141,9 +141,9 @@ def test_pure_versions_take_half_the_bytes_and_masters_none_of_the_rounding() ->
     assert {p.dtype for module in stage.modules.values() for p in module.parameters()} == {BF16}
     assert stage.modules[1].get_buffer("third").dtype is BF16
     assert torch.equal(before["a.third"], torch.full((WIDTH,), 1 / 3).to(BF16).float())
-    assert all(v.dtype is torch.float32 for v in pipe.engine.saved().values() if v.is_floating_point())
+    assert all(v.dtype is torch.float32 for v in pipe.engine.checkpoint_state().values() if v.is_floating_point())
     pipe.engine.restore(Position(0, 0, 0), {name: value + (1e-4 if name == "model.a.norm.weight" else 0)
-                                            for name, value in pipe.engine.saved().items()})
+                                            for name, value in pipe.engine.checkpoint_state().items()})
     after = pipe.state_dict()
     assert torch.equal(after["a.norm.weight"], before["a.norm.weight"] + 1e-4), "bf16 would lose that"
 
@@ -191,8 +191,8 @@ def test_other_numbers_stay() -> None:
 
 def scales(pipe: Pipeline) -> list[float]:
     """Of every stage on every rank."""
-    return [worker.update.scaling[stage].value for worker in pipe.engine.workers.values()
-            for stage in worker.stages if worker.update.scaling is not None]
+    return [worker.optimizer_steps.scaler[stage].value for worker in pipe.engine.workers.values()
+            for stage in worker.stages if worker.optimizer_steps.scaler is not None]
 
 
 def test_an_overflow_anywhere_skips_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,10 +214,10 @@ def test_an_overflow_anywhere_skips_everywhere(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_scale_grows_to_a_limit_and_falls_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaling, "GROWTH_UPDATES", 2)
-    scale = scaling.LossScale(None)
+    scale = scaling.LossScaleState(None)
     seen = []
     for applied in [True, True, True, False, True, True] + [True] * 40 + [False] * 30:
-        scale.updated(applied)
+        scale.update(applied)
         seen.append(scale.value)
     assert seen[:6] == [65536.0, 131072.0, 131072.0, 65536.0, 65536.0, 131072.0]
     assert (max(seen), seen[-1], scale.good) == (2.0**24, 1.0, 0)
@@ -231,9 +231,9 @@ def test_without_a_flush_stages_may_differ_in_their_scales(tied: bool, monkeypat
     for factors in ((1, 1, 1), (2, 1, 0.25)):
         pipe = pipeline("fp16", rich_model(tied), partition=[3, 3, 2], schedule="pipedream", update_every=2)
         for worker, factor in zip(pipe.engine.workers.values(), factors, strict=True):
-            assert worker.update.scaling is not None
+            assert worker.optimizer_steps.scaler is not None
             for stage in worker.stages:
-                worker.update.scaling[stage].value *= factor
+                worker.optimizer_steps.scaler[stage].value *= factor
         losses = [step.loss for step in pipe.train(rich_batches(3, 8))]
         runs.append((losses, pipe.state_dict()))
         assert scales(pipe) == [2.0**12 * factor for factor in factors]
@@ -275,15 +275,15 @@ def test_what_overflows_as_it_is_handed_on_lowers_the_scale_of_its_stage(last: l
     assert last_scales == [last_scales[0]] * len(last)
     assert last_scales[0] * 1024 / 16 < 65504
     assert not torch.equal(pipe.state_dict()["front.weight"], before), "stages before can train"
-    pipe.engine.all_ranks.check_replicas()
+    pipe.engine.collectives.check_replicas()
 
 
 def test_scales_go_with_a_checkpoint_into_another_partition() -> None:
     pipe = pipeline("fp16", partition=[1, 2, 1], schedule="pipedream")
     for stage, worker in pipe.engine.workers.items():
-        assert worker.update.scaling is not None
-        worker.update.scaling[stage].value, worker.update.scaling[stage].good = 2.0**stage, 7 + stage
-    saved = pipe.engine.saved()
+        assert worker.optimizer_steps.scaler is not None
+        worker.optimizer_steps.scaler[stage].value, worker.optimizer_steps.scaler[stage].good = 2.0**stage, 7 + stage
+    saved = pipe.engine.checkpoint_state()
     assert {name: value.item() for name, value in saved.items() if name.startswith("loss_scale.")} == {
         "loss_scale.0.value": 1.0, "loss_scale.0.good": 7, "loss_scale.1.value": 2.0, "loss_scale.1.good": 8,
         "loss_scale.3.value": 4.0, "loss_scale.3.good": 9}
@@ -292,7 +292,7 @@ def test_scales_go_with_a_checkpoint_into_another_partition() -> None:
         other = pipeline("fp16", partition=partition, schedule=schedule)
         other.engine.restore(Position(0, 0, 0), saved)
         assert scales(other) == values
-    assert [name for name in other.engine.saved() if name.startswith("loss_scale.")] == [
+    assert [name for name in other.engine.checkpoint_state() if name.startswith("loss_scale.")] == [
         "loss_scale.0.value", "loss_scale.0.good"]
     plain = pipeline("bf16", partition=[4])
     assert not plain.engine.wants("loss_scale.0.value")
@@ -332,7 +332,7 @@ def test_two_halves_equal_the_whole_under_autocast(name: str, precision: str) ->
     outputs, record = (one := stage()).forward(*given[0], (0, 0), one.pin({}), split=True)
     one.prepare_backward(record.pins)
     one.backward_input(record, {"h": torch.ones_like(outputs[0])})
-    assert [len(half) for half in record.halves] == [halves.WAITING.get(name, len(record.halves[0]))]
+    assert [len(half) for half in record.weight_grads] == [halves.WAITING.get(name, len(record.weight_grads[0]))]
 
 
 # -- what is refused ---------------------------------------------------------------------------------------
@@ -366,8 +366,8 @@ def test_a_stage_that_could_not_know_its_scale_is_refused(tmp_path: Any) -> None
 
 def test_fp32_knows_nothing_of_it() -> None:
     pipe = pipeline("fp32", partition=[2, 2])
-    update: Update = pipe.engine.workers[0].update
-    assert update.scaling is None
-    assert not update.global_norm
+    update: OptimizerSteps = pipe.engine.workers[0].optimizer_steps
+    assert update.scaler is None
+    assert not update.global_norms
     assert all(master.data_ptr() == leaf.data_ptr() for stage in pipe.engine.local_stages for master, leaf in
                zip(stage.weights.masters.values(), stage.weights.leaves(), strict=True))

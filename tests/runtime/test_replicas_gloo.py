@@ -137,4 +137,4 @@ def used() -> list[list[int]]:
     """Versions and activations of every replica, stage after stage."""
     pipe = jobs.pipeline(jobs.rich_model(), schedule="pipedream", placement=[[0], [1, 2, 3]], stages=2, microbatches=6)
     list(pipe.train(jobs.rich_batches(3, 6)))
-    return [[u.versions, u.peak_activations] for u in pipe.engine.all_ranks.usage()]
+    return [[u.versions, u.peak_activations] for u in pipe.engine.collectives.usage()]

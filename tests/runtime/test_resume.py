@@ -43,7 +43,7 @@ def pipeline(model: Model, **arguments: Any) -> Pipeline:
 
 def saved(pipe: Pipeline) -> Saved:
     """As a checkpoint holds it: training goes on in other memory."""
-    tensors = {name: tensor.clone() for name, tensor in pipe.engine.saved().items()}
+    tensors = {name: tensor.clone() for name, tensor in pipe.engine.checkpoint_state().items()}
     return pipe.engine.position, tensors
 
 
@@ -243,7 +243,8 @@ def test_numbers_of_an_optimizer_come_back_as_they_were(value: float, name: str,
     assert (held.dtype, held.dim(), held.item()) == (dtype, 0, value)
     fresh = pipeline(rich_model(), schedule="1f1b", optimizer=partial(Keeps, value=0))
     fresh.engine.restore(*place)
-    states = [state for worker in fresh.engine.workers.values() for optimizer in worker.update.optimizers.values()
+    states = [state for worker in fresh.engine.workers.values()
+              for optimizer in worker.optimizer_steps.optimizers.values()
               for state in optimizer.optimizers[0].state.values()]
     assert [(state["odd"], type(state["odd"])) for state in states] == [(value, type(value))] * len(states)
 
@@ -270,7 +271,7 @@ def test_state_that_no_checkpoint_can_hold_is_named(arguments: dict[str, Any], t
     if model is None:
         list(pipe.train(rich_batches(1, 8)))
     with pytest.raises(UserError) as error:
-        pipe.engine.saved()
+        pipe.engine.checkpoint_state()
     assert text in str(error.value)
 
 

@@ -130,7 +130,7 @@ def test_a_list_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path: Pat
     second.load(tmp_path / "point")
     assert [step.loss for step in second.train(batches[3:])] == [step.loss for step in steps[len(steps) * 3 // 5:]]
     assert_same_state(second.state_dict(), whole.state_dict())
-    ours, theirs = second.engine.saved(), whole.engine.saved()
+    ours, theirs = second.engine.checkpoint_state(), whole.engine.checkpoint_state()
     assert {name.rpartition(".")[2] for name in ours if name.startswith("optim.")} == {
         "momentum_buffer", "step", "exp_avg", "exp_avg_sq"}
     assert_same_state(dict(sorted(ours.items())), dict(sorted(theirs.items())))
@@ -506,7 +506,7 @@ def test_state_that_the_user_loads_counts_and_groups_that_are_added_are_refused(
     steps = list(fresh.train(small_batches(3)))
     assert [(step.loss, step.learning_rate) for step in steps] == [
         (step.loss, 0.3) for step in pipe.train(small_batches(3))]
-    assert fresh.engine.saved()["optim.0.weight.group.lr#float"] == 0.3
+    assert fresh.engine.checkpoint_state()["optim.0.weight.group.lr#float"] == 0.3
     again.made[0].add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     with pytest.raises(UserError, match="an optimizer has 2 parameter groups, but had 1 when the pipeline was made"):
         next(fresh.train(small_batches(1)))

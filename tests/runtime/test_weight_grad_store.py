@@ -19,7 +19,7 @@ from vpipe.errors import RunError
 from vpipe.model.split import split
 from vpipe.plan.recompute import recomputed_layers
 from vpipe.runtime.activations import Record
-from vpipe.runtime.split_backward import Interception
+from vpipe.runtime.split_backward import SplitBackwardMode
 from vpipe.runtime.stage import Stage
 
 IDS = torch.tensor([[1, 2, 3, 4], [5, 2, 7, 8]])
@@ -232,7 +232,7 @@ def test_what_can_wait_waits(name: str) -> None:
     outputs, record = stage.forward(*hidden(1)[0], (0, 0), stage.pin({}), split=True)
     stage.prepare_backward(record.pins)
     stage.backward_input(record, {"h": torch.ones_like(outputs[0])})
-    assert [len(half) for half in record.halves] == [WAITING[name]]
+    assert [len(half) for half in record.weight_grads] == [WAITING[name]]
     assert not any(g is not None for g in stage.weights.gradients), "all gradients come with the weight half"
 
 
@@ -356,14 +356,14 @@ def test_whole_backwards_and_halves_may_be_mixed() -> None:
 
 
 def test_a_forward_that_is_not_split_is_not_intercepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Interception, "__torch_function__", None)
+    monkeypatch.setattr(SplitBackwardMode, "__torch_function__", None)
     run(stage_of(rich_model(), [8], 0, 0.5), fields(), False)
     with pytest.raises(RunError, match="TypeError"):
         run(stage_of(rich_model(), [8], 0, 0.5), fields(), True)
 
 
 def test_a_layer_without_anything_to_train_is_not_intercepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Interception, "__torch_function__", None)
+    monkeypatch.setattr(SplitBackwardMode, "__torch_function__", None)
     stage = stage_of(between(Layer("a", MODULES["all frozen"])), [1, 1, 1], 1)
     run(stage, [([t.detach()], read) for [t], read in hidden()], True)
 
@@ -453,7 +453,7 @@ def test_each_half_frees_what_the_next_does_not_need(operation: str, early: bool
     stage.backward_input(record, {"h": torch.ones_like(outputs[0])})
     assert (alive.names, record.held) == (["input"], [])
     stage.backward_weight(record)
-    assert (alive.names, record.halves) == ([], [])
+    assert (alive.names, record.weight_grads) == ([], [])
 
 
 def test_a_change_in_place_between_the_halves_is_noticed() -> None:

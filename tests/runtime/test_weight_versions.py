@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from vpipe import Layer, Model, Pipeline
 from vpipe.errors import UserError
-from vpipe.runtime.weight_versions import Weights
+from vpipe.runtime.weight_versions import WeightVersions
 from vpipe.verify.reference import TrainingRecipe, asynchronous_oracle, flush_oracle
 
 
@@ -28,21 +28,21 @@ class Product(nn.Module):
         return x @ self.w
 
 
-def one_weight(value: Sequence[Sequence[float]] = ((1.0, 2.0), (3.0, 4.0))) -> tuple[Product, Weights]:
+def one_weight(value: Sequence[Sequence[float]] = ((1.0, 2.0), (3.0, 4.0))) -> tuple[Product, WeightVersions]:
     module = Product(value)
-    return module, Weights({"w": module.w}, {"w": [(module, "w")]})
+    return module, WeightVersions({"w": module.w}, {"w": [(module, "w")]})
 
 
-def sgd(weights: Weights, lr: float = 1.0) -> torch.optim.Optimizer:
+def sgd(weights: WeightVersions, lr: float = 1.0) -> torch.optim.Optimizer:
     return torch.optim.SGD(weights.masters.values(), lr=lr)
 
 
-def memory(weights: Weights, version: int) -> int:
+def memory(weights: WeightVersions, version: int) -> int:
     (leaf,) = weights._leaves[version]
     return leaf.data_ptr()
 
 
-def held(weights: Weights) -> list[int]:
+def held(weights: WeightVersions) -> list[int]:
     return sorted(weights._leaves)
 
 
@@ -209,7 +209,7 @@ def test_gradients_from_elsewhere_are_added_and_taken() -> None:
 def test_all_places_of_a_shared_parameter_turn_together() -> None:
     one, two = Product([[1.0]]), Product([[1.0]])
     two.w = one.w
-    weights = Weights({"w": one.w}, {"w": [(one, "w"), (two, "w")]})
+    weights = WeightVersions({"w": one.w}, {"w": [(one, "w"), (two, "w")]})
     weights.pin()
     weights.step(None)
     weights.use(1)
@@ -217,7 +217,7 @@ def test_all_places_of_a_shared_parameter_turn_together() -> None:
 
 
 def test_weights_without_parameters_have_versions_too() -> None:
-    weights = Weights({}, {})
+    weights = WeightVersions({}, {})
     assert weights.pin() == 0
     weights.begin_backward(0)
     weights.step(None)

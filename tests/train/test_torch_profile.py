@@ -51,9 +51,9 @@ def labelled_workers(monkeypatch: pytest.MonkeyPatch) -> list[Worker]:
 
     def put(worker: Worker) -> Any:
         found.append(worker)
-        return labels.put_labels(worker)
+        return labels.label_actions(worker)
 
-    monkeypatch.setattr("vpipe.train.torch_profile.put_labels", put)
+    monkeypatch.setattr("vpipe.train.torch_profile.label_actions", put)
     return found
 
 

@@ -155,7 +155,7 @@ def test_staleness_is_what_the_run_counted(tmp_path: Path, schedule: str) -> Non
                 pipe.evaluate(data[:1])
     recording = read_recording(tmp_path)
     assert [stage.staleness for stage in Figures.of(recording, Producers.of(recording)).stages] == [
-        stage.staleness for stage in pipe.engine.all_ranks.usage()]
+        stage.staleness for stage in pipe.engine.collectives.usage()]
 
 
 @pytest.mark.parametrize("at", [0, 1])

@@ -15,7 +15,7 @@ from vpipe.config.config import load_config
 from vpipe.config.parallel import Codec, ParallelSection
 from vpipe.errors import UserError
 from vpipe.runtime.transport.compression import CODECS, ROUNDINGS, Compression, Int8
-from vpipe.runtime.transport.transport import Spec
+from vpipe.runtime.transport.transport import TensorSpec
 from vpipe.verify.compression import CutCompression
 from vpipe.verify.differences import compare, references, run_in_process
 
@@ -71,7 +71,7 @@ def test_one_cut() -> None:
     """Gradients come back coded; a tensor that nobody used comes back as zeros."""
     model = Model([Layer("first", nn.Identity, ("x",), ("h", "skip")), Layer("second", nn.Identity),
                    Layer("last", nn.Identity, ("h", "skip"), ("loss",))], batch=("x",))
-    compression = Compression.of(["int8", "none"], "nearest", 3, 0)
+    compression = Compression.parse(["int8", "none"], "nearest", 3, 0)
     assert compression is not None
     compress_cut, codec = CutCompression(model, [1, 1, 1], ((0,), (1,), (1,)), compression), Int8(False)
     for number in range(2):
@@ -83,9 +83,9 @@ def test_one_cut() -> None:
             compress_cut(number, number, layer, tensors)
             assert tensors["h"] is leaves["h"], "no cut lies there that is coded"
         compress_cut(number, number, 1, tensors)
-        assert torch.equal(tensors["h"], codec.decode(codec.encode(h, 0), Spec.of(h)))
+        assert torch.equal(tensors["h"], codec.decode(codec.encode(h, 0), TensorSpec.from_tensor(h)))
         tensors["h"].backward(gradient)
         assert leaves["h"].grad is not None
-        assert torch.equal(leaves["h"].grad, codec.decode(codec.encode(gradient, 0), Spec.of(h)))
+        assert torch.equal(leaves["h"].grad, codec.decode(codec.encode(gradient, 0), TensorSpec.from_tensor(h)))
         assert leaves["skip"].grad is not None
         assert not leaves["skip"].grad.any()

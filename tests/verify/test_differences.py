@@ -13,7 +13,7 @@ from small_run import job_of, write_config
 from vpipe.cli import main
 from vpipe.commands.verify import _compared
 from vpipe.errors import RunError
-from vpipe.runtime.weight_versions import Weights
+from vpipe.runtime.weight_versions import WeightVersions
 from vpipe.schedules.registry import recipe_named, schedule_names
 from vpipe.verify.differences import (
     Difference,
@@ -79,15 +79,15 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_run_that_differs_ends_with_one_and_the_place(tmp_path: Path, capfd: pytest.CaptureFixture[str],
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     """Other processes would not have the mistake: what they leave is made here, with it."""
-    step = Weights.step
+    step = WeightVersions.step
 
-    def wrong(self: Weights, optimizer: torch.optim.Optimizer | None) -> None:
+    def wrong(self: WeightVersions, optimizer: torch.optim.Optimizer | None) -> None:
         step(self, optimizer)
         for name, value in self.masters.items():
             if name == "block0.mlp.expand.weight":
                 value.data[0, 0] += 1e-3
 
-    monkeypatch.setattr(Weights, "step", wrong)
+    monkeypatch.setattr(WeightVersions, "step", wrong)
     monkeypatch.setattr("vpipe.commands.verify._over_gloo", lambda job, batches, folder: run_in_process(job, batches))
     assert main(["verify", str(write_config(tmp_path))]) == 1
     err = capfd.readouterr().err
@@ -119,16 +119,16 @@ def test_replicas_are_what_their_oracle_says(schedule: str, widths: tuple[int, .
 
 
 def test_a_replica_that_differs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, made, name = Weights.step, Counter[int](), "block0.mlp.expand.weight"
+    step, made, name = WeightVersions.step, Counter[int](), "block0.mlp.expand.weight"
 
-    def wrong(self: Weights, optimizer: torch.optim.Optimizer | None) -> None:
+    def wrong(self: WeightVersions, optimizer: torch.optim.Optimizer | None) -> None:
         step(self, optimizer)
         if name in self.masters:
             made[id(self)] += 1
             if made[id(self)] == 2 and id(self) != next(iter(made)):
                 self.masters[name].data[0, 0] += 1e-7
 
-    monkeypatch.setattr(Weights, "step", wrong)
+    monkeypatch.setattr(WeightVersions, "step", wrong)
     job = job_of(tmp_path, parallel__stage_to_rank_map={"0": [0], "1": [1, 2]}, parallel__partition=[1, 4])
     assert _compared("in one process", run_in_process(job, 3), [], job) == [
         "in one process, rank 2 (stage 1) differs from its replica, rank 1 (stage 1), after update 1 of "

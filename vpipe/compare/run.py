@@ -142,7 +142,7 @@ class ContenderRun(TimedTraining):
 
     def warm_up(self, clock: Callable[[], float]) -> None:
         super().warm_up(clock)
-        self._warm = self.pipe.engine.all_ranks.local_usage()
+        self._warm = self.pipe.engine.collectives.local_usage()
 
     def evaluate(self) -> float:
         """Return the loss on held-out batches, after all updates."""
@@ -154,7 +154,7 @@ class ContenderRun(TimedTraining):
         The usage is that after the warm-up, if there were updates then.
         """
         found = []
-        usage = self.pipe.engine.all_ranks.local_usage()
+        usage = self.pipe.engine.collectives.local_usage()
         for recorder, (rank, stages) in zip(self._recorders, usage.items(), strict=True):
             if self._warm is not None and self.counted:
                 stages = {stage: used.since(self._warm[rank][stage]) for stage, used in stages.items()}

@@ -14,7 +14,7 @@ from vpipe.config.validation import Mistake, MistakesError, Section, unavailable
 from vpipe.config.yaml_tree import describe
 from vpipe.errors import UserError, nearest
 from vpipe.plan.recompute import MOST_LAYERS, ranges
-from vpipe.runtime.executors.registry import Executor, refusal
+from vpipe.runtime.executors.registry import Executor, executor_conflict
 from vpipe.schedules.prepare import has_flush, is_file
 from vpipe.schedules.registry import DEFAULT_SCHEDULE, recipe_if_any, schedule_names
 from vpipe.schedules.size import MOST_MICROBATCHES, MOST_RANKS, MOST_STAGES, Placement, first_missing
@@ -261,7 +261,7 @@ class ParallelSection(Section):
                               f"stages {', '.join(str(len(own)) for own in self.stage_to_rank_map.values())} ranks",
                               "leave it out: the map says it")
         yield from self._schedule()
-        if refused := refusal(self.executor, self.schedule):
+        if refused := executor_conflict(self.executor, self.schedule):
             yield Mistake(("executor",), f"is {refused[0]}", refused[1])
         named = self.stage_to_rank_map or {}
         widths = [len(named.get(str(stage), ())) or self.data_parallel_size for stage in range(stages)]

@@ -13,8 +13,8 @@ from vpipe.plan.profile import LinkProfile
 from vpipe.profiling.device import copied_bytes_per_s
 from vpipe.profiling.timing import summary
 from vpipe.profiling.world import World
-from vpipe.runtime.transport.distributed import Distributed
-from vpipe.runtime.transport.transport import Key, Spec
+from vpipe.runtime.transport.distributed import DistributedTransport
+from vpipe.runtime.transport.transport import TensorSpec, TransferKey
 
 SIZES = (1 << 10, 1 << 17, 1 << 20, 1 << 22)
 """Bytes of what is exchanged."""
@@ -35,7 +35,7 @@ def measure_links(world: World, device: torch.device, timeout_s: float) -> tuple
     if world.ranks == 1:
         return LinkProfile(0.0, copied_bytes_per_s(device)), {}
     rounds = _rounds(world.ranks, range(world.ranks) if device.type == "cuda" else world.hosts)
-    transport = Distributed(device, timeout_s, 1, lambda rank: f"rank {rank}", 1)
+    transport = DistributedTransport(device, timeout_s, 1, lambda rank: f"rank {rank}", 1)
     mine: dict[int, list[list[float]]] = {}
     for pairs in rounds:
         world.share(None)
@@ -77,13 +77,13 @@ def _rounds(ranks: int, shared: Sequence[object]) -> list[list[tuple[int, int]]]
     return rounds
 
 
-def _back_and_forth(transport: Distributed, peer: int, size: int, numbers: count[int],
+def _back_and_forth(transport: DistributedTransport, peer: int, size: int, numbers: count[int],
                     device: torch.device) -> list[float]:
     """Seconds of a transfer of so many bytes: half of the way to the peer and back."""
     tensor = torch.ones(size // 4, device=device)
-    specs, seconds = [Spec.of(tensor)], []
+    specs, seconds = [TensorSpec.from_tensor(tensor)], []
     for again in range(TIMES + 2):
-        key = Key("F", max(peer, transport.rank), next(numbers))
+        key = TransferKey("F", max(peer, transport.rank), next(numbers))
         first = transport.rank < peer
         if not first:
             transport.post(peer, key, specs)
@@ -91,7 +91,7 @@ def _back_and_forth(transport: Distributed, peer: int, size: int, numbers: count
         if first:  # its receive comes second, as the peer's send does
             transport.send(peer, key, [tensor])
             transport.post(peer, key, specs)
-        received = transport.take(peer, key)
+        received = transport.receive(peer, key)
         if not first:
             transport.send(peer, key, received)
         if device.type == "cuda":

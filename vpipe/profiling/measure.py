@@ -144,7 +144,7 @@ def measure(model: Model, microbatches: Sequence[Mapping[str, Tensor]], make_opt
     """
     precision, = {identity.precision for identity in identities}
     return list(_Measurement(model, make_optimizer, torch.device(device), seed, timeout_s, budget_s, tell,
-                             Precision.of(precision)).profiles(microbatches, identities))
+                             Precision.parse(precision)).profiles(microbatches, identities))
 
 
 @dataclass(frozen=True)

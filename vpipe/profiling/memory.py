@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from vpipe.plan.profile import TensorBytes
 from vpipe.profiling.layer_stage import Bench, Given
-from vpipe.runtime.activations import Kept
+from vpipe.runtime.activations import ActivationCounter
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import MakeOptimizer, StageOptimizer
 
@@ -59,8 +59,8 @@ def count(bench: Bench, given: Given, make_optimizer: MakeOptimizer) -> Counts:
 def _saved(bench: Bench, given: Given, shared: Collection[StorageWeakRef]
            ) -> tuple[tuple[TensorBytes, ...], tuple[tuple[str, int], ...], int]:
     """What the layer writes, which of the tensors that it reads and writes its graph keeps, and the bytes besides."""
-    kept = Kept()
-    with kept.watching():
+    kept = ActivationCounter()
+    with kept.counting():
         outputs, _record = bench.forward(given)
     saved = {storage: size for storage, size in kept.saved().items() if storage not in shared}
     saves: dict[tuple[str, int], None] = {}
@@ -81,8 +81,8 @@ def _working(bench: Bench, given: Given, shared: Sequence[Tensor]) -> int:
     weights = (bench.stage.weights, *bench.stage.borrowed.values())
     gradients = [g for owned in weights for g in owned.gradients if g is not None]
     coming = _total(given.gradients.values())
-    kept = Kept()
-    with kept.watching():
+    kept = ActivationCounter()
+    with kept.counting():
         record = bench.forward(given)[1]
     if bench.stage.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(bench.stage.device)
@@ -97,12 +97,12 @@ def _working(bench: Bench, given: Given, shared: Sequence[Tensor]) -> int:
 
 def _between_halves(bench: Bench, given: Given, shared: Collection[StorageWeakRef]) -> int:
     """What the input half leaves for the weight half. Nobody else may hold what the layer reads and writes."""
-    kept = Kept()
-    with kept.watching():
+    kept = ActivationCounter()
+    with kept.counting():
         record = bench.forward(replace(given, inputs={name: _copy(t) for name, t in given.inputs.items()},
                                        fields={name: _copy(t) for name, t in given.fields.items()}), split=True)[1]
     bench.backward_input(record, given.gradients)
-    waiting = kept.saved() | _sizes(t for half in record.halves for t in half.waiting())
+    waiting = kept.saved() | _sizes(t for half in record.weight_grads for t in half.waiting())
     size = sum(size for storage, size in waiting.items() if storage not in shared)
     bench.backward_weight(record)
     return size
@@ -144,7 +144,7 @@ def _flops(bench: Bench, given: Given) -> int:
 class _Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The most bytes there were at once beyond those at its beginning: what operations made, less what went."""
 
-    def __init__(self, kept: Kept, ignored: Collection[StorageWeakRef]) -> None:
+    def __init__(self, kept: ActivationCounter, ignored: Collection[StorageWeakRef]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._ignored, self._before = ignored, kept.saved()
         self._made: dict[StorageWeakRef, int] = {}

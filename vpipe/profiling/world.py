@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from vpipe.distributed.device import gpu_uuid
 from vpipe.profiling.device import usable_cores
-from vpipe.runtime.transport.broadcast import share_tensors, talking_with
+from vpipe.runtime.transport.broadcast import broadcast_tensors, transferring_with
 from vpipe.runtime.transport.process_groups import control_group
 
 PATIENCE_S = 3600.0
@@ -40,7 +40,7 @@ class World:
         if self.ranks == 1:
             return [value]
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        shared = [share_tensors({"value": text} if rank == self.rank else {}, rank)
+        shared = [broadcast_tensors({"value": text} if rank == self.rank else {}, rank)
                   for rank in range(self.ranks)]
         return [json.loads(bytes(tensors["value"].numpy()).decode()) for tensors in shared]
 
@@ -53,7 +53,7 @@ class World:
         ways = (dist.irecv, dist.isend) if self.rank == 0 else (dist.isend, dist.irecv)
         for way in ways:
             for peer in others:
-                with talking_with(peer, doing):
+                with transferring_with(peer, doing):
                     work = way(token, peer, control_group())
                     assert work is not None, "this rank is in the default group"
                     work.wait(patience)

@@ -1,4 +1,4 @@
-"""The bytes that a stage keeps of a microbatch between its forward and its backward, counted while they are kept."""
+"""Activations that a stage keeps of a microbatch from its forward to its backward, and their bytes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from vpipe.model.layer import Layer
-from vpipe.runtime.side_effects import NOTHING, Before, SideEffects
-from vpipe.runtime.weight_grad_store import WeightHalf
+from vpipe.runtime.side_effects import NOTHING, SideEffects, StateBefore
+from vpipe.runtime.weight_grad_store import WeightGradStore
 
 DropoutKey = tuple[int, int]
 """(update, microbatch within the update): with the layer's index it fixes the random numbers of a layer."""
@@ -21,7 +21,11 @@ DropoutKey = tuple[int, int]
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive layers of a stage that are kept, or dropped and recomputed, together, and what they change."""
+    """Consecutive layers of a stage that are kept, or dropped and recomputed, together.
+
+    Attributes:
+        layers: with their numbers in the model and their modules.
+    """
 
     layers: tuple[tuple[int, Layer, nn.Module], ...]
     inputs: tuple[str, ...]
@@ -31,52 +35,66 @@ class Span:
 
 
 @dataclass(slots=True)
-class Graph:
-    """The edges of a span's outputs, and where its weight gradients go that can wait, if it was run for that."""
+class SpanGraph:
+    """The autograd edges of a span's outputs; for a split backward also the store of weight gradients that can wait."""
 
     edges: dict[str, GradientEdge]
-    half: WeightHalf | None
+    weight_grads: WeightGradStore | None
 
 
 @dataclass(slots=True)
-class Held:
-    """What the backward of one span needs: its inputs as leaves, and its graph if kept or already recomputed; else what
-    its modules kept before the forward, which has changed it, and the versions of the inputs."""
+class SpanActivations:
+    """What the backward of one span needs.
+
+    Attributes:
+        inputs: as leaves.
+        graph: None until it is recomputed.
+        before: of a recomputed span, what its modules held before the forward, which has changed it.
+        versions: of a recomputed span, those of its inputs.
+    """
 
     inputs: dict[str, Tensor]
-    graph: Graph | None
-    before: Before = NOTHING
+    graph: SpanGraph | None
+    before: StateBefore = NOTHING
     versions: Sequence[int] = ()
 
 
 @dataclass(slots=True)
 class Record:
-    """What the backward of one microbatch needs; dropped as soon as it is used."""
+    """What the backward of one microbatch needs; dropped as soon as it is used.
 
-    held: list[Held]
+    Attributes:
+        held: by span.
+        fields: of the batch.
+        pins: weight version per owner of weights: the stage itself, and those it borrows from.
+        split: whether the backward comes in two halves.
+        weight_grads: between the halves, of the spans in the order of backward.
+    """
+
+    held: list[SpanActivations]
     fields: Mapping[str, Tensor]
     key: DropoutKey
-    pins: dict[int, int]  # weight version per owner of weights: the stage itself, and those it borrows from
-    split: bool  # whether the backward comes in two halves
-    halves: list[WeightHalf] = field(default_factory=list)  # between them: of the spans, in the order of backward
+    pins: dict[int, int]
+    split: bool
+    weight_grads: list[WeightGradStore] = field(default_factory=list)
 
 
-class Kept:
-    """What the graphs of one microbatch save, by storage.
+class ActivationCounter:
+    """Count the bytes that the graphs of one microbatch save, by storage.
 
     It sees the tensors as autograd saves them and leaves them as they are, so that the numbers stay the same. It does
     not hold them: a storage that has gone meanwhile no longer counts. Tensors without strides (sparse ones) are not
-    counted. Autograd does not look whether what hooks handle is changed in place before it is used; this does.
+    counted. Autograd does not check whether what hooks handle is changed in place before it is used; this does.
     """
 
     def __init__(self) -> None:
         self._saved: dict[StorageWeakRef, int] = {}
-        self._fields: dict[StorageWeakRef, int] = {}  # of the batch, which the record lets go before the weight half
+        self._fields: dict[StorageWeakRef, int] = {}  # of the batch, which the record drops before the weight half
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def counting(self) -> Iterator[None]:
         """Count what is saved meanwhile."""
-        with saved_tensors_hooks(self, _unchanged):
+        with saved_tensors_hooks(self, _unpack_unchanged):
             yield
 
     def __call__(self, saved: Tensor) -> tuple[Tensor, int]:
@@ -84,17 +102,17 @@ class Kept:
         return saved.detach(), saved._version  # an operation's output would hold the graph that holds it
 
     def saved(self) -> dict[StorageWeakRef, int]:
-        """What was saved and still is there, in bytes by storage."""
+        """Return what was saved and still is there, in bytes by storage."""
         return {storage: size for storage, size in self._saved.items() if not storage.expired()}  # type: ignore[no-untyped-call]
 
     def bytes(self, record: Record, modules: Iterable[nn.Module]) -> int:
-        """What there is now because of the record: every storage once, without the modules' weights and buffers.
+        """Return the bytes that the record holds now: every storage once, without the modules' weights and buffers.
 
         A field of the batch counts by its own size: its storage is that of the whole batch.
         """
         there = self.saved()
         for tensor in (*(t for held in record.held for t in held.inputs.values()),
-                       *(t for half in record.halves for t in half.waiting())):
+                       *(t for store in record.weight_grads for t in store.waiting())):
             _add(there, tensor)
         self._fields |= {_storage(field): field.nbytes for field in record.fields.values()}
         there |= {storage: size for storage, size in self._fields.items() if record.fields or storage in there}
@@ -105,10 +123,10 @@ class Kept:
         return sum(there.values())
 
 
-def merely_counted() -> bool:
-    """Whether the hooks for saved tensors in force, if any, are those of a :class:`Kept`, which change nothing."""
+def only_counted() -> bool:
+    """Return whether the hooks for saved tensors in force, if any, are an :class:`ActivationCounter`'s."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is None or isinstance(hooks[0], Kept)
+    return hooks is None or isinstance(hooks[0], ActivationCounter)
 
 
 def _add(storages: dict[StorageWeakRef, int], tensor: Tensor) -> None:
@@ -120,8 +138,8 @@ def _storage(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-def _unchanged(packed: tuple[Tensor, int]) -> Tensor:
-    """What was saved.
+def _unpack_unchanged(packed: tuple[Tensor, int]) -> Tensor:
+    """Return what was saved.
 
     Raises:
         RuntimeError: it was changed in place meanwhile, as autograd has it.

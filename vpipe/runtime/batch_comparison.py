@@ -1,13 +1,12 @@
-"""Compare the batches that ranks read, each for itself: if one of them read other samples, inputs would meet the labels
-of others.
+"""Compare the batches that ranks read: if one read other samples, inputs would meet the labels of others.
 
 A rank makes a checksum of every field whose values it has. It sends those of a batch to the next rank with the first
-microbatch of the batch that it hands on, ahead of the activations; with its own go those of fields that only ranks
-before it have. The next rank compares them with its own before it computes with the activations, for which it would
-have to wait in any case. The replicas of the last stage send theirs to the first of them, which compares before it
-waits for their gradients. So nobody waits longer than without, and the error comes before an update uses the batch.
+microbatch of the batch, ahead of the activations, together with those of fields that only ranks before it have. The
+next rank compares them with its own before it computes with the activations, for which it has to wait in any case. The
+replicas of the last stage send theirs to the first of them, which compares before it waits for their gradients. So
+nobody waits longer than without, and the error comes before an update uses the batch.
 
-At the end of its batches a rank says so in the same way, and looks whether the ranks before it have more.
+At the end of its batches a rank sends a message in the same way, and checks whether the ranks before it have more.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from torch import Tensor
 
 from vpipe.distributed.watchdog import announce
 from vpipe.errors import RunError, UserError
-from vpipe.runtime.microbatches import Batch, Feed, Segment
-from vpipe.runtime.transport.transport import Key, Spec, Transport
+from vpipe.runtime.microbatches import Batch, MicrobatchLoader, Segment
+from vpipe.runtime.transport.transport import TensorSpec, TransferKey, Transport
 from vpipe.schedules.schedule import stages_of_rank
 from vpipe.schedules.size import Placement
 
@@ -66,14 +65,14 @@ def checksum(field: Tensor) -> int:
 
 
 def _first_values(field: Tensor) -> Tensor:
-    """Those of every sample along the last dimension."""
+    """Return the first values of every sample along the last dimension."""
     while field.dim() > 2:
         field = field[:, 0]
     return field[:, :FIRST_VALUES] if field.dim() == 2 else field
 
 
 def _spread_values(field: Tensor) -> Tensor:
-    """Every n-th along each dimension but the samples', n a power of 2 that makes them few enough."""
+    """Return every n-th value along each dimension but the samples', n a power of 2 that makes them few enough."""
     steps = [1] * field.dim()
     sizes = list(field.shape)
     while torch.Size(sizes).numel() > max(SPREAD_VALUES, sizes[0]):
@@ -84,7 +83,10 @@ def _spread_values(field: Tensor) -> Tensor:
 
 
 class BatchComparison:
-    """One rank's part in it.
+    """Compare the batches of one rank with those of its neighbours.
+
+    Attributes:
+        posted_until, compared_until: per stage, the microbatch before which nothing is left to post or compare.
 
     Args:
         transport: of this rank.
@@ -105,13 +107,13 @@ class BatchComparison:
         self._messages: Counter[tuple[int, int]] = Counter()  # by source and target
         self._length = 3 + 3 * len(fields)
         self._segment: Segment
-        self._feed: Feed | None = None
-        self._ended: Feed | None = None  # the latest whose end all ranks know
-        self._posted: dict[tuple[int, int], Key] = {}  # by rank and batch, as are the next two
+        self._loader: MicrobatchLoader | None = None
+        self._ended: MicrobatchLoader | None = None  # the latest whose end all ranks know
+        self._posted: dict[tuple[int, int], TransferKey] = {}  # by rank and batch, as are the next two
         self._compared: set[tuple[int, int]] = set()
         self._sent: set[tuple[int, int]] = set()
         self._handed: dict[tuple[int, int], int] = {}  # the latest microbatch that went from a stage to a rank
-        self._told: set[int] = set()  # that the batches have ended
+        self._ends_sent: set[int] = set()  # that the batches have ended
 
     def checksums(self, batch: Batch) -> list[int]:
         """Return the number of samples, and of every field the checksum of its shape, that of its values, and the rank
@@ -127,16 +129,19 @@ class BatchComparison:
         """Compare the batches of this segment from now on."""
         self._segment = segment
         self._handed.clear()
-        if segment.feed is not self._feed:
-            self._feed = segment.feed
+        self.posted_until, self.compared_until = dict.fromkeys(self._stages, 0), dict.fromkeys(self._stages, 0)
+        if segment.loader is not self._loader:
+            self._loader = segment.loader
             for store in (self._posted, self._compared, self._sent):
                 store.clear()
 
     def post(self, stage: int, microbatch: int) -> None:
-        """Get ready for the checksums that come ahead of a stage's activations."""
+        """Post the receive of the checksums that come ahead of a stage's activations."""
         peer, batch = self._segment.rounds.rank_of(stage - 1, microbatch), self._batch_of(microbatch)
         if (peer, batch) not in self._compared and (peer, batch) not in self._posted:
             self._posted[peer, batch] = self._post(peer)
+        if self._period == 1:
+            self.posted_until[stage] = self._end_of(batch)
 
     def compare(self, stage: int, microbatch: int) -> None:
         """Compare a batch with the rank before, if this is its first microbatch from there, and hand its checksums on.
@@ -145,6 +150,8 @@ class BatchComparison:
             RunError: the batches differ; or the rank before has no more, or could not read it.
         """
         batch = self._batch_of(microbatch)
+        if self._period == 1 and (self._segment.rounds.flush or not self._segment.training):
+            self.compared_until[stage] = self._end_of(batch)
         if stage > 0:
             peer = self._segment.rounds.rank_of(stage - 1, microbatch)
             if (key := self._posted.pop((peer, batch), None)) is not None:
@@ -154,9 +161,9 @@ class BatchComparison:
             return
         if (peer, batch) not in self._sent:
             self._sent.add((peer, batch))
-            self._send(peer, [self._kind, batch, *self._segment.feed.known[batch]])
+            self._send(peer, [self._kind, batch, *self._segment.loader.checksums[batch]])
         self._handed[stage, peer] = microbatch
-        self.exhausted(self._segment.feed)
+        self.exhausted(self._segment.loader)
 
     def compare_replicas(self, microbatches: range) -> None:
         """Compare what the replicas of the last stage have of batches, where this is the first of them.
@@ -173,76 +180,77 @@ class BatchComparison:
                 self._compare(peer, batch, self._post(peer))
 
     def forget(self, microbatch: int) -> None:
-        """All microbatches before this one are done."""
-        done, known = self._batch_of(microbatch), self._segment.feed.known
+        """Drop the checksums of batches whose microbatches all come before this one."""
+        done, known = self._batch_of(microbatch), self._segment.loader.checksums
         for batch in [batch for batch in known if batch < done]:
             del known[batch]
         for pairs in (self._compared, self._sent):
             pairs -= {pair for pair in pairs if pair[1] < done}
 
-    def exhausted(self, feed: Feed) -> None:
+    def exhausted(self, loader: MicrobatchLoader) -> None:
         """Tell ranks behind that the batches have ended, once they have all that there is of them.
 
         In a stream, which goes on meanwhile: a rank that has more waits there, and this one may wait for it.
         """
-        if (feed is not self._feed or not feed.ended or not self._segment.training or self._segment.rounds.flush):
+        if (loader is not self._loader or not loader.ended or not self._segment.training or self._segment.rounds.flush):
             return
         for peer in self._behind:
             if all(self._handed.get((stage, peer), -1) >= last for stage, last in self._last_for(peer)):
-                self._send_end(feed, peer)
+                self._send_end(loader, peer)
 
-    def end(self, feed: Feed, meet: Meet) -> None:
-        """Find out whether the batches end on every rank alike, or cannot be read any further.
+    def end(self, loader: MicrobatchLoader, meet: Meet) -> None:
+        """Check that the batches end on every rank alike, or with an error on one of them.
 
         Raises:
             RunError: another rank has more, or could not read the next one.
             Exception: what was raised here while a batch was read, if it was read elsewhere.
         """
-        if feed is self._ended:
+        if loader is self._ended:
             return
-        self._ended = feed
+        self._ended = loader
         for peer in self._behind:
-            self._send_end(feed, peer)
-        self._told.clear()
+            self._send_end(loader, peer)
+        self._ends_sent.clear()
         try:
             for peer in self._before:
-                self._check_ended(feed, peer, self._take(peer, self._post(peer))[0])
-            self._transport.settle("C")
-            found = meet("" if feed.error is None else f"rank {self._rank} could not read batch {feed.batches}: "
-                         f"{_first_line(feed.error)}", _unless_all)
+                self._check_ended(loader, peer, self._take(peer, self._post(peer))[0])
+            self._transport.wait_sent("C")
+            failure = "" if loader.error is None else (
+                f"rank {self._rank} could not read batch {loader.batches_read}: {_first_line(loader.error)}")
+            found = meet(failure, _unless_all)
         except RunError as error:
-            if feed.error is None or feed.error is error:
+            if loader.error is None or loader.error is error:
                 raise
-            raise feed.error from error
+            raise loader.error from error
         if found:
-            raise feed.error or RunError(f"{found}; on other ranks the batches ended before", hint=_SEE_THERE,
+            raise loader.error or RunError(f"{found}; on other ranks the batches ended before", hint=_SEE_THERE,
                                          rank=self._rank)
 
-    def _send_end(self, feed: Feed, peer: int) -> None:
-        if peer not in self._told:
-            self._told.add(peer)
-            self._send(peer, [_ENDED if feed.error is None else _FAILED, feed.batches])
-            if feed.error is not None:
-                self._send_text(peer, _first_line(feed.error))
+    def _send_end(self, loader: MicrobatchLoader, peer: int) -> None:
+        if peer not in self._ends_sent:
+            self._ends_sent.add(peer)
+            self._send(peer, [_ENDED if loader.error is None else _FAILED, loader.batches_read])
+            if loader.error is not None:
+                self._send_text(peer, _first_line(loader.error))
 
-    def _check_ended(self, feed: Feed, peer: int, kind: int) -> None:
+    def _check_ended(self, loader: MicrobatchLoader, peer: int, kind: int) -> None:
         if kind == _FAILED:
             self._take_text(peer)
-        elif kind != _ENDED and feed.error is not None:
-            announce(feed.error)
-            raise feed.error
+        elif kind != _ENDED and loader.error is not None:
+            announce(loader.error)
+            raise loader.error
         elif kind != _ENDED:
-            self._fail(f"batches differ between ranks: there are {feed.batches} on rank {self._rank} and more on "
-                       f"rank {peer}", SAME_BATCHES)
+            self._fail(f"batches differ between ranks: there are {loader.batches_read} on rank {self._rank} and more "
+                       f"on rank {peer}", SAME_BATCHES)
 
     def _behind_of(self, stage: int, microbatch: int) -> int:
-        """The rank that a microbatch's checksums go to."""
+        """Return the rank that a microbatch's checksums are sent to."""
         return self._segment.rounds.rank_of(stage + 1, microbatch) if stage < self._last else self._first_of_last
 
     def _last_for(self, peer: int) -> Iterator[tuple[int, int]]:
-        """The last microbatch of every stage here whose checksums go to a rank."""
+        """Yield, for every stage here, the last microbatch whose checksums are sent to a rank."""
         first = self._segment.first
-        total = self._segment.feed.total - first
+        total = self._segment.loader.total - first
         for stage in self._stages:
             for microbatch in range(total - 1, max(-1, total - 1 - self._period), -1):
                 if (self._segment.rounds.rank_of(stage, microbatch) == self._rank
@@ -251,13 +259,17 @@ class BatchComparison:
                     break
 
     def _batch_of(self, microbatch: int) -> int:
-        return self._segment.feed.batch_of(self._segment.first + microbatch)
+        return self._segment.loader.batch_of(self._segment.first + microbatch)
+
+    def _end_of(self, batch: int) -> int:
+        """Return the segment's first microbatch behind a batch."""
+        return self._segment.loader.end_of_batch(batch) - self._segment.first
 
     @property
     def _kind(self) -> int:
         return _TRAINING if self._segment.training else _EVALUATION
 
-    def _compare(self, peer: int, batch: int, key: Key) -> None:
+    def _compare(self, peer: int, batch: int, key: TransferKey) -> None:
         kind, number, *theirs = self._take(peer, key)
         here = f"rank {self._rank}"
         if kind == _FAILED:
@@ -268,7 +280,7 @@ class BatchComparison:
         if (kind, number) != (self._kind, batch):
             self._fail(f"rank {peer} is at {_NAMES[kind]} {number}, {here} at {_NAMES[self._kind]} {batch}",
                        "every rank must go through the same batches and calls")
-        mine = self._segment.feed.known[batch]
+        mine = self._segment.loader.checksums[batch]
         if mine[0] != theirs[0]:
             self._fail(f"batches differ between ranks: batch {batch} has {theirs[0]} samples on rank {peer} and "
                        f"{mine[0]} on {here}", SAME_BATCHES)
@@ -290,21 +302,21 @@ class BatchComparison:
 
     # -- messages
 
-    def _key(self, source: int, target: int) -> Key:
+    def _key(self, source: int, target: int) -> TransferKey:
         self._messages[source, target] += 1
-        return Key("C", self._lowest[target], self._messages[source, target] - 1)
+        return TransferKey("C", self._lowest[target], self._messages[source, target] - 1)
 
     def _send(self, peer: int, numbers: Sequence[int]) -> None:
         self._transport.send(peer, self._key(self._rank, peer),
                              [torch.tensor([*numbers, *[0] * (self._length - len(numbers))])])
 
-    def _post(self, peer: int) -> Key:
+    def _post(self, peer: int) -> TransferKey:
         key = self._key(peer, self._rank)
-        self._transport.post(peer, key, [Spec((self._length,), torch.int64, wants_gradient=False)])
+        self._transport.post(peer, key, [TensorSpec((self._length,), torch.int64, wants_gradient=False)])
         return key
 
-    def _take(self, peer: int, key: Key) -> list[int]:
-        (numbers,) = self._transport.take(peer, key)
+    def _take(self, peer: int, key: TransferKey) -> list[int]:
+        (numbers,) = self._transport.receive(peer, key)
         return [int(number) for number in numbers.tolist()]
 
     def _send_text(self, peer: int, text: str) -> None:
@@ -313,8 +325,8 @@ class BatchComparison:
 
     def _take_text(self, peer: int) -> str:
         key = self._key(peer, self._rank)
-        self._transport.post(peer, key, [Spec((_TEXT_BYTES,), torch.uint8, wants_gradient=False)])
-        (text,) = self._transport.take(peer, key)
+        self._transport.post(peer, key, [TensorSpec((_TEXT_BYTES,), torch.uint8, wants_gradient=False)])
+        (text,) = self._transport.receive(peer, key)
         return bytes(text.cpu().numpy()).decode(errors="replace").strip()
 
 

@@ -1,4 +1,4 @@
-"""The workers of this process, of the kind that goes with the executor."""
+"""Build the stages and workers of this process from a model, a schedule and settings."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from vpipe.runtime.batch_comparison import BatchComparison
 from vpipe.runtime.executors.async_threaded import ThreadedWorker
 from vpipe.runtime.executors.naive import NaiveWorker
 from vpipe.runtime.executors.registry import Executor
-from vpipe.runtime.layers import check_apart
-from vpipe.runtime.loss_scaler import Scaling
-from vpipe.runtime.optimizer_step import Update
+from vpipe.runtime.layers import check_not_shared
+from vpipe.runtime.loss_scaler import LossScaler
+from vpipe.runtime.optimizer_step import OptimizerSteps
 from vpipe.runtime.precision import FP32, Precision
 from vpipe.runtime.reducer import count_buckets
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import MakeOptimizer, StageOptimizer
-from vpipe.runtime.transport.compression import Compressed, Compression
-from vpipe.runtime.transport.distributed import Distributed
-from vpipe.runtime.transport.transport import InProcess, Mailroom, Transport
+from vpipe.runtime.tied_weights import TiedWeights
+from vpipe.runtime.transport.compression import CompressedTransport, Compression
+from vpipe.runtime.transport.distributed import DistributedTransport
+from vpipe.runtime.transport.transport import InProcessTransport, Mailbox, Transport
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.schedule import Schedule, describe_rank
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the engine needs to know beside the model.
+    """Settings of an engine beside the model and the schedule.
 
     Attributes:
         microbatches: per batch.
@@ -42,7 +43,7 @@ class Settings:
         device: where this process computes.
         timeout_s: how long a transfer may take.
         compression: how tensors travel between stages; None: as they are.
-        skip: whether an update from a loss or a gradient that is not finite is left out.
+        skip: whether an update from a loss or a gradient that is not finite is skipped.
         precision: in which numbers layers compute.
         executor: how actions are carried out.
     """
@@ -61,13 +62,13 @@ class Settings:
 
     @property
     def needs_norms(self) -> bool:
-        """Whether an update depends on the norms of gradients: with a flush on those of all stages."""
+        """Return whether an update depends on the norms of gradients: with a flush on those of all stages."""
         return self.clip is not None or self.skip or self.precision.scaled
 
 
-def make_workers(model: Model, specs: Sequence[StageSpec], schedule: Schedule, make_optimizer: MakeOptimizer,
-                 settings: Settings, distributed: bool) -> dict[int, Worker]:
-    """Build the stages of this process, and what carries out the programs of their ranks, by rank.
+def build_workers(model: Model, specs: Sequence[StageSpec], schedule: Schedule, make_optimizer: MakeOptimizer,
+                  settings: Settings, distributed: bool) -> dict[int, Worker]:
+    """Build the stages and workers of this process; return the workers by rank.
 
     Args:
         distributed: whether there are other processes; then this one has one rank, else all of them take turns.
@@ -75,18 +76,16 @@ def make_workers(model: Model, specs: Sequence[StageSpec], schedule: Schedule, m
     Raises:
         UserError: a layer cannot work, or not in this precision under this schedule, or is one with another's.
     """
-    placement = schedule.placement
+    placement, ties = schedule.placement, ties_between(specs)
     ranks = [dist.get_rank()] if distributed else list(range(len(schedule.programs)))
-    room: Mailroom = {}
-    ties = ties_between(specs)
     kinds: dict[Executor, Callable[..., Worker]] = {
         "overlapped": Worker, "naive": NaiveWorker,
         "async_threaded": partial(ThreadedWorker, in_turn=not distributed)}
-    make = kinds[settings.executor]
     built = {rank: {spec.index: Stage(model, spec, seed=settings.seed, device=settings.device,
                                       recomputed=settings.recompute[spec.index], precision=settings.precision)
                     for spec in specs if rank in placement[spec.index]} for rank in ranks}
-    check_apart((stage.modules, stage.layer_names) for stages in built.values() for stage in stages.values())
+    check_not_shared(stage for stages in built.values() for stage in stages.values())
+    mailbox: Mailbox = {}
     workers: dict[int, Worker] = {}
     for rank, stages in built.items():
         for stage in stages.values():
@@ -94,13 +93,18 @@ def make_workers(model: Model, specs: Sequence[StageSpec], schedule: Schedule, m
         optimizers = {s: StageOptimizer.build(make_optimizer, stage.weights.masters, s) for s, stage in stages.items()}
         for stage in stages.values():
             stage.weights.adopt_hooks()
-        transport: Transport = (Distributed(settings.device, settings.timeout_s, max(schedule.peak_activations),
-                                            partial(describe_rank, placement), count_buckets(stages.values()))
-                                if distributed else InProcess(rank, room))
+        transport: Transport = (
+            DistributedTransport(settings.device, settings.timeout_s, max(schedule.peak_activations),
+                                 partial(describe_rank, placement), count_buckets(stages.values()))
+            if distributed else InProcessTransport(rank, mailbox))
         if settings.compression is not None:
-            transport = Compressed(transport, settings.compression)
-        scaling = Scaling.of(settings.precision, stages, schedule)
-        workers[rank] = make(rank, placement, stages, Update(optimizers, settings.clip, settings.skip, scaling),
-                             ties, transport, settings.factor,
-                             BatchComparison(transport, placement, model.batch) if distributed else None)
+            transport = CompressedTransport(transport, settings.compression)
+        scaler = LossScaler.build(settings.precision, stages, schedule)
+        tied = TiedWeights(ties, placement, stages, transport,
+                           scaler if scaler is not None and scaler.per_stage else None)
+        steps = OptimizerSteps(placement, stages, optimizers, tied, transport, settings.factor, settings.clip,
+                               settings.skip, scaler)
+        workers[rank] = kinds[settings.executor](
+            rank, placement, stages, steps, tied, transport,
+            BatchComparison(transport, placement, model.batch) if distributed else None)
     return workers

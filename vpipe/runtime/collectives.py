@@ -1,4 +1,4 @@
-"""What the ranks know together: the whole model, where the time went, whether replicas agree."""
+"""Operations that all ranks call together: gather the model and the usage, agree, compare replicas."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from vpipe.errors import RunError, UserError
 from vpipe.model.layer import check_alike, kind_of
 from vpipe.model.split import StageSpec
 from vpipe.runtime.stage import Stage
-from vpipe.runtime.transport.broadcast import share_tensors
+from vpipe.runtime.transport.broadcast import broadcast_tensors
 from vpipe.runtime.usage import StageUsage
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.size import Placement
 
 LocalUsage = Mapping[int, Mapping[int, StageUsage]]
-"""Of the ranks of a process, by rank and stage."""
+"""The usage of the ranks of a process, by rank and stage."""
 
 
-class AllRanks:
-    """The ranks of this process, and with torch.distributed all others; then every rank must call the same.
+class Collectives:
+    """Operations over the ranks of this process, and with torch.distributed over all ranks: then all must call them.
 
     Args:
         specs: of all stages.
@@ -39,26 +39,26 @@ class AllRanks:
         self._distributed, self._timeout_s = distributed, timeout_s
 
     def state(self) -> dict[str, Tensor]:
-        """Parameters and buffers of the whole model, in the order of the layers; of the first replica."""
+        """Return parameters and buffers of the whole model, in the order of the layers; of the first replica."""
         whole: dict[str, Tensor] = {}
         for stage, ranks in enumerate(self._placement):
             here = self._stage(stage, ranks[0])
-            shared = self._from(ranks[0], here.state() if here else {})
+            shared = self._broadcast(ranks[0], here.state() if here else {})
             whole.update(shared if self._distributed else {name: t.clone() for name, t in shared.items()})
         return whole
 
     def agree(self, vote: str, decide: Callable[[list[str]], str]) -> str:
-        """What the first process makes of the words of all, by rank; known to all of them.
+        """Return, on every rank, what the first process decides from the votes of all, by rank.
 
-        So these are :class:`vpipe.checkpoint.agreement.Agreement`, by sends from rank to rank.
+        This is :class:`vpipe.checkpoint.agreement.Agreement` by sends from rank to rank.
         """
         if not self._distributed:
             return decide([vote])
-        votes = [self._words(rank, vote) for rank in range(dist.get_world_size())]
-        return self._words(0, decide(votes) if dist.get_rank() == 0 else "")
+        votes = [self._broadcast_text(rank, vote) for rank in range(dist.get_world_size())]
+        return self._broadcast_text(0, decide(votes) if dist.get_rank() == 0 else "")
 
     def united(self, entries: Mapping[str, str]) -> dict[str, str]:
-        """The entries of all ranks, on every rank."""
+        """Return the entries of all ranks on every rank."""
         found = self.agree(json.dumps(dict(entries)), lambda votes: json.dumps(
             {name: value for vote in votes for name, value in json.loads(vote).items()}))
         return dict(json.loads(found))
@@ -67,9 +67,9 @@ class AllRanks:
         """Refuse to train where no stage has an optimizer, though there are parameters.
 
         Raises:
-            UserError: so it is.
+            UserError: nothing would be trained.
         """
-        stages = [(worker.update.optimizers[s], stage) for worker in self._workers.values()
+        stages = [(worker.optimizer_steps.optimizers[s], stage) for worker in self._workers.values()
                   for s, stage in worker.stages.items()]
         mine = {"parameters": any(stage.weights.names for _, stage in stages),
                 "optimizers": any(optimizer.optimizers for optimizer, _ in stages)}
@@ -78,22 +78,21 @@ class AllRanks:
                             hint="let it return what it makes: return torch.optim.AdamW(params, lr=1e-3)")
 
     def close(self) -> None:
-        """Everybody has heard."""
+        """Do nothing: every rank has received the decision."""
 
-    def _words(self, rank: int, text: str) -> str:
-        """What a rank says, on every rank."""
-        said = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-        return bytes(self._from(rank, {"words": said})["words"].numpy()).decode().strip()
+    def _broadcast_text(self, rank: int, text: str) -> str:
+        encoded = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+        return bytes(self._broadcast(rank, {"text": encoded})["text"].numpy()).decode().strip()
 
     def local_usage(self) -> LocalUsage:
-        """Return where the time of training went so far, of the ranks of this process; nobody else is asked."""
+        """Return the usage so far of the ranks of this process, without asking others."""
         return {rank: {stage: worker.usage(stage) for stage in worker.stages} for rank, worker in self._workers.items()}
 
     def usage(self, before: LocalUsage | None = None) -> list[StageUsage]:
-        """Return where the time of training went: of every stage, and of each of its replicas.
+        """Return the usage of every stage, and of each of its replicas.
 
         Args:
-            before: what :meth:`local_usage` gave when the time began that counts; None: all of it does.
+            before: what :meth:`local_usage` gave at the beginning of the time that counts; None: all of it does.
         """
         here = self.local_usage()
         if before is not None:
@@ -103,7 +102,7 @@ class AllRanks:
 
     def _usage(self, here: LocalUsage, stage: int, rank: int) -> StageUsage:
         mine = here[rank][stage] if rank in here else StageUsage.empty()
-        return StageUsage.of(self._from(rank, {"usage": mine.as_tensor()})["usage"])
+        return StageUsage.from_tensor(self._broadcast(rank, {"usage": mine.as_tensor()})["usage"])
 
     def check_ties(self) -> None:
         """Compare the shapes and dtypes of tied parameters that are on different stages; every rank finds the same.
@@ -121,15 +120,15 @@ class AllRanks:
             check_alike({own: kinds[own], target: kinds[target]})
 
     def agree_on_norms(self) -> None:
-        """Let every rank know how many gradient norms each stage publishes, and who to whom."""
+        """Give every rank the number of gradient norms that each stage sends, and the senders and receivers."""
         counts = []
         for stage, ranks in enumerate(self._placement):
             here = self._stage(stage, ranks[0])
             count = torch.tensor([len(here.weights.names) if here else 0])
-            counts.append(int(self._from(ranks[0], {"count": count})["count"]))
+            counts.append(int(self._broadcast(ranks[0], {"count": count})["count"]))
         everyone = {rank for ranks in self._placement for rank in ranks}
         for rank, worker in self._workers.items():
-            worker.update.clip_globally(
+            worker.optimizer_steps.use_global_norms(
                 {stage: (ranks[0], counts[stage]) for stage, ranks in enumerate(self._placement)
                  if stage not in worker.stages},
                 {stage: sorted(everyone - set(ranks)) if rank == (ranks := self._placement[stage])[0] else []
@@ -148,10 +147,10 @@ class AllRanks:
                                 "libraries", rank=rank, stage=stage)
 
     def check_replicas_begin(self, buffers: bool) -> None:
-        """Compare what the replicas of every stage begin with; every rank finds the same.
+        """Compare the initial weights of the replicas of every stage; every rank finds the same.
 
         Args:
-            buffers: whether they are to be alike, too.
+            buffers: whether to compare buffers, too.
 
         Raises:
             UserError: something differs.
@@ -163,7 +162,7 @@ class AllRanks:
 
     def _differences(self, tensors: Callable[[Stage], Iterator[tuple[str, Tensor]]]
                      ) -> Iterator[tuple[int, str, int, int]]:
-        """Of tensors of the stages: the stage, the name, the first replica's rank and that of one that differs."""
+        """Yield for each tensor that differs: stage, name, rank of the first replica, rank of one that differs."""
         for stage, ranks in enumerate(self._placement):
             sums = [self._checksums(stage, rank, tensors) for rank in ranks if len(ranks) > 1]
             for rank, theirs in zip(ranks[1:], sums[1:], strict=True):
@@ -177,20 +176,20 @@ class AllRanks:
         for name, value in tensors(here) if here is not None else ():
             data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
             sums[name] = torch.frombuffer(bytearray(hashlib.sha256(data).digest()), dtype=torch.uint8)
-        return self._from(rank, sums)
+        return self._broadcast(rank, sums)
 
     @contextmanager
     def first_buffers(self) -> Iterator[None]:
-        """Every replica with the buffers (running statistics) of the first, then with its own again."""
+        """Give every replica the buffers (running statistics) of the first, and its own back at the end."""
         kept: list[tuple[Tensor, Tensor]] = []
         for stage, ranks in enumerate(self._placement):
             if len(ranks) == 1:
                 continue
             first = self._stage(stage, ranks[0])
-            shared = self._from(ranks[0], dict(_buffers(first)) if first else {})
+            shared = self._broadcast(ranks[0], dict(first.named_buffers()) if first else {})
             for rank in ranks[1:]:
                 if (here := self._stage(stage, rank)) is not None:
-                    for name, buffer in _buffers(here):
+                    for name, buffer in here.named_buffers():
                         kept.append((buffer, buffer.clone()))
                         buffer.copy_(shared[name])
         try:
@@ -203,9 +202,9 @@ class AllRanks:
         worker = self._workers.get(rank)
         return None if worker is None else worker.stages[stage]
 
-    def _from(self, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of a rank, on every rank."""
-        return share_tensors(tensors, rank, self._timeout_s) if self._distributed else dict(tensors)
+    def _broadcast(self, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of a rank on every rank."""
+        return broadcast_tensors(tensors, rank, self._timeout_s) if self._distributed else dict(tensors)
 
 
 def _weights(stage: Stage) -> Iterator[tuple[str, Tensor]]:
@@ -216,9 +215,4 @@ def _tensors(stage: Stage, buffers: bool) -> Iterator[tuple[str, Tensor]]:
     stage.use_latest()
     yield from stage.named_parameters()
     if buffers:
-        yield from _buffers(stage)
-
-
-def _buffers(stage: Stage) -> Iterator[tuple[str, Tensor]]:
-    for layer, module in stage.modules.items():
-        yield from ((f"{stage.layer_names[layer]}.{name}", buffer) for name, buffer in module.named_buffers())
+        yield from stage.named_buffers()

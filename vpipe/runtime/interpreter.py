@@ -1,4 +1,4 @@
-"""The ranks of this process at work: they take turns in one thread, or there is only one of them."""
+"""Interpret the programs of a schedule: execute the actions of the ranks of this process in turn."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from vpipe.errors import RunError
 from vpipe.runtime.microbatches import Segment
-from vpipe.runtime.step_results import Outcomes, Step
+from vpipe.runtime.step_results import Step, StepResults
 from vpipe.runtime.trace import Recorder
 from vpipe.runtime.worker import IsSplit, VersionOf, Worker
 from vpipe.schedules.action import Action, Op
@@ -22,16 +22,16 @@ from vpipe.schedules.schedule import Schedule, stages_of_rank
 
 
 @dataclass(frozen=True)
-class Program:
-    """A rank's lowered actions, the versions of borrowed weights that its microbatches use, which are split."""
+class RankProgram:
+    """A rank's lowered actions, the versions of borrowed weights they use, and which backwards are split."""
 
     actions: Iterator[Action]
     version_of: VersionOf
     is_split: IsSplit
 
 
-class Programs:
-    """What becomes of a schedule when it meets data.
+class RankPrograms:
+    """The programs of a schedule for batches, streams and evaluations.
 
     Args:
         schedule: lowered.
@@ -49,16 +49,17 @@ class Programs:
         self._evaluations: dict[int, Schedule] = {}  # the latest, by its number of microbatches
 
     def rounds(self, exists: Callable[[int], bool]) -> Rounds:
-        """How the microbatches that there are will be divided."""
+        """Return how microbatches are divided among replicas and updates, given which of them exist."""
         return replace(self._schedule.rounds, exists=exists)
 
-    def of_batch(self, rank: int) -> Program:
-        """All of a rank's program: lowered once, the same for every batch."""
-        return Program(iter(self._schedule.programs[rank]), lambda owner, microbatch: self._versions[owner, microbatch],
-                       lambda stage, microbatch: (stage, microbatch) in self._split)
+    def for_batch(self, rank: int) -> RankProgram:
+        """Return all of a rank's program: lowered once, the same for every batch."""
+        return RankProgram(iter(self._schedule.programs[rank]),
+                           lambda owner, microbatch: self._versions[owner, microbatch],
+                           lambda stage, microbatch: (stage, microbatch) in self._split)
 
-    def of_stream(self, rounds: Rounds) -> Callable[[int], Program]:
-        """The lowered program of a rank over the microbatches that come.
+    def for_stream(self, rounds: Rounds) -> Callable[[int], RankProgram]:
+        """Return what gives a rank's lowered program over the microbatches that come.
 
         It is the program for very many microbatches less the actions on those that never come; see
         :data:`vpipe.schedules.registry.Program`.
@@ -70,7 +71,7 @@ class Programs:
         def compute(rank: int) -> Iterator[Action]:
             return stream_program(recipe, views[rank], rounds, stages_of_rank(placement, rank), self._recompute)
 
-        def program(rank: int) -> Program:
+        def program(rank: int) -> RankProgram:
             lowered = {every: Lowering(rounds, every, compute, self._schedule.ties)
                        for every in (range(self._schedule.ranks) if self._ordered else (rank,))}
             actions = lowered[rank].program()
@@ -79,41 +80,46 @@ class Programs:
                     rounds, self._schedule.ties, [lowering.program() for lowering in lowered.values()],
                     lambda of, owner, microbatch: lowered[of].version_of(owner, microbatch), normed=False, ranks=[rank])
                 actions = order.program(rank)
-            return Program(actions, lowered[rank].version_of, lambda stage, microbatch: stage in split)
+            return RankProgram(actions, lowered[rank].version_of, lambda stage, microbatch: stage in split)
 
         return program
 
-    def of_evaluation(self, microbatches: int) -> Callable[[int], Program]:
-        """Every microbatch forward through all stages."""
+    def for_evaluation(self, microbatches: int) -> Callable[[int], RankProgram]:
+        """Return what gives a rank's program of an evaluation: every microbatch forward through all stages."""
         if microbatches not in self._evaluations:
             schedule = lower(build_evaluation(self._schedule.placement, microbatches))
             if self._ordered:
                 schedule, _ = in_one_order(Dependencies.from_schedule(schedule))
             self._evaluations = {microbatches: schedule}
         programs = self._evaluations[microbatches].programs
-        return lambda rank: Program(iter(programs[rank]), lambda owner, microbatch: 0, lambda stage, microbatch: False)
+        return lambda rank: RankProgram(iter(programs[rank]), lambda owner, microbatch: 0,
+                                        lambda stage, microbatch: False)
 
 
-class Crew:
-    """Carries out the programs of a segment.
+class Interpreter:
+    """Execute the programs of a segment on the ranks of this process, which take turns in one thread.
 
     Args:
         workers: of this process, by rank.
-        outcomes: what is told as soon as losses are known.
+        results: sends losses as soon as they are known.
         distributed: whether there are other processes; then this one has one rank, which waits where it must.
 
     Attributes:
         broken: whether a segment was left before its end: the stages may be at different versions.
-        recorders: of the ranks whose actions in training are noted.
+        recorders: of the ranks whose actions in training are recorded.
     """
 
-    def __init__(self, workers: Mapping[int, Worker], outcomes: Outcomes, distributed: bool) -> None:
-        self._workers, self._outcomes, self._distributed = workers, outcomes, distributed
+    def __init__(self, workers: Mapping[int, Worker], results: StepResults, distributed: bool) -> None:
+        self._workers, self._results, self._distributed = workers, results, distributed
         self.broken = self._stepped = False
         self.recorders: Mapping[int, Recorder] = {}
 
-    def run(self, segment: Segment, program_of: Callable[[int], Program]) -> Iterator[int]:
-        """Carry out a segment; yields a step when every stage of this process has made all its updates of it."""
+    def run(self, segment: Segment, program_of: Callable[[int], RankProgram]) -> Iterator[int]:
+        """Execute a segment; yield a step when every stage of this process has made all its updates of it.
+
+        Raises:
+            RunError: an action failed, or a segment before did.
+        """
         if self.broken:
             raise RunError("this pipeline failed before and cannot go on", hint="build a new one")
         programs: dict[int, Iterator[Action]] = {}
@@ -125,11 +131,10 @@ class Crew:
         made: Counter[int] = Counter()  # stages that have made all their updates of a step
         done = 0
         self.broken = True  # until the end is reached
-        at_work: Mapping[int, Worker | Recorder] = {**self._workers, **(self.recorders if segment.training else {})}
-        decisive = self._outcomes.decisive
+        last_forwards = self._results.last_forwards
         self._stepped = False
         try:
-            for rank, action in self._in_turn(programs, at_work, rounds.flush):
+            for rank, action in self._execute_all(programs, segment):
                 if action.op is Op.STEP:
                     step, left = divmod((action.microbatch + 1) * rounds.span(action.stage), rounds.per_step)
                     made[step - 1] += not left
@@ -140,8 +145,8 @@ class Crew:
                         self.broken = True
                         del made[done]
                         done += 1
-                elif action is decisive.get(rank):
-                    self._outcomes.tell(segment, 0, rank)
+                elif action is last_forwards.get(rank):
+                    self._results.send(segment, 0, rank)
             for worker in self._workers.values():
                 worker.end()
         except (Exception, KeyboardInterrupt):
@@ -151,21 +156,23 @@ class Crew:
         if segment.training and rounds.of_step(done):
             yield done
 
-    def _in_turn(self, programs: Mapping[int, Iterator[Action]],
-                 at_work: Mapping[int, Worker | Recorder], flush: bool) -> Iterator[tuple[int, Action]]:
-        """Execute the ranks' actions, each as soon as it has what it needs; yields them when done.
+    def _execute_all(self, programs: Mapping[int, Iterator[Action]],
+                     segment: Segment) -> Iterator[tuple[int, Action]]:
+        """Execute the ranks' actions, each as soon as it has what it needs; yield them when done.
 
         With a flush the ranks of one process step when all can: an error before that leaves the weights as they were.
         """
-        together = flush and not self._distributed
+        executors: Mapping[int, Worker | Recorder] = {
+            **self._workers, **(self.recorders if segment.training else {})}
+        step_together = segment.rounds.flush and not self._distributed
         heads = {rank: action for rank, program in programs.items() if (action := next(program, None)) is not None}
         while heads:
             moved = False
             for rank in list(heads):
-                worker, execute = self._workers[rank], at_work[rank].execute
-                while rank in heads and (self._distributed or worker.waits_for(heads[rank]) is None):
+                worker, execute = self._workers[rank], executors[rank].execute
+                while rank in heads and (self._distributed or worker.missing(heads[rank]) is None):
                     if heads[rank].op is Op.STEP:
-                        if together:
+                        if step_together:
                             break
                         self._stepped = True
                     execute(heads[rank])
@@ -176,15 +183,15 @@ class Crew:
                         del heads[rank]
                     else:
                         heads[rank] = following
-            if together and not moved:
-                together = False
+            if step_together and not moved:
+                step_together = False
             elif not moved:
-                waits = "; ".join(f"rank {rank} at {action} waits for {self._workers[rank].waits_for(action)}"
+                waits = "; ".join(f"rank {rank} at {action} waits for {self._workers[rank].missing(action)}"
                                   for rank, action in heads.items())
                 raise RunError(f"no rank can go on: {waits}", hint="the schedule deadlocks: this is a defect of vpipe")
 
     def _abandon(self) -> None:
-        """After a failure: let training go on as if its segment had not begun, where no stage has made a step of it.
+        """Let training go on after a failure as if its segment had not begun, if no stage has made a step of it.
 
         Not over processes: what others were sent cannot be called back.
         """
@@ -196,8 +203,8 @@ class Crew:
             recorder.abandon()
         self.broken = False
 
-    def lend(self) -> None:
-        """Let every stage that borrows tied weights have them as they are now."""
+    def exchange_tied_weights(self) -> None:
+        """Send every stage that borrows tied weights their present values."""
         for worker in self._workers.values():
             worker.tied.exchange_first()
         for worker in self._workers.values():
@@ -209,7 +216,7 @@ class Crew:
         for worker in self._workers.values():
             worker.transport.finish()
 
-    def check_whole(self) -> None:
+    def check_usable(self) -> None:
         """Refuse to give away the state of a pipeline that failed.
 
         Raises:
@@ -220,21 +227,21 @@ class Crew:
                            hint="keep a state_dict() from between steps, and build a new pipeline")
 
 
-class Stream:
-    """A segment that training has begun and not ended; its steps are what it iterates over.
+class RunningSegment:
+    """A segment of an asynchronous pipeline with microbatches in flight; iterate over its steps.
 
     Args:
-        segment: how long it is follows from its feed.
+        segment: how long it is follows from its loader.
         steps: the numbers of its steps, as they are made.
-        outcomes: what comes out of them.
+        results: of these steps.
 
     Attributes:
         done: steps finished.
         drained: those that draining made, to be yielded when training goes on; None before.
     """
 
-    def __init__(self, segment: Segment, steps: Iterator[int], outcomes: Outcomes) -> None:
-        self.segment, self._steps, self._outcomes = segment, steps, outcomes
+    def __init__(self, segment: Segment, steps: Iterator[int], results: StepResults) -> None:
+        self.segment, self._steps, self._results = segment, steps, results
         self.done = 0
         self.drained: deque[Step] | None = None
 
@@ -244,10 +251,10 @@ class Stream:
     def __next__(self) -> Step:
         step = next(self._steps)
         self.done += 1
-        return self._outcomes.step(self.segment, step)
+        return self._results.collect(self.segment, step)
 
     def drain(self, schedule: Schedule) -> deque[Step]:
-        """Finish what is in flight, and the steps that makes.
+        """Finish what is in flight; return the steps that makes.
 
         Every rank drains after the same step, so all must agree on the last microbatch that still enters: the last one
         before a pause that is known ahead, or else the latest that any rank may have asked for, rounded up to whole
@@ -259,9 +266,9 @@ class Stream:
         per_step, widest = segment.rounds.per_step, max(len(ranks) for ranks in placement)
         in_flight = max(len(ranks) * schedule.peak_activations[rank] for ranks in placement for rank in ranks)
         if widest > 1:
-            in_flight += (segment.every + 1) * widest
+            in_flight += (segment.rounds.update_every + 1) * widest
         end = segment.first + -(-(self.done * per_step + in_flight) // per_step) * per_step
-        segment.feed.end = end if segment.feed.end is None else min(end, segment.feed.end)
+        segment.loader.end = end if segment.loader.end is None else min(end, segment.loader.end)
         self.drained = deque()
         self.drained.extend(self)
         return self.drained

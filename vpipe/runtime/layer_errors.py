@@ -1,4 +1,4 @@
-"""Name the layer that raised an error, and what it was given."""
+"""Find and name the layer that raised an error, with the tensors that it was given."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.autograd.graph import GradientEdge, Node
 from vpipe.errors import RunError
 from vpipe.model.layer import Layer
 from vpipe.runtime.activations import Span
-from vpipe.runtime.transport.transport import Spec
+from vpipe.runtime.transport.transport import TensorSpec
 
 
-class Computed(NamedTuple):
-    """A layer, its number in the model, and what its forward returned."""
+class LayerOutputs(NamedTuple):
+    """The outputs of a layer's forward, with its number in the model."""
 
     number: int
     layer: Layer
@@ -39,11 +39,12 @@ def forward_error(number: int, layer: Layer, inputs: Mapping[str, Tensor], error
         inputs: what it was given.
     """
     hint = "make the layer take what it is given, or let what comes before it hand on what it takes"
-    return RunError(f"the forward of layer {number} '{layer.name}' on {shown(inputs)} raised {_raised(error)}",
-                    hint=hint_of(error, hint))
+    return RunError(f"the forward of layer {number} '{layer.name}' on {describe_tensors(inputs)} raised "
+                    f"{_raised(error)}", hint=hint_of(error, hint))
 
 
-def backward_error(span: Span, gradients: Mapping[str, Tensor], error: Exception, found: Computed | None) -> RunError:
+def backward_error(span: Span, gradients: Mapping[str, Tensor], error: Exception,
+                   found: LayerOutputs | None) -> RunError:
     """Return the error of a backward through consecutive layers.
 
     Args:
@@ -54,14 +55,14 @@ def backward_error(span: Span, gradients: Mapping[str, Tensor], error: Exception
         gradients = {name: t for name, t in zip(found.layer.outputs, found.outputs, strict=True) if t.requires_grad}
         which = f"layer {found.number} '{found.layer.name}'"
     else:
-        which = one_of((number, layer) for number, layer, _ in span.layers)
+        which = describe_layers((number, layer) for number, layer, _ in span.layers)
     hint = "torch.autograd.set_detect_anomaly(True) prints the line of the forward that it belongs to"
-    return RunError(f"the backward of {which} on the gradient of {shown(gradients)} raised {_raised(error)}",
+    return RunError(f"the backward of {which} on the gradient of {describe_tensors(gradients)} raised {_raised(error)}",
                     hint=hint_of(error, hint))
 
 
-def find_layer(computed: Sequence[Computed], edges: Mapping[str, GradientEdge], gradients: Mapping[str, Tensor],
-               leaves: Iterable[Tensor], error: Exception) -> Computed | None:
+def find_layer(computed: Sequence[LayerOutputs], edges: Mapping[str, GradientEdge], gradients: Mapping[str, Tensor],
+               leaves: Iterable[Tensor], error: Exception) -> LayerOutputs | None:
     """Repeat a backward that raised an error, and return the layer that it had reached when it raises one of that kind
     again; None when it does not.
 
@@ -73,12 +74,12 @@ def find_layer(computed: Sequence[Computed], edges: Mapping[str, GradientEdge], 
         edges: of that forward's outputs.
         leaves: the inputs and parameters that the original backward gave gradients to.
     """
-    makers: dict[Node, Computed] = {}  # a layer that hands on its input did not make it
+    makers: dict[Node, LayerOutputs] = {}  # a layer that hands on its input did not make it
     for one in computed:
         for output in one.outputs:
             if output.grad_fn is not None:
                 makers.setdefault(output.grad_fn, one)
-    reached: list[Computed] = []
+    reached: list[LayerOutputs] = []
     for node, one in makers.items():
         node.register_prehook(partial(_reach, reached, one))
     names = [name for name in edges if name in gradients]
@@ -96,15 +97,15 @@ def may_repeat(error: Exception) -> bool:
     return not isinstance(error, (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", ())))
 
 
-def one_of(layers: Iterable[tuple[int, Layer]]) -> str:
+def describe_layers(layers: Iterable[tuple[int, Layer]]) -> str:
     """Return ``layer 5 'head'``, or of several ``one of the layers 3 'mlp' to 5 'head'``."""
     names = [f"{number} '{layer.name}'" for number, layer in layers]
     return f"layer {names[0]}" if len(names) == 1 else f"one of the layers {names[0]} to {names[-1]}"
 
 
-def shown(tensors: Mapping[str, Tensor]) -> str:
+def describe_tensors(tensors: Mapping[str, Tensor]) -> str:
     """Return ``h float32[2, 16], target int64[2] on cuda:0``: names, dtypes, shapes, and devices other than the CPU."""
-    return ", ".join(f"{name} {Spec.of(t)}" + (f" on {t.device}" if t.device.type != "cpu" else "")
+    return ", ".join(f"{name} {TensorSpec.from_tensor(t)}" + (f" on {t.device}" if t.device.type != "cpu" else "")
                      for name, t in tensors.items())
 
 
@@ -112,5 +113,5 @@ def _raised(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _reach(reached: list[Computed], one: Computed, _: object) -> None:
+def _reach(reached: list[LayerOutputs], one: LayerOutputs, _: object) -> None:
     reached.append(one)

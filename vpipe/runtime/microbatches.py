@@ -1,4 +1,4 @@
-"""Batches as a stream of microbatches, read when first asked for."""
+"""Load batches as microbatches, and number them within a segment of training or an evaluation."""
 
 from __future__ import annotations
 
@@ -19,40 +19,41 @@ Batch = Mapping[str, Tensor]
 """A dict of tensors whose dimension 0 counts samples."""
 
 _END: Batch = {}
-"""What stands for the end of the batches."""
+"""Stands for the end of the batches."""
 
 Signature = tuple[tuple[str, tuple[int, ...]], ...]
-"""The shapes of a microbatch's fields: what the shapes between stages follow from."""
+"""The shapes of a microbatch's fields: the shapes between stages follow from them."""
 
 
 class BatchChecker(Protocol):
-    """The comparison of batches with those of other ranks."""
+    """Compare batches with those of other ranks."""
 
     def checksums(self, batch: Batch) -> list[int]:
         """Return what is compared of a batch."""
 
-    def exhausted(self, feed: Feed) -> None:
+    def exhausted(self, loader: MicrobatchLoader) -> None:
         """Note that there are no more batches."""
 
 
 @dataclass
-class _Open:
-    """A batch of which some microbatches are still to be taken."""
+class _OpenBatch:
+    """A batch of which some microbatches are still to be used, by so many stages all together."""
 
     chunks: list[dict[str, Tensor]]
-    left: int
+    signature: Signature
+    uses: int
 
 
-class Feed:
-    """The microbatches of ``batches``, numbered from 0 on.
+class MicrobatchLoader:
+    """Read batches when their microbatches are first asked for; microbatches count from 0.
 
     Args:
         batches: what the user iterates over; a field this process does not need may be on the meta device.
         microbatches: into how many equal parts a batch is cut along dimension 0.
         fields: names a batch must hold.
-        takers: how many stages of this process take a microbatch, each once; none of those before the first that is
-            to be taken, where training goes on within a batch.
-        limit: after how many microbatches the stream ends, if the batches do not end before.
+        uses: ``microbatch -> how many stages of this process use it``, each once; 0 before the first one to be used,
+            where training goes on within a batch.
+        limit: after how many microbatches the loader ends, if the batches do not end before.
         used: fields that layers here compute with.
         copy_to: the device to which these are copied as they are read, where further batches are read while they are
             in use: the user may fill the same memory with the next one. None: they are not copied.
@@ -61,35 +62,36 @@ class Feed:
     Attributes:
         end: a microbatch at which to pause.
         error: what was raised while a batch was read: the microbatches end before it.
-        known: the checksums of batches, by number, until the comparison with other ranks drops them.
+        checksums: of batches, by number, until the comparison with other ranks drops them.
+        batches_read: their number.
     """
 
     def __init__(self, batches: Iterator[Batch], microbatches: int, fields: tuple[str, ...],
-                 takers: Callable[[int], int], limit: int | None = None, used: Collection[str] = (),
+                 uses: Callable[[int], int], limit: int | None = None, used: Collection[str] = (),
                  copy_to: torch.device | None = None, comparison: BatchChecker | None = None) -> None:
-        self._batches, self._microbatches, self._fields, self._takers = batches, microbatches, fields, takers
+        self._batches, self._microbatches, self._fields, self._uses = batches, microbatches, fields, uses
         self._limit, self._used, self._copy_to, self._comparison = limit, used, copy_to, comparison
-        self._open: dict[int, _Open] = {}
-        self._read = 0
+        self._open: dict[int, _OpenBatch] = {}
         self._exhausted = False
+        self.batches_read = 0
         self.end: int | None = None
         self.error: Exception | None = None
-        self.known: dict[int, list[int]] = {}
+        self.checksums: dict[int, list[int]] = {}
         self._changes = [(0, 0, 0)]  # microbatches and samples before a change of size, and samples per microbatch
 
     def has(self, microbatch: int) -> bool:
-        """Whether this microbatch exists and lies before the pause."""
+        """Return whether this microbatch exists and lies before the pause."""
         if any(end is not None and microbatch >= end for end in (self.end, self._limit)):
             return False
-        while microbatch >= self._read * self._microbatches and not self._exhausted:
+        while microbatch >= self.batches_read * self._microbatches and not self._exhausted:
             self._read_batch()
-        return microbatch < self._read * self._microbatches
+        return microbatch < self.batches_read * self._microbatches
 
     def _read_batch(self) -> None:
         try:
             with at_work("reading a batch"):
                 batch = next(self._batches, _END)
-            fields = None if batch is _END else self._checked(batch)
+            fields = None if batch is _END else self._check(batch)
         except Exception as error:  # kept until what was read before is done
             self.error, fields = error, None
         if fields is None:
@@ -97,73 +99,72 @@ class Feed:
             if self._comparison is not None:
                 self._comparison.exhausted(self)
             return
-        first = self._read * self._microbatches
-        left = sum(map(self._takers, range(first, first + self._microbatches)))
+        number, first = self.batches_read, self.batches_read * self._microbatches
+        uses = sum(map(self._uses, range(first, first + self._microbatches)))
         if self._comparison is not None:
-            self.known[self._read] = self._comparison.checksums(fields)
-        if left:
+            self.checksums[number] = self._comparison.checksums(fields)
+        if uses:
             if self._copy_to is not None:
                 # A copy from pinned memory is only queued: the user could change the batch before it is made.
                 fields |= {name: fields[name].to(self._copy_to, non_blocking=not fields[name].is_pinned(), copy=True)
                            for name in self._used}
             parts = {name: torch.chunk(t, self._microbatches) for name, t in fields.items()}
             chunks = [{name: part[i] for name, part in parts.items()} for i in range(self._microbatches)]
-            self._open[self._read] = _Open(chunks, left)
-        self._read += 1
+            signature = tuple((name, tuple(part[0].shape)) for name, part in parts.items())
+            self._open[number] = _OpenBatch(chunks, signature, uses)
+        self.batches_read += 1
 
     @property
     def total(self) -> int:
-        """How many microbatches there are up to the pause, once :meth:`has` has said no to one."""
-        read = self._read * self._microbatches if self._exhausted else None
+        """Return the number of microbatches up to the pause, once :meth:`has` has denied one."""
+        read = self.batches_read * self._microbatches if self._exhausted else None
         return min(end for end in (self.end, self._limit, read) if end is not None)
 
     @property
-    def batches(self) -> int:
-        """How many batches were read."""
-        return self._read
-
-    @property
     def ended(self) -> bool:
-        """Whether the batches have ended, or one could not be read, before the limit and the pause."""
-        return self._exhausted and all(end is None or self._read * self._microbatches < end
+        """Return whether the batches have ended, or one could not be read, before the limit and the pause."""
+        return self._exhausted and all(end is None or self.batches_read * self._microbatches < end
                                        for end in (self.end, self._limit))
 
     def batch_of(self, microbatch: int) -> int:
-        """The number of the batch that a microbatch is of."""
+        """Return the number of the batch that a microbatch is of."""
         return microbatch // self._microbatches
 
-    def signature(self, microbatch: int) -> Signature:
-        """The shapes of a microbatch that was not taken by all yet."""
-        return tuple((name, tuple(t.shape)) for name, t in self._chunk(microbatch).items())
+    def end_of_batch(self, batch: int) -> int:
+        """Return the first microbatch behind a batch."""
+        return (batch + 1) * self._microbatches
 
-    def take(self, microbatch: int) -> dict[str, Tensor]:
-        """The fields of a microbatch; the batch is let go when every taker has had all of it."""
-        chunk = self._chunk(microbatch)
-        number = microbatch // self._microbatches
-        self._open[number].left -= 1
-        if not self._open[number].left:
+    def signature(self, microbatch: int) -> Signature:
+        """Return the shapes of a microbatch whose batch is still in use."""
+        return self._open[microbatch // self._microbatches].signature
+
+    def consume(self, microbatch: int) -> dict[str, Tensor]:
+        """Return the fields of a microbatch; free the batch when every stage has used all of it."""
+        number, within = divmod(microbatch, self._microbatches)
+        batch = self._open[number]
+        batch.uses -= 1
+        if not batch.uses:
             del self._open[number]
-        return chunk
+        return batch.chunks[within]
 
     def samples(self, first: int, end: int) -> int:
-        """How many samples the microbatches from ``first`` on and before ``end`` have; all of them were read."""
-        return self.samples_before(end) - self.samples_before(first)
+        """Return the samples of the microbatches from ``first`` on and before ``end``, all of which were read."""
+        return self._samples_before(end) - self._samples_before(first)
 
-    def samples_before(self, microbatch: int) -> int:
-        """How many samples the microbatches before this one have; all of them were read."""
+    def _samples_before(self, microbatch: int) -> int:
         first, samples, size = self._changes[bisect_right(self._changes, microbatch, key=itemgetter(0)) - 1]
         return samples + size * (microbatch - first)
 
     def close(self) -> None:
-        """Let go of what the user iterates over."""
+        """Drop the reference to what the user iterates over."""
         self._batches = iter(())
 
-    def _chunk(self, microbatch: int) -> dict[str, Tensor]:
-        number, within = divmod(microbatch, self._microbatches)
-        return self._open[number].chunks[within]
+    def _check(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the fields of a batch that can be cut.
 
-    def _checked(self, batch: Batch) -> dict[str, Tensor]:
-        """The fields of a batch that can be cut."""
+        Raises:
+            UserError: it is no dict of tensors, lacks a field, or cannot be cut into equal microbatches.
+        """
         if not isinstance(batch, Mapping):
             names = ", ".join(f"{name!r}: ..." for name in self._fields)
             hint = f"name what it holds: {{{names}}}"
@@ -196,45 +197,40 @@ class Feed:
         if unread := [name for name in self._used if tensors[name].is_meta]:
             raise UserError(f"the field '{unread[0]}' of a batch is on the meta device, but layers of this process "
                             "read it", hint="leave out the values of such fields alone as no layer of a rank reads")
-        size, first = samples // self._microbatches, self._read * self._microbatches
+        size, first = samples // self._microbatches, self.batches_read * self._microbatches
         if size != self._changes[-1][2]:
-            self._changes.append((first, self.samples_before(first), size))
+            self._changes.append((first, self._samples_before(first), size))
         return tensors
 
 
 @dataclass
 class Segment:
-    """Which microbatches, and how they count.
+    """The microbatches from one empty pipeline to the next, numbered from 0.
 
     Attributes:
-        feed: where microbatches come from.
-        first: the feed's number of the segment's microbatch 0.
+        loader: of the microbatches.
+        first: the loader's number of the segment's microbatch 0.
         base: the run's number of the segment's microbatch 0, counted over all training.
-        steps_before: of the run, before the segment.
-        rounds: who takes which of the segment's microbatches, and which update does.
+        steps_before: steps of the run before the segment.
+        rounds: which rank takes each microbatch, and which update uses it.
         training: False for forward only.
     """
 
-    feed: Feed
+    loader: MicrobatchLoader
     first: int
     base: int
     steps_before: int
     rounds: Rounds
     training: bool
 
-    @property
-    def every(self) -> int:
-        """Microbatches per update; without a flush, and replica."""
-        return self.rounds.update_every
-
     def number(self, microbatch: int) -> int:
-        """The run's number of a microbatch."""
+        """Return the run's number of a microbatch."""
         return self.base + microbatch
 
     def update_number(self, stage: int, update: int) -> int:
-        """The run's number of an update, or version, of a stage, whatever made the updates before this segment."""
+        """Return the run's number of an update, or version, of a stage, whatever made those before this segment."""
         return self.steps_before * self.rounds.per_step // self.rounds.span(stage) + update
 
     def signature(self, microbatch: int) -> Signature:
-        """The shapes of a microbatch's fields."""
-        return self.feed.signature(self.first + microbatch)
+        """Return the shapes of a microbatch's fields."""
+        return self.loader.signature(self.first + microbatch)

@@ -1,172 +1,198 @@
-"""What passes between a rank's stages and their neighbours: activations forward, gradients back."""
+"""Point-to-point transfers between stages: activations forward, gradients back."""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence, Sized
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from vpipe.errors import UserError
 from vpipe.runtime.microbatches import Segment, Signature
-from vpipe.runtime.transport.transport import Key, Spec, Transport
-
-_Seen = tuple[int, int, bool, Signature]
-"""Stage, peer, whether in training, the shapes of the batch's fields: what the shapes of activations follow from."""
-
+from vpipe.runtime.transport.transport import TensorSpec, TransferKey, Transport
+from vpipe.schedules.size import Placement
 
 SCALE = ""
-"""Stands among the names of gradients for the scale that they have, where it travels with them; no tensor's name."""
+"""The name, among those of gradients, of their loss scale, where it travels with them; no tensor is called so."""
+
+_Channel = tuple[int, int, bool, Signature]
+"""The receiving stage, the peer, whether in training, the batch's shapes: these determine the shapes transferred."""
 
 
-class Neighbours:
-    """One rank's part in the transfers between stages.
+class _OutputSpecs(NamedTuple):
+    """Specs of a stage's outputs for one batch shape, and names and specs of the gradients that come back."""
 
-    Stages on the same rank pass tensors without a transfer. Shapes are announced with the first transfer of their
-    kind, so the receives behind it wait for that announcement, in the order of sending.
+    outputs: list[TensorSpec]
+    gradient_names: list[str]
+    gradients: list[TensorSpec]
+
+    def match(self, outputs: Sequence[Tensor]) -> bool:
+        return len(outputs) == len(self.outputs) and all(
+            spec.shape == t.shape and spec.dtype is t.dtype and spec.wants_gradient is t.requires_grad
+            for spec, t in zip(self.outputs, outputs, strict=True))
+
+
+class P2PTransfers:
+    """Send and receive activations and gradients between the stages of one rank and their neighbours.
+
+    Stages on the same rank pass tensors without a transfer. The first transfer for a new batch shape announces its
+    specs. Later receives on that channel are posted after these arrive, in send order.
 
     Args:
-        scales: whether the scale of gradients travels behind them.
+        transport: of this rank.
+        placement: ranks per stage; microbatch i goes to rank ``i mod width`` of each.
+        scales: whether the loss scale of gradients travels behind them.
     """
 
-    def __init__(self, transport: Transport, scales: bool = False) -> None:
-        self._transport, self._scales = transport, scales
-        self._arrived: dict[Key, list[Tensor]] = {}  # from a stage on this same rank
-        self._leaving: dict[Key, list[Tensor]] = {}
-        self._shapes: dict[Key, Signature] = {}  # of the batch that the activations about to leave come from
-        self._returning: dict[tuple[int, int], tuple[list[str], list[Spec]]] = {}  # gradients that will come back
-        self._incoming: dict[_Seen, list[Spec]] = {}
-        # Receives in order, by stage and peer: the first one's shapes are being announced, others are posted after it.
-        self._queued: dict[tuple[int, int], deque[tuple[Key, _Seen]]] = defaultdict(deque)
-        self._announced: dict[_Seen, list[Spec]] = {}
+    def __init__(self, transport: Transport, placement: Placement, scales: bool = False) -> None:
+        self._transport, self._placement, self._scales = transport, placement, scales
+        self._local: dict[TransferKey, list[Tensor]] = {}  # from a stage on this same rank
+        self._unsent: dict[TransferKey, tuple[list[Tensor], list[TensorSpec], Signature]] = {}
+        self._specs: dict[tuple[int, bool, Signature], _OutputSpecs] = {}  # by stage
+        self._expected: dict[tuple[int, int], _OutputSpecs] = {}  # gradients, by stage and microbatch
+        self._announced: dict[_Channel, list[TensorSpec]] = {}
+        self._incoming: dict[_Channel, list[TensorSpec]] = {}
+        # Receives in order, by stage and peer: the specs of the first are on their way, others are posted after it.
+        self._queued: dict[tuple[int, int], deque[tuple[TransferKey, _Channel]]] = defaultdict(deque)
         self._segment: Segment
 
     def begin(self, segment: Segment) -> None:
-        """What follows is of this segment."""
+        """Transfer the tensors of this segment from now on."""
         self._segment = segment
 
     def stores(self) -> Mapping[str, Sized]:
-        """What must be empty at the end of a segment."""
-        return {"arrived tensors": self._arrived, "unsent tensors": self._leaving,
-                "expected gradients": self._returning,
+        """Return what must be empty at the end of a segment, by name."""
+        return {"arrived tensors": self._local, "unsent tensors": self._unsent, "expected gradients": self._expected,
                 "receives of unknown shape": [key for queue in self._queued.values() for key in queue]}
 
     def abandon(self) -> None:
-        """Drop what is on its way, and what was to come."""
-        for store in (self._arrived, self._leaving, self._shapes, self._returning, self._queued):
+        """Drop all transfers under way and expected."""
+        for store in (self._local, self._unsent, self._expected, self._queued):
             store.clear()
 
-    # -- what an action takes and makes
+    # -- what a forward or backward receives and makes ---------------------------------------------------
 
-    def activations(self, stage: int, microbatch: int) -> tuple[int, Key]:
-        """The transfer that brings a stage its input, and the rank that it comes from."""
-        return (self._segment.rounds.rank_of(stage - 1, microbatch),
-                Key("F", stage, self._segment.number(microbatch)))
+    def activation_source(self, stage: int, microbatch: int) -> tuple[int, TransferKey]:
+        """Return the rank that sends a stage its input, and the key of the transfer."""
+        return (self._rank_of(stage - 1, microbatch), TransferKey("F", stage, self._segment.base + microbatch))
 
-    def gradients(self, stage: int, microbatch: int) -> tuple[int, Key]:
-        """The transfer that brings the gradients of a stage's output, and the rank that it comes from."""
-        return (self._segment.rounds.rank_of(stage + 1, microbatch),
-                Key("B", stage, self._segment.number(microbatch)))
+    def gradient_source(self, stage: int, microbatch: int) -> tuple[int, TransferKey]:
+        """Return the rank that sends the gradients of a stage's output, and the key of the transfer."""
+        return (self._rank_of(stage + 1, microbatch), TransferKey("B", stage, self._segment.base + microbatch))
 
-    def ready(self, peer: int, key: Key) -> bool:
-        """Whether a transfer can be taken without waiting."""
-        return key in self._arrived or (peer != self._transport.rank and self._transport.ready(peer, key))
+    def is_ready(self, peer: int, key: TransferKey) -> bool:
+        """Return whether a transfer can be received without waiting."""
+        return key in self._local or (peer != self._transport.rank and self._transport.is_ready(peer, key))
 
-    def take_activations(self, stage: int, microbatch: int) -> list[Tensor]:
-        """What the stage before made; nothing where the pipeline begins."""
+    def receive_activations(self, stage: int, microbatch: int) -> list[Tensor]:
+        """Return the outputs of the stage before; none for the first stage."""
         if stage == 0:
             return []
-        peer, key = self.activations(stage, microbatch)
+        peer, key = self.activation_source(stage, microbatch)
         queue = self._queued[stage, peer]
-        while any(key == queued for queued, _ in queue):
-            self._learn_shapes(peer, queue)
-        return self._take(peer, key)
+        while queue and any(key == queued for queued, _ in queue):
+            self._receive_specs(peer, queue)
+        return self._receive(peer, key)
 
-    def take_gradients(self, stage: int, microbatch: int) -> dict[str, Tensor]:
-        """The gradients of the outputs that want one, by name."""
-        names, _ = self._returning.pop((stage, microbatch))
-        return dict(zip(names, self._take(*self.gradients(stage, microbatch)), strict=True))
+    def receive_gradients(self, stage: int, microbatch: int) -> dict[str, Tensor]:
+        """Return the gradients of those outputs that want one, by name."""
+        names = self._expected.pop((stage, microbatch)).gradient_names
+        return dict(zip(names, self._receive(*self.gradient_source(stage, microbatch)), strict=True))
 
-    def pass_activations(self, stage: int, microbatch: int, signature: Signature, names: Sequence[str],
-                         outputs: list[Tensor]) -> None:
-        """Hand a stage's outputs on, or keep them for their send.
+    def put_activations(self, stage: int, microbatch: int, signature: Signature, names: Sequence[str],
+                        outputs: list[Tensor]) -> None:
+        """Hand a stage's outputs to the next stage if it is on this rank; else store them for their send.
 
         Args:
             signature: of the batch that they come from.
             names: of the outputs.
         """
-        if self._segment.training:
-            wanted = [(name, Spec.of(t)) for name, t in zip(names, outputs, strict=True) if t.requires_grad]
-            if self._scales:
-                wanted.append((SCALE, Spec((1,), torch.float32, wants_gradient=False)))
-            self._returning[stage, microbatch] = ([name for name, _ in wanted], [spec for _, spec in wanted])
-        key = Key("F", stage + 1, self._segment.number(microbatch))
-        self._pass_on(key, microbatch, outputs)
-        if key in self._leaving:
-            self._shapes[key] = signature
+        training = self._segment.training
+        specs = self._specs.get((stage, training, signature))
+        if specs is None or not specs.match(outputs):
+            specs = self._specs[stage, training, signature] = self._specs_of(names, outputs)
+        if training:
+            self._expected[stage, microbatch] = specs
+        key = TransferKey("F", stage + 1, self._segment.base + microbatch)
+        self._put(key, microbatch, outputs, specs.outputs, signature)
 
-    def pass_gradients(self, stage: int, microbatch: int, gradients: list[Tensor]) -> None:
-        """Hand the gradients of a stage's inputs on, or keep them for their send."""
-        self._pass_on(Key("B", stage - 1, self._segment.number(microbatch)), microbatch, gradients)
+    def put_gradients(self, stage: int, microbatch: int, gradients: list[Tensor]) -> None:
+        """Hand the gradients of a stage's inputs to the stage before, or store them for their send."""
+        self._put(TransferKey("B", stage - 1, self._segment.base + microbatch), microbatch, gradients, [], ())
 
-    def _pass_on(self, key: Key, microbatch: int, tensors: list[Tensor]) -> None:
-        here = self._segment.rounds.rank_of(key.stage, microbatch) == self._transport.rank
-        (self._arrived if here else self._leaving)[key] = tensors
+    def _specs_of(self, names: Sequence[str], outputs: Sequence[Tensor]) -> _OutputSpecs:
+        specs = [TensorSpec.from_tensor(t) for t in outputs]
+        wanted = [(name, TensorSpec(spec.shape, spec.dtype, wants_gradient=False))
+                  for name, spec in zip(names, specs, strict=True) if spec.wants_gradient]
+        if self._scales:
+            wanted.append((SCALE, TensorSpec((1,), torch.float32, wants_gradient=False)))
+        return _OutputSpecs(specs, [name for name, _ in wanted], [spec for _, spec in wanted])
 
-    def _take(self, peer: int, key: Key) -> list[Tensor]:
-        return self._arrived.pop(key) if key in self._arrived else self._transport.take(peer, key)
+    def _put(self, key: TransferKey, microbatch: int, tensors: list[Tensor], specs: list[TensorSpec],
+             signature: Signature) -> None:
+        if self._rank_of(key.stage, microbatch) == self._transport.rank:
+            self._local[key] = tensors
+        else:
+            self._unsent[key] = tensors, specs, signature
 
-    # -- transfers
+    def _receive(self, peer: int, key: TransferKey) -> list[Tensor]:
+        return self._local.pop(key) if key in self._local else self._transport.receive(peer, key)
 
-    def send_forward(self, stage: int, microbatch: int) -> None:
-        """Send what a stage made to the next one's rank, with its shapes when that cannot know them."""
-        key = Key("F", stage + 1, self._segment.number(microbatch))
-        tensors, peer = self._leaving.pop(key), self._segment.rounds.rank_of(key.stage, microbatch)
-        specs = [Spec.of(t) for t in tensors]
-        seen = (key.stage, peer, self._segment.training, self._shapes.pop(key))
-        known = self._announced.setdefault(seen, specs)
-        if known != specs:
+    def _rank_of(self, stage: int, microbatch: int) -> int:
+        ranks = self._placement[stage]
+        return ranks[microbatch % len(ranks)]
+
+    # -- the schedule's transfers --------------------------------------------------------------------------
+
+    def send_activations(self, stage: int, microbatch: int) -> None:
+        """Send a stage's outputs to the next stage, with their specs if that cannot know them."""
+        key = TransferKey("F", stage + 1, self._segment.base + microbatch)
+        peer, (tensors, specs, signature) = self._rank_of(key.stage, microbatch), self._unsent.pop(key)
+        channel = (key.stage, peer, self._segment.training, signature)
+        known = self._announced.get(channel)
+        if known is None:
+            self._announced[channel] = specs
+        elif known is not specs and known != specs:
             raise UserError(f"stage {stage} sends {', '.join(map(str, specs))} for microbatch {key.number}, but sent "
                             f"{', '.join(map(str, known))} for another with fields of the same shapes",
                             hint="shapes between stages must follow from the shapes of the batch: pad where they "
                                  "depend on the values")
-        self._transport.send(peer, key, tensors, announce=known is specs)
+        self._transport.send(peer, key, tensors, announce=known is None)
 
-    def post_forward(self, stage: int, microbatch: int) -> None:
-        """Get ready for a stage's input."""
-        peer, key = self.activations(stage, microbatch)
-        seen = (stage, peer, self._segment.training, self._segment.signature(microbatch))
-        queue, specs = self._queued[stage, peer], self._incoming.get(seen)
+    def post_activations(self, stage: int, microbatch: int) -> None:
+        """Post the receive of a stage's input."""
+        peer, key = self.activation_source(stage, microbatch)
+        channel = (stage, peer, self._segment.training, self._segment.signature(microbatch))
+        queue, specs = self._queued[stage, peer], self._incoming.get(channel)
         if not queue:
             self._transport.post(peer, key, specs)
         if queue or specs is None:
-            queue.append((key, seen))
+            queue.append((key, channel))
             if self._transport.ordered:  # the receive keeps its place among all transfers
-                self._learn_shapes(peer, queue)
+                self._receive_specs(peer, queue)
 
-    def _learn_shapes(self, peer: int, queue: deque[tuple[Key, _Seen]]) -> None:
-        """Wait for the announcement at the head of the queue; post what it held up, up to the next unknown shapes.
+    def _receive_specs(self, peer: int, queue: deque[tuple[TransferKey, _Channel]]) -> None:
+        """Wait for the specs at the head of the queue; post the receives behind it, up to the next unknown specs.
 
         In the order of the program, which is that of sending: a transport without tags knows no other.
         """
-        key, seen = queue.popleft()
-        self._incoming[seen] = self._transport.learn(peer, key)
+        key, channel = queue.popleft()
+        self._incoming[channel] = self._transport.receive_specs(peer, key)
         while queue:
-            key, seen = queue[0]
-            specs = self._incoming.get(seen)
+            key, channel = queue[0]
+            specs = self._incoming.get(channel)
             self._transport.post(peer, key, specs)
             if specs is None:
                 return
             queue.popleft()
 
-    def send_backward(self, stage: int, microbatch: int) -> None:
-        """Send the gradients of a stage's inputs to the rank that made these."""
-        key = Key("B", stage - 1, self._segment.number(microbatch))
-        self._transport.send(self._segment.rounds.rank_of(key.stage, microbatch), key, self._leaving.pop(key))
+    def send_gradients(self, stage: int, microbatch: int) -> None:
+        """Send the gradients of a stage's inputs to the stage before."""
+        key = TransferKey("B", stage - 1, self._segment.base + microbatch)
+        self._transport.send(self._rank_of(key.stage, microbatch), key, self._unsent.pop(key)[0])
 
-    def post_backward(self, stage: int, microbatch: int) -> None:
-        """Get ready for the gradients of a stage's outputs."""
-        _, specs = self._returning[stage, microbatch]
-        self._transport.post(*self.gradients(stage, microbatch),
-                             [Spec(spec.shape, spec.dtype, wants_gradient=False) for spec in specs])
+    def post_gradients(self, stage: int, microbatch: int) -> None:
+        """Post the receive of the gradients of a stage's outputs."""
+        self._transport.post(*self.gradient_source(stage, microbatch), self._expected[stage, microbatch].gradients)

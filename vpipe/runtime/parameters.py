@@ -1,4 +1,4 @@
-"""Parameters whose place in the modules has been taken by others: a layer that goes on using them is told so."""
+"""Leaves and hooks of parameters; refuse the use of parameters that others have replaced in their modules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ALLOWED: frozenset[Callable[..., Any]] = frozenset({
 class ReplacedParameter(nn.Parameter):
     """A parameter that is not in its module any more: whoever computes with it gets an error with its name.
 
-    It costs nothing to notice: torch itself asks a subclass that has ``__torch_function__``.
+    The check costs nothing: torch itself asks a subclass that has ``__torch_function__``.
     """
 
     _replaced_name: str
@@ -47,7 +47,7 @@ class ReplacedParameter(nn.Parameter):
 
 
 def replace_parameter(parameter: nn.Parameter, name: str) -> None:
-    """Let nobody compute with a parameter any more; ``name``: what an error calls it."""
+    """Refuse from now on to compute with a parameter; errors call it ``name``."""
     parameter._replaced_name = name  # type: ignore[attr-defined]
     parameter.__class__ = ReplacedParameter
 
@@ -61,7 +61,7 @@ def _flat(values: Iterable[Any]) -> Iterable[Any]:
 
 
 def new_leaf(data: Tensor, like: nn.Parameter) -> nn.Parameter:
-    """A parameter of the same kind, with the attributes that were set on that one."""
+    """Return a parameter of the same kind as another, with the attributes that were set on that one."""
     leaf = nn.Parameter.__new__(type(like), data)
     leaf.__dict__.update(like.__dict__)
     return leaf

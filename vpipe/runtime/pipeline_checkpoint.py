@@ -48,7 +48,7 @@ class PipelineCheckpoint:
         tensors: Mapping[str, Tensor] = {}
         with at_work("saving a checkpoint"), self._problems_of_all() as problems:
             try:
-                tensors = self._engine.saved()
+                tensors = self._engine.checkpoint_state()
                 check_dtypes(tensors)
             except UserError as error:
                 problems += error.problems
@@ -56,7 +56,7 @@ class PipelineCheckpoint:
         info = CheckpointInfo(position.steps, position.samples, self._seed, numbers=position.as_numbers(self._batch),
                               arrangement={**arrangement, **self._optimizers()})
         with at_work("saving a checkpoint"):
-            save_checkpoint(self._folder, info, tensors, self._rank, self._engine.all_ranks)
+            save_checkpoint(self._folder, info, tensors, self._rank, self._engine.collectives)
 
     def load(self, model: Model) -> Position:
         """Load the checkpoint, or the newest of the run whose folder it is; return its position.
@@ -73,7 +73,7 @@ class PipelineCheckpoint:
                 if self._rank == 0 and (lost := no_longer_used(manifest)) is not None:
                     warnings.warn(lost, stacklevel=3)
                 position = Position.from_numbers(manifest.step, manifest.samples, manifest.numbers, self._batch)
-                self._engine.check_begins(position)
+                self._engine.check_restorable(position)
                 tensors = load_tensors(folder, manifest, filter(self._engine.wants, manifest.tensors),
                                        resume_hint=_load_call)
             except UserError as error:
@@ -86,7 +86,7 @@ class PipelineCheckpoint:
         """Raise on all ranks the problems of the first rank that has any, before any goes on."""
         mine: list[Problem] = []
         yield mine
-        found = self._engine.all_ranks.agree(json.dumps([asdict(problem) for problem in mine]), _first)
+        found = self._engine.collectives.agree(json.dumps([asdict(problem) for problem in mine]), _first)
         if json.loads(found):
             raise UserError.all_of([Problem(**problem) for problem in json.loads(found)])
 
@@ -96,14 +96,14 @@ class PipelineCheckpoint:
 
     def _optimizers(self) -> dict[str, Any]:
         """Return the classes of all ranks' optimizers; if they are several, also the one that steps each parameter."""
-        kind_of = self._engine.all_ranks.united(self._own_kinds())
+        kind_of = self._engine.collectives.united(self._own_kinds())
         kinds = sorted(set(kind_of.values()))
         return {"optimizers": kinds, **({"optimizer_of": kind_of} if len(kinds) > 1 else {})}
 
     def _own_kinds(self) -> dict[str, str]:
         """Return the class of the optimizer that steps each parameter of this process."""
         return {name: type(optimizer).__name__ for worker in self._engine.workers.values()
-                for stage in worker.update.optimizers.values()
+                for stage in worker.optimizer_steps.optimizers.values()
                 for name, (optimizer, _) in stage.of_parameter.items()}
 
     def _check_run(self, manifest: Manifest) -> None:

@@ -1,4 +1,4 @@
-"""In which numbers layers compute, and what they hand on.
+"""Precisions: the dtypes in which layers compute and return.
 
 Rounding goes with the layer, not with the stage: a tensor between two layers has the reduced precision wherever the
 model is cut, so every partition computes the same numbers, and transfers take half the bytes.
@@ -30,7 +30,7 @@ _DTYPES = {"bf16": "bfloat16", "bf16_pure": "bfloat16", "fp16": "float16"}
 
 @dataclass(frozen=True)
 class Precision:
-    """How a pipeline computes.
+    """The precision of a pipeline.
 
     Attributes:
         name: a :data:`PrecisionName`.
@@ -41,8 +41,8 @@ class Precision:
     loss_scale: float | None = None
 
     @classmethod
-    def of(cls, name: str, loss_scale: float | None = None) -> Precision:
-        """From what the user wrote.
+    def parse(cls, name: str, loss_scale: float | None = None) -> Precision:
+        """Build a precision from what the user wrote.
 
         Raises:
             UserError: no such precision, or a loss scale that means nothing.
@@ -61,33 +61,33 @@ class Precision:
 
     @cached_property
     def dtype(self) -> torch.dtype | None:
-        """The reduced one; None for fp32."""
+        """Return the reduced dtype; None for fp32."""
         import torch  # which whoever only reads a config does without
 
         return getattr(torch, _DTYPES[self.name]) if self.name in _DTYPES else None
 
     @property
     def pure(self) -> bool:
-        """Whether weights are held in the reduced precision, beside fp32 masters."""
+        """Return whether weights are held in the reduced precision, beside fp32 masters."""
         return self.name == "bf16_pure"
 
     @property
     def autocasts(self) -> bool:
-        """Whether every layer runs in an autocast of its own."""
+        """Return whether every layer runs in an autocast of its own."""
         return self.dtype is not None and not self.pure
 
     @property
     def scaled(self) -> bool:
-        """Whether the loss is scaled."""
+        """Return whether the loss is scaled."""
         return self.name == "fp16"
 
     @property
     def dynamic(self) -> bool:
-        """Whether the scale of the loss is found while training."""
+        """Return whether the scale of the loss is found while training."""
         return self.scaled and self.loss_scale is None
 
     def refused(self, codecs: Collection[str]) -> Iterator[tuple[str, str, str]]:
-        """How tensors between stages cannot travel in it: the argument, what is wrong with it, the remedy."""
+        """Yield conflicts with codecs between stages: the argument, what is wrong with it, the remedy."""
         if self.dtype is not None and "bf16" in codecs:
             yield ("compress", f"is bf16, but in precision {self.name} tensors between stages have 16 bits already",
                    "leave it out, or send them as int8")

@@ -1,4 +1,4 @@
-"""Sums of gradients over the replicas of a stage, overlapped with the last backward of an update.
+"""Sum gradients over the replicas of a stage, overlapped with the last backward of an update.
 
 The gradients lie in buckets. As soon as the last backward of an update has made those of a bucket, each replica gets
 its share of them: of w replicas one w-th. REDUCE_GRAD sums the shares in the order of the replicas and sends the sum
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from vpipe.errors import RunError, UserError
-from vpipe.runtime.loss_scaler import Scaling
+from vpipe.runtime.loss_scaler import LossScaler
 from vpipe.runtime.stage import Stage
-from vpipe.runtime.transport.transport import Key, Spec, Transport
-from vpipe.runtime.weight_versions import Weights
+from vpipe.runtime.transport.transport import TensorSpec, TransferKey, Transport
+from vpipe.runtime.weight_versions import WeightVersions
 
 BUCKET_BYTES = 4 << 20
 """Large enough that a message's fixed costs vanish (gloo: 70 us, the time of 0.2 MB), small enough to start early."""
@@ -46,11 +46,11 @@ class _Bucket:
         self._sums = like.new_empty((2, self.rows.shape[1]))
 
     @property
-    def spec(self) -> Spec:
-        return Spec(tuple(self.rows[0].shape), self.rows.dtype, wants_gradient=False)
+    def spec(self) -> TensorSpec:
+        return TensorSpec(tuple(self.rows[0].shape), self.rows.dtype, wants_gradient=False)
 
     def sum(self, update: int) -> Tensor:
-        """Where this replica's sums of an update are."""
+        """Return the memory of this replica's sums of an update."""
         return self._sums[update % 2]
 
     def fill(self, gradients: Sequence[Tensor | None], names: Sequence[str], lost: bool) -> None:
@@ -75,7 +75,7 @@ class _Bucket:
 
     @property
     def present(self) -> Tensor:
-        """For each member, once the rows are sums, how many replicas have a gradient; NaN where one lost the update."""
+        """Return per member, once the rows are sums, how many replicas have a gradient; NaN where one overflowed."""
         ends = sum(self._sizes)
         return self.rows.view(-1)[ends:ends + len(self.members)]
 
@@ -86,8 +86,8 @@ class _Bucket:
             yield member, part.view(shape) if count else None
 
 
-class Reduction:
-    """One replica's part in the sums of a stage's gradients.
+class Reducer:
+    """Sum the gradients of one replica with those of the stage's others.
 
     Args:
         stage: its number.
@@ -95,12 +95,12 @@ class Reduction:
         late: names of those whose gradients are not final before the whole backward is done.
         ranks: of the replicas, in order.
         transport: of this rank.
-        scaling: of the losses, where it tells what is lost.
+        scaler: of the losses, where it tells what is lost.
     """
 
-    def __init__(self, stage: int, weights: Weights, late: Sequence[str], ranks: Sequence[int],
-                 transport: Transport, scaling: Scaling | None = None) -> None:
-        self._scaling = scaling
+    def __init__(self, stage: int, weights: WeightVersions, late: Sequence[str], ranks: Sequence[int],
+                 transport: Transport, scaler: LossScaler | None = None) -> None:
+        self._scaler = scaler
         self._stage, self._weights, self._ranks, self._transport = stage, weights, ranks, transport
         self._late = {weights.names.index(name) for name in late}
         self._me = ranks.index(transport.rank)
@@ -168,11 +168,11 @@ class Reduction:
         contributes = self._transport.rank in contributors
         if contributes:
             bucket.fill(self._weights.gradients, self._weights.names,
-                        self._scaling is not None and self._scaling.is_lost(self._stage))
+                        self._scaler is not None and self._scaler.has_overflowed(self._stage))
         self._exchange(key, {rank: bucket.rows[i] for i, rank in enumerate(self._ranks) if contributes},
                        contributors, bucket.spec)
 
-    def _exchange(self, key: Key, rows: dict[int, Tensor], senders: Sequence[int], spec: Spec) -> None:
+    def _exchange(self, key: TransferKey, rows: dict[int, Tensor], senders: Sequence[int], spec: TensorSpec) -> None:
         """Send each other replica its row, and get ready for what the ``senders`` send.
 
         Of two ranks the lower one sends first: a transport that keeps one order per pair would stand still otherwise.
@@ -187,19 +187,19 @@ class Reduction:
 
     # -- REDUCE_GRAD: the shares are summed
 
-    def shares_needed(self, update: int, contributors: Sequence[int]) -> Iterator[tuple[int, Key]]:
-        """The transfers that :meth:`add` waits for, with the ranks that they come from."""
+    def shares_needed(self, update: int, contributors: Sequence[int]) -> Iterator[tuple[int, TransferKey]]:
+        """Yield the transfers that :meth:`reduce` waits for, with the ranks that they come from."""
         for number in range(len(self._buckets)):
             yield from ((rank, self._key("D", update, number)) for rank in self._others if rank in contributors)
 
-    def add(self, update: int, contributors: Sequence[int]) -> None:
+    def reduce(self, update: int, contributors: Sequence[int]) -> None:
         """Sum this replica's share of every gradient and send it to the others."""
         self._refuse_hooks()
         if self._transport.ordered or self._transport.rank not in contributors:
             self.send(update, contributors)
         for number, bucket in enumerate(self._buckets):
             key = self._key("D", update, number)
-            shares = [bucket.rows[self._me] if rank == self._transport.rank else self._transport.take(rank, key)[0]
+            shares = [bucket.rows[self._me] if rank == self._transport.rank else self._transport.receive(rank, key)[0]
                       for rank in contributors]
             total = bucket.sum(update).copy_(shares[0])
             for share in shares[1:]:
@@ -209,18 +209,19 @@ class Reduction:
 
     # -- NORM or STEP: the sums are put together
 
-    def sums_needed(self, update: int) -> Iterator[tuple[int, Key]]:
-        """The transfers that :meth:`collect` waits for, with the ranks that they come from."""
+    def sums_needed(self, update: int) -> Iterator[tuple[int, TransferKey]]:
+        """Yield the transfers that :meth:`gather` waits for, with the ranks that they come from."""
         for number in range(len(self._buckets)):
             yield from ((rank, self._key("S", update, number)) for rank in self._others)
 
-    def collect(self, update: int) -> None:
+    def gather(self, update: int) -> None:
         """Make the sums the gradients of the stage."""
         gradients: dict[int, Tensor | None] = {}
         for number, bucket in enumerate(self._buckets):
             for row, rank in zip(bucket.rows, self._ranks, strict=True):
                 own = rank == self._transport.rank
-                row.copy_(bucket.sum(update) if own else self._transport.take(rank, self._key("S", update, number))[0])
+                key = self._key("S", update, number)
+                row.copy_(bucket.sum(update) if own else self._transport.receive(rank, key)[0])
         counts_of_all = [bucket.present.float() for bucket in self._buckets]
         present = iter(torch.cat(counts_of_all).tolist() if counts_of_all else [])  # a GPU is waited for once
         lost = False
@@ -228,8 +229,8 @@ class Reduction:
             counts = list(islice(present, len(bucket.members)))
             gradients.update(bucket.gradients(counts))
             lost = lost or any(map(isnan, counts))
-        if lost and self._scaling is not None:
-            self._scaling.lose(self._stage)
+        if lost and self._scaler is not None:
+            self._scaler.note_overflow(self._stage)
         self._weights.put_gradients([gradients[i] for i in range(len(self._weights.names))])
 
     def _refuse_hooks(self) -> None:
@@ -240,17 +241,17 @@ class Reduction:
                             hint="use register_hook, which sees each microbatch's gradient, or give the stage one "
                                  "replica")
 
-    def _key(self, kind: str, update: int, bucket: int) -> Key:
-        return Key(kind, self._stage, update * len(self._buckets) + bucket)
+    def _key(self, kind: str, update: int, bucket: int) -> TransferKey:
+        return TransferKey(kind, self._stage, update * len(self._buckets) + bucket)
 
 
 def count_buckets(stages: Iterable[Stage]) -> int:
-    """How many the stages of a rank have together."""
+    """Return the number of buckets that the stages of a rank have together."""
     return sum(len(list(_grouped(stage.weights.leaves()))) for stage in stages)
 
 
 def _grouped(leaves: Sequence[Tensor]) -> Iterator[list[int]]:
-    """The parameters from the last to the first, the order in which a backward comes to them, in equal types."""
+    """Yield groups of parameters of one dtype, from the last to the first, the order of a backward."""
     members: list[int] = []
     size = 0
     for i in reversed(range(len(leaves))):

@@ -1,4 +1,4 @@
-"""What layers change in their forward beside making their outputs: inputs in place, buffers, attributes of modules.
+"""Undo and repeat what layers change in their forward beside outputs: inputs in place, buffers, attributes of modules.
 
 A layer that changes its input in place (``nn.ReLU(inplace=True)``) is given an alias where nobody else needs the input,
 and a copy where somebody does. A recomputed layer finds buffers and attributes as its first forward found them, and
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from vpipe.errors import UserError
-from vpipe.runtime.weight_versions import Weights
+from vpipe.runtime.weight_versions import WeightVersions
 
 WATCHED = 3
 """So many forwards show what a layer changes: statistics may begin with the second one."""
@@ -50,11 +50,11 @@ class _Slot(NamedTuple):
 
     @property
     def place(self) -> tuple[int, str]:
-        """What two slots are told apart by."""
+        """Return what identifies the slot."""
         return id(self.table), self.key
 
 
-class _Kept(NamedTuple):
+class _SlotValue(NamedTuple):
     """What a slot held before a forward; of a tensor also its version, how many hold it, and, if it may be changed in
     place, a copy."""
 
@@ -75,37 +75,37 @@ class _Kept(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """Where random numbers come from: gives its state, as a value that can be compared, and takes it."""
+    """A source of random numbers: get its state, as a value that can be compared, and put it back."""
 
     get: Callable[[], Any]
     put: Callable[[Any], None]
 
 
-class Before(NamedTuple):
-    """What a forward finds, as far as it changes it: what modules keep, and the states of random numbers.
+class StateBefore(NamedTuple):
+    """The state before a forward, as far as the forward changes it: of modules, and of random numbers.
 
     ``constant``: tensors that no forward has changed so far, and their versions.
     """
 
-    kept: Sequence[_Kept] = ()
+    kept: Sequence[_SlotValue] = ()
     states: Sequence[tuple[_Source, Any]] = ()
     constant: Sequence[tuple[Any, int]] = ()
 
 
-NOTHING = Before()
-"""What a forward finds that changes nothing."""
+NOTHING = StateBefore()
+"""The state before a forward that changes nothing."""
 
 
-class First(NamedTuple):
-    """What one of the first forwards finds: inputs, copies of those that others need, and what modules keep."""
+class FirstForward(NamedTuple):
+    """The state before one of the first forwards: inputs, copies of those that others need, and that of modules."""
 
     inputs: Mapping[str, Tensor]
     copies: Mapping[str, Tensor]
-    before: Before
+    before: StateBefore
 
 
 class SideEffects:
-    """What the forward of consecutive layers of a stage changes.
+    """Track what the forward of consecutive layers of a stage changes.
 
     Args:
         layers: their modules, by name.
@@ -115,9 +115,12 @@ class SideEffects:
     Attributes:
         inputs: those that are changed in place.
         walks_its_graph: whether a layer does, within its forward, for gradients of its own.
+        backwards_left: how many backwards are still to be watched.
+        none: whether nothing has to be done about them from now on: the layers are not recomputed, and their first
+            forwards have changed nothing.
     """
 
-    def __init__(self, layers: Mapping[str, nn.Module], recomputed: bool, weights: Iterable[Weights]) -> None:
+    def __init__(self, layers: Mapping[str, nn.Module], recomputed: bool, weights: Iterable[WeightVersions]) -> None:
         self._layers, self._recomputed, self._weights = layers, recomputed, list(weights)
         self._left = WATCHED
         self.inputs: set[str] = set()
@@ -126,12 +129,12 @@ class SideEffects:
         self._constant: list[_Slot] = []
         self._sources = list(_sources(part for module in self._layers.values() for part in module.modules()))
         self._drawn: list[_Source] = []
-        self._backwards = WATCHED
-        self.walks_its_graph = False
+        self.backwards_left = WATCHED
+        self.walks_its_graph = self.none = False
 
     # -- inputs
 
-    def given(self, inputs: Mapping[str, Tensor], again: bool) -> dict[str, Tensor]:
+    def prepare_inputs(self, inputs: Mapping[str, Tensor], again: bool) -> dict[str, Tensor]:
         """Return the inputs as the layers are given them.
 
         Args:
@@ -144,11 +147,12 @@ class SideEffects:
     def _own(self, tensor: Tensor) -> Tensor:
         return _alias(tensor) if not self._recomputed and _is_alone(tensor) else _copy(tensor)
 
-    def ran(self, inputs: Mapping[str, Tensor], given: Mapping[str, Tensor], changed: Iterable[str]) -> None:
+    def note_changed_inputs(self, inputs: Mapping[str, Tensor], given: Mapping[str, Tensor],
+                            changed: Iterable[str]) -> None:
         """Note which inputs a forward has changed in place.
 
         Args:
-            given: what :meth:`given` returned for the inputs.
+            given: what :meth:`prepare_inputs` returned for the inputs.
             changed: those whose versions tell.
         """
         self.inputs.update(changed)
@@ -156,19 +160,19 @@ class SideEffects:
             self.inputs.update(name for name, tensor in inputs.items()
                                if tensor is not given[name] and not _equal(tensor, given[name]))
 
-    def first(self, inputs: Mapping[str, Tensor]) -> First | None:
-        """Get ready for a forward with a graph that is kept; return what it finds, if it is one of the first."""
+    def first(self, inputs: Mapping[str, Tensor]) -> FirstForward | None:
+        """Prepare a forward with a graph that is kept; return the state before it, if it is one of the first."""
         copies: dict[int, Tensor] = {}
         for kept in [_kept(slot, True, copies) for slot in self._saved.values()]:
             if kept.copy is not None:
                 _put(kept.slot, kept.copy)
         if not self._left:
             return None
-        return First(inputs, {name: tensor.detach().clone() for name, tensor in inputs.items()
-                              if not _is_alone(tensor)}, self.before())
+        copies_of_inputs = {name: tensor.detach().clone() for name, tensor in inputs.items() if not _is_alone(tensor)}
+        return FirstForward(inputs, copies_of_inputs, self.before())
 
-    def undone(self, first: First) -> bool:
-        """Return whether a forward has changed an input that others need; then all is again as the forward found it."""
+    def restore_inputs(self, first: FirstForward) -> bool:
+        """Return whether a forward has changed an input that others need; if so, restore the state before it."""
         spoilt = [name for name, copy in first.copies.items() if not _equal(first.inputs[name].detach(), copy)]
         self.inputs.update(spoilt)  # also those changed behind autograd's back
         for name in spoilt:
@@ -179,15 +183,12 @@ class SideEffects:
 
     @contextmanager
     def watched_backward(self, in_flight: int) -> Iterator[None]:
-        """Look at one backward, if it is among the first, of several microbatches that are in flight.
+        """Check one of the first backwards while several microbatches are in flight.
 
         Raises:
             UserError: it changes what forwards change, such as by computing one of them again.
         """
-        if not self._backwards or in_flight < 2:
-            yield
-            return
-        self._backwards -= 1
+        self.backwards_left -= 1
         before = self._everything()
         yield
         for kept in before.kept:
@@ -201,7 +202,7 @@ class SideEffects:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Look at one forward, if it is among the first.
+        """Check one forward, if it is among the first.
 
         Raises:
             UserError: it does with parameters what cannot be undone or would not be trained.
@@ -218,31 +219,32 @@ class SideEffects:
         self._left -= 1
         for weights, marks in zip(self._weights, before, strict=True):
             weights.check_forward(marks, self._recomputed)
+        self.none = not (self._left or self._recomputed or self.inputs or self._changing)
 
     def _sums_of_frozen(self) -> dict[str, int]:
-        """Return by what a change of a parameter that is not trained shows: at the first forward, where it matters."""
+        """Return checksums of the parameters that are not trained, for the first forward of recomputed layers."""
         if not self._recomputed or self._left < WATCHED:
             return {}
         return {name: int(parameter.detach().contiguous().reshape(-1).view(torch.uint8).sum(dtype=torch.int64))
                 for layer, module in self._layers.items() for name, parameter in module.named_parameters(prefix=layer)
                 if not parameter.requires_grad and parameter.layout is torch.strided}
 
-    def before(self) -> Before:
+    def before(self) -> StateBefore:
         """Return what a forward that is about to run will find, as far as it may change it."""
         if self._left:
             return self._everything()
         copies: dict[int, Tensor] = {}  # a buffer that stands in two places stays one
-        return Before([_kept(slot, in_place, copies) for slot, in_place in self._changing.values()],
+        return StateBefore([_kept(slot, in_place, copies) for slot, in_place in self._changing.values()],
                       [(source, source.get()) for source in self._drawn],
                       [(value := slot.table.get(slot.key), value._version if isinstance(value, Tensor) else 0)
                        for slot in self._constant])
 
-    def _everything(self) -> Before:
+    def _everything(self) -> StateBefore:
         copies: dict[int, Tensor] = {}
-        return Before([_kept(slot, True, copies) for slot in self._slots()],
+        return StateBefore([_kept(slot, True, copies) for slot in self._slots()],
                       [(source, source.get()) for source in self._sources])
 
-    def after(self, before: Before) -> Before:
+    def after(self, before: StateBefore) -> StateBefore:
         """Return of :meth:`before` what the forward has changed, and note it while it is one of the first.
 
         Raises:
@@ -251,7 +253,7 @@ class SideEffects:
         if not self._left:
             return self._after_a_later_one(before)
         known = {kept.slot.place for kept in before.kept}
-        new = [_Kept(slot, _ABSENT, None, 0, 0) for slot in self._slots() if slot.place not in known]
+        new = [_SlotValue(slot, _ABSENT, None, 0, 0) for slot in self._slots() if slot.place not in known]
         for kept in (*before.kept, *new):
             slot, in_place = kept.slot, kept.is_changed_in_place()
             if in_place or kept.is_replaced():
@@ -264,14 +266,14 @@ class SideEffects:
                           and isinstance(slot.table.get(slot.key), Tensor)]
         self._drawn += [source for source, state in before.states
                         if source not in self._drawn and source.get() != state]
-        return Before([kept for kept in (*before.kept, *new) if kept.slot.place in self._changing],
+        return StateBefore([kept for kept in (*before.kept, *new) if kept.slot.place in self._changing],
                       [(source, state) for source, state in before.states if source in self._drawn])
 
-    def _after_a_later_one(self, before: Before) -> Before:
+    def _after_a_later_one(self, before: StateBefore) -> StateBefore:
         replaced = []
         for slot, (value, version) in zip(self._constant, before.constant, strict=True):
             if slot.table.get(slot.key) is not value:  # such as a table that has grown: what was there is still known
-                replaced.append(_Kept(slot, value, None, 0, 0))
+                replaced.append(_SlotValue(slot, value, None, 0, 0))
             elif isinstance(value, Tensor) and value._version != version:
                 raise UserError(f"'{slot.label}' was changed by a forward, which none of the first {WATCHED} forwards "
                                 "did: a recompute would find it changed", hint="leave the layer out of recompute")
@@ -280,14 +282,14 @@ class SideEffects:
         for kept in replaced:
             self._changing[kept.slot.place] = kept.slot, False
         self._constant = [slot for slot in self._constant if slot.place not in self._changing]
-        return Before([*before.kept, *replaced], before.states)
+        return StateBefore([*before.kept, *replaced], before.states)
 
     @property
     def may_share(self) -> bool:
-        """Whether an output may lie in what the next forward changes in place."""
+        """Return whether an output may lie in memory that the next forward changes in place."""
         return bool(self._left or self._changing)
 
-    def apart(self, output: Tensor) -> Tensor:
+    def unshare(self, output: Tensor) -> Tensor:
         """Return an output, or a copy of one that lies in what the next forward may change in place."""
         slots = self._slots() if self._left else (slot for slot, in_place in self._changing.values() if in_place)
         mine = {kept.untyped_storage().data_ptr() for slot in slots
@@ -296,8 +298,8 @@ class SideEffects:
         return output.clone() if shares else output
 
     @contextmanager
-    def as_before(self, before: Before) -> Iterator[None]:
-        """Let a forward find again what it found, and then the next one what it finds now.
+    def restored(self, before: StateBefore) -> Iterator[None]:
+        """Restore the state before a forward while it runs again, then the present state.
 
         Raises:
             UserError: what modules keep now was changed meanwhile.
@@ -322,15 +324,15 @@ class SideEffects:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Let what is done have no lasting effect on what forwards find."""
+        """Restore the present state at the end, whatever was done meanwhile."""
         before = self._everything()
         try:
             yield
         finally:
             self.undo(before)
 
-    def undo(self, before: Before) -> None:
-        """Let the next forward find what one found that failed."""
+    def undo(self, before: StateBefore) -> None:
+        """Restore the state before a forward that failed."""
         known = {kept.slot.place for kept in before.kept}
         for kept in before.kept:
             _put(kept.slot, kept.value)
@@ -343,7 +345,7 @@ class SideEffects:
                     _put(slot, _ABSENT)
 
     def _slots(self) -> Iterator[_Slot]:
-        """The places where modules keep buffers, and attributes that are values."""
+        """Yield the places where modules keep buffers, and attributes that are values."""
         for layer, module in self._layers.items():
             for path, part in module.named_modules(prefix=layer):
                 statistics = isinstance(part, _NormBase) and type(part).__module__.startswith("torch.")
@@ -364,18 +366,18 @@ def _is_plain(value: Any) -> bool:
     return value is _ABSENT or value is None or isinstance(value, (int, float, complex, str))
 
 
-def _kept(slot: _Slot, in_place: bool, copies: dict[int, Tensor]) -> _Kept:
+def _kept(slot: _Slot, in_place: bool, copies: dict[int, Tensor]) -> _SlotValue:
     value = slot.table.get(slot.key, _ABSENT)
     if not isinstance(value, Tensor) or value.requires_grad:  # one of an earlier graph may be replaced, not changed
-        return _Kept(slot, value, None, 0, 0)
+        return _SlotValue(slot, value, None, 0, 0)
     if in_place and id(value) not in copies:
         copies[id(value)] = value.detach().clone()
-    return _Kept(slot, value, copies[id(value)] if in_place else None, value._version,
+    return _SlotValue(slot, value, copies[id(value)] if in_place else None, value._version,
                  value._use_count())  # type: ignore[attr-defined]
 
 
 def _sources(modules: Iterable[nn.Module]) -> Iterator[_Source]:
-    """Python's random numbers, NumPy's, and those of the generators that modules keep."""
+    """Yield the sources of random numbers: Python's, NumPy's, and the generators that modules keep."""
     yield _Source(random.getstate, random.setstate)
     if (numpy := sys.modules.get("numpy")) is not None:
         yield _Source(partial(_numpy_state, numpy), partial(_set_numpy_state, numpy))

@@ -1,9 +1,9 @@
-"""Operations whose weight gradient can be computed later than their input gradient.
+"""Split the backward of operations: compute their weight gradient later than their input gradient.
 
-While a layer runs forward, :class:`Interception` sees its calls of torch functions. A call that multiplies by a
+While a layer runs forward, :class:`SplitBackwardMode` sees its calls of torch functions. A call that multiplies by a
 parameter is replaced by an autograd Function, whose backward hands on the gradient of the input and leaves that of the
-parameter to a :class:`~vpipe.runtime.weight_grad_store.WeightHalf` (Qi et al., arXiv:2401.10241, section 2, do so by
-hand in Megatron's linear layer). Torch's own split walks the graph and computes much twice; this costs a few
+parameter to a :class:`~vpipe.runtime.weight_grad_store.WeightGradStore` (Qi et al., arXiv:2401.10241, section 2, do so
+by hand in Megatron's linear layer). Torch's own split walks the graph and computes much twice; this costs a few
 microseconds per operation and keeps what the weights need alone: the operation's input and its output's gradient.
 
 What waits: the gradients of parameters that are direct arguments of the functions in :data:`PUT_OFF`, one of them a
@@ -35,12 +35,12 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from vpipe.runtime.activations import merely_counted
-from vpipe.runtime.weight_grad_store import WeightHalf, is_trained
+from vpipe.runtime.activations import only_counted
+from vpipe.runtime.weight_grad_store import WeightGradStore, is_trained
 
 Function = Callable[..., Any]
 
-PUT_OFF: frozenset[Function] = frozenset({
+DEFERRED: frozenset[Function] = frozenset({
     F.linear, F.bilinear, torch.embedding,
     torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm,
     torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm, torch.einsum, torch.tensordot,
@@ -49,20 +49,20 @@ PUT_OFF: frozenset[Function] = frozenset({
 """Their weight gradient costs about as much as their input gradient, and shares no work with it."""
 
 
-CASTS: frozenset[Function] = PUT_OFF - {F.bilinear, torch.embedding, torch.einsum, torch.tensordot}
+AUTOCAST: frozenset[Function] = DEFERRED - {F.bilinear, torch.embedding, torch.einsum, torch.tensordot}
 """Autocast casts what they are given; a parameter once for all of them."""
 
 
-class Interception(TorchFunctionMode):
-    """While active, operations put the gradients of their parameters off until ``half`` is accumulated.
+class SplitBackwardMode(TorchFunctionMode):
+    """While active, operations put the gradients of their parameters into ``store``.
 
     Args:
         autocasts: whether it is active around one autocast.
     """
 
-    def __init__(self, half: WeightHalf, autocasts: bool = False) -> None:
+    def __init__(self, store: WeightGradStore, autocasts: bool = False) -> None:
         super().__init__()
-        self._half, self._autocasts = half, autocasts
+        self._store, self._autocasts = store, autocasts
         self._casts: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def __torch_function__(self, func: Function, types: Iterable[type], args: Sequence[Any] = (),
@@ -71,20 +71,20 @@ class Interception(TorchFunctionMode):
         trained = [a for a in _flat((*args, *kwargs.values())) if is_trained(a)]
         if not trained or not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        if func in PUT_OFF and _worth_it(args, kwargs) and not _hooked():
-            if self._autocasts and func in CASTS:
+        if func in DEFERRED and _worth_it(args, kwargs) and not _hooked():
+            if self._autocasts and func in AUTOCAST:
                 args, kwargs = [self._cast(a) for a in args], {name: self._cast(a) for name, a in kwargs.items()}
-            return _put_off(self._half, func, args, kwargs)
+            return _defer(self._store, func, args, kwargs)
         if (inside := _opened(func)) is not None and not _changes_weight(func, args, kwargs):
             with self:
                 return inside(*args, **kwargs)
         result = func(*args, **kwargs)
         if any(isinstance(t, Tensor) and t.requires_grad for t in _flat((result,))):
-            self._half.used_elsewhere(trained)
+            self._store.exclude(trained)
         return result
 
     def _cast(self, argument: Any) -> Any:
-        """An argument as autocast, where it is on, gives it to an operation of :data:`CASTS`."""
+        """Return an argument as autocast, where it is on, gives it to an operation of :data:`CASTS`."""
         if not isinstance(argument, Tensor) or not torch.is_autocast_enabled(argument.device.type):
             return argument
         dtype = torch.get_autocast_dtype(argument.device.type)
@@ -94,12 +94,12 @@ class Interception(TorchFunctionMode):
             return argument.to(dtype)
         key = id(argument), dtype
         if key not in self._casts:
-            self._casts[key] = self._half.cast(argument, dtype)
+            self._casts[key] = self._store.cast(argument, dtype)
         return self._casts[key]
 
 
 def _flat(values: Iterable[Any]) -> Iterable[Any]:
-    """The values, and those in lists and tuples among them."""
+    """Yield the values, and those in lists and tuples among them."""
     for value in values:
         if type(value) in (list, tuple):
             yield from value
@@ -108,7 +108,7 @@ def _flat(values: Iterable[Any]) -> Iterable[Any]:
 
 
 def _worth_it(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """A matrix is among the parameters, not a bias alone; and nothing but plain tensors is."""
+    """Return whether a matrix is among the parameters, not a bias alone, and all tensors are plain ones."""
     values = (*args, *kwargs.values())
     tensors = [a for a in _flat(values) if isinstance(a, Tensor)]
     return ("out" not in kwargs and any(is_trained(a) and a.dim() > 1 for a in tensors)
@@ -117,19 +117,19 @@ def _worth_it(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _changes_weight(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an embedding scales its vectors down to a greatest norm: what waits is kept as it was at its forward."""
+    """Return whether an embedding scales its vectors down to a greatest norm, which changes the weight."""
     return func is F.embedding and (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None
 
 
 def _hooked() -> bool:
-    """Whether somebody handles what operations save (a checkpoint, which in backward expects the same to be saved), or
-    transforms operations (``torch.vmap``)."""
-    return not merely_counted() or torch._C._functorch.peek_interpreter_stack() is not None
+    """Return whether hooks handle what operations save (a checkpoint expects the same to be saved in its backward), or
+    operations are transformed (``torch.vmap``)."""
+    return not only_counted() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def _put_off(half: WeightHalf, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+def _defer(store: WeightGradStore, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     if func is F.linear:
-        result = _linear(half, *args, **kwargs)
+        result = _linear(store, *args, **kwargs)
         if result is not None:
             return result
     template = [None if isinstance(a, Tensor) else a for a in args]
@@ -145,13 +145,13 @@ def _put_off(half: WeightHalf, func: Function, args: Sequence[Any], kwargs: Mapp
         return result
 
     tensors = (*(args[i] for i in places), *(kwargs[name] for name in names))
-    split: Tensor = _AnyOperation.apply(half, call, *tensors)  # type: ignore[no-untyped-call]
+    split: Tensor = _AnyOperation.apply(store, call, *tensors)  # type: ignore[no-untyped-call]
     return split
 
 
 @cache
 def _opened(func: Function) -> Function | None:
-    """A torch function written in Python that does not ask again who wants to intercept it, so that its body is seen.
+    """Return a copy of a torch function written in Python that runs its body under the active mode; None for others.
 
     Such a function (:func:`torch.nn.functional.multi_head_attention_forward`) begins by handing itself to the active
     mode. Called from there as it is, it runs with the mode off: the linear layers inside would go unseen.
@@ -171,15 +171,15 @@ def _nobody(*_: Any) -> bool:
     return False
 
 
-def _linear(half: WeightHalf, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:  # noqa: A002
-    """``input [N, in] or [N, M, in], weight [out, in], bias [out]``; None for what torch computes in another way."""
+def _linear(store: WeightGradStore, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:  # noqa: A002
+    """Apply ``input [N, in] or [N, M, in], weight [out, in], bias [out]``; None for what torch computes otherwise."""
     if (input.dim() not in (2, 3) or weight.dim() != 2 or not input.is_contiguous()
             or (bias is not None and bias.dim() != 1)
             or (torch.is_autocast_enabled(input.device.type)
                 and {t.dtype for t in (input, weight, bias) if t is not None}
                 != {torch.get_autocast_dtype(input.device.type)})):  # it would cast them
         return None
-    result: Tensor = _Linear.apply(half, input, weight, bias)  # type: ignore[no-untyped-call]
+    result: Tensor = _Linear.apply(store, input, weight, bias)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -187,8 +187,8 @@ class _Linear(torch.autograd.Function):
     """The most frequent operation by hand, in the very multiplications of autograd's own backward."""
 
     @staticmethod
-    def forward(ctx: Any, half: WeightHalf, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.half, ctx.weight, ctx.bias = half, weight, bias
+    def forward(ctx: Any, store: WeightGradStore, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.store, ctx.weight, ctx.bias = store, weight, bias
         ctx.save_for_backward(x, weight)
         ctx.set_materialize_grads(False)
         return F.linear(x, weight, bias).detach()  # no view of anything, so that it may be changed in place
@@ -198,15 +198,15 @@ class _Linear(torch.autograd.Function):
         gradient, = gradients
         if gradient is None:
             return None, None, None, None
-        (x, weight), half = ctx.saved_tensors, ctx.half
+        (x, weight), store = ctx.saved_tensors, ctx.store
         _, wants_x, wants_weight, wants_bias = ctx.needs_input_grad
         dx = gradient.matmul(weight) if wants_x else None
         leaf = ctx.weight  # itself: hooks for saved tensors hand back another object
-        leaves = [t for t in (leaf, ctx.bias) if t is not None and half.takes(t)]
+        leaves = [t for t in (leaf, ctx.bias) if t is not None and store.defers(t)]
         if leaves:
             kept = x.detach()  # not x itself, which would hold the graph behind it
             makes = [_dw if t is leaf else _db for t in leaves]  # not t itself, which may be a cast
-            half.put_off(leaves, lambda: [make(kept, gradient) for make in makes], (kept, gradient))
+            store.put(leaves, lambda: [make(kept, gradient) for make in makes], (kept, gradient))
         later = set(map(id, leaves))
         return (None, dx, _dw(x, gradient) if wants_weight and id(leaf) not in later else None,
                 _db(x, gradient) if wants_bias and id(ctx.bias) not in later else None)
@@ -228,12 +228,13 @@ class _AnyOperation(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, half: WeightHalf, call: Callable[[Sequence[Tensor]], Tensor], *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, store: WeightGradStore, call: Callable[[Sequence[Tensor]], Tensor],
+                *tensors: Tensor) -> Tensor:
         cut = [t.detach().requires_grad_() if t.requires_grad else t for t in tensors]
         with torch.enable_grad():
             output = call(cut)
-        ctx.half, ctx.call, ctx.cut, ctx.edge = half, call, cut, get_gradient_edge(output)
-        ctx.leaves = [t if half.knows(t) else None for t in tensors]  # hooks for saved tensors hand back other objects
+        ctx.store, ctx.call, ctx.cut, ctx.edge = store, call, cut, get_gradient_edge(output)
+        ctx.leaves = [t if store.has_parameter(t) else None for t in tensors]  # hooks for saved tensors return others
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         return output.detach()
@@ -246,7 +247,7 @@ class _AnyOperation(torch.autograd.Function):
         if gradient is None:
             return None, None, *result
         wanted = [i for i, wants in enumerate(ctx.needs_input_grad[2:]) if wants]
-        later = [i for i in wanted if ctx.half.takes(ctx.leaves[i])]
+        later = [i for i in wanted if ctx.store.defers(ctx.leaves[i])]
         now = [i for i in wanted if i not in later]
         if torch.is_grad_enabled():  # this gradient wants a gradient itself: the cut graph would hide it
             found = torch.autograd.grad(ctx.call(tensors), [tensors[i] for i in now], gradient, create_graph=True,
@@ -260,12 +261,12 @@ class _AnyOperation(torch.autograd.Function):
             result[i] = value
         if later:
             edge, cut = ctx.edge, [ctx.cut[i] for i in later]
-            ctx.half.put_off([ctx.leaves[i] for i in later], lambda: _unaliased(edge, cut, gradient), (gradient,))
+            ctx.store.put([ctx.leaves[i] for i in later], lambda: _unaliased(edge, cut, gradient), (gradient,))
         return None, None, *result
 
 
 def _unaliased(edge: Any, leaves: Sequence[Tensor], gradient: Tensor) -> list[Tensor | None]:
-    """The gradients of leaves, in memory of their own: that of an addend is the output's gradient itself."""
+    """Return the gradients of leaves, in memory of their own: that of an addend is the output's gradient itself."""
     found = torch.autograd.grad(edge, leaves, gradient, allow_unused=True)
     return [g.clone() if g is not None and g.layout is torch.strided
             and g.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr() else g for g in found]

@@ -1,11 +1,11 @@
-"""A stage: runs its layers forward and backward on one microbatch."""
+"""Run the layers of a stage forward and backward on one microbatch."""
 
 from __future__ import annotations
 
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import groupby
 
 import torch
@@ -13,47 +13,51 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from vpipe.errors import RunError, UserError, VpipeError
-from vpipe.model.layer import Model
+from vpipe.model.layer import Layer, Model, seed_of
 from vpipe.model.split import StageSpec, alive
-from vpipe.runtime.activations import DropoutKey, Graph, Held, Record, Span
-from vpipe.runtime.layer_errors import Computed, backward_error, find_layer, hint_of, may_repeat, one_of
-from vpipe.runtime.layers import Layers, collect
+from vpipe.runtime.activations import DropoutKey, Record, Span, SpanActivations, SpanGraph
+from vpipe.runtime.layer_errors import (
+    LayerOutputs,
+    backward_error,
+    describe_layers,
+    find_layer,
+    forward_error,
+    hint_of,
+    may_repeat,
+)
+from vpipe.runtime.layers import StageLayers
 from vpipe.runtime.precision import FP32, Precision
-from vpipe.runtime.side_effects import Before, SideEffects
-from vpipe.runtime.weight_grad_store import WeightHalf
-from vpipe.runtime.weight_versions import Weights
+from vpipe.runtime.side_effects import SideEffects, StateBefore
+from vpipe.runtime.split_backward import SplitBackwardMode
+from vpipe.runtime.weight_grad_store import WeightGradStore
+from vpipe.runtime.weight_versions import WeightVersions
 
 
-class Stage:
-    """The layers of one stage on one device.
+class Stage(StageLayers):
+    """The layers of one stage on one device, run forward and backward.
 
     Args:
-        model: the whole model; only this stage's layers are built.
-        spec: which layers, which tensors come and go.
-        seed: the run's seed.
-        device: where to compute.
+        model, spec, seed, device, precision: see :class:`StageLayers`.
         recomputed: the numbers, in the model, of the layers whose activations are dropped in forward and recomputed
             in backward.
-        precision: in which numbers they compute.
     """
 
     def __init__(self, model: Model, spec: StageSpec, *, seed: int, device: torch.device,
                  recomputed: Collection[int], precision: Precision = FP32) -> None:
         assert set(recomputed) <= set(spec.layers), "they are the stage's own"
-        self.spec, self.device, self.precision = spec, device, precision
-        self._layers = Layers(model, spec, seed=seed, device=device, precision=precision)
-        self.modules, self.layer_names = self._layers.modules, self._layers.names
-        self.weights, self.borrowed = collect(self.modules, self.layer_names, spec.borrowed,
-                                              self._layers.round_weights())
-        self._frozen = [(f"{self.layer_names[i]}.{name}", parameter) for i, module in self.modules.items()
-                        for name, parameter in module.named_parameters() if not parameter.requires_grad]
+        super().__init__(model, spec, seed=seed, device=device, precision=precision)
+        self._autocast = torch.autocast(device.type, precision.dtype) if precision.autocasts else None
+        # Modules may compute other numbers when they see that they are watched: not where nothing is trained.
+        self._splittable = {i for i, module in self.modules.items()
+                            if any(p.requires_grad for p in module.parameters())
+                            and not any(map(_sees_its_operation, module.modules()))}
+        self._observed: list[LayerOutputs] | None = None  # what each layer returns, while a failure is repeated
         self._spans = list(self._cut(model, recomputed))
         self.recomputes = bool(recomputed)
-        self._shared = [(weights, names) for weights in (self.weights, *self.borrowed.values())
-                        if (names := self._in_several_spans(weights))]
+        self._shared = [(weights, names) for weights in self.all_weights if (names := self._in_several_spans(weights))]
 
     def _cut(self, model: Model, recomputed: Collection[int]) -> Iterator[Span]:
-        """The longest runs of layers that are all kept, or all recomputed."""
+        """Yield the longest runs of layers that are all kept, or all recomputed."""
         start, stop = self.spec.layers.start, self.spec.layers.stop
         for again, run in groupby(self.spec.layers, lambda layer: layer in recomputed):
             here = list(run)
@@ -61,10 +65,10 @@ class Stage:
             yield Span(tuple((i, model.layers[i], self.modules[i]) for i in here),
                        self.spec.inputs if here[0] == start else alive(model, here[0]),
                        self.spec.outputs if here[-1] == stop - 1 else alive(model, here[-1] + 1),
-                       again, SideEffects(modules, again, (self.weights, *self.borrowed.values())))
+                       again, SideEffects(modules, again, self.all_weights))
 
-    def _in_several_spans(self, weights: Weights) -> list[str]:
-        """Parameters tied across spans: one backward of a whole graph would sum their parts first."""
+    def _in_several_spans(self, weights: WeightVersions) -> list[str]:
+        """Return the parameters tied across spans: one backward of a whole graph would sum their parts first."""
         spans: dict[nn.Module, set[int]] = defaultdict(set)  # a module may stand in several, too
         for number, span in enumerate(self._spans):
             for _, _, module in span.layers:
@@ -75,17 +79,19 @@ class Stage:
 
     @property
     def changes_modules(self) -> bool:
-        """Whether a forward may change what modules keep: one of the first, which show it, or a later one."""
+        """Return whether a forward may change what modules keep: one of the first, which show it, or a later one."""
         return any(span.effects.may_share for span in self._spans)
 
     @property
     def summed_late(self) -> list[str]:
-        """Own parameters whose gradient is not there before a whole backward is done."""
+        """Return the own parameters whose gradient is not final before a whole backward is done."""
         return [name for weights, names in self._shared if weights is self.weights for name in names]
+
+    # -- forward ---------------------------------------------------------------------------------------
 
     def forward(self, received: Sequence[Tensor], fields: Mapping[str, Tensor], key: DropoutKey,
                 pins: dict[int, int], *, split: bool = False) -> tuple[list[Tensor], Record]:
-        """One microbatch forward.
+        """Run one microbatch forward.
 
         Args:
             received: the tensors of ``spec.inputs``; those that want a gradient require it.
@@ -99,68 +105,166 @@ class Stage:
             and the record for :meth:`backward`, or :meth:`backward_input` and :meth:`backward_weight`.
         """
         tensors = dict(zip(self.spec.inputs, received, strict=True))
-        record = Record([], self._layers.fields_read(fields), key, pins, split)
-        with self._layers.undisturbed():
+        record = Record([], self._read_fields(fields), key, pins, split)
+        with self._random_state_kept():
             for span in self._spans:
                 held, tensors = self._forward_span(span, {name: tensors[name] for name in span.inputs}, record)
                 record.held.append(held)
-        return [_in_memory(tensors[name]) for name in self.spec.outputs], record
+        return [_contiguous(tensors[name]) for name in self.spec.outputs], record
 
     @torch.no_grad()
     def evaluate(self, received: Sequence[Tensor], fields: Mapping[str, Tensor], key: DropoutKey) -> list[Tensor]:
-        """One microbatch forward with the latest weights; nothing is kept. As :meth:`forward` otherwise."""
+        """Run one microbatch forward with the latest weights, keeping nothing. As :meth:`forward` otherwise."""
         tensors = dict(zip(self.spec.inputs, received, strict=True))
-        record = Record([], self._layers.fields_read(fields), key, {}, split=False)
-        with self._layers.undisturbed():
+        record = Record([], self._read_fields(fields), key, {}, split=False)
+        with self._random_state_kept():
             for span in self._spans:
-                tensors = self._layers.run(span, {name: tensors[name] for name in span.inputs}, record)
-        return [_in_memory(tensors[name]) for name in self.spec.outputs]
+                tensors = self._run(span, {name: tensors[name] for name in span.inputs}, record)
+        return [_contiguous(tensors[name]) for name in self.spec.outputs]
 
-    def _forward_span(self, span: Span, inputs: dict[str, Tensor], record: Record) -> tuple[Held, dict[str, Tensor]]:
-        with span.effects.watched():
-            if span.recomputed:
-                before = span.effects.before()
-                outputs = self._without_graph(span, inputs, record, before)
-                held = Held(inputs, None, span.effects.after(before), [t._version for t in inputs.values()])
-            else:
-                graph, outputs = self._with_graph(span, inputs, record)
-                held = Held(inputs, graph)
-            if span.effects.may_share:
-                outputs = {name: span.effects.apart(t) for name, t in outputs.items()}
+    def _read_fields(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the fields that the stage reads, in the precision of its weights."""
+        if self._weight_rounding is not None:
+            return {name: self._weight_rounding.rounded(fields[name]) for name in self.spec.fields}
+        return {name: fields[name] for name in self.spec.fields}
+
+    def _forward_span(self, span: Span, inputs: dict[str, Tensor],
+                      record: Record) -> tuple[SpanActivations, dict[str, Tensor]]:
+        effects = span.effects
+        if effects.none:
+            graph, outputs = self._with_graph(span, inputs, record)
+            held = SpanActivations(inputs, graph)
+        else:
+            with effects.watched():
+                if span.recomputed:
+                    before = effects.before()
+                    outputs = self._without_graph(span, inputs, record, before)
+                    held = SpanActivations(inputs, None, effects.after(before),
+                                           [t._version for t in inputs.values()])
+                else:
+                    graph, outputs = self._with_graph(span, inputs, record)
+                    held = SpanActivations(inputs, graph)
+                if effects.may_share:
+                    outputs = {name: effects.unshare(t) for name, t in outputs.items()}
         return held, {name: t.detach().requires_grad_(t.requires_grad) for name, t in outputs.items()}
 
     def _without_graph(self, span: Span, inputs: Mapping[str, Tensor], record: Record,
-                       before: Before) -> dict[str, Tensor]:
-        """The outputs of a span that is recomputed.
+                       before: StateBefore) -> dict[str, Tensor]:
+        """Return the outputs of a span that is recomputed.
 
         With a graph that saves nothing, not without one: some layers compute other numbers then (nn.LSTM does). A layer
         that walks it within its forward, for gradients of its own, gets one that saves what it needs.
         """
         if not span.effects.walks_its_graph:
             try:
-                with saved_tensors_hooks(_save_nothing, _unused):
-                    return self._layers.run(span, inputs, record)
+                with saved_tensors_hooks(_save_nothing, _refuse_unpacking):
+                    return self._run(span, inputs, record)
             except RunError as error:
                 if not isinstance(error.__cause__, _NothingSavedError):
                     raise
             span.effects.walks_its_graph = True
             span.effects.undo(before)
-        return self._layers.run(span, inputs, record)
+        return self._run(span, inputs, record)
 
     def _with_graph(self, span: Span, inputs: Mapping[str, Tensor], record: Record,
-                    again: bool = False) -> tuple[Graph, dict[str, Tensor]]:
-        half = WeightHalf() if record.split else None
-        first = None if again else span.effects.first(inputs)
-        outputs = self._layers.run(span, inputs, record, half, again)
+                    again: bool = False) -> tuple[SpanGraph, dict[str, Tensor]]:
+        store = WeightGradStore() if record.split else None
+        first = None if again or span.effects.none else span.effects.first(inputs)
+        outputs = self._run(span, inputs, record, store, again)
         if first is not None:
-            if span.effects.undone(first):
-                half = WeightHalf() if record.split else None
-                outputs = self._layers.run(span, inputs, record, half, again=True)
+            if span.effects.restore_inputs(first):
+                store = WeightGradStore() if record.split else None
+                outputs = self._run(span, inputs, record, store, again=True)
             span.effects.after(first.before)
-        return Graph({name: get_gradient_edge(t) for name, t in outputs.items() if t.requires_grad}, half), outputs
+        edges = {name: get_gradient_edge(t) for name, t in outputs.items() if t.requires_grad}
+        return SpanGraph(edges, store), outputs
+
+    def _run(self, span: Span, inputs: Mapping[str, Tensor], record: Record,
+             store: WeightGradStore | None = None, again: bool = False) -> dict[str, Tensor]:
+        """Run one span forward; return its outputs, by name.
+
+        Args:
+            inputs: leaves; an evaluation's may be changed in place.
+            store: takes weight gradients that can wait, if the backward comes in two halves.
+            again: whether it ran on these inputs before.
+
+        Raises:
+            UserError: a layer changes a field in place, or an input that it did not change at first, or does not return
+                the tensors that it is to return.
+            RunError: a layer raised an error.
+        """
+        training = torch.is_grad_enabled()
+        effects = span.effects if training and not span.effects.none else None
+        given = inputs if effects is None else effects.prepare_inputs(inputs, again)
+        tensors = {**record.fields, **given}
+        before = [(name, t, t._version) for name, t in tensors.items() if training or name not in inputs]
+        try:
+            for i, layer, module in span.layers:
+                seed = seed_of(self.seed, *record.key, i)
+                for generator in self.generators:
+                    generator.manual_seed(seed)
+                with (nullcontext() if store is None or i not in self._splittable
+                      else SplitBackwardMode(store, self._autocast is not None)):
+                    result = self._call(layer, module, [tensors[name] for name in layer.inputs])
+                if self._observed is not None:
+                    self._observed.append(LayerOutputs(i, layer, result))
+                tensors.update(zip(layer.outputs, result, strict=True))
+        except VpipeError:
+            raise
+        except Exception as error:
+            raise forward_error(i, layer, {name: tensors[name] for name in layer.inputs}, error) from error
+        changed = [name for name, tensor, version in before if tensor._version != version]
+        if any(given.get(name) is inputs.get(name) for name in changed):
+            raise self._in_place_error(span.layers[0][1].name)
+        if effects is not None:
+            effects.note_changed_inputs(inputs, given, changed)
+        # What nobody touched goes on as it came where the layers got copies: those would be one more. An alias goes on
+        # itself, so that gradients from beyond the span are added first, as in one graph.
+        return {name: inputs[name] if span.recomputed and tensors[name] is given.get(name)
+                and name not in span.effects.inputs else tensors[name] for name in span.outputs}
+
+    def _call(self, layer: Layer, module: nn.Module, arguments: list[Tensor]) -> tuple[Tensor, ...]:
+        """Call a layer; in reduced precision under an autocast of its own.
+
+        Weights that layers share are cast by each of them, so gradients do not depend on which of them are in one
+        stage.
+        """
+        try:
+            with self._autocast or nullcontext():
+                result = module(*arguments)
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" in str(error):
+                raise self._in_place_error(layer.name) from error
+            raise
+        outputs = result if isinstance(result, tuple) else (result,)
+        if len(outputs) != len(layer.outputs) or not all(isinstance(t, Tensor) for t in outputs):
+            kinds = ", ".join(type(t).__name__ for t in outputs)
+            raise UserError(f"layer '{layer.name}' returned {len(outputs)} value(s) ({kinds}) for its "
+                            f"{len(layer.outputs)} outputs {list(layer.outputs)}",
+                            hint="forward must return one tensor per name in outputs, as a tuple if there are several")
+        if self.rounding is None:
+            return outputs
+        return tuple(self.rounding.round_output(name, t) for name, t in zip(layer.outputs, outputs, strict=True))
+
+    def _in_place_error(self, layer: str) -> UserError:
+        return UserError(f"stage {self.spec.index}, which starts at layer '{layer}', changes its input in place",
+                         hint="use the operation that is not in place there (inplace=False): "
+                              "the input is needed again, by recompute or by another layer")
+
+    @contextmanager
+    def _random_state_kept(self) -> Iterator[None]:
+        """Leave the process's random state as it was: data loading must not depend on how layers are cut."""
+        states = [generator.get_state() for generator in self.generators]
+        try:
+            yield
+        finally:
+            for generator, state in zip(self.generators, states, strict=True):
+                generator.set_state(state)
+
+    # -- backward --------------------------------------------------------------------------------------
 
     def backward(self, record: Record, gradients: Mapping[str, Tensor]) -> list[Tensor]:
-        """One microbatch backward.
+        """Run one microbatch backward.
 
         Args:
             record: what :meth:`forward` returned; used up.
@@ -173,13 +277,13 @@ class Stage:
             returned = self.backward_input(record, gradients)
             self.backward_weight(record)
             return returned
-        with self._added_at_once():
+        with self._added_at_once() if self._shared else nullcontext():
             for span in reversed(self._spans):
                 gradients, _ = self._backward_span(span, record, gradients)
-        return self._returned(gradients)
+        return self._input_gradients(gradients)
 
     def backward_input(self, record: Record, gradients: Mapping[str, Tensor]) -> list[Tensor]:
-        """The first half of a backward: as :meth:`backward`, but no parameter's gradient is touched.
+        """Run the input half of a backward: as :meth:`backward`, but no parameter's gradient is touched.
 
         Args:
             record: what :meth:`forward` returned. Holds afterwards what the weight half needs and nothing else.
@@ -188,104 +292,88 @@ class Stage:
         for span in reversed(self._spans):
             now: list[tuple[nn.Parameter, Tensor]] = []
             with ExitStack() as stack:
-                for weights in (self.weights, *self.borrowed.values()):
+                for weights in self.all_weights:
                     stack.enter_context(weights.kept_apart(now))
-                gradients, half = self._backward_span(span, record, gradients)
-            half = WeightHalf() if half is None else half
-            half.end(now)
-            record.halves.append(half)
+                gradients, store = self._backward_span(span, record, gradients)
+            store = WeightGradStore() if store is None else store
+            store.end(now)
+            record.weight_grads.append(store)
         record.fields = {}
-        return self._returned(gradients)
+        return self._input_gradients(gradients)
 
     def backward_weight(self, record: Record) -> None:
-        """The second half: parameters accumulate their gradients, as a whole backward at this place would have it.
+        """Run the weight half: parameters accumulate their gradients, as a whole backward at this place would have it.
 
         Args:
             record: after :meth:`backward_input`; used up.
         """
-        with self._added_at_once(halves=True):
-            while record.halves:
+        with self._added_at_once(), self.weights.with_hooks():
+            while record.weight_grads:
                 try:
-                    record.halves.pop(0).accumulate()
+                    record.weight_grads.pop(0).accumulate()
                 except Exception as error:
-                    layers = one_of((i, layer) for span in self._spans for i, layer, _ in span.layers)
+                    layers = describe_layers((i, layer) for span in self._spans for i, layer, _ in span.layers)
                     raise RunError(f"the weight gradients of {layers} raised {type(error).__name__}: {error}",
                                    hint=hint_of(error)) from error
 
-    @contextmanager
-    def _added_at_once(self, halves: bool = False) -> Iterator[None]:
-        """Add what spans and halves contribute to a parameter once, as one backward of a whole graph does."""
-        with ExitStack() as stack:
-            for weights, names in self._shared:
-                stack.enter_context(weights.added_at_once(names))
-            if halves:
-                stack.enter_context(self.weights.with_hooks())
-            yield
-
-    def renew_leaves(self, versions: bool) -> None:
-        """Part the parameters in use from those that the modules were built with, where others will take their place.
-
-        Args:
-            versions: whether the stage will have several. Borrowed weights are always replaced.
-        """
-        for weights in (*([self.weights] if versions else []), *self.borrowed.values()):
-            weights.renew()
-
-    def check_frozen(self) -> None:
-        """Refuse to train on when a parameter wants a gradient that did not when the stage was built."""
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise UserError(f"'{name}' requires a gradient now, but did not when the pipeline was built: no "
-                                "optimizer steps it",
-                                hint="save, and load into a pipeline that is built with what is trained from here on")
-
     def recompute(self, record: Record) -> None:
-        """What was dropped, ahead of the backward; without this, the backward recomputes."""
+        """Recompute what was dropped, ahead of the backward; without this, the backward recomputes."""
         if not self.recomputes:
             return
         self._use(record.pins)
         for span, held in zip(self._spans, record.held, strict=True):
             if held.graph is None:
-                held.graph = self._again(span, held, record)
+                held.graph = self._forward_again(span, held, record)
 
-    def _returned(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:
-        return [_in_memory(gradients[name]) for name in self.spec.inputs if name in gradients]
+    @contextmanager
+    def _added_at_once(self) -> Iterator[None]:
+        """Add what several spans contribute to a parameter once, as one backward of a whole graph does."""
+        with ExitStack() as stack:
+            for weights, names in self._shared:
+                stack.enter_context(weights.added_at_once(names))
+            yield
+
+    def _input_gradients(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:
+        return [_contiguous(gradients[name]) for name in self.spec.inputs if name in gradients]
 
     def _backward_span(self, span: Span, record: Record,
-                       gradients: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], WeightHalf | None]:
+                       gradients: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], WeightGradStore | None]:
         held = record.held.pop()
-        graph = held.graph or self._again(span, held, record)
+        graph = held.graph or self._forward_again(span, held, record)
         names = [name for name in graph.edges if name in gradients]
         if names:
-            if graph.half is not None:
-                graph.half.begin()
+            if graph.weight_grads is not None:
+                graph.weight_grads.begin()
             try:
-                with span.effects.watched_backward(self.weights.pinned):
+                with (span.effects.watched_backward(self.weights.pinned)
+                      if span.effects.backwards_left and self.weights.pinned > 1 else nullcontext()):
                     torch.autograd.backward([graph.edges[name] for name in names], [gradients[name] for name in names])
             except VpipeError:
                 raise
             except Exception as error:
-                found = self._at_fault(span, held, record, gradients, error) if may_repeat(error) else None
+                found = self._layer_at_fault(span, held, record, gradients, error) if may_repeat(error) else None
                 raise backward_error(span, gradients, error, found) from error
         return {name: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
-                for name, leaf in held.inputs.items() if leaf.requires_grad}, graph.half
+                for name, leaf in held.inputs.items() if leaf.requires_grad}, graph.weight_grads
 
-    def _at_fault(self, span: Span, held: Held, record: Record, gradients: Mapping[str, Tensor],
-                  error: Exception) -> Computed | None:
+    def _layer_at_fault(self, span: Span, held: SpanActivations, record: Record, gradients: Mapping[str, Tensor],
+                        error: Exception) -> LayerOutputs | None:
         """Return the layer whose backward raised an error, found by repeating the span's forward and backward."""
-        computed: list[Computed] = []
         leaves = [*held.inputs.values(), *(p for _, _, module in span.layers for p in module.parameters())]
+        observed = self._observed = []
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they were shown
             try:
-                with self._layers.noting(computed), span.effects.unchanged():
-                    graph = self._again(span, held, record)
+                with span.effects.unchanged():
+                    graph = self._forward_again(span, held, record)
             except Exception:
                 return None  # it raises an error of its own now, so what it depends on has changed
-            return find_layer(computed, graph.edges, gradients, leaves, error)
+            finally:
+                self._observed = None
+            return find_layer(observed, graph.edges, gradients, leaves, error)
 
-    def _again(self, span: Span, held: Held, record: Record) -> Graph:
-        """The span's forward again, with a graph: same inputs, weights, random numbers and buffers."""
+    def _forward_again(self, span: Span, held: SpanActivations, record: Record) -> SpanGraph:
+        """Run the span's forward again, with a graph: same inputs, weights, random numbers and buffers."""
         if held.versions and held.versions != [t._version for t in held.inputs.values()]:
             raise UserError(f"layer '{span.layers[0][1].name}' is recomputed, but its input was changed in place by a "
                             "later layer, to which it was passed on",
@@ -293,58 +381,17 @@ class Stage:
         for leaf in held.inputs.values():
             leaf._backward_hooks = None  # of the graph that was dropped; the layers register theirs again
         try:
-            with self._layers.undisturbed(), span.effects.as_before(held.before):
+            with self._random_state_kept(), span.effects.restored(held.before):
                 graph, _ = self._with_graph(span, held.inputs, record, again=True)
         except RunError as error:
             error.what = f"recomputing for a backward, {error.what}"
             raise
         return graph
 
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Every module in evaluation mode, and back to the mode it was in."""
-        return self._layers.evaluating()
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """All parameters of the stage's layers, as ``"<layer>.<parameter>"``; a shared one under each of its names."""
-        for i, module in self.modules.items():
-            yield from module.named_parameters(self.layer_names[i], remove_duplicate=False)
-
-    def state(self) -> dict[str, Tensor]:
-        """Parameters (latest version) and buffers of the stage's layers; a tied parameter only where it is owned.
-
-        Of rounded weights the masters; what else was rounded is given in fp32.
-        """
-        self.use_latest()
-        state = {f"{self.layer_names[i]}.{name}": value for i, module in self.modules.items()
-                 for name, value in module.state_dict(keep_vars=True).items() if name not in self._layers.ties[i]}
-        for name, value in state.items():
-            if not isinstance(value, Tensor):
-                raise UserError(f"'{name}' in the state of its layer is {type(value).__name__}, not a tensor",
-                                hint="let the layer keep a buffer instead of an extra state")
-        rounding = self._layers.rounds_weights
-        if rounding is not None:
-            masters = dict(zip(map(id, self.weights.leaves()), self.weights.masters.values(), strict=True))
-            state = {name: masters.get(id(value), rounding.widened(value)) for name, value in state.items()}
-        return {name: value.detach() for name, value in state.items()}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Copy in what :meth:`state` gave, perhaps of another stage; to be called while nothing is in flight."""
-        self.use_latest()
-        for i, module in self.modules.items():
-            prefix = f"{self.layer_names[i]}."
-            module.load_state_dict({name.removeprefix(prefix): value for name, value in state.items()
-                                    if name.startswith(prefix)}, strict=False)  # ties are their owner's
-        if self._layers.rounds_weights is not None:
-            for name, value in self.state().items():
-                value.copy_(state[name])
-
-    def use_latest(self) -> None:
-        """Point the modules to the latest weights."""
-        for weights in (self.weights, *self.borrowed.values()):
-            weights.use(weights.latest)
+    # -- weight versions -------------------------------------------------------------------------------
 
     def pin(self, borrowed: Mapping[int, int]) -> dict[int, int]:
-        """Hold the own weights in use and the given versions of borrowed ones; what :attr:`Record.pins` keeps."""
+        """Pin the own weights in use and the given versions of borrowed ones; return them by owner."""
         return {self.spec.index: self.weights.pin(),
                 **{owner: weights.pin(borrowed[owner]) for owner, weights in self.borrowed.items()}}
 
@@ -354,33 +401,38 @@ class Stage:
             self._weights_of(owner).begin_backward(version)
         self._use(pins)
 
+    def unpin(self, pins: Mapping[int, int]) -> None:
+        """Release the pinned versions."""
+        for owner, version in pins.items():
+            self._weights_of(owner).unpin(version)
+
     def _use(self, pins: Mapping[int, int]) -> None:
         for owner, version in pins.items():
             self._weights_of(owner).use(version)
 
-    def unpin(self, pins: Mapping[int, int]) -> None:
-        """Give the pinned versions back."""
-        for owner, version in pins.items():
-            self._weights_of(owner).unpin(version)
-
-    def _weights_of(self, owner: int) -> Weights:
+    def _weights_of(self, owner: int) -> WeightVersions:
         return self.weights if owner == self.spec.index else self.borrowed[owner]
 
 
 def _save_nothing(saved: Tensor) -> None:
-    """What a graph that nobody will walk would keep is dropped."""
+    """Drop what a graph that nobody will walk would keep."""
 
 
 class _NothingSavedError(Exception):
-    """Somebody walks a graph that has saved nothing."""
+    """A graph that has saved nothing was walked."""
 
 
-def _unused(saved: None) -> Tensor:
+def _refuse_unpacking(saved: None) -> Tensor:
     raise _NothingSavedError
 
 
-def _in_memory(tensor: Tensor) -> Tensor:
-    """The tensor as a transfer needs it: contiguous, a lazy conjugate or negation carried out.
+def _sees_its_operation(module: nn.Module) -> bool:
+    """Return whether hooks get all gradients of a module's last operation (``register_backward_hook``, deprecated)."""
+    return bool(module._backward_hooks) and module._is_full_backward_hook is False
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    """Return the tensor as a transfer needs it: contiguous, a lazy conjugate or negation carried out.
 
     Within one process tensors get the same layout, hence the same numbers.
     """

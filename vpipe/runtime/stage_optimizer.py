@@ -1,4 +1,4 @@
-"""What steps the parameters of a stage: the torch optimizers that the user's factory makes of them.
+"""The torch optimizers of a stage, made of its parameters by the user's factory.
 
 A parameter is stepped by at most one optimizer. A parameter of no optimizer is not trained: its gradient is dropped,
 and counts in no norm. With several optimizers every parameter must be in one of them.
@@ -21,7 +21,7 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer | None] | No
 """What an optimizer factory may return: an optimizer, a list of them, or None where nothing is to be trained."""
 
 MakeOptimizer = Callable[[Mapping[str, nn.Parameter]], Optimizers]
-"""Named parameters of a stage -> what steps them."""
+"""Named parameters of a stage -> its optimizers."""
 
 _LIST_HINT = "return a torch.optim.Optimizer, or a list of them: [Muon(matrices), AdamW(others)]"
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from vpipe.errors import UserError, counted
 from vpipe.model.sequential import loss_buffers
-from vpipe.runtime.loss_scaler import LossScale
+from vpipe.runtime.loss_scaler import LossScaleState
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import StageOptimizer
 from vpipe.runtime.worker import Worker
@@ -161,7 +161,8 @@ class OptimizerState:
     """The state that optimizers have per parameter; equal on all replicas, so the first one saves it."""
 
     def __init__(self, stages: Sequence[LocalStage]) -> None:
-        self._of_replicas = [(each.worker.update.optimizers[each.stage.spec.index], each.replica) for each in stages]
+        self._of_replicas = [(each.worker.optimizer_steps.optimizers[each.stage.spec.index], each.replica)
+                             for each in stages]
         self._made = [_other_numbers(optimizer) for optimizer, _ in self._of_replicas]
 
     def state(self) -> dict[str, Tensor]:
@@ -266,17 +267,17 @@ class LossScales:
                 scale.value = float(tensors[f"loss_scale.{before[-1]}.value"])
                 scale.good = int(tensors[f"loss_scale.{before[-1]}.good"])
 
-    def _all(self) -> Iterator[tuple[int, int, LossScale]]:
+    def _all(self) -> Iterator[tuple[int, int, LossScaleState]]:
         """Yield layers, replicas and scales. A scale for all stages belongs to the first one; on ranks without that the
         replica is -1."""
         for each in self._stages:
-            scaling = each.worker.update.scaling
-            if scaling is not None and scaling[each.stage.spec.index].dynamic:
+            scaler = each.worker.optimizer_steps.scaler
+            if scaler is not None and scaler[each.stage.spec.index].dynamic:
                 number, first = each.stage.spec.index, each.stage.spec.layers.start
-                if scaling.travels:
-                    yield first, each.replica, scaling[number]
+                if scaler.per_stage:
+                    yield first, each.replica, scaler[number]
                 else:
-                    yield 0, each.replica if number == 0 else -1, scaling[number]
+                    yield 0, each.replica if number == 0 else -1, scaler[number]
 
 
 def _readings(name: str) -> Iterator[tuple[str, str]]:

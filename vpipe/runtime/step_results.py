@@ -1,4 +1,4 @@
-"""What comes out of a step, on every rank: what the last stage alone knows, losses and whether to stop, is told."""
+"""Exchange the results of each step: every rank gets the losses and the stop flag of the last stage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vpipe.runtime.microbatches import Segment
-from vpipe.runtime.transport.transport import Key, Spec
+from vpipe.runtime.transport.transport import TensorSpec, TransferKey
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import Action, Op
 from vpipe.schedules.schedule import Schedule
@@ -26,8 +26,8 @@ class Step:
         learning_rate: of the first parameter group of this process's first stage that trains, with
             ``learning_rate_factor``; None without.
         gradient_norm: of all stages, before clipping; None when not clipped globally.
-        stop: whether the last stage's rank was told to leave off.
-        skipped: whether an update of it was left out, since a loss or a gradient was not finite: with a flush on all
+        stop: whether the last stage's rank was told to stop.
+        skipped: whether an update of it was skipped, since a loss or a gradient was not finite: with a flush on all
             stages, without one on a stage of this process.
     """
 
@@ -39,11 +39,11 @@ class Step:
     skipped: bool = False
 
 
-class Outcomes:
-    """The exchange of losses, seen from this process.
+class StepResults:
+    """Send and receive losses and the stop flag, for the ranks of this process.
 
-    Each replica of the last stage tells the losses of its microbatches; every rank puts them in order, so that all
-    have the same mean. The first replica says whether to stop.
+    Each replica of the last stage sends the losses of its microbatches; every rank puts them in order, so that all
+    have the same mean. The first replica sends the stop flag.
 
     Args:
         workers: of this process.
@@ -52,9 +52,9 @@ class Outcomes:
 
     Attributes:
         stop: is asked where the last stage is, once per step.
-        decisive: by rank, the action after which its losses are known, where a program is one update; then they are
-            told at once, long before the update is made: a loss is on every rank before that rank's last backward, so
-            none waits for another between two updates. Empty where they are told with the step.
+        last_forwards: by rank, the action after which its losses are known, where a program is one update. Then they
+            are sent at once, long before the update is made: a loss is on every rank before that rank's last backward,
+            so none waits for another between two updates. Empty where they are sent with the step.
     """
 
     def __init__(self, workers: Mapping[int, Worker], schedule: Schedule, distributed: bool) -> None:
@@ -64,70 +64,71 @@ class Outcomes:
         self._on_gpu = any(stage.device.type != "cpu" for worker in workers.values()
                            for stage in worker.stages.values())
         self.stop: Callable[[], bool] = lambda: False
-        self.decisive = self._last_forwards(schedule)
-        self._told: dict[tuple[int, int], Tensor] = {}  # by step and rank of the last stage, where that is here
+        self.last_forwards = self._last_forwards(schedule)
+        self._own: dict[tuple[int, int], Tensor] = {}  # by step and rank of the last stage, where that is here
 
-    def expect(self, segment: Segment, step: int) -> None:
-        """Get ready for the outcome of a step."""
-        for rank in self._elsewhere():
+    def post(self, segment: Segment, step: int) -> None:
+        """Post the receives of a step's results."""
+        for rank in self._sources_elsewhere():
             self._post(rank, self._key(segment, step), 1 + len(self._share(segment.rounds.of_step(step), rank)))
 
-    def tell(self, segment: Segment, step: int, rank: int) -> None:
-        """Where a last stage is, when its losses of a step are there: let every rank know."""
+    def send(self, segment: Segment, step: int, rank: int) -> None:
+        """Send the results of a step, if the last stage is on this rank, to all others."""
         if rank not in self._sources:
             return
         known = self._workers[rank].losses
         losses = [known[segment.base + i].double().reshape(()) for i in self._share(segment.rounds.of_step(step), rank)]
-        ends = torch.tensor(float(rank == self._sources[0] and self.stop()), dtype=torch.float64)
-        self._told[step, rank] = torch.stack([ends.to(losses[0].device) if losses else ends, *losses]).cpu()
-        self._send(self._key(segment, step), self._told[step, rank])
+        stop = torch.tensor(float(rank == self._sources[0] and self.stop()), dtype=torch.float64)
+        self._own[step, rank] = torch.stack([stop.to(losses[0].device) if losses else stop, *losses]).cpu()
+        self._send(self._key(segment, step), self._own[step, rank])
 
-    def step(self, segment: Segment, step: int) -> Step:
-        """What came out of a step of which this process has made all its updates."""
+    def collect(self, segment: Segment, step: int) -> Step:
+        """Return the results of a step of which this process has made all its updates."""
         number = segment.steps_before + step
         for worker in self._workers.values():
-            worker.forget_batches(segment.rounds.of_step(step))
-        if not self.decisive:
-            self.expect(segment, step)
+            worker.drop_checksums(segment.rounds.of_step(step))
+        if not self.last_forwards:
+            self.post(segment, step)
             for rank in self._workers:
-                self.tell(segment, step, rank)
-        loss, stop = self._hear(segment, step)
-        norm = next(iter(self._workers.values())).update.gradient_norm
+                self.send(segment, step, rank)
+        loss, stop = self._receive_results(segment, step)
+        steps = [worker.optimizer_steps for worker in self._workers.values()]
+        norm = steps[0].gradient_norm
         # Computed anew: within one process a later stage may already have set the rate of its next update.
         here = sorted((stage, rank) for rank, worker in self._workers.items() for stage in worker.stages)
-        rates = (self._workers[rank].updates.learning_rate(stage, step) for stage, rank in here)
+        rates = (self._workers[rank].optimizer_steps.learning_rate(stage, step) for stage, rank in here)
         rate = next((rate for rate in rates if rate is not None), None)
-        skipped = [number in worker.updates.skipped for worker in self._workers.values()]
-        for worker in self._workers.values():
-            worker.updates.skipped.discard(number)
-        return Step(number, loss, rate, None if norm is None else float(norm), stop, any(skipped))
+        skipped = any(number in each.skipped for each in steps)
+        for each in steps:
+            each.skipped.discard(number)
+        return Step(number, loss, rate, None if norm is None else float(norm), stop, skipped)
 
-    def _hear(self, segment: Segment, step: int) -> tuple[float, bool]:
-        """A step's mean loss, and whether to stop, on every rank."""
-        told = [self._told.pop((step, rank)) if rank in self._workers else self._take(rank, self._key(segment, step))
-                for rank in self._sources]
+    def _receive_results(self, segment: Segment, step: int) -> tuple[float, bool]:
+        """Return a step's mean loss and whether to stop."""
+        results = [self._own.pop((step, rank)) if rank in self._workers
+                   else self._receive(rank, self._key(segment, step)) for rank in self._sources]
         microbatches = segment.rounds.of_step(step)
         for rank in self._sources:
             if rank in self._workers:
                 for i in self._share(microbatches, rank):
                     del self._workers[rank].losses[segment.base + i]
-        return float(self._in_order([each[1:] for each in told], microbatches).mean()), bool(told[0][0])
+        return float(self._in_order([each[1:] for each in results], microbatches).mean()), bool(results[0][0])
 
-    def share(self, losses: Sequence[list[float]], samples: Sequence[int]) -> list[float]:
-        """The losses of an evaluation in the order of its microbatches, on every rank.
+    def gather_losses(self, losses: Sequence[list[float]], samples: Sequence[int]) -> list[float]:
+        """Return the losses of an evaluation in the order of its microbatches, on every rank.
 
         Args:
             losses: of each local rank of the last stage, in the order of the replicas.
             samples: of each microbatch.
         """
-        key, microbatches = Key("L", self._last_stage + 1, 0), range(len(samples))
-        for rank in self._elsewhere():
+        key, microbatches = TransferKey("L", self._last_stage + 1, 0), range(len(samples))
+        for rank in self._sources_elsewhere():
             self._post(rank, key, len(self._share(microbatches, rank)))
         here = iter(losses)
         mine = {rank: torch.tensor(next(here), dtype=torch.float64) for rank in self._sources if rank in self._workers}
         for own in mine.values():
             self._send(key, own)
-        parts = [mine[rank] if rank in mine else self._take(rank, key) for rank in self._sources
+        parts = [mine[rank] if rank in mine else self._receive(rank, key) for rank in self._sources
                  if self._share(microbatches, rank)]
         return self._in_order(parts, microbatches).tolist()
 
@@ -138,7 +139,7 @@ class Outcomes:
                        if action.op is Op.FORWARD and action.stage == self._last_stage][-1] for rank in self._sources}
 
     def _share(self, microbatches: range, rank: int) -> range:
-        """Those that a replica of the last stage takes. A step begins with the first replica."""
+        """Return those that a replica of the last stage takes. A step begins with the first replica."""
         return microbatches[self._sources.index(rank)::len(self._sources)]
 
     def _in_order(self, parts: Sequence[Tensor], microbatches: range) -> Tensor:
@@ -149,27 +150,28 @@ class Outcomes:
             losses[replica::len(self._sources)] = part.cpu()
         return losses
 
-    def _key(self, segment: Segment, step: int) -> Key:
-        return Key("L", self._last_stage, segment.steps_before + step)
+    def _key(self, segment: Segment, step: int) -> TransferKey:
+        return TransferKey("L", self._last_stage, segment.steps_before + step)
 
-    def _elsewhere(self) -> list[int]:
+    def _sources_elsewhere(self) -> list[int]:
         return [rank for rank in self._sources if rank not in self._workers]
 
-    def _post(self, source: int, key: Key, count: int) -> None:
+    def _post(self, source: int, key: TransferKey, count: int) -> None:
         if count:
-            self._only.transport.post(source, key, [Spec((count,), torch.float64, wants_gradient=False)])
+            self._worker.transport.post(source, key, [TensorSpec((count,), torch.float64, wants_gradient=False)])
 
-    def _take(self, source: int, key: Key) -> Tensor:
-        (tensor,) = self._only.transport.take(source, key)
+    def _receive(self, source: int, key: TransferKey) -> Tensor:
+        (tensor,) = self._worker.transport.receive(source, key)
         return tensor
 
-    def _send(self, key: Key, numbers: Tensor) -> None:
-        """From this rank to all others, if there are others."""
+    def _send(self, key: TransferKey, numbers: Tensor) -> None:
+        """Send from this rank to all others, if there are others."""
         for peer in range(dist.get_world_size() if self._distributed else 0):
-            if peer != self._only.rank and numbers.numel():
-                self._only.transport.send(peer, key, [numbers])
+            if peer != self._worker.rank and numbers.numel():
+                self._worker.transport.send(peer, key, [numbers])
 
     @property
-    def _only(self) -> Worker:
+    def _worker(self) -> Worker:
+        """Return the only worker of this process, where there are other processes."""
         (worker,) = self._workers.values()
         return worker

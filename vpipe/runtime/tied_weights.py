@@ -1,4 +1,4 @@
-"""Tied weights that sit on two stages: versions travel to the borrower, gradients to the owner.
+"""Exchange weights tied across stages: versions travel to the borrower, gradients to the owner.
 
 The first stage that uses a tied weight owns it: it alone steps it and counts it in a norm. Another stage borrows
 it: its forward of a microbatch uses the version that the owner's forward of that microbatch used, and its gradients
@@ -21,29 +21,32 @@ from torch import Tensor
 
 from vpipe.errors import UserError
 from vpipe.model.split import Ties
-from vpipe.runtime.loss_scaler import Scaling
+from vpipe.runtime.loss_scaler import LossScaler
 from vpipe.runtime.stage import Stage
-from vpipe.runtime.transport.transport import Key, Spec, Transport
-from vpipe.runtime.weight_versions import Weights
+from vpipe.runtime.transport.transport import TensorSpec, TransferKey, Transport
+from vpipe.runtime.weight_versions import WeightVersions
 from vpipe.schedules.dependencies import TransferPeers, borrowing_ranks
 from vpipe.schedules.replication import Rounds
 from vpipe.schedules.size import Placement
 
 
 class TiedWeights:
-    """One rank's part in the exchange of tied weights. Updates and versions count from :meth:`begin`."""
+    """Exchange the tied weights of one rank. Updates and versions count from :meth:`begin`.
+
+    Args:
+        scaler: of the losses, where stages differ in their scales.
+    """
 
     def __init__(self, ties: Ties, placement: Placement, stages: Mapping[int, Stage], transport: Transport,
-                 scaling: Scaling | None = None) -> None:
-        """``scaling``: of the losses, where stages differ in it."""
+                 scaler: LossScaler | None = None) -> None:
         self._ties, self._placement, self._stages, self._transport = ties, placement, stages, transport
-        self._scaling = scaling
+        self._scaler = scaler
         self._number = {pair: i for i, pair in enumerate(sorted((owner, b) for owner in ties for b in ties[owner]))}
         self._lender = {owner: next(rank for rank in placement[owner]
                                     if transport.rank in borrowing_ranks(placement, owner, ties[owner], rank))
                         for stage in stages.values() for owner in stage.borrowed}
         self._posted: dict[int, deque[int]] = defaultdict(deque)  # versions on their way, by owner
-        self._here: dict[Key, list[Tensor]] = {}  # from this rank to itself
+        self._here: dict[TransferKey, list[Tensor]] = {}  # from this rank to itself
         self._rounds: Rounds
         self._senders: dict[tuple[int, int], list[int]] = {}  # whose gradients of an update are still to be posted
         self._begun: dict[int, int] = defaultdict(int)  # the owner's updates before those that are counted
@@ -58,7 +61,7 @@ class TiedWeights:
                 _refuse_hooks(weights, weights.names)
 
     def begin(self, rounds: Rounds) -> None:
-        """What follows is of these rounds: count updates and versions from here."""
+        """Count updates and versions from here."""
         self._rounds = rounds
         self._partners = TransferPeers(rounds, {owner: tuple(borrowers) for owner, borrowers in self._ties.items()})
         for number, stage in self._stages.items():
@@ -70,12 +73,12 @@ class TiedWeights:
         for store in (self._posted, self._here, self._senders):
             store.clear()
 
-    def ready(self, peer: int, key: Key) -> bool:
-        """Whether a transfer can be taken without waiting."""
-        return key in self._here if peer == self._transport.rank else self._transport.ready(peer, key)
+    def is_ready(self, peer: int, key: TransferKey) -> bool:
+        """Return whether a transfer can be received without waiting."""
+        return key in self._here if peer == self._transport.rank else self._transport.is_ready(peer, key)
 
     def exchange_first(self) -> None:
-        """Send and get ready for the initial weights: owner after owner, in one order on all ranks."""
+        """Send the initial weights and post their receives: owner after owner, in one order on all ranks."""
         for owner in sorted(self._ties):
             if owner in self._stages:
                 self.send_version(owner, 0)
@@ -92,7 +95,7 @@ class TiedWeights:
                 self._send(rank, key, values)
 
     def post_gradients(self, owner: int, update: int) -> None:
-        """Get ready for the borrowers' gradients of an update; where transfers have an order, for the next rank's."""
+        """Post the receives of an update's gradients of borrowers; if transfers are ordered, of one rank at a time."""
         senders = self._senders.pop((owner, update), None) or self._partners.gradient_senders(owner, update)
         if self._transport.ordered and len(senders) > 1:
             self._senders[owner, update] = senders[1:]
@@ -102,8 +105,8 @@ class TiedWeights:
                 if rank in self._rounds.contributors(owner, update, borrower):
                     self._post(rank, self._key("G", owner, borrower, update), self._stages[owner].weights.values(names))
 
-    def gradients_needed(self, owner: int, update: int) -> Iterator[tuple[int, Key]]:
-        """The transfers, with their ranks, that the owner's step waits for."""
+    def gradients_needed(self, owner: int, update: int) -> Iterator[tuple[int, TransferKey]]:
+        """Yield the transfers, with their ranks, that the owner's step waits for."""
         for borrower in self._ties.get(owner, {}):
             for rank in self._rounds.contributors(owner, update, borrower):
                 yield rank, self._key("G", owner, borrower, update)
@@ -112,7 +115,7 @@ class TiedWeights:
         """Add the borrowers' gradients, the last stage's first: the order in which autograd would sum them."""
         total: dict[str, Tensor] = {}
         for borrower, names in sorted(self._ties.get(owner, {}).items(), reverse=True):
-            parts = [self._take(rank, self._key("G", owner, borrower, update))
+            parts = [self._receive(rank, self._key("G", owner, borrower, update))
                      for rank in self._rounds.contributors(owner, update, borrower)]
             for i, name in enumerate(names if parts else ()):
                 gradient = parts[0][i]
@@ -122,41 +125,41 @@ class TiedWeights:
         if total:
             _refuse_hooks(self._stages[owner].weights, total)
         for name, gradient in total.items():
-            if self._scaling is not None:
-                gradient = gradient * self._scaling[owner].value
+            if self._scaler is not None:
+                gradient = gradient * self._scaler[owner].value
             self._stages[owner].weights.add_gradient(name, gradient)
 
     # -- the borrower's side
 
     def post_version(self, owner: int, version: int) -> None:
-        """Get ready for a version of the owner's."""
+        """Post the receive of a version of the owner's."""
         for borrower, weights in self._borrowed(owner):
             self._post(self._lender[owner], self._key("W", owner, borrower, version), weights.values(weights.names))
         self._posted[owner].append(version)
 
-    def versions_needed(self, owner: int, version: int) -> Iterator[tuple[int, Key]]:
-        """The transfers, with their ranks, that using a version waits for."""
+    def versions_needed(self, owner: int, version: int) -> Iterator[tuple[int, TransferKey]]:
+        """Yield the transfers, with their ranks, that using a version waits for."""
         for posted in self._posted[owner]:
             if posted <= version:
                 for borrower, _ in self._borrowed(owner):
                     yield self._lender[owner], self._key("W", owner, borrower, posted)
 
     def install(self, owner: int, version: int | None = None) -> None:
-        """Take in what was posted, up to a version, or all of it."""
+        """Receive and install what was posted, up to a version, or all of it."""
         posted = self._posted[owner]
         while posted and (version is None or posted[0] <= version):
             arrived = posted.popleft()
             for borrower, weights in self._borrowed(owner):
-                tensors = self._take(self._lender[owner], self._key("W", owner, borrower, arrived))
+                tensors = self._receive(self._lender[owner], self._key("W", owner, borrower, arrived))
                 weights.install(self._begun[owner] + arrived, tensors)
 
     def install_all(self) -> None:
-        """Take in everything posted, of every owner."""
+        """Receive and install everything posted, of every owner."""
         for owner in self._posted:
             self.install(owner)
 
     def version(self, owner: int, version: int) -> int:
-        """The number by which the borrowed weights know a version."""
+        """Return the number of a version among the borrowed weights."""
         return self._begun[owner] + version
 
     def send_gradients(self, owner: int, update: int) -> None:
@@ -165,35 +168,35 @@ class TiedWeights:
             _refuse_hooks(weights, weights.names)
             gradients = [torch.zeros_like(value) if gradient is None else gradient for value, gradient in
                          zip(weights.values(weights.names), weights.take_gradients(), strict=True)]
-            if self._scaling is not None:
-                torch._foreach_mul_(gradients, 1 / self._scaling[borrower].value)
+            if self._scaler is not None:
+                torch._foreach_mul_(gradients, 1 / self._scaler[borrower].value)
             for rank in self._placement[owner]:
                 self._send(rank, self._key("G", owner, borrower, update), gradients)
 
-    def _borrowed(self, owner: int) -> list[tuple[int, Weights]]:
-        """The stages of this rank that borrow from an owner, and what they have of it."""
+    def _borrowed(self, owner: int) -> list[tuple[int, WeightVersions]]:
+        """Return the stages of this rank that borrow from an owner, with the borrowed weights."""
         return [(s, stage.borrowed[owner]) for s, stage in self._stages.items() if owner in stage.borrowed]
 
-    def _key(self, kind: str, owner: int, borrower: int, number: int) -> Key:
-        return Key(kind, self._number[owner, borrower], self._begun[owner] + number)
+    def _key(self, kind: str, owner: int, borrower: int, number: int) -> TransferKey:
+        return TransferKey(kind, self._number[owner, borrower], self._begun[owner] + number)
 
     # -- to another rank, or to this one
 
-    def _send(self, peer: int, key: Key, tensors: list[Tensor]) -> None:
+    def _send(self, peer: int, key: TransferKey, tensors: list[Tensor]) -> None:
         if peer == self._transport.rank:
             self._here[key] = tensors
         else:
             self._transport.send(peer, key, tensors)
 
-    def _post(self, peer: int, key: Key, like: list[Tensor]) -> None:
+    def _post(self, peer: int, key: TransferKey, like: list[Tensor]) -> None:
         if peer != self._transport.rank:
-            self._transport.post(peer, key, [Spec(tuple(t.shape), t.dtype, wants_gradient=False) for t in like])
+            self._transport.post(peer, key, [TensorSpec(tuple(t.shape), t.dtype, wants_gradient=False) for t in like])
 
-    def _take(self, peer: int, key: Key) -> list[Tensor]:
-        return self._here.pop(key) if peer == self._transport.rank else self._transport.take(peer, key)
+    def _receive(self, peer: int, key: TransferKey) -> list[Tensor]:
+        return self._here.pop(key) if peer == self._transport.rank else self._transport.receive(peer, key)
 
 
-def _refuse_hooks(weights: Weights, names: Collection[str]) -> None:
+def _refuse_hooks(weights: WeightVersions, names: Collection[str]) -> None:
     for name in weights.hooked():
         if name in names:
             raise UserError(f"'{name}' is tied across two stages and has hooks (register_hook, "

@@ -1,4 +1,4 @@
-"""The record of a run: what each rank did when, and what it held in memory then."""
+"""Record the actions of a rank: when each ran, and what it held in memory then; label them for torch's profiler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch.profiler import record_function
 
 from vpipe.errors import RunError
-from vpipe.runtime.activations import Kept
+from vpipe.runtime.activations import ActivationCounter
 from vpipe.runtime.microbatches import Signature
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.worker import Worker
@@ -27,7 +27,7 @@ _RECOMPUTE, _USE = Op.RECOMPUTE, Op.USE
 
 
 class Recorded(NamedTuple):
-    """One action as it was carried out.
+    """One action as it was executed.
 
     Attributes:
         op, stage: of the action.
@@ -48,7 +48,7 @@ class Recorded(NamedTuple):
     versions: int
 
     def __str__(self) -> str:
-        """A JSON array; the action in its text form."""
+        """Return a JSON array; the action in its text form."""
         op, stage, number, start_s, end_s, waited_s, held, versions = self
         return f'["{stage}{op}{number}", {start_s:.7f}, {end_s:.7f}, {waited_s:.7f}, {held}, {versions}]'
 
@@ -60,7 +60,7 @@ class Evaluated(NamedTuple):
     end_s: float
 
     def __str__(self) -> str:
-        """A JSON object."""
+        """Return a JSON object."""
         return f'{{"evaluation": [{self.start_s:.7f}, {self.end_s:.7f}]}}'
 
 
@@ -80,18 +80,18 @@ class _Kind:
 @dataclass(slots=True)
 class _InFlight:
     kind: _Kind
-    kept: Kept | None
+    kept: ActivationCounter | None
     bytes: int = 0
 
 
 class Recorder:
-    """Carries out the actions of a worker and notes each; ``USE`` as what takes no time.
+    """Execute the actions of a worker and record each; ``USE`` as taking no time.
 
-    The notes are tuples in a list; whoever wants them takes them away, off the hot path. What is kept for backwards is
+    The records are tuples in a list, which :meth:`take` empties off the hot path. The bytes kept for backwards are
     counted for the first microbatches of every shape, then known.
 
     Attributes:
-        count: actions noted so far. The first ``limit`` are, then the worker works as if there were no recorder.
+        count: actions recorded so far. After ``limit`` of them the worker works as if there were no recorder.
     """
 
     def __init__(self, worker: Worker, limit: int) -> None:
@@ -104,26 +104,26 @@ class Recorder:
 
     @property
     def full(self) -> bool:
-        """Whether nothing more is noted."""
+        """Return whether nothing more is recorded."""
         return self.count >= self._limit
 
     @property
     def waiting(self) -> int:
-        """How many notes there are to be taken."""
+        """Return how many records there are to be taken."""
         return len(self._notes)
 
     def take(self) -> list[Recorded | Evaluated]:
-        """The notes since the last time, in order."""
+        """Return the records since the last call, in order, and drop them here."""
         notes, self._notes = self._notes, []
         return [note if isinstance(note, Evaluated) else Recorded(*note) for note in notes]
 
     def stop(self) -> None:
-        """Note nothing more."""
+        """Record nothing more."""
         self._limit = self.count
         self._notes.clear()
 
     def execute(self, action: Action) -> None:
-        """Carry out one action of training."""
+        """Execute and record one action of training."""
         worker, op, stage, index = self.worker, action.op, action.stage, action.microbatch
         if self.count >= self._limit:
             worker.execute(action)
@@ -148,13 +148,13 @@ class Recorder:
                             0 if here is None else here.weights.held))
 
     def abandon(self) -> None:
-        """Forget microbatches that failed; their actions stay noted."""
+        """Forget microbatches that failed; their actions stay recorded."""
         self._in_flight.clear()
         self._held = 0
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Note an evaluation."""
+        """Record an evaluation."""
         started = perf_counter()
         yield
         if not self.full:
@@ -163,24 +163,25 @@ class Recorder:
     # -- what does not depend on microbatches
 
     def weight_bytes(self) -> dict[int, int]:
-        """One version of the weights of each stage of the rank, with those that it borrows."""
+        """Return the bytes of one version of the weights of each stage of the rank, with those that it borrows."""
         return {index: sum(leaf.nbytes for weights in (stage.weights, *stage.borrowed.values())
                            for leaf in weights.leaves()) for index, stage in self.worker.stages.items()}
 
     def static_bytes(self) -> dict[int, int]:
-        """The gradients of those weights, the optimizer's state as it is now, master weights where those are rounded,
+        """Return the bytes beside versions: gradients, the optimizer's present state, masters of rounded weights,
         parameters that are not trained."""
-        return {index: size + sum(tensor.nbytes for tensor in self.worker.update.optimizers[index].state_tensors())
+        optimizers = self.worker.optimizer_steps.optimizers
+        return {index: size + sum(tensor.nbytes for tensor in optimizers[index].state_tensors())
                 + _beside_versions(self.worker.stages[index]) for index, size in self.weight_bytes().items()}
 
     # -- what is kept
 
-    def _begin(self, op: Op, stage: int, microbatch: int) -> Kept | None:
-        """What is to watch an action, if its microbatch is one that is counted."""
+    def _begin(self, op: Op, stage: int, microbatch: int) -> ActivationCounter | None:
+        """Return the counter of an action's activations, if its microbatch is one that is counted."""
         if op is _FORWARD:
             segment = self.worker.segment
             kind = self._kinds[stage, self.worker.is_split(stage, microbatch), segment.signature(microbatch)]
-            self._in_flight[stage, microbatch] = _InFlight(kind, None if kind.known else Kept())
+            self._in_flight[stage, microbatch] = _InFlight(kind, None if kind.known else ActivationCounter())
         return self._in_flight[stage, microbatch].kept
 
     def _keep(self, op: Op, stage: int, microbatch: int) -> None:
@@ -202,10 +203,10 @@ class Recorder:
         self._held -= mine.bytes
 
 
-def _counted(worker: Worker, action: Action, kept: Kept) -> None:
-    """Carry out an action while what it keeps is counted."""
+def _counted(worker: Worker, action: Action, kept: ActivationCounter) -> None:
+    """Execute an action while the bytes that it keeps are counted."""
     try:
-        with kept.watching():
+        with kept.counting():
             worker.execute(action)
     except RunError as error:
         if "saved tensor hooks" in error.what:
@@ -214,19 +215,19 @@ def _counted(worker: Worker, action: Action, kept: Kept) -> None:
 
 
 def _beside_versions(stage: Stage) -> int:
-    """The master weights that do not share the memory of the latest version; parameters that are not trained."""
+    """Return the bytes of master weights in memory of their own and of parameters that are not trained."""
     masters = stage.weights.masters.values() if stage.precision.pure else ()
     return sum(master.nbytes for master in masters) + sum(
         p.nbytes for module in stage.modules.values() for p in module.parameters() if not p.requires_grad)
 
 
-def put_labels(worker: Worker) -> Callable[[], None]:
-    """Carry out every action of a worker under its text form, such as ``0F3``, from now on.
+def label_actions(worker: Worker) -> Callable[[], None]:
+    """Label every action of a worker with its text form, such as ``0F3``, from now on.
 
     The number is the run's, as in the record of a run (:class:`~vpipe.runtime.trace.Recorded`).
 
     Returns:
-        What takes the labels off; without them an action costs what it always did.
+        A function that removes the labels; without them an action costs what it always did.
     """
     plain = worker.operations
 

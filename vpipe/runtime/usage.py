@@ -1,4 +1,4 @@
-"""What a stage used in training: time, bytes, memory."""
+"""Usage of a stage in training: time, bytes, memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StageUsage:
-    """One stage's part in the training so far, or in some of its updates. On a GPU, times are those of the host.
+    """Usage of one stage in the training so far, or in some of its updates. On a GPU, times are those of the host.
 
     Attributes:
         forward_s, backward_s, step_s: seconds in forwards, in backwards (recompute included), in optimizer steps.
@@ -39,11 +39,11 @@ class StageUsage:
 
     @classmethod
     def empty(cls) -> StageUsage:
-        return cls.of(torch.zeros(len(fields(cls)), dtype=torch.float64))
+        return cls.from_tensor(torch.zeros(len(fields(cls)), dtype=torch.float64))
 
     @classmethod
-    def of(cls, tensor: Tensor) -> StageUsage:
-        """The inverse of :meth:`as_tensor`."""
+    def from_tensor(cls, tensor: Tensor) -> StageUsage:
+        """Invert :meth:`as_tensor`."""
         values = tensor.tolist()
         return cls(*values[:5], *map(int, values[5:]))
 
@@ -52,7 +52,7 @@ class StageUsage:
 
     @property
     def working_s(self) -> float:
-        """Seconds of work of a rank with this stage only: all that it did but waiting."""
+        """Return the seconds of work of a rank with this stage only: all that it did but waiting."""
         return self.forward_s + self.backward_s + self.step_s + self.communication_s
 
     def since(self, before: StageUsage) -> StageUsage:
@@ -71,7 +71,7 @@ _OF_RANK = ("communication_s", "idle_s", "bytes_sent")
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory that this process held so far: resident on a CPU, allocated on a GPU."""
+    """Return the most memory that this process has held: resident on a CPU, allocated on a GPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:  # not getrusage: on Linux it starts from the peak of the process that started this one

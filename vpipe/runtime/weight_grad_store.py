@@ -1,4 +1,4 @@
-"""The weight half of a backward: gradients of weights that wait until there is time for them.
+"""Store the weight half of a backward: weight gradients that are computed later.
 
 A backward computes, operation by operation, the gradient of the input, which the stage before waits for, and that of
 the weights, which nobody needs before the optimizer steps. Zero-bubble schedules run the second when the device
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 
 @dataclass(slots=True, eq=False)
-class Cast:
+class CastParameter:
     """A parameter in the precision of autocast, which a layer casts once for all its operations. Their gradients are
     summed in that precision, and the sum is one contribution to the parameter's."""
 
@@ -25,8 +25,8 @@ class Cast:
 
 
 @dataclass(slots=True)
-class Deferred:
-    """The weight gradients of one operation, put off.
+class DeferredGradients:
+    """The deferred weight gradients of one operation.
 
     Attributes:
         leaves: whose gradients.
@@ -35,7 +35,7 @@ class Deferred:
         versions: of the operands, as counted by autograd, when they were kept.
     """
 
-    leaves: Sequence[nn.Parameter | Cast]
+    leaves: Sequence[nn.Parameter | CastParameter]
     compute: Callable[[], Sequence[Tensor | None]]
     operands: Sequence[Tensor]
     versions: Sequence[int]
@@ -47,10 +47,10 @@ class Deferred:
         return self.compute()
 
 
-class WeightHalf:
-    """What the weight half of one span's backward needs.
+class WeightGradStore:
+    """The deferred weight gradients of one span's backward.
 
-    The forward learns here which parameters may wait, the input half fills it, :meth:`accumulate` empties it. The
+    The forward notes which parameters may wait, the input half fills the store, :meth:`accumulate` empties it. The
     gradients are the whole backward's bit for bit: a parameter's contributions are computed by the same kernels and
     summed in the order in which the engine would have summed them, then added to its gradient at once.
     """
@@ -58,73 +58,74 @@ class WeightHalf:
     def __init__(self) -> None:
         self._gathering = False
         self._elsewhere: set[int] = set()
-        self._later: deque[Deferred] = deque()
+        self._later: deque[DeferredGradients] = deque()
         self._now: list[tuple[nn.Parameter, Tensor]] = []
-        self._casts: dict[int, tuple[Tensor, Cast]] = {}  # until the input half is done
+        self._casts: dict[int, tuple[Tensor, CastParameter]] = {}  # until the input half is done
 
     def __len__(self) -> int:
-        """How many operations wait."""
+        """Return how many operations wait."""
         return len(self._later)
 
     def waiting(self) -> Iterator[Tensor]:
-        """The tensors that are kept for it, as far as it knows them: an operation may keep a graph of its own."""
+        """Yield the tensors that are kept for it, as far as known: an operation may keep a graph of its own."""
         for deferred in self._later:
             yield from deferred.operands
         for _, gradient in self._now:
             yield gradient
 
-    def used_elsewhere(self, parameters: Iterable[nn.Parameter]) -> None:
-        """These have contributions that cannot wait; then none waits: a sum depends on the order."""
+    def exclude(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Exclude parameters with contributions that cannot wait: then none waits, as a sum depends on the order."""
         self._elsewhere.update(map(id, parameters))
 
     def cast(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        """A parameter as operations under autocast take it."""
+        """Return a parameter as operations under autocast use it."""
         tensor = parameter.to(dtype)
-        self._casts[id(tensor)] = tensor, Cast(parameter)
+        self._casts[id(tensor)] = tensor, CastParameter(parameter)
         return tensor
 
     def begin(self) -> None:
-        """The input half begins: gradients wait. They do not in a backward that a layer runs in its forward."""
+        """Begin the input half: gradients wait. They do not in a backward that a layer runs in its forward."""
         self._gathering = True
 
     def end(self, now: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
-        """The input half ends; these gradients did not wait. They, too, are added by the weight half."""
+        """End the input half; the weight half adds these gradients, too, which did not wait."""
         self._gathering = False
         self._now += now
         self._casts.clear()
 
-    def knows(self, tensor: Tensor) -> bool:
-        """Whether an operation's argument is a parameter that wants a gradient, or the cast of one."""
+    def has_parameter(self, tensor: Tensor) -> bool:
+        """Return whether an operation's argument is a parameter that wants a gradient, or the cast of one."""
         return self._target(tensor) is not None
 
-    def takes(self, tensor: Tensor) -> bool:
-        """Whether the gradient of an operation's argument waits."""
+    def defers(self, tensor: Tensor) -> bool:
+        """Return whether the gradient of an operation's argument waits."""
         target = self._target(tensor)
-        parameter = target.parameter if isinstance(target, Cast) else target
+        parameter = target.parameter if isinstance(target, CastParameter) else target
         return (self._gathering and parameter is not None and id(parameter) not in self._elsewhere
                 and not torch.is_grad_enabled())  # as it is where that gradient wants a gradient itself
 
-    def put_off(self, leaves: Sequence[Tensor], compute: Callable[[], Sequence[Tensor | None]],
+    def put(self, leaves: Sequence[Tensor], compute: Callable[[], Sequence[Tensor | None]],
                 operands: Sequence[Tensor]) -> None:
-        """Let the gradients of some parameters wait; in the order of the engine."""
+        """Store the gradients of some parameters, in the order of the engine."""
         targets = [target for leaf in leaves if (target := self._target(leaf)) is not None]
-        self._later.append(Deferred(targets, compute, operands, [t._version for t in operands]))
+        self._later.append(DeferredGradients(targets, compute, operands, [t._version for t in operands]))
 
     def accumulate(self) -> None:
-        """Compute what was put off and add it to the gradients; each operation's memory goes as soon as it is used."""
+        """Compute what was deferred and add it to the gradients; free each operation's memory as soon as it is used."""
         waiting = Counter(id(leaf) for deferred in self._later for leaf in deferred.leaves)
-        casts = {id(leaf): leaf for deferred in self._later for leaf in deferred.leaves if isinstance(leaf, Cast)}
+        casts = {id(leaf): leaf for deferred in self._later for leaf in deferred.leaves
+                 if isinstance(leaf, CastParameter)}
         waiting.update(id(cast.parameter) for cast in casts.values())
         totals: dict[int, Tensor] = {}
 
-        def take(leaf: nn.Parameter | Cast, contribution: Tensor | None) -> None:
+        def take(leaf: nn.Parameter | CastParameter, contribution: Tensor | None) -> None:
             if contribution is not None:
                 before = totals.pop(id(leaf), None)
                 totals[id(leaf)] = contribution if before is None else before + contribution
             waiting[id(leaf)] -= 1
             if not waiting[id(leaf)]:
                 total = totals.pop(id(leaf), None)
-                if isinstance(leaf, Cast):
+                if isinstance(leaf, CastParameter):
                     take(leaf.parameter, None if total is None else total.to(leaf.parameter.dtype))
                 elif total is not None:
                     _add(leaf, total)
@@ -140,15 +141,15 @@ class WeightHalf:
             for target, contribution in zip(deferred.leaves, deferred.gradients(), strict=True):
                 take(target, contribution)
 
-    def _target(self, tensor: Tensor | None) -> nn.Parameter | Cast | None:
-        """Whose gradient that of an operation's argument is, if it is a parameter's."""
+    def _target(self, tensor: Tensor | None) -> nn.Parameter | CastParameter | None:
+        """Return the parameter, or its cast, that an operation's argument is; None for another tensor."""
         if isinstance(tensor, nn.Parameter) and is_trained(tensor):
             return tensor
         return self._casts[id(tensor)][1] if id(tensor) in self._casts else None
 
 
 def is_trained(argument: object) -> bool:
-    """Whether an argument is a parameter that wants a gradient."""
+    """Return whether an argument is a parameter that wants a gradient."""
     return type(argument) is nn.Parameter and argument.requires_grad
 
 

@@ -39,10 +39,10 @@ Slot = tuple[nn.Module, str]
 
 
 class Steps(Protocol):
-    """What steps the masters by their gradients, such as an optimizer."""
+    """An optimizer, or what else steps the masters by their gradients."""
 
     def step(self) -> object:
-        """Change them in place."""
+        """Change the masters in place."""
 
 
 class _Mark(NamedTuple):
@@ -54,7 +54,7 @@ class _Mark(NamedTuple):
     gradient_version: int
 
 
-class Weights:
+class WeightVersions:
     """Versions of a set of parameters, numbered by the updates that made them.
 
     Args:
@@ -74,7 +74,7 @@ class Weights:
         self._moves = False  # whether forwards put the parameters into other memory
         self._hooked: list[int] | None = None  # whose leaves have hooks, once looked for since the last step
         self._unrounded = unrounded
-        self._settled: list[nn.Parameter] | None = None  # that have the gradients of the step at hand
+        self._widened: list[nn.Parameter] | None = None  # that have the gradients of the step at hand
         self._pins: Counter[int] = Counter()
         self._chosen: int | None = None
         self._free: list[list[nn.Parameter]] = []
@@ -82,7 +82,7 @@ class Weights:
 
     @cached_property
     def masters(self) -> dict[str, nn.Parameter]:
-        """What the optimizer steps: always the memory of the latest version, or what that is the rounding of.
+        """Return what the optimizer steps: the memory of the latest version, or the unrounded values of that.
 
         They have the attributes that were set on the parameters, such as ``p.no_decay = True``.
         """
@@ -192,7 +192,7 @@ class Weights:
         self._graded = leaves
 
     def unpin(self, version: int) -> None:
-        """A microbatch needs this version no longer."""
+        """Release a version for a microbatch."""
         self._pins[version] -= 1
         if not self._pins[version]:
             del self._pins[version]
@@ -204,7 +204,7 @@ class Weights:
             self._free.append(self._renewed(leaves) if leaves is self._first else leaves)
 
     def _renewed(self, leaves: list[nn.Parameter]) -> list[nn.Parameter]:
-        """Other leaves in the memory of the first ones, to which a first forward may have kept a reference."""
+        """Return other leaves in the memory of the first ones, to which a first forward may have kept a reference."""
         renewed = [new_leaf(leaf.data, leaf) for leaf in leaves]
         for name, leaf in zip(self.names, leaves, strict=True):
             replace_parameter(leaf, name)
@@ -221,33 +221,33 @@ class Weights:
 
     @property
     def pinned(self) -> int:
-        """How many microbatches hold a version."""
+        """Return how many microbatches hold a version."""
         return self._pins.total()
 
     @property
     def held(self) -> int:
-        """How many versions there are, the latest among them."""
+        """Return how many versions there are, the latest among them."""
         return len(self._leaves)
 
     @property
     def gradients(self) -> list[Tensor | None]:
-        """The gradients accumulated since the last step, in the order of ``names``."""
-        return [holder.grad for holder in self._settled or self._graded]
+        """Return the gradients accumulated since the last step, in the order of ``names``."""
+        return [holder.grad for holder in self._widened or self._graded]
 
-    def settle(self) -> None:
-        """All gradients of a step are there: from now on they have the precision of the masters."""
+    def widen_gradients(self) -> None:
+        """Move the gradients of a step to the masters, in the masters' precision."""
         if self._unrounded is None:
             return
-        self._settled = list(self.masters.values())
-        for master, leaf in zip(self._settled, self._graded, strict=True):
+        self._widened = list(self.masters.values())
+        for master, leaf in zip(self._widened, self._graded, strict=True):
             master.grad, leaf.grad = None if leaf.grad is None else leaf.grad.to(master.dtype), None
 
     def graded(self) -> list[nn.Parameter]:
-        """The parameters whose gradients are accumulating, in the order of ``names``."""
+        """Return the parameters whose gradients are accumulating, in the order of ``names``."""
         return self._graded
 
     def put_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Take these, in the order of ``names``, for what was accumulated."""
+        """Replace the accumulated gradients, in the order of ``names``."""
         for leaf, gradient in zip(self._graded, gradients, strict=True):
             leaf.grad = gradient
 
@@ -257,11 +257,11 @@ class Weights:
             torch._foreach_mul_(present, factor)
 
     def leaves(self) -> list[nn.Parameter]:
-        """The latest version as autograd sees it, in the order of ``names``."""
+        """Return the latest version as autograd sees it, in the order of ``names``."""
         return self._leaves[self.latest]
 
     def values(self, names: Sequence[str]) -> list[Tensor]:
-        """The latest version of some parameters."""
+        """Return the latest version of some parameters."""
         return [self._leaves[self.latest][self.names.index(name)].data for name in names]
 
     def add_gradient(self, name: str, gradient: Tensor) -> None:
@@ -305,11 +305,11 @@ class Weights:
             leaf.grad = gradient
 
     def without_hooks(self) -> AbstractContextManager[None]:
-        """While gradients are made that are added later: that is when the hooks run."""
+        """Return the context in which gradients are made that are added later, when their hooks run."""
         return without_hooks([self._graded[i] for i in self._find_hooked()])
 
     def with_hooks(self) -> AbstractContextManager[None]:
-        """While gradients are added that autograd does not add itself: hooks run at the end, with the sum."""
+        """Return the context in which gradients are added without autograd: hooks run at the end, with the sum."""
         hooked = self._find_hooked()
         return self.added_at_once([self.names[i] for i in hooked]) if hooked else nullcontext()
 
@@ -336,11 +336,11 @@ class Weights:
                     torch.autograd.backward(leaf, gradient)
 
     def take_gradients(self) -> list[Tensor | None]:
-        """The accumulated gradients, which start from nothing again."""
+        """Return the accumulated gradients, which start from nothing again."""
         gradients = self.gradients
-        for holder in self._settled or self._graded:
+        for holder in self._widened or self._graded:
             holder.grad = None
-        self._settled = None
+        self._widened = None
         return gradients
 
     def abandon(self) -> None:
@@ -365,8 +365,8 @@ class Weights:
         self._hooked = None
         if self._unrounded is not None:
             if optimizer is not None:
-                if self._settled is None:
-                    self.settle()
+                if self._widened is None:
+                    self.widen_gradients()
                 self._apply(optimizer)
             self._make_next()
             if self.names:

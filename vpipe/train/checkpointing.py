@@ -29,7 +29,7 @@ from vpipe.distributed.watchdog import at_work
 from vpipe.errors import RunError, UserError, counted
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.state_dict import Position
-from vpipe.runtime.transport.broadcast import share_tensors
+from vpipe.runtime.transport.broadcast import broadcast_tensors
 from vpipe.train.job import Job, device_of
 from vpipe.train.metrics import Metrics
 from vpipe.train.resume import RUN
@@ -128,7 +128,7 @@ class Checkpointing:
             return
         began = perf_counter()
         with at_work("saving a checkpoint"):
-            tensors = self._pipe.engine.saved()
+            tensors = self._pipe.engine.checkpoint_state()
             self._saver.save(self._info(), tensors, began)
         self._saved = steps
         self.report()
@@ -265,7 +265,7 @@ def restore(pipe: Pipeline, job: Job, checkpoint: Path, manifest: Manifest) -> N
     """
     with at_work("reading a checkpoint"):
         position = Position.from_numbers(manifest.step, manifest.samples, manifest.numbers, pipe.microbatches)
-        pipe.engine.check_begins(position)
+        pipe.engine.check_restorable(position)
         names = [name for name in manifest.tensors if pipe.engine.wants(name)]
         pipe.engine.restore(position, load_tensors(checkpoint, manifest, names, device_of(job.config),
                                                     checked=True))
@@ -276,7 +276,7 @@ def broadcast_value(value: Any, pipe: Pipeline, source: int = 0) -> Any:
     if _processes() == 1:
         return value
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    shared = share_tensors({"value": text} if pipe.rank == source else {}, source)
+    shared = broadcast_tensors({"value": text} if pipe.rank == source else {}, source)
     return json.loads(bytes(shared["value"].numpy()).decode())
 
 

@@ -140,10 +140,10 @@ class _Run:
                 ended = None if stopped is None else Stopped(stopped, self._saving.is_saved)
                 if ended is not None:
                     self._progress.note(self._words(ended))
-            pipe.engine.all_ranks.check_replicas()
+            pipe.engine.collectives.check_replicas()
             counted_steps = len(counted_updates(self._metrics.update_s))
             before = self._warm_usage if counted_steps < len(self._metrics.update_s) else None
-            usages = pipe.engine.all_ranks.usage(before)
+            usages = pipe.engine.collectives.usage(before)
             if show:
                 self._conclude(RunFigures.of(self._metrics, usages, job.placement,
                                              None if before is None else counted_steps))
@@ -220,7 +220,7 @@ class _Run:
         steps = tuple(replace(step, learning_rate=training.learning_rate * self._policy(step.index)) for step in steps)
         self._metrics.update(*steps)
         if self._warm_usage is None and len(self._metrics.update_s) >= WARM_UP:
-            self._warm_usage = self._pipe.engine.all_ranks.local_usage()
+            self._warm_usage = self._pipe.engine.collectives.local_usage()
         if self._profile.after(self._metrics.steps):
             self._metrics.not_training()
         for step in steps:
@@ -277,7 +277,7 @@ def build_pipeline(job: Job) -> Pipeline:
     world = join_world(None, parallel.timeout_s, device_of(config))
     settings = Settings(training.num_microbatches, job.recomputed, job.lr_policy(), training.grad_clip, training.seed,
                         world.own, parallel.timeout_s,
-                        Compression.of(parallel.compress, parallel.compress_rounding, len(job.partition),
+                        Compression.parse(parallel.compress, parallel.compress_rounding, len(job.partition),
                                        training.seed),
                         training.on_nan == "skip", training.computed, parallel.executor)
     return Pipeline.from_schedule(job.model, job.partition, parallel.standing_in.schedule, job.schedule, settings,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vpipe.pipeline import Pipeline
-from vpipe.runtime.transport.broadcast import talking_with
+from vpipe.runtime.transport.broadcast import transferring_with
 from vpipe.runtime.transport.process_groups import control_group
 from vpipe.runtime.usage import StageUsage
 from vpipe.schedules.schedule import stages_of_rank
@@ -89,7 +89,7 @@ class RankTimes:
             self._file.close()
 
     def _usage(self) -> Mapping[int, Mapping[int, StageUsage]]:
-        return self._pipe.engine.all_ranks.local_usage()
+        return self._pipe.engine.collectives.local_usage()
 
     def _report(self, done: int) -> None:
         usage, steps = self._usage(), done - self._reported
@@ -142,7 +142,7 @@ class Gather:
         if len(here) == ranks:
             return  # all are in this process
         for peer in range(1, ranks) if rank == 0 else [0]:
-            with talking_with(peer, about):
+            with transferring_with(peer, about):
                 if rank:
                     work = dist.isend(here[rank], peer, control_group())
                 else:
@@ -158,7 +158,7 @@ class Gather:
             RunError: a rank is gone, or did not send in time.
         """
         for peer, work in self._work.items():
-            with talking_with(peer, self._about):
+            with transferring_with(peer, self._about):
                 work.wait(timedelta(seconds=timeout_s))
         self._work.clear()
         return dict(sorted(self._tensors.items()))

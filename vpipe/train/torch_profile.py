@@ -19,7 +19,7 @@ from vpipe.distributed.watchdog import at_work
 from vpipe.errors import UserError
 from vpipe.pipeline import Pipeline
 from vpipe.progress import message_if_slow
-from vpipe.runtime.trace import put_labels
+from vpipe.runtime.trace import label_actions
 from vpipe.schedules.prepare import is_file
 from vpipe.train.job import Job
 
@@ -86,7 +86,7 @@ class TorchProfile:
         if self._gpu:
             torch.cuda.synchronize()  # what is left of the steps before is none of this one's
         for worker in self._pipe.engine.workers.values():
-            stack.callback(put_labels(worker))
+            stack.callback(label_actions(worker))
         stack.enter_context(recorder)
         stack.enter_context(record_function(f"ProfilerStep#{self._step}"))
         self._recording = recorder, stack

@@ -11,7 +11,7 @@ from torch import Tensor
 from vpipe.model.layer import Model
 from vpipe.model.split import split
 from vpipe.runtime.transport.compression import Compression, decode
-from vpipe.runtime.transport.transport import Key, Spec
+from vpipe.runtime.transport.transport import TensorSpec, TransferKey
 from vpipe.schedules.size import Placement
 
 
@@ -44,29 +44,30 @@ class CutCompression:
         if sender == receiver or self._compression.codecs[spec.index - 1] == "none":
             return
         before = [tensors[name] for name in spec.inputs]
-        arrived = self.transfer(Key("F", spec.index, number), before)
+        arrived = self.transfer(TransferKey("F", spec.index, number), before)
         wanting = [i for i, tensor in enumerate(before) if tensor.requires_grad]
         if wanting:
-            key = Key("B", spec.index - 1, number)
+            key = TransferKey("B", spec.index - 1, number)
             joined = _CompressedCut.apply(self, key, [arrived[i].detach() for i in wanting],  # type: ignore[no-untyped-call]
                                 *(before[i] for i in wanting))
             for i, tensor in zip(wanting, joined, strict=True):
                 arrived[i] = tensor
         tensors.update(zip(spec.inputs, arrived, strict=True))
 
-    def transfer(self, key: Key, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def transfer(self, key: TransferKey, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return what arrives when these tensors are sent."""
         codec = self._compression.codec(key)
         if codec is None:
             return list(tensors)
-        return decode(codec, self._compression.encode(key, tensors), [Spec.of(tensor) for tensor in tensors])
+        specs = [TensorSpec.from_tensor(tensor) for tensor in tensors]
+        return decode(codec, self._compression.encode(key, tensors), specs)
 
 
 class _CompressedCut(torch.autograd.Function):
     """Replace tensors at a cut: forward by those that arrived; backward compresses all gradients of the cut at once."""
 
     @staticmethod
-    def forward(ctx: Any, compression: CutCompression, key: Key, arrived: Sequence[Tensor],
+    def forward(ctx: Any, compression: CutCompression, key: TransferKey, arrived: Sequence[Tensor],
                 *sent: Tensor) -> tuple[Tensor, ...]:
         ctx.sender = compression, key
         return tuple(arrived)

@@ -27,7 +27,7 @@ from vpipe.config.sections import TrainingSection
 from vpipe.errors import RunError, UserError
 from vpipe.model.split import split, ties_between
 from vpipe.pipeline import Pipeline
-from vpipe.runtime.executors.registry import last_first
+from vpipe.runtime.executors.registry import reverses_backwards
 from vpipe.runtime.transport.compression import Compression
 from vpipe.schedules.action import COMPLETES
 from vpipe.schedules.build import build
@@ -110,8 +110,8 @@ def references(job: Job, batches: int) -> Iterator[Reference]:
     precision = reference_precision(training)
     rounding = _rounding(precision, training.num_microbatches) * steps_in_batches(job, batches)
     # The executor that turns the backwards of gpipe round keeps gradients apart and adds them in order.
-    bound = 0.0 if _in_order(schedule) or last_first(parallel.executor, parallel.schedule) else rounding
-    compression = Compression.of(parallel.compress, parallel.compress_rounding, len(partition), training.seed)
+    bound = 0.0 if _in_order(schedule) or reverses_backwards(parallel.executor, parallel.schedule) else rounding
+    compression = Compression.parse(parallel.compress, parallel.compress_rounding, len(partition), training.seed)
     if compression is not None and bound:
         raise UserError(f"'{parallel.schedule}' completes microbatches out of order, and with parallel.compress there "
                         "is no bound to compare within", hint="verify it with parallel.compress=none")
@@ -182,7 +182,7 @@ def _recorded(pipe: Pipeline, job: Job, batches: int) -> dict[int, Trajectory]:
     """Train, and return the trajectory of each rank of this process."""
     trajectories = {rank: Trajectory() for rank in pipe.engine.workers}
     for rank, worker in pipe.engine.workers.items():
-        worker.updates.observer = trajectories[rank]
+        worker.optimizer_steps.observer = trajectories[rank]
     losses = [step.loss for step in pipe.train(_batches(job, batches))]
     for trajectory in trajectories.values():
         trajectory.losses = losses

@@ -9,34 +9,34 @@ import torch
 
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.transport.distributed import HEADER_BYTES, MOST_TENSORS, _header, _specs, _tag
-from vpipe.runtime.transport.transport import InProcess, Key, Mailroom, Spec
+from vpipe.runtime.transport.transport import InProcessTransport, Mailbox, TensorSpec, TransferKey
 
 
 def test_tensors_change_hands_without_a_copy() -> None:
-    room: Mailroom = {}
-    left, right = InProcess(0, room), InProcess(1, room)
-    key, tensor = Key("F", 1, 3), torch.arange(3.0)
-    assert not right.ready(0, key)
+    room: Mailbox = {}
+    left, right = InProcessTransport(0, room), InProcessTransport(1, room)
+    key, tensor = TransferKey("F", 1, 3), torch.arange(3.0)
+    assert not right.is_ready(0, key)
     right.post(0, key, None)
     left.send(1, key, [tensor, tensor.int()])
-    assert right.ready(0, key)
-    assert not left.ready(1, key), "it is for the other rank"
-    assert not right.ready(0, Key("F", 1, 4))
-    assert not right.ready(0, Key("B", 1, 3))
-    first, second = right.take(0, key)
+    assert right.is_ready(0, key)
+    assert not left.is_ready(1, key), "it is for the other rank"
+    assert not right.is_ready(0, TransferKey("F", 1, 4))
+    assert not right.is_ready(0, TransferKey("B", 1, 3))
+    first, second = right.receive(0, key)
     assert first is tensor
     assert second.dtype == torch.int32
-    assert not right.ready(0, key)
+    assert not right.is_ready(0, key)
     assert (left.bytes_sent, right.bytes_sent) == (24, 0)
     left.finish()
     right.finish()
 
 
 def test_what_was_never_taken_is_named_where_it_lies() -> None:
-    room: Mailroom = {}
-    left, right = InProcess(0, room), InProcess(1, room)
-    left.send(1, Key("F", 1, 0), [torch.zeros(1)])
-    left.send(1, Key("G", 0, 5), [torch.zeros(1)])
+    room: Mailbox = {}
+    left, right = InProcessTransport(0, room), InProcessTransport(1, room)
+    left.send(1, TransferKey("F", 1, 0), [torch.zeros(1)])
+    left.send(1, TransferKey("G", 0, 5), [torch.zeros(1)])
     left.finish()
     with pytest.raises(RunError) as error:
         right.finish()
@@ -48,7 +48,7 @@ def test_what_was_never_taken_is_named_where_it_lies() -> None:
 
 def test_taking_what_did_not_arrive_is_an_error() -> None:
     with pytest.raises(KeyError):
-        InProcess(0, {}).take(1, Key("F", 1, 0))
+        InProcessTransport(0, {}).receive(1, TransferKey("F", 1, 0))
 
 
 @pytest.mark.parametrize(("kind", "text"), [
@@ -56,12 +56,12 @@ def test_taking_what_did_not_arrive_is_an_error() -> None:
     ("W", "tied weights, version 7 of tie 2"), ("G", "the tied gradient of update 7 of tie 2"),
     ("N", "the gradient norms of update 7 from stage 2"), ("L", "the loss of step 7 from stage 2")])
 def test_transfers_have_names_in_words(kind: str, text: str) -> None:
-    assert str(Key(kind, 2, 7)) == text
+    assert str(TransferKey(kind, 2, 7)) == text
 
 
 def test_a_spec_is_what_the_receiver_must_know() -> None:
-    spec = Spec.of(torch.zeros(2, 3, dtype=torch.bfloat16, requires_grad=True))
-    assert spec == Spec((2, 3), torch.bfloat16, wants_gradient=True)
+    spec = TensorSpec.from_tensor(torch.zeros(2, 3, dtype=torch.bfloat16, requires_grad=True))
+    assert spec == TensorSpec((2, 3), torch.bfloat16, wants_gradient=True)
     assert str(spec) == "bfloat16[2, 3]"
 
 
@@ -73,7 +73,7 @@ def test_announced_shapes_arrive(dtype: torch.dtype, shape: tuple[int, ...]) -> 
     tensors = [torch.empty(shape, dtype=dtype, requires_grad=wants), torch.empty(1)]
     header = _header(tensors)
     assert header.nbytes == HEADER_BYTES
-    assert _specs(header) == [Spec(shape, dtype, wants), Spec((1,), torch.float32, wants_gradient=False)]
+    assert _specs(header) == [TensorSpec(shape, dtype, wants), TensorSpec((1,), torch.float32, wants_gradient=False)]
 
 
 def test_too_many_tensors_and_too_long_shapes_are_refused() -> None:
@@ -86,10 +86,11 @@ def test_too_many_tensors_and_too_long_shapes_are_refused() -> None:
 
 
 def test_tensors_under_way_at_one_time_have_tags_of_their_own() -> None:
-    keys = [Key(*key) for key in product("FBWGLN", (0, 1, 1023), (0, 1, 4095))]
+    keys = [TransferKey(*key) for key in product("FBWGLN", (0, 1, 1023), (0, 1, 4095))]
     tags = [_tag(key, number, 64, pipeline) for key in keys for number in (0, 1, MOST_TENSORS)
             for pipeline in (0, 1, 15)]
     assert len(set(tags)) == len(tags)
     assert min(tags) >= 0
     assert max(tags) < 2**31
-    assert _tag(Key("F", 1, 256), 0, 4, 3) == _tag(Key("F", 1, 0), 0, 4, 3), "numbers come round long after"
+    first, later = TransferKey("F", 1, 0), TransferKey("F", 1, 256)
+    assert _tag(later, 0, 4, 3) == _tag(first, 0, 4, 3), "numbers come round long after"

@@ -16,8 +16,8 @@ from world import World
 
 from vpipe import Pipeline
 from vpipe.errors import UserError
-from vpipe.runtime.transport.compression import LEAST_SCALE, Bf16, Codec, Compressed, Compression, Int8, _parts
-from vpipe.runtime.transport.transport import InProcess, Key, Spec
+from vpipe.runtime.transport.compression import LEAST_SCALE, Bf16, Codec, CompressedTransport, Compression, Int8, _parts
+from vpipe.runtime.transport.transport import InProcessTransport, TensorSpec, TransferKey
 from vpipe.verify.compression import CutCompression
 from vpipe.verify.reference import TrainingRecipe, asynchronous_oracle, flush_oracle
 
@@ -26,7 +26,7 @@ CODECS: dict[str, Codec] = {"bf16": Bf16(), "int8": NEAREST, "int8 stochastic": 
 
 
 def carried(codec: Codec, tensor: Tensor, seed: int = 0) -> Tensor:
-    return codec.decode(codec.encode(tensor, seed), Spec.of(tensor))
+    return codec.decode(codec.encode(tensor, seed), TensorSpec.from_tensor(tensor))
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -34,7 +34,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def compression(codecs: str | list[str] = "int8", rounding: str = "nearest", stages: int = 4) -> Compression:
-    made = Compression.of(codecs, rounding, stages, seed=2)
+    made = Compression.parse(codecs, rounding, stages, seed=2)
     assert made is not None
     return made
 
@@ -48,17 +48,17 @@ def compression(codecs: str | list[str] = "int8", rounding: str = "nearest", sta
 @settings(deadline=None, max_examples=60)
 def test_what_travels_is_what_its_spec_says_and_smaller(shape: list[int], name: str, dtype: torch.dtype) -> None:
     codec, tensor = CODECS[name], torch.ones(shape, dtype=dtype)
-    wire = codec.wire(Spec.of(tensor))
+    wire = codec.wire(TensorSpec.from_tensor(tensor))
     if wire is None:
         row = shape[-1] if shape else 1
         coded = tensor.numel() * 2 if name == "bf16" else tensor.numel() // max(row, 1) * (row + 4)
         assert not dtype.is_floating_point or not shape or coded >= tensor.nbytes
         return
     encoded = codec.encode(tensor, 0)
-    assert Spec.of(encoded) == wire
+    assert TensorSpec.from_tensor(encoded) == wire
     assert encoded.nbytes < tensor.nbytes
     assert encoded.is_contiguous()
-    assert torch.equal(codec.decode(encoded, Spec.of(tensor)), tensor)
+    assert torch.equal(codec.decode(encoded, TensorSpec.from_tensor(tensor)), tensor)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
@@ -127,10 +127,10 @@ def test_a_decoded_tensor_is_a_leaf_that_wants_what_its_spec_wants() -> None:
     for codec in CODECS.values():
         wire = codec.encode(tensor, 0)
         assert not wire.requires_grad
-        decoded = codec.decode(wire, Spec.of(tensor))
+        decoded = codec.decode(wire, TensorSpec.from_tensor(tensor))
         assert decoded.is_leaf
         assert decoded.requires_grad
-        assert not codec.decode(wire, Spec((2, 8), torch.float32, wants_gradient=False)).requires_grad
+        assert not codec.decode(wire, TensorSpec((2, 8), torch.float32, wants_gradient=False)).requires_grad
 
 
 def test_stochastic_rounding_is_right_on_average_and_follows_its_seed() -> None:
@@ -145,10 +145,11 @@ def test_stochastic_rounding_is_right_on_average_and_follows_its_seed() -> None:
 
 
 def test_every_tensor_is_rounded_by_a_chance_of_its_own() -> None:
-    def coded(key: Key, number: int, seed: int = 2) -> bytes:
+    def coded(key: TransferKey, number: int, seed: int = 2) -> bytes:
         return Compression(("int8",) * 3, "stochastic", seed).encode(key, [randn(2, 64)] * 2)[number].numpy().tobytes()
 
-    cases = [(Key("F", 2, 5), 0), (Key("F", 2, 6), 0), (Key("F", 1, 5), 0), (Key("B", 1, 5), 0), (Key("F", 2, 5), 1)]
+    cases = [(TransferKey(*key), tensor) for key, tensor in (
+        (("F", 2, 5), 0), (("F", 2, 6), 0), (("F", 1, 5), 0), (("B", 1, 5), 0), (("F", 2, 5), 1))]
     assert len({coded(*case) for case in cases} | {coded(*cases[0], seed=3)}) == 6
     assert coded(*cases[0]) == coded(*cases[0])
 
@@ -157,7 +158,7 @@ def test_what_is_sent_is_left_alone() -> None:
     used, gradient = compression(), randn(3, 16)
     before = gradient.clone()
     for number in range(3):
-        used.encode(Key("B", 0, number), [gradient])
+        used.encode(TransferKey("B", 0, number), [gradient])
     assert torch.equal(gradient, before)
 
 
@@ -215,7 +216,8 @@ def test_the_codec_is_seen_in_the_numbers_and_in_the_bytes() -> None:
                         seed=2, compress=codecs)
         losses[codecs] = [step.loss for step in pipe.train(rich_batches(2, 4))]
         workers = pipe.engine.workers.values()
-        assert all(isinstance(worker.transport, InProcess if codecs == "none" else Compressed) for worker in workers)
+        kind = InProcessTransport if codecs == "none" else CompressedTransport
+        assert all(isinstance(worker.transport, kind) for worker in workers)
         sent[codecs] = sum(worker.transport.bytes_sent for worker in workers)
     assert len(set(map(tuple, losses.values()))) == 3
     # Per microbatch of 2 x 6 rows of 12: the states, the skip and a mask of a byte each, and two gradients.
@@ -258,11 +260,11 @@ def test_gloo_equals_one_process(world: World, arguments: dict[str, Any]) -> Non
     ("int8", "up", "compress_rounding is 'up'\nhint: known names: nearest, stochastic")])
 def test_names_and_cuts(codecs: str | list[str], rounding: str, text: str) -> None:
     with pytest.raises(UserError) as caught:
-        Compression.of(codecs, rounding, 4, 0)
+        Compression.parse(codecs, rounding, 4, 0)
     assert text in str(caught.value)
 
 
 def test_more_tensors_than_a_compressed_cut_can_have() -> None:
-    transport = Compressed(InProcess(0, {}), compression())
+    transport = CompressedTransport(InProcessTransport(0, {}), compression())
     with pytest.raises(UserError, match="32 tensors cross a cut that is compressed"):
-        transport.send(1, Key("F", 1, 0), [randn(2, 8)] * 32, announce=True)
+        transport.send(1, TransferKey("F", 1, 0), [randn(2, 8)] * 32, announce=True)

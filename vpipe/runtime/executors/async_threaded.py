@@ -1,4 +1,4 @@
-"""The executor ``async_threaded``: the forwards of a batch in a thread each, then the backwards in reverse order."""
+"""Executor ``async_threaded``: run the forwards of a batch in a thread each, then the backwards in reverse order."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from vpipe.distributed.watchdog import work
 from vpipe.errors import RunError
 from vpipe.model.sequential import loss_buffers
 from vpipe.runtime.activations import Record
-from vpipe.runtime.worker import Given, Worker
+from vpipe.runtime.worker import ForwardInputs, Worker
 from vpipe.schedules.action import Action, Op
 
 
 class Streams:
-    """On a CPU: everything is done when its call returns. What is said here holds for :class:`CudaStreams`, too."""
+    """Streams of the CPU: everything is done when its call returns. :class:`CudaStreams` keeps the same contract."""
 
     def taking(self) -> AbstractContextManager[None]:
-        """While something is received, or copied to the device; what follows in the caller's stream waits for it."""
+        """Return the context of receives and copies to the device, for which the caller's stream waits at the end."""
         return nullcontext()
 
     def begin(self, microbatch: int, given: Iterable[Tensor]) -> None:
         """Let a microbatch's stream wait for the caller's, in which it was ``given`` tensors."""
 
     def computing(self, microbatch: int, *, ordered: bool) -> AbstractContextManager[None]:
-        """While the forward of a microbatch is queued, in whatever thread.
+        """Return the context in which the forward of a microbatch is queued, in whatever thread.
 
         Args:
             ordered: it is computed after the one that was queued before it, whatever the stream.
@@ -41,13 +41,13 @@ class Streams:
         return nullcontext()
 
     def computed(self, microbatch: int) -> None:
-        """All of a forward has been queued."""
+        """Note that all of a forward has been queued."""
 
     def lend(self, tensors: Iterable[Tensor]) -> None:
         """Let tensors of any stream be sent, and read by the caller."""
 
     def sending(self, microbatch: int | None) -> AbstractContextManager[None]:
-        """While something is sent: what the forward of a microbatch made, or what the caller's stream has."""
+        """Return the context of sends: of a microbatch's forward, or for None of what the caller's stream made."""
         return nullcontext()
 
     def gather(self) -> None:
@@ -139,7 +139,7 @@ def _record(tensors: Iterable[Tensor], *streams: torch.cuda.Stream) -> None:
 
 
 def streams_of(device: torch.device) -> Streams:
-    """The streams of a rank."""
+    """Return the streams of a rank."""
     return CudaStreams(device) if device.type == "cuda" else Streams()
 
 
@@ -151,7 +151,7 @@ _GOES_ON = frozenset({Op.FORWARD, Op.SEND_F, Op.RECV_F})
 
 
 class _Done(NamedTuple):
-    """What a forward gave, and when its thread worked, in seconds of ``perf_counter``."""
+    """The result of a forward, and when its thread began and ended, in seconds of ``perf_counter``."""
 
     outputs: list[Tensor]
     record: Record
@@ -160,7 +160,7 @@ class _Done(NamedTuple):
 
 
 class ThreadedWorker(Worker):
-    """Carries out GPipe with its backwards turned round (:mod:`vpipe.schedules.passes`).
+    """Execute GPipe with its backwards in reverse order (:mod:`vpipe.schedules.passes`).
 
     A forward of a batch starts a thread, which queues the microbatch's work, on a GPU in a stream of its own
     (:class:`CudaStreams`). The threads take turns in the order of the microbatches: random numbers are drawn, and
@@ -183,7 +183,7 @@ class ThreadedWorker(Worker):
         self._ordered = {index for index, stage in self.stages.items() if any(map(_keeps, stage.modules.values()))}
         self._threads: dict[int, ThreadPoolExecutor] = {}  # one thread each, by microbatch
         self._latest: Future[_Done] | None = None
-        self._under_way: dict[tuple[int, int], tuple[Given, Future[_Done]]] = {}
+        self._under_way: dict[tuple[int, int], tuple[ForwardInputs, Future[_Done]]] = {}
         self._waits: list[tuple[float, float]] = []  # for other ranks, while forwards may have gone on
         self._deferred: deque[Action] = deque()  # ends of forwards and their sends, in the program's order
         self._apart: dict[int, dict[int, _Gradients]] = defaultdict(dict)  # by stage and microbatch
@@ -206,7 +206,7 @@ class ThreadedWorker(Worker):
             self._catch_up()  # what others wait for goes out before this rank waits for them
         waited = self.transport.wait_s
         with self._streams.taking():
-            given = self._begin_forward(stage_index, microbatch)  # which waits last
+            given = self._forward_inputs(stage_index, microbatch)  # which waits last
         now = perf_counter()
         self._waits.append((now - (self.transport.wait_s - waited), now))
         self._streams.begin(microbatch, (*given.received, *given.fields.values()))
@@ -216,17 +216,17 @@ class ThreadedWorker(Worker):
                                                         torch.get_num_threads())
         self._under_way[stage_index, microbatch] = given, self._latest
         self._deferred.append(Action(Op.FORWARD, stage_index, microbatch))
-        if self._in_turn or self._decides(stage_index, microbatch):
+        if self._in_turn or self._ends_forwards(stage_index, microbatch):
             self._gather()
 
-    def _decides(self, stage_index: int, microbatch: int) -> bool:
-        """Whether losses are told after this forward: all of the batch are known then."""
+    def _ends_forwards(self, stage_index: int, microbatch: int) -> bool:
+        """Return whether this is the last forward of a batch, after which its losses are sent."""
         return (stage_index == self._last
                 and microbatch == self.segment.rounds.share(stage_index, 0, stage_index, self.rank)[-1])
 
-    def _compute(self, stage_index: int, microbatch: int, given: Given,
+    def _compute(self, stage_index: int, microbatch: int, given: ForwardInputs,
                  before: Future[_Done] | None, threads: int) -> _Done:
-        """In the microbatch's thread: the forward, once the one before has been queued."""
+        """Run the forward in the microbatch's thread, once the one before has been queued."""
         if before is not None and before.exception() is not None:  # known when that one has ended
             raise RunError(f"the microbatch before {microbatch} failed", hint="see there")
         if torch.get_num_threads() != threads:
@@ -241,16 +241,16 @@ class ThreadedWorker(Worker):
         return _Done(outputs, record, began, perf_counter())
 
     def _gather(self) -> None:
-        """Go on when all forwards have ended, or on a GPU are queued before all that the calling thread will queue."""
+        """Wait until all forwards have ended, or on a GPU are queued before all that the calling thread will queue."""
         self._catch_up()
         self._streams.gather()
 
     def _labelled(self, action: Action) -> AbstractContextManager[None]:
-        """While an action is done outside of its place in the program: what torch's profiler, if it runs, calls it."""
+        """Return the context that labels an action, done outside of its place in the program, for torch's profiler."""
         return record_function(f"{action.stage}{action.op}{self.segment.number(action.microbatch)}")
 
     def _catch_up(self) -> None:
-        """Wait for the threads and do what was put off until their ends."""
+        """Wait for the threads and do what was deferred until their ends."""
         while self._deferred:
             action = self._deferred.popleft()
             try:
@@ -258,7 +258,7 @@ class ThreadedWorker(Worker):
                     self._take_in(action.stage, action.microbatch)
                 else:
                     with self._streams.sending(action.microbatch), self._labelled(action):
-                        self._neighbours.send_forward(action.stage, action.microbatch)
+                        self._p2p.send_activations(action.stage, action.microbatch)
             except Exception:
                 self._at_fault = action
                 raise
@@ -289,7 +289,7 @@ class ThreadedWorker(Worker):
 
     def _send_forward(self, stage_index: int, microbatch: int) -> None:
         if not self.segment.training:
-            self._neighbours.send_forward(stage_index, microbatch)
+            self._p2p.send_activations(stage_index, microbatch)
             return
         self._deferred.append(Action(Op.SEND_F, stage_index, microbatch))
         if self._in_turn:
@@ -305,15 +305,15 @@ class ThreadedWorker(Worker):
 
     # -- backwards, in the calling thread ----------------------------------------------------------------
 
-    def _begin_return(self, stage_index: int, microbatch: int, record: Record) -> dict[str, Tensor]:
+    def _output_gradients(self, stage_index: int, microbatch: int, record: Record) -> dict[str, Tensor]:
         with self._streams.taking():
-            gradients = super()._begin_return(stage_index, microbatch, record)
+            gradients = super()._output_gradients(stage_index, microbatch, record)
         self._streams.begin(microbatch, gradients.values())
         return gradients
 
-    def _end_return(self, stage_index: int, microbatch: int, returned: list[Tensor]) -> None:
+    def _end_backward(self, stage_index: int, microbatch: int, returned: list[Tensor]) -> None:
         self._streams.lend(returned)
-        super()._end_return(stage_index, microbatch, returned)
+        super()._end_backward(stage_index, microbatch, returned)
 
     def _send_backward(self, operation: Callable[[int, int], None], stage_index: int, microbatch: int) -> None:
         with self._streams.sending(None):
@@ -344,12 +344,12 @@ class ThreadedWorker(Worker):
 
     # -- failures ----------------------------------------------------------------------------------------
 
-    def _failed(self, error: RunError, action: Action) -> None:
+    def _announce_failure(self, error: RunError, action: Action) -> None:
         at_fault, self._at_fault = self._at_fault or action, None
-        super()._failed(error, at_fault)
+        super()._announce_failure(error, at_fault)
 
 
 def _keeps(module: nn.Module) -> bool:
-    """Whether it has buffers that its forward may write: what it writes must be saved with it."""
+    """Return whether a module has saved buffers, which its forward may write."""
     saved = module.state_dict()
     return any(name in saved for name, _ in module.named_buffers()) or bool(loss_buffers(module))

@@ -1,4 +1,4 @@
-"""The executor ``naive``: what an action began has ended when the next one begins."""
+"""Executor ``naive``: finish all that an action began before the next action."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _SENT = {Op.SEND_F: "F", Op.SEND_B: "B", Op.SEND_W: "W", Op.SEND_G: "G"}
 
 
 class NaiveWorker(Worker):
-    """Waits for what it sends, and on a GPU for the device after every action.
+    """Wait for each send, and on a GPU for the device after every action.
 
-    A receive is got ready where the program says, which takes no time; the checker has proved that sends which wait
+    A receive is posted where the program says, which takes no time; the checker has proved that sends which wait
     for that never deadlock (:func:`~vpipe.schedules.deadlock.no_deadlock_rendezvous`). While the receiver is
     still learning shapes it gets ready later, so sends go on behind until the first gradient has come back. What goes
     along with an update and is no send of the program (norms, losses, sums over replicas) is waited for where it is
@@ -36,4 +36,4 @@ class NaiveWorker(Worker):
                 torch.cuda.synchronize(here.device)
                 break
         if op in _SENT:
-            self.transport.settle(_SENT[op])
+            self.transport.wait_sent(_SENT[op])

@@ -1,4 +1,4 @@
-"""Executors by name: how a rank does its actions, apart from which actions these are."""
+"""Executors by name: ways to execute a rank's actions, whatever these are."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ NO_TIMELINE = (
 """What goes wrong with a record of such a run, and what to do instead."""
 
 
-def last_first(executor: Executor, schedule: str) -> bool:
-    """Whether an executor runs the backwards of a batch from the last microbatch to the first."""
+def reverses_backwards(executor: Executor, schedule: str) -> bool:
+    """Return whether an executor runs the backwards of a batch from the last microbatch to the first."""
     return executor == THREADED and _reversible(schedule)
 
 
-def refusal(executor: Executor, schedule: str) -> tuple[str, str] | None:
-    """Why an executor cannot run a schedule, and what to do instead; None when it can."""
+def executor_conflict(executor: Executor, schedule: str) -> tuple[str, str] | None:
+    """Return why an executor cannot run a schedule, and what to do instead; None when it can."""
     if executor == THREADED and not _reversible(schedule):
         possible = " or ".join(reversible_schedules())
         return (f"{THREADED}, which runs the schedule {possible} alone, but the schedule is {schedule}",
@@ -45,7 +45,7 @@ def _reversible(schedule: str) -> bool:
 
 
 def check_executor(executor: str, schedule: str) -> Executor:
-    """The executor of that name, for a schedule that it can run; see :func:`refusal`.
+    """Return the executor of a name, for a schedule that it can run; see :func:`executor_conflict`.
 
     Raises:
         UserError: there is none, or it cannot.
@@ -53,6 +53,6 @@ def check_executor(executor: str, schedule: str) -> Executor:
     known = next((each for each in EXECUTORS if each == executor), None)
     if known is None:
         raise UserError(f"no executor is called {executor!r}", hint=nearest(str(executor), EXECUTORS))
-    if refused := refusal(known, schedule):
+    if refused := executor_conflict(known, schedule):
         raise UserError(f"the executor is {refused[0]}", hint=refused[1])
     return known

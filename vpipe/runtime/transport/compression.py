@@ -1,4 +1,4 @@
-"""Fewer bytes between stages: how a floating tensor is coded for the wire.
+"""Compress tensors between stages: codecs, and a transport that codes what it sends.
 
 ``bf16`` rounds to 16 bits. ``int8`` gives every row (the last dimension) a scale, its largest magnitude over 127, and
 every number a byte. A tensor that would not get smaller goes as it is, and so does whatever is not floating.
@@ -20,7 +20,7 @@ from vpipe.arguments import shown
 from vpipe.errors import Problem, UserError, nearest
 from vpipe.model.layer import seed_of
 from vpipe.runtime.transport.distributed import MOST_TENSORS
-from vpipe.runtime.transport.transport import Key, Spec, Transport
+from vpipe.runtime.transport.transport import TensorSpec, TransferKey, Transport
 
 CODECS = ("none", "bf16", "int8")
 ROUNDINGS = ("nearest", "stochastic")
@@ -34,28 +34,28 @@ CACHED = 2**17
 
 
 class Codec(Protocol):
-    """One way to code a tensor."""
+    """Encode and decode tensors."""
 
-    def wire(self, spec: Spec) -> Spec | None:
-        """What travels in place of such a tensor; None: the tensor itself, because coding it saves nothing."""
+    def wire(self, spec: TensorSpec) -> TensorSpec | None:
+        """Return the spec of the coded tensor; None where coding saves nothing and the tensor itself is sent."""
 
     def encode(self, tensor: Tensor, seed: int) -> Tensor:
-        """The tensor as it travels, in memory of its own; ``seed`` decides what is rounded by chance."""
+        """Return the coded tensor, in memory of its own; ``seed`` is that of stochastic rounding."""
 
-    def decode(self, wire: Tensor, spec: Spec) -> Tensor:
-        """The tensor of that shape and dtype, in memory of its own; a leaf that requires a gradient if it wants one."""
+    def decode(self, wire: Tensor, spec: TensorSpec) -> Tensor:
+        """Return the tensor with that spec, in memory of its own; a leaf that requires a gradient if it wants one."""
 
 
 class Bf16:
     """16 bits per number, rounded to the nearest: 8 bits of exponent, 8 significant ones."""
 
-    def wire(self, spec: Spec) -> Spec | None:
-        return _if_smaller(Spec(spec.shape, torch.bfloat16, wants_gradient=False), spec)
+    def wire(self, spec: TensorSpec) -> TensorSpec | None:
+        return _if_smaller(TensorSpec(spec.shape, torch.bfloat16, wants_gradient=False), spec)
 
     def encode(self, tensor: Tensor, seed: int) -> Tensor:
         return tensor.detach().to(torch.bfloat16, memory_format=torch.contiguous_format)
 
-    def decode(self, wire: Tensor, spec: Spec) -> Tensor:
+    def decode(self, wire: Tensor, spec: TensorSpec) -> Tensor:
         return wire.to(spec.dtype).requires_grad_(spec.wants_gradient)
 
 
@@ -73,11 +73,11 @@ class Int8:
     def __init__(self, stochastic: bool) -> None:
         self._stochastic = stochastic
 
-    def wire(self, spec: Spec) -> Spec | None:
+    def wire(self, spec: TensorSpec) -> TensorSpec | None:
         if not spec.shape:
             return None
         *outer, row = spec.shape
-        return _if_smaller(Spec((*outer, row + SCALE_BYTES), torch.uint8, wants_gradient=False), spec)
+        return _if_smaller(TensorSpec((*outer, row + SCALE_BYTES), torch.uint8, wants_gradient=False), spec)
 
     def encode(self, tensor: Tensor, seed: int) -> Tensor:
         *outer, row = tensor.shape
@@ -105,18 +105,18 @@ class Int8:
         # |steps| <= 127 * 256, so with 255 more it still is within 16 bits; the shift rounds down.
         codes.copy_(steps.round_().to(torch.int16).add_(_noise(values, generator)).bitwise_right_shift_(8))
 
-    def decode(self, wire: Tensor, spec: Spec) -> Tensor:
+    def decode(self, wire: Tensor, spec: TensorSpec) -> Tensor:
         scales, codes = _parts(wire)
         return codes.float().mul_(scales).view(spec.shape).to(spec.dtype).requires_grad_(spec.wants_gradient)
 
 
-def _if_smaller(wire: Spec, spec: Spec) -> Spec | None:
+def _if_smaller(wire: TensorSpec, spec: TensorSpec) -> TensorSpec | None:
     smaller = prod(wire.shape) * wire.dtype.itemsize < prod(spec.shape) * spec.dtype.itemsize
     return wire if spec.dtype.is_floating_point and smaller else None
 
 
 def _parts(wire: Tensor) -> tuple[Tensor, Tensor]:
-    """The scales ``[rows, 1]`` fp32 and the codes ``[rows, row]`` int8 in the memory of what travels."""
+    """Return the scales ``[rows, 1]`` fp32 and the codes ``[rows, row]`` int8 in the memory of what travels."""
     row = wire.shape[-1] - SCALE_BYTES
     rows = wire.numel() // wire.shape[-1]
     memory = wire.view(-1)
@@ -125,14 +125,14 @@ def _parts(wire: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
-    """A random byte for every element."""
+    """Return a random byte for every element."""
     words = torch.empty(-(-like.numel() // 8), dtype=torch.int64, device=like.device)
     return words.random_(-2**63, None, generator=generator).view(torch.uint8)[:like.numel()].view(like.shape)
 
 
 @dataclass(frozen=True)
 class Compression:
-    """What is coded, and how: the same on every rank.
+    """The codec of every cut: the same on every rank.
 
     Attributes:
         codecs: a name of :data:`CODECS` per cut; cut c lies between the stages c and c + 1.
@@ -145,8 +145,8 @@ class Compression:
     seed: int
 
     @classmethod
-    def of(cls, codecs: str | Sequence[str], rounding: str, stages: int, seed: int) -> Compression | None:
-        """From what the user wrote, one word for all cuts or one per cut; None when nothing is coded.
+    def parse(cls, codecs: str | Sequence[str], rounding: str, stages: int, seed: int) -> Compression | None:
+        """Build it from what the user wrote, one word for all cuts or one per cut; None when nothing is coded.
 
         Raises:
             UserError: a name that is none, or not one per cut.
@@ -167,49 +167,49 @@ class Compression:
             raise UserError.all_of(problems)
         return cls(named, rounding, seed) if set(named) - {"none"} else None
 
-    def codec(self, key: Key) -> Codec | None:
-        """Of a transfer; None for one that goes as it is."""
+    def codec(self, key: TransferKey) -> Codec | None:
+        """Return the codec of a transfer; None for one that is not coded."""
         if key.kind not in "FB":
             return None
         name = self.codecs[cut_of(key)]
         return None if name == "none" else Bf16() if name == "bf16" else Int8(self.rounding == "stochastic")
 
-    def encode(self, key: Key, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def encode(self, key: TransferKey, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors of a transfer as they travel."""
         codec = self.codec(key)
         if codec is None:
             return list(tensors)
-        return [tensor if codec.wire(Spec.of(tensor)) is None else
+        return [tensor if codec.wire(TensorSpec.from_tensor(tensor)) is None else
                 codec.encode(tensor, seed_of(self.seed, key.number, cut_of(key), int(key.kind == "B"), number))
                 for number, tensor in enumerate(tensors)]
 
 
-def cut_of(key: Key) -> int:
-    """The cut that activations or gradients cross; the key names the stage that they are for."""
+def cut_of(key: TransferKey) -> int:
+    """Return the cut that activations or gradients cross; the key names the stage that they are for."""
     return key.stage - (key.kind == "F")
 
 
-def decode(codec: Codec, wires: Sequence[Tensor], specs: Sequence[Spec]) -> list[Tensor]:
-    """The tensors of a transfer, of those specs, from what travelled."""
+def decode(codec: Codec, wires: Sequence[Tensor], specs: Sequence[TensorSpec]) -> list[Tensor]:
+    """Return the tensors of a transfer, with those specs, from what was received."""
     return [wire if codec.wire(spec) is None else codec.decode(wire, spec)
             for wire, spec in zip(wires, specs, strict=True)]
 
 
-class Compressed:
-    """Codes what is sent and decodes what is taken; posts follow from the specs of the tensors themselves.
+class CompressedTransport:
+    """Encode what is sent and decode what is received; receives are posted by the specs of the tensors themselves.
 
-    A peer that cannot know those gets them with the first transfer, as one empty tensor for each ahead of the coded
-    ones: its shape behind a 0, its dtype, whether it wants a gradient, and not a byte.
+    A peer that cannot know those specs gets them with the first transfer: ahead of the coded tensors comes one empty
+    tensor for each, with its shape behind a 0, its dtype and its gradient flag.
     """
 
     def __init__(self, inner: Transport, compression: Compression) -> None:
         self.rank, self.ordered = inner.rank, inner.ordered
         self._inner, self._compression = inner, compression
-        self._expected: dict[tuple[int, Key], Sequence[Spec]] = {}  # of transfers that travel coded
+        self._expected: dict[tuple[int, TransferKey], Sequence[TensorSpec]] = {}  # of transfers that travel coded
 
     @property
     def bytes_sent(self) -> int:
-        """As they travelled."""
+        """Return the bytes as coded."""
         return self._inner.bytes_sent
 
     @bytes_sent.setter
@@ -224,7 +224,7 @@ class Compressed:
     def wait_s(self, seconds: float) -> None:
         self._inner.wait_s = seconds
 
-    def send(self, peer: int, key: Key, tensors: Sequence[Tensor], announce: bool = False) -> None:
+    def send(self, peer: int, key: TransferKey, tensors: Sequence[Tensor], announce: bool = False) -> None:
         if self._compression.codec(key) is not None:
             blanks = [_blank(tensor) for tensor in tensors] if announce else []
             if 2 * len(blanks) > MOST_TENSORS:
@@ -233,26 +233,26 @@ class Compressed:
             tensors = [*blanks, *self._compression.encode(key, tensors)]
         self._inner.send(peer, key, tensors, announce)
 
-    def post(self, peer: int, key: Key, specs: Sequence[Spec] | None) -> None:
+    def post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec] | None) -> None:
         codec = self._compression.codec(key)
         if codec is not None and specs is not None:
             self._expected[peer, key] = specs
             specs = [codec.wire(spec) or spec for spec in specs]
         self._inner.post(peer, key, specs)
 
-    def learn(self, peer: int, key: Key) -> list[Spec]:
-        specs = self._inner.learn(peer, key)
+    def receive_specs(self, peer: int, key: TransferKey) -> list[TensorSpec]:
+        specs = self._inner.receive_specs(peer, key)
         if self._compression.codec(key) is not None:
             blanks = specs[:len(specs) // 2]
-            specs = [Spec(blank.shape[1:], blank.dtype, blank.wants_gradient) for blank in blanks]
+            specs = [TensorSpec(blank.shape[1:], blank.dtype, blank.wants_gradient) for blank in blanks]
             self._expected[peer, key] = specs
         return specs
 
-    def ready(self, peer: int, key: Key) -> bool:
-        return self._inner.ready(peer, key)
+    def is_ready(self, peer: int, key: TransferKey) -> bool:
+        return self._inner.is_ready(peer, key)
 
-    def take(self, peer: int, key: Key) -> list[Tensor]:
-        tensors, codec = self._inner.take(peer, key), self._compression.codec(key)
+    def receive(self, peer: int, key: TransferKey) -> list[Tensor]:
+        tensors, codec = self._inner.receive(peer, key), self._compression.codec(key)
         if codec is None:
             return tensors
         specs = self._expected.pop((peer, key))
@@ -262,8 +262,8 @@ class Compressed:
         self._expected.clear()
         self._inner.abandon()
 
-    def settle(self, kind: str) -> None:
-        self._inner.settle(kind)
+    def wait_sent(self, kind: str) -> None:
+        self._inner.wait_sent(kind)
 
     def finish(self) -> None:
         self._inner.finish()

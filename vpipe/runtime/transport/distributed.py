@@ -1,14 +1,14 @@
-"""The transport between processes: torch.distributed, over gloo or a backend with nccl's rules."""
+"""Transfer tensors between processes with torch.distributed, over gloo or a backend with nccl's rules."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,15 +16,16 @@ from torch import Tensor
 
 from vpipe.distributed.watchdog import current_watchdog
 from vpipe.errors import RunError, UserError
-from vpipe.runtime.transport.broadcast import failure_of, note
+from vpipe.runtime.transport.broadcast import transfer_error
 from vpipe.runtime.transport.process_groups import GROUP_OF_KIND, as_sent, control_group, is_ordered, tensor_groups
-from vpipe.runtime.transport.transport import Key, Spec
+from vpipe.runtime.transport.transport import TensorSpec, TransferKey
 
-SENDS_BEHIND = 4
+SENDS_UNDER_WAY = 4
 """Transfers per peer and kind that may be under way before a further send waits for the oldest, or as many as a rank
-has in flight if that is more; what is sent once per update (losses, tied weights and their gradients) is taken a whole
-pipeline depth later, so as many more there as there are ranks. The checker has proved that even 0 would not deadlock
-where receives are posted as the program says; in the first batch those wait for the shapes, hence the second number."""
+has in flight if that is more. What is sent once per update (losses, tied weights and their gradients) is received a
+whole pipeline depth later: there it is this many and one per rank. The checker has proved that even 0 would not
+deadlock where receives are posted as the program says. In the first batch those wait for specs, hence the second
+number."""
 
 HEADER_BYTES = 4096
 MOST_TENSORS = 62
@@ -33,26 +34,27 @@ _HOST = torch.device("cpu")
 _generations = count()
 
 
-@dataclass
-class _Posted:
-    specs: Sequence[Spec] | None
+class _Posted(NamedTuple):
+    """A posted receive; without specs it is that of the header that announces them."""
+
+    specs: Sequence[TensorSpec] | None
     work: list[dist.Work]
     buffers: list[Tensor]
 
 
-class Distributed:
-    """One process per rank.
+class DistributedTransport:
+    """Transfer tensors from and to the one rank of this process.
 
     Attributes:
         ordered: whether tensors go over a backend with nccl's rules (:mod:`vpipe.runtime.transport.process_groups`).
             Transfers must then be posted and sent in the order of :mod:`vpipe.schedules.receive_order`.
+        watch: of this process; it shows other ranks which transfer this one is in.
+        describe: ``rank -> "rank 2 (stage 2)"``, for messages.
+        timeout_s: how long a transfer may take before the run fails.
 
     Args:
-        device: where received tensors are wanted. gloo carries tensors in host memory, so those of a GPU are
-            copied on their way.
-        timeout_s: how long a transfer may take before the run fails.
+        device: of the received tensors. gloo carries tensors in host memory, so those of a GPU are copied.
         in_flight: most microbatch-stages whose activations a rank holds at once.
-        describe: ``rank -> "rank 2 (stage 2)"``, for messages.
         buckets: transfers that a sum over replicas takes per peer.
     """
 
@@ -61,83 +63,85 @@ class Distributed:
         self.rank = dist.get_rank()
         self.bytes_sent = 0
         self.wait_s = 0.0
-        self._device, self._timeout, self._describe = device, timedelta(seconds=timeout_s), describe
-        self._watch = current_watchdog()
-        if self._watch is not None:
-            self._watch.describe = describe
-        self._behind = {kind: max(SENDS_BEHIND, in_flight) if kind in "FB" else SENDS_BEHIND + dist.get_world_size()
-                        for kind in _KINDS}
+        self.timeout_s, self.describe = timeout_s, describe
+        self._device, self._timeout = device, timedelta(seconds=timeout_s)
+        self.watch = current_watchdog()
+        if self.watch is not None:
+            self.watch.describe = describe
+        self._most_under_way = {kind: max(SENDS_UNDER_WAY, in_flight) if kind in "FB"
+                                else SENDS_UNDER_WAY + dist.get_world_size() for kind in _KINDS}
         # Nobody waits for a peer before a sum, which waits for all: of one update the last one's sends have ended.
-        self._behind |= {"D": 2 * buckets, "S": 2 * buckets}
+        self._most_under_way |= {"D": 2 * buckets, "S": 2 * buckets}
         self._control = control_group(self._timeout)
         self.ordered = is_ordered(device)
         self._groups = tensor_groups(device, self._timeout) if self.ordered else None
         # What an abandoned pipeline left under way must not match a later one's; every rank builds them in one order.
         self._generation = next(_generations)
-        self._posted: dict[tuple[int, Key], _Posted] = {}
-        self._sent: dict[tuple[int, str], deque[tuple[Key, list[dist.Work], list[Tensor]]]] = defaultdict(deque)
-        # By peer and stage, microbatches with announced shapes of which no gradient came back: until then the peer may
-        # not have learned them, and holds up the receives behind.
+        self._posted: dict[tuple[int, TransferKey], _Posted] = {}
+        self._sent: dict[tuple[int, str], deque[tuple[TransferKey, list[dist.Work], list[Tensor]]]] = defaultdict(deque)
+        # By peer and stage, microbatches with announced specs of which no gradient came back: until then the peer may
+        # not have received them, and holds up the receives behind.
         self._announced: dict[tuple[int, int], set[int]] = defaultdict(set)
 
-    def send(self, peer: int, key: Key, tensors: Sequence[Tensor], announce: bool = False) -> None:
-        group, device = self._way(key)
+    def send(self, peer: int, key: TransferKey, tensors: Sequence[Tensor], announce: bool = False) -> None:
+        group, device = self._group_and_device(key)
         carried = [t.detach().to(device).contiguous() for t in tensors]
-        # Even an empty tensor keeps its turn, so that both sides count alike.
-        with self._failing(peer, key, "sending"):
+        # Even an empty tensor keeps its number, so that both sides count alike.
+        with _TransferErrors(self, peer, key, "sending"):
             work = [self._isend(_header(tensors), peer, key, MOST_TENSORS, self._control)] if announce else []
             work += [self._isend(t, peer, key, i, group) for i, t in enumerate(carried) if t.numel()]
         self.bytes_sent += sum(t.nbytes for t in carried)
         if announce and not self.ordered:
             self._announced[peer, key.stage].add(key.number)
-        behind = self._sent[peer, key.kind]
-        behind.append((key, work, carried))
-        while len(behind) > self._behind[key.kind]:  # only now: the peer waits for what was just sent
-            self._complete(peer, *behind.popleft())
+        under_way = self._sent[peer, key.kind]
+        under_way.append((key, work, carried))
+        while len(under_way) > self._most_under_way[key.kind]:  # only now: the peer waits for what was just sent
+            self._complete(peer, *under_way.popleft())
 
-    def post(self, peer: int, key: Key, specs: Sequence[Spec] | None) -> None:
-        with self._failing(peer, key, "receiving"):
+    def post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec] | None) -> None:
+        with _TransferErrors(self, peer, key, "receiving"):
             if specs is None:
                 header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
                 posted = _Posted(None, [self._irecv(header, peer, key, MOST_TENSORS, self._control)], [header])
             else:
-                posted = self._receive(peer, key, specs)
+                posted = self._post(peer, key, specs)
         self._posted[peer, key] = posted
 
-    def ready(self, peer: int, key: Key) -> bool:
+    def is_ready(self, peer: int, key: TransferKey) -> bool:
         return True
 
-    def learn(self, peer: int, key: Key) -> list[Spec]:
+    def receive_specs(self, peer: int, key: TransferKey) -> list[TensorSpec]:
         posted = self._posted[peer, key]
         started = perf_counter()
-        with self._failing(peer, key, "waiting for"):
+        with _TransferErrors(self, peer, key, "waiting for"):
             self._wait(posted.work, on_host=True)
             specs = _specs(posted.buffers[0])
-            self._posted[peer, key] = self._receive(peer, key, specs)
+            self._posted[peer, key] = self._post(peer, key, specs)
         self.wait_s += perf_counter() - started
         return specs
 
-    def take(self, peer: int, key: Key) -> list[Tensor]:
-        posted = self._posted.pop((peer, key))
+    def receive(self, peer: int, key: TransferKey) -> list[Tensor]:
+        specs, works, buffers = self._posted.pop((peer, key))
+        for_host = key.kind not in GROUP_OF_KIND
         started = perf_counter()
-        with self._failing(peer, key, "waiting for"):
-            self._wait(posted.work, on_host=key.kind not in GROUP_OF_KIND)
+        with _TransferErrors(self, peer, key, "waiting for"):
+            self._wait(works, for_host)
         self.wait_s += perf_counter() - started
         if key.kind == "B":
             self._announced[peer, key.stage + 1].discard(key.number)
-        assert posted.specs is not None, "what is announced is learned first"
-        device = self._device if key.kind in GROUP_OF_KIND else _HOST
+        assert specs is not None, "announced specs are received first"
+        device = _HOST if for_host else self._device
         return [buffer.to(device).requires_grad_(spec.wants_gradient)
-                for buffer, spec in zip(posted.buffers, posted.specs, strict=True)]
+                for buffer, spec in zip(buffers, specs, strict=True)]
 
-    def settle(self, kind: str) -> None:
+    def wait_sent(self, kind: str) -> None:
         started = perf_counter()
-        for (peer, of), behind in self._sent.items():
+        for (peer, of), under_way in self._sent.items():
             if of == kind:
-                for _ in range(len(behind)):
-                    sent = behind.popleft()
+                for _ in range(len(under_way)):
+                    sent = under_way.popleft()
                     if kind == "F" and self._announced[peer, sent[0].stage]:
-                        behind.append(sent)
+                        under_way.append(sent)
                     else:
                         self._complete(peer, *sent)
         self.wait_s += perf_counter() - started
@@ -147,9 +151,9 @@ class Distributed:
 
     def finish(self) -> None:
         started = perf_counter()
-        for (peer, kind), behind in self._sent.items():
-            while behind and kind != "C":
-                self._complete(peer, *behind.popleft())
+        for (peer, kind), under_way in self._sent.items():
+            while under_way and kind != "C":
+                self._complete(peer, *under_way.popleft())
         self._announced.clear()
         self.wait_s += perf_counter() - started
         if self._posted:
@@ -159,35 +163,35 @@ class Distributed:
         if self._groups is not None:
             self._groups.idle = True
 
-    def _receive(self, peer: int, key: Key, specs: Sequence[Spec]) -> _Posted:
-        group, device = self._way(key)
+    def _post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec]) -> _Posted:
+        group, device = self._group_and_device(key)
         buffers = [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs]
         return _Posted(specs, [self._irecv(b, peer, key, i, group) for i, b in enumerate(buffers) if b.numel()],
                        buffers)
 
-    def _way(self, key: Key) -> tuple[dist.ProcessGroup, torch.device]:
-        """The group that carries a transfer, and where its tensors must be."""
+    def _group_and_device(self, key: TransferKey) -> tuple[dist.ProcessGroup, torch.device]:
+        """Return the group that carries a transfer, and where its tensors must be."""
         if self._groups is None or key.kind not in GROUP_OF_KIND:
             return self._control, _HOST
         self._groups.idle = False  # until all has ended
         return self._groups.groups[GROUP_OF_KIND[key.kind]], self._device
 
-    def _isend(self, tensor: Tensor, peer: int, key: Key, number: int, group: dist.ProcessGroup) -> dist.Work:
+    def _isend(self, tensor: Tensor, peer: int, key: TransferKey, number: int, group: dist.ProcessGroup) -> dist.Work:
         work = dist.isend(as_sent(tensor) if self.ordered else tensor, peer, group,
                           _tag(key, number, tensor.nbytes, self._generation))
         assert work is not None, "this rank is in the group"
         return work
 
-    def _irecv(self, tensor: Tensor, peer: int, key: Key, number: int, group: dist.ProcessGroup) -> dist.Work:
+    def _irecv(self, tensor: Tensor, peer: int, key: TransferKey, number: int, group: dist.ProcessGroup) -> dist.Work:
         work = dist.irecv(as_sent(tensor) if self.ordered else tensor, peer, group,
                           _tag(key, number, tensor.nbytes, self._generation))
         assert work is not None, "this rank is in the group"
         return work
 
     def _wait(self, works: Sequence[dist.Work], on_host: bool) -> None:
-        """Wait for what gloo carries; let the current stream wait for what nccl does, which returns at once.
+        """Wait for transfers over gloo; let the current stream wait for those over nccl, which returns at once.
 
-        Given a timeout nccl would look for the end on the host, again and again: the watchdog has the limit there.
+        With a timeout nccl would poll for the end on the host: the watchdog has the limit there.
         """
         for work in works:
             if on_host or self._device.type == "cpu" or self._groups is None:
@@ -195,71 +199,57 @@ class Distributed:
             else:
                 work.wait()
 
-    def _complete(self, peer: int, key: Key, works: list[dist.Work], tensors: list[Tensor]) -> None:
-        with self._failing(peer, key, "sending"):
+    def _complete(self, peer: int, key: TransferKey, works: list[dist.Work], tensors: list[Tensor]) -> None:
+        """Wait for a send and free its tensors."""
+        with _TransferErrors(self, peer, key, "sending"):
             self._wait(works, on_host=key.kind not in GROUP_OF_KIND)
         tensors.clear()
 
-    def _failing(self, peer: int | None, key: Key, doing: str) -> _Failing:
-        return _Failing(self, peer, key, doing)
 
-    def failure(self, error: RuntimeError, peer: int | None, key: Key, doing: str) -> RunError:
-        """What a transfer's failure means to the user."""
-        return failure_of(error, self.rank, peer, f"{doing} {key}", self._describe, self._watch,
-                          self._timeout.total_seconds())
-
-    @property
-    def timeout_s(self) -> float:
-        """How long a transfer may take before the run fails."""
-        return self._timeout.total_seconds()
-
-    def doing(self, transfer: _Failing | None) -> None:
-        """Note what this rank is at, for the others."""
-        note(self._watch, transfer)
-
-    def describe(self, rank: int) -> str:
-        """A rank with its stages, for messages."""
-        return self._describe(rank)
-
-
-class _Failing:
-    """Turns what torch.distributed raises into a :class:`RunError` that names the transfer and who failed."""
+class _TransferErrors:
+    """Show other ranks the transfer that this one is in; turn what torch.distributed raises into a :class:`RunError`
+    that names the transfer and the rank at fault."""
 
     __slots__ = ("_doing", "_key", "_transport", "peer")
 
-    def __init__(self, transport: Distributed, peer: int | None, key: Key, doing: str) -> None:
+    def __init__(self, transport: DistributedTransport, peer: int, key: TransferKey, doing: str) -> None:
         self._transport, self.peer, self._key, self._doing = transport, peer, key, doing
 
     def __enter__(self) -> None:
-        self._transport.doing(self)
+        if (watch := self._transport.watch) is not None:
+            watch.doing = self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
-            try:
-                raise self._transport.failure(error, self.peer, self._key, self._doing) from error
-            finally:
-                self._transport.doing(None)  # not before: it is what this rank has waited for
-        self._transport.doing(None)
+        transport = self._transport
+        try:
+            if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+                raise transfer_error(error, transport.rank, self.peer, f"{self._doing} {self._key}",
+                                     transport.describe, transport.watch, transport.timeout_s) from error
+        finally:
+            if transport.watch is not None:  # not before: it is what this rank has waited for
+                transport.watch.doing = None
 
     @property
     def limit_s(self) -> float | None:
-        """Over gloo each wait has one. nccl may make a communicator here, for which it waits without end."""
+        """Return how long the watch lets this transfer take; None over gloo, where each wait has a limit.
+
+        nccl may make a communicator here, for which it waits without end.
+        """
         return self._transport.timeout_s if self._transport.ordered else None
 
     def __str__(self) -> str:
-        """In words, for when this process is ended in the middle of it."""
-        other = "all ranks" if self.peer is None else self._transport.describe(self.peer)
-        return f"{self._doing} {self._key} with {other}"
+        """Return words for when this process is ended in the middle of the transfer."""
+        return f"{self._doing} {self._key} with {self._transport.describe(self.peer)}"
 
     @property
     def said(self) -> str:
-        """For when it takes long: it has waited ..."""
+        """Return words for when it takes long: it has waited ..."""
         what = str(self._key).removesuffix(f" for stage {self._key.stage}")  # which is the other one, or this one
         return {"waiting for": f"for {what} from", "sending": f"to send {what} to",
                 "receiving": f"to receive {what} from"}[self._doing]
 
 
-def _tag(key: Key, number: int, size: int, generation: int) -> int:
+def _tag(key: TransferKey, number: int, size: int, generation: int) -> int:
     """Return a number below 2**31 for one tensor of a transfer, by which gloo matches its send and its receive.
 
     It depends on the size in bytes: a receive that waits for another size than what is sent must not match, since gloo
@@ -271,7 +261,7 @@ def _tag(key: Key, number: int, size: int, generation: int) -> int:
 
 
 def _header(tensors: Sequence[Tensor]) -> Tensor:
-    """Shapes, dtypes and gradient flags as JSON in a tensor of fixed size."""
+    """Encode shapes, dtypes and gradient flags as JSON in a tensor of fixed size."""
     if len(tensors) > MOST_TENSORS:
         raise UserError(f"{len(tensors)} tensors cross a cut between stages", hint=f"at most {MOST_TENSORS} can")
     text = json.dumps([[list(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad] for t in tensors])
@@ -281,6 +271,6 @@ def _header(tensors: Sequence[Tensor]) -> Tensor:
     return torch.frombuffer(bytearray(text.encode().ljust(HEADER_BYTES)), dtype=torch.uint8)
 
 
-def _specs(header: Tensor) -> list[Spec]:
-    return [Spec(tuple(shape), getattr(torch, dtype), wants)
+def _specs(header: Tensor) -> list[TensorSpec]:
+    return [TensorSpec(tuple(shape), getattr(torch, dtype), wants)
             for shape, dtype, wants in json.loads(bytes(header.cpu().numpy()).decode())]

@@ -1,4 +1,4 @@
-"""The process groups of vpipe: which there are, what goes over each, and what their backends promise.
+"""Make the process groups of vpipe, and choose the group of each transfer.
 
 What the host reads (losses, gradient norms, stop flags, shapes, votes) always goes over gloo in host memory. Tensors
 between stages go there too, unless their device has a backend of its own. Such a backend is taken to keep nccl's
@@ -39,7 +39,7 @@ def backend_of(device: torch.device) -> str | None:
 
 
 def is_ordered(device: torch.device) -> bool:
-    """Whether tensors on a device go over a backend with nccl's rules."""
+    """Return whether tensors on a device go over a backend with nccl's rules."""
     return backend_of(device) not in (None, "gloo")
 
 

@@ -1,4 +1,4 @@
-"""How tensors get from rank to rank: one small protocol, and the transport within one process."""
+"""Transfer tensors between ranks: the protocol, and the transport within one process."""
 
 from __future__ import annotations
 
@@ -11,16 +11,23 @@ from torch import Tensor
 
 from vpipe.errors import RunError
 
-WHAT = {"F": "the activations of microbatch", "B": "the gradients of microbatch", "W": "tied weights, version",
-        "G": "the tied gradient of update", "N": "the gradient norms of update", "L": "the loss of step",
-        "D": "a replica's gradients, bucket", "S": "the sum of gradients, bucket",
-        "C": "the checksums of batches, message"}
+DESCRIPTIONS = {
+    "F": "the activations of microbatch", "B": "the gradients of microbatch", "W": "tied weights, version",
+    "G": "the tied gradient of update", "N": "the gradient norms of update", "L": "the loss of step",
+    "D": "a replica's gradients, bucket", "S": "the sum of gradients, bucket",
+    "C": "the checksums of batches, message"}
+"""What is transferred, by the kind of its key."""
 
 
-class Key(NamedTuple):
-    """What is transferred: ``kind`` (see ``WHAT``), the stage it concerns (for tied weights the number of the pair of
-    owner and borrower), and the microbatch, step, update or version; of sums over replicas the update times the buckets
-    per update, and the bucket."""
+class TransferKey(NamedTuple):
+    """Identify a transfer between two ranks.
+
+    Attributes:
+        kind: see :data:`DESCRIPTIONS`.
+        stage: the stage concerned; for tied weights the number of the pair of owner and borrower.
+        number: of the microbatch, step, update or version; of sums over replicas the update times the buckets per
+            update, plus the bucket.
+    """
 
     kind: str
     stage: int
@@ -28,20 +35,21 @@ class Key(NamedTuple):
 
     def __str__(self) -> str:
         if self.kind in "WG":
-            return f"{WHAT[self.kind]} {self.number} of tie {self.stage}"
-        return f"{WHAT[self.kind]} {self.number} {'from' if self.kind in 'NLDS' else 'for'} stage {self.stage}"
+            return f"{DESCRIPTIONS[self.kind]} {self.number} of tie {self.stage}"
+        preposition = "from" if self.kind in "NLDS" else "for"
+        return f"{DESCRIPTIONS[self.kind]} {self.number} {preposition} stage {self.stage}"
 
 
 @dataclass(frozen=True)
-class Spec:
-    """Shape and dtype of a tensor that travels, and whether its gradient travels back."""
+class TensorSpec:
+    """Shape and dtype of a transferred tensor, and whether its gradient is sent back."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     wants_gradient: bool
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Spec:
+    def from_tensor(cls, tensor: Tensor) -> TensorSpec:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def __str__(self) -> str:
@@ -49,12 +57,13 @@ class Spec:
 
 
 class Transport(Protocol):
-    """One rank's end. Sends and posts return at once; only ``take`` waits.
+    """Transfer tensors from and to one rank. Only ``receive``, ``receive_specs`` and the waits at the end block.
 
     A tensor that was sent must not be changed until its receiver has it.
 
     Attributes:
         ordered: whether transfers must be issued in the order of :mod:`vpipe.schedules.receive_order`.
+        wait_s: seconds in which this rank has waited for others.
     """
 
     ordered: bool
@@ -62,73 +71,75 @@ class Transport(Protocol):
     bytes_sent: int
     wait_s: float
 
-    def send(self, peer: int, key: Key, tensors: Sequence[Tensor], announce: bool = False) -> None:
-        """Send tensors; ``announce`` their shapes when the peer cannot know them."""
+    def send(self, peer: int, key: TransferKey, tensors: Sequence[Tensor], announce: bool = False) -> None:
+        """Send tensors; with ``announce`` their specs first, where the peer cannot know them."""
 
-    def post(self, peer: int, key: Key, specs: Sequence[Spec] | None) -> None:
-        """Get ready to receive; with no specs, the peer announces them."""
+    def post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec] | None) -> None:
+        """Post a receive; without specs, the peer announces them."""
 
-    def learn(self, peer: int, key: Key) -> list[Spec]:
-        """Wait for what the peer announces of a transfer posted without specs; it is still to be taken."""
+    def receive_specs(self, peer: int, key: TransferKey) -> list[TensorSpec]:
+        """Wait for the specs of a transfer that was posted without them, and post its receive."""
 
-    def ready(self, peer: int, key: Key) -> bool:
-        """Whether ``take`` may be called. Always, where it can wait."""
+    def is_ready(self, peer: int, key: TransferKey) -> bool:
+        """Return whether ``receive`` may be called: within one process, when the tensors are there."""
 
-    def take(self, peer: int, key: Key) -> list[Tensor]:
-        """What was posted, waiting for it; leaves, those requiring a gradient whose spec says so."""
+    def receive(self, peer: int, key: TransferKey) -> list[Tensor]:
+        """Wait for a posted transfer; its tensors are leaves, which require a gradient where their spec says so."""
 
-    def settle(self, kind: str) -> None:
-        """Wait until every transfer of a kind that was sent has arrived, but for those whose receiver gets ready only
-        when it has learned shapes that were announced before."""
+    def wait_sent(self, kind: str) -> None:
+        """Wait until all sends of a kind have arrived, but for those whose receiver is still waiting for specs."""
 
     def abandon(self) -> None:
-        """Drop what is on its way between ranks, all of which are in this process."""
+        """Drop all transfers under way between ranks of this process."""
 
     def finish(self) -> None:
-        """Wait until everything sent has arrived, and complain if something posted was never taken.
+        """Wait until all sends have arrived.
 
-        Checksums of batches are not waited for: the last ones are taken when ranks agree that the batches have ended.
+        Checksums of batches are left out: the last ones are received when ranks agree that the batches have ended.
+
+        Raises:
+            RunError: a posted transfer was never received.
         """
 
 
-Mailroom = dict[tuple[int, int, Key], list[Tensor]]
-"""What is on its way between the ranks of one process, by sender, receiver and key."""
+Mailbox = dict[tuple[int, int, TransferKey], list[Tensor]]
+"""Tensors sent between the ranks of one process and not yet received, by sender, receiver and key."""
 
 
-class InProcess:
-    """One rank's end of a mailroom: tensors change hands without a copy."""
+class InProcessTransport:
+    """Transfer tensors between ranks of one process: they change hands without a copy."""
 
     ordered = False
 
-    def __init__(self, rank: int, room: Mailroom) -> None:
-        self.rank, self._room = rank, room
+    def __init__(self, rank: int, mailbox: Mailbox) -> None:
+        self.rank, self._mailbox = rank, mailbox
         self.bytes_sent = 0
         self.wait_s = 0.0
 
-    def send(self, peer: int, key: Key, tensors: Sequence[Tensor], announce: bool = False) -> None:
-        self._room[self.rank, peer, key] = list(tensors)
+    def send(self, peer: int, key: TransferKey, tensors: Sequence[Tensor], announce: bool = False) -> None:
+        self._mailbox[self.rank, peer, key] = list(tensors)
         self.bytes_sent += sum(t.nbytes for t in tensors)
 
-    def post(self, peer: int, key: Key, specs: Sequence[Spec] | None) -> None:
-        """Nothing to get ready: mail waits in the mailroom."""
+    def post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec] | None) -> None:
+        """Do nothing: tensors wait in the mailbox."""
 
-    def learn(self, peer: int, key: Key) -> list[Spec]:
-        return [Spec.of(tensor) for tensor in self._room[peer, self.rank, key]]
+    def receive_specs(self, peer: int, key: TransferKey) -> list[TensorSpec]:
+        return [TensorSpec.from_tensor(tensor) for tensor in self._mailbox[peer, self.rank, key]]
 
-    def ready(self, peer: int, key: Key) -> bool:
-        return (peer, self.rank, key) in self._room
+    def is_ready(self, peer: int, key: TransferKey) -> bool:
+        return (peer, self.rank, key) in self._mailbox
 
-    def take(self, peer: int, key: Key) -> list[Tensor]:
-        return self._room.pop((peer, self.rank, key))
+    def receive(self, peer: int, key: TransferKey) -> list[Tensor]:
+        return self._mailbox.pop((peer, self.rank, key))
 
-    def settle(self, kind: str) -> None:
-        """What was sent is in the mailroom."""
+    def wait_sent(self, kind: str) -> None:
+        """Do nothing: what was sent is in the mailbox."""
 
     def abandon(self) -> None:
-        self._room.clear()
+        self._mailbox.clear()
 
     def finish(self) -> None:
-        left = [str(key) for _, peer, key in self._room if peer == self.rank]
+        left = [str(key) for _, peer, key in self._mailbox if peer == self.rank]
         if left:
             raise RunError(f"{len(left)} transfer(s) were never taken: {', '.join(left[:3])}",
                            hint="this is a defect of the schedule or of vpipe: please report it", rank=self.rank)
