@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline
-from vpipe.train.trace import Trace
+from vpipe.train.trace import TraceWriter
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "throughput"))
 
@@ -84,7 +84,7 @@ class Case:
         """Make updates, one per ``next``; recorded where there is a folder."""
         pipe = Pipeline(self.model(), partition=self.partition, schedule=self.schedule, microbatches=8,
                         optimizer=lambda own: torch.optim.AdamW(own, lr=3e-4, fused=True), device="cpu")
-        with Trace(folder, pipe, self.samples, limit=10**9) as trace:
+        with TraceWriter(folder, pipe, self.samples, limit=10**9) as trace:
             for _ in pipe.train(self.batches()):
                 trace.step()
                 yield

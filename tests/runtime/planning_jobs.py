@@ -12,9 +12,9 @@ from vpipe.config.config import load_config
 from vpipe.errors import PlanningError
 from vpipe.plan.profile import Profile
 from vpipe.train.job import Job
+from vpipe.train.load_balance import BalanceCheck
 from vpipe.train.loop import build_pipeline
 from vpipe.train.planning import plan_job
-from vpipe.train.replanning import Replanning
 
 
 def plan_and_compare(*, config: str, profile: str, steps: int) -> dict[str, Any]:
@@ -25,14 +25,14 @@ def plan_and_compare(*, config: str, profile: str, steps: int) -> dict[str, Any]
         return {size: Profile.load(profile) if dist.get_rank() == 0 else None for size in sizes}
 
     lines: list[str] = []
-    with patch("vpipe.train.planning.profile_job", profile_job), patch("vpipe.train.replanning.ALLOWED", -1.0):
+    with patch("vpipe.train.planning.profile_job", profile_job), patch("vpipe.train.load_balance.ALLOWED", -1.0):
         try:
             job = plan_job(Job.from_config(load_config(Path(config))), folder)
         except PlanningError as error:
             return {"error": str(error), "status": error.exit_status}
         pipe = build_pipeline(job)
-        balance = Replanning(job, pipe, folder, lines.append, warm_up=1, measured=2)
+        balance = BalanceCheck(job, pipe, folder, lines.append, warm_up=1, measured=2)
         for _ in pipe.engine.train(job.training_batches(tuple(job.model.batch)), steps):
             balance.step()
-        balance.end()
+        balance.report()
     return {"partition": job.partition, "lines": [line.split(" works ")[0][:19] for line in lines]}

@@ -28,7 +28,7 @@ from vpipe.train import loop
 from vpipe.train.checkpointing import Checkpointing
 from vpipe.train.job import Job
 from vpipe.train.loop import train
-from vpipe.train.metrics import Lines
+from vpipe.train.metrics import LineWriter
 from vpipe.train.resume import ResumePoint, find_resume_point
 
 
@@ -205,9 +205,9 @@ def test_all_of_the_pause_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_metrics_reach_the_disk_before_the_checkpoint_has_its_name(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     order: list[str] = []
-    synced, committed = Lines.sync, Checkpoints.commit
+    synced, committed = LineWriter.sync, Checkpoints.commit
 
-    def sync(self: Lines) -> None:
+    def sync(self: LineWriter) -> None:
         synced(self)
         order.append("metrics")
 
@@ -215,7 +215,7 @@ def test_metrics_reach_the_disk_before_the_checkpoint_has_its_name(
         order.append(f"step {step}")
         return committed(self, step)
 
-    monkeypatch.setattr(Lines, "sync", sync)
+    monkeypatch.setattr(LineWriter, "sync", sync)
     monkeypatch.setattr(Checkpoints, "commit", commit)
     run = begin(tmp_path, checkpoint__every_steps=2)
     assert order == ["metrics", "step 2", "metrics", "step 4"]

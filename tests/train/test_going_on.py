@@ -21,8 +21,8 @@ from vpipe.distributed.signals import Stopped
 from vpipe.distributed.watchdog import ask_stop, stop_asked
 from vpipe.runtime.step_results import Step
 from vpipe.train.job import Job
-from vpipe.train.loop import _Run, train
-from vpipe.train.progress import Progress
+from vpipe.train.loop import _TrainingRun, train
+from vpipe.train.progress import ProgressBar
 from vpipe.train.resume import ResumePoint, prepare_run
 from vpipe.train.run_folder import CONFIG
 
@@ -37,16 +37,16 @@ class Killed(BaseException):
 
 def cut_short(folder: Path, monkeypatch: pytest.MonkeyPatch, after: int, **changes: Any) -> Path:
     """A run that is killed when so many steps are done and the saves before them are complete."""
-    recorded = _Run._record
+    recorded = _TrainingRun._record
 
-    def record(self: _Run, *steps: Step) -> None:
+    def record(self: _TrainingRun, *steps: Step) -> None:
         recorded(self, *steps)
         if self._metrics.steps >= after:
             self._saving.finish()
             raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Run, "_record", record)
+        patch.setattr(_TrainingRun, "_record", record)
         with pytest.raises(Killed):
             begin(folder, **changes)
     [run] = (folder / "runs").iterdir()
@@ -114,14 +114,14 @@ def test_with_a_flush_it_goes_on_so_under_another_arrangement(tmp_path: Path, se
 def test_a_run_that_a_signal_stops_saves_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                      capsys: pytest.CaptureFixture[str],
                                                      changes: dict[str, Any]) -> None:
-    shown = Progress.update
+    shown = ProgressBar.update
 
-    def update(self: Progress, step: Step, metrics: Any) -> None:
+    def update(self: ProgressBar, step: Step, metrics: Any) -> None:
         shown(self, step, metrics)
         if step.index == 1 and metrics.past.losses == []:
             ask_stop("SIGTERM")
 
-    monkeypatch.setattr(Progress, "update", update)
+    monkeypatch.setattr(ProgressBar, "update", update)
     job = Job.from_config(load_config(write_config(tmp_path, **{
         **changes, "training__max_steps": 9, "checkpoint__every_steps": None, "checkpoint__at_end": True})))
     run = prepare_run(ResumePoint(None, None), job)

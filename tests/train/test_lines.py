@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vpipe.errors import UserError
-from vpipe.train.metrics import Lines
+from vpipe.train.metrics import LineWriter
 
 
 class Disk:
@@ -31,7 +31,7 @@ class Disk:
 def test_lines_wait_until_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk, path = Disk(monkeypatch), tmp_path / "a"
     path.write_text("before\n")
-    lines = Lines(path, anew=False)
+    lines = LineWriter(path, truncate=False)
     disk.room = 7
     lines.write("one")
     lines.write("two")  # half of it
@@ -49,7 +49,7 @@ def test_lines_wait_until_there_is_room(tmp_path: Path, monkeypatch: pytest.Monk
 def test_what_waits_is_tried_again_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk, path = Disk(monkeypatch), tmp_path / "a"
     path.write_text("before\n")
-    lines = Lines(path, anew=True)
+    lines = LineWriter(path, truncate=True)
     lines.write("one")
     assert path.read_text() == ""
     disk.room = 100
@@ -61,4 +61,4 @@ def test_what_waits_is_tried_again_at_the_end(tmp_path: Path, monkeypatch: pytes
 
 def test_a_file_that_cannot_be_made(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot write '.*none/a': No such file"):
-        Lines(tmp_path / "none" / "a", anew=True)
+        LineWriter(tmp_path / "none" / "a", truncate=True)

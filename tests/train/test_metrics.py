@@ -13,8 +13,8 @@ from vpipe.errors import LastingError
 from vpipe.profiling.peak_flops import Peak
 from vpipe.runtime.step_results import Step
 from vpipe.train import metrics as module
-from vpipe.train.metrics import Efficiency, Metrics, Past, Worth, mean
-from vpipe.train.progress import Progress
+from vpipe.train.metrics import Efficiency, Metrics, PastMetrics, StepSize, mean
+from vpipe.train.progress import ProgressBar
 
 
 class Clock:
@@ -42,7 +42,7 @@ def read(path: Path) -> list[dict[str, float]]:
 
 def test_a_line_is_there_as_soon_as_its_update_has_ended(tmp_path: Path, clock: Clock) -> None:
     path = tmp_path / "m.jsonl"
-    with Metrics(path, Worth(4, 64)) as metrics:
+    with Metrics(path, StepSize(4, 64)) as metrics:
         clock.now += 0.5
         metrics.update(step(0, 2.5))
         assert read(path) == [{"step": 0, "loss": 2.5, "learning_rate": 0.5, "time_s": 0.5, "step_s": 0.5,
@@ -55,7 +55,7 @@ def test_a_line_is_there_as_soon_as_its_update_has_ended(tmp_path: Path, clock: 
 
 
 def test_the_time_of_an_evaluation_does_not_count(tmp_path: Path, clock: Clock) -> None:
-    with Metrics(tmp_path / "m.jsonl", Worth(4, 64)) as metrics:
+    with Metrics(tmp_path / "m.jsonl", StepSize(4, 64)) as metrics:
         clock.now += 1
         metrics.update(step(0))
         clock.now += 50
@@ -69,7 +69,7 @@ def test_the_time_of_an_evaluation_does_not_count(tmp_path: Path, clock: Clock) 
 
 
 def test_updates_that_end_together_share_their_time(tmp_path: Path, clock: Clock) -> None:
-    with Metrics(tmp_path / "m.jsonl", Worth(1, 10)) as metrics:
+    with Metrics(tmp_path / "m.jsonl", StepSize(1, 10)) as metrics:
         clock.now += 3
         metrics.update(step(0), step(1), step(2))
         metrics.update()
@@ -78,7 +78,7 @@ def test_updates_that_end_together_share_their_time(tmp_path: Path, clock: Clock
 
 
 def test_recent_speed_is_of_the_last_twenty(clock: Clock) -> None:
-    metrics = Metrics(None, Worth(1, 10))
+    metrics = Metrics(None, StepSize(1, 10))
     assert metrics.recent_tokens_per_s == 0
     for i in range(40):
         clock.now += 1 if i < 20 else 0.5
@@ -91,7 +91,7 @@ EFFICIENCY = Efficiency((3e6, 7e6), 7e6, Peak(0.01, 2, "fp32", "measured"))
 
 
 def test_lines_say_how_well_an_update_used_the_devices(tmp_path: Path, clock: Clock) -> None:
-    with Metrics(tmp_path / "m.jsonl", Worth(4, 64, EFFICIENCY)) as metrics:
+    with Metrics(tmp_path / "m.jsonl", StepSize(4, 64, EFFICIENCY)) as metrics:
         clock.now += 0.5
         metrics.update(step(0))
         metrics.summary({"mfu": 0.2, "stages": []})
@@ -101,7 +101,7 @@ def test_lines_say_how_well_an_update_used_the_devices(tmp_path: Path, clock: Cl
 
 
 def test_a_speed_that_cannot_be_is_doubted_once(clock: Clock) -> None:
-    metrics = Metrics(None, Worth(4, 64, EFFICIENCY))
+    metrics = Metrics(None, StepSize(4, 64, EFFICIENCY))
     said = []
     for index in range(45):
         clock.now += 0.2 if index < 21 else 0.05  # 48 % of the peak, then 192 %
@@ -113,7 +113,7 @@ def test_a_speed_that_cannot_be_is_doubted_once(clock: Clock) -> None:
 
 
 def test_other_ranks_write_no_file(clock: Clock) -> None:
-    with Metrics(None, Worth(1, 10)) as metrics:
+    with Metrics(None, StepSize(1, 10)) as metrics:
         clock.now += 1
         metrics.update(step(0))
     assert metrics.losses == [1.0]
@@ -128,7 +128,7 @@ def test_a_full_disk_is_told_once_and_at_the_end(tmp_path: Path, clock: Clock, m
         return written(file, data)
 
     monkeypatch.setattr("vpipe.train.metrics.os.write", write)
-    with Metrics(tmp_path / "m.jsonl", Worth(4, 64)) as metrics:
+    with Metrics(tmp_path / "m.jsonl", StepSize(4, 64)) as metrics:
         for index in range(2):
             clock.now += 1
             metrics.update(step(index))
@@ -147,10 +147,10 @@ def test_a_full_disk_is_told_once_and_at_the_end(tmp_path: Path, clock: Clock, m
 
 def test_lines_that_a_crash_lost_are_noticed(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
-    assert Past.read(path, 5).lacking == []
+    assert PastMetrics.read(path, 5).missing == []
     path.write_text("".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in (2, 3, 6, 8)) + '{"step": 9, "lo')
-    assert Past.read(path, 4).lacking == []
-    assert Past.read(path, 11).lacking == [(4, 5), (7, 7), (9, 10)]
+    assert PastMetrics.read(path, 4).missing == []
+    assert PastMetrics.read(path, 11).missing == [(4, 5), (7, 7), (9, 10)]
 
 
 def test_mean() -> None:
@@ -163,8 +163,8 @@ def test_the_time_left_is_that_of_the_steps_of_this_attempt(
         clock: Clock, capsys: pytest.CaptureFixture[str], steps: int | None, minutes: float | None,
         left: str | None) -> None:
     """It begins after step 20 of another run, whose seconds nobody knows."""
-    metrics = Metrics(None, Worth(4, 64), first=20)
-    with Progress(steps, 1, True, "update", 20, minutes) as progress:
+    metrics = Metrics(None, StepSize(4, 64), first=20)
+    with ProgressBar(steps, 1, True, "update", 20, minutes) as progress:
         for index in (20, 21, 22, 23):
             clock.now += 0.75 if index > 20 else 0.25
             metrics.update(step(index))

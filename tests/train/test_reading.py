@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from vpipe.errors import RunError, UserError
 from vpipe.train.job import Job
-from vpipe.train.loop import reading, train
+from vpipe.train.loop import read_batches, train
 
 GPT: dict[str, Any] = {"model__name": "gpt", "model__preset": None, "model__num_layers": 1, "model__num_heads": 2,
                        "model__vocab_size": -1, "training__evaluation_batches": 1}
@@ -102,11 +102,11 @@ def test_a_generator_of_its_own_may_be_drawn_from() -> None:
 
     rank = SimpleNamespace(rank=0, engine=SimpleNamespace(local_stages=[]))
     for ahead in (0, 1, 3):
-        with reading(batches(), "batch", rank, ahead) as given:  # type: ignore[arg-type]
+        with read_batches(batches(), "batch", rank, ahead) as given:  # type: ignore[arg-type]
             assert [batch["rows"].tolist() for batch in given] == [batch["rows"].tolist() for batch in batches()]
         check_thread_ended()
-        with reading(batches(), "batch", rank, ahead) as given:  # type: ignore[arg-type]
+        with read_batches(batches(), "batch", rank, ahead) as given:  # type: ignore[arg-type]
             next(given)
         check_thread_ended()
-        with reading([], "batch", rank, ahead) as given:  # type: ignore[arg-type]
+        with read_batches([], "batch", rank, ahead) as given:  # type: ignore[arg-type]
             assert list(given) == []

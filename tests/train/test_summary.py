@@ -16,7 +16,7 @@ from vpipe.runtime.step_results import Step
 from vpipe.runtime.usage import StageUsage
 from vpipe.train import metrics as module
 from vpipe.train.loop import build_pipeline
-from vpipe.train.metrics import Efficiency, Metrics, Worth
+from vpipe.train.metrics import Efficiency, Metrics, StepSize
 from vpipe.train.summary import RunFigures, headline, summary
 
 USAGES = [StageUsage(forward_s=0.4, backward_s=0.8, step_s=0.08, communication_s=0.008, idle_s=idle, bytes_sent=n,
@@ -42,7 +42,7 @@ def _a_quarter_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "perf_counter", lambda: next(now) / 4)
 
 
-def trained(worth: Worth, updates: int = 8) -> Metrics:
+def trained(worth: StepSize, updates: int = 8) -> Metrics:
     metrics = Metrics(None, worth)
     for i in range(updates):
         metrics.update(Step(i, 8.0 - i, 0.1, None, stop=False))
@@ -55,8 +55,8 @@ def test_the_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "85")
     job = job_of(tmp_path, parallel__partition=[3, 2])
     efficiency = Efficiency((1e6, 1e6), 5e5, Peak(0.01, 2, "fp32", "measured"))  # 512 tokens/s: 3.072 GFLOP/s of 20
-    metrics = trained(Worth(8, 128, efficiency))
-    text = summary(job, metrics, RunFigures.of(metrics, USAGES, PLACEMENT), ["1 checkpoint"])
+    metrics = trained(StepSize(8, 128, efficiency))
+    text = summary(job, metrics, RunFigures.from_metrics(metrics, USAGES, PLACEMENT), ["1 checkpoint"])
     assert [line.rstrip() for line in text.splitlines()] == [
         "8 updates in 2.0 s",
         "training loss 7.500 -> 1.500 (mean of the first 2, mean of the last 2)",
@@ -74,8 +74,8 @@ def test_the_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_a_quarter_each")
 def test_tables_fit_the_terminal_and_name_every_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of(tmp_path, parallel__data_parallel_size=2)
-    metrics = trained(Worth(8, 128, Efficiency((1e6,), 0.0, Peak(0.01, 2, "fp32", "measured"))))
-    figures = RunFigures.of(metrics, [USAGES[0], *USAGES, USAGES[1]], job.placement)
+    metrics = trained(StepSize(8, 128, Efficiency((1e6,), 0.0, Peak(0.01, 2, "fp32", "measured"))))
+    figures = RunFigures.from_metrics(metrics, [USAGES[0], *USAGES, USAGES[1]], job.placement)
     for columns, tables in ((40, 4), (60, 3), (80, 2), (100, 2), (140, 1)):
         monkeypatch.setenv("COLUMNS", str(columns))
         lines = summary(job, metrics, figures).splitlines()[3:]
@@ -89,8 +89,8 @@ def test_tables_fit_the_terminal_and_name_every_replica(tmp_path: Path, monkeypa
 
 def test_where_a_gpus_stream_waits_nobody_knows_the_bubble(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "140")
-    metrics, unknown = trained(Worth(8, 128)), [replace(usage, idle_s=math.nan) for usage in USAGES]
-    figures = RunFigures.of(metrics, unknown, PLACEMENT)
+    metrics, unknown = trained(StepSize(8, 128)), [replace(usage, idle_s=math.nan) for usage in USAGES]
+    figures = RunFigures.from_metrics(metrics, unknown, PLACEMENT)
     assert figures is not None
     assert figures.bubble is figures.as_json()["stages"][0]["idle_s"] is None
     json.dumps(figures.as_json(), allow_nan=False)
@@ -116,15 +116,15 @@ def test_a_headline_says_what_is_not_usual(tmp_path: Path) -> None:
 
 
 def test_a_run_that_trained_nothing_says_so(tmp_path: Path) -> None:
-    metrics = Metrics(None, Worth(8, 128))
+    metrics = Metrics(None, StepSize(8, 128))
     metrics.update(*(Step(index, 4.0, 0.1, None, stop=False, skipped=True) for index in range(3)))
     job = job_of(tmp_path, training__precision="fp16", training__loss_scale=1e9)
-    said = summary(job, metrics, RunFigures.of(metrics, USAGES, PLACEMENT)).splitlines()
+    said = summary(job, metrics, RunFigures.from_metrics(metrics, USAGES, PLACEMENT)).splitlines()
     assert said[1:3] == ["3 of 3 updates were skipped: not finite", (
         "warning: nothing was trained, and the speed below is that of nothing; lower training.loss_scale, which is "
         "1e+09, or leave it out")]
     metrics.update(Step(3, 4.0, 0.1, None, stop=False))
-    assert "nothing was trained" not in summary(job, metrics, RunFigures.of(metrics, USAGES, PLACEMENT))
+    assert "nothing was trained" not in summary(job, metrics, RunFigures.from_metrics(metrics, USAGES, PLACEMENT))
 
 
 @pytest.mark.usefixtures("_a_quarter_each")
@@ -132,8 +132,9 @@ def test_a_utilization_that_cannot_be_is_never_shown_without_a_warning(tmp_path:
                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "140")
     job = job_of(tmp_path, parallel__partition=[3, 2])
-    metrics = trained(Worth(8, 128, Efficiency((1e6, 1e6), 0.0, Peak(0.001, 2, "fp32", "as metrics.peak_tflops says"))))
-    lines = summary(job, metrics, RunFigures.of(metrics, USAGES, PLACEMENT)).splitlines()
+    metrics = trained(StepSize(8, 128, Efficiency((1e6, 1e6), 0.0, Peak(0.001, 2, "fp32",
+                                                                        "as metrics.peak_tflops says"))))
+    lines = summary(job, metrics, RunFigures.from_metrics(metrics, USAGES, PLACEMENT)).splitlines()
     assert "  153.6 % (!)  153.6 % (!)" in lines[5]
     assert ("warning: the MFU of 154 % cannot be: the peak is wrong (2 x 0.001 TFLOP/s fp32, as "
                         "metrics.peak_tflops says); the devices reached 0.001536 TFLOP/s each, so set "
@@ -142,14 +143,14 @@ def test_a_utilization_that_cannot_be_is_never_shown_without_a_warning(tmp_path:
 
 def test_the_summary_of_one_update_of_a_family_that_says_no_operations(tmp_path: Path) -> None:
     job = job_of(tmp_path)
-    metrics = Metrics(None, Worth(8, 128))
+    metrics = Metrics(None, StepSize(8, 128))
     metrics.update(Step(0, 3.0, 0.1, None, stop=True))
-    lines = summary(job, metrics, RunFigures.of(metrics, [StageUsage.empty()] * 2, PLACEMENT)).splitlines()
+    lines = summary(job, metrics, RunFigures.from_metrics(metrics, [StageUsage.empty()] * 2, PLACEMENT)).splitlines()
     assert lines[:2] == ["1 update in 0.0 s", "training loss 3.000 -> 3.000 (mean of the first 1, mean of the last 1)"]
     assert lines[7] == "(no MFU: the family does not say what its layers compute)"
 
 
 def test_the_summary_of_no_update(tmp_path: Path) -> None:
-    metrics = Metrics(None, Worth(8, 128))
-    assert RunFigures.of(metrics, USAGES, PLACEMENT) is None
+    metrics = Metrics(None, StepSize(8, 128))
+    assert RunFigures.from_metrics(metrics, USAGES, PLACEMENT) is None
     assert summary(job_of(tmp_path), metrics, None, ["no checkpoint"]) == "no checkpoint"

@@ -12,8 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from vpipe.errors import UserError
 from vpipe.train import tensorboard as module
 from vpipe.train.loop import train
-from vpipe.train.metrics import Metrics, Worth
-from vpipe.train.tensorboard import FOLDER, Events
+from vpipe.train.metrics import Metrics, StepSize
+from vpipe.train.tensorboard import FOLDER, TensorBoardWriter
 
 
 def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
@@ -37,7 +37,7 @@ def test_events_are_what_the_lines_say(tmp_path: Path) -> None:
 
 def test_an_attempt_that_goes_on_replaces_what_was_said_of_its_steps(tmp_path: Path) -> None:
     for first, values in ((0, range(6)), (4, range(40, 43))):
-        events = Events(tmp_path, first)
+        events = TensorBoardWriter(tmp_path, first)
         for step, value in enumerate(values, first):
             events.line({"step": step, "loss": float(value), "skipped": True, "checkpoint": None})
         events.close()
@@ -45,8 +45,8 @@ def test_an_attempt_that_goes_on_replaces_what_was_said_of_its_steps(tmp_path: P
 
 
 def test_a_full_disk_ends_the_events_and_not_the_training(tmp_path: Path) -> None:
-    events = Events(tmp_path, 0)
-    with Metrics(None, Worth(1, 1), events=events) as metrics:
+    events = TensorBoardWriter(tmp_path, 0)
+    with Metrics(None, StepSize(1, 1), events=events) as metrics:
         metrics.evaluation(0, 2.0)
         assert metrics.warnings() == []
         events._records._writer.close()

@@ -19,7 +19,7 @@ from vpipe.report.idle_causes import Producers
 from vpipe.report.recording import read_recording
 from vpipe.report.steady_state import step_ends
 from vpipe.train.loop import train
-from vpipe.train.trace import Trace
+from vpipe.train.trace import TraceWriter
 
 
 def recorded_run(folder: Path, trace: bool, **changes: Any) -> None:
@@ -91,7 +91,7 @@ def test_a_run_that_fails_leaves_what_was_done_until_then(tmp_path: Path) -> Non
     pipe = pipeline()
 
     def run() -> None:
-        with Trace(tmp_path, pipe, 4) as trace:
+        with TraceWriter(tmp_path, pipe, 4) as trace:
             for _ in pipe.train([{"x": torch.ones(4, 2)}, {"x": torch.zeros(4, 2)}]):
                 trace.step()
 
@@ -106,7 +106,7 @@ def test_a_run_that_fails_leaves_what_was_done_until_then(tmp_path: Path) -> Non
 def test_a_record_has_a_limit_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="vpipe")
     pipe = pipeline()
-    with Trace(tmp_path, pipe, 4, limit=12) as trace:
+    with TraceWriter(tmp_path, pipe, 4, limit=12) as trace:
         for _ in pipe.train([{"x": torch.ones(4, 2)}] * 4):
             trace.step()
         trace.end()
@@ -124,7 +124,7 @@ def test_many_notes_or_old_ones_are_written_between_steps(tmp_path: Path, monkey
     monkeypatch.setattr("vpipe.train.trace.AT_ONCE", at_once)
     monkeypatch.setattr("vpipe.train.trace.AFTER_S", after_s)
     pipe, file, sizes = pipeline(), tmp_path / "trace" / "rank0.jsonl", []
-    with Trace(tmp_path, pipe, 4) as trace:
+    with TraceWriter(tmp_path, pipe, 4) as trace:
         for _ in pipe.train([{"x": torch.ones(4, 2)}] * 5):
             trace.step()
             sizes.append(len(lines(file)))
@@ -135,7 +135,7 @@ def test_many_notes_or_old_ones_are_written_between_steps(tmp_path: Path, monkey
 def test_a_record_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "trace").write_text("a file")
     with pytest.raises(UserError) as caught:
-        Trace(tmp_path, pipeline(), 4)
+        TraceWriter(tmp_path, pipeline(), 4)
     assert str(caught.value) == (f"error: cannot write the timeline of the run in '{tmp_path / 'trace'}': File exists\n"
                                  "hint: make room there, or set trace to false")
 
@@ -147,7 +147,7 @@ def test_staleness_is_what_the_run_counted(tmp_path: Path, schedule: str) -> Non
     pipe = Pipeline(Model([*layers, Layer("last", Mean, outputs=("loss",))], batch=("x",)), stages=3,
                     schedule=schedule, microbatches=4, optimizer=lambda own: torch.optim.SGD(own, 0.1))
     data = [{"x": torch.ones(4, 2)}] * 6
-    with Trace(tmp_path, pipe, 4) as trace:
+    with TraceWriter(tmp_path, pipe, 4) as trace:
         for part in range(2):
             for _ in pipe.train(data):
                 trace.step()
@@ -163,7 +163,7 @@ def test_a_full_disk_ends_the_record_and_not_the_training(tmp_path: Path, monkey
                                                           caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("vpipe.train.trace.AT_ONCE", 1)
     pipe, losses = pipeline(), list[float]()
-    with Path("/dev/full").open("w", encoding="utf-8") as full, Trace(tmp_path, pipe, 4) as trace:
+    with Path("/dev/full").open("w", encoding="utf-8") as full, TraceWriter(tmp_path, pipe, 4) as trace:
         for step in pipe.train([{"x": torch.ones(4, 2)}] * 4):
             if step.index == at:
                 trace._files[0].close()

@@ -188,12 +188,12 @@ def _by_number(name: str) -> list[str | int]:
 def layer_names(manifest: Manifest, folder: Path) -> list[str]:
     """Return the names of the layers in order; none where the checkpoint does not say of which model it is."""
     with message_if_slow(LOADING_TORCH):
-        from vpipe.train.model_settings import CheckpointModel, says_model
+        from vpipe.train.model_settings import CheckpointModel, has_model
 
-    if not says_model(manifest):
+    if not has_model(manifest):
         return []
     try:
-        return [layer.name for layer in CheckpointModel.of(manifest, folder).model().layers]
+        return [layer.name for layer in CheckpointModel.from_manifest(manifest, folder).model().layers]
     except UserError:
         return []  # the model's own files are gone, or its family is not installed here
 

@@ -31,12 +31,12 @@ from vpipe.model.registry import HuggingFace, ModelSettings, family_named
 from vpipe.train.job import Job
 from vpipe.train.model_settings import (
     CheckpointModel,
-    config_of,
+    checkpoint_config,
     config_text,
+    has_model,
     model_differences,
     model_file,
     model_settings,
-    says_model,
 )
 from vpipe.units import size_text
 
@@ -52,8 +52,8 @@ def run_export(options: argparse.Namespace) -> None:
     """
     folder = checkpoints_in(options.folder)[-1]
     manifest = Manifest.load(folder)
-    found = CheckpointModel.of(manifest, folder) if options.format == "huggingface" or (
-        options.format == "torch" and says_model(manifest)) else None
+    found = CheckpointModel.from_manifest(manifest, folder) if options.format == "huggingface" or (
+        options.format == "torch" and has_model(manifest)) else None
     huggingface = None if options.format != "huggingface" or found is None else _names_of(found.name)
     with reading(f"reading {folder.name}") as progress:
         weights = weights_of(folder, manifest, progress)
@@ -87,7 +87,7 @@ def _names_of(family: str) -> HuggingFace:
 def _tokenizer(manifest: Manifest) -> tuple[Path | None, str]:
     """Return the tokenizer of the data that a run trained on, or why there is none."""
     try:
-        config = config_of(manifest)
+        config = checkpoint_config(manifest)
         if config is None or not manifest.data:
             return None, "no run made this checkpoint"
         job = Job.from_config(config)

@@ -108,12 +108,14 @@ class Outcome:
     @property
     def utilization(self) -> Utilization | None:
         """MFU and HFU; None where nobody knows them."""
-        return None if self.efficiency is None or self.tokens_per_s is None else self.efficiency.at(self.tokens_per_s)
+        if self.efficiency is None or self.tokens_per_s is None:
+            return None
+        return self.efficiency.utilization(self.tokens_per_s)
 
     @property
     def doubt(self) -> str | None:
         """The reason why MFU or HFU cannot be right; None where it can."""
-        return None if self.efficiency is None or not self.utilization else self.efficiency.doubt(self.utilization)
+        return None if self.efficiency is None or not self.utilization else self.efficiency.warning(self.utilization)
 
     @property
     def bubble(self) -> float | None:

@@ -83,7 +83,7 @@ def compare(jobs: Mapping[str, Job], folder: Path, plan: Callable[[World], list[
     if not runs:
         raise PlanningError.all_of([Problem(f"nobody can take part: {name}: {why.what}", why.hint)
                                     for name, why in refused.items()])
-    efficiency = {model: Efficiency.of(job) for model, job in jobs.items()}
+    efficiency = {model: Efficiency.from_job(job) for model, job in jobs.items()}
     progress = _Progress(list(dict.fromkeys(runs.values())), world.rank == 0)
     with progress.bar:
         take_turns(progress.runs, lambda: None if world.ranks == 1 else dist.barrier(control_group()), perf_counter,
@@ -168,7 +168,7 @@ class ContenderRun(TimedTraining):
         updates = len(self.losses) - (self.warmed_up if self.counted else 0)
         return Outcome(self.contender, self.job, tuple(self.losses), self.counted, self.seconds, usage,
                        sum(used.bytes_sent for used in usage) / updates, tuple(size for size, _ in ranks),
-                       evaluation_loss, None if efficiency is None else efficiency.recomputing(self.job.recomputed))
+                       evaluation_loss, None if efficiency is None else efficiency.with_recompute(self.job.recomputed))
 
 
 def _build(jobs: Mapping[str, Job], contenders: Sequence[Contender]

@@ -1,4 +1,4 @@
-"""Runs as rows of CSV: the whole config of each and its figures, so that a spreadsheet can compare any of them."""
+"""Write runs as rows of CSV: config and figures of each, to compare in a spreadsheet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Row = Mapping[str, Any]
 
 
 def config_row(config: Config) -> dict[str, Any]:
-    """Every key of a config by its path, such as ``training.learning_rate``, in their order."""
+    """Return every key of a config by its path, such as ``training.learning_rate``, in order."""
     whole = config.model_copy(update={"checkpoint": config.saving})  # so that every row has the same columns
     return dict(_flat("", whole.model_dump(mode="json")))
 
@@ -30,10 +30,10 @@ def _flat(prefix: str, section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def check_output(path: Path) -> None:
-    """Refuse a place that CSV cannot go to, before any work is done.
+    """Refuse a path that cannot be written as a file, before any work is done.
 
     Raises:
-        UserError: it is a folder, or in none.
+        UserError: it is a folder, or its folder does not exist.
     """
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise UserError(f"cannot write '{path}': it is {'a folder' if path.is_dir() else 'in no folder'}",
@@ -41,9 +41,9 @@ def check_output(path: Path) -> None:
 
 
 def csv_text(rows: Sequence[Row]) -> str:
-    """A header and a line per row; a column for each key that any of them has, in the order of their first appearance.
+    """Return a header and a line per row, with a column for each key of any row, in order of first appearance.
 
-    None is an empty cell, as is a key that a row has not; lists are JSON; true and false are as in YAML.
+    None and a missing key are empty cells; lists are JSON; true and false are as in YAML.
     """
     columns = list(dict.fromkeys(key for row in rows for key in row))
     out = io.StringIO()

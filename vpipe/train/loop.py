@@ -35,15 +35,15 @@ from vpipe.schedules.few_microbatches import few_microbatches
 from vpipe.train.checkpointing import Cadence, Checkpointing, broadcast_value, restore
 from vpipe.train.csv_rows import config_row, csv_text
 from vpipe.train.job import Job, device_of, join
-from vpipe.train.metrics import Efficiency, Metrics, Past, Worth
-from vpipe.train.progress import Progress
+from vpipe.train.load_balance import BalanceCheck
+from vpipe.train.metrics import Efficiency, Metrics, PastMetrics, StepSize
+from vpipe.train.progress import ProgressBar
 from vpipe.train.rank_times import RankTimes
-from vpipe.train.replanning import Replanning
 from vpipe.train.run_folder import METRICS, SUMMARY, running
 from vpipe.train.summary import RunFigures, summary
-from vpipe.train.tensorboard import Events
+from vpipe.train.tensorboard import TensorBoardWriter
 from vpipe.train.torch_profile import TorchProfile
-from vpipe.train.trace import Trace
+from vpipe.train.trace import TraceWriter
 
 log = logging.getLogger("vpipe")
 
@@ -51,24 +51,24 @@ log = logging.getLogger("vpipe")
 def train(job: Job, folder: Path, checkpoint: Path | None = None) -> Stopped | None:
     """Train as the config says; rank 0 shows progress and writes ``metrics.jsonl`` and the summary.
 
-    All ranks call this. The run ends after the updates or the minutes of the config, with an evaluation; or when a
-    signal asks any rank to leave off: then all do so after the same step, and save what there is.
+    All ranks call this. The run ends with an evaluation, after the steps or the minutes of the config; or when any rank
+    gets a signal: then all ranks stop after the same step and save.
 
     Args:
-        checkpoint: to go on from; ``folder`` is ready for that (:func:`~vpipe.train.resume.prepare_run`).
+        checkpoint: to resume from; ``folder`` is prepared for that (:func:`~vpipe.train.resume.prepare_run`).
 
     Returns:
-        What ended the run before its end, a signal; None where it came to its end.
+        The signal that stopped the run before its end; None at its end.
 
     Raises:
-        LastingError: a loss is not finite, and the config says to stop then; or lines of ``metrics.jsonl`` are lost.
+        LastingError: a loss is not finite and the config says to stop then; or lines of ``metrics.jsonl`` are lost.
         RunError: the last checkpoint could not be saved.
     """
     torch.set_num_threads(job.config.training.threads)
     try:
         return _train(job, folder, checkpoint)
     finally:
-        forget_stop()  # it was about this run; one that was asked for before its beginning is, too
+        forget_stop()  # a request to stop was about this run, even one from before its first step
 
 
 def _train(job: Job, folder: Path, checkpoint: Path | None) -> Stopped | None:
@@ -82,7 +82,7 @@ def _train(job: Job, folder: Path, checkpoint: Path | None) -> Stopped | None:
         if manifest is not None:
             job = job.resumed(manifest.step, manifest.samples)
         if job.config.parallel.to_plan:
-            from vpipe.train.planning import plan_job  # which only such a run needs
+            from vpipe.train.planning import plan_job  # slow to import
 
             with at_work("planning"):
                 job = plan_job(job, folder)
@@ -90,70 +90,79 @@ def _train(job: Job, folder: Path, checkpoint: Path | None) -> Stopped | None:
         if checkpoint is not None and manifest is not None:
             with message_if_slow(f"reading {checkpoint.name}", first):
                 restore(pipe, job, checkpoint, manifest)
-        return _Run(job, pipe, folder).train()
+        return _TrainingRun(job, pipe, folder).train()
 
 
-class _Run:
-    """A run on this rank, from its first step to its end."""
+class _TrainingRun:
+    """The training of a run on this rank, from its first step to its end."""
 
     def __init__(self, job: Job, pipe: Pipeline, folder: Path) -> None:
         self._job, self._pipe, self._folder = job, pipe, folder
         self._policy = job.lr_policy()
         self._fields = tuple(name for stage in pipe.engine.local_stages for name in stage.spec.fields)
-        training = job.config.training
-        self._warm_usage: LocalUsage | None = None  # when the updates began that figures are of
-        self._cadence = Cadence(job.config.saving.every_steps, training.evaluate_every, job.updates)
+        self._warm_usage: LocalUsage | None = None  # at the first step that the figures count
+        self._cadence = Cadence(job.config.saving.every_steps, job.config.training.evaluate_every, job.updates)
         log.info("stages %s, layers %s, batch fields %s", [s.spec.index for s in pipe.engine.local_stages],
                  [list(s.spec.layers) for s in pipe.engine.local_stages], list(self._fields))
 
     def train(self) -> Stopped | None:
         """See :func:`train`."""
-        job, pipe, folder = self._job, self._pipe, self._folder
-        show, training = pipe.rank == 0, job.config.training
-        past = Past.read(folder / METRICS, job.steps_done) if show and job.steps_done else Past()
+        job, pipe, config, show = self._job, self._pipe, self._job.config, self._pipe.rank == 0
+        past = PastMetrics.read(self._folder / METRICS, job.steps_done) if show and job.steps_done else PastMetrics()
         past.time_s, last = broadcast_value([past.time_s, past.evaluations[-1:]], pipe)
-        self._evaluated = last[0][0] + 1 if last else 0  # steps when the latest evaluation was made
-        done, name = job.steps_done, job.step_name
+        self._evaluated = last[0][0] + 1 if last else 0  # steps done at the latest evaluation
         with message_if_slow("measuring what the devices can do", show):
-            worth = Worth(job.samples_per_update, job.tokens_per_update, Efficiency.of(job))
-        events = Events(folder, done) if show and job.config.metrics.tensorboard else None
-        with Metrics(folder / METRICS if show else None, worth, past, done, events) as self._metrics:
-            with Progress(job.updates, training.print_frequency, show, name, done,
-                          training.max_minutes) as self._progress, \
-                    Trace(folder if job.config.trace else None, pipe, job.samples_per_update) as self._trace, \
-                    ExitStack() as self._at_end, \
-                    TorchProfile(job, pipe, folder, self._progress.note) as self._profile, \
-                Checkpointing(job, pipe, folder, self._metrics, self._progress.note) as self._saving, in_good_order():
-                note_to(self._progress.show)
-                if job.config.parallel.executor == THREADED and device_of(job.config).type == "cpu":
-                    self._progress.note(NO_GAIN)
-                slow = few_microbatches(job.schedule, "training.num_microbatches", job.config.dataset.batch_size)
-                if show and slow is not None:
-                    self._progress.note(f"warning: {slow}")
-                self._divergence = Divergence(job, self._saving, self._progress.note)
-                self._balance = Replanning(job, pipe, folder, self._progress.note)
-                self._rank_times = RankTimes(job, pipe, folder, self._progress.note)
-                self._at_end.callback(self._rank_times.close)
-                stopped = self._steps()
+            size = StepSize(job.samples_per_update, job.tokens_per_update, Efficiency.from_job(job))
+        events = TensorBoardWriter(self._folder, job.steps_done) if show and config.metrics.tensorboard else None
+        with Metrics(self._folder / METRICS if show else None, size, past, job.steps_done, events) as self._metrics:
+            with ExitStack() as self._exits:
+                self._open()
+                stopped = self._run_steps()
                 self._saving.finish()
-                self._trace.end()
-                ended = None if stopped is None else Stopped(stopped, self._saving.is_saved)
-                if ended is not None:
-                    self._progress.note(self._words(ended))
+                if self._trace is not None:
+                    self._trace.end()
+                result = None if stopped is None else Stopped(stopped, self._saving.is_saved)
+                if result is not None:
+                    self._progress.note(self._stop_note(result))
             pipe.engine.collectives.check_replicas()
             counted_steps = len(counted_updates(self._metrics.update_s))
             before = self._warm_usage if counted_steps < len(self._metrics.update_s) else None
             usages = pipe.engine.collectives.usage(before)
             if show:
-                self._conclude(RunFigures.of(self._metrics, usages, job.placement,
-                                             None if before is None else counted_steps))
+                self._summarize(RunFigures.from_metrics(self._metrics, usages, job.placement,
+                                                        None if before is None else counted_steps))
         if show:
             self._saving.check_end()
             self._metrics.check_end()
-        return ended
+        return result
 
-    def _conclude(self, figures: RunFigures | None) -> None:
-        """Show what the run came to, and write it down wherever it belongs."""
+    def _open(self) -> None:
+        """Open everything that accompanies the steps: progress, trace, profile, checkpoints, checks."""
+        job, pipe, config, enter = self._job, self._pipe, self._job.config, self._exits.enter_context
+        self._progress = enter(ProgressBar(job.updates, config.training.print_frequency, pipe.rank == 0, job.step_name,
+                                           job.steps_done, config.training.max_minutes))
+        note = self._progress.note
+        self._trace = enter(TraceWriter(self._folder, pipe, job.samples_per_update)) if config.trace else None
+        self._rank_times = None
+        if config.metrics.rank_times_every is not None:
+            self._rank_times = RankTimes(job, pipe, self._folder, note)
+            self._exits.callback(self._rank_times.close)
+        wanted = config.training.profile_iteration
+        self._profile = enter(TorchProfile(job, pipe, self._folder, note)) \
+            if wanted is not None and wanted > job.steps_done else None
+        self._saving = enter(Checkpointing(job, pipe, self._folder, self._metrics, note))
+        enter(in_good_order())
+        note_to(self._progress.show)
+        if config.parallel.executor == THREADED and device_of(config).type == "cpu":
+            note(NO_GAIN)
+        slow = few_microbatches(job.schedule, "training.num_microbatches", config.dataset.batch_size)
+        if pipe.rank == 0 and slow is not None:
+            note(f"warning: {slow}")
+        self._divergence = DivergenceCheck(job, self._saving, note)
+        self._balance = BalanceCheck(job, pipe, self._folder, note)
+
+    def _summarize(self, figures: RunFigures | None) -> None:
+        """Print the summary, and write it to the log, ``metrics.jsonl`` and the CSV file."""
         text = summary(self._job, self._metrics, figures, self._saving.summary())
         log.info("summary\n%s", text)
         print(text, flush=True)
@@ -162,57 +171,65 @@ class _Run:
         self._metrics.summary(figures.as_json())
         try:
             (self._folder / SUMMARY).write_text(csv_text([config_row(self._job.config) | figures.as_row()]))
-        except OSError as error:  # what it says is in the log, too
+        except OSError as error:  # the log has the figures, too
             self._progress.note(f"warning: cannot write '{self._folder / SUMMARY}': {error.strerror}")
 
-    def _steps(self) -> str | None:
-        """Train to the end, or until a signal; its name."""
+    def _run_steps(self) -> str | None:
+        """Train to the end or until a signal; return the signal's name."""
         job, engine, metrics = self._job, self._pipe.engine, self._metrics
         minutes = job.config.training.max_minutes
         deadline = inf if minutes is None else perf_counter() + 60 * minutes - metrics.time_s
-        why: str | None = None
+        signal: str | None = None
 
-        def stop() -> bool:  # asked where the last stage is
-            nonlocal why
-            why = stop_asked()
-            return why is not None or perf_counter() > deadline
+        def stop() -> bool:  # asked on the rank of the last stage
+            nonlocal signal
+            signal = stop_asked()
+            return signal is not None or perf_counter() > deadline
 
         if job.steps_done:
-            self._progress.note(f"going on after {job.step_name} {job.steps_done}")
-            if lacking := metrics.past.lacking:
-                self._progress.note(f"warning: {METRICS} lacks lines of steps that are done: " + ", ".join(
-                    str(first) if first == last else f"{first} to {last}" for first, last in lacking))
-            if self._cadence.evaluates(job.steps_done - 1, job.steps_done) and self._evaluated != job.steps_done:
-                self._evaluate()  # a signal ended the attempt before just where it was due
+            self._begin_resumed()
         left = None if job.updates is None else job.updates - job.steps_done
         if left == 0:
             self._progress.note(f"nothing is left to do: {counted(job.steps_done, job.step_name)} are done; a larger "
                                 "training.max_steps or epochs goes on")
-        batches = self._at_end.enter_context(self._reading(job.training_batches(self._fields), "batch"))
-        self._profile.before(job.steps_done)
+        batches = self._exits.enter_context(self._read(job.training_batches(self._fields), "batch"))
+        if self._profile is not None:
+            self._profile.before(job.steps_done)
         for step in engine.train(batches, left, stop, self._cadence) if left != 0 else ():
             if step.index < metrics.steps:
-                continue  # a pause drained it, and it was recorded then
+                continue  # drained and recorded in a pause
             self._record(step)
-            if step.stop or self._profile.ends_run:
+            if step.stop or (self._profile is not None and self._profile.ends_run):
                 break
-            if self._is_due(step.index, step.index + 1):
+            if self._pause_is_due(step.index, step.index + 1):
                 self._pause(step.index)
-            self._profile.before(metrics.steps)
-        self._balance.interrupted()
+            if self._profile is not None:
+                self._profile.before(metrics.steps)
+        self._balance.before_drain()
         self._record(*engine.drain())
-        self._balance.end()
-        self._rank_times.end()
-        ended = metrics.steps == job.updates
-        if not ended:
-            why = broadcast_value(why, self._pipe, self._pipe.placement[-1][0])
-        if why is None or ended:
+        self._balance.report()
+        if self._rank_times is not None:
+            self._rank_times.end()
+        complete = metrics.steps == job.updates
+        if not complete:
+            signal = broadcast_value(signal, self._pipe, self._pipe.placement[-1][0])
+        if signal is None or complete:
             if self._evaluated != metrics.steps:
                 self._evaluate()
-            why = None
+            signal = None
         if job.config.saving.at_end or self._cadence.saves(metrics.steps - 1, metrics.steps):
             self._saving.save()
-        return why
+        return signal
+
+    def _begin_resumed(self) -> None:
+        """Report on a resumed run, and evaluate if a signal ended the attempt before just when that was due."""
+        done = self._job.steps_done
+        self._progress.note(f"going on after {self._job.step_name} {done}")
+        if missing := self._metrics.past.missing:
+            self._progress.note(f"warning: {METRICS} lacks lines of steps that are done: " + ", ".join(
+                str(first) if first == last else f"{first} to {last}" for first, last in missing))
+        if self._cadence.evaluates(done - 1, done) and self._evaluated != done:
+            self._evaluate()
 
     def _record(self, *steps: Step) -> None:
         # The config's rate, which is the first stage's: this rank may have none, or with replicas another.
@@ -221,51 +238,53 @@ class _Run:
         self._metrics.update(*steps)
         if self._warm_usage is None and len(self._metrics.update_s) >= WARM_UP:
             self._warm_usage = self._pipe.engine.collectives.local_usage()
-        if self._profile.after(self._metrics.steps):
-            self._metrics.not_training()
+        if self._profile is not None and self._profile.after(self._metrics.steps):
+            self._metrics.exclude_time()
         for step in steps:
             self._progress.update(step, self._metrics)
             self._balance.step()
-            self._divergence.step(step)
+            self._divergence.check_step(step)
         for warning in self._metrics.warnings():
             self._progress.note(f"warning: {warning}")
-        self._rank_times.step(self._metrics.steps)
-        self._trace.step()
+        if self._rank_times is not None:
+            self._rank_times.step(self._metrics.steps)
+        if self._trace is not None:
+            self._trace.step()
         self._saving.report()
 
-    def _is_due(self, before: int, steps: int) -> bool:
+    def _pause_is_due(self, before: int, steps: int) -> bool:
         return steps != self._job.updates and (self._cadence.saves(before, steps)
                                                or self._cadence.evaluates(before, steps))
 
     def _pause(self, before: int) -> None:
-        """Between two steps, the pipeline empty: evaluate, then save, so that an evaluation is the checkpoint's past.
+        """Drain the pipeline between two steps; evaluate, then save, so that the checkpoint follows the evaluation.
 
         Args:
-            before: steps that were done when this was last looked at; a pipeline that is drained may make more.
+            before: steps that were done at the last pause; draining may complete more.
         """
-        self._balance.interrupted()
+        self._balance.before_drain()
         self._record(*self._pipe.engine.drain())
-        self._balance.emptied()
+        self._balance.after_drain()
         steps = self._metrics.steps
         if steps != self._job.updates:
             if self._cadence.evaluates(before, steps):
                 self._evaluate()
             if self._cadence.saves(before, steps):
                 self._saving.save()
-        self._balance.filled_again()
+        self._balance.before_refill()
 
     def _evaluate(self) -> None:
-        with self._reading(self._job.evaluation_batches(self._fields), "evaluation batch") as batches:
+        with self._read(self._job.evaluation_batches(self._fields), "evaluation batch") as batches:
             loss = self._pipe.evaluate(batches)
         steps = self._evaluated = self._metrics.steps
         self._metrics.evaluation(steps - 1, loss)
         self._progress.note(f"evaluation loss after {counted(steps, self._job.step_name)}: {loss:.4f}")
-        self._divergence.evaluation(steps, loss)
+        self._divergence.check_evaluation(steps, loss)
 
-    def _reading(self, batches: Iterable[Batch], what: str) -> AbstractContextManager[Iterator[Batch]]:
-        return reading(batches, what, self._pipe, self._job.config.dataset.num_workers if self._fields else 0)
+    def _read(self, batches: Iterable[Batch], kind: str) -> AbstractContextManager[Iterator[Batch]]:
+        return read_batches(batches, kind, self._pipe, self._job.config.dataset.num_workers if self._fields else 0)
 
-    def _words(self, stopped: Stopped) -> str:
+    def _stop_note(self, stopped: Stopped) -> str:
         steps = self._metrics.steps
         how = f"saved; go on with: vpipe train --resume {quote(str(self._folder))}" if stopped.saved else "not saved"
         return f"stopped by {stopped.by} after {self._job.step_name} {steps}: {how}"
@@ -285,24 +304,24 @@ def build_pipeline(job: Job) -> Pipeline:
 
 
 @contextmanager
-def reading(batches: Iterable[Batch], what: str, pipe: Pipeline, ahead: int) -> Iterator[Iterator[Batch]]:
-    """The batches; one that cannot be read (a file that has gone) ends the run with the place.
+def read_batches(batches: Iterable[Batch], kind: str, pipe: Pipeline, prefetch: int) -> Iterator[Iterator[Batch]]:
+    """Iterate over batches; an error while reading one becomes a :class:`RunError` that names the rank and the batch.
 
     Args:
-        what: a batch is called, for messages.
-        ahead: so many are prepared in a thread before they are asked for, from the second on; 0: each when it is asked
-            for. The thread ends with the context.
+        kind: "batch" or "evaluation batch", for messages.
+        prefetch: batches that a thread prepares in advance, from the second on; 0 reads each when it is asked for. The
+            thread ends with the context.
     """
-    with closing(_prepared(batches, ahead)) if ahead else nullcontext(iter(batches)) as source:
-        yield _placed(source, what, pipe)
+    with closing(_prefetched(batches, prefetch)) if prefetch else nullcontext(iter(batches)) as source:
+        yield _with_located_errors(source, kind, pipe)
 
 
-def _prepared(batches: Iterable[Batch], ahead: int) -> Generator[Batch]:
-    """The first when it is asked for, so that it shows what making a batch does; the others in a thread.
+def _prefetched(batches: Iterable[Batch], prefetch: int) -> Generator[Batch]:
+    """Yield the first batch when it is asked for, to see what making one does; a thread prepares the others.
 
     Raises:
-        UserError: it draws from torch's default generator. That is the process's, so what a thread draws would be
-            missing elsewhere, dropout for one, or come from there, as it happens.
+        UserError: making a batch draws from torch's default generator. The process has one, so a thread's draws would
+            change those of dropout, and the other way round, depending on timing.
     """
     source, before = iter(batches), torch.get_rng_state()
     first = next(source, None)
@@ -311,12 +330,12 @@ def _prepared(batches: Iterable[Batch], ahead: int) -> Generator[Batch]:
                         "beside the training must not",
                         hint="give it a torch.Generator of its own, or set dataset.num_workers to 0")
     if first is not None:
-        with Prefetcher(source, ahead) as others:
+        with Prefetcher(source, prefetch) as others:
             yield first
             yield from others
 
 
-def _placed(source: Iterator[Batch], what: str, pipe: Pipeline) -> Iterator[Batch]:
+def _with_located_errors(source: Iterator[Batch], kind: str, pipe: Pipeline) -> Iterator[Batch]:
     stages = [stage.spec.index for stage in pipe.engine.local_stages]
     for number in count():
         try:
@@ -332,19 +351,18 @@ def _placed(source: Iterator[Batch], what: str, pipe: Pipeline) -> Iterator[Batc
             else:
                 failed, hint = f"the data set raised {type(error).__name__}: {error}", "mend what raised it"
             raise RunError(failed, hint=hint, rank=pipe.rank, stage=stages[0] if len(stages) == 1 else None,
-                           action=f"reading {what} {number}") from error
+                           action=f"reading {kind} {number}") from error
         yield batch
 
 
 MOST_SKIPPED = 20
-"""Steps skipped in a row, after which ``on_nan: skip`` stops, too: the weights are lost, not a batch odd."""
+"""Steps skipped in a row after which ``on_nan: skip`` stops, too: the weights are lost, it is no odd batch."""
 MOST_OVERFLOWS = 100
-"""Steps in a row that fp16 left out, after which it is not the scale of the loss: that is least after 24 halvings, of
-each stage where each has its own."""
+"""Overflows in a row after which the cause is not the loss scale: 24 halvings make that the least, on every stage."""
 
 
-class Divergence:
-    """Stops the run, or tells of what was skipped. All ranks make one, and show it the same steps.
+class DivergenceCheck:
+    """Stop a run with a loss that is not finite, or note skipped steps. All ranks check the same steps.
 
     Args:
         note: shows a line.
@@ -356,11 +374,11 @@ class Divergence:
         self._scaled = job.config.training.computed.scaled
         self._in_a_row = 0
 
-    def step(self, step: Step) -> None:
-        """Look at a step that was made.
+    def check_step(self, step: Step) -> None:
+        """Check a step.
 
         Raises:
-            LastingError: it ends the run.
+            LastingError: the run must end.
         """
         if isfinite(step.loss) and isfinite(step.gradient_norm or 0.0) and not step.skipped:
             self._in_a_row = 0
@@ -384,17 +402,17 @@ class Divergence:
                 self._stop(f"{what} at step {step.index}", "bf16 has fp32's range", "training.precision=bf16")
         self._stop(f"{what} at step {step.index}")
 
-    def evaluation(self, steps: int, loss: float) -> None:
-        """Look at an evaluation after so many steps. Where updates are skipped it may be odd: each of them was finite.
+    def check_evaluation(self, steps: int, loss: float) -> None:
+        """Check an evaluation; with ``on_nan: skip`` its loss may be infinite, since each update was finite.
 
         Raises:
-            LastingError: it ends the run.
+            LastingError: the run must end.
         """
         if not isfinite(loss) and not self._skips:
             self._stop(f"the evaluation loss is {loss} after {self._job.step_name} {steps}")
 
     def _stop(self, what: str, remedy: str = "", setting: str = "") -> NoReturn:
-        self._saving.finish()  # that of a step before it
+        self._saving.finish()  # the save of an earlier step
         newest = Checkpoints(self._saving.root).newest() if self._saving.root is not None else None
         hint = remedy or "lower training.learning_rate" + ("" if self._skips else ", or set training.on_nan: skip")
         if newest is None:

@@ -1,4 +1,4 @@
-"""What a run writes of its steps: ``metrics.jsonl``, one JSON object per update, and the same as events."""
+"""Record a run's steps in ``metrics.jsonl``, one JSON object per update; and MFU, which follows from its speed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vpipe.profiling.world import World
 from vpipe.runtime.step_results import Step
 from vpipe.train.job import Job, device_of
 from vpipe.train.model_settings import model_flops
-from vpipe.train.tensorboard import Events
+from vpipe.train.tensorboard import TensorBoardWriter
 
 log = logging.getLogger("vpipe")
 
@@ -33,31 +33,31 @@ Number = float | None
 Line = dict[str, float | str | bool | None]
 
 RECENT = 20
-"""Updates whose speed is shown while training."""
+"""Updates over which the speed shown while training is averaged."""
 
 
 @dataclass
-class Past:
-    """What the attempts of a run before this one have written of the steps that need not be made again.
+class PastMetrics:
+    """The lines that earlier attempts of a run wrote about steps that this attempt does not repeat.
 
     Attributes:
-        lines: as they stay in the file.
-        losses: of every step; NaN where it was not finite.
-        evaluations: the step each came after, and its loss.
+        lines: which stay in the file.
+        losses: of every step; NaN where the loss was not finite.
+        evaluations: step and loss of each.
         time_s: seconds of training.
-        lacking: the steps of which there should be a line, and is none: first and last of those in a row.
+        missing: steps without a line, as first and last of each gap.
     """
 
     lines: list[str] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     time_s: float = 0.0
-    lacking: list[tuple[int, int]] = field(default_factory=list)
+    missing: list[tuple[int, int]] = field(default_factory=list)
 
     @classmethod
-    def read(cls, path: Path, steps: int) -> Past:
-        """The lines of the first ``steps`` steps; of a file that was cut off within a line, the whole lines."""
-        past, expected = cls(), None  # a run that began with another one's checkpoint has no line of steps before it
+    def read(cls, path: Path, steps: int) -> PastMetrics:
+        """Read the lines of the first ``steps`` steps; a line that was cut off is ignored."""
+        past, expected = cls(), None  # a run that began from another run's checkpoint has no lines before it
         if not path.exists():
             return past
         for text in path.read_text(errors="replace").splitlines():
@@ -65,32 +65,32 @@ class Past:
                 line = json.loads(text)
                 step = line["step"]
             except (ValueError, TypeError, KeyError):
-                continue  # a process was killed as it wrote it
+                continue  # the process was killed while it wrote the line
             if step >= steps:
                 continue
             past.lines.append(text)
             past.time_s = line.get("time_s", past.time_s)
             if "loss" in line:
                 past.losses.append(_number(line["loss"]))
-                past._follows(step, expected)
+                past._note_gap(step, expected)
                 expected = step + 1
             elif "evaluation_loss" in line:
                 past.evaluations.append((step, _number(line["evaluation_loss"])))
-        past._follows(steps, expected)
+        past._note_gap(steps, expected)
         return past
 
-    def _follows(self, step: int, expected: int | None) -> None:
+    def _note_gap(self, step: int, expected: int | None) -> None:
         if expected is not None and step > expected:
-            self.lacking.append((expected, step - 1))
+            self.missing.append((expected, step - 1))
 
 
 @dataclass(frozen=True)
-class Worth:
-    """What a step is worth.
+class StepSize:
+    """The work of a step.
 
     Attributes:
         samples, tokens: that it trains on.
-        efficiency: what its MFU follows from; None where nobody knows it.
+        efficiency: FLOPs and peak; None for a model family that does not give its FLOPs.
     """
 
     samples: int
@@ -99,35 +99,34 @@ class Worth:
 
 
 class Metrics:
-    """Writes one line per update, at once, and keeps what the summary needs.
+    """Write a line per update at once, and collect what the summary needs.
 
-    The keys: ``step`` (from 0), ``loss``, ``learning_rate``, ``time_s`` (since training began, evaluation left
-    out); of this update ``step_s``, ``samples_per_s``, ``tokens_per_s``, and ``mfu`` and ``hfu`` where they are known;
-    ``gradient_norm`` where it is clipped over all stages, and ``skipped`` where it was left out; a number that is not
-    finite is ``null``. Lines of an evaluation hold ``step``, ``evaluation_loss`` and ``time_s``; those of a checkpoint
-    what :meth:`checkpoint` says; the last one what :meth:`summary` does.
+    Keys: ``step`` (from 0), ``loss``, ``learning_rate``, ``time_s`` (of training, without evaluations); of this update
+    ``step_s``, ``samples_per_s``, ``tokens_per_s``, and ``mfu`` and ``hfu`` if known; ``gradient_norm`` if it is
+    computed over all stages, and ``skipped`` if the update was skipped. A number that is not finite is ``null``. The
+    line of an evaluation has ``step``, ``evaluation_loss`` and ``time_s``; for others see :meth:`checkpoint` and
+    :meth:`summary`.
 
     Args:
         path: of the file, which is continued; None writes nothing. While it cannot be written, lines wait.
-        past: what is in it already.
+        past: the lines in it.
         first: steps that are done already.
-        events: written the same; None where nobody wants them.
+        events: gets the same lines.
 
     Attributes:
-        worth: of a step.
-        update_s, losses: of the updates since this object was made.
-        skipped: how many of those were left out.
-        evaluations: the same, by the step each came after.
+        size: of a step.
+        update_s, losses: of the updates of this attempt.
+        skipped: how many of those were skipped.
+        evaluations: of this attempt, step and loss.
     """
 
-    def __init__(self, path: Path | None, worth: Worth, past: Past | None = None, first: int = 0,
-                 events: Events | None = None) -> None:
-        self._path, self._file = path, None if path is None else Lines(path, anew=past is None)
+    def __init__(self, path: Path | None, size: StepSize, past: PastMetrics | None = None, first: int = 0,
+                 events: TensorBoardWriter | None = None) -> None:
+        self._path, self._file = path, None if path is None else LineWriter(path, truncate=past is None)
         self._events = events
-        self._told = False  # that lines wait
-        self._doubted = self._events_told = False
-        self.worth = worth
-        self.past = past or Past()
+        self._warned_file = self._warned_events = self._warned_mfu = False
+        self.size = size
+        self.past = past or PastMetrics()
         self._started = self._last = perf_counter()
         self._started -= self.past.time_s
         self._first = first
@@ -138,32 +137,32 @@ class Metrics:
 
     @property
     def steps(self) -> int:
-        """How many are done, with those of earlier attempts."""
+        """Steps done, those of earlier attempts included."""
         return self._first + len(self.losses)
 
     @property
     def time_s(self) -> float:
-        """Seconds of training up to the last update, with those of earlier attempts."""
+        """Seconds of training up to the last update, those of earlier attempts included."""
         return self._last - self._started
 
     @property
     def attempt_s(self) -> float:
-        """Seconds of training up to the last update, since this object was made."""
+        """Seconds of training up to the last update in this attempt."""
         return self.time_s - self.past.time_s
 
     @property
     def recent_update_s(self) -> float:
-        """Seconds of an update, the mean of the last ones; 0 before the first."""
+        """Mean seconds of the last updates; 0 before the first."""
         recent = self.update_s[-RECENT:]
         return sum(recent) / len(recent) if recent else 0.0
 
     @property
     def recent_tokens_per_s(self) -> float:
-        """Over the last updates."""
-        return self.worth.tokens / self.recent_update_s if self.update_s else 0.0
+        """Tokens per second over the last updates."""
+        return self.size.tokens / self.recent_update_s if self.update_s else 0.0
 
     def update(self, *steps: Step) -> None:
-        """Record training steps that have just ended; those of a draining pipeline end together and share the time."""
+        """Record steps that have just ended; several of a draining pipeline share the time."""
         begun, now = self._last, perf_counter()
         for number, step in enumerate(steps, 1):
             seconds = (now - begun) / len(steps)
@@ -173,10 +172,10 @@ class Metrics:
             line: Line = {
                 "step": step.index, "loss": finite(step.loss), "learning_rate": step.learning_rate,
                 "time_s": round(self.time_s, 4), "step_s": round(seconds, 6),
-                "samples_per_s": round(self.worth.samples / seconds, 2),
-                "tokens_per_s": round(self.worth.tokens / seconds, 1)}
-            if self.worth.efficiency is not None:
-                used = self.worth.efficiency.at(self.worth.tokens / seconds)
+                "samples_per_s": round(self.size.samples / seconds, 2),
+                "tokens_per_s": round(self.size.tokens / seconds, 1)}
+            if self.size.efficiency is not None:
+                used = self.size.efficiency.utilization(self.size.tokens / seconds)
                 line |= {"mfu": float(f"{used.model:.4g}"), "hfu": float(f"{used.hardware:.4g}")}
             if step.gradient_norm is not None:
                 line["gradient_norm"] = finite(step.gradient_norm)
@@ -185,33 +184,33 @@ class Metrics:
                 self.skipped += 1
             self._write(line)
 
-    def not_training(self) -> None:
-        """The time since the last update, or since this was said, does not count as training."""
+    def exclude_time(self) -> None:
+        """Exclude the time since the last update, or the last call, from the time of training."""
         now = perf_counter()
         self._started += now - self._last
         self._last = now
 
     def evaluation(self, step: int, loss: float) -> None:
         """Record an evaluation after update ``step``; its time does not count as training."""
-        self.not_training()
+        self.exclude_time()
         self.evaluations.append((step, loss))
         self._write({"step": step, "evaluation_loss": finite(loss), "time_s": round(self.time_s, 4)})
 
     def checkpoint(self, step: int, name: str, **facts: float | str) -> None:
-        """Record a checkpoint that was made after update ``step``: its ``name``, then ``pause_s`` of training,
-        ``save_s`` until it was complete, ``bytes`` and ``drain_s``; or ``error``, why there is none."""
+        """Record a checkpoint after update ``step``: ``pause_s`` of training, ``save_s`` until it was complete,
+        ``bytes`` and ``drain_s``; or ``error``, the reason why there is none."""
         self._write({"step": step, "checkpoint": name, **facts})
 
     def median_update_s(self) -> float:
-        """Seconds of an update, of at least one in this attempt."""
+        """Return the median seconds of the updates of this attempt, of which there is one at least."""
         return median(self.update_s)
 
     def summary(self, figures: Mapping[str, Any]) -> None:
-        """Record what the run comes to at its end, behind everything else."""
+        """Record the figures of the run, as the last line."""
         self._write({"step": self.steps - 1, "summary": figures})
 
     def sync(self) -> None:
-        """Let the lines so far reach the disk, as a checkpoint of the same steps will; another thread may call it."""
+        """Flush the lines to the disk, before a checkpoint of the same steps; another thread may call this."""
         if self._file is not None:
             try:
                 self._file.sync()
@@ -219,29 +218,29 @@ class Metrics:
                 log.warning("%s may lose lines if this host crashes: %s", self._path, error.strerror)
 
     def warnings(self) -> list[str]:
-        """What the user should know, each thing once."""
+        """Return warnings about files and MFU, each once."""
         found = []
         error = self._file.error if self._file is not None else None
-        if (error is not None) != self._told:
-            self._told = error is not None
+        if (error is not None) != self._warned_file:
+            self._warned_file = error is not None
             found.append(f"cannot write '{self._path}': {error}; training goes on, and the lines wait until there is "
                          "room" if error is not None else f"'{self._path}' is whole again")
-        if self._events is not None and self._events.error is not None and not self._events_told:
-            self._events_told = True
+        if self._events is not None and self._events.error is not None and not self._warned_events:
+            self._warned_events = True
             found.append(f"cannot write the events of TensorBoard: {self._events.error}; training goes on without them")
-        efficiency = self.worth.efficiency
-        if efficiency is not None and not self._doubted and len(self.update_s) >= RECENT:
-            doubt = efficiency.doubt(efficiency.at(self.recent_tokens_per_s))
-            if doubt is not None:
-                self._doubted = True
-                found.append(doubt)
+        efficiency = self.size.efficiency
+        if efficiency is not None and not self._warned_mfu and len(self.update_s) >= RECENT:
+            warning = efficiency.warning(efficiency.utilization(self.recent_tokens_per_s))
+            if warning is not None:
+                self._warned_mfu = True
+                found.append(warning)
         return found
 
     def check_end(self) -> None:
-        """Once the file is closed, a run of which lines are lost is none that went well.
+        """Check that no line is lost, once the file is closed.
 
         Raises:
-            LastingError: they are; to train again would not bring them back.
+            LastingError: lines are lost; another attempt would not bring them back.
         """
         if self._file is not None and self._file.error is not None:
             lines = counted(self._file.waiting, "line")
@@ -266,7 +265,7 @@ class Metrics:
 
 
 def finite(value: float) -> Number:
-    """Return the value as JSON has it: None where it is not finite."""
+    """Return the value for JSON: None if it is not finite."""
     return value if math.isfinite(value) else None
 
 
@@ -275,38 +274,37 @@ def _number(value: Number) -> float:
 
 
 def mean(values: Iterable[float]) -> float:
-    """The mean of at least one value."""
+    """Return the mean of at least one value."""
     numbers = list(values)
     return sum(numbers) / len(numbers)
 
 
-class Lines:
-    """Appends each line at once. Where it cannot, the disk being full, the line waits in memory and is tried again with
-    the next one: no run should end for it.
+class LineWriter:
+    """Append lines to a file at once. If the disk is full, lines wait in memory for the next try: the run goes on.
 
     Args:
         path: of the file.
-        anew: whether what is in it goes.
+        truncate: whether the file begins empty.
 
     Attributes:
-        error: why the lines that wait could not be written, in words; None while none wait.
+        error: why lines wait; None while none does.
 
     Raises:
-        UserError: the file cannot be made.
+        UserError: the file cannot be created.
     """
 
-    def __init__(self, path: Path, anew: bool) -> None:
+    def __init__(self, path: Path, truncate: bool) -> None:
         self.error: str | None = None
         self._waiting = bytearray()
         try:
             self._file: int | None = os.open(
-                path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if anew else 0), 0o666)
+                path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if truncate else 0), 0o666)
         except OSError as error:
             raise UserError(f"cannot write '{path}': {error.strerror}", hint="make it writable, or make room") from None
 
     @property
     def waiting(self) -> int:
-        """How many lines are not in the file, or not all of them."""
+        """LineWriter that are not in the file, or not completely."""
         return self._waiting.count(b"\n")
 
     def write(self, line: str) -> None:
@@ -315,16 +313,16 @@ class Lines:
         self._try()
 
     def sync(self) -> None:
-        """Let what was written reach the disk; another thread may call it.
+        """Flush the file to the disk; another thread may call this.
 
         Raises:
-            OSError: it could not.
+            OSError: the disk failed.
         """
         if (file := self._file) is not None:
             os.fsync(file)
 
     def close(self) -> None:
-        """Try once more to write what waits."""
+        """Try once more to write the lines that wait, and close the file."""
         self._try()
         if self._file is not None:
             with suppress(OSError):
@@ -335,7 +333,7 @@ class Lines:
         if self._file is None:
             return
         try:
-            while self._waiting:  # a disk that is nearly full takes a part
+            while self._waiting:  # a disk that is nearly full takes a part of it
                 del self._waiting[:os.write(self._file, self._waiting)]
             self.error = None
         except OSError as error:
@@ -344,51 +342,46 @@ class Lines:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What MFU and HFU of a run follow from, once its tokens per second are known.
+    """The FLOPs of a token and the peak of the devices: with the tokens per second they give MFU and HFU.
 
     Attributes:
-        layer_flops: operations of a token's forward, per layer.
-        again_flops: those of the layers that are recomputed.
+        layer_flops: of a token's forward, per layer.
+        recompute_flops: of a token's forward in the layers that are recomputed.
         peak: of the devices.
     """
 
     layer_flops: tuple[float, ...]
-    again_flops: float
+    recompute_flops: float
     peak: Peak
 
     @classmethod
-    def of(cls, job: Job) -> Efficiency | None:
-        """Every rank of a run calls this: where nobody knows the peak they measure it together.
+    def from_job(cls, job: Job) -> Efficiency | None:
+        """Return the efficiency of a job; all ranks call this, since they measure a peak that is not known together.
 
         Returns:
-            The same on every rank; None of a family that does not say what its layers compute.
+            The same on every rank; None for a family that does not give the FLOPs of its layers.
         """
-        layers = layer_flops(job)
+        layers = model_flops(job.config.model, len(job.model))
         if layers is None:
             return None
         config, device = job.config, device_of(job.config)
         dtype = config.training.computed.dtype or torch.float32
         peak = peak_of(World(device), device, dtype, config.metrics.peak_tflops)
-        return cls(tuple(layers), 0.0, peak).recomputing(job.recomputed)
+        return cls(tuple(layers), 0.0, peak).with_recompute(job.recomputed)
 
-    def recomputing(self, layers: Iterable[Iterable[int]]) -> Efficiency:
-        """The same where these layers are recomputed, per stage by their numbers in the model."""
-        return replace(self, again_flops=sum(self.layer_flops[number] for number in chain.from_iterable(layers)))
+    def with_recompute(self, layers: Iterable[Iterable[int]]) -> Efficiency:
+        """Return the efficiency if these layers, given per stage, are recomputed."""
+        return replace(self, recompute_flops=sum(self.layer_flops[number] for number in chain.from_iterable(layers)))
 
-    def at(self, tokens_per_s: float) -> Utilization:
-        """At a speed of the run."""
-        return Utilization.of(sum(self.layer_flops), self.again_flops, tokens_per_s, self.peak.flops_per_s)
+    def utilization(self, tokens_per_s: float) -> Utilization:
+        """Return MFU and HFU at a speed."""
+        return Utilization.of(sum(self.layer_flops), self.recompute_flops, tokens_per_s, self.peak.flops_per_s)
 
-    def doubt(self, used: Utilization) -> str | None:
-        """What is to be said wherever shares are shown that cannot be; None of those that can."""
+    def warning(self, used: Utilization) -> str | None:
+        """Return a warning about an MFU or HFU above 1; None without one."""
         name, share = ("MFU", used.model) if used.model > 1 else ("HFU", used.hardware)
         if share <= 1:
             return None
         least = share * self.peak.tflops
         return (f"the {name} of {100 * share:.0f} % cannot be: the peak is wrong ({self.peak}); the devices reached "
                 f"{least:,.4g} TFLOP/s each, so set metrics.peak_tflops to more than that")
-
-
-def layer_flops(job: Job) -> list[int] | None:
-    """Operations of a token's forward, per layer; None of a family that does not say them."""
-    return model_flops(job.config.model, len(job.model))

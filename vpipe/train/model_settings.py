@@ -1,4 +1,4 @@
-"""The model that a config describes, without its data."""
+"""The settings of the model that a config, or the config in a checkpoint, describes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from vpipe.model.layer import Model
 from vpipe.model.registry import Family, ModelSettings, family_named
 
 _ONLY_TRAINING = ("dropout", "initializer_range")
-"""Parts of the keys that change how a model is trained, and not what its weights mean."""
+"""Parts of keys that change how a model is trained, but not what its weights mean."""
 
 
 def model_file(section: ModelSection) -> Mapping[str, Any]:
-    """The Hugging Face config that gives the model's sizes, when one is named."""
+    """Read the Hugging Face config that gives the model's sizes; empty if the section names none."""
     path = section.config_file
     if path is None:
         return {}
@@ -42,10 +42,10 @@ def model_file(section: ModelSection) -> Mapping[str, Any]:
 
 
 def model_settings(section: ModelSection, vocab_size: int, overrides: Mapping[str, Any]) -> ModelSettings:
-    """What a ``model`` section tells a family, once the size of the vocabulary is known.
+    """Return the settings of a ``model`` section with the size of the vocabulary.
 
     Args:
-        overrides: the contents of its ``config_file``.
+        overrides: content of its ``config_file``.
     """
     return ModelSettings(
         vocab_size=vocab_size, preset=section.preset, hidden_size=section.hidden_size, num_layers=section.num_layers,
@@ -54,14 +54,14 @@ def model_settings(section: ModelSection, vocab_size: int, overrides: Mapping[st
 
 
 def model_flops(section: ModelSection, layers: int) -> list[int] | None:
-    """What the family says of the operations of a token's forward, per layer; None where it says nothing.
+    """Return the FLOPs of a token's forward, per layer; None for a family that does not give them.
 
     Args:
         section: with the size of the vocabulary.
         layers: of the model.
 
     Raises:
-        UserError: they are those of other layers than the model has, are no numbers, or cannot be told at all.
+        UserError: the family gives another number of layers, values that are no numbers, or fails.
     """
     flops = family_named(section.name).flops
     if flops is None:
@@ -69,27 +69,27 @@ def model_flops(section: ModelSection, layers: int) -> list[int] | None:
     settings = model_settings(section, section.vocab_size, model_file(section))
     hint = "let the flops of its register_model give a number for every layer, in order, or leave them out"
     try:
-        told = list(flops(settings))
+        counts = list(flops(settings))
     except UserError:
         raise
     except Exception as error:  # of a package
         raise UserError(f"the family of the model '{section.name}' cannot tell the operations of its layers: "
                         f"{type(error).__name__}: {error}", hint=hint) from error
-    if len(told) != layers:
+    if len(counts) != layers:
         raise UserError(f"the model '{section.name}' has {counted(layers, 'layer')}, but its family says the "
-                        f"operations of {len(told)}", hint=hint)
-    for number, count in enumerate(told):
+                        f"operations of {len(counts)}", hint=hint)
+    for number, count in enumerate(counts):
         if not isinstance(count, Real) or not isfinite(count) or count < 0:
             raise UserError(f"the family of the model '{section.name}' says that layer {number} has {count!r} "
                             "operations per token", hint=hint)
-    return told
+    return counts
 
 
 def model_differences(name: str, here: ModelSettings, there: ModelSettings) -> list[str]:
-    """Where two models of one family compute differently, which names and shapes of weights do not always show.
+    """Return differences between two models of a family that names and shapes of weights may not show.
 
-    Such as ``num_attention_heads is 4, not 2``, ``here``'s value first. Dropout may differ. Empty for a family that
-    has no config of its own to compare.
+    Such as ``num_attention_heads is 4, not 2``, ``here``'s value first. Dropout may differ. Empty for a family without
+    a Hugging Face config.
     """
     huggingface = family_named(name).huggingface
     if huggingface is None:
@@ -104,7 +104,7 @@ WHERE = "the checkpoint's config"
 
 @dataclass(frozen=True)
 class CheckpointModel:
-    """What a checkpoint is one of.
+    """The model family and settings of a checkpoint.
 
     Attributes:
         name: of the family.
@@ -115,11 +115,11 @@ class CheckpointModel:
     settings: ModelSettings
 
     @classmethod
-    def of(cls, manifest: Manifest, folder: Path) -> CheckpointModel:
+    def from_manifest(cls, manifest: Manifest, folder: Path) -> CheckpointModel:
         """Read the ``model`` section of the config in the manifest of the checkpoint in ``folder``.
 
         Raises:
-            UserError: it has none, or one that is wrong.
+            UserError: the section is missing or wrong.
         """
         section = validated(ModelSection, parse(model_text(manifest, folder), "", WHERE).at(("model",)))
         if section.config_file is not None and not section.config_file.is_file() and (folder / _COPY).is_file():
@@ -131,39 +131,39 @@ class CheckpointModel:
         return family_named(self.name)
 
     def model(self) -> Model:
-        """Its layers, none of them built."""
+        """Return the layers of the model, not materialized."""
         return self.family.factory(self.settings)
 
 
 _COPY = "config.json"
-"""The config that an import leaves in a checkpoint."""
+"""Name of the Hugging Face config that an import leaves in a checkpoint."""
 
 
-def says_model(manifest: Manifest) -> bool:
-    """Whether a checkpoint says what model it is of: one that ``Pipeline.save`` wrote does not."""
+def has_model(manifest: Manifest) -> bool:
+    """Return whether a checkpoint describes its model: one that ``Pipeline.save`` wrote does not."""
     return bool(manifest.config) and isinstance(parse(manifest.config, "", WHERE).get(("model",)), dict)
 
 
 def model_text(manifest: Manifest, folder: Path) -> str:
-    """The config of a checkpoint that says what model it is of.
+    """Return the config in a checkpoint that describes its model.
 
     Raises:
-        UserError: it does not.
+        UserError: the checkpoint does not describe its model.
     """
-    if not says_model(manifest):
+    if not has_model(manifest):
         raise UserError(f"the checkpoint '{folder}' does not say what model it is of: Pipeline.save wrote it",
                         hint="export it as safetensors or torch; only a run of 'vpipe train' knows the family's names")
     return manifest.config
 
 
 def config_text(found: str, settings: ModelSettings, config_file: Path) -> str:
-    """A config of nothing but the model, for a checkpoint that no run made."""
+    """Return a config with only a model section, for an imported checkpoint."""
     return write({"model": {"name": found, "vocab_size": settings.vocab_size, "tie_weights": settings.tie_weights,
                             "config_file": str(config_file)}})
 
 
-def config_of(manifest: Manifest) -> Config | None:
-    """The whole config of the run that made a checkpoint; None where no run did."""
+def checkpoint_config(manifest: Manifest) -> Config | None:
+    """Return the config of the run that wrote a checkpoint; None if no run did."""
     content = parse(manifest.config, "", WHERE)
     drop_removed(content)
     return validated(Config, content) if content.get(("training",)) is not None else None

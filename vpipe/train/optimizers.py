@@ -1,4 +1,14 @@
-"""Optimizers by name, with the usual division into parameters that decay and parameters that do not."""
+"""Optimizers by name, with two parameter groups (with and without weight decay), and learning-rate policies.
+
+A learning-rate policy maps a step (from 0) to a factor in [0, 1]. All policies warm up linearly,
+``(step + 1) / warmup_steps`` for ``step < warmup_steps``: no step has rate 0, and the last step of the warm-up has the
+full rate. With T total steps, W warm-up steps and progress ``x = min(1, (step - W) / (T - W))`` after the warm-up:
+
+    constant      1
+    step          gamma ^ floor((step - W) / step_every)
+    polynomial    (1 - x) ^ power
+    cosine        (1 + cos(pi x)) / 2
+"""
 
 from __future__ import annotations
 
@@ -20,7 +30,7 @@ _FUSED_DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """Which optimizer, and its numbers. Raises one UserError naming every value out of range.
+    """An optimizer's name and hyperparameters; raises one UserError that names every value out of range.
 
     ``weight_decay`` is an L2 term in the gradient for ``sgd`` and ``adam``, and decoupled from it for ``adamw``
     and ``lamb``. ``momentum`` is read by ``sgd``, ``betas`` and ``eps`` by the others. ``eps=None`` means the
@@ -40,7 +50,7 @@ class OptimizerSettings:
             raise UserError.all_of(problems)
 
     def from_named(self, named: Mapping[str, nn.Parameter]) -> Optimizer | None:
-        """The optimizer of these parameters; None when there are none, as in a stage without weights.
+        """Create the optimizer of these parameters; None without any, as for a stage without weights.
 
         Two parameter groups, in this order and left out when empty: the parameters that decay (see
         :func:`decays`), and those that do not; LAMB scales the second by no trust ratio, as its authors' code. A
@@ -81,7 +91,7 @@ class OptimizerSettings:
 
 
 def decays(name: str) -> bool:
-    """Whether weight decay applies to the parameter called ``name``.
+    """Return whether weight decay applies to the parameter called ``name``.
 
     It does not to biases (the name ends with "bias") and norms (it contains "norm", whatever the case, as in
     "LayerNorm"). Devlin et al. 2019 (BERT's own code).
@@ -109,7 +119,7 @@ POLICIES = ("constant", "step", "polynomial", "cosine")
 
 @dataclass(frozen=True)
 class LearningRatePolicy:
-    """A learning-rate policy; call it with a step. Raises one UserError naming every value out of range.
+    """A learning-rate policy: a function of the step; raises one UserError that names every value out of range.
 
     ``polynomial`` is a straight line to 0 by default, as BERT was trained (Devlin et al. 2019, appendix A.2);
     NVIDIA's LAMB recipe takes ``power=0.5``. ``step`` divides by 10 every ``step_every`` steps; None means a third of
@@ -130,7 +140,7 @@ class LearningRatePolicy:
             raise UserError.all_of(problems)
 
     def __call__(self, step: int) -> float:
-        """The factor on the learning rate at ``step`` (from 0); past ``total_steps`` the formulas go on."""
+        """Return the factor of the learning rate at ``step`` (from 0); past ``total_steps`` the formulas go on."""
         assert step >= 0, f"step {step} of a run that starts at step 0"
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps

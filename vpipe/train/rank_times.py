@@ -1,4 +1,4 @@
-"""Where the time of every rank goes, each few updates: in its log, on the screen, and in ``rank_times.jsonl``."""
+"""Report every few updates where each rank's time goes: in its log, on the screen, and in ``rank_times.jsonl``."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from vpipe.runtime.transport.process_groups import control_group
 from vpipe.runtime.usage import StageUsage
 from vpipe.schedules.schedule import stages_of_rank
 from vpipe.train.job import Job
-from vpipe.train.metrics import Lines, finite
+from vpipe.train.metrics import LineWriter, finite
 from vpipe.train.run_folder import RANK_TIMES
 from vpipe.units import size_text
 from vpipe.visualize.table import fitted, ms_text, terminal_columns
 
 FIGURES = ("forward_s", "backward_s", "step_s", "communication_s", "idle_s", "bytes_sent")
-"""Of :class:`~vpipe.runtime.usage.StageUsage`, each the mean of one update."""
+"""Fields of :class:`~vpipe.runtime.usage.StageUsage`, reported as means per update."""
 
 _HEADS = ("forward", "backward", "step", "comm", "idle", "sent")
 
@@ -34,13 +34,13 @@ log = logging.getLogger("vpipe")
 
 
 @dataclass(frozen=True)
-class _Sent:
-    """The figures of some updates, on their way to rank 0.
+class _Report:
+    """The figures of several updates on their way to rank 0.
 
     Attributes:
-        first, last: of the updates, counted from 1.
+        first, last: updates, counted from 1.
         gathered: the figures.
-        due: once so many updates are done, every rank has sent them.
+        due: after this update every rank has sent them.
     """
 
     first: int
@@ -50,41 +50,41 @@ class _Sent:
 
 
 class RankTimes:
-    """Reports every ``metrics.rank_times_every`` updates; never, and at no cost, where that is null.
+    """Report every ``metrics.rank_times_every`` updates, which must not be None.
 
-    All ranks make this object, and call it after the same updates. Nobody waits for anybody: a rank sends its figures
-    to rank 0 and goes on; rank 0 shows them when every rank must have sent them.
+    All ranks make one, and call it after the same updates. No rank waits for another: each sends its figures to rank 0
+    and goes on; rank 0 shows them when every rank must have sent them.
 
     Args:
-        note: shows some lines on rank 0.
+        note: shows lines on rank 0.
     """
 
     def __init__(self, job: Job, pipe: Pipeline, folder: Path, note: Callable[[str], None]) -> None:
         self._job, self._pipe, self._note = job, pipe, note
-        self._every = job.config.metrics.rank_times_every
-        # A rank is ahead of another by a few updates at most, and with a flush by none.
-        self._behind = 1 if job.schedule.flush else 2 * len(job.placement)
-        self._under_way: deque[_Sent] = deque()
+        every = job.config.metrics.rank_times_every
+        assert every is not None, "a run without reports makes no RankTimes"
+        self._every = every
+        # Without a flush a rank is ahead of another by a few updates at most.
+        self._lead = 1 if job.schedule.flush else 2 * len(job.placement)
+        self._pending: deque[_Report] = deque()
         self._reported = job.steps_done
-        self._before = self._usage() if self._every is not None else {}
-        self._file = Lines(folder / RANK_TIMES, anew=True) if self._every is not None and pipe.rank == 0 else None
+        self._before = self._usage()
+        self._file = LineWriter(folder / RANK_TIMES, truncate=True) if pipe.rank == 0 else None
 
     def step(self, done: int) -> None:
-        """So many updates are done, with those of earlier attempts."""
-        if self._every is None:
-            return
-        while self._under_way and self._under_way[0].due <= done:
-            self._show(self._under_way.popleft())
+        """Report if due after ``done`` updates, those of earlier attempts included."""
+        while self._pending and self._pending[0].due <= done:
+            self._show(self._pending.popleft())
         if done // self._every > self._reported // self._every:
             self._report(done)
 
     def end(self) -> None:
-        """The last update is done: show what is still to be shown."""
-        while self._under_way:
-            self._show(self._under_way.popleft())
+        """Show the reports that are pending, after the last update."""
+        while self._pending:
+            self._show(self._pending.popleft())
 
     def close(self) -> None:
-        """Write no more, also of a run that failed."""
+        """Close the file, also of a run that failed."""
         if self._file is not None:
             self._file.close()
 
@@ -100,20 +100,20 @@ class RankTimes:
             cells = ", ".join(map(" ".join, zip(_HEADS, _cells(here[rank]), strict=True)))
             log.info("rank %d, %s: %s", rank, self._title(self._reported + 1, done), cells)
         gathered = Gather(here, self._pipe.rank, self._job.schedule.ranks, "sharing where its time went")
-        self._under_way.append(_Sent(self._reported + 1, done, gathered, done + self._behind))
+        self._pending.append(_Report(self._reported + 1, done, gathered, done + self._lead))
         self._reported, self._before = done, usage
 
-    def _show(self, sent: _Sent) -> None:
-        found = sent.gathered.finish(self._job.config.parallel.timeout_s)
+    def _show(self, report: _Report) -> None:
+        found = report.gathered.finish(self._job.config.parallel.timeout_s)
         if self._file is None:
             return
         self._file.write(json.dumps({
-            "first_step": sent.first - 1, "last_step": sent.last - 1,
+            "first_step": report.first - 1, "last_step": report.last - 1,
             "ranks": [{"rank": rank, **dict(zip(FIGURES, (finite(float(f"{value:.6g}")) for value in values.tolist()),
                                                 strict=True))} for rank, values in found.items()]}))
         rows = [[str(rank), " ".join(map(str, stages_of_rank(self._job.placement, rank))), *_cells(values)]
                 for rank, values in found.items()]
-        self._note("\n".join([f"{self._title(sent.first, sent.last)}:",
+        self._note("\n".join([f"{self._title(report.first, report.last)}:",
                               *fitted(("rank", "stage", *_HEADS), rows, terminal_columns(), names=2)]))
 
     def _title(self, first: int, last: int) -> str:
@@ -127,20 +127,20 @@ def _cells(figures: Tensor) -> list[str]:
 
 
 class Gather:
-    """Sends what this process has to rank 0; on rank 0, gets ready to receive it. All ranks make this object.
+    """Gather small tensors of all ranks on rank 0 without waiting. All ranks make one.
 
     Args:
-        here: by rank of this process, a tensor of one shape on all ranks, in host memory.
+        here: by rank of this process, a tensor in host memory; its shape is the same on all ranks.
         rank: of this process.
-        ranks: how many there are.
-        about: what the ranks do with each other, for messages.
+        ranks: number of ranks.
+        about: purpose, for messages.
     """
 
     def __init__(self, here: Mapping[int, Tensor], rank: int, ranks: int, about: str) -> None:
         self._tensors, self._about = dict(here), about
         self._work: dict[int, dist.Work] = {}
         if len(here) == ranks:
-            return  # all are in this process
+            return  # all ranks are in this process
         for peer in range(1, ranks) if rank == 0 else [0]:
             with transferring_with(peer, about):
                 if rank:
@@ -152,7 +152,7 @@ class Gather:
             self._work[peer] = work
 
     def finish(self, timeout_s: float) -> dict[int, Tensor]:
-        """Wait until what is under way has arrived; the tensors by rank: of all on rank 0, else of this process.
+        """Wait for the transfers; return the tensors by rank: of all ranks on rank 0, of this process elsewhere.
 
         Raises:
             RunError: a rank is gone, or did not send in time.

@@ -346,12 +346,12 @@ def nothing_left(start: ResumePoint, job: Job) -> str | None:
     manifest = start.manifest
     if start.folder is None or manifest is None:
         return None
-    from vpipe.train.metrics import Past  # which needs torch, as a job does
+    from vpipe.train.metrics import PastMetrics  # which needs torch, as a job does
 
     steps = manifest.step
     if job.resumed(steps, manifest.samples).updates != steps:
         return None
-    evaluations = Past.read(start.folder / METRICS, steps).evaluations
+    evaluations = PastMetrics.read(start.folder / METRICS, steps).evaluations
     if not evaluations or evaluations[-1][0] != steps - 1:
         return None  # a signal ended it just there
     lock_run(start.folder)
@@ -389,7 +389,7 @@ def prepare_run(start: ResumePoint, job: Job) -> Path:
             if warning := other_tokens(manifest, job):
                 print(f"warning: {warning}", file=sys.stderr, flush=True)
         return folder
-    from vpipe.train.metrics import Past  # which needs torch, as a job does
+    from vpipe.train.metrics import PastMetrics  # which needs torch, as a job does
 
     folder = start.folder
     lock_run(folder)
@@ -397,7 +397,7 @@ def prepare_run(start: ResumePoint, job: Job) -> Path:
     attempt, last = next_attempt([folder, *roots]), last_step(folder)
     # First the checkpoints: a process that is killed here leaves none that is ahead of metrics.jsonl.
     moved = [name for root in roots for name in _move_later(root, steps, attempt)]
-    begin_attempt(folder, attempt, config, Past.read(folder / METRICS, steps).lines)
+    begin_attempt(folder, attempt, config, PastMetrics.read(folder / METRICS, steps).lines)
     job.keep_plan(folder)
     if (folder / PLAN).exists() and Plan.load(folder / PLAN).partition != job.partition:
         (folder / PLAN).unlink()  # this attempt follows it no more

@@ -1,4 +1,4 @@
-"""The summary of a run, as text."""
+"""Summarise a run at its end: figures for its table, its files and comparisons, and the text of the table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COLUMNS = ("stage", "rank", "layers", "forward", "backward", "step", "comm", "i
 
 
 def headline(job: Job) -> str:
-    """What a run begins with."""
+    """Describe a job in the line that a run begins with."""
     ranks = job.schedule.ranks
     to_plan, parallel = job.config.parallel.to_plan, job.config.parallel.standing_in
     return (f"{job.config.model.name}: {counted(len(job.model), 'layer')} in {counted(len(job.placement), 'stage')}"
@@ -37,12 +37,13 @@ def headline(job: Job) -> str:
 
 
 def summary(job: Job, metrics: Metrics, figures: RunFigures | None, saves: Sequence[str] = ()) -> str:
-    """Losses, a table of figures, and a row per stage and rank, in lines that fit the terminal. Times of a stage are
-    milliseconds per update; ``in flight`` counts microbatches whose activations a stage held at once. Of a run that
-    went on, times are those of this attempt, finite losses those of all.
+    """Return losses, a table of figures, and a row per stage and rank, in lines that fit the terminal.
+
+    Times of a stage are milliseconds per update; ``in flight`` is the largest number of microbatches whose activations
+    a stage held at once. For a resumed run, times are those of this attempt and losses those of all.
 
     Args:
-        figures: None of an attempt that made no step.
+        figures: None for an attempt that made no step.
         saves: lines about its checkpoints.
     """
     lines = []
@@ -101,31 +102,31 @@ def _stages(job: Job, figures: RunFigures) -> list[str]:
 
 @dataclass(frozen=True)
 class RunFigures:
-    """Of one attempt; of a run that went on, that is the part since then.
+    """The figures of one attempt of a run.
 
     Attributes:
         ranks: that trained.
-        steps: made in this attempt.
-        steps_done: with those of earlier attempts.
+        steps: of this attempt.
+        steps_done: of all attempts.
         samples_per_step: that a step trains on.
-        skipped: of ``steps``, left out since something was not finite.
-        time_s: that they took, evaluations left out.
-        counted_steps: those that figures are of, see :func:`~vpipe.metric_formulas.counted_updates`.
-        samples_per_s, tokens_per_s: over all of them.
-        step_median_s, step_p95_s: of one; 95 % took no longer than the second.
-        peak: of the devices; None where nobody knows it.
+        skipped: steps of this attempt that were skipped, since something was not finite.
+        time_s: of the steps, without evaluations.
+        counted_steps: steps that the figures count, see :func:`~vpipe.metric_formulas.counted_updates`.
+        samples_per_s, tokens_per_s: over the counted steps.
+        step_median_s, step_p95_s: median and 95th percentile of the counted steps.
+        peak: of the devices; None if unknown.
         mfu, hfu: shares of the peak.
-        bubble: see :func:`~vpipe.metric_formulas.bubble`; None where nobody knows how long ranks waited.
-        memory_bytes: the peak of the rank that has held most: resident of a process, allocated on a GPU.
+        bubble: see :func:`~vpipe.metric_formulas.bubble`; None if the waiting time of ranks is unknown.
+        memory_bytes: largest peak of any rank: resident for a process, allocated for a GPU.
         sent_bytes: by all ranks, per step.
-        versions, staleness: the most of any stage.
-        first_loss, last_loss: means of the first and the last of the losses that are finite, at most ten; those of all
-            attempts. None where none is.
+        versions, staleness: largest of any stage.
+        first_loss, last_loss: means of the first and last finite losses of all attempts, at most ten each; None
+            without any.
         evaluation_loss: of the latest evaluation.
-        doubt: why ``mfu`` or ``hfu`` cannot be right; None where it can.
-        stages: per stage, and of each of its replicas, its part in ``usage_steps``.
-        usage_steps: the steps that ``bubble``, ``sent_bytes`` and ``stages`` are of: the counted ones, if these could
-            be told apart.
+        doubt: why ``mfu`` or ``hfu`` cannot be right; None if it can.
+        stages: usage of each replica of each stage in ``usage_steps``.
+        usage_steps: steps that ``bubble``, ``sent_bytes`` and ``stages`` count: the counted ones, if they can be told
+            apart.
     """
 
     ranks: int
@@ -155,21 +156,21 @@ class RunFigures:
     usage_steps: int
 
     @classmethod
-    def of(cls, metrics: Metrics, usages: Sequence[StageUsage], placement: Placement,
-           usage_steps: int | None = None) -> RunFigures | None:
-        """Of what rank 0 recorded and what all ranks told; None of an attempt that made no step.
+    def from_metrics(cls, metrics: Metrics, usages: Sequence[StageUsage], placement: Placement,
+                     usage_steps: int | None = None) -> RunFigures | None:
+        """Compute the figures from rank 0's metrics and the usage of all ranks; None for an attempt without a step.
 
         Args:
-            usages: of every stage, and of each of its replicas.
-            usage_steps: the last so many steps, which they are of; None: all of the attempt.
+            usages: of each replica of each stage.
+            usage_steps: the last steps, which ``usages`` count; None for all of the attempt.
         """
-        steps, worth = len(metrics.losses), metrics.worth
+        steps, size = len(metrics.losses), metrics.size
         if not steps:
             return None
         usage_steps = usage_steps or steps
         counted = counted_updates(metrics.update_s)
-        rate, efficiency = len(counted) / sum(counted), worth.efficiency
-        used = None if efficiency is None else efficiency.at(rate * worth.tokens)
+        rate, efficiency = len(counted) / sum(counted), size.efficiency
+        used = None if efficiency is None else efficiency.utilization(rate * size.tokens)
         stages_of: dict[int, list[StageUsage]] = {}
         for rank, usage in zip((rank for ranks in placement for rank in ranks), usages, strict=True):
             stages_of.setdefault(rank, []).append(usage)
@@ -178,9 +179,9 @@ class RunFigures:
         few = averaged_losses(len(losses))
         evaluated = [loss for _, loss in (*metrics.past.evaluations, *metrics.evaluations)][-1:]
         return cls(
-            ranks=len(ranks), steps=steps, steps_done=metrics.steps, samples_per_step=worth.samples,
+            ranks=len(ranks), steps=steps, steps_done=metrics.steps, samples_per_step=size.samples,
             skipped=metrics.skipped, time_s=metrics.attempt_s, counted_steps=len(counted),
-            samples_per_s=rate * worth.samples, tokens_per_s=rate * worth.tokens, step_median_s=median(counted),
+            samples_per_s=rate * size.samples, tokens_per_s=rate * size.tokens, step_median_s=median(counted),
             step_p95_s=p95(counted), peak=None if efficiency is None else efficiency.peak,
             mfu=None if used is None else used.model, hfu=None if used is None else used.hardware,
             bubble=finite(bubble((rank.idle_s, rank.working_s) for rank in ranks)),
@@ -189,16 +190,16 @@ class RunFigures:
             versions=max(usage.versions for usage in usages), staleness=max(usage.staleness for usage in usages),
             first_loss=mean(losses[:few]) if losses else None, last_loss=mean(losses[-few:]) if losses else None,
             evaluation_loss=evaluated[0] if evaluated and isfinite(evaluated[0]) else None,
-            doubt=None if efficiency is None or used is None else efficiency.doubt(used), stages=tuple(usages),
+            doubt=None if efficiency is None or used is None else efficiency.warning(used), stages=tuple(usages),
             usage_steps=usage_steps)
 
     def as_json(self) -> dict[str, Any]:
-        """As values that JSON has: :meth:`as_row`, and the stages with the steps that they are of."""
+        """Return :meth:`as_row` and the stages, as values for JSON."""
         return {**self.as_row(), "usage_steps": self.usage_steps, "stages": [
             {**asdict(usage), "idle_s": finite(usage.idle_s)} for usage in self.stages]}
 
     def as_row(self) -> dict[str, float | str | None]:
-        """By name, each one value; times are in seconds, sizes in bytes."""
+        """Return the figures by name, one value each; times in seconds, sizes in bytes."""
         row = {name: _short(getattr(self, name)) for name in OWN}
         if self.peak is None:
             return row | dict.fromkeys(PEAK)
@@ -211,12 +212,12 @@ PEAK = ("peak_tflops", "devices", "peak_is")
 
 
 def _short(value: Any) -> Any:
-    """Digits beyond the sixth are noise."""
+    """Round a number to six digits; the others are noise."""
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def figure_columns(row: Mapping[str, Any]) -> dict[str, str]:
-    """The figures of a row as people read them, by the heads of a table."""
+    """Return the figures of a row as text, by column title."""
     return {"samples/s": f"{row['samples_per_s']:,.1f}", "tokens/s": f"{row['tokens_per_s']:,.0f}",
             "median": milliseconds(row["step_median_s"]), "p95": milliseconds(row["step_p95_s"]),
             "MFU": share_text(row["mfu"]), "HFU": share_text(row["hfu"]), "bubble": share_text(row["bubble"]),

@@ -1,4 +1,4 @@
-"""TensorBoard's event files, in the run's folder: every line of ``metrics.jsonl`` as scalars of the same names."""
+"""Write TensorBoard event files into the run folder: each line of ``metrics.jsonl`` as scalars of the same names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FOLDER = "tensorboard"
 
 
 def check_tensorboard() -> None:
-    """Refuse a run that asks for events where nothing can write them.
+    """Refuse a run that asks for TensorBoard events without the package that writes them.
 
     Raises:
         UserError: the package is not installed.
@@ -27,18 +27,18 @@ def check_tensorboard() -> None:
                         hint="pip install 'vpipe[tensorboard]', or set metrics.tensorboard to false")
 
 
-class Events:
-    """Writes events, each at once: they are few, and a thread of TensorBoard's own would take the time of training.
+class TensorBoardWriter:
+    """Write events, each at once: they are few, and TensorBoard's own writer thread would compete with training.
 
-    An event that cannot be written, the disk being full, ends the events of this attempt, and not the training: what is
-    behind a torn one cannot be read.
+    If an event cannot be written, this attempt writes no more events, since nothing behind a torn event can be read;
+    training goes on.
 
     Args:
-        run: the run's folder.
-        first: the first step of this attempt; TensorBoard forgets what earlier attempts said of it and later ones.
+        run: the run folder.
+        first: first step of this attempt; TensorBoard drops earlier events of this step and later ones.
 
     Attributes:
-        error: why there are no more events, in words; None while there are.
+        error: why no more events are written; None while they are.
     """
 
     def __init__(self, run: Path, first: int) -> None:
@@ -60,14 +60,14 @@ class Events:
             self._write(step=first, session_log=SessionLog(status=SessionLog.START))
 
     def line(self, line: Mapping[str, Any]) -> None:
-        """The numbers of a line of ``metrics.jsonl``; those of a checkpoint or of the summary under that name."""
+        """Write the numbers of a line of ``metrics.jsonl``; those of a checkpoint or the summary go under that name."""
         group = next((f"{key}/" for key in ("checkpoint", "summary") if key in line), "")
         values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in _scalars(line, group)]
         self._write(step=int(line["step"]), summary=self._summary(value=values))
 
     def close(self) -> None:
-        """No more events."""
-        with suppress(OSError):  # of what could not be written, either
+        """Close the file."""
+        with suppress(OSError):  # what could not be written before is tried again
             self._records.close()
 
     def _write(self, **content: Any) -> None:

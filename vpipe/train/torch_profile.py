@@ -1,4 +1,4 @@
-"""``RUN/profiler_<name>/rank<N>/``: one step of training as torch's profiler sees it, for TensorBoard and Perfetto."""
+"""Record a step with torch's profiler into ``RUN/profiler_<name>/rank<N>/``, for TensorBoard and Perfetto."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from vpipe.train.job import Job
 log = logging.getLogger("vpipe")
 
 OVERLAPPED = "overlapped"
-"""The executor whose profiles are named after the schedule."""
+"""The default executor."""
 
 LOG_LEVEL = "KINETO_LOG_LEVEL"
 SILENT = "99"
 
 
 class TorchProfile:
-    """Records a step on this rank: from when it has ended the step before to when it has ended this one.
+    """Record step ``training.profile_iteration`` on this rank, from the end of the step before to its own end.
 
-    So without a flush, when ranks are at different microbatches, each has as much work in it as a step has; with a
-    schedule read from a file, all of whose steps end at once, it is the batch with the step in it.
-    Every action has its name in it, the step the one that TensorBoard looks for.
+    Without a flush, ranks are at different microbatches, but each records the work of one step. With a schedule from a
+    file, all steps of a batch end at once, so the batch is recorded. Every action has its name in the profile.
 
     Args:
+        job: its profiled step is not done yet.
         folder: of the run.
         note: shows a line.
 
     Attributes:
-        made: whether the step was recorded by this attempt of the run. It says so after the same step on every rank.
+        made: whether the step was recorded in this attempt; the same on every rank after the same step.
 
     Raises:
         UserError: the folder cannot be written.
@@ -54,11 +54,9 @@ class TorchProfile:
         training = job.config.training
         self.made = False
         self._pipe, self._note, self._word, self._exit = pipe, note, job.step_name, training.exit_after_profile
-        wanted = training.profile_iteration
-        self._step = wanted if wanted is not None and wanted > job.steps_done else None
-        if self._step is None:
-            return
-        # What a file of a schedule says of several steps is done before the first of them is told.
+        assert training.profile_iteration is not None, "a run without a profiled step makes no TorchProfile"
+        self._step = training.profile_iteration
+        # All steps of a schedule from a file are done before the first of them is reported.
         at_once = 1 if job.schedule.stream else job.schedule.microbatches // job.schedule.rounds.per_step
         self._gpu = pipe.engine.local_stages[0].device.type == "cuda"
         self._begins = (self._step - 1) // at_once * at_once
@@ -70,21 +68,21 @@ class TorchProfile:
         except OSError as error:
             raise UserError(f"cannot write the profile '{self._file}': {error.strerror}",
                             hint="make room there, or leave training.profile_iteration out") from None
-        os.environ.setdefault(LOG_LEVEL, SILENT)  # torch's profiler tells each terminal that it starts
+        os.environ.setdefault(LOG_LEVEL, SILENT)  # else torch's profiler prints a line as it starts
         with self._recorder():
-            pass  # on a GPU the first time takes seconds, which would be the step's
+            pass  # on a GPU the first start takes seconds, which the step would seem to take
 
     def before(self, steps: int) -> None:
-        """Between two steps, nothing else is to come before the next one.
+        """Begin to record if the next step is due; called directly before it.
 
         Args:
             steps: that are done.
         """
-        if self._step is None or self._recording is not None or self.made or steps != self._begins:
+        if self._recording is not None or self.made or steps != self._begins:
             return
         recorder, stack = self._recorder(), ExitStack()
         if self._gpu:
-            torch.cuda.synchronize()  # what is left of the steps before is none of this one's
+            torch.cuda.synchronize()  # work of earlier steps does not belong to this one
         for worker in self._pipe.engine.workers.values():
             stack.callback(label_actions(worker))
         stack.enter_context(recorder)
@@ -92,8 +90,8 @@ class TorchProfile:
         self._recording = recorder, stack
 
     def after(self, steps: int) -> bool:
-        """A step has ended, or several; whether that took time which is none of the training's."""
-        if self._step is None or self._recording is None or steps < self._step:
+        """End the record if its step has ended; return whether that took time that is not training."""
+        if self._recording is None or steps < self._step:
             return False
         recorder = self._end()
         self.made = True
@@ -105,28 +103,28 @@ class TorchProfile:
 
     @property
     def ends_run(self) -> bool:
-        """Whether the run is to end now."""
+        """Return whether the run must end now."""
         return self.made and self._exit
 
     def _recorder(self) -> profile:
-        """What is beneath torch.profiler.profile, which imports the compiler of torch: that takes a second or two."""
+        """Return the base of torch.profiler.profile, which itself takes seconds to import torch's compiler."""
         return profile(use_kineto=True, use_device="cuda" if self._gpu else None,
                        experimental_config=_ExperimentalConfig(profile_all_threads=True))  # executors may have several
 
     def _end(self) -> profile:
-        assert self._recording is not None, "there is one"
+        assert self._recording is not None, "a record was begun"
         (recorder, stack), self._recording = self._recording, None
         stack.close()
         return recorder
 
     def _export(self, recorder: profile) -> None:
-        """At once or not at all: what reads it may be looking. A full disk costs the profile alone."""
+        """Write the file completely or not at all, since a reader may be open. A full disk costs only the profile."""
         partial = self._file.with_name(f"{self._file.name}.tmp")
         write: Callable[[str], object] = recorder.export_chrome_trace
         try:
             write(str(partial))
             partial.replace(self._file)
-        except (OSError, RuntimeError) as error:  # torch's own has no other word for it
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError
             self._note(f"warning: the profile '{self._file}' could not be written: {error}; training goes on")
 
     def __enter__(self) -> TorchProfile:
@@ -134,8 +132,6 @@ class TorchProfile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        if self._step is None:
-            return
         if self._recording is not None:
             self._end()
         if not self.made:
@@ -147,7 +143,7 @@ class TorchProfile:
 
 
 def profile_name(config: Config, schedule: str) -> str:
-    """What a profile is called after: the executor, or where that is the usual one the schedule."""
+    """Return what a profile is named after: the executor, or with the default executor the schedule."""
     executor = config.parallel.executor
     named = executor if executor != OVERLAPPED else Path(schedule).stem if is_file(schedule) else schedule
     return re.sub(r"[^\w.-]+", "_", named)

@@ -1,4 +1,4 @@
-"""``trace/rank<N>.jsonl`` in the folder of a run: what each rank did when. ``vpipe trace`` reads it."""
+"""Write the timeline of each rank to ``trace/rank<N>.jsonl`` in the run folder; ``vpipe trace`` reads it."""
 
 from __future__ import annotations
 
@@ -24,37 +24,34 @@ log = logging.getLogger("vpipe")
 
 FORMAT = 1
 AT_ONCE, AFTER_S = 4096, 5.0
-"""So many notes are worth writing down between two steps, which takes 10 ms; or what there is after so many seconds:
-what was not written is lost with a rank that is killed."""
+"""Notes that are written between two steps (in 10 ms), and seconds after which fewer are: a rank that is killed loses
+the notes that are not written."""
 
 
-class Trace:
-    """Records a pipeline, one file for each of its ranks that is in this process.
+class TraceWriter:
+    """Record a pipeline: one file for each of its ranks in this process.
 
-    A file begins with an object that describes the run (:meth:`_header` says how). Then come, in order, the actions
-    and evaluations as :mod:`vpipe.runtime.trace` writes them; ``{"clock": [at_s, offset_s]}`` when the clocks were
-    compared, at the start and at a good end: what to add to this rank's to have rank 0's; and ``{"truncated": true}``
-    at the end of a run of which only the beginning is recorded. Written between steps, from the first one on, and at
-    the end, also that of a run that fails: a file is whole lines. A rank that is ended from outside (Ctrl-C, a kill)
-    leaves out what it did since it last wrote, some seconds.
+    A file begins with an object that describes the run (see :meth:`_header`). The actions and evaluations follow in
+    order, as :mod:`vpipe.runtime.trace` writes them. ``{"clock": [at_s, offset_s]}`` stands where clocks were compared,
+    at the start and at a regular end: the offset turns this rank's time into rank 0's. ``{"truncated": true}`` ends the
+    file of a run of which only the beginning is recorded. Files are written between steps and at the end, also of a run
+    that fails, in whole lines. A rank that is killed loses the last seconds.
 
     Args:
-        folder: of the run; None records nothing.
-        pipe: not trained yet. All ranks make this object together.
+        folder: of the run.
+        pipe: not trained yet. All ranks make a writer together.
         samples_per_step: for the reader.
-        limit: how many actions of a rank are noted.
+        limit: largest number of actions that are recorded per rank.
 
     Raises:
         UserError: the folder cannot be written.
     """
 
-    def __init__(self, folder: Path | None, pipe: Pipeline, samples_per_step: int, limit: int = MOST_ACTIONS) -> None:
+    def __init__(self, folder: Path, pipe: Pipeline, samples_per_step: int, limit: int = MOST_ACTIONS) -> None:
         self._pipe, self._samples = pipe, samples_per_step
-        self._recorders: Mapping[int, Recorder] = {} if folder is None else pipe.engine.record(limit)
+        self._recorders: Mapping[int, Recorder] = pipe.engine.record(limit)
         self._files: dict[int, IO[str]] = {}
         self._full: set[int] = set()
-        if folder is None:
-            return
         try:
             (folder / "trace").mkdir(exist_ok=True)
             self._files = {rank: (folder / "trace" / f"rank{rank}.jsonl").open("w", encoding="utf-8")
@@ -62,11 +59,11 @@ class Trace:
         except OSError as error:
             raise UserError(f"cannot write the timeline of the run in '{folder / 'trace'}': {error.strerror}",
                             hint="make room there, or set trace to false") from None
-        self._clocks = [self._compared()]
+        self._clocks = [self._compare_clocks()]
         self._wrote_s = dict.fromkeys(self._files, float("-inf"))
 
     def step(self) -> None:
-        """Between two steps of training: write what waits, if it is much."""
+        """Write the notes that wait, if they are many or old; called between two steps."""
         for rank in list(self._files):
             recorder = self._recorders[rank]
             if recorder.waiting >= AT_ONCE or (recorder.waiting and perf_counter() - self._wrote_s[rank] > AFTER_S):
@@ -77,17 +74,16 @@ class Trace:
                          f"{recorder.count:,}")
 
     def end(self) -> None:
-        """The run has ended well: compare the clocks once more. All ranks call it."""
-        if self._recorders:
-            self._clocks.append(self._compared())
+        """Compare the clocks once more at a regular end; all ranks call this."""
+        self._clocks.append(self._compare_clocks())
 
-    def _compared(self) -> tuple[float, float]:
-        """When, on this rank's clock, and what to add to it."""
+    def _compare_clocks(self) -> tuple[float, float]:
+        """Return the time on this rank's clock, and the offset to rank 0's."""
         offset_s = clock_offset() if dist.is_initialized() else 0.0
         return perf_counter(), offset_s
 
     def _write(self, rank: int, *closing: str) -> None:
-        """In one piece, so that what is ended from outside leaves whole lines. A full disk ends the record alone."""
+        """Write in one piece, so that a killed rank leaves whole lines. A full disk ends the record, not the run."""
         file, recorder = self._files[rank], self._recorders[rank]
         try:
             lines = [] if file.tell() else [json.dumps(self._header(rank)), _clock(*self._clocks[0])]
@@ -96,16 +92,16 @@ class Trace:
         except OSError as error:
             recorder.stop()
             del self._files[rank]
-            with suppress(OSError):  # what could not be written is tried once more
+            with suppress(OSError):  # what could not be written before is tried again
                 file.close()
             log.warning("the timeline of rank %d breaks off, training goes on: cannot write %s: %s", rank, file.name,
                         error.strerror)
         self._wrote_s[rank] = perf_counter()
 
     def _header(self, rank: int) -> dict[str, object]:
-        """What a reader needs to know of the run, and of this rank. Byte counts are by stage.
+        """Return the description of the run and of a rank; bytes are per stage.
 
-        ``weight_bytes``: one version of the weights that a stage holds; ``static_bytes``: gradients, optimizer state,
+        ``weight_bytes``: one version of the weights of a stage; ``static_bytes``: gradients, optimizer state, and
         parameters that are not trained.
         """
         pipe, recorder = self._pipe, self._recorders[rank]
@@ -115,14 +111,14 @@ class Trace:
                 "recomputed": [sorted(layers) for layers in pipe.recomputed], "samples_per_step": self._samples,
                 "weight_bytes": recorder.weight_bytes(), "static_bytes": recorder.static_bytes()}
 
-    def __enter__(self) -> Trace:
+    def __enter__(self) -> TraceWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         for rank in list(self._files):
-            ended = [_clock(*clock) for clock in self._clocks[1:]]
-            self._write(rank, *ended, *(['{"truncated": true}'] if self._recorders[rank].full else []))
+            clocks = [_clock(*clock) for clock in self._clocks[1:]]
+            self._write(rank, *clocks, *(['{"truncated": true}'] if self._recorders[rank].full else []))
         for file in self._files.values():
             file.close()
 

@@ -1,4 +1,4 @@
-"""Whether the ranks of a run work equally long, asked once, after it has warmed up; and what would be better."""
+"""Compare the work of a run's ranks once, after a warm-up, and name a better partition if they are out of balance."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from vpipe.train.run_folder import PLAN, PROFILE
 from vpipe.units import size_text
 
 WARM_UP = 10
-"""Steps before the measured ones: memory pools fill, and the pipeline without a flush does."""
+"""Steps before the measured ones: memory pools fill, and so does a pipeline without a flush."""
 
 MEASURED = 20
-"""Steps whose work is compared."""
+"""Steps over which work is work."""
 
 ALLOWED = 0.15
-"""How much more than the mean of all ranks the slowest may work before anything is said."""
+"""Share by which the slowest rank may work longer than the mean before a warning."""
 
 WORTH = 0.01
-"""Share of a step that another partition must save to be named."""
+"""Least share of a step that another partition must save to be named."""
 
 COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.INPUT, Op.WEIGHT, Op.RECOMPUTE)
 UPDATE = (Op.STEP, Op.NORM)
@@ -40,109 +40,111 @@ UPDATE = (Op.STEP, Op.NORM)
 log = logging.getLogger("vpipe")
 
 
-class Replanning:
-    """Compares the ranks of a run, on the first of them; made and told of every step on all ranks alike.
+class BalanceCheck:
+    """Compare the work of all ranks on rank 0. All ranks make one, and call it after the same steps.
 
-    Nobody waits for anybody: when a rank is through with the measured steps, it sends what it counted and goes on, and
-    the first rank looks for it when all must have sent it. On GPUs nothing is said: the time of what they compute is
-    not known to the process.
+    No rank waits for another: after the measured steps each sends its times and goes on, and rank 0 receives them when
+    all must have sent. Nothing is compared on GPUs, where the process does not know how long actions compute.
 
     Args:
-        folder: of the run, where the profile is, if it has one.
+        folder: of the run; it may hold a plan and a profile.
         note: shows a line.
-        warm_up, measured: steps.
+        warm_up, measured: numbers of steps.
     """
 
     def __init__(self, job: Job, pipe: Pipeline, folder: Path, note: Callable[[str], None],
                  warm_up: int = WARM_UP, measured: int = MEASURED) -> None:
         self._job, self._pipe, self._folder, self._note = job, pipe, folder, note
         self._warm_up, self._measured = warm_up, measured
-        self._steps = self._all_steps = 0  # since the pipeline was last emptied, and at all
-        self._emptying = False
-        self._before: dict[int, Tensor] = {}  # by rank of this process, as :meth:`_spent`
-        self._filled: dict[int, Tensor] = {}  # the same, when an empty pipeline was about to be filled
-        self._pieces: dict[int, Tensor] = {}  # spent between two moments at which the pipeline was empty
-        self._piece_steps = 0
-        self._over = measured  # steps that were counted
+        self._steps = self._all_steps = 0  # since the last drain, and of the attempt
+        self._draining = False
+        self._before: dict[int, Tensor] = {}  # times of each rank of this process, see _spent
+        self._refilled: dict[int, Tensor] = {}  # the same, when an empty pipeline began to fill
+        self._between: dict[int, Tensor] = {}  # the same, spent between moments at which the pipeline was empty
+        self._between_steps = 0
+        self._counted_steps = measured
         self._until_end = 2 * len(job.placement)
-        self._counted: Gather | None = None
+        self._gathered: Gather | None = None
         self._ended = job.schedule.ranks == 1 or device_of(job.config).type == "cuda"
 
     def step(self) -> None:
-        """Another step is done."""
+        """Count a step."""
         if self._ended:
             return
         self._steps += 1
         self._all_steps += 1
-        if self._counted is not None:
+        if self._gathered is not None:
             self._until_end -= 1
             if self._until_end == 0:
-                self.end()
-        elif self._emptying:
+                self.report()
+        elif self._draining:
             pass
         elif self._steps == self._warm_up:
             self._before = self._spent()
         elif self._steps == self._warm_up + self._measured:
             spent = self._spent()
-            self._count({rank: spent[rank] - before for rank, before in self._before.items()}, self._measured)
+            self._send({rank: spent[rank] - before for rank, before in self._before.items()}, self._measured)
 
-    def interrupted(self) -> None:
-        """The pipeline is about to be emptied: the last steps of one without a flush are not like the others."""
-        self._emptying = not self._job.schedule.flush
+    def before_drain(self) -> None:
+        """Stop counting: while a pipeline without a flush drains, its steps are unlike the others."""
+        self._draining = not self._job.schedule.flush
 
-    def emptied(self) -> None:
-        """No microbatch is under way. Where there is no flush, ranks are at different microbatches but now: what they
-        spent since the pipeline was last empty is of the same steps."""
-        self._emptying = False
-        if self._ended or self._counted is not None or self._job.schedule.flush:
+    def after_drain(self) -> None:
+        """Count the time since the pipeline was last empty.
+
+        Without a flush, ranks are at different microbatches except when it is empty; between two such moments they have
+        worked on the same steps.
+        """
+        self._draining = False
+        if self._ended or self._gathered is not None or self._job.schedule.flush:
             return
-        if self._filled:
+        if self._refilled:
             for rank, spent in self._spent().items():
-                self._pieces[rank] = self._pieces.get(rank, 0) + spent - self._filled[rank]
-            self._piece_steps += self._steps
+                self._between[rank] = self._between.get(rank, 0) + spent - self._refilled[rank]
+            self._between_steps += self._steps
         self._steps = 0
-        if self._piece_steps >= self._measured:
-            self._count(self._pieces, self._piece_steps)
+        if self._between_steps >= self._measured:
+            self._send(self._between, self._between_steps)
 
-    def filled_again(self) -> None:
-        """The pipeline that was emptied goes on."""
+    def before_refill(self) -> None:
+        """Begin to count again after a drain."""
         if not self._ended and not self._job.schedule.flush and self._all_steps >= self._warm_up:
-            self._filled = self._spent()
+            self._refilled = self._spent()
 
-    def end(self) -> None:
-        """The last step is done, or long ago: say what there is to say."""
+    def report(self) -> None:
+        """Compare the ranks, if they have sent their times, and show a warning if they are out of balance."""
         if self._ended:
             return
         self._ended = True
-        if self._counted is None:
+        if self._gathered is None:
             return
-        counted = self._counted.finish(self._job.config.parallel.timeout_s)
+        times = self._gathered.finish(self._job.config.parallel.timeout_s)
         if self._pipe.rank == 0:
-            line = said(Compared.of(self._job, counted, self._over), self._job, self._profile, self._plan(),
-                        from_file=self._job.plan is None)
+            line = warning(RankWork.from_times(self._job, times, self._counted_steps), self._job, self._profile,
+                           self._plan(), from_file=self._job.plan is None)
             if line is not None:
                 self._note(line)
 
     def _spent(self) -> dict[int, Tensor]:
         return {rank: _spent(worker, len(self._job.placement)) for rank, worker in self._pipe.engine.workers.items()}
 
-    def _count(self, spent: dict[int, Tensor], steps: int) -> None:
-        self._counted = Gather(spent, self._pipe.rank, self._job.schedule.ranks, "sharing how long it works")
-        self._over = steps
+    def _send(self, spent: dict[int, Tensor], steps: int) -> None:
+        self._gathered = Gather(spent, self._pipe.rank, self._job.schedule.ranks, "sharing how long it works")
+        self._counted_steps = steps
 
     def _plan(self) -> Plan | None:
-        """That the run follows: one of its own making, or the one that the launcher left in its folder."""
+        """Return the plan that the run follows: its own, or the one in its folder."""
         if self._job.plan is not None or not (self._folder / PLAN).exists():
             return self._job.plan
         try:
             return Plan.load(self._folder / PLAN)
-        except UserError as error:  # the run goes on without
+        except UserError as error:  # the run needs none
             log.warning("%s", error)
             return None
 
     def _profile(self) -> Profile | None:
-        """Of this job on this device: the one that the run was planned with, or one that was measured before."""
-        from vpipe.profiling.cache import cached  # which few runs need
+        """Return the profile that the run was planned with, or one of this job and device from the cache."""
+        from vpipe.profiling.cache import cached  # few runs need it
         from vpipe.train.planning import identity_of
 
         size, ranks = self._job.config.microbatch_size, self._job.schedule.ranks
@@ -157,29 +159,29 @@ class Replanning:
 
 
 def _spent(worker: Worker, stages: int) -> Tensor:
-    """[2, stages] seconds of a rank so far: in microbatches and in optimizer steps; 0 for stages of others."""
+    """Return the seconds [2, stages] of a rank so far, in microbatches and in optimizer steps; 0 for other stages."""
     return torch.tensor([[sum(worker.seconds.get((stage, op), 0.0) for op in ops) for stage in range(stages)]
                          for ops in (COMPUTE, UPDATE)], dtype=torch.float64)
 
 
 @dataclass(frozen=True)
-class Compared:
-    """How long the ranks and stages of a run work.
+class RankWork:
+    """The working time of the ranks and stages of a run.
 
     Attributes:
-        rank_s: of each rank, per step.
-        microbatch_s: of each stage, per microbatch: forward, backward, recompute.
+        rank_s: seconds of each rank per step.
+        microbatch_s: seconds of each stage per microbatch: forward, backward and recompute.
     """
 
     rank_s: tuple[float, ...]
     microbatch_s: tuple[float, ...]
 
     @classmethod
-    def of(cls, job: Job, counted: dict[int, Tensor], steps: int) -> Compared:
-        """From what every rank spent in so many steps; see :func:`_spent`."""
+    def from_times(cls, job: Job, times: dict[int, Tensor], steps: int) -> RankWork:
+        """Compute the work from the times of all ranks in ``steps`` steps, see :func:`_spent`."""
         microbatches = steps * job.schedule.rounds.per_step
-        return cls(tuple(float(counted[rank].sum()) / steps for rank in sorted(counted)),
-                   tuple(float(seconds) / microbatches for seconds in torch.stack(list(counted.values())).sum(0)[0]))
+        return cls(tuple(float(times[rank].sum()) / steps for rank in sorted(times)),
+                   tuple(float(seconds) / microbatches for seconds in torch.stack(list(times.values())).sum(0)[0]))
 
     @property
     def slowest(self) -> int:
@@ -188,33 +190,33 @@ class Compared:
 
     @property
     def imbalance(self) -> float:
-        """How much longer than the mean of all the slowest rank works: 0.15 is 15 %."""
+        """Share by which the slowest rank works longer than the mean of all: 0.15 is 15 %."""
         return self.rank_s[self.slowest] * len(self.rank_s) / sum(self.rank_s) - 1
 
 
-def said(compared: Compared, job: Job, profile: Callable[[], Profile | None], plan: Plan | None = None, *,
-         from_file: bool = False) -> str | None:
-    """What a person is told: nothing while the ranks are about equal, or as unequal as planned.
+def warning(work: RankWork, job: Job, profile: Callable[[], Profile | None], plan: Plan | None = None, *,
+            from_file: bool = False) -> str | None:
+    """Return a warning if the ranks are out of balance; None if they are balanced, or as unbalanced as planned.
 
     Args:
-        profile: finds that of the job, if there is one; asked where it is needed.
+        profile: finds the profile of the job; called only when needed.
         plan: that the run follows.
-        from_file: whether its config names that plan.
+        from_file: whether the config names that plan.
     """
-    rank = compared.slowest
+    rank = work.slowest
     log.info("work per step, in ms: %s; the slowest %.0f %% above the mean",
-             ", ".join(f"{1e3 * seconds:.1f}" for seconds in compared.rank_s), 100 * compared.imbalance)
+             ", ".join(f"{1e3 * seconds:.1f}" for seconds in work.rank_s), 100 * work.imbalance)
     expected = None if plan is None or plan.partition != job.partition else plan.predictions
-    if compared.imbalance <= ALLOWED or (
-            expected is not None and compared.imbalance - _above_mean(expected, job, rank) <= ALLOWED):
+    if work.imbalance <= ALLOWED or (
+            expected is not None and work.imbalance - _above_mean(expected, job, rank) <= ALLOWED):
         return None
     stages = [stage for stage, ranks in enumerate(job.placement) if rank in ranks]
-    text = (f"out of balance: {job.describe(rank)} works {1e3 * compared.rank_s[rank]:.1f} ms per {job.step_name}, "
-            f"{100 * compared.imbalance:.0f} % more than the ranks on average")
+    text = (f"out of balance: {job.describe(rank)} works {1e3 * work.rank_s[rank]:.1f} ms per {job.step_name}, "
+            f"{100 * work.imbalance:.0f} % more than the ranks on average")
     if expected is not None:
-        text += (f" ({1e3 * sum(compared.microbatch_s[stage] for stage in stages):.1f} ms per microbatch, planned were "
+        text += (f" ({1e3 * sum(work.microbatch_s[stage] for stage in stages):.1f} ms per microbatch, planned were "
                  f"{1e3 * sum(map(_microbatch_s, (expected.stages[stage] for stage in stages))):.1f})")
-    return f"{text}; {_remedy(compared.microbatch_s, job, profile(), from_file=from_file)}"
+    return f"{text}; {_advice(work.microbatch_s, job, profile(), from_file=from_file)}"
 
 
 def _microbatch_s(stage: StagePrediction) -> float:
@@ -222,7 +224,7 @@ def _microbatch_s(stage: StagePrediction) -> float:
 
 
 def _above_mean(expected: Prediction, job: Job, rank: int) -> float:
-    """By how much a rank was planned to work longer than the mean of all: 0.15 is 15 %."""
+    """Return the share by which a rank was planned to work longer than the mean of all."""
     work = [0.0] * job.schedule.ranks
     for stage, ranks in zip(expected.stages, job.placement, strict=True):
         for one in ranks:
@@ -230,13 +232,13 @@ def _above_mean(expected: Prediction, job: Job, rank: int) -> float:
     return work[rank] * len(work) / sum(work) - 1
 
 
-def _remedy(microbatch_s: Sequence[float], job: Job, profile: Profile | None, *, from_file: bool) -> str:
+def _advice(microbatch_s: Sequence[float], job: Job, profile: Profile | None, *, from_file: bool) -> str:
     parallel = job.config.parallel
     if is_file(parallel.schedule):
         return "no partition is planned for a schedule from a file"
     if profile is None or len(profile.layers) != len(job.model):
         return "vpipe plan CONFIG finds a better partition"
-    from vpipe.plan.solver import Request, better_partition  # which few runs need
+    from vpipe.plan.solver import Request, better_partition  # few runs need it
     from vpipe.train.planning import memory_limit
 
     memory, microbatches = memory_limit(job.config, profile), job.config.training.num_microbatches
@@ -260,10 +262,10 @@ def _remedy(microbatch_s: Sequence[float], job: Job, profile: Profile | None, *,
 
 
 def _fullest_bytes(plan: Plan) -> int:
-    """What the rank of a plan that holds most is expected to hold."""
+    """Return the largest predicted peak memory of any rank of a plan."""
     assert plan.predictions is not None, "a solution's plan has them"
-    held: dict[int, int] = {}
+    peaks: dict[int, int] = {}
     for stage in plan.predictions.stages:
         for rank in stage.ranks:
-            held[rank] = held.get(rank, 0) + stage.memory.peak
-    return max(held.values())
+            peaks[rank] = peaks.get(rank, 0) + stage.memory.peak
+    return max(peaks.values())

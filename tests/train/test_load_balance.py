@@ -18,8 +18,8 @@ from vpipe.plan.plan import Plan, Prediction, StagePrediction
 from vpipe.plan.profile import Profile
 from vpipe.plan.stage_costs import StageMemory
 from vpipe.train.job import Job
+from vpipe.train.load_balance import BalanceCheck, RankWork, warning
 from vpipe.train.loop import build_pipeline
-from vpipe.train.replanning import Compared, Replanning, said
 
 
 class Slow(nn.Module):
@@ -57,16 +57,16 @@ def lines_of(job: Job, folder: Path, steps: int, emptied_after: Sequence[int] = 
     """What is said while a job makes so many steps in this process; one step warms up, two are measured."""
     lines: list[str] = []
     pipe = build_pipeline(job)
-    balance = Replanning(job, pipe, folder, lines.append, warm_up=1, measured=2)
+    balance = BalanceCheck(job, pipe, folder, lines.append, warm_up=1, measured=2)
     for step in pipe.engine.train(job.training_batches(tuple(job.model.batch)), steps):
         balance.step()
         if step.index in emptied_after:
-            balance.interrupted()
+            balance.before_drain()
             for _ in pipe.engine.drain():
                 balance.step()
-            balance.emptied()
-            balance.filled_again()
-    balance.end()
+            balance.after_drain()
+            balance.before_refill()
+    balance.report()
     return lines
 
 
@@ -119,9 +119,9 @@ def test_with_a_profile_the_better_partition_is_named(tmp_path: Path) -> None:
     job = job_of(tmp_path).with_plan(PLAN)
     start = ("out of balance: rank 0 (stage 0) works 40.0 ms per update, 33 % more than the ranks on average (9.0 ms "
              "per microbatch, planned were 7.0); ")
-    uneven = Compared((0.04, 0.02), (0.009, 0.004))
+    uneven = RankWork((0.04, 0.02), (0.009, 0.004))
     for from_file in (False, True):
-        line = said(uneven, job, of_five, PLAN, from_file=from_file)
+        line = warning(uneven, job, of_five, PLAN, from_file=from_file)
         assert line is not None
         assert line.startswith(f"{start}the partition [2, 3] in place of [3, 2] is expected to save ")
         assert line.endswith(" % of a step (set parallel.partition" + (", and leave parallel.plan out)" if from_file
@@ -130,17 +130,17 @@ def test_with_a_profile_the_better_partition_is_named(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_not_advised(tmp_path: Path) -> None:
     job = job_of(tmp_path, parallel__memory="24MiB").with_plan(PLAN)
-    line = said(Compared((0.04, 0.02), (0.009, 0.004)), job, lambda: of_five(8 << 20, 3 << 20), PLAN)
+    line = warning(RankWork((0.04, 0.02), (0.009, 0.004)), job, lambda: of_five(8 << 20, 3 << 20), PLAN)
     assert line is not None
     assert "no other partition than [3, 2] is expected to be faster in 24 MiB per rank; [2, 3] would save " in line
 
 
 def test_a_run_that_is_as_uneven_as_its_plan_says_nothing(tmp_path: Path) -> None:
     uneven = replace(PREDICTION, stages=(replace(PREDICTION.stages[0], forward_s=0.016), PREDICTION.stages[1]))
-    job, compared = job_of(tmp_path), Compared((0.084, 0.028), (0.02, 0.007))
-    assert said(compared, job, lambda: None, replace(PLAN, predictions=uneven)) is None
-    assert said(compared, job, lambda: None, PLAN) is not None
-    assert said(compared, job, lambda: None, replace(PLAN, partition=(2, 3), predictions=uneven)) is not None
+    job, compared = job_of(tmp_path), RankWork((0.084, 0.028), (0.02, 0.007))
+    assert warning(compared, job, lambda: None, replace(PLAN, predictions=uneven)) is None
+    assert warning(compared, job, lambda: None, PLAN) is not None
+    assert warning(compared, job, lambda: None, replace(PLAN, partition=(2, 3), predictions=uneven)) is not None
 
 
 def test_the_plan_that_the_launcher_left_is_the_run_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,5 +153,5 @@ def test_the_plan_that_the_launcher_left_is_the_run_s(tmp_path: Path, monkeypatc
 
 def test_fifteen_percent_are_allowed(tmp_path: Path) -> None:
     job = job_of(tmp_path)
-    assert said(Compared((1.14, 0.86), (0.1, 0.1)), job, lambda: None) is None
-    assert said(Compared((1.16, 0.84), (0.1, 0.1)), job, lambda: None) is not None
+    assert warning(RankWork((1.14, 0.86), (0.1, 0.1)), job, lambda: None) is None
+    assert warning(RankWork((1.16, 0.84), (0.1, 0.1)), job, lambda: None) is not None
