@@ -107,6 +107,9 @@ def test_schedules_of_packages_are_drawn_and_compared(install: Install, capsys: 
     out = capsys.readouterr().out
     assert "1F0" in out
     assert "which cannot be imported: ZeroDivisionError" in out
+    planned = schedules.planned_schedules(flush=True)
+    assert "made_elsewhere" in planned
+    assert "hollow" not in planned
     assert main(["schedule", "hollow", "--stages", "2", "--microbatches", "2"]) == 2
     config = tmp_path / "c.yaml"
     config.write_text("model: {name: bert}\ndataset: {name: synthetic, batch_size: 4}\n"

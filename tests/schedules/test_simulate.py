@@ -449,7 +449,7 @@ def relaxed(schedule: Schedule, costs: Costs) -> dict[tuple[int, Action], Number
     rounds = schedule.rounds
     ends: dict[tuple[int, Action], Number] = {}
     arrivals: dict[tuple[int, Action], dict[int, Number]] = defaultdict(dict)  # of what an action needs, by source
-    last = {(rank, action.stage, action.microbatch // rounds.span(action.stage)): action
+    last = {(rank, action.stage, action.microbatch // rounds.per_update(action.stage)): action
             for rank, program in enumerate(schedule.programs) for action in program
             if action.op in (Op.BACKWARD, Op.WEIGHT)}
     while True:
@@ -469,7 +469,7 @@ def relaxed(schedule: Schedule, costs: Costs) -> dict[tuple[int, Action], Number
                 stage, cost = action.stage, costs.stages[action.stage]
                 whole = cost.input_s + cost.weight_s
                 alone = cost.recompute_s if action.op in (Op.BACKWARD, Op.INPUT) else 0
-                update = action.microbatch if action.op is Op.STEP else action.microbatch // rounds.span(stage)
+                update = action.microbatch if action.op is Op.STEP else action.microbatch // rounds.per_update(stage)
                 others = [other for other in schedule.placement[stage] if other != rank]
                 reduce, part = Action(Op.REDUCE, stage, update), Fraction(cost.reduce_bytes) / (len(others) + 1)
                 if action.op is Op.STEP:

@@ -74,7 +74,7 @@ def predict(profile: Profile, plan: Plan, *, schedule: str | None = None, microb
     split = any(action.op is Op.INPUT for program in built.programs for action in program)
     rounds = built.rounds
     costs = pipeline_costs(profile, plan.partition, recomputed, built.placement, split, built.versions,
-                           [-(-rounds.span(stage) // rounds.width(stage)) for stage in range(built.stages)])
+                           [-(-rounds.per_update(stage) // rounds.width(stage)) for stage in range(built.stages)])
     steps = _simulate_stream(built, costs) if built.stream else _simulate_batches(built, costs)
     return SimulatedPlan(_prediction(profile, plan.partition, recomputed, steps), steps.timeline)
 
@@ -182,7 +182,7 @@ def _simulate_stream(schedule: Schedule, costs: Costs) -> _SimulatedSteps:
             if event.action.op is Op.STEP and event.action.stage == last:
                 update = event.action.microbatch
                 made[update] = max(float(event.end_s), made.get(update, 0.0))
-    per_step = rounds.per_step // rounds.span(last)
+    per_step = rounds.per_step // rounds.per_update(last)
     begin, end = (made[steps * per_step - 1] for steps in (filling, filling + counting))
     working = tuple(sum(max(0.0, min(end, float(event.end_s)) - max(begin, float(event.start_s)))
                         for event in events) / counting for events in timeline.events)

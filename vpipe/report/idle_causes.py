@@ -93,7 +93,7 @@ class Producers:
                     if op is Op.NORM:
                         norms[index].append(made)
                 if op in COMPLETES and rounds.width(stage) > 1:
-                    completed[stage, index // rounds.span(stage)][track.rank] = made
+                    completed[stage, index // rounds.per_update(stage)][track.rank] = made
         return cls(forward, returned, shared, norms, completed)
 
     def of_wait(self, done: Done, rank: int, last_stage: int) -> _Made | None:

@@ -32,7 +32,7 @@ class _Page:
     def __init__(self, evidence: Evidence) -> None:
         self._evidence, self._run = evidence, evidence.recording
         rounds = self._run.rounds
-        whole = all(rounds.span(stage) == rounds.per_step for stage in range(len(self._run.placement)))
+        whole = all(rounds.per_update(stage) == rounds.per_step for stage in range(len(self._run.placement)))
         self._unit = "update" if whole else "step"
         self._run_window, self._planned_window = self._windows()
 
@@ -79,7 +79,7 @@ class _Page:
         return (f"{name + ', ' if name else ''}schedule {run.schedule} ({flush}), "
                 f"{counted(len(run.placement), 'stage')} on {counted(len(run.tracks), 'rank')}, "
                 + (f"{counted(run.microbatches, 'microbatch')} per update" if run.flush else
-                   f"an update every {counted(run.rounds.span(0), 'microbatch')}") + ".")
+                   f"an update every {counted(run.rounds.per_update(0), 'microbatch')}") + ".")
 
     # -- headline figures
 

@@ -79,7 +79,7 @@ def replayed(recording: Recording, producers: Producers) -> Timeline | None:
     last = steps * rounds.per_step
 
     def taken(done: Done) -> int:
-        return rounds.span(done.stage) if done.op is Op.STEP else 1
+        return rounds.per_update(done.stage) if done.op is Op.STEP else 1
 
     programs = [[Action(done.op, done.stage, done.number - before // taken(done)) for done in track.actions
                  if done.op in _REPLAYED and (done.number + 1) * taken(done) <= before + last]

@@ -40,7 +40,7 @@ class Window:
 def step_ends(recording: Recording) -> dict[int, float]:
     """When each step was over on all ranks of stage 0, where its last backward ends; by the number of the step."""
     rounds, ends = recording.rounds, dict[int, float]()
-    span, per_step = rounds.span(0), rounds.per_step
+    span, per_step = rounds.per_update(0), rounds.per_step
     seen: dict[int, int] = {}
     for rank in recording.placement[0]:
         for done in recording.tracks[rank].actions:

@@ -136,10 +136,10 @@ class Interpreter:
         try:
             for rank, action in self._execute_all(programs, segment):
                 if action.op is Op.STEP:
-                    step, left = divmod((action.microbatch + 1) * rounds.span(action.stage), rounds.per_step)
+                    step, left = divmod((action.microbatch + 1) * rounds.per_update(action.stage), rounds.per_step)
                     made[step - 1] += not left
                     # Not one of fewer microbatches: some stages come to its end only when their programs end.
-                    if made[done] == here and len(rounds.of_step(done)) == rounds.per_step:
+                    if made[done] == here and len(rounds.in_step(done)) == rounds.per_step:
                         self.broken = False
                         yield done
                         self.broken = True
@@ -153,7 +153,7 @@ class Interpreter:
             self._abandon()
             raise
         self.broken = False
-        if segment.training and rounds.of_step(done):
+        if segment.training and rounds.in_step(done):
             yield done
 
     def _execute_all(self, programs: Mapping[int, Iterator[Action]],

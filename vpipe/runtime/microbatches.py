@@ -229,7 +229,7 @@ class Segment:
 
     def update_number(self, stage: int, update: int) -> int:
         """Return the run's number of an update, or version, of a stage, whatever made those before this segment."""
-        return self.steps_before * self.rounds.per_step // self.rounds.span(stage) + update
+        return self.steps_before * self.rounds.per_step // self.rounds.per_update(stage) + update
 
     def signature(self, microbatch: int) -> Signature:
         """Return the shapes of a microbatch's fields."""

@@ -114,7 +114,7 @@ class OptimizerSteps:
         Args:
             whole: whether the backward is not in two halves: then gradients are sent as they are made.
         """
-        update = microbatch // self._rounds.span(stage)
+        update = microbatch // self._rounds.per_update(stage)
         self._completed[stage] += 1
         if self._completed[stage] < len(self._rounds.share(stage, update, stage, self._transport.rank)):
             return None
@@ -133,7 +133,7 @@ class OptimizerSteps:
         if stage in self.reducers:
             self.reducers[stage].gather(self._number(stage, update))
         self._tied.add_gradients(stage, update)
-        weights, count = self._stages[stage].weights, len(self._rounds.of_update(stage, update))
+        weights, count = self._stages[stage].weights, len(self._rounds.in_update(stage, update))
         for position in self.optimizers[stage].untrained:
             weights.graded()[position].grad = None
         weights.widen_gradients()
@@ -186,7 +186,7 @@ class OptimizerSteps:
             self._complete_gradients(stage, update)
         if self.observer is not None:
             self.observer.gradients(number, dict(zip(weights.names, weights.gradients, strict=True)))
-        step = update * self._rounds.span(stage) // self._rounds.per_step
+        step = update * self._rounds.per_update(stage) // self._rounds.per_step
         applied = self._apply(stage, weights, number, self._rate(stage, step))
         if not applied:
             self.skipped.add(self._segment.steps_before + step)

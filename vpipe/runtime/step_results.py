@@ -70,14 +70,14 @@ class StepResults:
     def post(self, segment: Segment, step: int) -> None:
         """Post the receives of a step's results."""
         for rank in self._sources_elsewhere():
-            self._post(rank, self._key(segment, step), 1 + len(self._share(segment.rounds.of_step(step), rank)))
+            self._post(rank, self._key(segment, step), 1 + len(self._share(segment.rounds.in_step(step), rank)))
 
     def send(self, segment: Segment, step: int, rank: int) -> None:
         """Send the results of a step, if the last stage is on this rank, to all others."""
         if rank not in self._sources:
             return
         known = self._workers[rank].losses
-        losses = [known[segment.base + i].double().reshape(()) for i in self._share(segment.rounds.of_step(step), rank)]
+        losses = [known[segment.base + i].double().reshape(()) for i in self._share(segment.rounds.in_step(step), rank)]
         stop = torch.tensor(float(rank == self._sources[0] and self.stop()), dtype=torch.float64)
         self._own[step, rank] = torch.stack([stop.to(losses[0].device) if losses else stop, *losses]).cpu()
         self._send(self._key(segment, step), self._own[step, rank])
@@ -86,7 +86,7 @@ class StepResults:
         """Return the results of a step of which this process has made all its updates."""
         number = segment.steps_before + step
         for worker in self._workers.values():
-            worker.drop_checksums(segment.rounds.of_step(step))
+            worker.drop_checksums(segment.rounds.in_step(step))
         if not self.last_forwards:
             self.post(segment, step)
             for rank in self._workers:
@@ -107,7 +107,7 @@ class StepResults:
         """Return a step's mean loss and whether to stop."""
         results = [self._own.pop((step, rank)) if rank in self._workers
                    else self._receive(rank, self._key(segment, step)) for rank in self._sources]
-        microbatches = segment.rounds.of_step(step)
+        microbatches = segment.rounds.in_step(step)
         for rank in self._sources:
             if rank in self._workers:
                 for i in self._share(microbatches, rank):

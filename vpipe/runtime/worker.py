@@ -313,7 +313,7 @@ class Worker:
 
     def _reduce(self, stage_index: int, update: int) -> None:
         if self.comparison is not None and stage_index == self._last:
-            self.comparison.compare_replicas(self.segment.rounds.of_update(stage_index, update))
+            self.comparison.compare_replicas(self.segment.rounds.in_update(stage_index, update))
         self.optimizer_steps.reduce(stage_index, update)
 
     def _recompute(self, stage_index: int, microbatch: int) -> None:

@@ -12,7 +12,14 @@ from vpipe.errors import Problem, UserError, VpipeError, counted
 from vpipe.schedules.action import Action, forward
 from vpipe.schedules.costs import Costs
 from vpipe.schedules.passes import with_recompute
-from vpipe.schedules.registry import Limits, Recipe, recipe_named, recipes
+from vpipe.schedules.registry import (
+    DEFAULT_ASYNCHRONOUS,
+    DEFAULT_SCHEDULE,
+    Limits,
+    Recipe,
+    recipe_named,
+    recipes,
+)
 from vpipe.schedules.replication import ReplicaView, Rounds
 from vpipe.schedules.schedule import Schedule, stages_of_rank
 from vpipe.schedules.size import Placement, Size
@@ -166,7 +173,8 @@ def _chunks(recipe: Recipe, placement: Placement, groups: list[tuple[int, ...]])
     if len({len(group) for group in groups}) > 1 and (chunks > 1 or recipe.search is not None):
         raise UserError(f"'{recipe.name}' has equally many replicas of every stage, not "
                         f"{', '.join(str(len(ranks)) for ranks in placement)}", hint="give all stages equally many, "
-                        "or take a schedule with one stage per rank, such as 1f1b or pipedream")
+                        f"or take a schedule with one stage per rank, such as {DEFAULT_SCHEDULE} or "
+                        f"{DEFAULT_ASYNCHRONOUS}")
     return chunks
 
 
@@ -176,7 +184,8 @@ def _update_every(recipe: Recipe, depth: int, microbatches: int, update_every: i
         if update_every not in (None, 1, microbatches):
             raise UserError(f"update_every is {update_every}, but '{recipe.name}' updates once per batch of "
                             f"{counted(microbatches, 'microbatch')}",
-                            hint="leave update_every out, or choose a schedule without a flush, such as pipedream")
+                            hint="leave update_every out, or choose a schedule without a flush, such as "
+                                 f"{DEFAULT_ASYNCHRONOUS}")
         return microbatches
     least = recipe.update_every(depth)
     fitting = [n for n in range(1, microbatches + 1) if microbatches % n == 0 and n >= least]

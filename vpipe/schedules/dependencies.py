@@ -126,7 +126,7 @@ class Dependencies:
         version: dict[tuple[int, int], int] = {}
         operations: set[Op] = set()
         last: dict[tuple[int, int, int], Action] = {}
-        spans = [schedule.rounds.span(stage) for stage in range(schedule.stages)]
+        spans = [schedule.rounds.per_update(stage) for stage in range(schedule.stages)]
         for rank, program in enumerate(schedule.programs):
             steps: dict[int, int] = defaultdict(int)
             chosen: dict[int, int] = {}

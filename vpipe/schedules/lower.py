@@ -168,7 +168,7 @@ class Lowering:
         """Send the gradients of weights borrowed here once the last of the rank's stages has those of an update."""
         owners = [owner for owner, borrowers in self._borrowers.items() if stage in borrowers]
         for owner in owners:
-            self._completed[owner, microbatch // self._rounds.span(owner), stage] += 1
+            self._completed[owner, microbatch // self._rounds.per_update(owner), stage] += 1
             yield from self._close(owner)
         if owners:
             yield from self._take_steps()
@@ -179,7 +179,7 @@ class Lowering:
         An update that takes no microbatch of this rank waits for nothing from it.
         """
         while (self._has_gradients(owner, update := self._closed[owner], ended)
-               and self._rounds.begins(owner, update)):
+               and self._rounds.has_update(owner, update)):
             for borrower in self._borrowers[owner]:
                 self._completed.pop((owner, update, borrower), None)
             self._closed[owner] += 1
@@ -201,13 +201,13 @@ class Lowering:
 
     def _await_gradients(self, owner: int, update: int) -> Iterator[Action]:
         """Post, without a flush, the receive of the borrowers' gradients of an update before they can send them."""
-        if not self._rounds.flush and self._rounds.begins(owner, update):
+        if not self._rounds.flush and self._rounds.has_update(owner, update):
             yield Action(Op.RECV_G, owner, update)
 
     def _has_gradients(self, owner: int, update: int, ended: bool) -> bool:
         for borrower in self._borrowers[owner]:
             done = self._completed[owner, update, borrower]
-            if not (done or ended) and self._rounds.whole_share(owner, update, borrower, self._rank):
+            if not (done or ended) and self._rounds.complete_share(owner, update, borrower, self._rank):
                 return False  # to ask whether more microbatches exist would read the data too early
             if done != len(self._rounds.share(owner, update, borrower, self._rank)):
                 return False

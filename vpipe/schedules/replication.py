@@ -50,24 +50,24 @@ class Rounds:
         """Return the number of the replica of a stage that a rank is."""
         return self.placement[stage].index(rank)
 
-    def span(self, stage: int) -> int:
+    def per_update(self, stage: int) -> int:
         """Return the number of microbatches of a complete update of a stage."""
         return self.update_every if self.flush else self.update_every * self.width(stage)
 
     @cached_property
     def per_step(self) -> int:
         """The fewest microbatches with which every stage makes complete updates: one step of training."""
-        return lcm(*(self.span(stage) for stage in range(len(self.placement))))
+        return lcm(*(self.per_update(stage) for stage in range(len(self.placement))))
 
-    def begins(self, stage: int, update: int) -> bool:
+    def has_update(self, stage: int, update: int) -> bool:
         """Tell whether there is a microbatch for an update of a stage."""
-        return self.exists(update * self.span(stage))
+        return self.exists(update * self.per_update(stage))
 
-    def of_update(self, stage: int, update: int) -> range:
+    def in_update(self, stage: int, update: int) -> range:
         """Return the microbatches of an update of a stage."""
-        return self._existing(update * self.span(stage), self.span(stage))
+        return self._existing(update * self.per_update(stage), self.per_update(stage))
 
-    def of_step(self, step: int) -> range:
+    def in_step(self, step: int) -> range:
         """Return the microbatches of a step of training, see :attr:`per_step`."""
         return self._existing(step * self.per_step, self.per_step)
 
@@ -79,12 +79,12 @@ class Rounds:
 
     def share(self, owner: int, update: int, stage: int, rank: int) -> range:
         """Return the microbatches of an update of ``owner`` that ``rank`` takes through ``stage``."""
-        return self._of_rank(self.of_update(owner, update), stage, rank)
+        return self._of_rank(self.in_update(owner, update), stage, rank)
 
-    def whole_share(self, owner: int, update: int, stage: int, rank: int) -> range:
+    def complete_share(self, owner: int, update: int, stage: int, rank: int) -> range:
         """Return the same for a complete update, without asking which microbatches exist."""
-        first = update * self.span(owner)
-        return self._of_rank(range(first, first + self.span(owner)), stage, rank)
+        first = update * self.per_update(owner)
+        return self._of_rank(range(first, first + self.per_update(owner)), stage, rank)
 
     def _of_rank(self, microbatches: range, stage: int, rank: int) -> range:
         width = self.width(stage)
@@ -150,13 +150,13 @@ class ReplicaView:
                 completed[action.stage] += action.op in COMPLETES
                 stepped[action.stage] += action.op is Op.STEP
             elif not any(rounds.exists(completed[stage] * self.width + self.replica)
-                         or rounds.begins(stage, stepped[stage]) for stage in stages):
+                         or rounds.has_update(stage, stepped[stage]) for stage in stages):
                 return
 
 
 def _exists(action: Action, rounds: Rounds) -> bool:
     if action.op is Op.STEP:
-        return rounds.begins(action.stage, action.microbatch)
+        return rounds.has_update(action.stage, action.microbatch)
     if action.op is Op.USE:
-        return action.microbatch == 0 or rounds.begins(action.stage, action.microbatch - 1)
+        return action.microbatch == 0 or rounds.has_update(action.stage, action.microbatch - 1)
     return rounds.exists(action.microbatch)

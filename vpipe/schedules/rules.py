@@ -88,7 +88,7 @@ def indices(deps: Dependencies) -> None:
         if not first <= action.microbatch < beyond:
             raise rule_error(schedule, f"{action}: there is no {word} {action.microbatch} with "
                              f"{counted(schedule.microbatches, 'microbatch')} and an update every "
-                             f"{schedule.rounds.span(action.stage)}",
+                             f"{schedule.rounds.per_update(action.stage)}",
                              f"use {_range(word, first, beyond)}, or leave the action out", spot)
 
 

@@ -54,7 +54,7 @@ class Schedule:
 
     def updates(self, stage: int) -> int:
         """Return the number of updates of a stage; the last may have fewer microbatches."""
-        return -(-self.microbatches // self.rounds.span(stage))
+        return -(-self.microbatches // self.rounds.per_update(stage))
 
     def with_programs(self, programs: Sequence[Sequence[Action]]) -> Schedule:
         """Return the same schedule with other programs, as a pass does."""

@@ -203,7 +203,7 @@ class Job:
     def step_name(self) -> str:
         """Name a step of training: "update", or "step" if stages make different numbers of updates in it."""
         rounds = self.schedule.rounds
-        return "update" if all(rounds.span(s) == rounds.per_step for s in range(len(self.placement))) else "step"
+        return "update" if all(rounds.per_update(s) == rounds.per_step for s in range(len(self.placement))) else "step"
 
     @property
     def samples_per_update(self) -> int:

@@ -130,7 +130,7 @@ class _Numbers:
         self._where: dict[Op, dict[tuple[int, ...], int]] = {op: {} for op in Op}
         several = {op: op not in PER_MICROBATCH for op in Op}
         self._last: dict[tuple[int, int, int], int] = {}  # of a replica's gradients of an update: (stage, update, rank)
-        spans = {stage: schedule.rounds.span(stage) for stage in range(schedule.stages)
+        spans = {stage: schedule.rounds.per_update(stage) for stage in range(schedule.stages)
                  if schedule.rounds.width(stage) > 1}
         for rank, (first, program) in enumerate(zip(firsts, schedule.programs, strict=True)):
             for number, action in enumerate(program, start=first):
