@@ -37,7 +37,7 @@ def test_all_ranks_hear_of_it_and_those_that_come_later(ranks: Ranks) -> None:
     until(lambda: ranks.watches[0].stop_asked == "SIGUSR1")
     line = hello(hub, 2)
     heard: list[object] = []
-    until(lambda: heard.extend(line.hear()) or {"stop": "SIGUSR1"} in heard)
+    until(lambda: heard.extend(line.receive()) or {"stop": "SIGUSR1"} in heard)
     assert all(rank.empty() for rank in ranks.ended.values())
     line.close()
 

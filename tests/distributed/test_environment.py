@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from vpipe.distributed.environment import RankEnvironment, agent_of, slurm_address, slurm_port
+from vpipe.distributed.environment import RankEnvironment, slurm_address, slurm_port, starter_id
 from vpipe.errors import UserError
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "hostA", "MASTER_PORT": "29500",
@@ -62,7 +62,7 @@ def test_several_agents_that_start_ranks_again_must_not_lend_their_store() -> No
 
 
 def test_torchrun() -> None:
-    agent = agent_of({}, None)
+    agent = starter_id({}, None)
     assert str(os.getppid()) in agent
     assert RankEnvironment.parse(TORCHRUN) == RankEnvironment("torchrun", 3, 4, 1, socket.gethostname(), "hostA", 29500,
                                                        "none", agent)

@@ -94,7 +94,7 @@ def test_a_short_wait_is_not_worth_a_word(soon: Ranks) -> None:
     shown: list[str] = []
     stalls = LongWaits(0, WatchdogTiming.from_timeout(60.0), str, shown.append)
     for seconds in (0.0, 10.0, 29.0, 0.0):
-        stalls.look([RankState(), RankState(waits=Wait(0, seconds))])
+        stalls.update([RankState(), RankState(waits=Wait(0, seconds))])
     stalls.end()
     assert not shown
 
@@ -103,7 +103,7 @@ def test_who_waits_again_and_again_does_not_fill_the_screen() -> None:
     shown: list[str] = []
     stalls = LongWaits(0, WatchdogTiming.from_timeout(60.0), str, shown.append)
     for seconds in [31.0, 32.0, 0.0] * (MOST_SHOWN + 2):
-        stalls.look([RankState(at=("running 0F0", seconds)), RankState(waits=Wait(0, seconds, "for"))])
+        stalls.update([RankState(at=("running 0F0", seconds)), RankState(waits=Wait(0, seconds, "for"))])
     stalls.end()
     assert len(shown) == 2 * MOST_SHOWN
     assert shown[-2].endswith("\n  further long waits are told of in the logs only")

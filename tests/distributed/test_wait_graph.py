@@ -19,7 +19,7 @@ def waits(peer: int | None, seconds: float, at: str | None = None) -> RankState:
 
 
 def told(*seen: RankState, enough_s: float = 15.0) -> list[list[str]]:
-    return [chain.in_words(place) for chain in chains(seen, enough_s, beat_s=1.0)]
+    return [chain.sentences(place) for chain in chains(seen, enough_s, beat_s=1.0)]
 
 
 def test_a_straggler() -> None:
@@ -71,4 +71,4 @@ def test_of_a_long_chain_the_middle_is_counted() -> None:
     (AT_WORK, Fault.busy(0)), (RankState(left=True), Fault.left(0)), (RankState(silent_s=20.0), Fault.silent(20.0, 0)),
     (waits(1, 31), Fault.circle(1, 0))])
 def test_who_is_to_blame(end: RankState, fault: Fault) -> None:
-    assert WaitChain.of([end, waits(0, 31)], 1, 15.0, 1.0).fault == fault
+    assert WaitChain.follow([end, waits(0, 31)], 1, 15.0, 1.0).fault == fault

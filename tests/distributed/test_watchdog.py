@@ -62,14 +62,14 @@ def test_one_that_ended_in_good_order_is_not_blamed(ranks: Ranks) -> None:
 
 def test_the_last_word_is_said_before_the_line_is_closed(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks.start(2)
-    say = Connection.say
+    say = Connection.send
 
     def slowly(line: Connection, message: Mapping[str, object]) -> None:
         if "left" in message:
             time.sleep(4 * PACE.beat_s)  # the thread beats meanwhile
         say(line, message)
 
-    monkeypatch.setattr(Connection, "say", slowly)
+    monkeypatch.setattr(Connection, "send", slowly)
     ranks.watches.pop(1).leave()
     until(lambda: ranks.watches[0]._states[1].left)
 
@@ -162,21 +162,21 @@ def test_a_stranger_is_shown_out(ranks: Ranks) -> None:
                 assert stranger.recv(1) == b""
             except ConnectionError:
                 pass
-    assert hub._members[2].line is None
-    assert ranks.watches[0]._line.closed is False  # and the hub is there for the others
+    assert hub._members[2].connection is None
+    assert ranks.watches[0]._connection.closed is False  # and the hub is there for the others
 
 
-def test_many_strangers_do_not_use_up_the_files_of_the_hub(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vpipe.distributed.watchdog_server.STRANGERS", 2)
+def test_many_unauthenticated_do_not_use_up_the_files_of_the_hub(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vpipe.distributed.watchdog_server.MAX_UNAUTHENTICATED", 2)
     hub = ranks.start(2, without=(1,))
     with ExitStack() as open_ones:
         strangers = [open_ones.enter_context(socket.create_connection(("127.0.0.1", hub.port), WITHIN_S))
                      for _ in range(6)]
         for stranger in strangers[:2]:
             assert stranger.recv(1) == b""  # before it was silent for long
-        assert len(hub._strangers) == 4
+        assert len(hub._unauthenticated) == 4
         line = hello(hub, 1)
-        until(lambda: hub._members[1].line is not None)
+        until(lambda: hub._members[1].connection is not None)
         line.close()
 
 
@@ -196,7 +196,7 @@ def test_one_that_sends_without_end_does_not_silence_the_hub(ranks: Ranks) -> No
     thread = Thread(target=send)
     thread.start()
     try:
-        until(lambda: hub._members[2].line is not None)
+        until(lambda: hub._members[2].connection is not None)
         time.sleep(PACE.silent_s + 0.5)
         assert ranks.ended[0].empty()
         assert ranks.ended[1].empty()
@@ -211,14 +211,14 @@ def test_one_that_sends_without_end_does_not_silence_the_hub(ranks: Ranks) -> No
 
 def test_a_hub_that_ends_by_an_error_says_so(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = ranks.start(3)
-    until(lambda: all(member.line is not None for member in hub._members))
+    until(lambda: all(member.connection is not None for member in hub._members))
 
     def broken(now: float) -> None:
         raise KeyError("judge")
 
-    monkeypatch.setattr(hub, "_judge", broken)
+    monkeypatch.setattr(hub, "_find_failure", broken)
     for rank in range(3):
-        assert "rank 0 (stage 0) on a failed: its hub ended by KeyError: 'judge'; " in ranks.end_of(rank)
+        assert "rank 0 (stage 0) on a failed: its watchdog's server ended by KeyError: 'judge'; " in ranks.end_of(rank)
 
 
 @pytest.mark.parametrize(("address", "bound"), [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"),
@@ -280,6 +280,6 @@ def test_rank_0_that_ends_at_once_is_still_there_for_a_rank_that_connects_later(
     stopping.start()
     time.sleep(2 * PACE.beat_s)
     line, heard = hello(hub, 1), list[object]()
-    until(lambda: heard.extend(line.hear()) or heard)
+    until(lambda: heard.extend(line.receive()) or heard)
     line.close()
     stopping.join(WITHIN_S)

@@ -77,5 +77,5 @@ def until(condition: Callable[[], object]) -> None:
 def hello(hub: WatchdogServer, rank: int) -> Connection:
     """A rank that says no more than its name."""
     line = connect("127.0.0.1", hub.port, WITHIN_S)
-    line.say({"rank": rank, "token": hub.token})
+    line.send({"rank": rank, "token": hub.token})
     return line

@@ -62,7 +62,7 @@ def binds(command: list[str]) -> list[str]:
 def test_what_a_rank_runs(here: Path, name: str) -> None:
     found = program(here, name)
     config = load(here, dataset__path="/data/text", dataset__cache_directory=str(here / "cache"))
-    ranks = HostRanks.alone(2, 1234, threads=1, container=Container.of(config))
+    ranks = HostRanks.alone(2, 1234, threads=1, container=Container.from_config(config))
     command = ranks.command("/scratch/run")
     assert command[:3] == [str(found), "exec", "--bind"]
     assert binds(command) == sorted(map(str, [here, "/data/text", "/scratch/run", PACKAGE]))  # the cache is in here
@@ -77,7 +77,7 @@ def test_a_checkpoint_elsewhere_is_seen_inside(here: Path) -> None:
     """The one to go on from, and the folder for those of the run, which is made."""
     program(here, "apptainer")
     kept = here.parent / "kept"
-    container = Container.of(load(here, checkpoint__directory=str(kept)))
+    container = Container.from_config(load(here, checkpoint__directory=str(kept)))
     ranks = HostRanks.alone(2, 1234, 1, ("train", "/old/run/checkpoints/step-40"), container=container)
     assert {str(kept), "/old/run/checkpoints/step-40"} <= set(binds(ranks.command("/scratch/run")))
     assert kept.is_dir()
@@ -90,7 +90,7 @@ def test_gpus_are_let_in_where_ranks_compute_on_them(keys: dict[str, str], drive
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vpipe.launch.container.NVIDIA", here if driver else here / "none")
     program(here, "apptainer")
-    container = Container.of(load(here, **keys))
+    container = Container.from_config(load(here, **keys))
     assert container is not None
     assert ("--nv" in container.wrapped(["python3"])) == let_in
 
@@ -98,14 +98,14 @@ def test_gpus_are_let_in_where_ranks_compute_on_them(keys: dict[str, str], drive
 def test_apptainer_goes_before_its_old_name(here: Path) -> None:
     program(here, "singularity")
     newer = program(here, "apptainer")
-    container = Container.of(load(here))
+    container = Container.from_config(load(here))
     assert container is not None
     assert container.program == str(newer)
 
 
 def test_the_stand_in_executes_what_is_wrapped(here: Path) -> None:
     program(here, "apptainer")
-    container = Container.of(load(here))
+    container = Container.from_config(load(here))
     assert container is not None
     folder = here / "a b; $c"
     done = subprocess.run(container.wrapped(["pwd"], [folder]), capture_output=True, text=True, check=True, timeout=60)
@@ -116,20 +116,20 @@ def test_the_stand_in_executes_what_is_wrapped(here: Path) -> None:
 def test_what_is_missing(here: Path) -> None:
     with pytest.raises(UserError, match=r"container is 'image\.sif', but neither apptainer nor singularity is on the "
                                         r"path\nhint: install one of them"):
-        Container.of(load(here))
+        Container.from_config(load(here))
     program(here, "apptainer")
     (here / "image.sif").unlink()
     with pytest.raises(UserError, match=re.escape("container names the image 'image.sif', but there is no such file\n"
                                                   f"hint: copy it to {here / 'image.sif'}")):
-        Container.of(load(here))
+        Container.from_config(load(here))
     (here / "image.sif").write_text("")
     with pytest.raises(UserError, match="'/a:b' cannot be bound into a container: it holds a comma or a colon"):
-        HostRanks.alone(1, 1, 1, container=Container.of(load(here, dataset__path="/a:b"))).command("/run")
+        HostRanks.alone(1, 1, 1, container=Container.from_config(load(here, dataset__path="/a:b"))).command("/run")
 
 
 def test_no_container_is_asked_for(here: Path) -> None:
     config = load_config(write_config(here))
-    assert Container.of(config) is None
+    assert Container.from_config(config) is None
     enter(config)
     assert not inside_container()
 
@@ -151,4 +151,4 @@ def test_a_process_of_torchrun_starts_anew_inside(here: Path, monkeypatch: pytes
     monkeypatch.setenv(module.INSIDE[-1], environment[module.INSIDE[-1]])
     enter(load(here))  # and not once more
     assert len(started) == 1
-    assert Container.of(load(here)) is None  # nor are the ranks of a launcher inside
+    assert Container.from_config(load(here)) is None  # nor are the ranks of a launcher inside

@@ -20,7 +20,7 @@ from vpipe.distributed.network import free_port
 from vpipe.errors import LastingError, RunError, UserError, VpipeError
 from vpipe.launch import local
 from vpipe.launch.failure_report import read_report
-from vpipe.launch.local import Halted, Interrupted, Starting, close_all, run_ranks
+from vpipe.launch.local import Interrupted, StartNotice, StoppedRanks, close_all, run_ranks
 from vpipe.launch.rank_env import HostRanks
 from vpipe.train.run_folder import failure_path, log_path
 
@@ -64,16 +64,16 @@ def test_a_rank_that_is_stopped_for_long_is_a_failure(monkeypatch: pytest.Monkey
     monkeypatch.setattr(HostRanks, "command", lambda ranks, folder: [sys.executable, "-S", "-c", program])
     monkeypatch.setattr(local, "GRACE_S", GRACE_S)
     with pytest.raises(RunError, match=r"rank 0 has been stopped for 0.3 s"):
-        local.run_ranks(HostRanks.alone(1, free_port(None), threads=1), tmp_path, str, halted=Halted(0.3))
+        local.run_ranks(HostRanks.alone(1, free_port(None), threads=1), tmp_path, str, stopped_ranks=StoppedRanks(0.3))
 
 
 def test_a_rank_that_went_on_in_time_is_none_and_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = Halted(10.0)
+    seen = StoppedRanks(10.0)
     told = []
     for now, stopped in ((0, True), (9, True), (12, False), (15, True), (24, True), (26, True)):
         monkeypatch.setattr(local, "time", SimpleNamespace(monotonic=lambda now=now: now))
         monkeypatch.setattr(local, "_is_stopped", lambda process, stopped=stopped: stopped)
-        if seen.look({0: None}) is not None:
+        if seen.update({0: None}) is not None:
             told.append(now)
     assert told == [26]
 
@@ -262,12 +262,12 @@ def test_that_ranks_are_starting_is_said_when_it_takes_long(monkeypatch: pytest.
     times = iter([100.0, 101.0, 102.1, 103.0, 112.3, 122.1, 133.0])
     monkeypatch.setattr(local, "monotonic", lambda: next(times))
     (tmp_path / "running").write_text("an attempt that was killed")
-    ranks = Starting(tmp_path, 2, tmp_path / "step-64")
+    ranks = StartNotice(tmp_path, 2, tmp_path / "step-64")
     for _ in range(4):
-        ranks.look()
+        ranks.update()
     os.utime(tmp_path / "running", (1, 1))  # the first rank has taken it
-    ranks.look()
-    ranks.look()
+    ranks.update()
+    ranks.update()
     assert capsys.readouterr().err.splitlines() == [
         "starting 2 ranks, from step-64", "starting 2 ranks, from step-64: 12 s"]
 
@@ -276,10 +276,10 @@ def test_a_run_that_has_ended_is_not_starting(monkeypatch: pytest.MonkeyPatch, t
                                               capsys: pytest.CaptureFixture[str]) -> None:
     times = iter([100.0, 102.1, 103.0, 112.3])
     monkeypatch.setattr(local, "monotonic", lambda: next(times))
-    ranks = Starting(tmp_path, 2, None)
-    ranks.look()
+    ranks = StartNotice(tmp_path, 2, None)
+    ranks.update()
     (tmp_path / "running").touch()
-    ranks.look()
+    ranks.update()
     (tmp_path / "running").unlink()
-    ranks.look()
+    ranks.update()
     assert capsys.readouterr().err == "starting 2 ranks\n"

@@ -15,13 +15,21 @@ from vpipe.checkpoint.directory import Checkpoints
 from vpipe.checkpoint.manifest import MANIFEST, Manifest
 from vpipe.cli import main
 from vpipe.config.config import Config, load_config
-from vpipe.distributed.environment import RankEnvironment, agent_of
+from vpipe.distributed.environment import RankEnvironment, starter_id
 from vpipe.errors import UserError
 from vpipe.launch.checks import ranks_of
-from vpipe.launch.conclusion import Conclusion
-from vpipe.launch.elastic import fitted, other_updates
 from vpipe.launch.failure_report import first_report
-from vpipe.launch.restart import FILE, Failure, Starter, announced, newest_intact, over
+from vpipe.launch.restart import (
+    FILE,
+    Failure,
+    Starter,
+    fitted,
+    give_up_reason,
+    newest_intact,
+    other_updates,
+    restart_message,
+)
+from vpipe.launch.startup import Conclusion
 from vpipe.train import run_folder
 from vpipe.train.job import Job
 from vpipe.train.run_folder import failure_path, last_step, unlock_runs
@@ -31,10 +39,10 @@ KILLED = Failure("rank 2 was killed; rank 1 was waiting for F7", 41, "step-40")
 
 def test_as_often_as_was_allowed() -> None:
     failures = [replace(KILLED, step=step) for step in (41, 52, 47)]
-    assert over(failures, 3) is None
-    assert over(failures[:1], 0) == "it was attempt 1 of 1"
-    assert over(failures, 2) == "it was attempt 3 of 3"
-    assert over(failures * 9, None) is None
+    assert give_up_reason(failures, 3) is None
+    assert give_up_reason(failures[:1], 0) == "it was attempt 1 of 1"
+    assert give_up_reason(failures, 2) == "it was attempt 3 of 3"
+    assert give_up_reason(failures * 9, None) is None
 
 
 @pytest.mark.parametrize(("other", "repeats"), [
@@ -42,12 +50,12 @@ def test_as_often_as_was_allowed() -> None:
     ({"step": 42}, False), ({"checkpoint": "step-20"}, False)])
 def test_the_same_failure_from_the_same_state_at_the_same_step_would_come_again(other: dict[str, str],
                                                                                  repeats: bool) -> None:
-    why = over([replace(KILLED, **other), KILLED], 9)  # type: ignore[arg-type]
+    why = give_up_reason([replace(KILLED, **other), KILLED], 9)  # type: ignore[arg-type]
     assert why == ("the same failure came twice in a row after step 41, so it would come again" if repeats else None)
 
 
 def test_a_failure_before_the_first_step_repeats_too() -> None:
-    assert over([replace(KILLED, step=None)] * 2, 9) == \
+    assert give_up_reason([replace(KILLED, step=None)] * 2, 9) == \
         "the same failure came twice in a row before the first step, so it would come again"
 
 
@@ -70,11 +78,12 @@ def checkpoint(root: Path, step: int) -> Path:
 
 def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert newest_intact(tmp_path / "checkpoints") is None
-    assert announced("attempt 2 of 4", "rank 2 was killed", None) == \
+    assert restart_message("attempt 2 of 4", "rank 2 was killed", None) == \
         "attempt 2 of 4: rank 2 was killed; beginning anew, since there is no checkpoint yet"
     older, newer = (checkpoint(tmp_path, step) for step in (20, 40))
     assert newest_intact(tmp_path) == newer
-    assert announced("attempt 2", "rank 2 was killed", newer) == "attempt 2: rank 2 was killed; going on from step 40"
+    assert restart_message("attempt 2", "rank 2 was killed", newer) == (
+        "attempt 2: rank 2 was killed; going on from step 40")
     text = (newer / MANIFEST).read_text()
     (newer / MANIFEST).write_text(text[:len(text) // 2])
     assert newest_intact(tmp_path) == older
@@ -89,7 +98,7 @@ def test_a_run_is_found_by_what_started_it(tmp_path: Path) -> None:
     (tmp_path / "4" / FILE).write_text('{"starter": "torchrun"')
 
     def begun(*agents: str) -> Path | None:
-        return Starter("torchrun", agents).run_begun(tmp_path, None, again=False)
+        return Starter("torchrun", agents).find_run(tmp_path, None, again=False)
 
     assert begun("b", "c") == tmp_path / "2"
     assert begun("a") == tmp_path / "1"
@@ -105,12 +114,12 @@ def test_trainings_of_one_script_are_told_apart(tmp_path: Path) -> None:
         starter = Starter(name, ("a",), config="one")
         starter.write(folder)
         changed = replace(starter, config="two")
-        assert starter.run_begun(tmp_path, None, again=False) == folder
-        assert changed.run_begun(tmp_path, None, again=True) == (None if name == "torchrun" else folder)
-        assert changed.run_begun(tmp_path, folder, again=True) == folder  # by --resume
+        assert starter.find_run(tmp_path, None, again=False) == folder
+        assert changed.find_run(tmp_path, None, again=True) == (None if name == "torchrun" else folder)
+        assert changed.find_run(tmp_path, folder, again=True) == folder  # by --resume
         Starter.end(folder)
-        assert starter.run_begun(tmp_path, None, again=False) is None
-        assert starter.run_begun(tmp_path, None, again=True) == folder  # another rank failed at the very end
+        assert starter.find_run(tmp_path, None, again=False) is None
+        assert starter.find_run(tmp_path, None, again=True) == folder  # another rank failed at the very end
 
 
 def test_a_config_that_was_edited_while_the_job_waited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +128,7 @@ def test_a_config_that_was_edited_while_the_job_waited(tmp_path: Path, capsys: p
 
     def concluded(restarts: int, *settings: str) -> tuple[Path, Config]:
         told = load_config(write_config(tmp_path), settings)
-        found = Conclusion.of(replace(member, restarts=restarts), Job.from_config(told), None, None, ["job 7.0"],
+        found = Conclusion.make(replace(member, restarts=restarts), Job.from_config(told), None, None, ["job 7.0"],
                               told.resolved_yaml())
         (tmp_path / "said.yaml").write_text(found.config)
         return Path(found.folder), load_config(tmp_path / "said.yaml")
@@ -141,22 +150,22 @@ def test_what_is_not_started_again_can_be_gone_on_with_only_from_a_checkpoint(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool) -> None:
     member = RankEnvironment("srun", 0, 2, 0, "n1", "127.0.0.1", 1, agent="job 7.0")
     job = Job.from_config(load_config(write_config(tmp_path)))
-    run = Path(Conclusion.of(member, job, None, None, ["job 7.0"]).folder)
+    run = Path(Conclusion.make(member, job, None, None, ["job 7.0"]).folder)
     report = {"rank": 0, "blames_peer": False, "time": 1.0, "user": True, "problems": [["x is 3", "use 4", None]]}
     failure_path(run, 0).write_text(json.dumps(report))
     monkeypatch.setattr(Checkpoints, "newest", lambda self: self.root / "step-4" if saved else None)
     with pytest.raises(UserError, match="x is 3; not started again: it would come again") as caught:
-        Conclusion.of(replace(member, restarts=1), job, None, None, ["job 7.0"])
+        Conclusion.make(replace(member, restarts=1), job, None, None, ["job 7.0"])
     assert caught.value.problems[0].hint == (f"mend it, then go on with: vpipe train --resume {run}" if saved else
                                              f"mend it, then begin anew: vpipe train {run}/config.yaml")
     unlock_runs()
 
 
 def test_what_starts_a_rank_again() -> None:
-    parent = agent_of({}, None)
+    parent = starter_id({}, None)
     assert parent.startswith(f"process {os.getppid()} on {socket.gethostname()} since ")
-    assert agent_of({"SLURM_CLUSTER_NAME": "big"}, "4711.0") == "big job 4711.0"
-    assert agent_of({"VPIPE_AGENT": parent}, "4711.0") == parent  # in a container
+    assert starter_id({"SLURM_CLUSTER_NAME": "big"}, "4711.0") == "big job 4711.0"
+    assert starter_id({"VPIPE_AGENT": parent}, "4711.0") == parent  # in a container
 
 
 def test_the_failure_of_the_attempt_before(tmp_path: Path) -> None:

@@ -71,8 +71,8 @@ def test_a_failure_says_that_nothing_was_saved_and_what_would_be(tmp_path: Path)
 def test_an_end_before_the_first_step_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, run = a_run(tmp_path, 0)
     launched = _Run(config, None)
-    launched.tell_newest()  # it has no folder yet
+    launched.print_resume_command()  # it has no folder yet
     launched.folder = run
-    launched.tell_newest()
+    launched.print_resume_command()
     assert capsys.readouterr().err == "no checkpoint was made: it made no step\n"
     assert (run / CONFIG).is_file()

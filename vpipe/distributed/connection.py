@@ -13,62 +13,62 @@ from threading import Lock
 from typing import Any
 from weakref import WeakSet
 
-MOST_BYTES = 1 << 20
-"""Unsent, above which what is said is dropped (a beat more or less), and unended, above which a peer is no rank."""
+MAX_BYTES = 1 << 20
+"""Unsent bytes, above which a message is dropped (a beat more or less); and bytes without an end of the line, above
+which the peer is no rank."""
 
-STRANGERS_BYTES = 4096
-"""The same of a peer that has not said yet who it is."""
+UNAUTHENTICATED_BYTES = 4096
+"""The same of a peer that has not sent the token yet."""
 
 RECEIVES = 4
-"""From one peer at a time: who sends without end must not keep the others waiting."""
+"""From one peer at a time: one that sends without end must not keep the others waiting."""
 
-_lines: WeakSet[Connection] = WeakSet()
+_connections: WeakSet[Connection] = WeakSet()
 
 
 class Connection:
-    """One end. Any thread may say something, one thread hears.
+    """One end of a connection that carries JSON objects, one per line. Any thread may send, one thread receives.
 
     Attributes:
-        closed: whether the other end is gone; what it said before was heard first.
-        most_bytes: that the other end may say without an end of the line; who says more is no rank, and gone.
+        closed: whether the other end is gone; what it sent before was received first.
+        max_bytes: that the other end may send without an end of the line; one that sends more is no rank, and closed.
     """
 
-    def __init__(self, connection: socket.socket, most_bytes: int = MOST_BYTES) -> None:
-        self._socket, self._lock = connection, Lock()
+    def __init__(self, connected: socket.socket, max_bytes: int = MAX_BYTES) -> None:
+        self._socket, self._lock = connected, Lock()
         self._unsent, self._unended = b"", b""
-        self.closed, self.most_bytes = False, most_bytes
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _lines.add(self)
+        self.closed, self.max_bytes = False, max_bytes
+        connected.setblocking(False)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _connections.add(self)
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def say(self, message: Mapping[str, Any]) -> None:
-        """Send, or keep until :meth:`flush` what the network does not take now."""
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message; keep what the network does not take now for the next time."""
         with self._lock:
-            if len(self._unsent) < MOST_BYTES:
+            if len(self._unsent) < MAX_BYTES:
                 self._unsent += json.dumps(message).encode() + b"\n"
-        self.flush()
+        self._flush()
 
-    def flush(self) -> None:
-        """Send what was kept."""
+    def _flush(self) -> None:
         with self._lock:
             try:
                 while self._unsent:
                     self._unsent = self._unsent[self._socket.send(self._unsent):]
             except OSError:
-                pass  # full: next time; gone: whoever hears will know
+                pass  # full: next time; gone: who receives will find it
 
-    def hear(self) -> list[dict[str, Any]]:
-        """What has arrived, or a part of it: more is heard the next time."""
+    def receive(self) -> list[dict[str, Any]]:
+        """Return the messages that have arrived, or some of them: the next call returns more."""
         lines: list[bytes] = []
         try:
             for _ in range(RECEIVES):
-                more = self._socket.recv(min(65536, self.most_bytes))
+                more = self._socket.recv(min(65536, self.max_bytes))
                 *whole, self._unended = (self._unended + more).split(b"\n")
                 lines += whole
-                if not more or len(self._unended) > self.most_bytes:
+                if not more or len(self._unended) > self.max_bytes:
                     self.closed = True
                     break
         except BlockingIOError:
@@ -76,21 +76,21 @@ class Connection:
         except OSError:
             self.closed = True
         try:
-            said = [json.loads(line) for line in lines]
+            messages = [json.loads(line) for line in lines]
         except (ValueError, RecursionError):
-            said = [None]
-        if not all(isinstance(message, dict) for message in said):
-            self.closed = True  # a stranger
+            messages = [None]
+        if not all(isinstance(message, dict) for message in messages):
+            self.closed = True  # no rank
             return []
-        return said
+        return messages
 
     def close(self) -> None:
-        self.flush()
+        self._flush()
         self._socket.close()
 
 
 def connect(host: str, port: int, timeout_s: float) -> Connection:
-    """A line to who listens there.
+    """Connect to a server.
 
     Raises:
         OSError: nobody does, or there is no way.
@@ -99,7 +99,7 @@ def connect(host: str, port: int, timeout_s: float) -> Connection:
 
 
 def listen(address: str) -> socket.socket:
-    """A socket that listens at a free port of the address; on all interfaces, when only others know the address.
+    """Return a socket that listens at a free port of the address; on all interfaces, when only others know it.
 
     So it is with an address that is translated on the way, and with a name, which to its own host often means a
     loopback address and to other hosts does not.
@@ -118,9 +118,9 @@ def listen(address: str) -> socket.socket:
 
 
 def _close_in_child() -> None:
-    """A child that was forked must not keep a connection up when this process is gone."""
-    for line in list(_lines):
-        line._socket.close()
+    """Return a child that was forked must not keep a connection up when this process is gone."""
+    for connection in list(_connections):
+        connection._socket.close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
@@ -131,7 +131,7 @@ FOLDER = "/proc/self/fd"
 
 
 def connections(but: Collection[int] = ()) -> dict[int, str]:
-    """File descriptors of connected TCP sockets, each with the kernel's name for it; none where no system tells.
+    """Return the descriptors of connected TCP sockets, each with the kernel's name for it; none if no system tells.
 
     Args:
         but: ports, at either end, of connections that do not count.
@@ -150,7 +150,7 @@ def connections(but: Collection[int] = ()) -> dict[int, str]:
 
 
 def break_off(sockets: Mapping[int, str]) -> None:
-    """Shut down those that are still what they were: whoever waits for one of them hears that it ended."""
+    """Shut down those that are still what they were: a thread that waits for one of them sees its end."""
     for descriptor, kind in sockets.items():
         with suppress(OSError):
             if os.readlink(f"{FOLDER}/{descriptor}") == kind:

@@ -87,7 +87,7 @@ class RankEnvironment:
             return cls(starter, rank, _number(environment, "WORLD_SIZE", starter), device, host,
                        _text(environment, "MASTER_ADDR", starter), _number(environment, "MASTER_PORT", starter),
                        environment.get(RUN) or environment.get("TORCHELASTIC_RUN_ID", ""),
-                       agent_of(environment, None) if starter in _COUNTS else "", _restarts(environment, starter))
+                       starter_id(environment, None) if starter in _COUNTS else "", _restarts(environment, starter))
         if "SLURM_STEP_ID" not in environment or "SLURM_PROCID" not in environment:
             return None
         tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
@@ -101,7 +101,7 @@ class RankEnvironment:
         return cls("srun", _number(environment, "SLURM_PROCID", "srun"), ranks,
                    _number(environment, "SLURM_LOCALID", "srun"), host,
                    address or environment.get("MASTER_ADDR") or slurm_address(environment), port,
-                   f"{job}.{step}", agent_of(environment, f"{job}.{step}"), _restarts(environment, "srun"))
+                   f"{job}.{step}", starter_id(environment, f"{job}.{step}"), _restarts(environment, "srun"))
 
     @property
     def variables(self) -> dict[str, str]:
@@ -159,7 +159,7 @@ def _check_store(environment: Mapping[str, str]) -> None:
 
 
 def slurm_port(job: int, step: int) -> int:
-    """The port of a step of a job, the same on all its nodes.
+    """Return the port of a step of a job, the same on all its nodes.
 
     Of 2000 jobs in a row, each with up to ten steps, no two have the same. Others may, as jobs that export MASTER_PORT
     may: a rank that finds another run at its port says so.
@@ -168,7 +168,7 @@ def slurm_port(job: int, step: int) -> int:
 
 
 def slurm_address(environment: Mapping[str, str]) -> str:
-    """The address of the node of a step's first rank, as SLURM knows it.
+    """Return the address of the node of a step's first rank, as SLURM knows it.
 
     Raises:
         UserError: SLURM does not say.
@@ -222,8 +222,8 @@ def _number(environment: Mapping[str, str], name: str, starter: str) -> int:
     return int(text)
 
 
-def agent_of(environment: Mapping[str, str], job_step: str | None) -> str:
-    """What starts this process, and would start it again.
+def starter_id(environment: Mapping[str, str], job_step: str | None) -> str:
+    """Return what starts this process, and would start it again.
 
     Under torchrun it is the parent, torchrun's agent on this host, with its start, since numbers of processes come
     again (where the system tells it: Linux). Under srun it is the step of the job, which keeps its numbers when the

@@ -1,4 +1,4 @@
-"""What an error that nobody caught prints: on one rank, with the lines of the user's own code and without vpipe's."""
+"""Print an error that nobody caught: on one rank, with the lines of the user's own code and without vpipe's."""
 
 from __future__ import annotations
 

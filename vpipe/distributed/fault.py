@@ -16,8 +16,8 @@ class WatchdogTiming:
     Attributes:
         beat_s: between two signs of life.
         silent_s: without any, after which a rank counts as lost.
-        grace_s: what a process that was told of a failure has to say so, before it is ended.
-        long_s: a wait of which it is told who waits for whom.
+        grace_s: for a process that knows of a failure to report it, before it is ended.
+        long_s: a wait that is reported, with who waits for whom.
         join_s: what a rank may take to connect for the first time.
     """
 
@@ -29,8 +29,11 @@ class WatchdogTiming:
 
     @classmethod
     def from_timeout(cls, timeout_s: float) -> WatchdogTiming:
-        """60 s: a beat per second, long after 30 s, silent after 45 s, 5 s of grace; the rest is for processes to end,
-        which takes torch's half a second on a quiet machine and ten on a busy one."""
+        """Return the timing for a timeout.
+
+        For 60 s: a beat per second, long after 30 s, silent after 45 s, 5 s of grace. The rest is for processes to end,
+        which takes half a second on a quiet machine and ten on a busy one.
+        """
         return cls(min(1.0, timeout_s / 20), timeout_s - min(15.0, 0.4 * timeout_s), min(5.0, timeout_s / 6),
                    timeout_s / 2, timeout_s)
 
@@ -60,46 +63,46 @@ class Fault:
 
     @classmethod
     def ended(cls, *ranks: int) -> Fault:
-        """Processes that are gone and did not say why."""
+        """Return the fault of processes that are gone and did not say why."""
         return cls(ranks, "ended without a word",
                    "see what it printed, or its log; a process that is killed prints nothing (Linux kills one when "
                    "memory runs out)")
 
     @classmethod
     def silent(cls, seconds: float, *ranks: int) -> Fault:
-        """Processes of which nothing is heard: stopped, cut off, or their host is."""
+        """Return the fault of processes of which nothing is heard: stopped, cut off, or their host is."""
         return cls(ranks, f"gave no sign of life for {duration(seconds)}",
                    "its process is stopped, or its host is down or cut off; a longer pause needs a larger timeout_s")
 
     @classmethod
     def absent(cls, seconds: float, *ranks: int) -> Fault:
-        """Processes that never connected."""
+        """Return the fault of processes that never connected."""
         return cls(ranks, f"did not join within {seconds:g} s",
                    "see what it printed, or its log: it ended, is slow to start (then raise timeout_s), or looks for "
                    "the others elsewhere")
 
     @classmethod
     def busy(cls, rank: int) -> Fault:
-        """A process that is alive, waits for nobody and still does not do what another waits for."""
+        """Return the fault of a process that is alive, waits for nobody and does not do what another waits for."""
         return cls((rank,), "is running but did not answer in time",
                    "a rank is stuck or much slower than the others: see what it printed, or its log; a slow start "
                    "needs a larger timeout_s")
 
     @classmethod
     def circle(cls, *ranks: int) -> Fault:
-        """Processes that are alive and wait for one another."""
+        """Return the fault of processes that are alive and wait for one another."""
         return cls(ranks, "wait for one another: a deadlock",
                    "every rank must go through the same batches and calls; if they do, a link between them is down")
 
     @classmethod
     def hung_up(cls, rank: int, by: int) -> Fault:
-        """A connection between two processes broke although both are alive."""
+        """Return the fault of a connection that broke although both processes are alive."""
         return cls((rank,), f"lost its connection with rank {by}", "see what it printed, or its log, and look at "
                    "the network between the two")
 
     @classmethod
     def left(cls, rank: int) -> Fault:
-        """A process that came to its end too early."""
+        """Return the fault of a process that came to its end too early."""
         return cls((rank,), "has ended its program", "every rank must go through the same batches and calls")
 
     @classmethod

@@ -172,7 +172,7 @@ def _here(own: torch.device) -> RankDevice:
 
 
 def _host() -> str:
-    """What the user calls this host, if the launcher says so."""
+    """Return what the user calls this host, if the launcher says so."""
     return os.environ.get(HOST) or socket.gethostname()
 
 

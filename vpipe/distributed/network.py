@@ -1,4 +1,4 @@
-"""Where ranks meet: a free port of the first host, its address, and the interface that leads there."""
+"""Find where ranks meet: a free port of the first host, its address, and the interface that leads there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ANY_PORT = 9
 
 
 def free_port(wanted: int | None) -> int:
-    """The port where ranks meet: the one asked for, or a free one.
+    """Return the port where ranks meet: the one asked for, or a free one.
 
     Raises:
         UserError: the port asked for is in use.
@@ -70,7 +70,7 @@ def reach(address: str, port: int, timeout_s: float) -> None:
 
 
 def is_this_host(name: str) -> bool:
-    """Whether a host's name or address is one of this host's."""
+    """Return whether a host's name or address is one of this host's."""
     if name == socket.gethostname():
         return True
     address = address_of(name)
@@ -85,7 +85,7 @@ def is_this_host(name: str) -> bool:
 
 
 def address_of(name: str) -> str | None:
-    """The IPv4 address of a host; None when no one knows the name."""
+    """Return the IPv4 address of a host; None when no one knows the name."""
     try:
         return socket.gethostbyname(name)
     except OSError:
@@ -99,7 +99,7 @@ def source_towards_name(name: str) -> str | None:
 
 
 def source_towards(address: str) -> str | None:
-    """The address of this host on the route to another; None when there is no route. Sends nothing."""
+    """Return the address of this host on the route to another; None when there is no route. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, _ANY_PORT))
@@ -109,7 +109,7 @@ def source_towards(address: str) -> str | None:
 
 
 def meeting_address(first: str, others: list[str]) -> str:
-    """The address of this host, called ``first``, at which ``others`` find it.
+    """Return the address of this host, called ``first``, at which ``others`` find it.
 
     The address that its name stands for, unless that is a loopback one, which means this host to everyone; then the
     one on the route to the first of the others.
@@ -143,7 +143,7 @@ def check_interfaces(names: str) -> None:
 
 
 def interface_towards(address: str) -> str | None:
-    """The name of the interface on the route to an address, such as ``eth0``; of this host's own, where it is.
+    """Return the name of the interface on the route to an address, such as ``eth0``; of this host's own, where it is.
 
     None where the system does not tell (other than Linux): then gloo and nccl choose.
 

@@ -1,4 +1,4 @@
-"""Signals that ask a rank to end: in training it saves first, at any other time it ends at once or a little later."""
+"""Handle signals that ask a rank to end: in training it saves first, at any other time it ends at once or soon."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAST_WORDS_S = 5.0
 
 
 class Stopped(NamedTuple):
-    """How a training ended before its end.
+    """The signal that ended a training before its end.
 
     Attributes:
         by: the name of the signal.
@@ -37,7 +37,7 @@ class Stopped(NamedTuple):
 
 
 class _Stops:
-    """What this process does with them.
+    """The handling of signals in this process.
 
     Args:
         patience_s: outside training, until it is ended.
@@ -85,7 +85,7 @@ class _Stops:
 
 
 def status_after(number: int, *, saved: bool) -> int:
-    """The exit status of a process that a signal ends: to a script, 128 + SIGUSR1 says that the run was saved."""
+    """Return the exit status of a process that a signal ends: 128 + SIGUSR1 tells a script that the run was saved."""
     if not saved and PARENT_PIPE in os.environ:
         return UNSAVED + number
     return 1 if number == signal.SIGUSR1 and not saved else 128 + number
@@ -95,7 +95,7 @@ _stops: _Stops | None = None
 
 
 def listen(patience_s: float = 0.0) -> None:
-    """From now on a signal ends this process as this module says.
+    """Handle signals as this module says from now on.
 
     torchrun ends all ranks as soon as one ends with an error or is killed, and srun may, before the one that knows why
     has said it. Of a rank that is killed the starter names its number and perhaps the node; its stage, and who was
@@ -110,15 +110,15 @@ def listen(patience_s: float = 0.0) -> None:
 
 
 def ask(number: int) -> None:
-    """The launcher passes a signal on: as if it had come to this process, which must :func:`listen`."""
+    """Handle a signal that the launcher passes on, as if it had come to this process, which must :func:`listen`."""
     assert _stops is not None, "it listens"
     _stops.ask(signal.Signals(number))
 
 
 @contextmanager
 def in_good_order() -> Iterator[None]:
-    """Training: a signal only asks all ranks to leave off, and the caller looks at
-    :func:`~vpipe.distributed.watchdog.stop_asked`; a second one does nothing.
+    """While training, let a signal only ask all ranks to stop: the caller reads
+    :func:`~vpipe.distributed.watchdog.stop_asked`. A second signal does nothing.
 
     Afterwards the process is about to end by itself, and a launcher's signal does not end it sooner: it may be the very
     one for which the other ranks have made all leave off.
@@ -144,7 +144,7 @@ def in_good_order() -> Iterator[None]:
 
 
 def end_as_decided() -> None:
-    """Let no signal change the exit status any more: as it ends, Python gives up its own handlers of signals."""
+    """Ignore further signals: Python restores the default handlers at exit, and one could change the exit status."""
     if _stops is not None:
         _stops.decided = True
     for number in STOPS:
@@ -152,7 +152,7 @@ def end_as_decided() -> None:
 
 
 def stopped_status(rank: int, stopped: Stopped | None) -> int:
-    """The exit status of a rank whose training ended well.
+    """Return the exit status of a rank whose training ended well.
 
     Args:
         stopped: by a signal, before its end. Then the first rank says so, once it has saved; if others did, srun would

@@ -1,4 +1,4 @@
-"""Where ranks leave notes for one another: in rank 0, or in torchrun's agent."""
+"""Open the store in which ranks exchange values: in rank 0, or in torchrun's agent."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from vpipe.errors import RunError
 
 
 def agent_has_store() -> bool:
-    """Whether torchrun keeps the store, and not rank 0."""
+    """Return whether torchrun keeps the store, and not rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def run_of_process() -> str:
-    """What tells this run from others; empty where nobody says."""
+    """Return what tells this run from others; empty where nobody says."""
     return os.environ.get(RUN) or os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
 def open_store(kind: str, address: str, port: int, rank: int, ranks: int, timeout_s: float) -> PrefixStore:
-    """The notes of one ``kind``, of this run and this attempt of it.
+    """Return the notes of one ``kind``, of this run and this attempt of it.
 
     That of an agent outlives a restart of the ranks, and still has the addresses of the dead: there the attempt is
     part of the name. Rank 0's is a new one each time; of several agents only the one that lost a rank counts the
@@ -50,7 +50,7 @@ def open_store(kind: str, address: str, port: int, rank: int, ranks: int, timeou
 
 
 def own_store(kind: str, rank: int, ranks: int, timeout_s: float) -> PrefixStore:
-    """The notes of one ``kind``, where this process's environment says that the ranks meet.
+    """Return the notes of one ``kind``, where this process's environment says that the ranks meet.
 
     Raises:
         RuntimeError: nobody answers there.

@@ -14,7 +14,10 @@ from vpipe.distributed.fault import Fault, WatchdogTiming, duration
 
 
 class Transfer(Protocol):
-    """A transfer that the main thread is in: its text, ``waiting for the loss of step 3 from stage 1 with rank 2``."""
+    """A transfer that the main thread is in.
+
+    Its ``str`` is ``waiting for the loss of step 3 from stage 1 with rank 2``.
+    """
 
     @property
     def peer(self) -> int | None:
@@ -22,12 +25,12 @@ class Transfer(Protocol):
 
     @property
     def said(self) -> str:
-        """Between "has waited 31 s" and the name of the other rank: ``for the loss of step 3 from stage 1 from``."""
+        """The words between "has waited 31 s" and the other rank: ``for the loss of step 3 from stage 1 from``."""
 
     @property
     def limit_s(self) -> float | None:
-        """Seconds after which the watch gives it up, where nothing else may: nccl waits without end for the peer with
-        which it makes a communicator."""
+        """Seconds after which the watchdog gives it up, for transfers without a timeout of their own: nccl waits
+        without end for the peer with which it makes a communicator."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class RankState:
-    """What is known of a rank, at most a beat old.
+    """The state of a rank as the others know it, at most a beat old.
 
     Attributes:
         silent_s: since it was heard.
@@ -57,16 +60,16 @@ class RankState:
 
     @property
     def waited_s(self) -> float:
-        """How long it has waited; a rank that left or is silent waits for nobody."""
+        """Seconds for which it has waited; 0 for a rank that left."""
         return 0.0 if self.waits is None or self.left else self.waits.seconds
 
     @property
     def is_waiting(self) -> bool:
-        """For longer than any transfer takes."""
+        """Whether it has waited for longer than any transfer takes."""
         return self.waits is not None and self.waits.said is not None and not self.left
 
     def __str__(self) -> str:
-        """The predicate of a sentence, but for whom it waits for."""
+        """Return the predicate of a sentence on what it does."""
         if self.left:
             return "has ended its program"
         if self.at is None:
@@ -76,8 +79,8 @@ class RankState:
         return f"has been {where} {duration(seconds)}"
 
     @classmethod
-    def of(cls, silent_s: float, left: bool, waits: Sequence[Any] | None, at: Sequence[Any] | None) -> RankState:
-        """Of a message of the hub."""
+    def parse(cls, silent_s: float, left: bool, waits: Sequence[Any] | None, at: Sequence[Any] | None) -> RankState:
+        """Return the state in a message of the server."""
         return cls(silent_s, left, None if waits is None else Wait(*waits), None if at is None else (at[0], at[1]))
 
 
@@ -101,8 +104,8 @@ class WaitChain:
     silent_s: float = 0.0
 
     @classmethod
-    def of(cls, seen: Sequence[RankState], first: int, enough_s: float, beat_s: float) -> WaitChain:
-        """From a rank on.
+    def follow(cls, seen: Sequence[RankState], first: int, enough_s: float, beat_s: float) -> WaitChain:
+        """Follow the waits from a rank on.
 
         Args:
             enough_s: of a wait, for the others that it may be the reason of. One that began later is work.
@@ -126,15 +129,15 @@ class WaitChain:
 
     @property
     def fault(self) -> Fault:
-        """What is to be said when the first rank can wait no longer."""
+        """The fault to report when the first rank can wait no longer."""
         if self.circle is not None:
             return Fault.circle(*self.end)
         if self.silent_s:
             return Fault.silent(self.silent_s, *self.end)
         return Fault.left(*self.end) if self.seen[self.ranks[-1]].left else Fault.busy(*self.end)
 
-    def in_words(self, place: Callable[[int], str]) -> list[str]:
-        """A sentence for each rank.
+    def sentences(self, place: Callable[[int], str]) -> list[str]:
+        """Return a sentence for each rank.
 
         Args:
             place: ``rank -> "rank 2 (stage 2) on hostB"``.
@@ -157,7 +160,7 @@ class WaitChain:
 
 
 def sentence(rank: int, seen: RankState, place: Callable[[int], str]) -> str:
-    """What a rank waits for, or else is at; ``place`` as in :meth:`WaitChain.in_words`."""
+    """Return whom a rank waits for, or else what it does; ``place`` as in :meth:`WaitChain.sentences`."""
     if seen.waits is None or not seen.is_waiting:
         return f"{place(rank)} {seen}"
     whom = "all ranks" if seen.waits.peer is None else place(seen.waits.peer)
@@ -166,15 +169,15 @@ def sentence(rank: int, seen: RankState, place: Callable[[int], str]) -> str:
 
 
 def chains(seen: Sequence[RankState], enough_s: float, beat_s: float) -> list[WaitChain]:
-    """For every end that ranks have waited for so long, the chain of most ranks that leads there.
+    """Return, for every end that ranks have waited for so long, the chain of most ranks that leads there.
 
     Args:
-        enough_s, beat_s: as in :meth:`WaitChain.of`.
+        enough_s, beat_s: as in :meth:`WaitChain.follow`.
     """
     longest: dict[tuple[int, ...], WaitChain] = {}
     waiting = [rank for rank, one in enumerate(seen) if one.waited_s > enough_s]
     for rank in sorted(waiting, key=lambda rank: -seen[rank].waited_s):
-        chain = WaitChain.of(seen, rank, enough_s, beat_s)
+        chain = WaitChain.follow(seen, rank, enough_s, beat_s)
         end = tuple(sorted(chain.end))
         if end not in longest or len(chain.ranks) > len(longest[end].ranks):
             longest[end] = chain
@@ -191,9 +194,9 @@ log = logging.getLogger("vpipe")
 
 
 class LongWaits:
-    """What one rank says of long waits: to its log, and if it is the first, on the screen.
+    """Report long waits: in the log of a rank, and on the screen if it is rank 0.
 
-    The watch's thread must go on beating whatever becomes of a terminal or a disk, so that another one writes.
+    The watchdog's thread must go on beating whatever becomes of a terminal or a disk, so that another one writes.
 
     Args:
         place: ``rank -> "rank 2 (stage 2) on hostB"``.
@@ -207,32 +210,32 @@ class LongWaits:
         self._count = 0
         self._writer: Thread | None = None
 
-    def look(self, seen: Sequence[RankState]) -> None:
-        """At all ranks, once a beat."""
+    def update(self, seen: Sequence[RankState]) -> None:
+        """Take in the states of all ranks, once a beat."""
         longest, waited_s = max(((rank, one.waited_s) for rank, one in enumerate(seen)), key=lambda pair: pair[1])
         if waited_s > self.timing.long_s:
             if self._waiting is None:
                 self._begin(seen, waited_s)
             self._waiting = longest, waited_s
         else:
-            self._over()
+            self._end_wait()
 
     def end(self) -> None:
-        """The rank ends in good order, so whatever it waited for has come; wait until that is written."""
-        self._over()
+        """Report the end of a wait, since the rank ends in good order; wait until that is written."""
+        self._end_wait()
         if self._writer is not None:
             self._writer.join(self.timing.grace_s)
 
     def _begin(self, seen: Sequence[RankState], waited_s: float) -> None:
         self._count += 1
         found = sorted(chains(seen, self.timing.long_s / 2, self.timing.beat_s), key=lambda chain: -len(chain.ranks))
-        told = [";\n  ".join(chain.in_words(self._place)) for chain in found[:MOST_CHAINS]]
+        told = [";\n  ".join(chain.sentences(self._place)) for chain in found[:MOST_CHAINS]]
         if len(found) > MOST_CHAINS:
             told.append(f"{len(found) - MOST_CHAINS} more: see the logs of the ranks")
         self._write(f"a wait of {duration(waited_s)}, longer than half of timeout_s:\n  " + "\n  ".join(told),
                     stacks=self._count <= MOST_SHOWN, own=sentence(self._rank, seen[self._rank], self._place))
 
-    def _over(self) -> None:
+    def _end_wait(self) -> None:
         if self._waiting is not None:
             rank, waited_s = self._waiting
             self._write(f"{self._place(rank)} went on after {duration(waited_s)}", stacks=False)
@@ -262,7 +265,7 @@ class LongWaits:
 
 
 def _write_stacks() -> None:
-    """What every thread of this process is at, into its log, where that is a file."""
+    """Write the stacks of all threads of this process into its log, if that is a file."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.FileHandler) and handler.stream is not None:
             log.info("the stacks of all threads, the latest call first:")

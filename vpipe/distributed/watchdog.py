@@ -1,4 +1,4 @@
-"""Watchdog the other ranks from a thread: who is alive, who waits for whom, who failed first."""
+"""Watch the other ranks from a thread: who is alive, who waits for whom, who failed first."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Activity:
         self.part: str | None = None
 
     def rest(self) -> None:
-        """No action is under way."""
+        """Note that no action is under way."""
         self.now = (self.part, perf_counter())
 
     @contextmanager
     def at(self, what: str) -> Iterator[None]:
-        """While this is done, whatever actions it is made of; ``what`` in words."""
+        """Note what is done meanwhile, in words, whatever actions it is made of."""
         before, self.part = self.part, what
         self.rest()
         try:
@@ -49,7 +49,7 @@ class Activity:
             self.rest()
 
     def seen(self) -> tuple[str | None, float]:
-        """What is under way, in words, and for how many seconds."""
+        """Return what is under way, in words, and for how many seconds."""
         (what, since), part = self.now, self.part
         words = what if what is None or isinstance(what, str) else f"running {what}"
         return (f"{words} ({part})" if part not in (None, words) else words), perf_counter() - since
@@ -60,7 +60,7 @@ PATIENCE_S = 2.0
 
 
 class Watchdog:
-    """One rank's end of the hub, in a thread of its own.
+    """Send the heartbeats of one rank to the watchdog's server and receive the state of all, in a thread of its own.
 
     The main thread may be anywhere: in a transfer that nothing interrupts, in a debugger, in a pause of the
     user's. As long as this thread beats, the rank is alive. When a failure becomes known, the transfers of this
@@ -73,13 +73,13 @@ class Watchdog:
     Attributes:
         describe: ``rank -> "rank 2 (stage 2)"``.
         doing: the transfer that the main thread is in.
-        work: what it is at.
+        work: what the main thread does.
         note: shows what is found of long waits; on rank 0, from another thread.
         break_off: makes the main thread's transfers fail.
         stop_asked: why a rank was asked to leave off in good order, once one was.
     """
 
-    def __init__(self, rank: int, hosts: Sequence[str], line: Connection, token: str, timing: WatchdogTiming,
+    def __init__(self, rank: int, hosts: Sequence[str], connection: Connection, token: str, timing: WatchdogTiming,
                  end: Callable[[RunError], None]) -> None:
         self.rank, self.hosts = rank, hosts
         self.describe: Callable[[int], str] = lambda rank: f"rank {rank}"
@@ -87,32 +87,32 @@ class Watchdog:
         self.work = Activity()
         self.note: Callable[[str], None] = lambda text: None
         self.break_off: Callable[[], None] = lambda: None
-        self._line, self.timing, self._end = line, timing, end
+        self._connection, self.timing, self._end = connection, timing, end
         self._fault: Fault | None = None
-        self._known, self._told = Event(), Event()  # by this thread; by the main thread
+        self._known, self._acknowledged = Event(), Event()  # by this thread; by the main thread
         self._states = [RankState() for _ in hosts]
         self._waits = LongWaits(rank, timing, self.place, lambda text: self.note(text))
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
         self._leaving = False
-        self._given_up: Fault | None = None  # told to the hub, whose answer comes first
+        self._given_up: Fault | None = None  # sent to the server, whose answer comes first
         self.stop_asked: str | None = None
-        self._stop: str | None = None  # asked here, and still to be told
-        line.say({"rank": rank, "token": token})
+        self._stop: str | None = None  # asked here, and still to be sent
+        connection.send({"rank": rank, "token": token})
         self._thread = Thread(target=self._run, name="vpipe-watch", daemon=True)
         self._thread.start()
 
     # -- what the main thread calls --------------------------------------------------------------------
 
     def place(self, rank: int) -> str:
-        """A rank with its stages, and its host if there are several: ``rank 2 (stage 2) on hostB``."""
+        """Return a rank with its stages, and its host if there are several: ``rank 2 (stage 2) on hostB``."""
         return self.describe(rank) + (f" on {self.hosts[rank]}" if len(set(self.hosts)) > 1 else "")
 
     def error(self, fault: Fault, meanwhile: str) -> RunError:
-        """A failure as this rank raises it.
+        """Return a failure as the error that this rank raises.
 
         Args:
-            meanwhile: what this rank was at.
+            meanwhile: what this rank did.
         """
         chain = f"; {fault.chain}" if fault.chain else ""
         error = RunError(f"{self._who(fault)} {fault.what}; {meanwhile}{chain}", hint=fault.hint, rank=self.rank,
@@ -122,7 +122,7 @@ class Watchdog:
         return error
 
     def reported_by_another(self, error: BaseException) -> str | None:
-        """Let all ranks know of an error of this one; if another rank reports the same, return what this one prints."""
+        """Send all ranks an error of this one; if another rank reports the same, return the line to print instead."""
         self.failed(error)
         fault = self._fault
         if fault is None or self.rank in fault.ranks or fault != replace(Fault.failed(0, error), ranks=fault.ranks):
@@ -157,70 +157,70 @@ class Watchdog:
         return fault is None or self._reporter(fault) == self.rank
 
     def acknowledge(self) -> None:
-        """The main thread is about to raise what is known: the process is not to be ended without it."""
-        self._told.set()
+        """Note that the main thread is about to raise the failure that is known, so that the process is not ended."""
+        self._acknowledged.set()
 
     def set_timing(self, timing: WatchdogTiming) -> None:
         """Beat at another pace from now on."""
         self.timing = self._waits.timing = timing
 
     def explain(self, peer: int | None, waited_s: float | None) -> Fault:
-        """Why a transfer failed: what the job agrees was first, which takes up to twice :data:`PATIENCE_S`.
+        """Return why a transfer failed: the first failure of the job. Takes up to twice :data:`PATIENCE_S`.
 
         Args:
             peer: of the transfer; None when all ranks take part.
             waited_s: the timeout that has passed; None when the connection broke.
         """
-        self._told.set()
+        self._acknowledged.set()
         if waited_s is not None:
-            self._tell(self._last_to_blame(peer, waited_s))
+            self._report(self._blame(peer, waited_s))
         elif self._peer_left(peer) or not self._known.wait(PATIENCE_S):
-            self._tell(self._lost(peer))
+            self._report(self._lost_peer(peer))
         assert self._fault is not None
         return self._fault
 
     def failed(self, error: BaseException) -> None:
-        """Let all ranks know of an error of this one."""
-        self._told.set()
+        """Send all ranks an error of this one."""
+        self._acknowledged.set()
         if self._known.is_set() or self._leaving:
             return
-        self._tell(Fault.failed(self.rank, error))
+        self._report(Fault.failed(self.rank, error))
 
     def ask_stop(self, why: str) -> None:
-        """Let all ranks know that this one was asked to leave off; from a signal handler, too: no locks."""
+        """Ask all ranks to stop in good order; from a signal handler, too: no locks."""
         self.stop_asked = self._stop = why
         with suppress(OSError):
             self._wake.send(b".")
 
     def leave(self) -> None:
-        """This process ends in good order: nobody is to take it for dead."""
+        """Tell the server that this process ends in good order, so that it is not taken for dead."""
         if not self._known.is_set():
-            self._line.say({"left": True})
+            self._connection.send({"left": True})
         self._leaving = True  # not before: the thread closes the line when it sees it
         with suppress(OSError):
             self._wake.send(b".")
         self._thread.join(self.timing.grace_s)
 
-    def _tell(self, fault: Fault) -> None:
-        """Tell the hub of a failure and hear which one came first; this one, when the hub does not answer."""
-        self._line.say({"fault": fault.as_message()})
+    def _report(self, fault: Fault) -> None:
+        """Send the server a failure and receive which one came first; this one, when it does not answer."""
+        self._connection.send({"fault": fault.as_message()})
         if not self._thread.is_alive() or not self._known.wait(PATIENCE_S):
-            self._learn(fault)
+            self._set_fault(fault)
 
     def _peer_left(self, peer: int | None) -> bool:
         return peer is not None and self.has_left(peer)
 
-    def _lost(self, peer: int | None) -> Fault:
-        """What is to be said of a peer whose connection broke, when the hub knows of no failure."""
+    def _lost_peer(self, peer: int | None) -> Fault:
+        """Return the fault of a peer whose connection broke, when the server knows of no failure."""
         rank = self.rank if peer is None else peer
         return Fault.left(rank) if self._peer_left(peer) else Fault.hung_up(rank, self.rank)
 
-    def _last_to_blame(self, peer: int | None, waited_s: float) -> Fault:
-        """Among those who wait for one another: the one of which nothing is heard, else who does not wait."""
+    def _blame(self, peer: int | None, waited_s: float) -> Fault:
+        """Return the fault of the rank at the end of the waits: one that is silent, else one that does not wait."""
         seen, said = list(self._states), "for" if self.doing is None else self.doing.said
         seen[self.rank] = RankState(waits=Wait(peer, waited_s, said), at=self.work.seen())
-        chain = WaitChain.of(seen, self.rank, waited_s / 2, self.timing.beat_s)
-        return replace(chain.fault, chain="; ".join(chain.in_words(self.place)))
+        chain = WaitChain.follow(seen, self.rank, waited_s / 2, self.timing.beat_s)
+        return replace(chain.fault, chain="; ".join(chain.sentences(self.place)))
 
     # -- the thread ------------------------------------------------------------------------------------
 
@@ -229,84 +229,84 @@ class Watchdog:
         doing, since = self.doing, last
         with selectors.DefaultSelector() as selector:
             selector.register(self._woken, selectors.EVENT_READ)
-            selector.register(self._line, selectors.EVENT_READ)
+            selector.register(self._connection, selectors.EVENT_READ)
             while not self._leaving and not self._known.is_set():
                 for key, _ in selector.select(max(0.0, beat_at - monotonic())):
-                    if key.fileobj is self._line and self._hear():
+                    if key.fileobj is self._connection and self._receive():
                         heard_at = monotonic()
                     elif key.fileobj is self._woken:
                         self._woken.recv(64)
                 if self._stop is not None:
-                    self._line.say({"stop": self._stop})
+                    self._connection.send({"stop": self._stop})
                     self._stop = None
                 now = monotonic()
-                if now - last > 2 * self.timing.beat_s:  # it was this process that paused: not the hub's silence
+                if now - last > 2 * self.timing.beat_s:  # it was this process that paused: not the server's silence
                     heard_at += now - last
                 last = now
                 if self._states[0].left:
-                    break  # rank 0 ended in good order, and the hub with it
-                if self._line.closed:
-                    self._learn(Fault.ended(0))
+                    break  # rank 0 ended in good order, and the server with it
+                if self._connection.closed:
+                    self._set_fault(Fault.ended(0))
                 elif now - heard_at > self.timing.silent_s:
                     fault = Fault.silent(now - heard_at, 0)
-                    self._line.say({"fault": fault.as_message()})  # it may only sleep
-                    self._learn(fault)
+                    self._connection.send({"fault": fault.as_message()})  # it may only sleep
+                    self._set_fault(fault)
                 elif now >= beat_at:
                     beat_at = now + self.timing.beat_s
                     if self.doing is not doing:
                         doing, since = self.doing, now
-                    self._line.say(self._state(doing, now - since))
-                    self._look(now - heard_at)
-                    self._limit(doing, now - since)
-        for end in (self._line, self._wake, self._woken):
+                    self._connection.send(self._state(doing, now - since))
+                    self._update_long_waits(now - heard_at)
+                    self._check_limit(doing, now - since)
+        for end in (self._connection, self._wake, self._woken):
             end.close()
         if self._known.is_set() and not self._leaving:
-            self._end_main()
+            self._end_main_thread()
         elif self._leaving and not self._known.is_set():
             self._waits.end()
 
     def _state(self, doing: Transfer | None, waited_s: float) -> dict[str, object]:
-        """What the others are told: of what is new no more than whom it waits for."""
+        """Return what the others learn of this rank: of what is new no more than whom it waits for."""
         new_s = 2 * self.timing.beat_s
         what, seconds = self.work.seen()
         waits = None if doing is None else [doing.peer, waited_s, *([doing.said] if waited_s > new_s else [])]
         return {"waits": waits, "at": [what, seconds] if seconds > new_s else None}
 
-    def _look(self, silent_s: float) -> None:
-        """Whether there are long waits; when the hub is silent, rank 0 is."""
+    def _update_long_waits(self, silent_s: float) -> None:
+        """Report long waits. When the server is silent, rank 0 is."""
         first = self._states[0]
-        self._waits.look([replace(first, silent_s=max(first.silent_s, silent_s)), *self._states[1:]])
+        self._waits.update([replace(first, silent_s=max(first.silent_s, silent_s)), *self._states[1:]])
 
-    def _limit(self, doing: Transfer | None, waited_s: float) -> None:
-        """Give up a transfer from which the main thread does not come back: the hub says why, or by the next beat this
-        rank does."""
+    def _check_limit(self, doing: Transfer | None, waited_s: float) -> None:
+        """Give up a transfer from which the main thread does not come back, once the server has said why, or a beat
+        later."""
         if self._given_up is not None:
-            self._learn(self._given_up)
+            self._set_fault(self._given_up)
         elif doing is not None and doing.limit_s is not None and waited_s > doing.limit_s + self.timing.grace_s:
-            self._given_up = self._last_to_blame(doing.peer, waited_s)
-            self._line.say({"fault": self._given_up.as_message()})
+            self._given_up = self._blame(doing.peer, waited_s)
+            self._connection.send({"fault": self._given_up.as_message()})
 
-    def _hear(self) -> bool:
-        messages = self._line.hear()
+    def _receive(self) -> bool:
+        messages = self._connection.receive()
         for message in messages:
             if "ranks" in message:
-                self._states = [RankState.of(*state) for state in message["ranks"]]
+                self._states = [RankState.parse(*state) for state in message["ranks"]]
             if "fault" in message:
-                self._learn(Fault.from_message(message["fault"]))
+                self._set_fault(Fault.from_message(message["fault"]))
             if "stop" in message and self.stop_asked is None:
                 self.stop_asked = str(message["stop"])
         return bool(messages)
 
-    def _learn(self, fault: Fault) -> None:
+    def _set_fault(self, fault: Fault) -> None:
         if self._fault is None:
             self._fault = fault
         self._known.set()
 
-    def _end_main(self) -> None:
-        """The main thread is to raise; if it does not, the process ends without it."""
+    def _end_main_thread(self) -> None:
+        """Make the main thread raise; end the process if it does not."""
         assert self._fault is not None
         self.break_off()
-        if not self._told.wait(self.timing.grace_s) and not self._leaving:
+        if not self._acknowledged.wait(self.timing.grace_s) and not self._leaving:
             meanwhile = str(self.doing or self.work.seen()[0] or "at work")
             self._end(self.error(self._fault, f"{self.place(self.rank)} was {meanwhile}"))
 
@@ -331,12 +331,12 @@ _note: Callable[[str], None] = _print_note
 
 
 def current_watchdog() -> Watchdog | None:
-    """None for a pipeline in one process, and where the user made the process group."""
+    """Return the watchdog of this process; None for a pipeline in one process."""
     return _watch
 
 
 def install(watch: Watchdog) -> None:
-    """From now on it is this process's."""
+    """Make a watchdog that of this process."""
     global _watch
     _watch = watch
     watch.work, watch.note = work, _note
@@ -345,13 +345,13 @@ def install(watch: Watchdog) -> None:
 
 
 def report_to(report: Callable[[RunError], None]) -> None:
-    """Let a launcher's worker write down why this process is ended in the middle of its work; else stderr says so."""
+    """Have a function report why this process is ended in the middle of its work; stderr without one."""
     global _report
     _report = report
 
 
 def note_to(note: Callable[[str], None]) -> None:
-    """Let the first rank show by this what it finds of long waits, from another thread; else stderr has it."""
+    """Have a function show long waits on rank 0, called from another thread; stderr without one."""
     global _note
     _note = note
     if _watch is not None:
@@ -359,28 +359,26 @@ def note_to(note: Callable[[str], None]) -> None:
 
 
 def at_work(what: str) -> AbstractContextManager[None]:
-    """While the main thread does something that may keep other ranks waiting; in words, ``saving a checkpoint``.
-
-    When they have waited for long, they are told that this is why.
+    """Note what the main thread does meanwhile, such as ``saving a checkpoint``: ranks that wait for long report it.
     """
     return work.at(what)
 
 
 def end_process(error: RunError) -> None:
-    """End this process from any thread, whatever its main thread is in."""
+    """Report an error and end this process, from any thread."""
     with suppress(Exception):
         _report(error)
     os._exit(error.exit_status)
 
 
 def announce(error: BaseException) -> None:
-    """Let all ranks know of an error of this one, if there are others."""
+    """Send all ranks an error of this one, if there are others."""
     if _watch is not None:
         _watch.failed(error)
 
 
 def ask_stop(why: str) -> None:
-    """Ask all ranks to leave off in good order; the first to ask gives the reason.
+    """Ask all ranks to stop in good order; the first to ask gives the reason.
 
     A signal handler may call it, whatever it interrupts: it takes no lock and does not wait.
 
@@ -395,7 +393,7 @@ def ask_stop(why: str) -> None:
 
 
 def stop_asked() -> str | None:
-    """Why a rank of this job, this one or another, was asked to leave off; None while none was.
+    """Return why a rank of this job, this one or another, was asked to stop; None while none was.
 
     Other ranks know within milliseconds, not all at one time: they agree on a step when one of them decides.
     """
@@ -403,6 +401,6 @@ def stop_asked() -> str | None:
 
 
 def forget_stop() -> None:
-    """What was asked of this process was about another run than the one that begins."""
+    """Forget a request to stop: it was about another run than the one that begins."""
     global _stop
     _stop = None

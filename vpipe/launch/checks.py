@@ -13,7 +13,7 @@ from vpipe.schedules.prepare import ScheduleSpec
 
 
 def ranks_of(config: Config) -> int:
-    """The ranks of the schedule.
+    """Return the ranks of the schedule.
 
     Raises:
         UserError: there is no such schedule.
@@ -25,7 +25,7 @@ def ranks_of(config: Config) -> int:
 
 
 def hosts_of(config: Config) -> Hosts | None:
-    """The hosts of ``machines``; None when all ranks are here.
+    """Return the hosts of ``machines``; None when all ranks are here.
 
     Raises:
         UserError: they are not as many as the ranks, or the first is not this host.

@@ -43,8 +43,8 @@ class Container:
     bound: tuple[Path, ...]
 
     @classmethod
-    def of(cls, config: Config) -> Container | None:
-        """What ``container`` asks for, found on this host; None when it asks for nothing, or this process is in it.
+    def from_config(cls, config: Config) -> Container | None:
+        """Return the image of ``container``, found on this host; None without one, or when this process is inside.
 
         Raises:
             UserError: no program is on the path that runs images, or there is no image.
@@ -78,17 +78,17 @@ class Container:
 
 
 def inside_container() -> bool:
-    """Whether this process runs in an image."""
+    """Return whether this process runs in an image."""
     return any(os.environ.get(name) for name in INSIDE)
 
 
 def _sees_gpus(config: Config) -> bool:
-    """Whether ranks on this host compute on GPUs; found out without torch, which may be in the image alone."""
+    """Return whether ranks on this host compute on GPUs; found out without torch, which may be in the image alone."""
     return config.parallel.asks_for_gpus or (config.parallel.device is None and NVIDIA.exists())
 
 
 def _bound(config: Config) -> list[Path]:
-    """The working folder, what the config names, and vpipe itself where it is no installed package."""
+    """Return the working folder, what the config names, and vpipe itself where it is no installed package."""
     cache = config.dataset.cache_directory or Path.home() / ".cache" / "vpipe"
     for folder in filter(None, (cache, config.saving.directory)):
         folder.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ def _bound(config: Config) -> list[Path]:
 
 
 def _checkout() -> Path | None:
-    """The folder that holds this package, where it is a checkout."""
+    """Return the folder that holds this package, where it is a checkout."""
     folder = Path(__file__).parents[2]
     return None if {"site-packages", "dist-packages"} & set(folder.parts) else folder
 
@@ -115,7 +115,7 @@ def _outermost(paths: Sequence[Path]) -> list[Path]:
 
 
 def _folders_of(words: Sequence[str]) -> list[Path]:
-    """The folders of the files that a command names: of the config, with those that a flat one names beside it."""
+    """Return the folders of the files that a command names: a flat config names others beside it."""
     return [Path(word).parent for word in words if os.path.isfile(word)]
 
 
@@ -128,9 +128,9 @@ def enter(config: Config, resumed: Sequence[Path] = ()) -> None:
         resumed: folders of the run and the checkpoint to go on from.
 
     Raises:
-        UserError: see :meth:`Container.of`.
+        UserError: see :meth:`Container.from_config`.
     """
-    container = Container.of(config)
+    container = Container.from_config(config)
     if container is None:
         return
     config.log_directory.mkdir(parents=True, exist_ok=True)

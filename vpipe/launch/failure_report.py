@@ -44,7 +44,7 @@ def write_report(folder: Path, rank: int, error: VpipeError) -> dict[str, Any]:
 
 
 def _with_host(error: RunError, rank: int) -> str:
-    """Where the error was, with the host: ``... (rank 2, stage 1, host b, action 1F0)``."""
+    """Return an error with its place and the host: ``... (rank 2, stage 1, host b, action 1F0)``."""
     host = os.environ.get(HOST)
     if host is None or error.rank != rank:
         return error.located
@@ -54,7 +54,7 @@ def _with_host(error: RunError, rank: int) -> str:
 
 
 def read_report(folder: Path, rank: int) -> dict[str, Any] | None:
-    """What a rank wrote down; None when it did not, or not all of it."""
+    """Return the report of a rank; None without one, or if it is incomplete."""
     try:
         report = json.loads(failure_path(folder, rank).read_text())
     except (OSError, json.JSONDecodeError):
@@ -63,7 +63,7 @@ def read_report(folder: Path, rank: int) -> dict[str, Any] | None:
 
 
 def first_report(folder: Path) -> dict[str, Any] | None:
-    """Of what the ranks of a run wrote down, that of the one to blame; None where nothing failed."""
+    """Return, of the reports of a run, that of the rank to blame; None where nothing failed."""
     reports = [report for path in folder.glob("rank*.failure.json")
                if (report := read_report(folder, int(path.name[4:].partition(".")[0]))) is not None]
     return min(reports, key=lambda report: (report["blames_peer"], report["time"]), default=None)
@@ -71,8 +71,8 @@ def first_report(folder: Path) -> dict[str, Any] | None:
 
 def first_failure(statuses: Mapping[int, int | None], lost: list[VpipeError], folder: Path,
                   describe: Callable[[int], str]) -> VpipeError:
-    """The failure that came first in cause: what a rank says of itself, then a rank or a host that ended in silence,
-    then what others say of them.
+    """Return the cause of a failed run: what a rank reports of itself, then a rank or a host that ended in silence,
+    then what others report of them.
 
     Args:
         statuses: per rank its exit status, negative for a signal; None for one that still runs or was on a lost host.
@@ -82,11 +82,11 @@ def first_failure(statuses: Mapping[int, int | None], lost: list[VpipeError], fo
     reports = {rank: report for rank in statuses if (report := read_report(folder, rank)) is not None}
     said = sorted(reports.values(), key=lambda report: (report["blames_peer"], report["time"]))
     if said and not said[0]["blames_peer"]:
-        return told(said[0], describe, folder)
+        return reported_error(said[0], describe, folder)
     for rank, status in statuses.items():
         if status and rank not in reports:
             return _silent(rank, status, log_path(folder, rank), describe)
-    return lost[0] if lost else told(said[0], describe, folder)
+    return lost[0] if lost else reported_error(said[0], describe, folder)
 
 
 def _silent(rank: int, status: int, log: Path, describe: Callable[[int], str]) -> RunError:
@@ -107,8 +107,8 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def told(report: Mapping[str, Any], describe: Callable[[int], str], folder: Path) -> VpipeError:
-    """What is told of a report: the failure of the run, or the mistake where no plan was found for it.
+def reported_error(report: Mapping[str, Any], describe: Callable[[int], str], folder: Path) -> VpipeError:
+    """Return the error of a report: the failure of the run, or a mistake found before it trained.
 
     Args:
         folder: where the logs of the ranks are.
@@ -123,7 +123,7 @@ def told(report: Mapping[str, Any], describe: Callable[[int], str], folder: Path
 
 
 def as_error(report: Mapping[str, Any], describe: Callable[[int], str]) -> RunError:
-    """A report as the failure of the run."""
+    """Return a report as the failure of the run."""
     what, hint, where = report["problems"][0]
     if report["user"]:  # what the user could mend before the run was found before: by now the run has failed
         what = f"{describe(report['rank'])}: {what}" + (f" ({where})" if where else "")

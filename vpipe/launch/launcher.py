@@ -1,4 +1,4 @@
-"""A run whose ranks vpipe starts itself, on this host and over ssh on others: its attempts, one after the other."""
+"""Launch a run on this host and over ssh on others: one attempt after the other."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from vpipe.distributed.network import free_port
 from vpipe.errors import LastingError, Problem, RunError, UserError
 from vpipe.launch import local
 from vpipe.launch.checks import check_gpus, hosts_of, ranks_of
-from vpipe.launch.elastic import fitted, other_updates
-from vpipe.launch.local import Halted, Interrupted, Starting
+from vpipe.launch.local import Interrupted, StartNotice, StoppedRanks
 from vpipe.launch.rank_env import ranks_here
-from vpipe.launch.restart import Failure, announced, newest_intact, over
+from vpipe.launch.restart import Failure, fitted, give_up_reason, newest_intact, other_updates, restart_message
 from vpipe.launch.ssh import Remote, UnreachableError, connect, prepare
 from vpipe.train.run_folder import checkpoints_root, last_step, why_unsaved
 
@@ -55,7 +54,7 @@ def run(config: Config, start: ResumePoint | None, restarts: int | None) -> None
                 return launched.attempt()
             except Interrupted as signal:
                 if not signal.saved:
-                    launched.tell_newest()
+                    launched.print_resume_command()
                 raise
             except LastingError as error:
                 raise launched.ended(error, None) from None
@@ -64,19 +63,19 @@ def run(config: Config, start: ResumePoint | None, restarts: int | None) -> None
                     raise
                 said = error.problems[0].what
                 failures.append(Failure(said, None, f"try {len(failures)}"))
-                if over(failures, allowed) is not None:
+                if give_up_reason(failures, allowed) is not None:
                     raise
                 time.sleep(PAUSE_S)
             except UserError:
                 if failures:
-                    launched.tell_newest()
+                    launched.print_resume_command()
                 raise
             except RunError as error:
                 if launched.folder is None:
                     raise
                 said = error.located
                 failures.append(launched.failure(said))
-                if (why := over(failures, allowed)) is not None:
+                if (why := give_up_reason(failures, allowed)) is not None:
                     raise launched.ended(error, why if allowed else None) from None
             launched.restart(f"attempt {len(failures) + 1} of {1 + allowed}", said)
     finally:
@@ -85,7 +84,7 @@ def run(config: Config, start: ResumePoint | None, restarts: int | None) -> None
 
 
 class _Run:
-    """What is kept from one attempt to the next.
+    """The state of a run between its attempts.
 
     Args:
         config: as the user wrote it.
@@ -145,13 +144,13 @@ class _Run:
             print(headline(job) + (f" on {1 + len(remotes)} hosts" if remotes else ""), flush=True)
             local.run_ranks(here, self.folder, lambda rank: job.describe(rank) if hosts is None else
                             hosts.described(rank, job.describe(rank)), remotes, STOP_S,
-                            Starting(self.folder, here.world, start.checkpoint).look,
-                            Halted(job.config.parallel.timeout_s))
+                            StartNotice(self.folder, here.world, start.checkpoint).update,
+                            StoppedRanks(job.config.parallel.timeout_s))
         finally:
             local.close_all(remotes)
 
     def _connected(self, away: frozenset[str]) -> tuple[Config, Hosts | None, list[Remote]]:
-        """The config with the hosts that take part, and the launchers of the others."""
+        """Return the config with the hosts that take part, and the launchers of the others."""
         config = self._config if not away else _without(self._config, away)
         config = self._arranged.get(config.machines, config)
         hosts = hosts_of(config)
@@ -163,7 +162,7 @@ class _Run:
         return config, hosts, connect(hosts, config.launch, container=bool(config.container))
 
     def _left_out(self, error: UnreachableError) -> frozenset[str]:
-        """The hosts that cannot take part, if the run may go on without them.
+        """Return the hosts that cannot take part, if the run may go on without them.
 
         Raises:
             UnreachableError: it may not.
@@ -179,13 +178,13 @@ class _Run:
         return frozenset(error.by_login)
 
     def failure(self, what: str) -> Failure:
-        """How the attempt ended, of which something is said."""
+        """Return the failure that ended the attempt."""
         assert self.folder is not None
         checkpoint = None if self._start is None else self._start.checkpoint
         return Failure(what, last_step(self.folder), "" if checkpoint is None else checkpoint.name)
 
     def restart(self, attempt: str, what: str) -> None:
-        """Make ready for another attempt, and say so.
+        """Prepare another attempt, and print so.
 
         Args:
             attempt: ``attempt 2 of 4``.
@@ -203,26 +202,26 @@ class _Run:
         if checkpoint is None and self._start is not None:
             checkpoint = self._start.checkpoint  # which may be from elsewhere
         self._start, self._restarted = ResumePoint(self.folder, checkpoint), True
-        print(announced(attempt, what, checkpoint), file=sys.stderr, flush=True)
+        print(restart_message(attempt, what, checkpoint), file=sys.stderr, flush=True)
 
     def ended(self, error: RunError, why: str | None) -> RunError:
-        """The last failure, with how to go on.
+        """Return the last failure, with how to go on.
 
         Args:
             why: nothing is started again; None where nobody asked for that.
         """
         hints = [error.hint, *([] if why is None else [f"not started again: {why}"])]
         if self.folder is not None and "checkpoint" not in error.hint:
-            hints += [self._going_on(self.folder)]
+            hints += [self._resume_hint(self.folder)]
         error.hint = "; ".join(hints)
         return error
 
-    def tell_newest(self) -> None:
-        """Say from where a run that was ended in the middle may go on."""
+    def print_resume_command(self) -> None:
+        """Print from where a run that was ended in the middle may go on."""
         if self.folder is not None:
-            print(self._going_on(self.folder), file=sys.stderr, flush=True)
+            print(self._resume_hint(self.folder), file=sys.stderr, flush=True)
 
-    def _going_on(self, folder: Path) -> str:
+    def _resume_hint(self, folder: Path) -> str:
         newest = self._newest
         if newest is not None:
             return f"go on from {newest.name} with: vpipe train --resume {quote(str(folder))}"
@@ -236,7 +235,7 @@ class _Run:
 
 
 def _without(config: Config, away: Set[str]) -> Config:
-    """The config for the hosts that are not away."""
+    """Return the config for the hosts that are not away."""
     there = tuple(text for text in config.machines or () if (entry := Machine.of(text)) and entry.login not in away)
     fit = fitted(config, len(there))
     if (change := other_updates(config, fit)) is not None:

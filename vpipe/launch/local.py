@@ -51,7 +51,7 @@ class Interrupted(Exception):  # noqa: N818 - it is no error, as KeyboardInterru
         return status_after(self.number, saved=self.saved)
 
 
-class Elsewhere(Protocol):
+class RemoteRanks(Protocol):
     """The ranks of another host, as the launcher of this one sees them."""
 
     def start(self, folder: Path) -> None:
@@ -117,9 +117,9 @@ class Processes:
             with suppress(BrokenPipeError):  # it has ended
                 os.write(pipe, bytes([number]))
 
-    def halted(self, halted: Halted) -> RunError | None:
-        """What is to be told of a rank that has been stopped for too long."""
-        return halted.look(self._processes)
+    def stopped_ranks(self, stopped_ranks: StoppedRanks) -> RunError | None:
+        """Return the error of a rank that has been stopped for too long."""
+        return stopped_ranks.update(self._processes)
 
     def close(self) -> None:
         """End what still runs, with all it started."""
@@ -138,7 +138,7 @@ class Processes:
 
 
 def _status(process: subprocess.Popen[bytes]) -> int | None:
-    """The exit status of a rank, None while it runs; what it started and left behind is killed."""
+    """Return the exit status of a rank, None while it runs; what it started and left behind is killed."""
     ended_before = process.returncode is not None
     if process.poll() is not None and not ended_before:
         _signal_group(process, signal.SIGKILL)  # the number of a group is not given anew while it has members
@@ -150,15 +150,15 @@ def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
         os.killpg(process.pid, number)
 
 
-def close_all(groups: Sequence[Processes | Elsewhere]) -> None:
+def close_all(groups: Sequence[Processes | RemoteRanks]) -> None:
     """End all of them, at the same time: a host that is lost is given up after seconds only."""
     with ThreadPoolExecutor(max(1, len(groups))) as pool:
         list(pool.map(lambda group: group.close(), groups))
 
 
 def run_ranks(here: HostRanks, folder: Path, describe: Callable[[int], str],
-              elsewhere: Sequence[Elsewhere] = (), stop_s: float = 0.0,
-              waiting: Callable[[], None] = lambda: None, halted: Halted | None = None) -> None:
+              elsewhere: Sequence[RemoteRanks] = (), stop_s: float = 0.0,
+              waiting: Callable[[], None] = lambda: None, stopped_ranks: StoppedRanks | None = None) -> None:
     """Run one process per rank, here and on other hosts, until all have ended.
 
     The first failure ends all of them. A signal (Ctrl-C, SIGTERM, SIGUSR1) asks them to leave off, which they do
@@ -169,7 +169,7 @@ def run_ranks(here: HostRanks, folder: Path, describe: Callable[[int], str],
         elsewhere: the ranks of other hosts, which are ready to start.
         stop_s: how long they may take to leave off; 0 where there is nothing to save: they are ended at once.
         waiting: called often while they run.
-        halted: notices ranks that a signal has stopped; None where nobody minds.
+        stopped_ranks: notices ranks that a signal has stopped; None where nobody minds.
 
     Raises:
         LastingError: a rank failed when it was asked to leave off: whoever asks for an end wants no other attempt.
@@ -178,7 +178,7 @@ def run_ranks(here: HostRanks, folder: Path, describe: Callable[[int], str],
     """
     with Signals(passed_on=stop_s > 0) as signals, held(here.port):
         mine = Processes(here, folder)
-        groups: list[Processes | Elsewhere] = [mine, *elsewhere]
+        groups: list[Processes | RemoteRanks] = [mine, *elsewhere]
         try:
             mine.start()
             for other in elsewhere:
@@ -190,7 +190,7 @@ def run_ranks(here: HostRanks, folder: Path, describe: Callable[[int], str],
                         frames, failure = failure.frames, LastingError(failure.located, hint=failure.hint)
                         failure.frames = frames
                     raise failure
-                if halted is not None and (still := mine.halted(halted)) is not None:
+                if stopped_ranks is not None and (still := mine.stopped_ranks(stopped_ranks)) is not None:
                     raise still
                 waiting()
                 time.sleep(POLL_S)
@@ -199,8 +199,8 @@ def run_ranks(here: HostRanks, folder: Path, describe: Callable[[int], str],
             close_all(groups)
 
 
-def _go_on(groups: Sequence[Processes | Elsewhere], signals: Signals, stop_s: float, folder: Path) -> bool:
-    """Whether to wait for the ranks; passes a signal on."""
+def _go_on(groups: Sequence[Processes | RemoteRanks], signals: Signals, stop_s: float, folder: Path) -> bool:
+    """Return whether to wait for the ranks; passes a signal on."""
     statuses = _statuses(groups)
     if signals.first is None:
         return None in statuses.values() or any(statuses.values())
@@ -258,7 +258,7 @@ class Signals:
 
 
 def _failed(statuses: Mapping[int, int | None], folder: Path, asked: bool) -> bool:
-    """Whether a rank has failed.
+    """Return whether a rank has failed.
 
     Args:
         asked: whether all were asked to leave off: then it is no failure to be ended by that before the training, nor
@@ -279,7 +279,7 @@ ENDED = (*(-number for number in STOPS), *(said + number for said in (128, UNSAV
 
 
 def _stopped(statuses: Mapping[int, int | None]) -> Interrupted | None:
-    """The signal after which all ranks leave off in good order: the first rank's status tells it, once it has one."""
+    """Return the signal after which all ranks stop in good order, from the first rank's status, once it has one."""
     if any(status for rank, status in statuses.items() if rank != 0):
         return None
     for said in (128, UNSAVED):
@@ -288,10 +288,10 @@ def _stopped(statuses: Mapping[int, int | None]) -> Interrupted | None:
     return None
 
 
-def _failure(groups: Sequence[Processes | Elsewhere], elsewhere: Sequence[Elsewhere], folder: Path,
+def _failure(groups: Sequence[Processes | RemoteRanks], elsewhere: Sequence[RemoteRanks], folder: Path,
              describe: Callable[[int], str]) -> VpipeError | Interrupted:
-    """What is told of a failure, once the other ranks had time to say what they saw; or that it is none: a rank got a
-    signal, for which all left off."""
+    """Return a failure, once the other ranks had time to report what they saw; or the signal to a rank for which all
+    stopped."""
     began, statuses = time.monotonic(), _statuses(groups)
     while None in statuses.values() and time.monotonic() - began < (LEAVE_S if _stopped(statuses) else GRACE_S):
         time.sleep(POLL_S)
@@ -303,12 +303,12 @@ def _failure(groups: Sequence[Processes | Elsewhere], elsewhere: Sequence[Elsewh
     return first_failure(_statuses(groups), lost, folder, describe)
 
 
-def _statuses(groups: Sequence[Processes | Elsewhere]) -> dict[int, int | None]:
+def _statuses(groups: Sequence[Processes | RemoteRanks]) -> dict[int, int | None]:
     return {rank: status for group in groups for rank, status in group.statuses.items()}
 
 
-class Halted:
-    """How long which of this process's children have been stopped.
+class StoppedRanks:
+    """Notice children of this process that have been stopped for long.
 
     Several ranks watch one another, and say more; one alone has nobody but its launcher.
 
@@ -320,8 +320,8 @@ class Halted:
         self._most_s = most_s
         self._since: dict[int, float] = {}
 
-    def look(self, processes: Mapping[int, Popen[bytes]]) -> RunError | None:
-        """What is to be told of one that has been stopped for too long; to be called often.
+    def update(self, processes: Mapping[int, Popen[bytes]]) -> RunError | None:
+        """Return the error of a rank that has been stopped for too long; to be called often.
 
         Args:
             processes: by rank.
@@ -347,8 +347,8 @@ SLOW_S, AGAIN_S = 2.0, 10.0
 """From when on it is said, and how often."""
 
 
-class Starting:
-    """Tells of the ranks of a run until they have met, when the first one takes the run.
+class StartNotice:
+    """Print that the ranks of a run start, until they have met: then the first one locks the run.
 
     Args:
         folder: of the run.
@@ -362,8 +362,8 @@ class Starting:
         self._began, self._next_s, self._over = monotonic(), SLOW_S, False
         self._what = f"starting {counted(ranks, 'rank')}" + ("" if checkpoint is None else f", from {checkpoint.name}")
 
-    def look(self) -> None:
-        """Say it, if it is time; to be called often."""
+    def update(self) -> None:
+        """Print the line, if it is time; to be called often."""
         seconds = monotonic() - self._began
         # Looked at every time: a short run has ended, and let go of the file, before the next line is due.
         self._over = self._over or self._taken_at() != self._before

@@ -63,13 +63,13 @@ class HostRanks:
     def alone(cls, ranks: int, port: int, threads: int, task: Sequence[str] = ("train",), *,
               devices: Mapping[int, int] | None = None, container: Container | None = None,
               address: str | None = None, interface: str | None = None) -> HostRanks:
-        """All ranks on this host; when no address and interface are chosen, by its loopback."""
+        """Return all ranks on this host; when no address and interface are chosen, by its loopback."""
         found = "lo" if sys.platform == "linux" else None  # whatever the name of this host resolves to
         return cls(devices or {rank: rank for rank in range(ranks)}, ranks, address or "127.0.0.1", port,
                    interface or found, threads, task, container=container, interface_found=interface is None)
 
     def command(self, folder: Path | str) -> list[str]:
-        """What every rank runs; ``folder`` tells it the rest."""
+        """Return what every rank runs; ``folder`` tells it the rest."""
         worker = ["-m", "vpipe.launch.rank_main", str(folder), *self.task]
         if self.container is None:
             return [self.python, *worker]
@@ -77,7 +77,7 @@ class HostRanks:
         return self.container.wrapped(["python3", *worker], bound=[Path(folder), *read])
 
     def environment(self, rank: int) -> dict[str, str]:
-        """What is set for a rank, beside what this process has; torchrun's names, with ours."""
+        """Return what is set for a rank, beside what this process has; torchrun's names, with ours."""
         variables = {
             "RANK": str(rank), "LOCAL_RANK": str(self.devices[rank]), "WORLD_SIZE": str(self.world),
             "MASTER_ADDR": self.address, "MASTER_PORT": str(self.port), "OMP_NUM_THREADS": str(self.threads),
@@ -93,12 +93,12 @@ class HostRanks:
 
 
 def ranks_here(config: Config, hosts: Hosts | None, ranks: int, port: int) -> HostRanks:
-    """The ranks of this host, which is the first.
+    """Return the ranks of this host, which is the first.
 
     Raises:
         UserError: there is no container, or no way by which other hosts would reach this one.
     """
-    container, threads, parallel = Container.of(config), config.training.threads, config.parallel
+    container, threads, parallel = Container.from_config(config), config.training.threads, config.parallel
     if hosts is None or not hosts.others:
         devices = None if hosts is None else hosts.on(None)
         return HostRanks.alone(ranks, port, threads, devices=devices, container=container,
@@ -109,7 +109,7 @@ def ranks_here(config: Config, hosts: Hosts | None, ranks: int, port: int) -> Ho
 
 
 def interface_variables(interface: str) -> dict[str, str]:
-    """What tells gloo and nccl the network interface."""
+    """Return what tells gloo and nccl the network interface."""
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
 
 

@@ -31,13 +31,11 @@ from vpipe.distributed.signals import LAST_WORDS_S, Stopped, ask, end_as_decided
 from vpipe.distributed.watchdog import announce, at_work, report_to
 from vpipe.errors import RunError, VpipeError, counted
 from vpipe.launch.checks import check_gpus, ranks_of
-from vpipe.launch.conclusion import Conclusion
 from vpipe.launch.container import enter
-from vpipe.launch.elastic import fitted, other_updates
-from vpipe.launch.failure_report import told, write_report
+from vpipe.launch.failure_report import reported_error, write_report
 from vpipe.launch.rank_env import interface_variables, keep_memory
-from vpipe.launch.restart import Starter
-from vpipe.launch.startup import address_towards, combined_error, rank_state, starting_timing
+from vpipe.launch.restart import Starter, fitted, other_updates
+from vpipe.launch.startup import Conclusion, address_towards, combined_error, rank_state, starting_timing
 from vpipe.train.job import Job
 from vpipe.train.loop import train
 from vpipe.train.resume import ResumePoint
@@ -128,7 +126,7 @@ def _train_started(rank: RankEnvironment, config: Config | VpipeError, start: Re
 
     def conclude() -> Conclusion:
         agents = list(dict.fromkeys(state["agent"] for state in states))
-        return Conclusion.of(rank, job, start, restarts, agents, ranks.config)
+        return Conclusion.make(rank, job, start, restarts, agents, ranks.config)
 
     concluded = _conclude(ranks, conclude)
     if concluded.nothing_left is not None:
@@ -155,7 +153,7 @@ def _train_started(rank: RankEnvironment, config: Config | VpipeError, start: Re
         if ranks.rendezvous is not None and not ranks.rendezvous.watchdog.is_reporter:
             time.sleep(REPORTED_S)
             raise SystemExit(failure.exit_status)
-        raise told(report, job.describe, folder)
+        raise reported_error(report, job.describe, folder)
     if rank.rank == 0:
         if stopped[0] is None:
             Starter.end(folder)

@@ -223,7 +223,7 @@ def _ranks_here(run: dict[str, Any], folder: Path) -> HostRanks:
     reach(address, port, REACH_S)
     devices = {int(rank): int(device) for rank, device in run["devices"].items()}
     return HostRanks(devices, int(run["world"]), address, port, interface, config.training.threads,
-                     tuple(map(str, run["task"])), str(run["host"]), Container.of(config),
+                     tuple(map(str, run["task"])), str(run["host"]), Container.from_config(config),
                      interface_found=chosen is None, run=str(run["run"]))
 
 

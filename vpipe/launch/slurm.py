@@ -1,4 +1,4 @@
-"""The batch script that runs a config under SLURM: text that a person would write by hand."""
+"""Write the batch script that runs a config under SLURM."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Nodes:
 
 
 def ranks_per_node(ranks: int, nodes: int, wanted: int | None) -> int:
-    """How many ranks go on each node; all nodes have equally many.
+    """Return how many ranks go on each node; all nodes have equally many.
 
     Raises:
         UserError: nodes x ranks on each are not the ranks there are.
@@ -79,7 +79,7 @@ def ranks_per_node(ranks: int, nodes: int, wanted: int | None) -> int:
 
 
 def slurm_script(name: str, train: Sequence[str], wanted: Nodes, written_by: Sequence[str]) -> str:
-    """The script, for ``sbatch``.
+    """Return the script, for ``sbatch``.
 
     Args:
         name: of the job.

@@ -39,7 +39,7 @@ NO_DIRECTORY = 96
 
 
 def ssh_command(login: str, settings: LaunchSection) -> list[str]:
-    """The command that starts the launcher of another host.
+    """Return the command that starts the agent of another host.
 
     It may not ask for anything: ssh in batch mode, with no terminal and no input but the launcher's.
     """
@@ -58,7 +58,7 @@ def hello_s(settings: LaunchSection) -> float:
 
 
 class Remote:
-    """The launcher of another host, from the moment that ssh is started.
+    """The agent on another host, from the moment that ssh is started.
 
     Args:
         login: as ssh takes it.
@@ -114,7 +114,7 @@ class Remote:
                                 f"look whether it is up and its disks answer; try {self._trial('true')}")]
 
     def differs(self, container: bool) -> list[Problem]:
-        """What this host has in another version than the first, after its hello."""
+        """Return what this host has in another version than the first, after its hello."""
         ours, theirs = identity(), self.answer["hello"]
         return [Problem(f"host {self.host} has {name} {theirs.get(name)}, but this host {ours[name]}",
                         f"install the same there, for {self._python}" +
@@ -122,7 +122,7 @@ class Remote:
                 for name in ours if theirs.get(name) != ours[name] and not (container and name == "torch")]
 
     def _refusal(self) -> Problem:
-        """Why ssh, or what it started, ended at once."""
+        """Return why ssh, or what it started, ended at once."""
         status = self._ssh.wait()
         said = [line for line in self._errors if line]
         last = said[-1] if said else "it said nothing"
@@ -269,7 +269,7 @@ class UnreachableError(UserError):
 
     @classmethod
     def because(cls, by_login: Mapping[str, Sequence[Problem]]) -> UserError:
-        """All that is wrong, as one error."""
+        """Return all that is wrong, as one error."""
         error = cls.all_of([problem for problems in by_login.values() for problem in problems])
         assert isinstance(error, cls)
         error.by_login = by_login
@@ -277,7 +277,7 @@ class UnreachableError(UserError):
 
 
 def connect(hosts: Hosts, settings: LaunchSection, *, container: bool) -> list[Remote]:
-    """The launchers of other hosts, all reached at the same time.
+    """Return the agents of other hosts, all reached at the same time.
 
     Raises:
         UnreachableError: all that keeps any of them from it.
