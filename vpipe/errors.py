@@ -1,4 +1,4 @@
-"""What went wrong, in words a user can act on.
+"""Report errors in words a user can act on.
 
 Two families. A :class:`UserError` is a mistake in something the user wrote (a config, a partition, a
 data folder): it is found before a process starts, names the place and the remedy, and ends the
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 MOST_SHOWN = 20
-"""Problems that one error shows."""
+"""Largest number of problems that one error shows."""
 
 LONGEST_LINE = 1000
-"""Characters of a line of an error: names, values and paths come from files, and may have any length."""
+"""Largest length of an error's line: names, values and paths come from files, and may have any length."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Problem:
 
 
 class VpipeError(Exception):
-    """Base of everything vpipe raises on purpose.
+    """Base of all errors that vpipe raises on purpose.
 
     Attributes:
         frames: the lines of the user's code that led to it, as a traceback shows them, where it came from another
             process; else its own traceback has them.
-        brief: what this process prints of it in one line, where another rank reports it.
+        brief: the line that this process prints of it, where another rank reports it.
     """
 
     exit_status = 1
@@ -57,7 +57,9 @@ class UserError(VpipeError, ValueError):
 
     @classmethod
     def all_of(cls, problems: Sequence[Problem]) -> UserError:
-        """One error that lists the problems, so that the user can mend them in one go; of very many, the first."""
+        """Return one error that lists the problems, so that the user can mend them in one go; of very many, the
+        first.
+        """
         assert problems, "an error needs at least one problem"
         first, more = problems[0], len(problems) - MOST_SHOWN
         error = cls(first.what, hint=first.hint, where=first.where)
@@ -80,7 +82,7 @@ class CheckError(UserError):
 
 
 class RunError(VpipeError):
-    """A run failed: says on which rank, in which stage and action, and why; exit status 1."""
+    """A run failed; the error has the rank, the stage, the action and the reason; exit status 1."""
 
     def __init__(self, what: str, *, hint: str, rank: int | None = None, stage: int | None = None,
                  microbatch: int | None = None, action: str | None = None, peer: int | None = None) -> None:
@@ -90,7 +92,7 @@ class RunError(VpipeError):
 
     @property
     def located(self) -> str:
-        """What failed, and where: ``out of luck (rank 2, stage 3, microbatch 5, action 3F5)``."""
+        """Return the reason and the place: ``out of luck (rank 2, stage 3, microbatch 5, action 3F5)``."""
         places = [f"{name} {value}" for name, value in
                   (("rank", self.rank), ("stage", self.stage), ("microbatch", self.microbatch),
                    ("action", self.action), ("peer rank", self.peer)) if value is not None]
@@ -101,12 +103,11 @@ class RunError(VpipeError):
 
 
 class LastingError(RunError):
-    """A failure that would come again from the same state, such as a loss that is not finite: nothing is started again
-    after it."""
+    """A failure that would happen again from the same state, such as a loss that is not finite: no restart follows."""
 
 
 class PerformanceWarning(UserWarning):
-    """What was asked for is right, and slow: says why, with numbers, and what would be faster."""
+    """A request that is valid but slow: the text has the reason, with numbers, and a faster way."""
 
 
 def shortened(text: str) -> str:
@@ -116,12 +117,12 @@ def shortened(text: str) -> str:
 
 
 def counted(count: int, word: str) -> str:
-    """``1 rank``, ``2 ranks``, ``2 microbatches``."""
+    """Return ``1 rank``, ``2 ranks``, ``2 microbatches``."""
     return f"{count} {word}" + ("" if count == 1 else "es" if word.endswith(("ch", "s")) else "s")
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
-    """A remedy for an unknown name: the nearest valid one, whatever its case, or all of them."""
+    """Return a hint for an unknown name: the nearest valid one, whatever its case, or all of them."""
     folded = {name.casefold(): name for name in known}
     close = get_close_matches(word.casefold(), folded, n=1, cutoff=0.6)
     return f"did you mean '{folded[close[0]]}'?" if close else f"known names: {', '.join(sorted(known))}"

@@ -54,9 +54,10 @@ class Utilization:
 
     @classmethod
     def of(cls, forward_flops: float, again_flops: float, per_s: float, peak_flops_per_s: float) -> Utilization:
-        """With f the floating-point operations of a forward of one token through all layers, r those of its layers
-        that are recomputed, n how many tokens pass per second, and P the operations per second that all devices reach
-        together:
+        """Compute both shares.
+
+        With f the floating-point operations of a forward of one token through all layers, r those of its layers
+        that are recomputed, n the tokens per second, and P the operations per second that all devices reach together:
 
             MFU = 3 f n / P        HFU = (3 f + r) n / P
 
@@ -69,5 +70,5 @@ class Utilization:
 
 
 def share_text(share: float | None) -> str:
-    """``27.0 %``; a utilization above 100 %, which cannot be, is marked."""
+    """Return ``27.0 %``; a utilization above 100 %, which cannot be, is marked."""
     return "-" if share is None else f"{100 * share:.1f} %" + " (!)" * (share > 1)

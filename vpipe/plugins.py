@@ -1,7 +1,7 @@
-"""What installed packages add: things with a name, each an entry point in the group of its kind.
+"""Load what installed packages add: things with a name, each an entry point in the group of its kind.
 
-Names are read without importing anything; a package is imported when what it adds is asked for. So one that cannot be
-imported stands in the way of those alone who want it.
+Names are read without importing anything; a package is imported when its addition is asked for. So one that cannot be
+imported fails only for those who want it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from vpipe.errors import UserError
 
 
 def announced(group: str) -> list[str]:
-    """The names in a group, such as ``vpipe.models``, sorted."""
+    """Return the names in a group, such as ``vpipe.models``, sorted."""
     return sorted(_found(group, tuple(sys.path)))
 
 
 def load(group: str, kind: str, name: str, *, own: bool) -> EntryPoint | None:
-    """Import what a package adds under this name, so that it registers itself.
+    """Import the package that adds this name, so that it registers itself.
 
     Args:
         kind: for messages, such as ``model``.
@@ -51,7 +51,7 @@ def load(group: str, kind: str, name: str, *, own: bool) -> EntryPoint | None:
 
 
 def unregistered(entry: EntryPoint, kind: str) -> UserError:
-    """Importing what a package announces made nothing of that name."""
+    """Return the error of a package whose import registered nothing of the announced name."""
     return UserError(f"the package '{_package(entry)}' announces a {kind} '{entry.name}', but importing {entry.value} "
                      "registers none of that name",
                      hint="use the same name in its entry point and in the decorator")
@@ -63,8 +63,9 @@ def _package(entry: EntryPoint) -> str:
 
 @lru_cache(maxsize=16)
 def _found(group: str, path: tuple[str, ...]) -> dict[str, tuple[EntryPoint, ...]]:
-    """The entry points of a group by name, as of the packages on ``sys.path``; it takes milliseconds, names are asked
-    for often."""
+    """Return the entry points of a group by name, for this ``sys.path``; reading them takes milliseconds, and names are
+    asked for often.
+    """
     found: dict[str, tuple[EntryPoint, ...]] = {}
     for entry in entry_points(group=group):
         others = found.get(entry.name, ())

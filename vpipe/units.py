@@ -1,4 +1,4 @@
-"""Amounts of memory as people write and read them: ``8GiB``, ``500 MB``, ``1.5 GiB``."""
+"""Read and write amounts of memory: ``8GiB``, ``500 MB``, ``1.5 GiB``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ _AMOUNT = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+))\s*([a-z]*)", re.IGNORECASE | r
 
 
 def parse_size(value: str | int, name: str) -> int:
-    """Bytes, of a whole number of them or a text such as ``8GiB``; GB is 1000³ bytes, GiB 1024³; capitals do not count.
+    """Return the bytes of a whole number or a text such as ``8GiB``; GB is 1000³ bytes, GiB 1024³; case does not
+    matter.
 
     Args:
-        name: what the amount is called in a message, such as ``--memory``.
+        name: of the amount in a message, such as ``--memory``.
 
     Raises:
-        UserError: it is no amount, has no unit that says which, or is below one byte.
+        UserError: it is no amount, has an ambiguous unit, or is below one byte.
     """
     found = _AMOUNT.fullmatch(str(value).strip()) if type(value) in (str, int) else None
     if found is None or len(found[1]) > 20:
@@ -43,10 +44,10 @@ def parse_size(value: str | int, name: str) -> int:
 
 
 def size_text(size: float, up: bool = False) -> str:
-    """``8 GiB``, ``1.25 GiB``, ``411 MiB``: three digits, in a unit of which there is about one.
+    """Return ``8 GiB``, ``1.25 GiB``, ``411 MiB``: three digits, in a unit of which there is about one.
 
     Args:
-        up: whether to round up, as what is said to be enough must be.
+        up: whether to round up, as for a limit that must be enough.
     """
     if abs(size) < 1024:
         return f"{math.ceil(size) if up else size:.0f} B"

@@ -17,7 +17,7 @@ from vpipe.compare.contenders import Contender
 from vpipe.compare.results import Comparison, Outcome
 from vpipe.plan.plan import Prediction, StagePrediction
 from vpipe.plan.stage_costs import StageMemory
-from vpipe.profiling.peak_flops import Peak
+from vpipe.profiling.peak_flops import PeakFlops
 from vpipe.runtime.usage import StageUsage
 from vpipe.train.metrics import Efficiency
 from vpipe.train.summary import OWN, PEAK
@@ -110,7 +110,7 @@ def test_the_table_says_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_utilization_is_shown_where_it_is_known_and_doubted_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    peak = Peak(tflops=1e-9, devices=2, kind="fp32", source="measured")  # 2,000 operations per second
+    peak = PeakFlops(tflops=1e-9, devices=2, kind="fp32", source="measured")  # 2,000 operations per second
     known = replace(FAST, efficiency=Efficiency((1.0, 1.0), 1.0, peak))
     tokens = 16 * 8 / 1.5
     assert known.utilization is not None

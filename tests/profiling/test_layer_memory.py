@@ -17,8 +17,8 @@ from vpipe.model.split import StageSpec, alive, split
 from vpipe.plan.activation_memory import ActivationMemory
 from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds
 from vpipe.plan.stage_costs import stage_memory
-from vpipe.profiling.layer_stage import Bench, Given, gradients_for, read_later
-from vpipe.profiling.memory import Counts, count
+from vpipe.profiling.layer_runner import LayerInputs, LayerRunner, gradients_for, read_later
+from vpipe.profiling.memory import LayerCounts, count_layer
 from vpipe.runtime.activations import ActivationCounter
 from vpipe.runtime.precision import Precision
 from vpipe.runtime.stage import Stage
@@ -28,15 +28,15 @@ H = 4 * 6 * WIDTH * 4
 """Bytes of a hidden tensor ``[4, 6, WIDTH]`` in single precision."""
 
 
-def counted(build: Any, ties: bool = False) -> Counts:
+def counted(build: Any, ties: bool = False) -> LayerCounts:
     """Of the middle layer of three."""
     model = Model([Layer("words", lambda: nn.Embedding(WORDS, WIDTH), ("ids",)),
                    Layer("it", build, ties={"decoder": "words.weight"} if ties else {}),
                    Layer("end", nn.Identity, outputs=("loss",))], batch=("ids",))
-    bench = Bench(model, 1, CPU, 0)
+    runner = LayerRunner(model, 1, CPU, 0)
     hidden = torch.randn(4, 6, WIDTH, requires_grad=True)
-    given = Given({"h": hidden}, {}, {"h": torch.ones(4, 6, WIDTH)})
-    return count(bench, given, ADAMW)
+    given = LayerInputs({"h": hidden}, {}, {"h": torch.ones(4, 6, WIDTH)})
+    return count_layer(runner, given, ADAMW)
 
 
 def test_a_linear_layer_keeps_its_input_alone() -> None:
@@ -118,19 +118,20 @@ def test_tied_frozen_and_buffered_weights_are_told_apart() -> None:
 def test_what_waits_for_the_weight_half_is_what_the_runtime_holds(model: Model) -> None:
     batch, tensors = rich_batches(1, 4)[0], {}
     for number, layer in enumerate(model.layers):
-        bench = Bench(model, number, CPU, 0)
-        given = Given({name: tensors[name] for name in bench.reads}, {name: batch[name] for name in bench.fields}, {})
-        outputs, _ = bench.forward(given)
+        runner = LayerRunner(model, number, CPU, 0)
+        given = LayerInputs({name: tensors[name] for name in runner.reads},
+                            {name: batch[name] for name in runner.fields}, {})
+        outputs, _ = runner.forward(given)
         gradients = gradients_for(outputs, read_later(model, number))
-        counts = count(bench, Given(given.inputs, given.fields, gradients), ADAMW)
+        counts = count_layer(runner, LayerInputs(given.inputs, given.fields, gradients), ADAMW)
         kept = ActivationCounter()
-        copies = Given({n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in given.inputs.items()},
+        copies = LayerInputs({n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in given.inputs.items()},
                        {n: t.clone() for n, t in given.fields.items()}, gradients)
         with kept.counting():
-            record = bench.forward(copies, split=True)[1]
+            record = runner.forward(copies, split=True)[1]
         del copies
-        bench.backward_input(record, gradients)
-        assert counts.weight_half_bytes == kept.bytes(record, bench.stage.modules.values()), layer.name
+        runner.backward_input(record, gradients)
+        assert counts.weight_half_bytes == kept.bytes(record, runner.stage.modules.values()), layer.name
         tensors |= outputs
 
 
@@ -185,8 +186,8 @@ def profile_of(precision: str) -> Profile:
                    Layer("end", nn.Identity, outputs=("loss",))], batch=("ids",))
     computed = Precision.parse(precision)
     hidden = torch.randn(1, WIDE, dtype=computed.dtype, requires_grad=True)
-    counts = count(Bench(model, 1, torch.device("cpu"), 0, computed),
-                   Given({"h": hidden}, {}, {"h": torch.ones(1, WIDE, dtype=computed.dtype)}), ADAMW)
+    counts = count_layer(LayerRunner(model, 1, torch.device("cpu"), 0, computed),
+                   LayerInputs({"h": hidden}, {}, {"h": torch.ones(1, WIDE, dtype=computed.dtype)}), ADAMW)
     none = Seconds(0.0)
     layer = LayerProfile("it", none, none, none, none, none, none, counts.parameter_bytes, counts.optimizer_bytes,
                          (), (), counts.saved_bytes, (), 0, counts.working_bytes, {}, 0, 0)

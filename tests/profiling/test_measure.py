@@ -16,10 +16,10 @@ from vpipe.errors import RunError
 from vpipe.plan.profile import Profile
 from vpipe.profiling.device import shared_bytes
 from vpipe.profiling.fingerprint import structure
-from vpipe.profiling.layer_stage import Bench
+from vpipe.profiling.layer_runner import LayerRunner
 from vpipe.profiling.links import _rounds
 from vpipe.profiling.measure import Survey, _Measurement, survey
-from vpipe.profiling.timing import Walk, summary
+from vpipe.profiling.timing import LayerTimer, summary
 from vpipe.profiling.world import World
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 def surveyed(model: Model, batch: dict[str, Tensor]) -> Survey:
     return survey(model, [structure(layer) for layer in model.layers], batch,
-                  lambda number: Bench(model, number, CPU, 0), CPU, ADAMW)
+                  lambda number: LayerRunner(model, number, CPU, 0), CPU, ADAMW)
 
 
 def test_equal_layers_are_measured_once(rich: list[Profile]) -> None:
@@ -74,7 +74,7 @@ def test_all_kinds_of_tensors_are_measured() -> None:
 def test_equal_layers_of_any_model_are_found(model: Model, like: list[int]) -> None:
     seen = surveyed(model, rich_batches(1, 4)[0])
     assert seen.like == like
-    walk = Walk([Bench(model, number, CPU, 0) for number in seen.sampled],
+    walk = LayerTimer([LayerRunner(model, number, CPU, 0) for number in seen.sampled],
                 [seen.given[number] for number in seen.sampled], perf_counter, shifted=True)
     walk.warm_up()
     walk.round()

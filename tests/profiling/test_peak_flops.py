@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vpipe.profiling import peak_flops as module
-from vpipe.profiling.peak_flops import GPUS, Peak, known_tflops, peak_of
+from vpipe.profiling.peak_flops import GPUS, PeakFlops, find_peak, known_tflops
 from vpipe.profiling.world import World
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
@@ -44,12 +44,12 @@ def test_the_table_is_the_one_of_the_docs() -> None:
 
 
 def test_what_the_user_says_goes_first() -> None:
-    assert peak_of(World(CPU), CPU, torch.bfloat16, 2.5) == Peak(2.5, 1, "bf16", "as metrics.peak_tflops says")
+    assert find_peak(World(CPU), CPU, torch.bfloat16, 2.5) == PeakFlops(2.5, 1, "bf16", "as metrics.peak_tflops says")
 
 
 def test_a_processor_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ROUND_S", 0.005)
-    found = peak_of(World(CPU), CPU, torch.float32, None)
+    found = find_peak(World(CPU), CPU, torch.float32, None)
     assert (found.devices, found.kind, found.source) == (1, "fp32", "measured")
     assert 1e-4 < found.tflops < 100
 
@@ -62,7 +62,7 @@ def test_ranks_that_are_more_than_cores_share_them(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(module, "_product", lambda device, dtype: (lambda: None, 10_000))  # one takes two ticks
     world = FourRanks()
     world.cores = lambda: cores
-    found = peak_of(world, CPU, torch.float32, None)  # type: ignore[arg-type]
+    found = find_peak(world, CPU, torch.float32, None)  # type: ignore[arg-type]
     assert (found.tflops, found.devices) == (tflops, 4)
 
 
@@ -82,8 +82,8 @@ def test_a_gpu_that_ranks_share_counts_once(monkeypatch: pytest.MonkeyPatch, pre
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-40GB")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a"))
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
-    found = peak_of(FourRanks(), GPU, torch.float32, None)  # type: ignore[arg-type]
-    assert found == Peak(tflops, 3, kind, "the data sheet of NVIDIA A100-SXM4-40GB")
+    found = find_peak(FourRanks(), GPU, torch.float32, None)  # type: ignore[arg-type]
+    assert found == PeakFlops(tflops, 3, kind, "the data sheet of NVIDIA A100-SXM4-40GB")
     assert found.flops_per_s == pytest.approx(3e12 * tflops)
 
 
@@ -91,5 +91,5 @@ def test_where_one_gpu_is_not_known_all_are_measured(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H999")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a"))
     monkeypatch.setattr(module, "_measured", lambda world, device, dtype: 6e12)
-    found = peak_of(FourRanks(), GPU, torch.float16, None)  # type: ignore[arg-type]
-    assert found == Peak(2.0, 3, "fp16", "measured")
+    found = find_peak(FourRanks(), GPU, torch.float16, None)  # type: ignore[arg-type]
+    assert found == PeakFlops(2.0, 3, "fp16", "measured")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vpipe.errors import LastingError
-from vpipe.profiling.peak_flops import Peak
+from vpipe.profiling.peak_flops import PeakFlops
 from vpipe.runtime.step_results import Step
 from vpipe.train import metrics as module
 from vpipe.train.metrics import Efficiency, Metrics, PastMetrics, StepSize, mean
@@ -86,7 +86,7 @@ def test_recent_speed_is_of_the_last_twenty(clock: Clock) -> None:
     assert metrics.recent_tokens_per_s == 20
 
 
-EFFICIENCY = Efficiency((3e6, 7e6), 7e6, Peak(0.01, 2, "fp32", "measured"))
+EFFICIENCY = Efficiency((3e6, 7e6), 7e6, PeakFlops(0.01, 2, "fp32", "measured"))
 """30 MFLOP a token, 37 with what is computed again, of 2 x 10 GFLOP/s."""
 
 

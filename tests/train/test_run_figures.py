@@ -12,7 +12,7 @@ import pytest
 from small_run import job_of, write_config
 
 from vpipe.config.config import load_config
-from vpipe.profiling.peak_flops import Peak
+from vpipe.profiling.peak_flops import PeakFlops
 from vpipe.runtime.step_results import Step
 from vpipe.runtime.usage import StageUsage
 from vpipe.train import metrics as module
@@ -74,7 +74,7 @@ def test_p95() -> None:
 
 
 def test_the_same_figures_as_json_and_as_csv(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    efficiency = Efficiency((1e6,), 1e6, Peak(1 / 3, 4, "bf16", "measured"))
+    efficiency = Efficiency((1e6,), 1e6, PeakFlops(1 / 3, 4, "bf16", "measured"))
     figures = RunFigures.from_metrics(made(monkeypatch, [2.0, 2.0], efficiency=efficiency), [USAGE], ((0,),))
     assert figures is not None
     row, content = figures.as_row(), json.loads(json.dumps(figures.as_json()))
@@ -99,7 +99,7 @@ def test_operations_of_the_layers_that_are_recomputed_count_for_hfu_only(tmp_pat
     assert flops is not None
     assert efficiency is not None
     assert efficiency.recompute_flops == flops[4]  # of the layers 3 and 4 of the second stage
-    assert efficiency.peak == Peak(1e-6, 1, "fp32", "as metrics.peak_tflops says")
+    assert efficiency.peak == PeakFlops(1e-6, 1, "fp32", "as metrics.peak_tflops says")
     used = efficiency.utilization(1.0)
     assert used.model == pytest.approx(3 * sum(flops) / 1e6)
     assert used.hardware == pytest.approx((3 * sum(flops) + flops[4]) / 1e6)

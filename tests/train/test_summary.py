@@ -11,7 +11,7 @@ import pytest
 import torch
 from small_run import job_of
 
-from vpipe.profiling.peak_flops import Peak
+from vpipe.profiling.peak_flops import PeakFlops
 from vpipe.runtime.step_results import Step
 from vpipe.runtime.usage import StageUsage
 from vpipe.train import metrics as module
@@ -54,7 +54,7 @@ def trained(worth: StepSize, updates: int = 8) -> Metrics:
 def test_the_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "85")
     job = job_of(tmp_path, parallel__partition=[3, 2])
-    efficiency = Efficiency((1e6, 1e6), 5e5, Peak(0.01, 2, "fp32", "measured"))  # 512 tokens/s: 3.072 GFLOP/s of 20
+    efficiency = Efficiency((1e6, 1e6), 5e5, PeakFlops(0.01, 2, "fp32", "measured"))  # 3.072 of 20 GFLOP/s
     metrics = trained(StepSize(8, 128, efficiency))
     text = summary(job, metrics, RunFigures.from_metrics(metrics, USAGES, PLACEMENT), ["1 checkpoint"])
     assert [line.rstrip() for line in text.splitlines()] == [
@@ -74,7 +74,7 @@ def test_the_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_a_quarter_each")
 def test_tables_fit_the_terminal_and_name_every_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of(tmp_path, parallel__data_parallel_size=2)
-    metrics = trained(StepSize(8, 128, Efficiency((1e6,), 0.0, Peak(0.01, 2, "fp32", "measured"))))
+    metrics = trained(StepSize(8, 128, Efficiency((1e6,), 0.0, PeakFlops(0.01, 2, "fp32", "measured"))))
     figures = RunFigures.from_metrics(metrics, [USAGES[0], *USAGES, USAGES[1]], job.placement)
     for columns, tables in ((40, 4), (60, 3), (80, 2), (100, 2), (140, 1)):
         monkeypatch.setenv("COLUMNS", str(columns))
@@ -132,7 +132,7 @@ def test_a_utilization_that_cannot_be_is_never_shown_without_a_warning(tmp_path:
                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "140")
     job = job_of(tmp_path, parallel__partition=[3, 2])
-    metrics = trained(StepSize(8, 128, Efficiency((1e6, 1e6), 0.0, Peak(0.001, 2, "fp32",
+    metrics = trained(StepSize(8, 128, Efficiency((1e6, 1e6), 0.0, PeakFlops(0.001, 2, "fp32",
                                                                         "as metrics.peak_tflops says"))))
     lines = summary(job, metrics, RunFigures.from_metrics(metrics, USAGES, PLACEMENT)).splitlines()
     assert "  153.6 % (!)  153.6 % (!)" in lines[5]

@@ -49,14 +49,14 @@ def run_profile(options: argparse.Namespace) -> None:
     config = load_config(options.config, options.settings, options.scheduler)
     free_port(config.parallel.master_port)
     # torch is slow to import: only when the config is worth it.
-    from vpipe.profiling.cache import path_of
+    from vpipe.profiling.cache import profile_path
     from vpipe.train.job import Job
 
     job = Job.from_config(config)
     size = job.config.microbatch_size
     profile = profiles_of(job, [size], again=options.again)[size]
     print(described(profile))
-    kept = path_of(profile.identity, config.dataset.cache_directory)
+    kept = profile_path(profile.identity, config.dataset.cache_directory)
     if kept.exists():
         print(f"kept in {kept}")
     if options.output is not None:

@@ -1,4 +1,4 @@
-"""Profiles that were measured before, by what they are of."""
+"""Save measured profiles in the cache directory, and find them by their identity."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ Say = Callable[[str], None]
 
 
 def to_stderr(line: str) -> None:
-    """A line that is no result."""
+    """Print a line that is no result."""
     print(line, file=sys.stderr, flush=True)
 
 
-def path_of(identity: Identity, directory: Path | None = None) -> Path:
-    """Where a profile is kept; ``directory`` is the one for prepared data, ``.cache/vpipe`` in the user's home if none
-    is chosen."""
+def profile_path(identity: Identity, directory: Path | None = None) -> Path:
+    """Return the path of a profile.
+
+    ``directory`` is the one for prepared data, ``.cache/vpipe`` in the user's home if none is chosen.
+    """
     return _folder(directory) / f"{identity.digest}.json"
 
 
 def cached(identity: Identity, directory: Path | None = None, say: Say = to_stderr) -> Profile | None:
-    """The profile of this, if it was measured before. One that is damaged is said to be, and not taken."""
+    """Return the profile with this identity, if it was measured before. A damaged one is reported and not used."""
     if identity.code is None:
         return None
-    path = path_of(identity, directory)
+    path = profile_path(identity, directory)
     if not path.exists():
         return None
     try:
@@ -42,8 +44,8 @@ def cached(identity: Identity, directory: Path | None = None, say: Say = to_stde
     return profile
 
 
-def by_digest(digest: str, directory: Path | None = None) -> Profile | None:
-    """The profile that a plan names, if it is there and whole."""
+def load_by_digest(digest: str, directory: Path | None = None) -> Profile | None:
+    """Return the profile that a plan names, if it is there and undamaged."""
     if re.fullmatch("[0-9a-f]{12}", digest) is None:
         return None
     try:
@@ -54,15 +56,15 @@ def by_digest(digest: str, directory: Path | None = None) -> Profile | None:
 
 
 def store(profile: Profile, directory: Path | None = None) -> Path:
-    """Keep a profile for the next time.
+    """Save a profile for later runs.
 
     Raises:
-        UserError: it cannot be written, or nobody could tell that the layers are still the same.
+        UserError: it cannot be written, or its layers have no digest by which equal ones could be known.
     """
     if profile.identity.code is None:
         raise UserError(f"the profile of {profile.identity.model_name} is not kept: its layers hold objects or "
                         "functions whose content cannot be read", hint="each run measures anew")
-    path = path_of(profile.identity, directory)
+    path = profile_path(profile.identity, directory)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         profile.save(path)

@@ -1,4 +1,4 @@
-"""What a rank computes on: its name, its memory, its cores, its clock."""
+"""Read a rank's device: its memory, its cores, its clock, and the speed of its products and copies."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 Clock = Callable[[], float]
-"""Seconds; the difference of two readings is what was spent in between."""
+"""Returns seconds; the difference of two readings is the time between them."""
 
 
 def clock_of(device: torch.device) -> Clock:
-    """What to measure with.
+    """Return the clock to measure this device with.
 
-    On a processor with one thread the time of that thread: it counts the work, and not that other processes had the
-    core for a while; torch carries out a backward on the processor in the thread that asks for it. With several threads
-    the time that passes. On a GPU the time until all that was asked of it is done.
+    On a processor with one thread it is the time of that thread: it counts the work, not the time that other processes
+    had the core; torch carries out a backward on the processor in the thread that asks for it. With several threads it
+    is the time that passes. On a GPU it is the time until all work that was launched is done.
     """
     if device.type == "cuda":
         def synchronised() -> float:
@@ -32,14 +32,14 @@ def clock_of(device: torch.device) -> Clock:
 
 
 def usable_cores() -> list[int]:
-    """The numbers of the host's cores that this process may use."""
+    """Return the numbers of the host's cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Of the GPU; of a processor that of the host, or what this process's group (a container's) may use of it."""
+    """Return the GPU's memory; of a processor the host's, or the limit of this process's cgroup (a container's)."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -56,7 +56,7 @@ def shared_bytes(device: torch.device, cores: int | None) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that nobody uses."""
+    """Return the unused memory."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
@@ -67,20 +67,20 @@ def free_bytes(device: torch.device) -> int:
 
 
 def matrix_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    """The most that a product of two square matrices reaches: operations per second of one rank."""
+    """Return the best rate of a product of two square matrices: operations per second of one rank."""
     size = 4096 if device.type == "cuda" else 1024
     a = torch.randn(size, size, device=device).to(dtype)
     return 2.0 * size**3 / min(_seconds(lambda: a @ a, device))
 
 
 def copied_bytes_per_s(device: torch.device) -> float:
-    """How fast weights are copied into memory that is there already, as for a further version of them."""
+    """Return the rate of copying weights into memory that is there already, as for a further version of them."""
     source, target = _weights(device), _weights(device)
     return _BYTES / median(_seconds(lambda: torch._foreach_copy_(target, source), device))
 
 
 def added_bytes_per_s(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
-    """How fast a gradient of weights is added to what was accumulated: bytes of the gradient."""
+    """Return the rate of adding a gradient of weights to the accumulated one: bytes of the gradient per second."""
     source, target = _weights(device, dtype), _weights(device, dtype)
 
     def add() -> None:
@@ -98,7 +98,7 @@ def _weights(device: torch.device, dtype: torch.dtype = torch.float32) -> list[T
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> list[float]:
-    """Of a few times, after one that does not count."""
+    """Return the seconds of four calls, after one that does not count."""
     clock, seconds = clock_of(device), []
     for _ in range(5):
         started = clock()

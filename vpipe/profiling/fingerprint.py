@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from vpipe.distributed.device import device_name
-from vpipe.errors import UserError
 from vpipe.model.layer import Layer, Model, split_target, without_values
 from vpipe.model.split import resolve_tie
-from vpipe.plan.profile import Identity, Profile
+from vpipe.plan.profile import Identity
 from vpipe.profiling.device import shared_bytes, usable_cores
 
 _OWN = frozenset(vars(nn.Module()))
@@ -27,10 +26,11 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 def structure(layer: Layer) -> str:
-    """All that decides what a layer computes, as text: its modules with their settings, its parameters and buffers.
+    """Describe all that decides what a layer computes, as text: its modules with their settings, parameters and
+    buffers.
 
     Built on the meta device: no memory. Two layers with the same text are taken for equal. An object among the settings
-    that does not say what is in it counts as another one in every layer: rather measured twice than mistaken.
+    whose content cannot be read counts as different in every layer: rather measured twice than mistaken.
     """
     with without_values():
         module = layer.make()
@@ -45,12 +45,14 @@ def structure(layer: Layer) -> str:
 
 
 def _points(value: object) -> bool:
-    """Whether a setting only leads to what is known otherwise, as a list of weak references to parameters does."""
+    """Return whether a setting only refers to what is described elsewhere, as a list of weak references to
+    parameters.
+    """
     return isinstance(value, (list, tuple)) and any(isinstance(one, weakref.ref) for one in value)
 
 
 def digest(model: Model, structures: list[str], batch: Mapping[str, Tensor]) -> str:
-    """Sixteen characters that stand for a model and the samples it is given, however many of them.
+    """Return sixteen characters that identify a model and the fields of its samples, however many samples there are.
 
     Args:
         structures: of its layers.
@@ -62,15 +64,15 @@ def digest(model: Model, structures: list[str], batch: Mapping[str, Tensor]) -> 
     return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
 
-def code(model: Model, structures: list[str]) -> str | None:
-    """A digest of the source of what the layers are made of, beside torch, which has its version.
+def code_digest(model: Model, structures: list[str]) -> str | None:
+    """Return a digest of the source of the layers' classes and functions, except torch's, which has its version.
 
     Args:
         structures: of its layers.
 
     Returns:
-        None where two processes cannot tell whether it is the same: a class without source, a function made within
-        another, an object among the settings that does not say what is in it.
+        None where two processes cannot compare it: a class without source, a function made within
+        another, an object among the settings whose content cannot be read.
     """
     sources: dict[str, str] = {}
     for layer in dict(zip(structures, model.layers, strict=True)).values():
@@ -96,8 +98,8 @@ def code(model: Model, structures: list[str]) -> str | None:
     return hashlib.sha256("\n".join(text for _, text in sorted(sources.items())).encode()).hexdigest()[:16]
 
 
-def owners(model: Model, number: int) -> dict[str, tuple[int, str]]:
-    """The tied parameters of a layer: own name -> (the number of the layer that owns it, its name there)."""
+def tied_owners(model: Model, number: int) -> dict[str, tuple[int, str]]:
+    """Return the tied parameters of a layer: own name -> (the number of the layer that owns it, its name there)."""
     found = {}
     for own, target in model.layers[number].ties.items():
         name, parameter = split_target(resolve_tie(model, target), model.layers)
@@ -110,24 +112,22 @@ def _spec(tensor: Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)}{trained}"
 
 
-_MUST_AGREE = {"model_name": "the model", "layers": "the number of layers", "model": "the digest of the layers",
-               "microbatch_size": "the microbatch size", "optimizer": "the optimizer", "device": "the device",
-               "threads": "the threads per rank", "precision": "the precision"}
 
 
 def identify(model: Model, microbatch: Mapping[str, Tensor], *, model_name: str, optimizer: str,
              device: torch.device | str, ranks_per_host: int, backend: str, threads: int | None = None,
              ranks: int | None = None, hosts: int = 1, cores: int | None = None,
              precision: str = "fp32") -> Identity:
-    """The identity of a profile that would be measured here and now.
+    """Return the identity of a profile that would be measured here and now.
 
     Args:
         microbatch: its fields; dimension 0 counts samples.
         model_name: family and size, for people.
-        optimizer: its name, and what else of it costs.
+        optimizer: its name, and its settings that cost time or memory.
         threads: per rank; those of this process when left out.
         ranks: of all hosts; those of one when left out.
-        cores: how many ranks of a host can compute at once; on a processor what this process may use when left out.
+        cores: number of ranks of a host that can compute at once; on a processor the cores of this process when left
+            out.
         precision: of the numbers.
     """
     device, structures = torch.device(device), [structure(layer) for layer in model.layers]
@@ -139,24 +139,5 @@ def identify(model: Model, microbatch: Mapping[str, Tensor], *, model_name: str,
         layers=len(model), microbatch_size=len(microbatch[model.batch[0]]) if model.batch else 0, optimizer=optimizer,
         device=device_name(device), threads=threads, ranks_per_host=ranks_per_host, backend=backend,
         torch=str(torch.__version__), ranks=ranks or ranks_per_host, hosts=hosts, cores=cores,
-        device_bytes=shared_bytes(device, cores), vpipe=version("vpipe"), code=code(model, structures),
+        device_bytes=shared_bytes(device, cores), vpipe=version("vpipe"), code=code_digest(model, structures),
         precision=precision)
-
-
-def require(profile: Profile, wanted: Identity, where: str | None = None) -> None:
-    """Refuse a profile of something else.
-
-    How many ranks shared the host, what carried the transfers, and torch's version may differ: the figures still say
-    most of what is wanted.
-
-    Args:
-        where: the file that it comes from, for messages.
-
-    Raises:
-        UserError: it is of another model, microbatch size, optimizer, precision or device; the text has both.
-    """
-    for name, what in _MUST_AGREE.items():
-        found, needed = getattr(profile.identity, name), getattr(wanted, name)
-        if found != needed:
-            raise UserError(f"the profile is of another run: {what} is {found} there, and {needed} here", where=where,
-                            hint="measure this one: vpipe profile CONFIG -o profile.json")

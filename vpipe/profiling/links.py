@@ -1,4 +1,4 @@
-"""How fast tensors get from rank to rank, by the transport of a run."""
+"""Measure how fast tensors get from rank to rank, by the transport of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vpipe.runtime.transport.distributed import DistributedTransport
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey
 
 SIZES = (1 << 10, 1 << 17, 1 << 20, 1 << 22)
-"""Bytes of what is exchanged."""
+"""Bytes of the tensors that are exchanged."""
 
 TIMES = 7
 
@@ -25,12 +25,12 @@ Links = dict[tuple[int, int], LinkProfile]
 
 
 def measure_links(world: World, device: torch.device, timeout_s: float) -> tuple[LinkProfile, Links]:
-    """The link between two ranks of one host, and those between certain ranks, by (source, target).
+    """Return the link between two ranks of one host, and those between certain ranks, by (source, target).
 
     Neighbours send a tensor back and forth; half of that is a transfer. On a processor one pair of a host does so at a
-    time, because a transfer takes both ranks' cores: a simulation says what else needs them. On GPUs all pairs do that
-    can at the same time. Ranks of different hosts that are no neighbours get the median of those that are. Alone,
-    tensors change hands in memory.
+    time, because a transfer takes both ranks' cores, and a simulation adds what else needs them. On GPUs all pairs do
+    that can at the same time. Ranks of different hosts that are no neighbours get the median of those that are. Alone,
+    tensors are handed over in memory.
     """
     if world.ranks == 1:
         return LinkProfile(0.0, copied_bytes_per_s(device)), {}
@@ -60,10 +60,10 @@ def measure_links(world: World, device: torch.device, timeout_s: float) -> tuple
 
 
 def _rounds(ranks: int, shared: Sequence[object]) -> list[list[tuple[int, int]]]:
-    """Neighbours on a ring, in rounds in which nothing is needed twice.
+    """Return neighbours on a ring, in rounds in which no resource is needed twice.
 
     Args:
-        shared: what each rank needs while it transfers, alone.
+        shared: resources that each rank needs alone while it transfers.
     """
     pairs = [(rank, rank + 1) for rank in range(ranks - 1)] + ([(0, ranks - 1)] if ranks > 2 else [])
     rounds: list[list[tuple[int, int]]] = []
@@ -79,7 +79,7 @@ def _rounds(ranks: int, shared: Sequence[object]) -> list[list[tuple[int, int]]]
 
 def _back_and_forth(transport: DistributedTransport, peer: int, size: int, numbers: count[int],
                     device: torch.device) -> list[float]:
-    """Seconds of a transfer of so many bytes: half of the way to the peer and back."""
+    """Return the seconds of transfers of so many bytes: half of the way to the peer and back."""
     tensor = torch.ones(size // 4, device=device)
     specs, seconds = [TensorSpec.from_tensor(tensor)], []
     for again in range(TIMES + 2):
@@ -102,7 +102,7 @@ def _back_and_forth(transport: DistributedTransport, peer: int, size: int, numbe
 
 
 def _fitted(times: Sequence[Sequence[float]]) -> LinkProfile:
-    """Latency and speed from the median times of the sizes: the smallest tells the one, the largest the other."""
+    """Return latency and speed from the median times: the smallest size gives the latency, the largest the speed."""
     latency = median(times[0])
     largest = median(times[-1])
     speed = (SIZES[-1] - SIZES[0]) / max(largest - latency, 1e-9)

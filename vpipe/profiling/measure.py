@@ -22,11 +22,11 @@ from vpipe.profiling.device import (
     matrix_flops_per_s,
     shared_bytes,
 )
-from vpipe.profiling.fingerprint import owners, structure
-from vpipe.profiling.layer_stage import Bench, Given, gradients_for, read_later
+from vpipe.profiling.fingerprint import structure, tied_owners
+from vpipe.profiling.layer_runner import LayerInputs, LayerRunner, gradients_for, read_later
 from vpipe.profiling.links import Links, measure_links
-from vpipe.profiling.memory import Counts, by_place, count
-from vpipe.profiling.timing import Overhead, Samples, Walk, measure_overhead, summary, until_sure
+from vpipe.profiling.memory import LayerCounts, by_place, count_layer
+from vpipe.profiling.timing import LayerTimer, Overhead, Samples, measure_overhead, run_rounds, summary
 from vpipe.profiling.world import World
 from vpipe.runtime.layers import Rounding
 from vpipe.runtime.precision import FP32, Precision
@@ -38,31 +38,31 @@ INSTANCES = 2
 
 @dataclass(frozen=True)
 class Survey:
-    """What one microbatch meets.
+    """One microbatch's way through the layers.
 
     Attributes:
         like: per layer the number of the first that is equal to it.
         sampled: the layers to be timed, in order; of every kind at most :data:`INSTANCES`.
-        given: by sampled layer.
+        given: inputs by sampled layer.
         counts: by the first layer of a kind.
         fields: bytes of the batch fields.
     """
 
     like: Sequence[int]
     sampled: Sequence[int]
-    given: Mapping[int, Given]
-    counts: Mapping[int, Counts]
+    given: Mapping[int, LayerInputs]
+    counts: Mapping[int, LayerCounts]
     fields: Mapping[str, int]
 
 
 def survey(model: Model, structures: Sequence[str], microbatch: Mapping[str, Tensor],
-           bench_of: Callable[[int], Bench], device: torch.device, make_optimizer: MakeOptimizer,
+           runner_of: Callable[[int], LayerRunner], device: torch.device, make_optimizer: MakeOptimizer,
            precision: Precision = FP32) -> Survey:
-    """Send a microbatch through the model, running one layer of each kind; the others hand on what that one made.
+    """Send a microbatch through the model, running one layer of each kind; the others pass on that one's outputs.
 
     Args:
         structures: of the layers.
-        bench_of: builds a layer.
+        runner_of: builds a layer.
         precision: in which layers compute.
 
     Raises:
@@ -86,10 +86,10 @@ def survey(model: Model, structures: Sequence[str], microbatch: Mapping[str, Ten
         read = {name: fields[name] for name in layer.inputs if name in fields}
         if first == number:
             try:
-                bench = bench_of(number)
-                outputs, _ = bench.forward(Given(inputs, read, {}))
-                here = Given(inputs, read, gradients_for(outputs, later))
-                counts[number] = count(bench, here, make_optimizer)
+                runner = runner_of(number)
+                outputs, _ = runner.forward(LayerInputs(inputs, read, {}))
+                here = LayerInputs(inputs, read, gradients_for(outputs, later))
+                counts[number] = count_layer(runner, here, make_optimizer)
             except VpipeError:
                 raise
             except Exception as error:
@@ -99,7 +99,7 @@ def survey(model: Model, structures: Sequence[str], microbatch: Mapping[str, Ten
             made[number] = [outputs[name] for name in layer.outputs]
         tensors.update(zip(layer.outputs, made[first], strict=True))
         if like.count(first) <= INSTANCES:
-            given[number] = Given(inputs, read, gradients_for(tensors, later))
+            given[number] = LayerInputs(inputs, read, gradients_for(tensors, later))
     return Survey(like, sorted(given), given, counts, {name: tensor.nbytes for name, tensor in fields.items()})
 
 
@@ -112,8 +112,7 @@ def _shapes(fields: Mapping[str, Tensor]) -> str:
 
 
 BUDGET_S = 8.0
-"""For the times of the layers at one size of microbatch; every figure is measured a few times even if that takes
-longer."""
+"""Time for the layers at one size of microbatch; every figure is measured a few times even if that takes longer."""
 
 _TIMES = ("forward", "backward", "input_half", "weight_half", "recompute", "step")
 
@@ -123,16 +122,16 @@ Tell = Callable[[str], None]
 def measure(model: Model, microbatches: Sequence[Mapping[str, Tensor]], make_optimizer: MakeOptimizer, *,
             identities: Sequence[Identity], device: torch.device | str = "cpu", seed: int = 0, timeout_s: float = 60.0,
             budget_s: float = BUDGET_S, tell: Tell = lambda line: None) -> list[Profile]:
-    """Profiles of a model, one for each of the microbatches, which differ in the number of samples.
+    """Return profiles of a model, one for each of the microbatches, which differ in the number of samples.
 
-    Every rank of the process group calls this at the same time, or a process alone. What does not depend on the
-    microbatch is measured once.
+    Every rank of the process group calls this at the same time, or a process alone. Figures that do not depend on the
+    microbatch are measured once.
 
     Args:
         make_optimizer: named parameters -> their optimizer, or None.
-        identities: what the profiles are of, in the order of the microbatches; all in one precision.
+        identities: of the profiles, in the order of the microbatches; all in one precision.
         seed: of initialisation and dropout.
-        timeout_s: how long a transfer may take.
+        timeout_s: of a transfer.
         budget_s: for the times at one size.
         tell: shows progress.
 
@@ -149,7 +148,7 @@ def measure(model: Model, microbatches: Sequence[Mapping[str, Tensor]], make_opt
 
 @dataclass(frozen=True)
 class _Rest:
-    """What does not depend on the microbatch."""
+    """Figures that do not depend on the microbatch."""
 
     overhead: Overhead
     link: LinkProfile
@@ -170,7 +169,7 @@ class _Measurement:
         self._cores = self._world.cores()
         sharing = 1 if self._cores is None else self._world.ranks_per_host
         self._room_bytes = min(self._world.share(free_bytes(device))) // (2 * sharing)  # all cut their windows alike
-        self._benches: dict[int, Bench] = {}
+        self._runners: dict[int, LayerRunner] = {}
         self._steps: list[dict[int, list[float]]] = []  # per rank, by kind: they do not depend on the microbatch
 
     def profiles(self, microbatches: Sequence[Mapping[str, Tensor]],
@@ -179,21 +178,21 @@ class _Measurement:
         rest = self._rest()
         for microbatch, identity in zip(microbatches, identities, strict=True):
             self._tell(f"counting what {len(self._model)} layers keep of {identity.microbatch_size} samples")
-            seen = survey(self._model, self._structures, microbatch, self._bench, self._device, self._make_optimizer,
+            seen = survey(self._model, self._structures, microbatch, self._runner, self._device, self._make_optimizer,
                           self._precision)
             samples = self._times(seen, identity.microbatch_size)
             profile = self._profile(identity, seen, samples, rest, perf_counter() - started)
             yield profile
             started = perf_counter()
 
-    def _bench(self, number: int) -> Bench:
-        """A layer, built once, unless there is no room for all that are needed."""
-        if number in self._benches:
-            return self._benches[number]
-        bench = Bench(self._model, number, self._device, self._seed, self._precision)
-        if sum(map(_weight_bytes, self._benches.values())) + _weight_bytes(bench) <= self._room_bytes // 2:
-            self._benches[number] = bench
-        return bench
+    def _runner(self, number: int) -> LayerRunner:
+        """Return a layer's runner, built once, unless there is no room for all of them."""
+        if number in self._runners:
+            return self._runners[number]
+        runner = LayerRunner(self._model, number, self._device, self._seed, self._precision)
+        if sum(map(_weight_bytes, self._runners.values())) + _weight_bytes(runner) <= self._room_bytes // 2:
+            self._runners[number] = runner
+        return runner
 
     def _rest(self) -> _Rest:
         self._tell("measuring transfers between ranks" if self._world.ranks > 1 else "measuring the device")
@@ -209,27 +208,29 @@ class _Measurement:
         return _Rest(Overhead(calls, step), link, links, copied, added, max(theirs[4] for theirs in shared))
 
     def _times(self, seen: Survey, size: int) -> list[dict[int, Samples]]:
-        """What every rank measured, by rank and sampled layer."""
+        """Return the samples of every rank, by rank and sampled layer."""
         mine: dict[int, Samples] = {}
         windows = list(self._windows(seen))
         for place, window in enumerate(windows, 1):
-            walk = Walk([self._bench(number) for number in window], [seen.given[number] for number in window],
+            timer = LayerTimer([self._runner(number) for number in window], [seen.given[number] for number in window],
                         self._clock, shifted=self._world.rank % 2 == 1)
             what = f"timing {len(window)} of {len(self._model)} layers at {size} samples" + (
                 f", part {place} of {len(windows)}" if len(windows) > 1 else "")
             self._tell(what)
-            until_sure(walk, self._budget_s / len(windows), self._world, self._cores,
+            run_rounds(timer, self._budget_s / len(windows), self._world, self._cores,
                        lambda rounds, what=what: self._tell(f"{what}: round {rounds}"))  # type: ignore[misc]
             if not self._steps:
-                walk.steps(self._make_optimizer)
-            mine |= dict(zip(window, walk.samples, strict=True))
+                timer.steps(self._make_optimizer)
+            mine |= dict(zip(window, timer.samples, strict=True))
         shared = [{int(number): samples for number, samples in theirs.items()} for theirs in self._world.share(mine)]
         if not self._steps:
             self._steps = [_by_kind(seen, theirs, "step") for theirs in shared]
         return shared
 
     def _windows(self, seen: Survey) -> Iterator[list[int]]:
-        """The sampled layers, as many at a time as there is room for, with the microbatches that a walk holds."""
+        """Yield the sampled layers, as many at a time as there is room for, with the microbatches that a timer
+        holds.
+        """
         window: list[int] = []
         used = 0
         for number in seen.sampled:
@@ -266,10 +267,10 @@ class _Measurement:
             peak_flops_per_s=rest.peak_flops_per_s,
             checked=_checked(seen, shared), took_s=max(self._world.share(took_s)))
 
-    def _layer(self, number: int, kind: int, counts: Counts, times: Mapping[str, Seconds]) -> LayerProfile:
+    def _layer(self, number: int, kind: int, counts: LayerCounts, times: Mapping[str, Seconds]) -> LayerProfile:
         layer = self._model.layers[number]
         reads = tuple(dict.fromkeys(layer.inputs))
-        # The places of what is kept are those of a bench: tensors first, then batch fields.
+        # The places of what is kept are those of a runner: tensors first, then batch fields.
         places = sorted(reads, key=lambda name: name in self._model.batch)
         names = dict(zip((tensor.name for tensor in counts.writes), dict.fromkeys(layer.outputs), strict=True))
         writes = tuple(type(tensor)(names[tensor.name], tensor.bytes, tensor.wants_gradient)
@@ -281,9 +282,9 @@ class _Measurement:
             working_bytes=counts.working_bytes, tied=self._tied(number, counts), forward_flops=counts.forward_flops,
             like=kind, frozen_bytes=counts.frozen_bytes)
 
-    def _tied(self, number: int, counts: Counts) -> dict[int, int]:
-        """Bytes of borrowed parameters by the layer that owns them; one that is tied twice counts once."""
-        sizes = {found: counts.tied_bytes[own] for own, found in owners(self._model, number).items()}
+    def _tied(self, number: int, counts: LayerCounts) -> dict[int, int]:
+        """Return the bytes of borrowed parameters by the layer that owns them; one that is tied twice counts once."""
+        sizes = {found: counts.tied_bytes[own] for own, found in tied_owners(self._model, number).items()}
         tied: dict[int, int] = defaultdict(int)
         for (owner, _), size in sizes.items():
             tied[owner] += size
@@ -298,12 +299,12 @@ def _by_kind(seen: Survey, samples: Mapping[int, Samples], figure: str) -> dict[
 
 
 def _net(seconds: Sequence[float], overhead: float) -> Seconds:
-    """Without what a stage spends once, however many layers it has."""
+    """Subtract what a stage takes once, however many layers it has."""
     return summary([max(0.0, one - overhead) for one in seconds])
 
 
 def _checked(seen: Survey, shared: Sequence[Mapping[int, Samples]]) -> float:
-    """The largest difference between equal layers in what a microbatch takes, forward and backward."""
+    """Return the largest difference between equal layers in the time of a microbatch, forward and backward."""
     totals: dict[int, list[float]] = defaultdict(list)
     for number in seen.sampled:
         totals[seen.like[number]].append(sum(
@@ -312,6 +313,6 @@ def _checked(seen: Survey, shared: Sequence[Mapping[int, Samples]]) -> float:
     return max((max(times) / min(times) - 1 for times in totals.values() if min(times) > 0), default=0.0)
 
 
-def _weight_bytes(bench: Bench) -> int:
-    """With gradients and what an optimizer keeps."""
-    return 4 * sum(p.nbytes for module in bench.stage.modules.values() for p in module.parameters())
+def _weight_bytes(runner: LayerRunner) -> int:
+    """Return the bytes of a layer's weights, with gradients and an optimizer's state."""
+    return 4 * sum(p.nbytes for module in runner.stage.modules.values() for p in module.parameters())

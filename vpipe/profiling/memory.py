@@ -1,4 +1,4 @@
-"""What a layer keeps, exactly: bytes by storage, and floating-point operations."""
+"""Count what a layer keeps: bytes by storage, and floating-point operations."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from vpipe.plan.profile import TensorBytes
-from vpipe.profiling.layer_stage import Bench, Given
+from vpipe.profiling.layer_runner import LayerInputs, LayerRunner
 from vpipe.runtime.activations import ActivationCounter
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import MakeOptimizer, StageOptimizer
 
 
 @dataclass(frozen=True)
-class Counts:
+class LayerCounts:
     """The bytes and operations of a layer for one microbatch; see :class:`vpipe.plan.profile.LayerProfile`.
 
     ``saves`` has the places of the tensors among those that the layer reads and writes: ``("in", 0)``. ``tied_bytes``
@@ -40,32 +40,32 @@ class Counts:
     tied_bytes: Mapping[str, int]
 
 
-def count(bench: Bench, given: Given, make_optimizer: MakeOptimizer) -> Counts:
+def count_layer(runner: LayerRunner, given: LayerInputs, make_optimizer: MakeOptimizer) -> LayerCounts:
     """Run a layer a few times and count. Its weights stay as they are."""
     given = replace(given, inputs={name: _copy(t) for name, t in given.inputs.items()},
                     fields={name: _copy(t) for name, t in given.fields.items()})
-    shared = [t for module in bench.stage.modules.values() for t in (*module.parameters(), *module.buffers())]
-    own = bench.stage.weights.values(bench.stage.weights.names)
-    borrowed = [t for weights in bench.stage.borrowed.values() for t in weights.values(weights.names)]
+    shared = [t for module in runner.stage.modules.values() for t in (*module.parameters(), *module.buffers())]
+    own = runner.stage.weights.values(runner.stage.weights.names)
+    borrowed = [t for weights in runner.stage.borrowed.values() for t in weights.values(weights.names)]
     trained = _sizes([*own, *borrowed])
-    written, saves, saved_bytes = _saved(bench, given, _sizes(shared))
-    return Counts(
+    written, saves, saved_bytes = _saved(runner, given, _sizes(shared))
+    return LayerCounts(
         parameter_bytes=_total(own), frozen_bytes=_total(shared) - sum(trained.values()),
-        working_bytes=_working(bench, given, shared), weight_half_bytes=_between_halves(bench, given, _sizes(shared)),
-        optimizer_bytes=_optimizer_bytes(bench, given, make_optimizer), writes=written, saved_bytes=saved_bytes,
-        saves=saves, forward_flops=_flops(bench, given), tied_bytes=bench.tied_bytes)
+        working_bytes=_working(runner, given, shared), weight_half_bytes=_between_halves(runner, given, _sizes(shared)),
+        optimizer_bytes=_optimizer_bytes(runner, given, make_optimizer), writes=written, saved_bytes=saved_bytes,
+        saves=saves, forward_flops=_flops(runner, given), tied_bytes=runner.tied_bytes)
 
 
-def _saved(bench: Bench, given: Given, shared: Collection[StorageWeakRef]
+def _saved(runner: LayerRunner, given: LayerInputs, shared: Collection[StorageWeakRef]
            ) -> tuple[tuple[TensorBytes, ...], tuple[tuple[str, int], ...], int]:
-    """What the layer writes, which of the tensors that it reads and writes its graph keeps, and the bytes besides."""
+    """Return the layer's outputs, the inputs and outputs that its graph keeps, and the bytes besides."""
     kept = ActivationCounter()
     with kept.counting():
-        outputs, _record = bench.forward(given)
+        outputs, _record = runner.forward(given)
     saved = {storage: size for storage, size in kept.saved().items() if storage not in shared}
     saves: dict[tuple[str, int], None] = {}
-    places = [("in", [*(given.inputs[name] for name in bench.reads), *(given.fields[name] for name in bench.fields)]),
-              ("out", [outputs[name] for name in bench.writes])]
+    places = [("in", [*(given.inputs[name] for name in runner.reads), *(given.fields[name] for name in runner.fields)]),
+              ("out", [outputs[name] for name in runner.writes])]
     for way, tensors in places:
         for place, tensor in enumerate(tensors):
             for storage in _sizes([tensor]):
@@ -75,51 +75,55 @@ def _saved(bench: Bench, given: Given, shared: Collection[StorageWeakRef]
     return written, tuple(saves), sum(saved.values())
 
 
-def _working(bench: Bench, given: Given, shared: Sequence[Tensor]) -> int:
-    """The most that a backward takes on top of what the forward left, gradients of weights being there already."""
-    bench.backward(bench.forward(given)[1], given.gradients)
-    weights = (bench.stage.weights, *bench.stage.borrowed.values())
+def _working(runner: LayerRunner, given: LayerInputs, shared: Sequence[Tensor]) -> int:
+    """Return the most bytes that a backward takes beyond what the forward left, gradients of weights being there
+    already.
+    """
+    runner.backward(runner.forward(given)[1], given.gradients)
+    weights = (runner.stage.weights, *runner.stage.borrowed.values())
     gradients = [g for owned in weights for g in owned.gradients if g is not None]
     coming = _total(given.gradients.values())
     kept = ActivationCounter()
     with kept.counting():
-        record = bench.forward(given)[1]
-    if bench.stage.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(bench.stage.device)
-        before = torch.cuda.memory_allocated(bench.stage.device)
-        bench.backward(record, given.gradients)
-        return max(0, torch.cuda.max_memory_allocated(bench.stage.device) - before) + coming
-    peak = _Peak(kept, _sizes([*shared, *gradients, *given.gradients.values()]))
+        record = runner.forward(given)[1]
+    if runner.stage.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(runner.stage.device)
+        before = torch.cuda.memory_allocated(runner.stage.device)
+        runner.backward(record, given.gradients)
+        return max(0, torch.cuda.max_memory_allocated(runner.stage.device) - before) + coming
+    peak = _PeakMemory(kept, _sizes([*shared, *gradients, *given.gradients.values()]))
     with peak:
-        bench.backward(record, given.gradients)
+        runner.backward(record, given.gradients)
     return peak.bytes + coming
 
 
-def _between_halves(bench: Bench, given: Given, shared: Collection[StorageWeakRef]) -> int:
-    """What the input half leaves for the weight half. Nobody else may hold what the layer reads and writes."""
+def _between_halves(runner: LayerRunner, given: LayerInputs, shared: Collection[StorageWeakRef]) -> int:
+    """Return the bytes that the input half leaves for the weight half. Nobody else may hold the layer's inputs and
+    outputs.
+    """
     kept = ActivationCounter()
     with kept.counting():
-        record = bench.forward(replace(given, inputs={name: _copy(t) for name, t in given.inputs.items()},
+        record = runner.forward(replace(given, inputs={name: _copy(t) for name, t in given.inputs.items()},
                                        fields={name: _copy(t) for name, t in given.fields.items()}), split=True)[1]
-    bench.backward_input(record, given.gradients)
+    runner.backward_input(record, given.gradients)
     waiting = kept.saved() | _sizes(t for half in record.weight_grads for t in half.waiting())
     size = sum(size for storage, size in waiting.items() if storage not in shared)
-    bench.backward_weight(record)
+    runner.backward_weight(record)
     return size
 
 
-def _optimizer_bytes(bench: Bench, given: Given, make_optimizer: MakeOptimizer) -> int:
-    optimizer = still(make_optimizer, bench.stage)
-    bench.backward(bench.forward(given)[1], given.gradients)
-    bench.step(optimizer)
-    weights = bench.stage.weights
+def _optimizer_bytes(runner: LayerRunner, given: LayerInputs, make_optimizer: MakeOptimizer) -> int:
+    optimizer = zero_rate_optimizer(make_optimizer, runner.stage)
+    runner.backward(runner.forward(given)[1], given.gradients)
+    runner.step(optimizer)
+    weights = runner.stage.weights
     masters = list(weights.masters.values())  # of rounded weights they have memory of their own
     own = _sizes([*masters, *optimizer.state_tensors()])
     return sum(size for storage, size in own.items() if storage not in _sizes(weights.values(weights.names)))
 
 
-def still(make_optimizer: MakeOptimizer, stage: Stage) -> StageOptimizer:
-    """An optimizer whose steps do all the work and change no weight: what is measured stays what it was."""
+def zero_rate_optimizer(make_optimizer: MakeOptimizer, stage: Stage) -> StageOptimizer:
+    """Return an optimizer whose steps do all the work at a learning rate of 0: weights stay as they were."""
     optimizer = StageOptimizer.build(make_optimizer, stage.weights.masters, stage.spec.index)
     for group in optimizer.groups:
         group["lr"] = group["lr"] * 0
@@ -133,16 +137,16 @@ def _attention_flops(query: Any, key: Any, value: Any, *_: Any, out_val: Any = N
 _attention_flops._get_raw = True  # type: ignore[attr-defined]
 
 
-def _flops(bench: Bench, given: Given) -> int:
+def _flops(runner: LayerRunner, given: LayerInputs) -> int:
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # which the counter does not know
     counter = FlopCounterMode(display=False, custom_mapping={attention: _attention_flops})
     with counter:
-        bench.stage.evaluate([given.inputs[name].detach() for name in bench.reads], given.fields, (0, 0))
+        runner.stage.evaluate([given.inputs[name].detach() for name in runner.reads], given.fields, (0, 0))
     return int(counter.get_total_flops())
 
 
-class _Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The most bytes there were at once beyond those at its beginning: what operations made, less what went."""
+class _PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Track the peak of bytes beyond those at the beginning: what operations allocated, less what was freed."""
 
     def __init__(self, kept: ActivationCounter, ignored: Collection[StorageWeakRef]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -162,13 +166,13 @@ class _Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _sizes(tensors: Iterable[Tensor]) -> dict[StorageWeakRef, int]:
-    """Bytes by storage, of tensors that have one."""
+    """Return bytes by storage, of tensors that have one."""
     storages = (t.untyped_storage() for t in tensors if t.layout is torch.strided)
     return {StorageWeakRef(storage): storage.nbytes() for storage in storages}  # type: ignore[no-untyped-call]
 
 
 def _there(sizes: Mapping[StorageWeakRef, int]) -> dict[StorageWeakRef, int]:
-    """Of the storages those that were not given back."""
+    """Return the storages that were not freed."""
     return {storage: size for storage, size in sizes.items() if not storage.expired()}  # type: ignore[no-untyped-call]
 
 
@@ -181,6 +185,6 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def by_place(saves: Sequence[tuple[str, int]], reads: Sequence[str], writes: Sequence[str]) -> tuple[str, ...]:
-    """The marks of a profile for a layer that calls its tensors as given: ``"in:h"``."""
+    """Return the marks of a profile for a layer that calls its tensors by these names: ``"in:h"``."""
     names: Mapping[str, Sequence[str]] = {"in": reads, "out": writes}
     return tuple(f"{way}:{names[way][place]}" for way, place in saves)

@@ -15,15 +15,15 @@ from vpipe.profiling.world import World
 
 @dataclass(frozen=True)
 class Gpu:
-    """A line of the table, in TFLOP/s of products of matrices that are dense.
+    """A line of the table, in TFLOP/s of products of dense matrices.
 
     Attributes:
-        name: what the driver says, without ``NVIDIA`` before it, as a regular expression for all of it. A part of a
+        name: of the driver, without ``NVIDIA`` before it, as a regular expression for all of it. A part of a
             GPU (MIG) and a laptop's have names of their own, and are not in the table.
         fp32: products in fp32.
         tf32: the same with TF32 allowed; None where the GPU has none.
         bf16, fp16: with sums in fp32, as training needs them; None where the data sheet has none.
-        source: where the manufacturer says so.
+        source: the manufacturer's document.
     """
 
     name: str
@@ -54,14 +54,14 @@ GPUS = (
     Gpu(r"Tesla V100-SXM2-(16|32)GB", 15.7, None, None, 125.0, "data sheet V100: SXM2"),
     Gpu(r"Tesla V100-PCIE-(16|32)GB", 14.0, None, None, 112.0, "data sheet V100: PCIe"),
     Gpu("Tesla T4", 8.1, None, None, 65.0, "data sheet T4"))
-"""Of NVIDIA's publications. What is not here is measured."""
+"""From NVIDIA's publications. Other GPUs are measured."""
 
 
 def known_tflops(name: str, kind: str) -> float | None:
-    """Of one GPU; None where the table does not say.
+    """Return the peak of one GPU; None where the table does not have it.
 
     Args:
-        name: as :func:`torch.cuda.get_device_name` says it.
+        name: as :func:`torch.cuda.get_device_name` returns it.
         kind: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
     """
     gpu = next((gpu for gpu in GPUS if re.fullmatch(gpu.name, name.removeprefix("NVIDIA "))), None)
@@ -71,10 +71,10 @@ def known_tflops(name: str, kind: str) -> float | None:
 
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""What products are computed in, by the kind of arithmetic."""
+"""Dtype of products, by the kind of arithmetic."""
 
 ROUNDS, ROUND_S = 3, 0.04
-"""All ranks multiply for so long at the same time, and the best of so many times counts."""
+"""All ranks multiply for so long at the same time, and the best of so many rounds counts."""
 
 _SIZES = (256, 512, 1024, 2048, 4096)
 _SHORT_S = 0.002
@@ -82,14 +82,14 @@ _SHORT_S = 0.002
 
 
 @dataclass(frozen=True)
-class Peak:
-    """Of a run.
+class PeakFlops:
+    """The peak of a run's devices.
 
     Attributes:
         tflops: of one device, in 10^12 operations per second; where they were measured, the mean.
-        devices: how many: ranks, but a GPU that several ranks share counts once.
+        devices: number of ranks, but a GPU that several ranks share counts once.
         kind: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
-        source: where the number is from, for people.
+        source: of the number, for people.
     """
 
     tflops: float
@@ -99,7 +99,7 @@ class Peak:
 
     @property
     def flops_per_s(self) -> float:
-        """Of all devices together."""
+        """Return the operations per second of all devices together."""
         return 1e12 * self.tflops * self.devices
 
     def __str__(self) -> str:
@@ -107,28 +107,28 @@ class Peak:
         return f"{several}{self.tflops:,.4g} TFLOP/s {self.kind}, {self.source}"
 
 
-def peak_of(world: World, device: torch.device, dtype: torch.dtype, given_tflops: float | None) -> Peak:
-    """What the user says, else what the table of GPUs does, else what a product of matrices reaches now.
+def find_peak(world: World, device: torch.device, dtype: torch.dtype, given_tflops: float | None) -> PeakFlops:
+    """Return the user's number, else that of the table of GPUs, else the rate of a matrix product measured now.
 
-    Every rank of the world calls this, since what they measure they measure at the same time: they slow each other as
+    Every rank of the world calls this: they measure at the same time, because they slow each other as
     they do in training. It takes less than half a second.
 
     Args:
         dtype: that the model computes in.
-        given_tflops: of one device; None where the user does not say.
+        given_tflops: of one device; None where the user gives none.
     """
     kind = _kind(dtype, device)
     names = world.share(_identity(device))
     devices = world.ranks if device.type == "cpu" else len({tuple(name) for name in names})
     if given_tflops is not None:
-        return Peak(given_tflops, devices, kind, "as metrics.peak_tflops says")
+        return PeakFlops(given_tflops, devices, kind, "as metrics.peak_tflops says")
     known = known_tflops(device_name(device), kind) if device.type == "cuda" else None
     if min(world.share(known or 0.0)):  # of every rank's GPU; where one is not known, all are measured
         assert known is not None, "it is the least of all"
         same = len(set(world.share(known))) == 1
         if same:
-            return Peak(known, devices, kind, f"the data sheet of {device_name(device)}")
-    return Peak(_measured(world, device, DTYPES[kind]) / devices / 1e12, devices, kind, "measured")
+            return PeakFlops(known, devices, kind, f"the data sheet of {device_name(device)}")
+    return PeakFlops(_measured(world, device, DTYPES[kind]) / devices / 1e12, devices, kind, "measured")
 
 
 def _kind(dtype: torch.dtype, device: torch.device) -> str:
@@ -138,14 +138,14 @@ def _kind(dtype: torch.dtype, device: torch.device) -> str:
 
 
 def _identity(device: torch.device) -> list[str]:
-    """What a GPU can be told from others by; nothing for a processor."""
+    """Return a list that tells a GPU from others; empty for a processor."""
     return [gpu_uuid(device)] if device.type == "cuda" else []
 
 
 def _measured(world: World, device: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second of all ranks together, in the best round.
+    """Return the operations per second of all ranks together, in the best round.
 
-    Of ranks with one thread their own time counts, so that it does not matter what else the host does meanwhile; ranks
+    Of ranks with one thread their own time counts, so that other work of the host does not matter; ranks
     that are more than their host's cores get their share of these.
     """
     work, size = _product(device, dtype)
@@ -161,10 +161,10 @@ def _measured(world: World, device: torch.device, dtype: torch.dtype) -> float:
     return best if at_once is None else best * min(1.0, at_once / world.ranks_per_host)
 
 
-def _product(device: torch.device, dtype: torch.dtype) -> tuple[_Product, int]:
-    """A product of square matrices that is large enough, warm, and their size."""
+def _product(device: torch.device, dtype: torch.dtype) -> tuple[_MatrixProduct, int]:
+    """Return a product of square matrices that is large enough, warm, and their size."""
     for size in _SIZES:
-        work = _Product(device, dtype, size)
+        work = _MatrixProduct(device, dtype, size)
         work()
         started = perf_counter()
         work()
@@ -173,14 +173,14 @@ def _product(device: torch.device, dtype: torch.dtype) -> tuple[_Product, int]:
     return work, size
 
 
-class _Product:
+class _MatrixProduct:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, size: int) -> None:
         self._device = device
         self._a, self._b, self._out = (torch.full((size, size), 0.5, device=device, dtype=dtype) for _ in range(3))
 
     def __call__(self) -> None:
-        """As a layer multiplies with its weights; returns when it is computed."""
+        """Multiply as a layer does with its weights; return when it is computed."""
         torch.mm(self._a, self._b.t(), out=self._out)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

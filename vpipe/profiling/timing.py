@@ -17,8 +17,8 @@ from vpipe.model.layer import Layer, Model
 from vpipe.model.split import StageSpec
 from vpipe.plan.profile import Seconds
 from vpipe.profiling.device import Clock
-from vpipe.profiling.layer_stage import Bench, Given
-from vpipe.profiling.memory import still
+from vpipe.profiling.layer_runner import LayerInputs, LayerRunner
+from vpipe.profiling.memory import zero_rate_optimizer
 from vpipe.profiling.world import World
 from vpipe.runtime.activations import Record
 from vpipe.runtime.precision import Precision
@@ -26,41 +26,43 @@ from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import MakeOptimizer
 
 Samples = dict[str, list[float]]
-"""Seconds, by what took them: ``forward``, ``backward``, ``input_half``, ``weight_half``, ``recompute``, ``step``."""
+"""Seconds by what took them: ``forward``, ``backward``, ``input_half``, ``weight_half``, ``recompute``, ``step``."""
 
 _MODES = ("whole", "again", "halves")
 LEAST, MOST = 5, 40
-"""How often everything is measured, at least and at most."""
+"""Rounds of measurement, at least and at most."""
 
-SURE = 0.01
-"""When to stop in between: every median is known as well as this, by half the distance of the quartiles over the root
-of the number of samples."""
+TOLERANCE = 0.01
+"""Stop in between when every median is known as precisely as this: half the distance of the quartiles over the root
+of the number of samples.
+"""
 
 
-class Walk:
-    """Layers with weights of their own, which one microbatch after another passes forward and backward.
+class LayerTimer:
+    """Time layers while one microbatch after another passes them forward and backward.
 
     Measuring one layer again and again would find its weights and its activations in the cache, and memory that was
-    just given back. Here every layer comes after the others, and the backward of a microbatch after the forward of
+    just freed. Here every layer comes after the others, and the backward of a microbatch after the forward of
     the next one of its mode, as in the middle of a pipeline. The modes take turns: whole backwards, those after a
     recompute, and halves. The weights' gradients are there already, as after the first microbatch of an update.
 
     Args:
-        benches: in the order of the model.
-        given: what each would be given in a run. What another one hands on takes its place where it is alike.
-        shifted: whether to begin a round with a backward. Of ranks that walk at the same time every other one does: in
-            a pipeline, too, neighbours do different things at a time.
+        runners: in the order of the model.
+        given: each one's inputs in a run. Another layer's outputs take their place where they are alike.
+        shifted: whether to begin a round with a backward. Of ranks that measure at the same time every other one does:
+            in a pipeline, too, neighbours do different things at a time.
     """
 
-    def __init__(self, benches: Sequence[Bench], given: Sequence[Given], clock: Clock, shifted: bool) -> None:
-        self._benches, self._given, self._clock = benches, given, clock
+    def __init__(self, runners: Sequence[LayerRunner], given: Sequence[LayerInputs], clock: Clock,
+                 shifted: bool) -> None:
+        self._runners, self._given, self._clock = runners, given, clock
         self._pending: dict[str, deque[list[Record]]] = {mode: deque() for mode in _MODES}
         first, *rest = ((work, mode) for mode in _MODES for work in (self._enter, self._leave))
         self._ahead, self._order = ([first], [*rest, first]) if shifted else ([], [first, *rest])
-        self.samples: list[Samples] = [defaultdict(list) for _ in benches]
+        self.samples: list[Samples] = [defaultdict(list) for _ in runners]
 
     def warm_up(self) -> None:
-        """A round that does not count: memory is taken, gradients begin."""
+        """Run a round that does not count: memory is allocated, gradients begin."""
         for mode in _MODES:
             self._enter(mode)
         for work, mode in self._ahead:
@@ -70,7 +72,7 @@ class Walk:
             samples.clear()
 
     def round(self) -> None:
-        """One microbatch of each mode enters, and one leaves."""
+        """Run the forward of one microbatch of each mode, and the backward of another."""
         for work, mode in self._order:
             work(mode)
 
@@ -80,87 +82,88 @@ class Walk:
     def _leave(self, mode: str) -> None:
         self._return(mode, self._pending[mode].popleft())
 
-    def sure(self) -> bool:
-        """Whether more rounds would tell little."""
-        return all(summary(seconds).spread < SURE * len(seconds) ** 0.5
+    def converged(self) -> bool:
+        """Return whether all medians are known to the tolerance."""
+        return all(summary(seconds).spread < TOLERANCE * len(seconds) ** 0.5
                    for samples in self.samples for seconds in samples.values())
 
     def steps(self, make_optimizer: MakeOptimizer, times: int = 5) -> None:
-        """Optimizer steps of all layers, one after another."""
-        optimizers = [still(make_optimizer, bench.stage) for bench in self._benches]
+        """Time optimizer steps of all layers, one after another."""
+        optimizers = [zero_rate_optimizer(make_optimizer, runner.stage) for runner in self._runners]
         for again in range(times + 1):
-            for bench, optimizer, samples in zip(self._benches, optimizers, self.samples, strict=True):
+            for runner, optimizer, samples in zip(self._runners, optimizers, self.samples, strict=True):
                 started = self._clock()
-                bench.step(optimizer)
+                runner.step(optimizer)
                 if again:  # the first makes the optimizer's state
                     samples["step"].append(self._clock() - started)
 
     def _forward(self, mode: str) -> list[Record]:
         made: dict[str, Tensor] = {}
         records = []
-        for bench, given, samples in zip(self._benches, self._given, self.samples, strict=True):
+        for runner, given, samples in zip(self._runners, self._given, self.samples, strict=True):
             inputs = {name: _alike(made.get(name), tensor) for name, tensor in given.inputs.items()}
-            here = Given(inputs, given.fields, given.gradients)
-            outputs, seconds, record = self._timed_forward(bench, here, mode)
+            here = LayerInputs(inputs, given.fields, given.gradients)
+            outputs, seconds, record = self._timed_forward(runner, here, mode)
             if mode != "halves":  # which takes a little longer
                 samples["forward"].append(seconds)
             made.update(outputs)
             records.append(record)
         return records
 
-    def _timed_forward(self, bench: Bench, given: Given, mode: str) -> tuple[dict[str, Tensor], float, Record]:
+    def _timed_forward(self, runner: LayerRunner, given: LayerInputs,
+                       mode: str) -> tuple[dict[str, Tensor], float, Record]:
         started = self._clock()
-        outputs, record = bench.forward(given, split=mode == "halves")
+        outputs, record = runner.forward(given, split=mode == "halves")
         seconds = self._clock() - started
         if mode == "again":
-            bench.drop(record)
+            runner.drop(record)
         return outputs, seconds, record
 
     def _return(self, mode: str, records: list[Record]) -> None:
         if mode == "again":
-            self._timed("recompute", records, lambda bench, record, gradients: bench.recompute(record))
+            self._timed("recompute", records, lambda runner, record, gradients: runner.recompute(record))
         coming: dict[str, Tensor] = {}
 
-        def backward(bench: Bench, record: Record, gradients: Mapping[str, Tensor]) -> None:
+        def backward(runner: LayerRunner, record: Record, gradients: Mapping[str, Tensor]) -> None:
             here = {name: _alike(coming.get(name), tensor) for name, tensor in gradients.items()}
-            coming.update((bench.backward_input if mode == "halves" else bench.backward)(record, here))
+            coming.update((runner.backward_input if mode == "halves" else runner.backward)(record, here))
 
         # Right after a recompute the activations are still in the cache: that backward does not count.
         figure = {"whole": "backward", "halves": "input_half"}.get(mode)
         self._timed(figure, records, backward, reverse=True)
         if mode == "halves":
-            self._timed("weight_half", records, lambda bench, record, gradients: bench.backward_weight(record),
+            self._timed("weight_half", records, lambda runner, record, gradients: runner.backward_weight(record),
                         reverse=True)
 
     def _timed(self, figure: str | None, records: Sequence[Record],
-               work: Callable[[Bench, Record, Mapping[str, Tensor]], None], *, reverse: bool = False) -> None:
-        order = list(zip(self._benches, self._given, records, self.samples, strict=True))
-        for bench, given, record, samples in reversed(order) if reverse else order:
+               work: Callable[[LayerRunner, Record, Mapping[str, Tensor]], None], *, reverse: bool = False) -> None:
+        order = list(zip(self._runners, self._given, records, self.samples, strict=True))
+        for runner, given, record, samples in reversed(order) if reverse else order:
             started = self._clock()
-            work(bench, record, given.gradients)
+            work(runner, record, given.gradients)
             if figure is not None:
                 samples[figure].append(self._clock() - started)
 
 
-def until_sure(walk: Walk, budget_s: float, world: World, at_once: int | None,
+def run_rounds(timer: LayerTimer, budget_s: float, world: World, at_once: int | None,
                tell: Callable[[int], None] = lambda rounds: None) -> None:
-    """Rounds on all ranks at the same time, until all figures are known well or the time is over.
+    """Run rounds on all ranks at the same time, until all figures are known well or the time is over.
 
     Args:
-        at_once: how many ranks of a host may work; where there are more, they take turns. None: all.
+        at_once: number of ranks of a host that may work; where there are more, they take turns. None: all.
         tell: called with the number of rounds that are done.
     """
     mine, turns = world.turn(at_once)
-    walk.warm_up()
+    timer.warm_up()
     started, rounds = perf_counter(), 0
     while True:
         world.meet()
         over = perf_counter() - started > budget_s and rounds >= 3
-        if all(world.share(over or rounds >= MOST or (rounds >= LEAST and walk.sure()))):
+        if all(world.share(over or rounds >= MOST or (rounds >= LEAST and timer.converged()))):
             return
         for turn in range(turns):
             if turn == mine:
-                walk.round()
+                timer.round()
             if turn + 1 < turns:
                 world.meet()
         rounds += 1
@@ -168,7 +171,7 @@ def until_sure(walk: Walk, budget_s: float, world: World, at_once: int | None,
 
 
 def summary(seconds: Sequence[float]) -> Seconds:
-    """The median and the spread of samples."""
+    """Return the median and the spread of samples."""
     middle = median(seconds)
     if len(seconds) < 2 or middle <= 0:
         return Seconds(max(middle, 0.0))
@@ -177,7 +180,7 @@ def summary(seconds: Sequence[float]) -> Seconds:
 
 
 def _alike(made: Tensor | None, wanted: Tensor) -> Tensor:
-    """What was just made where it is of the kind that is wanted; then it is in the cache, as in a run."""
+    """Return the tensor that was just made where it is like the wanted one: it is in the cache then, as in a run."""
     if made is None or made.requires_grad != wanted.requires_grad or made.dtype != wanted.dtype:
         return wanted
     return made if made.shape == wanted.shape and made.device == wanted.device else wanted
@@ -203,13 +206,13 @@ class Overhead:
 
     @property
     def dispatch_s(self) -> float:
-        """Of an action: a forward or a backward."""
+        """Return the seconds of an action: a forward or a backward."""
         return (self.calls["forward"] + self.calls["backward"]) / 2
 
 
 def measure_overhead(device: torch.device, clock: Clock, make_optimizer: MakeOptimizer,
                      precision: Precision) -> Overhead:
-    """A stage of one layer that does nothing, less what its layer takes: what a second one adds."""
+    """Time a stage of one layer that does nothing, less what its layer takes: what a second one adds."""
     one, two = (_times(layers, device, clock, precision) for layers in (1, 2))
     return Overhead({figure: max(0.0, 2 * one[figure] - two[figure]) for figure in one},
                     _step(device, clock, make_optimizer, precision))
@@ -250,13 +253,13 @@ def _times(layers: int, device: torch.device, clock: Clock, precision: Precision
 
 def _step(device: torch.device, clock: Clock, make_optimizer: MakeOptimizer, precision: Precision) -> float:
     model = Model([Layer("tiny", partial(nn.Linear, 1, 1), ("x",), ("loss",))], batch=("x",))
-    bench = Bench(model, 0, device, 0, precision)
-    optimizer = still(make_optimizer, bench.stage)
-    for leaf in bench.stage.weights.graded():
+    runner = LayerRunner(model, 0, device, 0, precision)
+    optimizer = zero_rate_optimizer(make_optimizer, runner.stage)
+    for leaf in runner.stage.weights.graded():
         leaf.grad = torch.ones_like(leaf)
     seconds = []
     for _ in range(_TIMES):
         started = clock()
-        bench.step(optimizer)
+        runner.step(optimizer)
         seconds.append(clock() - started)
     return median(seconds[3:])

@@ -1,4 +1,4 @@
-"""The ranks that measure together."""
+"""Synchronise the ranks that measure together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vpipe.runtime.transport.broadcast import broadcast_tensors, transferring_wi
 from vpipe.runtime.transport.process_groups import control_group
 
 PATIENCE_S = 3600.0
-"""How long ranks wait for others that measure; one that is gone is noticed at once all the same."""
+"""Time that ranks wait for others that measure; one that is gone is noticed at once all the same."""
 
 
 class World:
@@ -24,7 +24,7 @@ class World:
 
     Attributes:
         rank: of this process.
-        ranks: how many there are.
+        ranks: their number.
         hosts: the name of each rank's host.
     """
 
@@ -36,7 +36,9 @@ class World:
         self.hosts: list[str] = self.share(socket.gethostname())
 
     def share(self, value: Any) -> list[Any]:
-        """What each rank gives (anything that JSON holds), on every rank. All must call it, and wait here for all."""
+        """Return the values of all ranks (anything that JSON holds) on every rank. All must call it, and wait here for
+        all.
+        """
         if self.ranks == 1:
             return [value]
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -45,7 +47,9 @@ class World:
         return [json.loads(bytes(tensors["value"].numpy()).decode()) for tensors in shared]
 
     def meet(self, doing: str = "measuring layers") -> None:
-        """Wait for all, longer than the process group would: what others measure may take them more than its time."""
+        """Wait for all, longer than the process group would: measurements of others may take longer than its
+        timeout.
+        """
         if self.ranks == 1:
             return
         token, patience = torch.zeros(1), timedelta(seconds=PATIENCE_S)
@@ -59,10 +63,10 @@ class World:
                     work.wait(patience)
 
     def cores(self) -> int | None:
-        """How many ranks of a host can compute at once without slowing each other; None where each has a GPU.
+        """Return how many ranks of a host can compute at once without slowing each other; None where each has a GPU.
 
         A host's ranks may each be bound to cores of their own: together they have all of these. Ranks that share GPUs
-        are as many as these. The least of any host.
+        are as many as these. The smallest number of any host counts.
         """
         gpu = gpu_uuid(self._device) if self._device.type == "cuda" else None
         shared = self.share([gpu, usable_cores(), torch.get_num_threads()])
@@ -78,11 +82,11 @@ class World:
 
     @property
     def ranks_per_host(self) -> int:
-        """Of the host with most."""
+        """Return the number of ranks on the host with most."""
         return max(self.hosts.count(host) for host in set(self.hosts))
 
     def turn(self, at_once: int | None) -> tuple[int, int]:
-        """When this rank's turn is, and how many turns there are, if a host's ranks may work ``at_once`` only."""
+        """Return this rank's turn, and the number of turns, if only ``at_once`` ranks of a host may work."""
         if at_once is None:
             return 0, 1
         place = self.hosts[:self.rank].count(self.hosts[self.rank])

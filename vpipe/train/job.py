@@ -24,7 +24,7 @@ from vpipe.model.registry import model_named
 from vpipe.model.split import balanced, parameter_counts, split, ties_between
 from vpipe.plan.plan import Plan
 from vpipe.plan.recompute import recomputed_layers
-from vpipe.profiling.cache import by_digest, to_stderr
+from vpipe.profiling.cache import load_by_digest, to_stderr
 from vpipe.profiling.fingerprint import digest, structure
 from vpipe.runtime.executors.registry import reverses_backwards
 from vpipe.schedules.prepare import ScheduleSpec
@@ -186,7 +186,7 @@ class Job:
             return
         self.plan.save(folder / PLAN)
         if self.plan.profile is not None:
-            profile = by_digest(self.plan.profile, self.config.dataset.cache_directory)
+            profile = load_by_digest(self.plan.profile, self.config.dataset.cache_directory)
             if profile is not None and profile.identity.model == model_digest(self):
                 profile.save(folder / PROFILE)
 

@@ -20,7 +20,7 @@ import torch
 
 from vpipe.errors import LastingError, UserError, counted
 from vpipe.metric_formulas import Utilization
-from vpipe.profiling.peak_flops import Peak, peak_of
+from vpipe.profiling.peak_flops import PeakFlops, find_peak
 from vpipe.profiling.world import World
 from vpipe.runtime.step_results import Step
 from vpipe.train.job import Job, device_of
@@ -352,7 +352,7 @@ class Efficiency:
 
     layer_flops: tuple[float, ...]
     recompute_flops: float
-    peak: Peak
+    peak: PeakFlops
 
     @classmethod
     def from_job(cls, job: Job) -> Efficiency | None:
@@ -366,7 +366,7 @@ class Efficiency:
             return None
         config, device = job.config, device_of(job.config)
         dtype = config.training.computed.dtype or torch.float32
-        peak = peak_of(World(device), device, dtype, config.metrics.peak_tflops)
+        peak = find_peak(World(device), device, dtype, config.metrics.peak_tflops)
         return cls(tuple(layers), 0.0, peak).with_recompute(job.recomputed)
 
     def with_recompute(self, layers: Iterable[Iterable[int]]) -> Efficiency:

@@ -11,7 +11,7 @@ from typing import Any
 
 from vpipe.errors import counted
 from vpipe.metric_formulas import averaged_losses, bubble, counted_updates, p95, share_text
-from vpipe.profiling.peak_flops import Peak
+from vpipe.profiling.peak_flops import PeakFlops
 from vpipe.runtime.usage import StageUsage
 from vpipe.schedules.size import Placement
 from vpipe.train.job import Job, on_processors
@@ -140,7 +140,7 @@ class RunFigures:
     tokens_per_s: float
     step_median_s: float
     step_p95_s: float
-    peak: Peak | None
+    peak: PeakFlops | None
     mfu: float | None
     hfu: float | None
     bubble: float | None

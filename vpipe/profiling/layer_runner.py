@@ -1,4 +1,4 @@
-"""One layer as a stage of its own, so that what is measured is what the runtime does."""
+"""Run one layer as a stage of its own, so that measurements use the code of the runtime."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vpipe.model.layer import LOSS, Model
 from vpipe.model.split import StageSpec, alive
-from vpipe.profiling.fingerprint import owners
+from vpipe.profiling.fingerprint import tied_owners
 from vpipe.runtime.activations import Record
 from vpipe.runtime.precision import FP32, Precision
 from vpipe.runtime.stage import Stage
@@ -18,13 +18,13 @@ from vpipe.runtime.stage_optimizer import StageOptimizer
 
 
 @dataclass(frozen=True)
-class Given:
-    """What a layer is given, as a run would give it.
+class LayerInputs:
+    """The inputs of a layer, as a run would have them.
 
     Attributes:
-        inputs: the tensors that it reads, by name; of those that want a gradient, ``requires_grad`` says so.
+        inputs: the tensors that it reads, by name; ``requires_grad`` is set on those that need a gradient.
         fields: the batch fields that it reads.
-        gradients: of the tensors that it writes and somebody reads, where they want one.
+        gradients: of the tensors that it writes and a later layer reads, where they need one.
     """
 
     inputs: Mapping[str, Tensor]
@@ -32,8 +32,8 @@ class Given:
     gradients: Mapping[str, Tensor]
 
 
-class Bench:
-    """A layer on its device.
+class LayerRunner:
+    """Run a layer on its device.
 
     Args:
         number: of the layer in the model.
@@ -47,45 +47,45 @@ class Bench:
         self.reads = tuple(dict.fromkeys(name for name in layer.inputs if name not in model.batch))
         self.fields = tuple(dict.fromkeys(name for name in layer.inputs if name in model.batch))
         self.writes = tuple(dict.fromkeys(layer.outputs))
-        tied = owners(model, number)
+        tied = tied_owners(model, number)
         borrowed = {f"{layer.name}.{own}": (owner, f"{model.layers[owner].name}.{parameter}")
                     for own, (owner, parameter) in tied.items()}
         spec = StageSpec(number, range(number, number + 1), self.reads, self.writes, self.fields, borrowed)
         self.stage = Stage(model, spec, seed=seed, device=device, recomputed=(), precision=precision)
         self.tied_bytes = {own: self.stage.modules[number].get_parameter(own).nbytes for own in tied}
 
-    def forward(self, given: Given, *, split: bool = False) -> tuple[dict[str, Tensor], Record]:
-        """One microbatch forward: what the layer wrote, and what backward needs."""
+    def forward(self, given: LayerInputs, *, split: bool = False) -> tuple[dict[str, Tensor], Record]:
+        """Run one forward; return the layer's outputs and the record for its backward."""
         received = [_leaf(given.inputs[name]) for name in self.reads]
         outputs, record = self.stage.forward(received, given.fields, (0, 0), {}, split=split)
         return dict(zip(self.writes, outputs, strict=True)), record
 
     def drop(self, record: Record) -> None:
-        """Let the graph of a forward go, as a recomputed layer does; :meth:`recompute` makes it anew."""
+        """Drop the graph of a forward, as for a recomputed layer; :meth:`recompute` makes it again."""
         for held in record.held:
             held.graph = None
 
     def recompute(self, record: Record) -> None:
-        """The forward again."""
+        """Run the forward again."""
         self.stage.recomputes = True
         self.stage.recompute(record)
 
     def backward(self, record: Record, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """One whole backward: the gradients of what the layer read."""
+        """Run one whole backward; return the gradients of the layer's inputs."""
         names = self._returned(record)
         return dict(zip(names, self.stage.backward(record, gradients), strict=True))
 
     def backward_input(self, record: Record, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Its first half."""
+        """Run the input half of a backward."""
         names = self._returned(record)
         return dict(zip(names, self.stage.backward_input(record, gradients), strict=True))
 
     def backward_weight(self, record: Record) -> None:
-        """Its second half."""
+        """Run the weight half of a backward."""
         self.stage.backward_weight(record)
 
     def step(self, optimizer: StageOptimizer) -> None:
-        """One update of the layer's own weights; their gradients are there again afterwards."""
+        """Make one update of the layer's own weights; their gradients are there again afterwards."""
         weights = self.stage.weights
         gradients = weights.gradients
         weights.step(optimizer)
@@ -97,18 +97,18 @@ class Bench:
 
 
 def read_later(model: Model, number: int) -> tuple[str, ...]:
-    """Which of the tensors that a layer writes somebody reads."""
+    """Return the layer's outputs that a later layer reads."""
     last = number + 1 == len(model)
     return tuple(name for name in dict.fromkeys(model.layers[number].outputs)
                  if (name == LOSS if last else name in alive(model, number + 1)))
 
 
 def gradients_for(outputs: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
-    """Something to come back for those of the outputs that want it."""
+    """Return a gradient for each of the outputs that needs one."""
     return {name: torch.full_like(outputs[name], 1.0 if name == LOSS else 1e-3)
             for name in names if outputs[name].requires_grad}
 
 
 def _leaf(tensor: Tensor) -> Tensor:
-    """As it arrives from another stage: nothing has flowed back to it yet."""
+    """Return the tensor as it arrives from another stage: a leaf without a gradient."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
