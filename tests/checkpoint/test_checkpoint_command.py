@@ -308,7 +308,7 @@ def broken(folder: Path, what: str) -> None:
 
 
 @pytest.mark.parametrize(("what", "says"), [
-    ("json", "'hf/config.json' is no JSON"),
+    ("json", "the model's config.json is not JSON: "),
     ("kind", "the model_type in 'hf/config.json' is 'berd', which is not known here\nhint: did you mean 'bert'?"),
     ("act", "'hidden_act' is 'relu', but this BERT computes 'gelu' only, as 'hf/config.json' has it"),
     ("weights", "there are no weights in 'hf'\nhint: looked for model.safetensors, "),
