@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,14 @@ def test_schedules_and_their_pictures_need_nothing_but_the_standard_library() ->
 
 def test_nothing_below_may_import_what_is_on_top() -> None:
     assert not set().union(*MAY_IMPORT.values()) & ON_TOP
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    modules = {".".join(file.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): file
+               for file in FILES}
+    graph = {module: {name if name in modules else name.rpartition(".")[0] for name in imported(file.read_text())}
+             & set(modules) - {module} for module, file in modules.items()}
+    list(TopologicalSorter(graph).static_order())  # raises, and names the circle
 
 
 def test_imports_are_found_wherever_they_stand() -> None:
