@@ -63,7 +63,8 @@ def _in_training(reached: Callable[[str], bool], trigger: dict[str, Any], notes:
         def forwards(stage: int, microbatch: int) -> None:
             segment = self.segment
             if segment.training and stage == 0:
-                fields = segment.feed._chunk(segment.first + microbatch)
+                batch, within = divmod(segment.first + microbatch, segment.loader._microbatches)
+                fields = segment.loader._open[batch].chunks[within]
                 digest = hashlib.sha256(fields["input_ids"].numpy().tobytes()).hexdigest()
                 print(segment.number(microbatch), digest, file=samples)
             if not reached("forward" if segment.training else "evaluation"):

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vpipe.config.config import Config, load_config, load_resolved
+from vpipe.config.config import Config, load_resolved
 from vpipe.distributed.environment import HOST, PARENT_PIPE, RankEnvironment
 from vpipe.distributed.init import meet
 from vpipe.distributed.network import check_interfaces, interface_towards
@@ -61,15 +61,14 @@ def main(folder: Path, task: str, *arguments: str) -> int:
     stopped: list[Stopped | None] = [None]
 
     def work() -> None:
-        checked = task != "prepare"  # which looks for faults of this host
-        config = load_resolved(folder / CONFIG) if checked else load_config(folder / CONFIG)
+        config = load_resolved(folder / CONFIG)
         _keep_memory(config)
         if task == "train":
             environment = RankEnvironment.parse(os.environ)
             assert environment is not None, "the launcher has described it"
-            stopped[0] = train(_meet_and_check(environment, config, checked=True).job, folder, *map(Path, arguments))
+            stopped[0] = train(_meet_and_check(environment, config, launched=True).job, folder, *map(Path, arguments))
             return
-        job = Job.from_config(config, checked=checked)
+        job = Job.from_config(config, checked=True)
         if task == "verify":
             from vpipe.verify.differences import record_rank
 
@@ -183,11 +182,11 @@ class _ReadyRanks:
 
 
 def _meet_and_check(rank: RankEnvironment, config: Config | VpipeError, start: ResumePoint | None = None, *,
-                    checked: bool = False) -> _ReadyRanks:
+                    launched: bool = False) -> _ReadyRanks:
     """Meet the other ranks; open the data and check this host while the ranks watch one another.
 
     Args:
-        checked: the config is that of the launcher's job.
+        launched: by vpipe's own launcher: the config is that of its job.
 
     Raises:
         VpipeError: on rank 0, all that is wrong on any rank; on another, why it met nobody.
@@ -211,12 +210,13 @@ def _meet_and_check(rank: RankEnvironment, config: Config | VpipeError, start: R
         written = config.resolved_yaml()
         try:
             with at_work("opening the data"):
-                config = _for_ranks(config, rank)
-                check_gpus(config, [rank.device], started_by_others=PARENT_PIPE not in os.environ)
+                config = config if launched else _for_ranks(config, rank)
+                check_gpus(config, [rank.device], started_by_others=not launched)
                 if interfaces := config.parallel.interface or os.environ.get("GLOO_SOCKET_IFNAME"):
                     check_interfaces(interfaces)
-                job = Job.from_config(config, checked=checked)
-                data = job.fingerprint()
+                job = Job.from_config(config, checked=launched, proved=rank.rank > 0)
+                if not launched or HOST in os.environ:  # else all ranks read the files of one host
+                    data = job.fingerprint()
         except VpipeError as wrong:
             error = wrong
         except Exception as defect:

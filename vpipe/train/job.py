@@ -70,12 +70,13 @@ class Job:
     samples_done: int = 0
 
     @classmethod
-    def from_config(cls, config: Config, *, checked: bool = False) -> Job:
+    def from_config(cls, config: Config, *, checked: bool = False, proved: bool = False) -> Job:
         """Open the data, describe the model, cut it, and prove the schedule.
 
         Args:
             checked: another process has made a job from the same config: ``config`` is that job's :attr:`config`, and
                 neither it nor the schedule is checked again.
+            proved: another process proves the same schedule at the same time.
 
         Raises:
             UserError: something in the config does not fit the data, the model or this machine.
@@ -108,7 +109,7 @@ class Job:
             plan = Plan.load(config.parallel.plan)
             plan.check_fits(len(model), where=str(config.parallel.plan))
             config = config.with_parallel(plan=None)  # from here on the config says all of it
-        job = cls._prepare(config, dataset, model, plan)
+        job = cls._prepare(config, dataset, model, plan, proved=proved)
         job._check()
         return job
 
