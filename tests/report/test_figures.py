@@ -14,12 +14,12 @@ from vpipe.errors import UserError
 from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
 from vpipe.report.figures import Figures
-from vpipe.report.idle_causes import Cause, Producers, pieces
+from vpipe.report.idle_causes import Cause, Producers, time_slices
 from vpipe.report.page import page
 from vpipe.report.recording import Recording, read_recording
-from vpipe.report.report_data import as_recording, gather, in_a_row, replayed
+from vpipe.report.report_data import as_recording, load_report_data, repeat_batches, replay_medians
 from vpipe.report.run_metrics import Totals
-from vpipe.report.steady_state import steady, step_ends, step_times, typical
+from vpipe.report.steady_state import steady_window, step_ends, step_times, typical_window
 from vpipe.schedules.action import Action, Op
 
 
@@ -40,8 +40,8 @@ def test_steps_end_where_stage_0_steps(tmp_path: Path) -> None:
 
 def test_the_first_steps_and_of_a_stream_the_last_are_not_measured(tmp_path: Path) -> None:
     run, stream = made(tmp_path / "a", updates=12), made(tmp_path / "b", "pipedream", updates=20)
-    assert (steady(run).first, steady(run).steps) == (4, 8)
-    assert (steady(stream).first, steady(stream).steps) == (5, 11)
+    assert (steady_window(run).first, steady_window(run).steps) == (4, 8)
+    assert (steady_window(stream).first, steady_window(stream).steps) == (5, 11)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "pipedream", "pipedream_vertical_sync"])
@@ -50,11 +50,11 @@ def test_a_run_that_goes_on_has_the_figures_of_one_that_began(tmp_path: Path, na
     """Only that its steps have the numbers of the whole run."""
     began, went_on = (made(tmp_path / str(done), name, updates, done=done, took=even) for done in (0, 36))
     assert list(step_ends(went_on)) == [36 + step for step in step_ends(began)]
-    for window in (steady, lambda run: typical(run, 40)):
+    for window in (steady_window, lambda run: typical_window(run, 40)):
         assert window(went_on) == replace(window(began), first=window(began).first + 36)
-    figures = [Figures.of(run, Producers.of(run)) for run in (began, went_on)]
+    figures = [Figures.from_recording(run, Producers.from_recording(run)) for run in (began, went_on)]
     assert replace(figures[1], window=figures[0].window) == figures[0]
-    plans = [replayed(run, Producers.of(run)) for run in (began, went_on)]
+    plans = [replay_medians(run, Producers.from_recording(run)) for run in (began, went_on)]
     assert plans[0] is not None
     assert plans[1] == plans[0]
 
@@ -63,7 +63,7 @@ def test_a_window_of_usual_steps_is_drawn(tmp_path: Path) -> None:
     odd = {40: 0.3, 41: 0.3, 90: 0.3, **dict.fromkeys(range(48, 64), 0.001)}  # the sixth update slow, the next two fast
     run = made(tmp_path, updates=12, took=lambda rank, action: (
         odd.get(action.microbatch, 0.01) if action.op is Op.FORWARD else TIMES[action.op]))
-    window = typical(run, 40)
+    window = typical_window(run, 40)
     assert window.steps == 2
     assert window.span_s == pytest.approx(2 * steady_median(run), rel=0.01)
 
@@ -74,7 +74,7 @@ def steady_median(run: Recording) -> float:
 
 
 def test_a_step_of_very_many_actions_is_cut(tmp_path: Path) -> None:
-    window = typical(made(tmp_path), 5)
+    window = typical_window(made(tmp_path), 5)
     assert window.cut
     assert window.steps == 1
 
@@ -82,26 +82,26 @@ def test_a_step_of_very_many_actions_is_cut(tmp_path: Path) -> None:
 def test_steps_that_an_evaluation_interrupts_do_not_count(tmp_path: Path) -> None:
     run = made(tmp_path, updates=9, evaluation=True, took=even)
     assert max(step_times(run)) < 1
-    assert not typical(run, 60).span_s > 4
+    assert not typical_window(run, 60).span_s > 4
 
 
 @pytest.mark.parametrize("kept", [1.0, 0.5])
 def test_of_a_run_that_was_ended_only_what_all_ranks_recorded_is_measured(tmp_path: Path, kept: float) -> None:
     """Every record without an end, and one of them, of a rank that wrote earlier, shorter."""
     folder = make_run(tmp_path / "run", "pipedream", updates=60, took=even)
-    whole = Figures.of(read_recording(folder), Producers.of(read_recording(folder)))
+    whole = Figures.from_recording(read_recording(folder), Producers.from_recording(read_recording(folder)))
     for rank in range(4):
         file = folder / "trace" / f"rank{rank}.jsonl"
         lines = file.read_text().splitlines(keepends=True)[:-1]
         file.write_text("".join(lines[:int(len(lines) * (kept if rank == 2 else 1))]))
     run = read_recording(folder)
     ends = [track.actions[-1].end_s for track in run.tracks]
-    figures = Figures.of(run, Producers.of(run))
+    figures = Figures.from_recording(run, Producers.from_recording(run))
     assert figures.window.end_s <= run.covered_s == min(ends)
     assert figures.bubble == pytest.approx(whole.bubble, abs=0.02)
     for track, end_s in zip(run.tracks, ends, strict=True):
-        assert list(pieces(run, track, Producers.of(run)))[-1].end_s == end_s
-    first, second, *_ = gather(folder, {}).notes
+        assert list(time_slices(run, track, Producers.from_recording(run)))[-1].end_s == end_s
+    first, second, *_ = load_report_data(folder, {}).notes
     assert first.startswith("The run did not end well, or is still going: the records of 4 of 4")
     last = 57 if kept == 1 else 27  # a step's end is on all ranks
     assert second == (f"The record holds up to step {last}, metrics.jsonl goes on to step 59: what a rank did in its "
@@ -110,7 +110,7 @@ def test_of_a_run_that_was_ended_only_what_all_ranks_recorded_is_measured(tmp_pa
 
 def test_figures_of_even_stages(tmp_path: Path) -> None:
     run = made(tmp_path, took=even)
-    figures = Figures.of(run, Producers.of(run))
+    figures = Figures.from_recording(run, Producers.from_recording(run))
     stage = figures.stages[1]
     assert (stage.forward_s, stage.backward_s, stage.weight_s, stage.update_s) == pytest.approx((0.01, 0.02, 0, 0.003))
     assert stage.kept_bytes == 3_000_000 + 8_000_000  # 3 microbatches in flight; weights, and the rest
@@ -120,16 +120,17 @@ def test_figures_of_even_stages(tmp_path: Path) -> None:
 
 def test_staleness_is_counted(tmp_path: Path) -> None:
     run = made(tmp_path, "pipedream", updates=12)
-    assert [stage.staleness for stage in Figures.of(run, Producers.of(run)).stages] == [3, 2, 1, 0]
+    figures = Figures.from_recording(run, Producers.from_recording(run))
+    assert [stage.staleness for stage in figures.stages] == [3, 2, 1, 0]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "pipedream", "zb_h1"])
 def test_a_run_without_noise_is_replayed_as_it_was(tmp_path: Path, name: str) -> None:
     run = made(tmp_path, name, updates=12, took=even)
-    timeline = replayed(run, Producers.of(run))
+    timeline = replay_medians(run, Producers.from_recording(run))
     assert timeline is not None
     again = as_recording(timeline, run)
-    figures, replay = (Figures.of(one, Producers.of(one)) for one in (run, again))
+    figures, replay = (Figures.from_recording(one, Producers.from_recording(one)) for one in (run, again))
     assert replay.step_s == pytest.approx(figures.step_s, rel=0.03)  # sending and gaps are not replayed
     assert replay.bubble == pytest.approx(figures.bubble, abs=0.02)
 
@@ -138,9 +139,10 @@ def test_a_run_without_noise_is_replayed_as_it_was(tmp_path: Path, name: str) ->
 def test_batches_in_a_row_take_what_was_predicted(tmp_path: Path, name: str, stages: int) -> None:
     plan = Plan((3,) * stages, schedule=name, microbatches=8, update_every=None if name != "pipedream" else 1)
     predicted = predict(made_profile(3 * stages), plan)
-    timeline = predicted.timeline if name == "pipedream" else in_a_row(predicted.timeline, 6)
+    timeline = predicted.timeline if name == "pipedream" else repeat_batches(predicted.timeline, 6)
     run = as_recording(timeline, made(tmp_path, name))
-    assert Figures.of(run, Producers.of(run)).step_s == pytest.approx(predicted.prediction.step_s)
+    figures = Figures.from_recording(run, Producers.from_recording(run))
+    assert figures.step_s == pytest.approx(predicted.prediction.step_s)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "pipedream"])
@@ -149,8 +151,8 @@ def test_replicas_that_are_simulated_wait_for_known_causes(tmp_path: Path, name:
     plan = Plan((3, 3), stage_to_rank_map=placement, schedule=name, microbatches=6,
                 update_every=1 if name == "pipedream" else None)
     timeline = predict(made_profile(6), plan).timeline
-    run = as_recording(timeline if name == "pipedream" else in_a_row(timeline, 6), made(tmp_path, name))
-    figures = Figures.of(run, Producers.of(run))
+    run = as_recording(timeline if name == "pipedream" else repeat_batches(timeline, 6), made(tmp_path, name))
+    figures = Figures.from_recording(run, Producers.from_recording(run))
     assert run.placement == placement
     causes = {cause for rank in figures.ranks for cause, seconds in rank.idle.items() if seconds}
     assert Cause.UNKNOWN not in causes
@@ -158,7 +160,7 @@ def test_replicas_that_are_simulated_wait_for_known_causes(tmp_path: Path, name:
 
 
 def test_without_a_profile_the_runs_own_medians_stand_there_and_it_is_said(tmp_path: Path) -> None:
-    evidence = gather(make_run(tmp_path / "run", updates=4), {})
+    evidence = load_report_data(make_run(tmp_path / "run", updates=4), {})
     assert evidence.expected is not None
     assert evidence.expected.prediction is None
     assert "There is no profile.json" in evidence.expected.basis
@@ -167,7 +169,7 @@ def test_without_a_profile_the_runs_own_medians_stand_there_and_it_is_said(tmp_p
 def test_a_profile_of_another_model_does_not_serve_and_it_is_said(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", updates=4)
     made_profile(7).save(folder / "profile.json")
-    evidence = gather(folder, {})
+    evidence = load_report_data(folder, {})
     assert evidence.expected is not None
     assert evidence.expected.prediction is None
     assert evidence.notes == ("The plan cannot be simulated: the plan is for 12 layers, but the profile is of a model "
@@ -178,7 +180,7 @@ def test_a_plan_for_other_ranks_is_left_aside_and_it_is_said(tmp_path: Path) -> 
     folder = make_run(tmp_path / "run", updates=4)
     made_profile(12).save(folder / "profile.json")
     Plan((6, 6), schedule="1f1b", microbatches=8).save(folder / "plan.json")
-    evidence = gather(folder, {})
+    evidence = load_report_data(folder, {})
     assert evidence.expected is not None
     assert evidence.expected.recording.placement == evidence.recording.placement
     assert evidence.notes == ("plan.json is for 2 stages on 2 ranks, the run had 4 stages on 4 ranks: it is left "
@@ -188,7 +190,7 @@ def test_a_plan_for_other_ranks_is_left_aside_and_it_is_said(tmp_path: Path) -> 
 def test_a_profile_gives_the_plan(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", updates=4, took=even)
     made_profile(12).save(folder / "profile.json")
-    evidence = gather(folder, {})
+    evidence = load_report_data(folder, {})
     assert evidence.expected is not None
     assert evidence.expected.prediction is not None
     assert evidence.expected.figures.step_s == pytest.approx(evidence.expected.prediction.step_s)
@@ -196,7 +198,7 @@ def test_a_profile_gives_the_plan(tmp_path: Path) -> None:
 
 
 def totals(folder: Path) -> Totals:
-    evidence = gather(folder, {})
+    evidence = load_report_data(folder, {})
     return evidence.totals
 
 
@@ -209,7 +211,7 @@ def test_the_headline_is_what_the_run_said_at_its_end(tmp_path: Path) -> None:
     write_metrics(folder, 6, SUMMARY)
     assert totals(folder) == Totals(7.5, 75.0, 0.25, 0.375, 1.25, 1.5, 5 << 20, "2 x 1 TFLOP/s",
                                     "the MFU of 125 % cannot be")
-    assert gather(folder, {}).notes == ("The MFU of 125 % cannot be.",)
+    assert load_report_data(folder, {}).notes == ("The MFU of 125 % cannot be.",)
 
 
 def test_a_bubble_that_the_run_did_not_know_is_not_made_up(tmp_path: Path) -> None:
@@ -217,7 +219,7 @@ def test_a_bubble_that_the_run_did_not_know_is_not_made_up(tmp_path: Path) -> No
     folder = make_run(tmp_path / "run", updates=6)
     write_metrics(folder, 6, SUMMARY | {"bubble": None})
     assert totals(folder).bubble is None
-    assert '<dt>bubble</dt><dd class="big">-</dd>' in page(gather(folder, {}))
+    assert '<dt>bubble</dt><dd class="big">-</dd>' in page(load_report_data(folder, {}))
 
 
 def test_the_headline_of_a_run_without_an_end_follows_from_its_updates(tmp_path: Path) -> None:
@@ -232,14 +234,14 @@ def test_the_headline_of_a_run_without_an_end_follows_from_its_updates(tmp_path:
     assert found.samples_per_s == pytest.approx((4 * 0.3 * 20 + 2 * 6) / (4 * 0.3 + 4))
     assert found.mfu == found.hfu == pytest.approx((4 * 0.3 * 0.5 + 2 * 0.6) / (4 * 0.3 + 4))
     assert found.step_s == 0.3
-    assert found.bubble == gather(folder, {}).figures.bubble
+    assert found.bubble == load_report_data(folder, {}).figures.bubble
     assert (found.memory_bytes, found.doubt) == (None, None)
 
 
 def test_without_metrics_the_recording_says_what_it_can(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", updates=6)
     (folder / "metrics.jsonl").unlink()
-    found, figures = totals(folder), gather(folder, {}).figures
+    found, figures = totals(folder), load_report_data(folder, {}).figures
     assert (found.samples_per_s, found.step_s, found.bubble) == (figures.samples_per_s, figures.step_s, figures.bubble)
     assert (found.tokens_per_s, found.mfu, found.hfu) == (None, None, None)
 
@@ -249,4 +251,4 @@ def test_a_summary_that_is_none_is_damage(tmp_path: Path) -> None:
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "summary": [1]}\n')
     with pytest.raises(UserError, match="line 9 of the metrics is damaged"):
-        gather(folder, {})
+        load_report_data(folder, {})

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_run import GAP_S, LATENCY_S, SEND_S, make_run
 
-from vpipe.report.idle_causes import Cause, Piece, Producers, pieces, rank_times
-from vpipe.report.recording import Done, Recording, Track, read_recording
-from vpipe.report.steady_state import Window, steady
+from vpipe.report.idle_causes import Cause, Producers, TimeSlice, rank_times, time_slices
+from vpipe.report.recording import RecordedAction, Recording, Track, read_recording
+from vpipe.report.steady_state import Window, steady_window
 from vpipe.schedules.action import Action
 from vpipe.schedules.size import Placement
 
@@ -24,7 +24,8 @@ def recording(*ranks: list[tuple[str, float, float, float]], placement: Placemen
     tracks = []
     for rank, lines in enumerate(ranks):
         actions = [Action.parse(text) for text, *_ in lines]
-        tracks.append(Track(rank, "", [Done(action.op, action.stage, action.microbatch, start, end, waited, 0, 1)
+        tracks.append(Track(rank, "", [RecordedAction(action.op, action.stage, action.microbatch, start, end, waited,
+                                                      0, 1)
                                        for action, (_, start, end, waited) in zip(actions, lines, strict=True)]))
     placement = placement or tuple((rank,) for rank in range(len(ranks)))
     return Recording("by hand", placement, True, microbatches, microbatches, (1,) * len(placement),
@@ -32,7 +33,7 @@ def recording(*ranks: list[tuple[str, float, float, float]], placement: Placemen
 
 
 def idle(made: Recording, rank: int) -> list[tuple[float, float, Cause | None]]:
-    found: list[Piece] = list(pieces(made, made.tracks[rank], Producers.of(made)))
+    found: list[TimeSlice] = list(time_slices(made, made.tracks[rank], Producers.from_recording(made)))
     return [(pytest.approx(start), pytest.approx(end), cause) for start, end, cause, _ in found if cause is not None]
 
 
@@ -98,7 +99,8 @@ def test_nobody_is_late_in_a_simulation() -> None:
     """Where ranks share cores, actions of one kind take different times there, too."""
     made = recording([("0F0", 0, 1, 0), ("0F1", 1, 2, 0), ("0F2", 2, 9, 0)],
                      [("1F0", 0, 2, 1), ("1F1", 2, 3, 0), ("1F2", 3, 10, 6)])
-    [late, planned] = (list(pieces(made, made.tracks[1], Producers.of(made, simulated))) for simulated in (False, True))
+    [late, planned] = (list(time_slices(made, made.tracks[1], Producers.from_recording(made, simulated)))
+                       for simulated in (False, True))
     assert Cause.STRAGGLER in {piece.cause for piece in late}
     assert Cause.STRAGGLER not in {piece.cause for piece in planned}
 
@@ -115,9 +117,9 @@ def test_a_step_waits_for_the_last_norm() -> None:
 @pytest.mark.parametrize("name", ["1f1b", "pipedream", "zb_v"])
 def test_work_and_idle_time_add_up_to_the_span_of_every_rank(tmp_path: Path, name: str) -> None:
     made = read_recording(make_run(tmp_path / "run", name, updates=5, evaluation=name == "1f1b"))
-    producers = Producers.of(made)
+    producers = Producers.from_recording(made)
     whole = Window(0, 5, 0.0, made.end_s)
-    for window in (steady(made), whole):
+    for window in (steady_window(made), whole):
         for time, track in zip(rank_times(made, window, producers), made.tracks, strict=True):
             evaluated = sum(max(0.0, min(end, window.end_s) - max(start, window.start_s))
                             for start, end in track.evaluations)
@@ -129,7 +131,7 @@ def test_no_time_is_left_out_or_counted_twice(tmp_path: Path) -> None:
     made = read_recording(make_run(tmp_path / "run", updates=4, evaluation=True))
     for track in made.tracks:
         now = 0.0
-        for start, end, _, _ in pieces(made, track, Producers.of(made)):
+        for start, end, _, _ in time_slices(made, track, Producers.from_recording(made)):
             assert start == pytest.approx(now)
             assert end >= start
             now = end
@@ -145,7 +147,7 @@ def test_one_slow_action_is_seen_as_long_as_it_was(stage: int, microbatch: int, 
     with tempfile.TemporaryDirectory() as folder:
         made = read_recording(make_run(Path(folder) / "run", updates=3, took=lambda rank, action: (
             0.01 + extra_s * (action == slow))))
-    times = rank_times(made, Window(0, 3, 0.0, made.end_s), Producers.of(made))
+    times = rank_times(made, Window(0, 3, 0.0, made.end_s), Producers.from_recording(made))
     blamed = [time.idle.get(Cause.STRAGGLER, 0.0) for time in times]
     assert max(blamed) <= extra_s + 1e-9
     assert blamed[stage] == pytest.approx(0.0, abs=1e-9)  # nobody waits for itself
@@ -153,7 +155,8 @@ def test_one_slow_action_is_seen_as_long_as_it_was(stage: int, microbatch: int, 
 
 def test_transfers_take_what_they_take(tmp_path: Path) -> None:
     made = read_recording(make_run(tmp_path / "run", ranks=2, microbatches=1, updates=1, took=lambda *_: 0.01))
-    found = [piece for piece in pieces(made, made.tracks[1], Producers.of(made)) if piece.cause is Cause.TRANSFER]
+    slices = list(time_slices(made, made.tracks[1], Producers.from_recording(made)))
+    found = [piece for piece in slices if piece.cause is Cause.TRANSFER]
     assert [piece.end_s - piece.start_s for piece in found] == [pytest.approx(SEND_S + LATENCY_S)]
-    between = [piece for piece in pieces(made, made.tracks[1], Producers.of(made)) if piece.cause is Cause.DISPATCH]
+    between = [piece for piece in slices if piece.cause is Cause.DISPATCH]
     assert {json.dumps(round(piece.end_s - piece.start_s, 9)) for piece in between} == {json.dumps(round(GAP_S, 9))}

@@ -14,7 +14,7 @@ from profile_by_hand import made_profile
 from vpipe.cli import main
 from vpipe.report.line_chart import Line, chart, smooth, thinned
 from vpipe.report.page import binary_unit, page
-from vpipe.report.report_data import gather
+from vpipe.report.report_data import load_report_data
 
 
 class Outline(HTMLParser):
@@ -57,7 +57,8 @@ def outline(text: str) -> Outline:
 def planned(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = make_run(tmp_path_factory.mktemp("page") / "run", updates=6)
     made_profile(12, peak_flops_per_s=1e9).save(folder / "profile.json")
-    return page(gather(folder, {"model": {"name": "bert", "preset": "tiny"}, "parallel": {"memory": 14 << 20}}))
+    config = {"model": {"name": "bert", "preset": "tiny"}, "parallel": {"memory": 14 << 20}}
+    return page(load_report_data(folder, config))
 
 
 def test_the_page_needs_nothing_beside_it(planned: str) -> None:
@@ -101,7 +102,7 @@ def test_text_from_files_is_no_markup(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "<b>run", updates=4)
     for file in (folder / "trace").iterdir():
         file.write_text(file.read_text().replace('"host-a"', f'"{bad}"').replace('"1f1b"', f'"{bad}"'))
-    text = page(gather(folder, {"model": {"name": bad}}))
+    text = page(load_report_data(folder, {"model": {"name": bad}}))
     assert bad not in text
     assert "&lt;script&gt;" in text
     assert "<b>" not in text
@@ -109,21 +110,21 @@ def test_text_from_files_is_no_markup(tmp_path: Path) -> None:
 
 
 def test_a_long_run_makes_no_long_page(tmp_path: Path, planned: str) -> None:
-    text = page(gather(make_run(tmp_path / "run", "pipedream", updates=250), {}))
+    text = page(load_report_data(make_run(tmp_path / "run", "pipedream", updates=250), {}))
     assert len(text) < 400_000
 
 
 @pytest.mark.parametrize(("ranks", "updates", "evaluation"), [(1, 1, False), (2, 1, False), (2, 2, False),
                                                              (3, 4, True)])
 def test_small_runs_make_a_page_too(tmp_path: Path, ranks: int, updates: int, evaluation: bool) -> None:
-    outline(page(gather(make_run(tmp_path / "run", ranks=ranks, updates=updates, evaluation=evaluation), {})))
+    outline(page(load_report_data(make_run(tmp_path / "run", ranks=ranks, updates=updates, evaluation=evaluation), {})))
 
 
 def test_without_a_whole_step_the_first_actions_are_shown(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", ranks=2, updates=1)
     for file in (folder / "trace").iterdir():
         file.write_text("".join(file.read_text().splitlines(keepends=True)[:5]))
-    text = outline(page(gather(folder, {}))).text
+    text = outline(page(load_report_data(folder, {}))).text
     assert "Nothing is planned beside the run: no whole step was recorded." in text
     assert "No whole step was recorded; these are the first actions." in text
 
@@ -138,7 +139,7 @@ def test_losses_that_are_no_numbers_are_left_out_and_counted(tmp_path: Path, upd
     lines = metrics.read_text().splitlines(keepends=True)
     metrics.write_text("".join([*lines[:first], *(re.sub(r'loss": [^,]*', f'loss": {bad}', line)
                                                   for line in lines[first:])]))
-    text = page(gather(folder, {}))
+    text = page(load_report_data(folder, {}))
     assert not re.search(r"[^A-Za-z](nan|inf)[^a-z]", text)
     said = outline(text).text
     assert (f"Of {updates + 1} losses {updates + 1 - first} are no numbers (infinite or NaN), the first in step "

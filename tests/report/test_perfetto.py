@@ -18,7 +18,7 @@ from vpipe.schedules.action import Op
 
 
 def written(recording: Recording, folder: Path, most: int = 10**6) -> tuple[dict[str, Any], str | None]:
-    note = write_trace(recording, Producers.of(recording), folder / "trace.json", most)
+    note = write_trace(recording, Producers.from_recording(recording), folder / "trace.json", most)
     return json.loads((folder / "trace.json").read_text()), note
 
 

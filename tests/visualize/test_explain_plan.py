@@ -11,7 +11,7 @@ from made_profile import MIB, made_profile
 from vpipe.plan.plan import Plan, Prediction, StagePrediction
 from vpipe.plan.solver.request import Alternative
 from vpipe.plan.stage_costs import StageMemory
-from vpipe.visualize.explain_plan import Explained
+from vpipe.visualize.explain_plan import PlanExplanation
 from vpipe.visualize.plan_tables import Column, alternatives_table, columns, memory_table, peak_bytes
 from vpipe.visualize.table import filled
 
@@ -32,13 +32,13 @@ def planned(idle_ms: Sequence[float] = (60, 62, 40, 2), step_ms: float = 152, sc
                 predictions=Prediction(step_ms / 1e3, 16, bubble, tuple(stages)))
 
 
-def explained(plan: Plan, **more: object) -> Explained:
+def explained(plan: Plan, **more: object) -> PlanExplanation:
     known: dict[str, object] = {"profile": made_profile(), "limit_bytes": 2**30, "limit_from": "--memory",
                                 "solver": "exact", "others": []}
-    return Explained(plan, **{**known, **more})  # type: ignore[arg-type]
+    return PlanExplanation(plan, **{**known, **more})  # type: ignore[arg-type]
 
 
-def sentence(word: str, explanation: Explained) -> str:
+def sentence(word: str, explanation: PlanExplanation) -> str:
     """The sentence that begins so, on one line."""
     text = explanation.text(500)
     [found] = [part for part in text.replace("\n  ", " ").splitlines() if part.startswith(f"{word}:")]

@@ -23,7 +23,7 @@ from vpipe.plan.solver import Alternative, Request, Solution, solve, without_rec
 from vpipe.schedules.prepare import is_file
 from vpipe.schedules.registry import DEFAULT_ASYNCHRONOUS, DEFAULT_SCHEDULE, planned_schedules
 from vpipe.units import parse_size, size_text
-from vpipe.visualize.explain_plan import Explained
+from vpipe.visualize.explain_plan import PlanExplanation
 from vpipe.visualize.plan_tables import peak_bytes, predicted
 
 PIPE_COLUMNS = 200
@@ -141,7 +141,7 @@ def own_choice(config: Config, partition: tuple[int, ...], placement: tuple[tupl
     return Alternative(name, plan, seconds, True)
 
 
-def explained(solution: Solution, request: Request, limit_from: str, own: Alternative | None) -> Explained:
+def explained(solution: Solution, request: Request, limit_from: str, own: Alternative | None) -> PlanExplanation:
     """Return a solution with the facts that explain it."""
     kind = "exact for this schedule, m and replicas" if solution.exact else (
         "the VPipe paper's" if request.solver == "vpipe" else "not exact")
@@ -149,7 +149,7 @@ def explained(solution: Solution, request: Request, limit_from: str, own: Altern
             f"{solution.seconds:.1f} s")
     count = solution.plan.microbatches
     assert count is not None, "a solver chooses it"
-    return Explained(solution.plan, request.profiles[count], request.memory_bytes, limit_from,
+    return PlanExplanation(solution.plan, request.profiles[count], request.memory_bytes, limit_from,
                      said + (f" ({solution.note})" if solution.note else ""),
                      [*([own] if own is not None else []), *solution.alternatives],
                      without_recompute(request, solution))

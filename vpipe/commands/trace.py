@@ -12,7 +12,7 @@ from typing import Any
 from vpipe.errors import UserError
 from vpipe.report.page import page
 from vpipe.report.perfetto import write_trace
-from vpipe.report.report_data import gather
+from vpipe.report.report_data import load_report_data
 
 _PATIENCE_S = 2.0
 
@@ -24,7 +24,7 @@ def run_trace(options: argparse.Namespace) -> None:
         UserError: there is no such run, it was not recorded, or a file in it is damaged.
     """
     folder, progress = options.folder, _Progress()
-    evidence = gather(folder, _config(folder), progress.say)
+    evidence = load_report_data(folder, _config(folder), progress.say)
     try:
         left_out = write_trace(evidence.recording, evidence.producers, folder / "trace.json", say=progress.say)
         progress.say("writing report.html")

@@ -1,4 +1,4 @@
-"""What a recording comes to, of a run or of a plan that was simulated."""
+"""Compute the figures of a recording, of a run or of a simulated plan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from statistics import median
 from vpipe.metric_formulas import bubble
 from vpipe.report.idle_causes import Cause, Producers, RankTime, medians, rank_times
 from vpipe.report.recording import Recording
-from vpipe.report.steady_state import Window, steady, step_times
+from vpipe.report.steady_state import Window, steady_window, step_times
 from vpipe.schedules.action import COMPUTE, RETURNS, Op
 
 WORK = COMPUTE | {Op.STEP}
@@ -22,13 +22,13 @@ class StageFigures:
     """One stage, in seconds: of one microbatch, or of one step on each of its ranks.
 
     Attributes:
-        forward_s, backward_s, weight_s, recompute_s: usual, of a microbatch; ``backward_s`` without a half that is in
+        forward_s, backward_s, weight_s, recompute_s: medians, of a microbatch; ``backward_s`` without a half that is in
             ``weight_s``. 0 where there is none.
-        update_s: usual optimizer step.
-        transfers_s: per step, handing over and waiting for what is under way.
+        update_s: median of the optimizer step.
+        transfers_s: per step, of sends and receives and of waiting for tensors under way.
         idle_s: per step, all other idle time.
-        kept_bytes: the most tensors that one of its ranks kept, see :func:`memory_curves`; None where nobody knows.
-        staleness: the most that a backward's weights were behind.
+        kept_bytes: the most tensors that one of its ranks kept, see :func:`memory_curves`; None where it is unknown.
+        staleness: the most versions that a backward's weights were behind.
     """
 
     forward_s: float
@@ -44,14 +44,14 @@ class StageFigures:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a recording comes to.
+    """The figures of a recording.
 
     Attributes:
-        window: of which part.
-        step_s: usual time of a step.
+        window: the part that they are of.
+        step_s: median of a step.
         samples_per_s: in that part.
         bubble: of that part, see :func:`~vpipe.metric_formulas.bubble`.
-        ranks: where their time went.
+        ranks: work and idle time.
         stages: in order.
         memory: by rank, see :func:`memory_curves`.
     """
@@ -65,8 +65,8 @@ class Figures:
     memory: Mapping[int, Points]
 
     @classmethod
-    def of(cls, recording: Recording, producers: Producers) -> Figures:
-        window = steady(recording)
+    def from_recording(cls, recording: Recording, producers: Producers) -> Figures:
+        window = steady_window(recording)
         times = rank_times(recording, window, producers)
         usual, steps = medians(recording), max(1, window.steps)
         took = step_times(recording)
@@ -95,12 +95,12 @@ class Figures:
 
     @property
     def kept_bytes(self) -> dict[int, float]:
-        """By rank, the most tensors that it kept."""
+        """Return, by rank, the most bytes of tensors that it kept."""
         return {rank: max((held for _, held in curve), default=0.0) for rank, curve in self.memory.items()}
 
 
 def _waiting(recording: Recording, window: Window) -> Iterator[tuple[float, float]]:
-    """For each rank the seconds of its actions in a window that it waited, and those that it worked."""
+    """Yield for each rank the seconds of its actions in a window that it waited, and those that it worked."""
     for track in recording.tracks:
         waited = spent = 0.0
         for done in track.actions:
@@ -110,7 +110,7 @@ def _waiting(recording: Recording, window: Window) -> Iterator[tuple[float, floa
 
 
 def _staleness(recording: Recording) -> list[int]:
-    """Per stage, how many versions a backward's weights were behind the latest, at most.
+    """Return, per stage, the most versions that a backward's weights were behind the latest.
 
     The first version is the one before any update. A forward uses the version that was chosen last (``USE``; a schedule
     that chooses does so from its first forward on), else the latest on its rank.
@@ -136,8 +136,10 @@ def _staleness(recording: Recording) -> list[int]:
 
 
 def memory_curves(recording: Recording) -> dict[int, Points]:
-    """By rank (second, bytes of its kept tensors from then on): activations for backwards, weight versions, gradients
-    and optimizer state. Ranks of which no bytes were recorded are left out.
+    """Return, by rank, (second, bytes of its kept tensors from then on).
+
+    These are activations for backwards, weight versions, gradients and optimizer state. Ranks of which no bytes were
+    recorded are left out.
     """
     curves: dict[int, Points] = {}
     for track in recording.tracks:
@@ -159,7 +161,7 @@ def memory_curves(recording: Recording) -> dict[int, Points]:
 
 
 def in_window(curves: Mapping[int, Points], window: Window) -> dict[int, Points]:
-    """The curves within a window, from its beginning on."""
+    """Return the curves within a window, from its beginning on."""
     cut: dict[int, Points] = {}
     for rank, curve in curves.items():
         before = [held for second, held in curve if second <= window.start_s]

@@ -1,4 +1,4 @@
-"""Where the ranks' time went: bars and tables, per rank and per stage."""
+"""Draw the ranks' work and idle time as bars, and the stages' times as a table."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from itertools import accumulate
 from vpipe.plan.plan import Prediction
 from vpipe.report.figures import Figures
 from vpipe.report.idle_causes import Cause, RankTime
-from vpipe.report.report_data import Evidence
+from vpipe.report.report_data import ReportData
 from vpipe.report.style import FILLS
 from vpipe.report.timeline import swatch
 from vpipe.schedules.action import COMPUTE, Op
 from vpipe.units import size_text
 from vpipe.visualize.svg import COLOURS
-from vpipe.visualize.table import milliseconds, row_name, share
+from vpipe.visualize.table import milliseconds, percent, row_name
 
 _NAMES = {"compute": "forward and backward", "step": "optimizer step", "comm": "handing over"}
 _COMPUTE_FILL = COLOURS[Op.FORWARD]
 
 
 def _shares(time: RankTime, steps: int) -> list[tuple[str, str, float]]:
-    """(name, fill, seconds per step) of a rank's time."""
+    """Return (name, fill, seconds per step) of each part of a rank's time."""
     compute, step = time.compute(COMPUTE), time.compute(frozenset({Op.STEP}))
     handing = sum(time.work.values()) - compute - step
     parts = [(_NAMES["compute"], _COMPUTE_FILL, compute), (_NAMES["step"], COLOURS[Op.STEP], step),
@@ -31,12 +31,12 @@ def _shares(time: RankTime, steps: int) -> list[tuple[str, str, float]]:
     return [(name, fill, seconds / max(1, steps)) for name, fill, seconds in parts if seconds > 0]
 
 
-def idle_bars(evidence: Evidence, unit: str) -> str:
-    """A pair of bars per rank, planned above run, and their numbers as a table."""
-    run = evidence.figures
-    expected = evidence.expected.figures if evidence.expected is not None else None
-    placement = evidence.recording.placement
-    planned = "planned" if evidence.expected is not None and evidence.expected.prediction is not None else "medians"
+def idle_bars(data: ReportData, unit: str) -> str:
+    """Return a pair of bars per rank, planned above run, and their numbers as a table."""
+    run = data.figures
+    expected = data.expected.figures if data.expected is not None else None
+    placement = data.recording.placement
+    planned = "planned" if data.expected is not None and data.expected.prediction is not None else "medians"
     pairs = [(name, figures, height) for name, figures, height in ((planned, expected, 10), ("run", run, 20))
              if figures is not None]
     longest = max(time.span / max(1, figures.window.steps) for _, figures, _ in pairs for time in figures.ranks)
@@ -51,7 +51,7 @@ def idle_bars(evidence: Evidence, unit: str) -> str:
     order = [*_NAMES.values(), *(f"idle: {cause.value}" for cause in Cause)]
     keys = "".join(swatch([legend[name]], name) for name in order if name in legend)
     return (f'<figure><ul class="bar">{keys}</ul><table class="bars" aria-label="time per {unit} of each rank">'
-            f'{"".join(rows)}</table></figure>{_numbers(evidence, pairs, unit)}')
+            f'{"".join(rows)}</table></figure>{_numbers(data, pairs, unit)}')
 
 
 def _bar(parts: Sequence[tuple[str, str, float]], longest: float, height: int) -> str:
@@ -65,12 +65,12 @@ def _bar(parts: Sequence[tuple[str, str, float]], longest: float, height: int) -
     return (f'<svg width="100%" height="{height}" role="img"><title>{escape(said)}</title>{"".join(cells)}</svg>')
 
 
-def _numbers(evidence: Evidence, pairs: Sequence[tuple[str, Figures, int]], unit: str) -> str:
+def _numbers(data: ReportData, pairs: Sequence[tuple[str, Figures, int]], unit: str) -> str:
     causes = [cause for cause in Cause
               if any(time.idle.get(cause) for _, figures, _ in pairs for time in figures.ranks)]
     head = ["rank", "", *_NAMES.values(), *(cause.value for cause in causes), "idle in all", "busy"]
     rows = []
-    for time in evidence.figures.ranks:
+    for time in data.figures.ranks:
         for name, figures, _ in pairs:
             own, steps = figures.ranks[time.rank], max(1, figures.window.steps)
             shares = {what: seconds for what, _, seconds in _shares(own, steps)}
@@ -78,22 +78,23 @@ def _numbers(evidence: Evidence, pairs: Sequence[tuple[str, Figures, int]], unit
             cells = [*(shares.get(what, 0.0) for what in _NAMES.values()),
                      *(own.idle.get(cause, 0.0) / steps for cause in causes), idle / steps]
             busy = 1 - idle / own.span if own.span else 0.0
-            rows.append(f'<tr><th scope="row">{row_name(evidence.recording.placement, time.rank)}</th><td>{name}</td>'
-                        + "".join(f"<td>{milliseconds(cell)}</td>" for cell in cells) + f"<td>{share(busy)}</td></tr>")
+            rows.append(f'<tr><th scope="row">{row_name(data.recording.placement, time.rank)}</th><td>{name}</td>'
+                        + "".join(f"<td>{milliseconds(cell)}</td>" for cell in cells)
+                        + f"<td>{percent(busy)}</td></tr>")
     heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     return (f"<details><summary>The numbers, per {unit}</summary>"
             f'<div class="wide" tabindex="0" role="region" aria-label="idle by cause"><table><thead><tr>{heads}</tr>'
             f'</thead><tbody>{"".join(rows)}</tbody></table></div></details>')
 
 
-def stage_table(evidence: Evidence, unit: str) -> str:
-    """A row per stage: as it ran, and below in small letters as it was predicted."""
+def stage_table(data: ReportData, unit: str) -> str:
+    """Return a row per stage: as it ran, and below in small letters as it was predicted."""
     return (f'<div class="wide" tabindex="0" role="region" aria-label="stages"><table>'
-            f'{"".join(_stage_rows(evidence, unit))}</table></div>')
+            f'{"".join(_stage_rows(data, unit))}</table></div>')
 
 
-def _stage_rows(evidence: Evidence, unit: str) -> Iterator[str]:
-    recording, run, expected = evidence.recording, evidence.figures, evidence.expected
+def _stage_rows(data: ReportData, unit: str) -> Iterator[str]:
+    recording, run, expected = data.recording, data.figures, data.expected
     halves = any(stage.weight_s for stage in run.stages)
     again = any(stage.recompute_s for stage in run.stages)
     times = ["forward_s", "backward_s", *["weight_s"] * halves, *["recompute_s"] * again, "update_s", "transfers_s",
@@ -132,7 +133,7 @@ def _stage_rows(evidence: Evidence, unit: str) -> Iterator[str]:
 
 
 def _beside(planned: float, measured: float) -> str:
-    """``predicted 12 ms (+3 %)``: the run against it."""
+    """Return ``predicted 12 ms (+3 %)``: the run against it."""
     if planned <= 0:
         return f"<small>{milliseconds(planned)}</small>"
     apart = measured / planned - 1

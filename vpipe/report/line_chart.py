@@ -1,4 +1,4 @@
-"""Line charts whose text stays readable at every width: the lines stretch, the words do not."""
+"""Draw line charts whose text stays readable at every width: the lines stretch, the words do not."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Line:
 
 
 def is_drawable(value: float) -> bool:
-    """Whether a chart can show it: neither NaN nor endless."""
+    """Return whether a chart can show the value: neither NaN nor infinite."""
     return abs(value) < _HUGE
 
 
@@ -45,12 +45,12 @@ def chart(title: str, lines: Sequence[Line], says: str, x_name: str, value: Call
           height: int = 200, bottom: float | None = None, top: float | None = None,
           x_value: Callable[[float], str] = lambda x: f"{x:,.6g}", x_end: float | None = None,
           unit: float = 1.0) -> str:
-    """A chart as HTML; a sentence where there is nothing to draw.
+    """Return a chart as HTML; a sentence where there is nothing to draw.
 
     Args:
-        says: what it shows, for those who cannot see it.
-        value: an amount as its axis has it.
-        bottom, top: of the vertical axis; what the lines need when left out.
+        says: the chart in words, for those who cannot see it.
+        value: formats an amount for its axis.
+        bottom, top: of the vertical axis; the lines' range when left out.
         x_end: of the horizontal one.
         unit: of the vertical axis, which counts in round numbers of it.
     """
@@ -109,7 +109,7 @@ def _path(line: Line, x_of: Callable[[float], float], y_of: Callable[[float], fl
 
 
 def _run(line: Line, points: Points) -> str:
-    """A part of a line without a break."""
+    """Return a part of a line without a break."""
     if line.stepped:
         d = f"M{points[0][0]:.1f} {points[0][1]:.2f}" + "".join(f"H{x:.1f}V{y:.2f}" for x, y in points[1:])
     else:  # a point alone is seen, too
@@ -123,7 +123,7 @@ def _run(line: Line, points: Points) -> str:
 
 
 def thinned(points: Points, most: int = _MOST_POINTS) -> Points:
-    """So few points that each is the mean of its neighbourhood's numbers; NaN where there is none."""
+    """Return at most so many points, each the mean of its neighbourhood's numbers; NaN where there is none."""
     if len(points) <= most:
         return points
     bounds = [len(points) * at // most for at in range(most + 1)]
@@ -132,7 +132,7 @@ def thinned(points: Points, most: int = _MOST_POINTS) -> Points:
 
 
 def smooth(points: Points) -> Points:
-    """The mean of the numbers among a twenty-fifth of the points around each; nothing where these are few."""
+    """Return the means over a twenty-fifth of the points around each; empty where these are few."""
     reach = len(points) // 50
     if reach < 1:
         return []

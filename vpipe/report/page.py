@@ -1,4 +1,4 @@
-"""``RUN/report.html``: what happened in a run, on one page that needs nothing beside it."""
+"""Write ``RUN/report.html``: one self-contained page of what happened in a run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from vpipe.metric_formulas import averaged_losses, share_text
 from vpipe.report.figures import Points, in_window
 from vpipe.report.idle_bars import idle_bars, stage_table
 from vpipe.report.line_chart import Line, chart, is_drawable, smooth, thinned
-from vpipe.report.report_data import Evidence
-from vpipe.report.steady_state import Window, steady, typical
+from vpipe.report.report_data import ReportData
+from vpipe.report.steady_state import Window, steady_window, typical_window
 from vpipe.report.style import PATTERNS, SCRIPT, css
-from vpipe.report.timeline import Lane, chunks, lanes
+from vpipe.report.timeline import Lane, chunks, timeline_figure
 from vpipe.units import parse_size, size_text
 from vpipe.visualize.table import compact, milliseconds
 
@@ -23,48 +23,48 @@ _DRAWN, _FEWEST, _MOST = 800, 32, 48  # actions of all ranks together and of a r
 _MOST_CURVES = 16
 
 
-def page(evidence: Evidence) -> str:
-    """The whole file."""
-    return "\n".join(_Page(evidence).parts()) + "\n"
+def page(data: ReportData) -> str:
+    """Return the whole file."""
+    return "\n".join(_Page(data).parts()) + "\n"
 
 
 class _Page:
-    def __init__(self, evidence: Evidence) -> None:
-        self._evidence, self._run = evidence, evidence.recording
+    def __init__(self, data: ReportData) -> None:
+        self._data, self._run = data, data.recording
         rounds = self._run.rounds
         whole = all(rounds.per_update(stage) == rounds.per_step for stage in range(len(self._run.placement)))
         self._unit = "update" if whole else "step"
         self._run_window, self._planned_window = self._windows()
 
     def _windows(self) -> tuple[Window, Window | None]:
-        """Equally many steps of both."""
+        """Return a window of the run and one of the expected run, with equally many steps."""
         most = min(max(_FEWEST, _DRAWN // len(self._run.tracks)), _MOST)
-        ran = typical(self._run, most)
-        if self._evidence.expected is None:
+        ran = typical_window(self._run, most)
+        if self._data.expected is None:
             return ran, None
-        planned = self._evidence.expected.recording
-        steps = min(ran.steps, max(1, steady(planned).steps))
+        planned = self._data.expected.recording
+        steps = min(ran.steps, max(1, steady_window(planned).steps))
         if steps < ran.steps:
-            ran = typical(self._run, most, steps)
-        return ran, typical(planned, most, ran.steps)
+            ran = typical_window(self._run, most, steps)
+        return ran, typical_window(planned, most, ran.steps)
 
     def parts(self) -> Iterator[str]:
-        evidence = self._evidence
+        data = self._data
         ops = {done.op for track in self._run.tracks for done in track.actions}
-        if evidence.expected is not None:
-            ops |= {done.op for track in evidence.expected.recording.tracks for done in track.actions}
-        title = escape(f"Run {evidence.name}")
+        if data.expected is not None:
+            ops |= {done.op for track in data.expected.recording.tracks for done in track.actions}
+        title = escape(f"Run {data.name}")
         yield (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
                '<meta name="viewport" content="width=device-width, initial-scale=1">'
                f'<style>{css(ops, chunks(self._run))}</style></head><body>{PATTERNS}<main>')
         yield f'<h1>{title}</h1><p class="soft lead">{escape(self._lead())}</p>'
         yield from self._cards()
-        if evidence.notes:
-            yield '<ul class="notes">' + "".join(f"<li>{escape(note)}</li>" for note in evidence.notes) + "</ul>"
+        if data.notes:
+            yield '<ul class="notes">' + "".join(f"<li>{escape(note)}</li>" for note in data.notes) + "</ul>"
         yield from self._timelines()
         yield from self._idle()
         yield f'<h2>Stages</h2><p class="soft lead">{escape(self._stages_said())}</p>'
-        yield stage_table(evidence, self._unit)
+        yield stage_table(data, self._unit)
         yield from self._progress()
         yield from self._memory()
         yield from self._facts()
@@ -72,8 +72,8 @@ class _Page:
 
     def _lead(self) -> str:
         run = self._run
-        model = _at(self._evidence.config, "model", "name")
-        preset = _at(self._evidence.config, "model", "preset")
+        model = _at(self._data.config, "model", "name")
+        preset = _at(self._data.config, "model", "preset")
         name = " ".join(str(part) for part in (model, preset) if part)
         flush = "flush" if run.flush else "no flush"
         return (f"{name + ', ' if name else ''}schedule {run.schedule} ({flush}), "
@@ -91,8 +91,8 @@ class _Page:
         yield "</dl>"
 
     def _headlines(self) -> Iterator[tuple[str, str, str]]:
-        evidence, figures, expected = self._evidence, self._evidence.figures, self._evidence.expected
-        history, unit, totals = evidence.history, self._unit, evidence.totals
+        data, figures, expected = self._data, self._data.figures, self._data.expected
+        history, unit, totals = data.history, self._unit, data.totals
         yield ("samples per second", f"{totals.samples_per_s:,.1f}",
                "" if totals.tokens_per_s is None else f"{totals.tokens_per_s:,.0f} tokens/s")
         against = ""
@@ -128,14 +128,14 @@ class _Page:
 
     @property
     def _limit(self) -> int | None:
-        limit = _at(self._evidence.config, "parallel", "memory")
+        limit = _at(self._data.config, "parallel", "memory")
         return None if limit is None else parse_size(limit, "parallel.memory")
 
     # -- the timelines
 
     def _timelines(self) -> Iterator[str]:
-        evidence, expected, window = self._evidence, self._evidence.expected, self._run_window
-        ran = Lane("As run", self._run, evidence.producers, window)
+        data, expected, window = self._data, self._data.expected, self._run_window
+        ran = Lane("As run", self._run, data.producers, window)
         yield "<h2>Timeline</h2>"
         shown = [ran]
         said = "No whole step was recorded; these are the first actions."
@@ -151,20 +151,20 @@ class _Page:
             shown.insert(0, Lane(word, expected.recording, expected.producers, self._planned_window))
             said += f" {expected.basis}"
         yield f'<p class="soft lead">{escape(said)}</p>'
-        yield lanes(shown, self._unit)
+        yield timeline_figure(shown, self._unit)
 
     def _idle(self) -> Iterator[str]:
-        window = self._evidence.figures.window
+        window = self._data.figures.window
         yield ("<h2>Idle by cause</h2>"
                f'<p class="soft lead">Time per {self._unit} of each rank, mean over '
                f"{counted(max(1, window.steps), self._unit)}. <em>Schedule</em>: the rank's input was not made yet. "
                "<em>Straggler</em>: it would have been, had its maker taken no longer than usual. <em>Waiting for a "
                "transfer</em>: it was on its way. <em>Between actions</em>: it was made, but vpipe was at other "
                "things, such as reading data.</p>")
-        yield idle_bars(self._evidence, self._unit)
+        yield idle_bars(self._data, self._unit)
 
     def _stages_said(self) -> str:
-        expected = self._evidence.expected
+        expected = self._data.expected
         said = "Usual times (medians) as run; transfers are handing over and waiting for what is under way. "
         if expected is None:
             return said
@@ -175,7 +175,7 @@ class _Page:
     # -- curves
 
     def _progress(self) -> Iterator[str]:
-        history, unit = self._evidence.history, self._unit
+        history, unit = self._data.history, self._unit
         if not history.losses:
             return
         yield '<h2>Training</h2><div class="charts">'
@@ -197,17 +197,17 @@ class _Page:
         yield "</div>"
 
     def _memory(self) -> Iterator[str]:
-        curves = self._evidence.figures.memory
+        curves = self._data.figures.memory
         if not curves:
             return
-        window, expected = self._run_window, self._evidence.expected
+        window, expected = self._run_window, self._data.expected
         parts = in_window(curves, window)
         planned: dict[int, list[tuple[float, float]]] = {}
         if expected is not None and expected.memory and self._planned_window is not None:
             start_s = self._planned_window.start_s
             planned = {rank: [(second - start_s, held) for second, held in curve] for rank, curve in
                        in_window(dict(enumerate(expected.memory)), self._planned_window).items()}
-        peaks = self._evidence.figures.kept_bytes
+        peaks = self._data.figures.kept_bytes
         ranks = sorted(sorted(parts, key=lambda rank: -peaks[rank])[:_MOST_CURVES])
         limit = self._limit
         top = max([peaks[rank] for rank in ranks] + [held for rank in ranks for _, held in planned.get(rank, ())])
@@ -242,25 +242,25 @@ class _Page:
                  (f"samples per {self._unit}", f"{run.samples_per_step:,}"),
                  ("hosts", ", ".join(hosts) or "–"),
                  ("recorded", f"{sum(len(track.actions) for track in run.tracks):,} actions in {run.end_s:.1f} s"),
-                 ("measured over", f"{counted(self._evidence.figures.window.steps, self._unit)} from "
-                  f"{self._unit} {self._evidence.figures.window.first} on"),
+                 ("measured over", f"{counted(self._data.figures.window.steps, self._unit)} from "
+                  f"{self._unit} {self._data.figures.window.first} on"),
                  ("all of it", "trace.json beside this page opens in Perfetto")]
         yield '<h2>The run</h2><dl class="facts">' + "".join(
             f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts) + "</dl>"
 
 
 def _mean(losses: Points) -> str:
-    """Of losses; no number if one of them is none."""
+    """Return the mean of losses as text; "no number" if one of them is none."""
     return f"{fmean(loss for _, loss in losses):.3f}" if all(is_drawable(loss) for _, loss in losses) else "no number"
 
 
 def binary_unit(size: float) -> float:
-    """The largest of 1, KiB, MiB, GiB and TiB of which ``size`` has two."""
+    """Return the largest of 1, KiB, MiB, GiB and TiB of which ``size`` has two."""
     return max(unit for unit in (1.0, 1024.0, 1024.0**2, 1024.0**3, 1024.0**4) if unit == 1 or size >= 2 * unit)
 
 
 def _at(config: Mapping[str, Any], *keys: str) -> Any:
-    """A value of the config; None where it has none."""
+    """Return a value of the config; None where it has none."""
     value: Any = config
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None

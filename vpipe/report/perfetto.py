@@ -1,7 +1,7 @@
-"""``RUN/trace.json``: the run in the trace-event format, which Perfetto opens.
+"""Write ``RUN/trace.json``: the run in the trace-event format, which Perfetto opens.
 
-A process per rank with three rows: compute, transfers, idle. A flow leads from every send to what uses it; a counter
-shows the kept tensors.
+A process per rank with three rows: compute, transfers, idle. A flow leads from every send to the action that uses it; a
+counter shows the kept tensors.
 
 Source: Google, *Trace Event Format* (phases X, M, C, s, f; times in microseconds).
 """
@@ -15,13 +15,13 @@ from heapq import merge
 from pathlib import Path
 from typing import Any
 
-from vpipe.report.idle_causes import Producers, pieces
-from vpipe.report.recording import Done, Recording, Track, describe
+from vpipe.report.idle_causes import Producers, time_slices
+from vpipe.report.recording import RecordedAction, Recording, Track, describe
 from vpipe.schedules.action import COMPUTE, RETURNS, Op
 from vpipe.visualize.table import row_name
 
 MOST_ACTIONS = 250_000
-"""Of all ranks together: about 110 MB of JSON; Perfetto in a browser holds no much larger file."""
+"""Limit for all ranks together: about 110 MB of JSON; Perfetto in a browser holds no much larger file."""
 SHORTEST_IDLE_US = 5.0
 
 _COMPUTE, _TRANSFERS, _IDLE = 1, 2, 3
@@ -29,7 +29,7 @@ _ROWS = {_COMPUTE: "compute", _TRANSFERS: "transfers", _IDLE: "idle"}
 _TIMED = COMPUTE | {Op.STEP}
 Event = tuple[float, dict[str, Any]]
 _Use = tuple[bool, int, int]
-"""Whether forward, the stage and the microbatch of what uses a transfer."""
+"""The action that uses a transfer: whether it is a forward, its stage and microbatch."""
 
 
 def write_trace(recording: Recording, producers: Producers, path: Path, most: int = MOST_ACTIONS,
@@ -37,11 +37,11 @@ def write_trace(recording: Recording, producers: Producers, path: Path, most: in
     """Write the file, at once or not at all.
 
     Args:
-        most: actions; what comes later in the run is left out.
-        say: told now and then how far it is.
+        most: actions; later ones are left out.
+        say: called now and then with the progress.
 
     Returns:
-        What was left out, as a sentence.
+        A sentence on what was left out, if anything.
     """
     until_s, note = _until_s(recording, most), None
     if until_s < recording.end_s:
@@ -65,7 +65,7 @@ def write_trace(recording: Recording, producers: Producers, path: Path, most: in
 
 
 def _until_s(recording: Recording, most: int) -> float:
-    """Until when there are no more than ``most`` actions."""
+    """Return the second until which there are no more than ``most`` actions."""
     ends = sorted(done.end_s for track in recording.tracks for done in track.actions)
     return ends[most - 1] if len(ends) > most else recording.end_s
 
@@ -94,10 +94,10 @@ def _us(seconds: float) -> float:
 
 def _of_rank(recording: Recording, track: Track, producers: Producers, flows: Mapping[_Use, int],
              until_s: float) -> Iterator[Event]:
-    """A rank's slices, flows and counters, in order."""
+    """Yield a rank's slices, flows and counters, in order."""
     rank, versions = track.rank, dict.fromkeys(track.weight_bytes, 1)
     static, before = sum(track.static_bytes.values()), (-1, -1)
-    for start_s, end_s, cause, done in pieces(recording, track, producers):
+    for start_s, end_s, cause, done in time_slices(recording, track, producers):
         if end_s > until_s:
             return
         start, end = _us(start_s), _us(end_s)
@@ -126,8 +126,8 @@ def _of_rank(recording: Recording, track: Track, producers: Producers, flows: Ma
                     "activations": held[0], "weight versions": held[1], "gradients and optimizer": static}}
 
 
-def _ends(done: Done) -> tuple[str, _Use] | None:
-    """Whether an action begins or ends a flow, and what uses what it carries."""
+def _ends(done: RecordedAction) -> tuple[str, _Use] | None:
+    """Return which end of a flow an action is, and the action that uses its tensor; None for others."""
     op, stage, index, *_ = done
     if op is Op.SEND_F:
         return "s", (True, stage + 1, index)
@@ -139,7 +139,7 @@ def _ends(done: Done) -> tuple[str, _Use] | None:
 
 
 def _flows(recording: Recording, until_s: float) -> dict[_Use, int]:
-    """The numbers of the flows of which both ends are shown, in this order: two hosts' clocks may say otherwise."""
+    """Number the flows whose ends are both shown and in order: two hosts' clocks may differ."""
     sent: dict[_Use, float] = {}
     used: dict[_Use, float] = {}
     for track in recording.tracks:

@@ -27,7 +27,7 @@ AGAIN = "record the run again with 'trace: true' in its config, or copy the file
 
 SHARED = ("schedule", "placement", "flush", "microbatches", "update_every", "partition", "recomputed",
           "samples_per_step")
-"""What all ranks' headers say alike."""
+"""Keys of the header that are equal on all ranks."""
 
 
 def is_whole(value: Any, least: int = 0) -> bool:
@@ -58,12 +58,12 @@ _KEYS: Mapping[str, Callable[[Any], bool]] = {
 
 
 def read_header(file: Path) -> dict[str, Any]:
-    """The header of a rank's file.
+    """Return the header of a rank's file.
 
     Raises:
         UserError: it is damaged, or of another format.
     """
-    with opened(file) as lines:
+    with open_lines(file) as lines:
         text = next(lines, "")
     if not text:
         raise UserError(f"the record {file.name} is empty: rank {file.stem.removeprefix('rank')} did not come to the "
@@ -91,8 +91,8 @@ def read_header(file: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def opened(file: Path) -> Iterator[Iterator[str]]:
-    """The lines of a file; what cannot be read is the user's to mend."""
+def open_lines(file: Path) -> Iterator[Iterator[str]]:
+    """Open a file's lines; a file that cannot be read is a UserError."""
     try:
         with file.open(encoding="utf-8", errors="replace") as lines:
             yield lines
@@ -105,7 +105,7 @@ _TEXT = re.compile(r"(\d+)([A-Z_]+)(\d+)")
 _OPS = {op.value: op for op in Op}
 
 
-class Done(NamedTuple):
+class RecordedAction(NamedTuple):
     """An action that was carried out: waiting until ``start_s + waited_s``, at work until ``end_s``.
 
     ``number`` is the run's number of the microbatch, update or version; ``held_bytes`` (activations of the rank) and
@@ -123,7 +123,7 @@ class Done(NamedTuple):
 
     @property
     def begun_s(self) -> float:
-        """When the waiting was over."""
+        """Return the end of the waiting."""
         return self.start_s + self.waited_s
 
     @property
@@ -133,22 +133,22 @@ class Done(NamedTuple):
 
 @dataclass(frozen=True)
 class Track:
-    """What one rank did.
+    """The record of one rank.
 
     Attributes:
-        rank: which.
+        rank: its number.
         host: its name.
         actions: in order; none overlaps the next.
-        evaluations: (start_s, end_s) of what does not count as training.
+        evaluations: (start_s, end_s) of evaluations, which do not count as training.
         weight_bytes: of one version, by stage.
         static_bytes: of gradients and optimizer state, by stage.
         truncated: whether there was more than is recorded.
-        broken_off: whether the record has no end: the rank failed, was ended from outside, or is still going.
+        broken_off: whether the record has no end: the rank failed, was ended from outside, or is still running.
     """
 
     rank: int
     host: str
-    actions: Sequence[Done]
+    actions: Sequence[RecordedAction]
     evaluations: Sequence[tuple[float, float]] = ()
     weight_bytes: Mapping[int, int] = field(default_factory=dict)
     static_bytes: Mapping[int, int] = field(default_factory=dict)
@@ -157,13 +157,13 @@ class Track:
 
     @property
     def whole(self) -> bool:
-        """Whether the rank did nothing after its last action."""
+        """Return whether the rank did nothing after its last action."""
         return not (self.truncated or self.broken_off)
 
 
 @dataclass(frozen=True)
 class Recording:
-    """A recorded run, or a simulated one that looks like it.
+    """A recorded run, or a simulated one in the same form.
 
     Attributes:
         schedule: its name.
@@ -175,7 +175,7 @@ class Recording:
         recomputed: per stage, numbers of recomputed layers.
         samples_per_step: samples of a step.
         tracks: by rank; second 0 is the first start, on the clock of rank 0.
-        notes: what a reader has to know, as sentences.
+        notes: sentences for the reader of the report.
     """
 
     schedule: str
@@ -191,27 +191,27 @@ class Recording:
 
     @cached_property
     def rounds(self) -> Rounds:
-        """Which update a microbatch belongs to."""
+        """Return the map from microbatches to updates."""
         return Rounds(self.placement, self.microbatches if self.flush else self.update_every, self.flush,
                       lambda number: number >= 0)
 
     @property
     def end_s(self) -> float:
-        """When the last recorded action ended."""
+        """Return the end of the last recorded action."""
         return max((track.actions[-1].end_s for track in self.tracks if track.actions), default=0.0)
 
     @property
     def covered_s(self) -> float:
-        """Until when every rank's record reaches, of those with actions."""
+        """Return the second until which every rank has a record, of those with actions."""
         return min((track.actions[-1].end_s for track in self.tracks if track.actions and not track.whole),
                    default=self.end_s)
 
 
 def read_recording(folder: Path, say: Callable[[str], None] = lambda text: None) -> Recording:
-    """The record of the run in ``folder``.
+    """Return the record of the run in ``folder``.
 
     Args:
-        say: told what is being read, before each file.
+        say: called with a line before each file is read.
 
     Raises:
         UserError: there is none, a rank's file is missing, or a line is damaged.
@@ -240,7 +240,7 @@ def read_recording(folder: Path, say: Callable[[str], None] = lambda text: None)
     for number, rank in enumerate(ranks, 1):
         if number > 1:
             say(f"reading rank{rank}.jsonl, {number} of {counted(len(ranks), 'file')}")
-        track, said = _track(trace / f"rank{rank}.jsonl", len(first["placement"]))
+        track, said = _read_track(trace / f"rank{rank}.jsonl", len(first["placement"]))
         tracks.append(track)
         notes += said
     if not any(track.actions for track in tracks):
@@ -257,14 +257,14 @@ def read_recording(folder: Path, say: Callable[[str], None] = lambda text: None)
                                      "they all reach."))
 
 
-def _track(file: Path, stages: int) -> tuple[Track, list[str]]:
-    """A rank's record, and what is to be said of it."""
+def _read_track(file: Path, stages: int) -> tuple[Track, list[str]]:
+    """Return a rank's record, and notes on it."""
     header, notes = read_header(file), list[str]()
     clocks: list[tuple[float, float]] = []
-    actions: list[Done] = []
+    actions: list[RecordedAction] = []
     evaluations: list[tuple[float, float]] = []
     truncated, last_s = False, float("-inf")
-    with opened(file) as lines:
+    with open_lines(file) as lines:
         next(lines)
         for number, line in enumerate(lines, 2):
             try:
@@ -275,7 +275,7 @@ def _track(file: Path, stages: int) -> tuple[Track, list[str]]:
                     break
                 raise _damaged(file, number, line) from None
             if isinstance(entry, list):
-                done = _done(entry, stages, last_s)
+                done = _parse_action(entry, stages, last_s)
                 if done is None:
                     raise _damaged(file, number, line)
                 last_s = done.end_s
@@ -293,7 +293,7 @@ def _track(file: Path, stages: int) -> tuple[Track, list[str]]:
                      "in this report.")
     track = Track(header["rank"], header["host"], actions, evaluations, _by_stage(header["weight_bytes"]),
                   _by_stage(header["static_bytes"]), truncated, broken_off=len(clocks) < 2)
-    return _moved(track, _Clock.of(clocks or [(0.0, header["clock_offset_s"])])), notes
+    return _on_clock(track, _Clock.through(clocks or [(0.0, header["clock_offset_s"])])), notes
 
 
 def _pair(value: Any) -> bool:
@@ -306,15 +306,15 @@ def _span(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Clock:
-    """What to add to a time: as it was at ``at_s``, and so much more for every second behind it."""
+    """A clock's offset to rank 0: its value at ``at_s``, and the change per second after it."""
 
     at_s: float
     offset_s: float
     drift: float = 0.0
 
     @classmethod
-    def of(cls, compared: Sequence[tuple[float, float]]) -> _Clock:
-        """Through the first and the last time that clocks were compared."""
+    def through(cls, compared: Sequence[tuple[float, float]]) -> _Clock:
+        """Return the line through the first and the last comparison of clocks."""
         (at_s, offset_s), (later_s, later_offset_s) = compared[0], compared[-1]
         return cls(at_s, offset_s, (later_offset_s - offset_s) / (later_s - at_s) if later_s > at_s else 0.0)
 
@@ -322,10 +322,10 @@ class _Clock:
         return second + self.offset_s + (second - self.at_s) * self.drift
 
 
-def _moved(track: Track, to: Callable[[float], float]) -> Track:
-    """The same on another clock."""
+def _on_clock(track: Track, to: Callable[[float], float]) -> Track:
+    """Return the record on another clock."""
     return replace(track, evaluations=[(to(start), to(end)) for start, end in track.evaluations],
-                   actions=[Done(op, stage, index, start, end, min(waited, end - start), held, versions)
+                   actions=[RecordedAction(op, stage, index, start, end, min(waited, end - start), held, versions)
                             for op, stage, index, start_s, end_s, waited, held, versions in track.actions
                             for start, end in ((to(start_s), to(end_s)),)])
 
@@ -334,8 +334,8 @@ def _by_stage(sizes: Mapping[str, int]) -> dict[int, int]:
     return {int(stage): size for stage, size in sizes.items()}
 
 
-def _done(entry: list[Any], stages: int, last_s: float) -> Done | None:
-    """An action as it was written; None when it is damaged."""
+def _parse_action(entry: list[Any], stages: int, last_s: float) -> RecordedAction | None:
+    """Parse an action; None when it is damaged."""
     if len(entry) != 6 or type(entry[0]) is not str or (match := _TEXT.fullmatch(entry[0])) is None:
         return None
     _, start_s, end_s, waited_s, held, versions = entry
@@ -347,7 +347,8 @@ def _done(entry: list[Any], stages: int, last_s: float) -> Done | None:
         return None
     start_s = max(start_s, last_s)
     end_s = max(start_s, end_s)
-    return Done(op, stage, int(match[3]), start_s, end_s, min(max(0.0, waited_s), end_s - start_s), held, versions)
+    waited_s = min(max(0.0, waited_s), end_s - start_s)
+    return RecordedAction(op, stage, int(match[3]), start_s, end_s, waited_s, held, versions)
 
 
 def _damaged(file: Path, number: int, line: str) -> UserError:
@@ -357,9 +358,9 @@ def _damaged(file: Path, number: int, line: str) -> UserError:
 
 
 def _from_zero(tracks: Sequence[Track]) -> tuple[Track, ...]:
-    """The same with second 0 at the first start."""
+    """Return the records with second 0 at the first start."""
     zero = min(track.actions[0].start_s for track in tracks if track.actions)
-    return tuple(_moved(track, lambda second: second - zero) for track in tracks)
+    return tuple(_on_clock(track, lambda second: second - zero) for track in tracks)
 
 
 _WHAT = {
@@ -371,8 +372,8 @@ _WHAT = {
     Op.SEND_G: "send gradients of tied weights", Op.RECV_G: "get ready for gradients of tied weights"}
 
 
-def describe(done: Done) -> str:
-    """``forward of microbatch 17 on stage 2``."""
+def describe(done: RecordedAction) -> str:
+    """Return ``forward of microbatch 17 on stage 2``."""
     counts = "microbatch" if done.op in PER_MICROBATCH else "version" if done.op in _VERSIONS else "update"
     return f"{_WHAT[done.op]}, {counts} {done.number}, stage {done.stage}"
 

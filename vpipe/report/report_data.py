@@ -17,8 +17,8 @@ from vpipe.plan.plan import Plan, Prediction
 from vpipe.plan.predict import predict
 from vpipe.plan.profile import Profile
 from vpipe.report.figures import Figures
-from vpipe.report.idle_causes import Cause, Producers, medians, pieces
-from vpipe.report.recording import Done, Recording, Track, read_recording
+from vpipe.report.idle_causes import Cause, Producers, medians, time_slices
+from vpipe.report.recording import RecordedAction, Recording, Track, read_recording
 from vpipe.report.run_metrics import History, Totals, read_history
 from vpipe.report.steady_state import step_ends
 from vpipe.schedules.action import COMPUTE, PER_MICROBATCH, Action, Op
@@ -32,18 +32,18 @@ _REPLAYED = COMPUTE | {Op.STEP}
 
 
 def as_recording(timeline: Timeline, like: Recording) -> Recording:
-    """A simulated timeline in the form of a recording: a rank that has nothing to do waits for its next action.
+    """Return a simulated timeline in the form of a recording: a rank that has nothing to do waits for its next action.
 
     Args:
         like: the recording that it stands beside: sizes and names come from it.
     """
     schedule, tracks = timeline.schedule, []
     for rank, events in enumerate(timeline.events):
-        actions: list[Done] = []
+        actions: list[RecordedAction] = []
         now = 0.0
         for event in events:
             start, end = float(event.start_s), float(event.end_s)
-            actions.append(Done(event.action.op, event.action.stage, event.action.microbatch, now, end,
+            actions.append(RecordedAction(event.action.op, event.action.stage, event.action.microbatch, now, end,
                                 max(0.0, start - now), 0, 0))
             now = end
         tracks.append(Track(rank, "", actions))
@@ -52,8 +52,8 @@ def as_recording(timeline: Timeline, like: Recording) -> Recording:
                    update_every=schedule.update_every, tracks=tuple(tracks), notes=())
 
 
-def in_a_row(timeline: Timeline, batches: int) -> Timeline:
-    """So many batches of a schedule with a flush, where ``timeline`` is of one."""
+def repeat_batches(timeline: Timeline, batches: int) -> Timeline:
+    """Return the timeline of so many batches of a schedule with a flush, where ``timeline`` is of one."""
     schedule = timeline.schedule
     count = schedule.microbatches
 
@@ -66,8 +66,8 @@ def in_a_row(timeline: Timeline, batches: int) -> Timeline:
     return simulate(replace(schedule.with_programs(programs), microbatches=batches * count), timeline.costs)
 
 
-def replayed(recording: Recording, producers: Producers) -> Timeline | None:
-    """The recorded order of actions at the run's own medians: what it would have been without a stray one.
+def replay_medians(recording: Recording, producers: Producers) -> Timeline | None:
+    """Simulate the recorded order of actions at the run's own medians: the run without stragglers.
 
     None where not even one step was recorded whole.
     """
@@ -78,7 +78,7 @@ def replayed(recording: Recording, producers: Producers) -> Timeline | None:
     before = first * rounds.per_step  # microbatches of earlier attempts of the run
     last = steps * rounds.per_step
 
-    def taken(done: Done) -> int:
+    def taken(done: RecordedAction) -> int:
         return rounds.per_update(done.stage) if done.op is Op.STEP else 1
 
     programs = [[Action(done.op, done.stage, done.number - before // taken(done)) for done in track.actions
@@ -91,7 +91,7 @@ def replayed(recording: Recording, producers: Producers) -> Timeline | None:
 
 
 def _whole_from_start(recording: Recording) -> tuple[int, int]:
-    """The first step, and how many from it on were recorded whole, up to a limit."""
+    """Return the first step, and the number of steps from it on that were recorded whole, up to a limit."""
     ends = step_ends(recording)
     first = min(ends, default=0)
     count = next((number for number in range(len(ends)) if first + number not in ends), len(ends))
@@ -117,15 +117,15 @@ def _median_costs(recording: Recording, producers: Producers, programs: Sequence
 
 
 def _transfer_waits(recording: Recording, producers: Producers) -> Iterator[float]:
-    """How long what ranks waited for was under way."""
+    """Yield the seconds that awaited tensors were under way."""
     for track in recording.tracks:
-        for piece in pieces(recording, track, producers):
+        for piece in time_slices(recording, track, producers):
             if piece.cause is Cause.TRANSFER:
                 yield piece.end_s - piece.start_s
 
 
 def planned_memory(timeline: Timeline, static_bytes: Sequence[float]) -> list[list[tuple[float, float]]]:
-    """Per rank (second, bytes held from then on), with what it holds all the time."""
+    """Return, per rank, (second, bytes held from then on), with what it holds all the time."""
     curves: list[list[tuple[float, float]]] = []
     for curve, static in zip(timeline.memory, static_bytes, strict=True):
         points: dict[float, float] = defaultdict(float)
@@ -139,16 +139,16 @@ _IN_A_ROW, _FEWEST, _ACTIONS = 8, 4, 60_000  # simulated batches of a schedule w
 
 
 @dataclass(frozen=True)
-class Expected:
-    """What was to be expected of the run.
+class ExpectedRun:
+    """The run as it was expected.
 
     Attributes:
         recording: a simulated run.
         producers: in it.
         figures: of it.
-        prediction: of the plan; None where the run's own durations are all there is.
+        prediction: of the plan; None where it is made from the run's own durations alone.
         memory: per rank the planned curve (second, bytes); empty without a prediction.
-        basis: what it is made from, as a sentence.
+        basis: its origin, as a sentence.
     """
 
     recording: Recording
@@ -160,8 +160,8 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """See the top of the page.
+class ReportData:
+    """All that a report shows.
 
     Attributes:
         name: of the run's folder.
@@ -170,7 +170,7 @@ class Evidence:
         figures: of the steady part of the recording.
         totals: of the whole run.
         expected: None where nothing can be simulated.
-        notes: what a reader has to know, as sentences.
+        notes: sentences for the reader of the report.
     """
 
     name: str
@@ -180,16 +180,17 @@ class Evidence:
     figures: Figures
     history: History
     totals: Totals
-    expected: Expected | None
+    expected: ExpectedRun | None
     notes: Sequence[str]
 
 
-def gather(folder: Path, config: Mapping[str, Any], say: Callable[[str], None] = lambda text: None) -> Evidence:
-    """Everything about the run in ``folder``.
+def load_report_data(folder: Path, config: Mapping[str, Any],
+                     say: Callable[[str], None] = lambda text: None) -> ReportData:
+    """Return everything about the run in ``folder``.
 
     Args:
         config: of the run, as plain values; empty where it has none.
-        say: told what is being done.
+        say: called with lines of progress.
 
     Raises:
         UserError: there is no such run, it was not recorded, or a file is damaged.
@@ -197,21 +198,21 @@ def gather(folder: Path, config: Mapping[str, Any], say: Callable[[str], None] =
     recording, history = read_recording(folder, say), read_history(folder)
     notes = [*recording.notes, *history.notes, *_unwritten(recording, history)]
     say("working out why ranks were idle")
-    producers = Producers.of(recording)
-    figures = Figures.of(recording, producers)
+    producers = Producers.from_recording(recording)
+    figures = Figures.from_recording(recording, producers)
     profile = Profile.load(path) if (path := folder / "profile.json").is_file() else None
     plan = Plan.load(path) if (path := folder / "plan.json").is_file() else None
     say("simulating what was to be expected")
     expected, said = _expected(recording, producers, profile, plan)
-    totals = Totals.of(history, figures)
+    totals = Totals.from_history(history, figures)
     if totals.doubt is not None:
         notes.append(f"{totals.doubt[0].upper()}{totals.doubt[1:]}.")
-    return Evidence(folder.resolve().name, config, recording, producers, figures, history, totals, expected,
+    return ReportData(folder.resolve().name, config, recording, producers, figures, history, totals, expected,
                     (*notes, *said))
 
 
 def _unwritten(recording: Recording, history: History) -> Iterator[str]:
-    """How much more the metrics know of a run that was ended: a rank writes its record down every few seconds."""
+    """Yield a note on steps of an ended run that only the metrics have: a rank writes its record every few seconds."""
     if not (history.losses and any(track.broken_off for track in recording.tracks)):
         return
     recorded, logged = max(step_ends(recording), default=-1), max(step for step, _ in history.losses)
@@ -222,8 +223,8 @@ def _unwritten(recording: Recording, history: History) -> Iterator[str]:
 
 
 def _expected(recording: Recording, producers: Producers, profile: Profile | None,
-              plan: Plan | None) -> tuple[Expected | None, list[str]]:
-    """What was to be expected, and what is to be said of it."""
+              plan: Plan | None) -> tuple[ExpectedRun | None, list[str]]:
+    """Return the expected run, and notes on it."""
     notes: list[str] = []
     stages, ranks = len(recording.placement), len(recording.tracks)
     if plan is not None and (len(plan.partition) != stages or plan.ranks != ranks):
@@ -236,7 +237,7 @@ def _expected(recording: Recording, producers: Producers, profile: Profile | Non
         except UserError as error:
             notes.append(f"The plan cannot be simulated: {error.problems[0].what}.")
     try:
-        timeline = replayed(recording, producers)
+        timeline = replay_medians(recording, producers)
     except CheckError:
         return None, [*notes, "The recorded order of actions cannot be simulated: actions are missing from it."]
     if timeline is None:
@@ -247,7 +248,7 @@ def _expected(recording: Recording, producers: Producers, profile: Profile | Non
                  "median duration: it shows what waiting and stragglers cost, not how good a prediction was."), notes
 
 
-def _of_profile(recording: Recording, profile: Profile, plan: Plan | None) -> Expected:
+def _of_profile(recording: Recording, profile: Profile, plan: Plan | None) -> ExpectedRun:
     basis = "As planned: plan.json, simulated at the costs in profile.json."
     if plan is None:
         basis = "As planned: the run's partition and schedule, simulated at the costs in profile.json."
@@ -258,12 +259,12 @@ def _of_profile(recording: Recording, profile: Profile, plan: Plan | None) -> Ex
     return _made(recording, predicted.timeline, predicted.prediction, basis)
 
 
-def _made(recording: Recording, timeline: Timeline, prediction: Prediction | None, basis: str) -> Expected:
+def _made(recording: Recording, timeline: Timeline, prediction: Prediction | None, basis: str) -> ExpectedRun:
     schedule = timeline.schedule
     if schedule.flush and schedule.microbatches == schedule.update_every:
-        timeline = in_a_row(timeline, max(_FEWEST, min(_IN_A_ROW, _ACTIONS // sum(map(len, schedule.programs)))))
+        timeline = repeat_batches(timeline, max(_FEWEST, min(_IN_A_ROW, _ACTIONS // sum(map(len, schedule.programs)))))
     simulated = as_recording(timeline, recording)
-    producers = Producers.of(simulated, simulated=True)
+    producers = Producers.from_recording(simulated, simulated=True)
     memory: list[list[tuple[float, float]]] = []
     if prediction is not None:
         static = [0.0] * schedule.ranks
@@ -271,4 +272,4 @@ def _made(recording: Recording, timeline: Timeline, prediction: Prediction | Non
             for rank in stage.ranks:
                 static[rank] += stage.memory.gradients + stage.memory.optimizer
         memory = planned_memory(timeline, static)
-    return Expected(simulated, producers, Figures.of(simulated, producers), prediction, memory, basis)
+    return ExpectedRun(simulated, producers, Figures.from_recording(simulated, producers), prediction, memory, basis)

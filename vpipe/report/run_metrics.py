@@ -21,15 +21,15 @@ _AGAIN = "a line is an object with step, loss, time_s and tokens_per_s; copy the
 
 @dataclass(frozen=True)
 class History:
-    """What ``metrics.jsonl`` says.
+    """The content of ``metrics.jsonl``.
 
     Attributes:
         losses: (step, loss) in training; of a run that diverged some are no numbers.
         evaluations: (step, loss).
         seconds: (second of training, tokens per second) of each step.
         lines: of the steps, as they are in the file.
-        summary: what the run came to; None of one whose last attempt did not come to its end.
-        notes: what a reader has to know.
+        summary: the run's summary; None where the last attempt did not end.
+        notes: sentences for the reader of the report.
     """
 
     losses: Sequence[tuple[float, float]] = ()
@@ -41,7 +41,7 @@ class History:
 
 
 def read_history(folder: Path) -> History:
-    """The metrics of the run in ``folder``; none where there is no such file.
+    """Return the metrics of the run in ``folder``; empty where there is no such file.
 
     Raises:
         UserError: a line is damaged.
@@ -102,15 +102,15 @@ def _damaged(path: Path, number: int, line: str) -> UserError:
 
 @dataclass(frozen=True)
 class Totals:
-    """What docs/metrics.md defines, as far as it is known.
+    """The figures that docs/metrics.md defines, as far as they are known.
 
     Attributes:
         samples_per_s, tokens_per_s: over all counted updates.
         step_s: median of one.
-        bubble, mfu, hfu: shares; None of what nobody knows, such as the bubble over nccl.
+        bubble, mfu, hfu: shares; None where they are unknown, such as the bubble over nccl.
         memory_bytes: of the fullest rank.
-        peak: what ``mfu`` and ``hfu`` are shares of.
-        doubt: why they cannot be right; None where they can.
+        peak: of which ``mfu`` and ``hfu`` are shares, as text.
+        doubt: the reason why they cannot be right; None where they can.
     """
 
     samples_per_s: float
@@ -124,8 +124,8 @@ class Totals:
     doubt: str | None
 
     @classmethod
-    def of(cls, history: History, figures: Figures) -> Totals:
-        """Take what the run's summary says; of a run without one, its updates' lines; else what was recorded.
+    def from_history(cls, history: History, figures: Figures) -> Totals:
+        """Take the figures of the run's summary; without one those of its updates' lines; else those of the recording.
 
         Args:
             figures: of the recording.
@@ -151,9 +151,9 @@ class Totals:
 
 
 def _mean(lines: Sequence[Mapping[str, Any]], update_s: Sequence[float], key: str) -> float | None:
-    """The mean over the time of some updates of a figure that each has; None where one has not.
+    """Return the time-weighted mean over updates of a figure that each has; None where one has not.
 
-    Such a mean of speeds, or of shares of a peak, is what all of these updates together had.
+    Such a mean of speeds, or of shares of a peak, is the value of all of these updates together.
     """
     if not lines or not all(is_number(line.get(key)) for line in lines):
         return None

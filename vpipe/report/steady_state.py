@@ -1,4 +1,4 @@
-"""Where a run goes its regular way: which of its steps to measure, and which to draw."""
+"""Choose the steps of a run to measure and the steps to draw: those in its steady state."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Window:
 
     Attributes:
         first: its first step.
-        steps: how many; 0 where no whole step was recorded.
-        start_s, end_s: from when to when.
+        steps: their number; 0 where no whole step was recorded.
+        start_s, end_s: its limits.
         cut: whether its only step is not in it as a whole.
     """
 
@@ -33,12 +33,12 @@ class Window:
 
     @property
     def step_s(self) -> float:
-        """Of one of its steps, on average."""
+        """Return the mean time of one of its steps."""
         return self.span_s / max(1, self.steps)
 
 
 def step_ends(recording: Recording) -> dict[int, float]:
-    """When each step was over on all ranks of stage 0, where its last backward ends; by the number of the step."""
+    """Return the end of each step on all ranks of stage 0, where its last backward ends; by the number of the step."""
     rounds, ends = recording.rounds, dict[int, float]()
     span, per_step = rounds.per_update(0), rounds.per_step
     seen: dict[int, int] = {}
@@ -52,8 +52,9 @@ def step_ends(recording: Recording) -> dict[int, float]:
             if seen[step] == rounds.width(0) and ends[step] <= recording.covered_s}
 
 
-def steady(recording: Recording) -> Window:
-    """What figures are of: all whole steps without the first ones and, where the pipeline drains, the last ones.
+def steady_window(recording: Recording) -> Window:
+    """Return the window that figures are of: all whole steps without the first ones and, where the pipeline drains, the
+    last.
 
     A run of very few steps is measured as a whole.
     """
@@ -69,8 +70,8 @@ def steady(recording: Recording) -> Window:
 
 
 def step_times(recording: Recording) -> list[float]:
-    """Of the steady steps that no evaluation interrupts."""
-    ends, part = step_ends(recording), steady(recording)
+    """Return the times of the steady steps that no evaluation interrupts."""
+    ends, part = step_ends(recording), steady_window(recording)
     return [end - start for start, end in pairwise(ends.values())
             if part.start_s <= start and end <= part.end_s and not _evaluated(recording, start, end)]
 
@@ -79,14 +80,14 @@ def _evaluated(recording: Recording, start_s: float, end_s: float) -> bool:
     return any(start < end_s and start_s < end for track in recording.tracks for start, end in track.evaluations)
 
 
-def typical(recording: Recording, most_actions: int, steps: int | None = None) -> Window:
-    """A few steady steps in a row that take as long as such steps usually do: what is worth drawing.
+def typical_window(recording: Recording, most_actions: int, steps: int | None = None) -> Window:
+    """Return a few steady steps in a row that take as long as such steps usually do: those that are drawn.
 
     Args:
         most_actions: that a rank may carry out in them. One step is drawn even with more, up to twice as many.
-        steps: how many; as many as that allows when left out.
+        steps: their number; as many as that allows when left out.
     """
-    ends, part = step_ends(recording), steady(recording)
+    ends, part = step_ends(recording), steady_window(recording)
     if part.steps == 0 or len(ends) < 2:
         return _cut(recording, Window(part.first, len(ends), 0.0, recording.covered_s), most_actions)
     bounds = [(step, end) for step, end in ends.items() if part.start_s <= end <= part.end_s]
@@ -102,7 +103,7 @@ def typical(recording: Recording, most_actions: int, steps: int | None = None) -
 
 
 def _cut(recording: Recording, window: Window, most_actions: int) -> Window:
-    """The window, shorter if it has twice as many actions as wanted."""
+    """Return the window, shorter if it has twice as many actions as wanted."""
     ends_s = []
     for track in recording.tracks:
         ends = [done.end_s for done in track.actions
@@ -113,7 +114,7 @@ def _cut(recording: Recording, window: Window, most_actions: int) -> Window:
 
 
 def _busiest(recording: Recording, window: Window) -> int:
-    """The most actions that a rank carries out in a window."""
+    """Return the most actions that a rank carries out in a window."""
     return max(sum(1 for done in track.actions
                    if done.op in _DRAWN and window.start_s <= done.end_s <= window.end_s)
                for track in recording.tracks)

@@ -1,4 +1,4 @@
-"""How a report looks: colours that keep apart for colour-blind eyes, on a light and on a dark page; its few scripts."""
+"""Style a report: colours that differ for colour-blind eyes, on a light and on a dark page; its few scripts."""
 
 from __future__ import annotations
 
@@ -107,14 +107,14 @@ s.addEventListener('pointerover',show);s.addEventListener('click',show)}
 
 
 def css(used: set[Op], chunks: int) -> str:
-    """The style sheet, with a class per operation and stage of a rank; later stages are paler."""
+    """Return the style sheet, with a class per operation and stage of a rank; later stages are paler."""
     fills = "".join(f".{op.value}{chunk}{{fill:{shade(op, chunk, chunks)}}}" for op in COLOURS if op in used
                     for chunk in range(1 if op is Op.STEP else chunks))
     return _CSS + fills
 
 
 def shade(op: Op, chunk: int, chunks: int) -> str:
-    """The colour of an operation on the rank's stage number ``chunk`` of ``chunks``."""
+    """Return the colour of an operation on the rank's stage number ``chunk`` of ``chunks``."""
     return mixed(COLOURS[op], 0.6 * chunk / max(1, chunks - 1))
 
 

@@ -1,4 +1,4 @@
-"""The timeline as planned above the timeline as run, on one scale."""
+"""Draw the timeline as planned above the timeline as run, on one scale."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fractions import Fraction
 from html import escape
 
 from vpipe.report.figures import WORK
-from vpipe.report.idle_causes import Cause, Piece, Producers, pieces
+from vpipe.report.idle_causes import Cause, Producers, TimeSlice, time_slices
 from vpipe.report.recording import Recording, describe
 from vpipe.report.steady_state import Window, step_ends
 from vpipe.report.style import FILLS, shade
@@ -37,12 +37,12 @@ class Lane:
     window: Window
 
 
-def lanes(timelines: Sequence[Lane], unit: str) -> str:
-    """The figure as HTML.
+def timeline_figure(timelines: Sequence[Lane], unit: str) -> str:
+    """Return the figure as HTML.
 
     Args:
         timelines: from top to bottom.
-        unit: what a step is called.
+        unit: name of a step.
     """
     return "".join(_Figure(timelines, unit).parts())
 
@@ -53,7 +53,7 @@ class _Figure:
         self._end_s = max(lane.window.span_s for lane in timelines) * 1.002
         self._height = sum(_HEAD + len(lane.recording.tracks) * (_ROW + _GAP) for lane in timelines) + _AXIS
         self._chunks = chunks(timelines[0].recording)
-        self._parts = [[[piece for piece in pieces(lane.recording, track, lane.producers)
+        self._parts = [[[piece for piece in time_slices(lane.recording, track, lane.producers)
                          if piece.end_s > lane.window.start_s and piece.start_s < lane.window.end_s]
                         for track in lane.recording.tracks] for lane in timelines]
 
@@ -103,10 +103,10 @@ class _Figure:
             f'aria-label="zoom {zoom} times">{zoom}×</button>' for zoom in _ZOOMS) + "</li></ul>")
 
     def _x(self, seconds: float) -> float:
-        """In percent of the width."""
+        """Return the place in percent of the width."""
         return 100 * seconds / self._end_s
 
-    def _lane(self, lane: Lane, ranks: Sequence[Sequence[Piece]], y: int) -> Iterator[str]:
+    def _lane(self, lane: Lane, ranks: Sequence[Sequence[TimeSlice]], y: int) -> Iterator[str]:
         window, recording = lane.window, lane.recording
         bottom = y + _HEAD + len(ranks) * (_ROW + _GAP) - _GAP
         width = self._x(window.span_s)
@@ -138,7 +138,7 @@ class _Figure:
                 yield f'<text class="ax" x="{_n(x)}%" dx="4" y="{y + _HEAD - 8}">{label}</text>'
                 free = x + wide
 
-    def _piece(self, lane: Lane, piece: Piece, stages: Sequence[int], row: int) -> Iterator[str]:
+    def _piece(self, lane: Lane, piece: TimeSlice, stages: Sequence[int], row: int) -> Iterator[str]:
         window = lane.window
         start, end = (min(max(second, window.start_s), window.end_s) - window.start_s
                       for second in (piece.start_s, piece.end_s))
@@ -170,7 +170,9 @@ class _Figure:
                 yield self._label(lane, done.number, start + (end - start) / 2, share, row)
 
     def _label(self, lane: Lane, index: int, middle: float, share: float, row: int) -> str:
-        """The microbatch, from the zoom on at which there is room; of a batch with a flush, else of the window."""
+        """Return the microbatch, from the zoom on at which there is room; of a batch with a flush, else of the
+        window.
+        """
         recording = lane.recording
         shown = index % recording.microbatches if recording.flush else index
         if not recording.flush:  # so that both timelines count alike
@@ -196,12 +198,12 @@ class _Figure:
 
 
 def chunks(recording: Recording) -> int:
-    """The most stages that a rank has."""
+    """Return the most stages that a rank has."""
     return max(len(stages_of_rank(recording.placement, track.rank)) for track in recording.tracks)
 
 
 def swatch(fills: Sequence[str], name: str, inset: int = 0) -> str:
-    """An entry of a legend; ``inset`` makes it lower, above and below."""
+    """Return an entry of a legend; ``inset`` makes it lower, above and below."""
     wide = 14 * len(fills)
     cells = "".join(f'<rect x="{14 * at}" y="{inset}" width="14" height="{14 - 2 * inset}" style="fill:{fill}"/>'
                     for at, fill in enumerate(fills))

@@ -1,4 +1,4 @@
-"""A plan in words and tables: what it takes, why not less, and what others would."""
+"""Explain a plan in words and tables: its costs, its limits, and how other plans compare."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from vpipe.visualize.plan_tables import (
     alternatives_table,
     cut_text,
     difference,
-    held_together,
     memory_table,
     predicted,
     rank_memory,
     rate_text,
+    stages_by_ranks,
     times_table,
 )
 from vpipe.visualize.table import filled
 
 SATURATED = 0.9
-"""Share of the time from which on the cores that ranks share are what holds a plan up."""
+"""Share of the time from which on the cores that ranks share limit a plan."""
 
 EVEN = 0.05
-"""How much more than the average rank one may work before it is the bottleneck."""
+"""Share by which a rank may work more than the average one before it is the bottleneck."""
 
 _KINDS = {"weights": "weights", "stashed": "older versions of the weights", "gradients": "gradients of the weights",
           "optimizer": "what the optimizer keeps", "activations": "activations",
@@ -36,18 +36,18 @@ _KINDS = {"weights": "weights", "stashed": "older versions of the weights", "gra
 
 
 @dataclass(frozen=True)
-class Explained:
-    """What there is to say of a plan.
+class PlanExplanation:
+    """A plan with all that its explanation needs.
 
     Attributes:
         plan: with predictions.
         profile: that it was made from.
-        limit_bytes: that a rank may hold; None where nobody says.
-        limit_from: who says so, such as ``--memory``.
-        solver: whether it is the best, and of what.
-        others: to compare with.
+        limit_bytes: that a rank may hold; None without a limit.
+        limit_from: the origin of the limit, such as ``--memory``.
+        solver: a sentence on how good the plan is.
+        others: plans to compare with.
         limit_without_recompute: bytes per rank with which nothing is recomputed, and the plan for them; None where
-            nothing is.
+            nothing is recomputed.
     """
 
     plan: Plan
@@ -59,7 +59,7 @@ class Explained:
     limit_without_recompute: tuple[int, Plan] | None = None
 
     def text(self, width: int) -> str:
-        """All of it, in lines of ``width``; a table without columns to spare may be wider."""
+        """Return the explanation in lines of ``width``; a table without columns to spare may be wider."""
         parts = [self._headline(),
                  [*times_table(self.plan, width),
                   *filled("in ms: forward, backward and recompute of one microbatch; step of the optimizer; comm "
@@ -98,7 +98,7 @@ class Explained:
         number, stage = found.bottleneck, found.stages[found.bottleneck]
         busy, average = 1 - stage.idle_s / found.step_s, 1 - found.bubble
         where = f"stage {number} ({_layers(stage)}, {_ranks(stage.ranks)})"
-        together = next(group for group in held_together(self.plan) if number in group)
+        together = next(group for group in stages_by_ranks(self.plan) if number in group)
         if len(together) > 1:
             where = f"{_ranks(stage.ranks)} ({_stages(together)})"
         if busy <= (1 + EVEN) * average:
@@ -107,7 +107,7 @@ class Explained:
                 f"{100 * (busy / average - 1):.0f} % more than the average rank")
 
     def _shared_cores(self) -> str | None:
-        """What is said where computing fills the cores that ranks of a host share."""
+        """Return the sentence for ranks whose computing fills the cores that they share; None for others."""
         found, cores, ranks = predicted(self.plan), self.profile.cores, self.profile.identity.ranks_per_host
         ranks = min(ranks, self.plan.ranks)
         if cores is None or cores >= ranks:
@@ -123,13 +123,13 @@ class Explained:
                  "no cut and no schedule gains anything"))
 
     def _work_s(self, stage: StagePrediction) -> float:
-        """Of one of its ranks in a step, with a core to itself."""
+        """Return the seconds that one of the stage's ranks works in a step, with a core to itself."""
         share = self._microbatches / len(stage.ranks)
         updates = 1.0 if recipe_named(self.plan.schedule or "").flush else share / (self.plan.update_every or 1)
         return share * (stage.forward_s + stage.backward_s + stage.recompute_s) + updates * stage.step_s
 
     def _memory(self) -> str:
-        groups = held_together(self.plan)
+        groups = stages_by_ranks(self.plan)
         held = [rank_memory(self.plan, group) for group in groups]
         most = max(range(len(groups)), key=lambda number: held[number].peak)
         peak, kind = held[most].peak, max(_KINDS, key=lambda name: int(getattr(held[most], name)))

@@ -1,4 +1,4 @@
-"""A plan's predictions as tables: what each stage takes, what its ranks hold, and how other plans compare."""
+"""Lay out a plan's predictions as tables: times and memory of each stage, and a comparison with other plans."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Column:
 
 
 def columns(all_of_them: Sequence[Column], width: int) -> list[str]:
-    """A table no wider than ``width`` as long as there are spare columns to leave out, the last first."""
+    """Lay out a table no wider than ``width`` as long as there are spare columns to leave out, the last first."""
     kept = list(all_of_them)
     while True:
         head, *rows = zip(*map(_aligned, kept), strict=True)
@@ -46,14 +46,14 @@ def columns(all_of_them: Sequence[Column], width: int) -> list[str]:
 
 
 def _aligned(column: Column) -> list[str]:
-    """Head and cells; those of a left one have the same width already."""
+    """Return head and cells, padded to one width in a column that is aligned to the left."""
     cells = [column.head, *column.cells]
     widest = max(map(len, cells))
     return [cell.ljust(widest) for cell in cells] if column.left else cells
 
 
 def times_table(plan: Plan, width: int) -> list[str]:
-    """A row per stage: milliseconds of one microbatch, then of one rank in a step."""
+    """Return a row per stage: milliseconds of one microbatch, then of one rank in a step."""
     found = predicted(plan)
     stages = found.stages
     again = [len(layers) for layers in plan.recomputed]
@@ -72,8 +72,8 @@ def times_table(plan: Plan, width: int) -> list[str]:
 
 
 def memory_table(plan: Plan, limit_bytes: int | None, width: int) -> list[str]:
-    """A row per stage, or per group of stages that share ranks: what one of its ranks holds when it holds most."""
-    groups = held_together(plan)
+    """Return a row per stage, or per group of stages that share ranks: the memory of one of its ranks at its peak."""
+    groups = stages_by_ranks(plan)
     sums = [rank_memory(plan, group) for group in groups]
     peaks = [memory.peak for memory in sums]
     unit = next((name for name in reversed(_UNITS) if max(peaks) >= 10 * _UNITS[name]), "KiB")
@@ -88,8 +88,8 @@ def memory_table(plan: Plan, limit_bytes: int | None, width: int) -> list[str]:
     return [f"memory of a rank when it holds most, in {unit}", *lines]
 
 
-def held_together(plan: Plan) -> list[list[int]]:
-    """Stages by the ranks that hold them, in order of the first."""
+def stages_by_ranks(plan: Plan) -> list[list[int]]:
+    """Group stages by the ranks that hold them, in order of the first."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for number, stage in enumerate(predicted(plan).stages):
         groups.setdefault(tuple(sorted(stage.ranks)), []).append(number)
@@ -97,17 +97,17 @@ def held_together(plan: Plan) -> list[list[int]]:
 
 
 def rank_memory(plan: Plan, stages: Sequence[int]) -> StageMemory:
-    """What a rank holds of its stages when each holds most; it works on one at a time."""
+    """Return the memory of a rank when each of its stages holds most; it works on one at a time."""
     return combined_memory([predicted(plan).stages[stage].memory for stage in stages])
 
 
 def peak_bytes(plan: Plan) -> int:
-    """What the rank that holds most holds."""
-    return max(rank_memory(plan, group).peak for group in held_together(plan))
+    """Return the bytes of the rank that holds most."""
+    return max(rank_memory(plan, group).peak for group in stages_by_ranks(plan))
 
 
 def alternatives_table(best: Plan, others: Sequence[Alternative], width: int) -> list[str]:
-    """The plan, and what else there is, by samples per second; below them what cannot be, and why."""
+    """Return the plan and others, by samples per second; below them those that are impossible, with the reason."""
     rate = 1 / predicted(best).seconds_per_sample
     rows = [("this plan", best, rate, True)]
     rows += [(other.what, other.plan, 1 / other.seconds_per_sample, other.simulated) for other in others
@@ -134,7 +134,7 @@ def alternatives_table(best: Plan, others: Sequence[Alternative], width: int) ->
 
 
 def cut_text(partition: Sequence[int], room: int) -> str:
-    """``[2, 2, 2, 3]``; a long one in words."""
+    """Return ``[2, 2, 2, 3]``; a long one in words."""
     text = str(list(partition))
     if len(text) <= room:
         return text
@@ -143,7 +143,7 @@ def cut_text(partition: Sequence[int], room: int) -> str:
 
 
 def _widths(plan: Plan) -> list[int]:
-    """Replicas per stage."""
+    """Return the replicas per stage."""
     return [len(ranks) for ranks in plan.stage_to_rank_map] or [1]
 
 
@@ -155,18 +155,18 @@ def _widths_text(plan: Plan) -> str:
 
 
 def rate_text(per_s: float) -> str:
-    """Samples per second, three digits."""
+    """Return samples per second in three digits."""
     return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
 
 
 def difference(value: float, of: float) -> str:
-    """``+4.2 %``."""
+    """Return ``+4.2 %``."""
     percent = 100 * (value / of - 1)
     return "same" if abs(percent) < 0.05 else f"{percent:+.1f} %" if abs(percent) < 10 else f"{percent:+.0f} %"
 
 
 def bar(share: float) -> str:
-    """``##########..........``."""
+    """Return ``##########..........``."""
     full = round(BAR * min(1.0, max(0.0, share)))
     return "#" * full + "." * (BAR - full)
 
@@ -181,7 +181,7 @@ def _named(plan: Plan, stages: Sequence[StagePrediction]) -> list[Column]:
 
 
 def _span(numbers: Sequence[int]) -> str:
-    """``0-3`` of ranks in a row."""
+    """Return ``0-3`` for ranks in a row."""
     first, last = numbers[0], numbers[-1]
     in_a_row = list(numbers) == list(range(first, last + 1)) and last > first + 1
     return f"{first}-{last}" if in_a_row else " ".join(map(str, numbers))
@@ -193,7 +193,7 @@ def _recomputed_share(plan: Plan) -> str:
 
 
 def predicted(plan: Plan) -> Prediction:
-    """Its predictions, which it has."""
+    """Return the predictions of a plan that has them."""
     assert plan.predictions is not None, "only a plan with predictions is explained"
     return plan.predictions
 

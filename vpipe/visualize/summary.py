@@ -1,4 +1,4 @@
-"""What is worth knowing about a schedule: its timeline at given costs, and what it holds."""
+"""Summarise a schedule: its timeline at given costs, and what every rank and stage holds."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from vpipe.visualize.table import number, percent, plain, sizes, table
 
 @dataclass(frozen=True)
 class RankCosts:
-    """Seconds of one microbatch on a whole rank; each of the rank's stages takes its share, of the memory, too.
+    """Seconds of one microbatch on a whole rank; each of the rank's stages takes an equal share, also of the memory.
 
     Attributes:
         forward_s: F.
         input_s: I, the input half of a backward; a whole one takes ``input_s + weight_s``.
         weight_s: W, the weight half.
-        transfer_s: from rank to rank, whatever it is: activations, their gradients, and of a replicated stage every
+        transfer_s: of any transfer between ranks: activations, their gradients, and of a replicated stage every
             part of a sum of gradients.
     """
 
@@ -38,7 +38,7 @@ class RankCosts:
     transfer_s: Number = 0
 
     def of(self, placement: Placement, recomputing: Collection[int] = ()) -> Costs:
-        """The costs of every stage; those ``recomputing`` repeat their forward."""
+        """Return the costs of every stage; those ``recomputing`` repeat their forward."""
         share = Counter(rank for ranks in placement for rank in ranks)
         stages = []
         for stage, (rank, *_) in enumerate(placement):
@@ -56,14 +56,14 @@ class RankCosts:
 
 @dataclass(frozen=True)
 class Summary:
-    """A schedule that has passed every rule, with what it takes and holds.
+    """A schedule that has passed every rule, with its costs and memory.
 
     Attributes:
         schedule: compute actions and steps only.
         costs: of a whole rank.
         timeline: the simulated run.
-        ranks: what each rank holds at most.
-        stages: what each stage holds at most.
+        ranks: peaks of each rank.
+        stages: peaks of each stage.
     """
 
     schedule: Schedule
@@ -88,24 +88,26 @@ class Summary:
 
     @property
     def bubble_share(self) -> Number:
-        """The bubble's share of the time from a rank's first start to its last end."""
+        """Return the bubble's share of the time from a rank's first start to its last end."""
         whole = self.timeline.bubble_s + max(self.timeline.work_s)
         return ratio(self.timeline.bubble_s, whole) if whole else 0
 
     @property
     def versions_used(self) -> Mapping[tuple[int, int], int]:
-        """The weight version of every (stage, microbatch), in forward and backward; none for a flush, which has one."""
+        """Return the weight version of every (stage, microbatch), in forward and backward; empty for a flush, which has
+        one.
+        """
         return {} if self.schedule.flush else Dependencies.from_schedule(self.schedule).version
 
     @property
     def chunks(self) -> str:
-        """Stages per rank, such as ``2`` or, of ranks that differ, ``1-2``."""
+        """Return the stages per rank, such as ``2`` or, of ranks that differ, ``1-2``."""
         counts = sorted({len(stages_of_rank(self.schedule.placement, rank)) for rank in range(self.schedule.ranks)})
         return str(counts[0]) if len(counts) == 1 else f"{counts[0]}-{counts[-1]}"
 
     @cached_property
     def chunk_of(self) -> Sequence[int]:
-        """By stage, which of its rank's stages it is, from 0."""
+        """Return, by stage, which of its rank's stages it is, from 0."""
         before: Counter[int] = Counter()
         chunks = []
         for rank, *_ in self.schedule.placement:
@@ -114,16 +116,16 @@ class Summary:
         return chunks
 
     def title(self) -> str:
-        """What the schedule is for: its sizes."""
+        """Return the sizes that the schedule is for."""
         return sizes(self.schedule)
 
     def times(self) -> str:
-        """Bubble and makespan."""
+        """Return bubble and makespan as text."""
         return (f"bubble {number(self.timeline.bubble_s)} ({percent(self.bubble_share)}), "
                 f"makespan {number(self.timeline.makespan_s)}")
 
     def as_json(self) -> Mapping[str, object]:
-        """The object that ``--format json`` writes."""
+        """Return the object that ``--format json`` writes."""
         schedule = self.schedule
         return {
             "schedule": schedule.name,
@@ -138,7 +140,7 @@ class Summary:
 
 
 def compare(found: Mapping[str, Summary | str]) -> str:
-    """One line per schedule, the least bubble first; below them those that cannot be, and why.
+    """Return one line per schedule, the least bubble first; below them those that are impossible, with the reason.
 
     Args:
         found: by name, the summary or the reason.
@@ -162,7 +164,7 @@ def compare(found: Mapping[str, Summary | str]) -> str:
 
 
 def _peak(summary: Summary) -> int | float:
-    """The most that a rank holds, in microbatches of the whole rank."""
+    """Return the most that a rank holds, in microbatches of the whole rank."""
     return max(float(ratio(facts.peak_activations, len(stages_of_rank(summary.schedule.placement, rank))))
                for rank, facts in enumerate(summary.ranks))
 

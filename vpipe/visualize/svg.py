@@ -1,4 +1,4 @@
-"""A schedule as an SVG picture: self-contained, for light and dark backgrounds."""
+"""Draw a schedule as an SVG picture: self-contained, for light and dark backgrounds."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ _UNSEEN = 20  # an action that is so many times shorter than the longest may be 
 
 
 def draw_svg(summary: Summary) -> str:
-    """The picture as the text of an SVG file.
+    """Return the picture as the text of an SVG file.
 
     A row per rank, time from left to right; the numbers are microbatches (where there is no room, every second, fifth
-    or so), the shade says which of its rank's stages computes. Without a flush the numbers below are the weight
-    versions in use. Hovering an action says all of it.
+    or so), the shade tells which of its rank's stages computes. Without a flush the numbers below are the weight
+    versions in use. Hovering an action shows all of it.
     """
     return "\n".join(_Drawing(summary).lines()) + "\n"
 
 
 class _Drawing:
-    """Where everything goes."""
+    """The layout and the elements of one picture."""
 
     def __init__(self, summary: Summary) -> None:
         self._summary, self._timeline = summary, summary.timeline
@@ -76,7 +76,7 @@ class _Drawing:
         self._bottom = _TOP + len(self._timeline.events) * (self._row + _GAP)
 
     def lines(self) -> Iterator[str]:
-        """The file, line by line."""
+        """Yield the file, line by line."""
         summary, width, height = self._summary, math.ceil(self._width), self._bottom + 96
         yield (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
                f'viewBox="0 0 {width} {height}" role="img" font-size="{_FONT}">')
@@ -95,7 +95,7 @@ class _Drawing:
         yield "</svg>"
 
     def _colours(self) -> str:
-        """One class per operation and stage of a rank; later stages are paler."""
+        """Return one class per operation and stage of a rank; later stages are paler."""
         fills = "".join(f".{op.value}{chunk}{{fill:{mixed(COLOURS[op], 0.65 * chunk / max(1, self._shades - 1))}}}"
                         for op in self._used() for chunk in range(self._shades_of(op)))
         return f"{fills}\n@media(prefers-color-scheme:dark){{{_DARK}}}\n"
@@ -145,7 +145,7 @@ class _Drawing:
                 f"<title>{says}</title></rect>")
 
     def _labels(self, events: Sequence[Event], y: int) -> Iterator[str]:
-        """Microbatches and, below, the versions in use, as far as there is room."""
+        """Yield microbatches and, below, the versions in use, as far as there is room."""
         free = float(self._left)  # from where on a number that is wider than its action meets no other
         for event in events:
             action, start = event.action, self._x(event.start_s)
@@ -165,7 +165,7 @@ class _Drawing:
                 yield f'<text class="soft" x="{_n(x)}" y="{y + _ROW + 11}">v{version}</text>'
 
     def _holdings(self) -> list[tuple[str, float, list[str]]]:
-        """The columns behind the timeline: head, width, a cell per rank."""
+        """Return the columns behind the timeline: head, width, a cell per rank."""
         summary = self._summary
         columns = [("activations", [str(rank.peak_activations) for rank in summary.ranks])]
         if any(rank.peak_weight_halves for rank in summary.ranks):
@@ -197,7 +197,7 @@ class _Drawing:
                    f"{number(time)}</text>")
 
     def _entries(self) -> list[tuple[list[tuple[str, int]], str, float]]:
-        """The legend: swatches (class and width), what they stand for, the width of it all."""
+        """Return the legend: swatches (class and width), their text, the width of it all."""
         entries = [([(f"{op.value}{chunk}", 4 if op is Op.STEP else 14) for chunk in range(self._shades_of(op))],
                     NAMES[op]) for op in self._used()]
         return [(swatches, name, sum(width for _, width in swatches) + 20 + 5.9 * len(name))
@@ -226,22 +226,22 @@ class _Drawing:
 
 
 def _every(ratio: float) -> int:
-    """Of which microbatches a number as many times as wide as its action is written: every second, fifth, ..."""
+    """Return the distance of microbatches whose number has room, for actions narrower than their number: 2, 5, ..."""
     return next((step for step in (2, 5, 10, 20, 50, 100) if step >= ratio), 1000)
 
 
 def mixed(colour: str, share: float) -> str:
-    """``colour`` with a share of white."""
+    """Return ``colour`` mixed with a share of white."""
     parts = [int(colour[at:at + 2], 16) for at in (1, 3, 5)]
     return "#" + "".join(f"{round(part * (1 - share) + 255 * share):02x}" for part in parts)
 
 
 def tick_of(least: float) -> float:
-    """The smallest 1, 2 or 5 times a power of ten that is at least ``least``."""
+    """Return the smallest 1, 2 or 5 times a power of ten that is at least ``least``."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(power * step for step in (1, 2, 5, 10) if power * step >= least * (1 - 1e-9))
 
 
 def _n(value: float) -> str:
-    """A coordinate with at most two decimals."""
+    """Return a coordinate with at most two decimals."""
     return f"{value:.2f}".rstrip("0").rstrip(".")

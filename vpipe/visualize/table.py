@@ -18,7 +18,7 @@ _LISTED = 16
 
 
 def sizes(schedule: Schedule) -> str:
-    """``4 ranks, 8 stages, 8 microbatches, flush``; of replicated stages also how many replicas each has."""
+    """Return ``4 ranks, 8 stages, 8 microbatches, flush``; of replicated stages also the number of replicas."""
     widths = [len(ranks) for ranks in schedule.placement]
     several = max(widths) > 1
     parts = [counted(schedule.ranks, "rank"), counted(schedule.microbatches, "microbatch")]
@@ -32,12 +32,12 @@ def sizes(schedule: Schedule) -> str:
 
 
 def replicas(widths: Sequence[int]) -> str:
-    """``2 replicas each`` or ``2, 1 replicas``."""
+    """Return ``2 replicas each`` or ``2, 1 replicas``."""
     return f"{widths[0]} replicas each" if len(set(widths)) == 1 else f"{', '.join(map(str, widths))} replicas"
 
 
 def row_name(placement: Placement, rank: int) -> str:
-    """``rank 1``; of a replica with its stage, ``rank 1 (stage 0, 2 of 2)``."""
+    """Return ``rank 1``; of a replica with its stage, ``rank 1 (stage 0, 2 of 2)``."""
     stages = stages_of_rank(placement, rank)
     if (which := replica(placement, rank)) is None:
         return f"rank {rank}"
@@ -45,30 +45,30 @@ def row_name(placement: Placement, rank: int) -> str:
 
 
 def replica(placement: Placement, rank: int) -> str | None:
-    """``2 of 2``; None of a rank whose stages have no other."""
+    """Return ``2 of 2``; None for a rank whose stages are not replicated."""
     ranks = next(ranks for ranks in placement if rank in ranks)
     return f"{1 + ranks.index(rank)} of {len(ranks)}" if len(ranks) > 1 else None
 
 
 def listed(values: Sequence[int]) -> str:
-    """All values; of many only their range."""
+    """Return all values; of many only their range."""
     if len(values) <= _LISTED:
         return " ".join(map(str, values))
     return f"{min(values)} to {max(values)}" if min(values) < max(values) else str(values[0])
 
 
 def plain(value: Number) -> int | float:
-    """A number as JSON has it: whole ones without a point."""
+    """Return a number as JSON has it: whole ones without a point."""
     return int(value) if value == int(value) else float(value)
 
 
 def number(value: Number) -> str:
-    """A number for people: ``9``, ``4.5``, ``321.3``."""
+    """Return a number for people: ``9``, ``4.5``, ``321.3``."""
     return str(int(value)) if value == int(value) and value < 10**9 else f"{float(value):.6g}"
 
 
 def ms_text(seconds: float) -> str:
-    """Milliseconds without their unit: ``1,234``, ``12.3``, ``0.42``; ``-`` of NaN, what nobody knows."""
+    """Return milliseconds without their unit: ``1,234``, ``12.3``, ``0.42``; ``-`` for NaN, an unknown time."""
     value = 1e3 * seconds
     if math.isnan(value):
         return "-"
@@ -78,9 +78,9 @@ def ms_text(seconds: float) -> str:
 
 
 def percent(share: Number) -> str:
-    """``27 %``; one decimal below ten."""
-    value = Fraction(share) * 100
-    return f"{float(value):.1f} %" if 0 < value < 10 else f"{float(value):.0f} %"
+    """Return ``27 %``; one decimal below ten."""
+    value = float(Fraction(share) * 100)
+    return f"{value:.1f} %" if 0 < abs(value) < 9.95 else f"{value:.0f} %"
 
 
 FILE_COLUMNS = 100
@@ -88,12 +88,12 @@ FILE_COLUMNS = 100
 
 
 def terminal_columns() -> int:
-    """Return the width that tables of a run may have."""
+    """Return the width of the terminal, or of tables in a file."""
     return shutil.get_terminal_size((FILE_COLUMNS, 24)).columns
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
-    """Columns as wide as their widest cell, aligned to the right but for the first ``left``."""
+    """Lay out columns as wide as their widest cell, aligned to the right but for the first ``left``."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     return ["  ".join(cell.ljust(width) if column < left else cell.rjust(width)
                       for column, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
@@ -104,8 +104,8 @@ def fitted(head: Sequence[str], rows: Sequence[Sequence[str]], width: int, left:
            names: int = 1) -> list[str]:
     """Lay out a table in lines of at most ``width``, where one of its columns allows it.
 
-    What does not fit stands in further tables below the first, as few as can be, of about the same width. Each begins
-    with the first ``names`` columns, which say what a row is about.
+    Columns beyond the width go into further tables below the first, as few as can be, of about the same width. Each
+    begins with the first ``names`` columns, which name the row.
     """
     columns = list(zip(head, *rows, strict=True))
     widths = [max(map(len, column)) + 2 for column in columns]
@@ -138,20 +138,15 @@ def filled(text: str, width: int) -> list[str]:
 
 
 def milliseconds(seconds: float) -> str:
-    """``0.42 ms``, ``12.3 ms``, ``421 ms``, ``12.3 s``."""
+    """Return ``0.42 ms``, ``12.3 ms``, ``421 ms``, ``12.3 s``."""
     value = seconds * 1e3
     if value >= 9999.5:
         return f"{seconds:,.1f} s"
     return f"{value:.2f} ms" if value < 9.995 else f"{value:.1f} ms" if value < 99.95 else f"{value:.0f} ms"
 
 
-def share(value: float) -> str:
-    """``27 %``, one decimal below ten."""
-    return f"{100 * value:.1f} %" if 0 < abs(value) < 0.0995 else f"{100 * value:.0f} %"
-
-
 def compact(value: float) -> str:
-    """A number in three digits or so: ``1,234``, ``12.3``, ``0.0042``."""
+    """Return a number in about three digits: ``1,234``, ``12.3``, ``0.0042``."""
     if value == 0:
         return "0"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""A schedule as a picture in the terminal: a row per rank, time from left to right."""
+"""Draw a schedule in the terminal: a row per rank, time from left to right."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ Cell = tuple[str, str]
 
 
 def draw_text(summary: Summary, width: int, *, colour: bool) -> str:
-    """The picture with its legend, the numbers and what every rank holds.
+    """Return the picture with its legend, the numbers and a table of what every rank holds.
 
     The scale is the widest, up to one that separates all actions, at which the whole schedule fits; if their labels
-    do not fit at any, narrow ones lose their numbers; if that is not enough, the picture ends where ``width`` does and
-    says so.
+    do not fit at any, narrow ones lose their numbers; if that is not enough, the picture ends at ``width`` and
+    a line tells so.
     """
     schedule = summary.schedule
     label = max(len(row_name(schedule.placement, rank)) for rank in range(schedule.ranks)) + 2
@@ -65,7 +65,7 @@ def draw_text(summary: Summary, width: int, *, colour: bool) -> str:
 
 
 def holdings(summary: Summary) -> list[str]:
-    """What every rank holds, and how long it waits, as a table."""
+    """Return a table of what every rank holds, and how long it waits."""
     halves = any(rank.peak_weight_halves for rank in summary.ranks)
     placement = summary.schedule.placement
     which = [replica(placement, rank) or "" for rank in range(summary.schedule.ranks)]
@@ -85,16 +85,16 @@ def holdings(summary: Summary) -> list[str]:
 
 
 def _label(event: Event, chunk: int) -> str:
-    """``F3``; ``f3`` on a later stage of the rank."""
+    """Return ``F3``; ``f3`` on a later stage of the rank."""
     letter = event.action.op.value
     return f"{letter.lower() if chunk else letter}{event.action.microbatch}"
 
 
 def _scale(summary: Summary, room: int) -> tuple[Fraction, bool]:
-    """Columns per unit of time, and whether the picture must be cut.
+    """Return columns per unit of time, and whether the picture must be cut.
 
     Best is a column between labels, then none, at a scale that puts every start and end on a column; then labels
-    without their numbers. Actions too short to be seen beside the longest have no say.
+    without their numbers. Actions too short to be seen beside the longest do not count.
     """
     events = [event for rank in summary.timeline.events for event in rank if event.end_s > event.start_s]
     longest = max(Fraction(event.end_s - event.start_s) for event in events)
@@ -114,7 +114,7 @@ def _scale(summary: Summary, room: int) -> tuple[Fraction, bool]:
 
 
 def _common(times: Sequence[Fraction]) -> Fraction:
-    """The longest time of which all are multiples."""
+    """Return the longest time of which all are multiples."""
     whole = math.lcm(*{time.denominator for time in times})
     return Fraction(math.gcd(*{int(time * whole) for time in times}), whole)
 
@@ -129,7 +129,7 @@ class _Picture:
         self.bare = False  # whether an action was too narrow for its microbatch
 
     def rows(self) -> list[tuple[str, list[Cell]]]:
-        """The name of each row and its cells."""
+        """Return the name of each row and its cells."""
         rows = []
         for rank, events in enumerate(self._summary.timeline.events):
             rows.append((row_name(self._summary.schedule.placement, rank), self._actions(events)))
@@ -179,7 +179,7 @@ class _Picture:
 
 
 def _styled(cells: Sequence[Cell], colour: bool) -> str:
-    """The characters, with an escape sequence wherever the style changes."""
+    """Return the characters, with an escape sequence wherever the style changes."""
     if not colour:
         return "".join(character for character, _ in cells)
     text, before = [], ""
