@@ -30,7 +30,7 @@ def load(folder: Path, *machines: str, **changes: object) -> Config:
     ("hostB:0", "hostB", 0, "hostB"), ("me@hostB:12", "me@hostB", 12, "hostB"),
     ("10.0.0.2:3", "10.0.0.2", 3, "10.0.0.2"), ("a-b.c_d:0", "a-b.c_d", 0, "a-b.c_d")])
 def test_an_entry(text: str, login: str, gpu: int, host: str) -> None:
-    machine = Machine.of(text)
+    machine = Machine.parse(text)
     assert machine is not None
     assert (machine.login, machine.gpu, machine.host) == (login, gpu, host)
 
@@ -39,11 +39,11 @@ def test_an_entry(text: str, login: str, gpu: int, host: str) -> None:
                                   "me@-x:0", "a;b:0", "$(x):0", "hostB:0\n", "@hostB:0", "hostB:١"])
 def test_no_entry(text: str) -> None:
     """Among them all that ssh or a shell would take for more than a name."""
-    assert Machine.of(text) is None
+    assert Machine.parse(text) is None
 
 
 def test_ranks_by_host() -> None:
-    hosts = Hosts.of(["hostA:1", "me@hostB:0", "10.0.0.1:0", "me@hostB:2", "hostC:0"])
+    hosts = Hosts.from_machines(["hostA:1", "me@hostB:0", "10.0.0.1:0", "me@hostB:2", "hostC:0"])
     assert hosts.others == ["me@hostB", "hostC"]
     assert hosts.on(None) == {0: 1, 2: 0}
     assert hosts.on("me@hostB") == {1: 0, 3: 2}
@@ -52,13 +52,13 @@ def test_ranks_by_host() -> None:
 
 
 def test_one_host_is_left_out_of_messages() -> None:
-    hosts = Hosts.of(["localhost:0", "127.0.0.1:1"])
+    hosts = Hosts.from_machines(["localhost:0", "127.0.0.1:1"])
     assert hosts.others == []
     assert hosts.described(1, "rank 1 (stage 1)") == "rank 1 (stage 1)"
 
 
 def test_localhost_has_a_name_among_others() -> None:
-    assert Hosts.of(["localhost:0", "hostB:0"]).name(0) == socket.gethostname()
+    assert Hosts.from_machines(["localhost:0", "hostB:0"]).name(0) == socket.gethostname()
 
 
 def test_lists_that_do_not_fit(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ class Run:
         self.remotes: list[Remote] = []
 
     def go(self) -> None:
-        hosts = Hosts.of(self._config.machines or ())
+        hosts = Hosts.from_machines(self._config.machines or ())
         mine = ranks_here(self._config, hosts, len(hosts.logins), free_port(None))
         self.remotes = connect(hosts, self._config.launch, container=False)
         try:
@@ -189,7 +189,7 @@ def test_a_host_that_cannot_run_vpipe(here: Path, launch: dict[str, str], what: 
         (here / "bin" / name).chmod(0o755)
     config = load(here, "hostA:0", "hostB:0", **{key: value.format(here=here) for key, value in launch.items()})
     with pytest.raises(UserError) as caught:
-        connect(Hosts.of(config.machines or ()), config.launch, container=False)
+        connect(Hosts.from_machines(config.machines or ()), config.launch, container=False)
     problem = caught.value.problems[0]
     assert problem.what.startswith(what.format(here=here))
     assert problem.hint.startswith(hint)
@@ -197,7 +197,7 @@ def test_a_host_that_cannot_run_vpipe(here: Path, launch: dict[str, str], what: 
 
 def test_a_host_that_does_not_reach_the_first(here: Path) -> None:
     config = load(here, "hostA:0", "hostB:0")
-    hosts = Hosts.of(config.machines or ())
+    hosts = Hosts.from_machines(config.machines or ())
     remotes = connect(hosts, config.launch, container=False)
     wrong = HostRanks(hosts.on(None), 2, "127.0.0.1", free_port(None), "lo", 1)
     remotes[0].send_run(config.resolved_yaml(), wrong)  # where nobody listens
@@ -223,7 +223,7 @@ def test_a_host_that_falls_silent_before_the_run(here: Path, monkeypatch: pytest
     quiet.write_text("#!/bin/sh\necho 'vpipe: {\"hello\": {}}'; sleep 60 & echo $! > \"$RECORD/holder\"\n")
     quiet.chmod(0o755)
     config = load(here, "hostA:0", "hostB:0", python=str(quiet))
-    hosts = Hosts.of(config.machines or ())
+    hosts = Hosts.from_machines(config.machines or ())
     remotes = connect(hosts, config.launch, container=False)
     mine = ranks_here(config, hosts, 2, free_port(None))
     try:
@@ -241,7 +241,7 @@ def test_a_host_without_room(here: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     full = here / "bin" / "full"
     full.write_text(f"#!/bin/sh\nulimit -f 1\nexec {sys.executable} {Path(__file__).with_name('stand_in_host.py')}\n")
     full.chmod(0o755)
-    hosts = Hosts.of(config.machines or ())
+    hosts = Hosts.from_machines(config.machines or ())
     remotes = connect(hosts, config.launch, container=False)
     mine = ranks_here(config, hosts, 2, free_port(None))
     try:
@@ -256,7 +256,7 @@ def test_no_ssh_on_the_path(here: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("PATH", str(here))
     config = load(here, "hostA:0", "hostB:0")
     with pytest.raises(UserError, match="there is no ssh on the path, by which 'hostB' would be reached\nhint: in"):
-        connect(Hosts.of(config.machines or ()), config.launch, container=False)
+        connect(Hosts.from_machines(config.machines or ()), config.launch, container=False)
 
 
 def test_all_that_ranks_write_comes_to_the_first_host(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A plan file in a config, put where the config would have said what it says; and what follows from a cut."""
+"""Apply a plan file to a config, and drop the keys of a run's config that derive from keys set anew."""
 
 from __future__ import annotations
 
@@ -18,31 +18,28 @@ _TARGETS: dict[str, Keys] = {
     "recompute_layers": ("parallel", "recompute"), "stage_to_rank_map": ("parallel", "stage_to_rank_map"),
     "schedule": ("parallel", "schedule"), "update_every": ("parallel", "update_every"),
     "microbatches": ("training", "num_microbatches")}
-"""Key of a plan -> key of a config. Layers go before the ratios, which are there for other readers."""
+"""Key of a plan -> key of a config. Layers take precedence over ratios, which are there for other readers."""
 
-_FOLLOWS: dict[str, tuple[Keys, ...]] = {
+_IMPLIES: dict[str, tuple[Keys, ...]] = {
     "partition": (("parallel", "model_parallel_size"), ("parallel", "warmup_depth")),
     "stage_to_rank_map": (("parallel", "data_parallel_size"), ("parallel", "chunks"))}
-"""What a key of a plan says by the way."""
+"""Key of a plan -> keys of a config that it implies."""
 
 
 _COMPRESS: Keys = ("parallel", "compress")
-"""May be a list with an entry per cut, of which a plan may have another number."""
+"""May be a list with an entry per cut; a plan may have another number of cuts."""
 
 
-def put_plan(tree: Tree, settings: Iterable[str] = ()) -> None:
-    """Put what the plan file that ``tree`` names says into it.
+def apply_plan(tree: Tree, path: str, settings: Iterable[str] = ()) -> None:
+    """Put the values of the plan file at ``path`` into a config.
 
     Args:
-        settings: the keys set on the command line. A plan named there goes before what the config's file says; one
-            named in the file must agree with it, and with the command line any must.
+        settings: keys set on the command line. A plan named there replaces values of the config's file; one named in
+            the file must agree with them. Any plan must agree with the other settings.
 
     Raises:
         UserError: the file is no plan, or the config contradicts it.
     """
-    path = tree.get(PLAN)
-    if not isinstance(path, str):
-        return  # there is none, or it is refused as no path
     found = read_json(Path(path), MOST_BYTES, MOST_VALUES)
     if found.problems:
         raise UserError.all_of(found.problems)
@@ -52,22 +49,22 @@ def put_plan(tree: Tree, settings: Iterable[str] = ()) -> None:
         compress = tree.get(_COMPRESS)
         if isinstance(compress, list) and len(compress) != len(plan.partition) - 1 and _COMPRESS not in given:
             tree.drop(_COMPRESS)
-        for key, keys in said(found):
-            for other in (keys, *_FOLLOWS.get(key, ())):
+        for key, keys in _planned_keys(found):
+            for other in (keys, *_IMPLIES.get(key, ())):
                 if other not in given:
                     tree.drop(other)
     problems = list(_contradictions(tree, found, plan, path))
     if problems:
         raise UserError.all_of(problems)
-    for key, keys in said(found):
+    for key, keys in _planned_keys(found):
         tree.put(keys, found.at((key,)))
 
 
-def drop_what_follows(tree: Tree, settings: Mapping[str, Any]) -> None:
-    """Take out of the config of a run, where every key is written, what followed from keys that are now set anew.
+def drop_derived(tree: Tree, settings: Mapping[str, Any]) -> None:
+    """Drop the keys of a run's config, which has every key, that derive from keys now set anew.
 
-    Another number of stages takes its partition and ranks along, another schedule its updates: they are found anew,
-    unless they are set, too.
+    With another number of stages, partition and ranks are dropped; with another schedule, ``update_every``. They are
+    derived anew, unless they are set, too.
 
     Args:
         settings: key -> value.
@@ -94,16 +91,16 @@ def drop_what_follows(tree: Tree, settings: Mapping[str, Any]) -> None:
             tree.drop(parallel[name])
 
 
-def said(found: Tree) -> Iterator[tuple[str, Keys]]:
-    """The keys of a plan that a config has, too, and what it calls them."""
+def _planned_keys(found: Tree) -> Iterator[tuple[str, Keys]]:
+    """Yield the keys of a plan that have a key of a config, and that key."""
     for key, keys in _TARGETS.items():
         if found.value.get(key) and (key != "recompute_ratio" or not found.value.get("recompute_layers")):
             yield key, keys
 
 
 def _contradictions(tree: Tree, found: Tree, plan: Plan, path: str) -> Iterator[Problem]:
-    """Where a config says something else than its plan."""
-    for key, keys in said(found):
+    """Yield the contradictions between a config and its plan."""
+    for key, keys in _planned_keys(found):
         value = tree.get(keys)
         if value is None or value == "auto" or _same(key, value, found.value[key], plan):
             continue

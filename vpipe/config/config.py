@@ -1,13 +1,13 @@
-"""What a run is told: one frozen :class:`Config`, from a native or a flat VPipe file and the command line."""
+"""Load the config of a run: one frozen :class:`Config`, from a native or a flat VPipe file and the command line."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from pydantic import Field
 
-from vpipe.config.apply_plan import drop_what_follows, put_plan
+from vpipe.config.apply_plan import PLAN, apply_plan, drop_derived
 from vpipe.config.machines import machine_mistakes
 from vpipe.config.parallel import SCHEDULE_OF_SCHEDULERS, SCHEDULERS, ParallelSection
 from vpipe.config.sections import (
@@ -22,14 +22,14 @@ from vpipe.config.sections import (
     neighbours,
 )
 from vpipe.config.validation import CHECKED, Mistake, Section, validated
-from vpipe.config.vpipe_flat import FLAT_KEYS, is_flat, to_native
+from vpipe.config.vpipe_flat import FLAT_KEYS, REPLACED_SECTIONS, to_native
 from vpipe.config.yaml_tree import Place, Tree, describe, parse, read_yaml, write
 from vpipe.errors import UserError
 from vpipe.runtime.executors.registry import NO_TIMELINE, THREADED
 from vpipe.schedules.registry import recipe_if_any
 
 DEEPEST = 8
-"""Names in a key of ``--set``; none of a config has more than four."""
+"""Largest number of names in a key of ``--set``; keys of a config have at most four."""
 
 
 class Config(Section):
@@ -55,7 +55,7 @@ class Config(Section):
 
     @property
     def saving(self) -> CheckpointSection:
-        """How checkpoints are made; a section that is absent says what one without keys says."""
+        """The checkpoint section; its defaults if the config has none."""
         return self.checkpoint or CheckpointSection.model_validate({})
 
     @property
@@ -64,7 +64,8 @@ class Config(Section):
         return self.dataset.batch_size // self.training.num_microbatches
 
     def mistakes(self) -> Iterator[Mistake]:
-        yield from machine_mistakes(self.machines)
+        if self.machines is not None:
+            yield from machine_mistakes(self.machines)
         samples, microbatches = self.dataset.batch_size, self.training.num_microbatches
         if samples % microbatches:
             low, high = neighbours(samples, microbatches)
@@ -87,27 +88,31 @@ class Config(Section):
             yield Mistake(("trace",), f"is true, but {NO_TIMELINE[0]}", NO_TIMELINE[1])
 
     def with_parallel(self, **changes: object) -> Config:
-        """With other values of ``parallel``, which are right already."""
+        """Return this config with other values of ``parallel``, which are not validated."""
         return self.model_copy(update={"parallel": self.parallel.model_copy(update=changes)})
 
     def resolved_yaml(self) -> str:
-        """The native YAML of this config, all keys written out; loading it gives an equal config."""
+        """Return this config as native YAML with every key; loading it gives an equal config."""
         return write(self.model_dump(mode="json"))
 
 
 def load_config(path: Path, overrides: Sequence[str] = (), scheduler: str | None = None, *,
                 resolved: bool = False) -> Config:
-    """The config in the file at ``path``, native or flat.
+    """Load the config in the file at ``path``, native or flat.
 
-    ``overrides`` are the texts of ``--set``, such as ``training.learning_rate=3e-4``: native keys, and in
-    a flat file also its own. ``scheduler`` is the value of ``--scheduler``, which goes before the schedule and the
-    executor of the file. ``resolved``: the file is that of a run,
-    which says every key; what follows from a key that is set goes with it. All mistakes in the files and on
-    the command line are raised together as one :class:`~vpipe.errors.UserError`.
+    Args:
+        overrides: values of ``--set``, such as ``training.learning_rate=3e-4``: native keys; for a flat file its own
+            keys, too.
+        scheduler: value of ``--scheduler``; it overrides the schedule and the executor of the file.
+        resolved: the file is the config of a run, which has every key; keys that derive from an overridden key are
+            derived anew.
+
+    Raises:
+        UserError: all mistakes in the files and on the command line.
     """
     tree = read_yaml(path)
     settings = [_setting(text) for text in overrides]
-    if is_flat(tree.value, Config.model_fields):
+    if _is_flat(tree.value):
         flat = [(key, part) for key, part in settings if key in FLAT_KEYS]
         settings = [(key, part) for key, part in settings if key not in FLAT_KEYS]
         for key, part in flat:
@@ -118,18 +123,19 @@ def load_config(path: Path, overrides: Sequence[str] = (), scheduler: str | None
                         hint=f"write --set parallel.schedule={scheduler}", where="--scheduler")
     if scheduler is not None:
         place = Place("--scheduler", "--scheduler", "--scheduler")
-        told = {key for key, _ in settings}
+        overridden = {key for key, _ in settings}
         settings.append(("parallel.scheduler", Tree.leaf(scheduler, place)))
         if scheduler in SCHEDULERS:
             meant = {"parallel.schedule": SCHEDULE_OF_SCHEDULERS, "parallel.executor": scheduler}
-            settings += [(key, Tree.leaf(value, place)) for key, value in meant.items() if key not in told]
-            drop_what_follows(tree, {"parallel.schedule": SCHEDULE_OF_SCHEDULERS})
+            settings += [(key, Tree.leaf(value, place)) for key, value in meant.items() if key not in overridden]
+            drop_derived(tree, {"parallel.schedule": SCHEDULE_OF_SCHEDULERS})
     if resolved:
         drop_removed(tree)
-        drop_what_follows(tree, {key: part.value for key, part in settings})
+        drop_derived(tree, {key: part.value for key, part in settings})
     for key, part in settings:
         tree.put(tuple(key.split(".")), part)
-    put_plan(tree, [key for key, _ in settings])
+    if isinstance(plan := tree.get(PLAN), str):
+        apply_plan(tree, plan, [key for key, _ in settings])
     return validated(Config, tree)
 
 
@@ -144,12 +150,18 @@ def parse_resolved(text: str) -> Config:
 
 
 def drop_removed(tree: Tree) -> None:
-    """Take out of the config of a run what an older version had on by default and this one refuses."""
+    """Drop the keys of a run's config that older versions had on by default and this one refuses."""
     tree.drop(("parallel", "compress_feedback"))
 
 
+def _is_flat(values: Iterable[str]) -> bool:
+    """Return whether a file with these top-level keys has VPipe's flat form: flat keys, and no native section."""
+    keys = set(values)
+    return bool(keys & FLAT_KEYS - set(Config.model_fields)) and not keys & REPLACED_SECTIONS
+
+
 def _setting(text: str) -> tuple[str, Tree]:
-    """``key=value`` of one ``--set``, the value read as YAML."""
+    """Parse the ``key=value`` of a ``--set``; the value is YAML."""
     key, equals, value = text.partition("=")
     key = key.strip()
     where = f"--set {key}"

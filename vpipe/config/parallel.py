@@ -1,4 +1,4 @@
-"""The section of a config that says how the model is cut into stages, and in which order their work is done."""
+"""The section ``parallel`` of a config: stages, their ranks, their schedule, and what ranks compute on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCHEDULE_OF_SCHEDULERS = "gpipe"
 """The schedule that OurGPipe's schedulers run."""
 
 AUTO = "auto"
-"""What is measured and planned when the run starts."""
+"""Value of keys that are planned when the run starts."""
 
 
 def _layers_or_auto(value: Any) -> Any:
@@ -46,7 +46,7 @@ def _layers_or_auto(value: Any) -> Any:
 
 
 def _recompute(value: Any) -> Any:
-    """A share, or per stage a share or a list of layers."""
+    """Validate a share, or for each stage a share or a list of layers."""
     hint = ("recompute: the share of a stage's layers to recompute, counted from its end: 0..1; or a list with a "
             "share, or a list of layers, per stage; or auto")
     if value == AUTO:
@@ -94,7 +94,7 @@ def _codecs(value: Any) -> Any:
 
 
 def used_codecs(compress: Codec | tuple[Codec, ...]) -> tuple[Codec, ...]:
-    """What ``parallel.compress`` names."""
+    """Return the codecs that ``parallel.compress`` names."""
     return compress if isinstance(compress, tuple) else (compress,)
 
 
@@ -172,9 +172,9 @@ class ParallelSection(Section):
 
     @property
     def to_plan(self) -> tuple[str, ...]:
-        """The keys whose values the run is to find when it starts.
+        """Keys that are planned when the run starts.
 
-        One stage can be cut in one way only, and the solver knows no schedule from a file: under one, stages are
+        A single stage can be cut in one way only. The solver does not know schedules from files: with one, stages are
         balanced by their parameters.
         """
         cut = self.model_parallel_size > 1 and not is_file(self.schedule)
@@ -183,42 +183,42 @@ class ParallelSection(Section):
 
     @property
     def standing_in(self) -> ParallelSection:
-        """With a schedule and nothing recomputed in place of what is to be planned; it has the same ranks."""
+        """This section with stand-ins for keys to be planned: the default schedule, no recomputation."""
         return self.model_copy(update={"schedule": DEFAULT_SCHEDULE if self.schedule == AUTO else self.schedule,
                                        "recompute": 0.0 if self.recompute == AUTO else self.recompute})
 
     @property
     def asks_for_gpus(self) -> bool:
-        """Whether ranks must compute on GPUs, and not only where there are any."""
+        """Whether the config requires GPUs; otherwise they are used if there are any."""
         return self.backend == "nccl" or (self.device or "").startswith("cuda")
 
     @property
     def devices(self) -> str:
-        """What ranks compute on and what carries tensors between them, in words, before that is known of a host."""
+        """Describe device and backend as far as the config gives them."""
         where = self.device or ("cuda" if self.backend == "nccl" else "GPUs where there are any, else cpu")
         between = self.backend or ("gloo" if self.device == "cpu" else "nccl where each has a GPU, else gloo")
         return f"ranks compute on {where}; {between} between them"
 
     @property
     def asynchronous(self) -> bool:
-        """Whether the schedule updates without a flush."""
+        """Whether the schedule has no flush."""
         return not has_flush(self.schedule)
 
     @property
     def placement(self) -> Placement | None:
-        """Ranks per stage, where the config says them."""
+        """Ranks per stage; None if the schedule places them."""
         ranks = self.stage_to_rank_map
         return None if ranks is None else tuple(ranks[str(stage)] for stage in range(len(ranks)))
 
     @property
     def order(self) -> str:
-        """The schedule, and the executor where that is not the usual one, for messages."""
+        """Schedule, and executor if it is not the default one, for messages."""
         return self.schedule + ("" if self.executor == "overlapped" else f", executor {self.executor}")
 
     @model_validator(mode="before")
     @classmethod
     def _name_both(cls, data: Any) -> Any:
-        """Write out what ``scheduler`` stands for."""
+        """Replace ``scheduler`` by the schedule and the executor that it means."""
         if not isinstance(data, dict) or data.get("scheduler") not in SCHEDULERS:
             return data
         scheduler = data["scheduler"]
@@ -327,7 +327,7 @@ def _count(entries: tuple[object, ...]) -> str:
 
 
 def rank_map_mistakes(ranks: Mapping[str, tuple[int, ...]], stages: int, schedule: str) -> Iterator[Mistake]:
-    """What is wrong with the map, for so many stages under a schedule, by its name, a file, or auto."""
+    """Yield the mistakes in ``stage_to_rank_map``; the schedule is a name, a file, or auto."""
     key = "stage_to_rank_map"
     expected = [str(stage) for stage in range(stages)]
     if set(ranks) != set(expected):

@@ -1,7 +1,7 @@
-"""The sections of a config, one class each; every field says what it means and in which unit.
+"""The sections of a config, one class each; the description of a field gives its meaning and unit.
 
-A key whose feature does not exist yet is accepted with its neutral value only: any other value is
-refused by the section's ``mistakes``, so nothing a user writes is ignored.
+A key whose feature does not exist yet is accepted with its neutral value only: the section's ``mistakes`` refuse any
+other value, so no value that a user writes is ignored.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from vpipe.runtime.precision import Precision, PrecisionName
 from vpipe.schedules.size import MOST_MICROBATCHES
 
 MOST_SAMPLES = 1 << 20
-"""In a batch."""
+"""Largest batch."""
 
 MOST_STEPS = 10**9
-"""Steps, epochs, or updates between two of something."""
+"""Largest number of steps or epochs."""
 
 
 def as_tuple(value: Any) -> Any:
-    """A list as the tuple that a frozen section holds."""
+    """Return a list as the tuple that a frozen section holds."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -74,7 +74,7 @@ Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 
 class ModelSection(Section):
-    """What is trained. Sizes written here go before those of ``preset`` or ``config_file``."""
+    """The model. Sizes given here override those of ``preset`` or ``config_file``."""
 
     name: str = Field(min_length=1, description="family of the model, such as bert, gpt or llama")
     preset: str | None = Field(None, description="named sizes of the family; for bert tiny, mini, small, medium, "
@@ -111,7 +111,7 @@ class ModelSection(Section):
 
 
 class DatasetSection(Section):
-    """What it is trained on."""
+    """The data."""
 
     name: str = Field(min_length=1, description="registered data set, such as text, code_search_net, bert_hdf5, "
                                                 "huggingface or synthetic")
@@ -131,7 +131,7 @@ class DatasetSection(Section):
 
 
 class TrainingSection(Section):
-    """How long and with which updates.
+    """The length of the training, and its updates.
 
     A run ends at the first of ``epochs``, ``max_steps`` and ``max_minutes`` that it reaches; one that is
     null does not count, and the data repeat as often as needed. With none of the three it is one epoch.
@@ -178,16 +178,16 @@ class TrainingSection(Section):
 
     @property
     def needs_norms(self) -> bool:
-        """Whether the stages tell each other the norms of their gradients, where the schedule has a flush."""
+        """Whether stages exchange the norms of their gradients, under a schedule with a flush."""
         return self.grad_clip is not None or self.on_nan == "skip" or self.computed.scaled
 
     @property
     def computed(self) -> Precision:
-        """In which numbers layers compute."""
+        """The precision that layers compute in."""
         return Precision(self.precision, None if self.loss_scale == "dynamic" else self.loss_scale)
 
     def warmup_updates(self, total: int) -> int:
-        """The updates of the warm-up in a run of ``total`` updates."""
+        """Return the updates of the warm-up in a run of ``total`` updates."""
         return int(self.warmup_steps * total if self.warmup_steps < 1 else self.warmup_steps)
 
     @model_validator(mode="before")
@@ -221,13 +221,13 @@ class TrainingSection(Section):
 
 
 def neighbours(size: int, divisor: int) -> tuple[int, int]:
-    """The nearest multiples of ``divisor`` below and above ``size``, which is none itself."""
+    """Return the nearest multiples of ``divisor`` below and above ``size``, which is no multiple."""
     low = size // divisor * divisor
     return low, low + divisor
 
 
 class LaunchSection(Section):
-    """How ranks are started: those of other hosts, and what is set for each."""
+    """The start of ranks, above all those on other hosts."""
 
     ssh_options: Texts = Field((), description="options for ssh, such as [-p, '2222', -i, /home/me/.ssh/cluster]; ssh "
                                                "is never let ask for a password")
@@ -240,7 +240,7 @@ class LaunchSection(Section):
 
 
 class CheckpointSection(Section):
-    """When the state of a run is written, and where."""
+    """The checkpoints of a run."""
 
     every_steps: int | None = Field(None, ge=1, le=MOST_STEPS, description="steps between two checkpoints; null makes "
                                                                            "none on the way")
@@ -252,12 +252,12 @@ class CheckpointSection(Section):
 
     @property
     def makes_any(self) -> bool:
-        """Whether a run writes checkpoints at all."""
+        """Whether a run writes any checkpoint."""
         return self.at_end or self.every_steps is not None
 
 
 class MetricsSection(Section):
-    """What a run says of itself, beside ``metrics.jsonl``."""
+    """The metrics of a run beside ``metrics.jsonl``."""
 
     peak_tflops: float | None = Field(None, gt=0, le=10**9, description="what one device computes at most, in 10^12 "
                                                                         "operations per second, for MFU and HFU; null "

@@ -1,8 +1,7 @@
-"""From a tree to a frozen pydantic model, or to every mistake in it at once.
+"""Validate a tree with pydantic: return a frozen section, or all mistakes at once.
 
-Pydantic finds wrong types and unknown keys; rules that span keys are written as a section's
-``mistakes``. Both end up as a :class:`~vpipe.errors.Problem` with the key as the user spelled it, the
-numbers, a remedy and ``file:line:column``.
+Pydantic finds wrong types and unknown keys; a section's ``mistakes`` are the rules across keys. Both become a
+:class:`~vpipe.errors.Problem` with the key as the user spelled it, the numbers, a remedy and ``file:line:column``.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from vpipe.errors import Problem, UserError, nearest
 
 @dataclass(frozen=True)
 class Mistake:
-    """``keys`` (from the section's root) and what is wrong with its value, as a predicate: "must be ..."."""
+    """A mistake in the value of ``keys`` (from the section's root), as a predicate: "must be ..."."""
 
     keys: Keys
     predicate: str
@@ -29,12 +28,12 @@ class Mistake:
 
 
 def unavailable(key: str, asks: str, hint: str) -> Mistake:
-    """The refusal of a value that needs a feature this version has not."""
+    """Return the mistake of a value that needs a feature which this version does not have."""
     return Mistake((key,), f"asks for {asks}, which is not available in this version", hint)
 
 
 class MistakesError(ValueError):
-    """What a validator raises: one or several mistakes."""
+    """Raised by a validator: one or several mistakes."""
 
     def __init__(self, mistakes: Iterable[Mistake]) -> None:
         self.mistakes = tuple(mistakes)
@@ -46,12 +45,12 @@ CHECKED = {"checked": True}
 
 
 class Section(BaseModel):
-    """A frozen group of keys: unknown keys are errors, and no value is converted to another type."""
+    """A frozen group of keys: unknown keys are errors, and values are not converted to other types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
     def mistakes(self) -> Iterator[Mistake]:
-        """Rules across the keys of this section; each key is already right by itself."""
+        """Yield mistakes across the keys of this section; each key is valid by itself."""
         yield from ()
 
     @model_validator(mode="after")
@@ -67,7 +66,7 @@ S = TypeVar("S", bound=Section)
 
 
 def validated(kind: type[S], tree: Tree) -> S:
-    """``tree`` as a ``kind``; a :class:`UserError` lists all that is wrong with it."""
+    """Return ``tree`` as a section; raise one :class:`UserError` with all mistakes."""
     section, problems = checked(kind, tree)
     if section is None:
         raise UserError.all_of(problems)
@@ -75,7 +74,7 @@ def validated(kind: type[S], tree: Tree) -> S:
 
 
 def checked(kind: type[S], tree: Tree) -> tuple[S | None, list[Problem]]:
-    """``tree`` as a ``kind`` and no problem, or None and all problems, in the order of the file."""
+    """Return ``tree`` as a section and no problem, or None and all problems in the order of the file."""
     try:
         section = kind.model_validate(tree.value)
     except ValidationError as error:
@@ -111,7 +110,7 @@ def _problems(kind: type[Section], tree: Tree, details: Any) -> Iterator[tuple[K
 
 
 def _must(error: str, context: Mapping[str, Any]) -> str | None:
-    """What a value must do, for an error type of pydantic."""
+    """Describe what a value must do, for an error type of pydantic."""
     match error:
         case "int_type" | "int_from_float":
             return "be a whole number"
@@ -146,7 +145,7 @@ def _plain(bound: float) -> str:
 
 
 def field_at(kind: type[BaseModel], keys: Keys) -> FieldInfo | None:
-    """The field that ``keys`` leads to; the list's own field for an element of a list."""
+    """Return the field at ``keys``; for an element of a list, the field of the list."""
     inner: type[BaseModel] | None = kind
     info = None
     for key in keys:
@@ -158,7 +157,7 @@ def field_at(kind: type[BaseModel], keys: Keys) -> FieldInfo | None:
 
 
 def section_of(info: FieldInfo) -> type[BaseModel] | None:
-    """The section a field holds, if it holds one (possibly optional)."""
+    """Return the section that a field holds, possibly as an option; None if it holds none."""
     for part in (info.annotation, *get_args(info.annotation)):
         if isinstance(part, type) and issubclass(part, BaseModel):
             return part
@@ -166,14 +165,14 @@ def section_of(info: FieldInfo) -> type[BaseModel] | None:
 
 
 def _choices(info: FieldInfo | None) -> list[str]:
-    """The values of a field that is a Literal, or a Literal or None."""
+    """Return the values of a field that is a Literal, or a Literal or None."""
     annotation = info.annotation if info else None
     parts = [annotation] if get_origin(annotation) is Literal else get_args(annotation)
     return [str(value) for part in parts for value in get_args(part)]
 
 
 def _instead(kind: type[Section], keys: Keys) -> str:
-    """The remedy for an unknown key: a key of the same section, or one like it in another."""
+    """Return the hint for an unknown key: a similar key of the same section or of another."""
     parent = kind if len(keys) == 1 else section_of(field_at(kind, keys[:-1]) or FieldInfo())
     siblings: Sequence[str] = list(parent.model_fields) if parent else []
     elsewhere = {key: f"{name}.{key}" for name, info in kind.model_fields.items()

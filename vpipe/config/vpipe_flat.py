@@ -1,6 +1,6 @@
-"""The flat config of the first VPipe, with its two JSON files, as a native one.
+"""Convert a flat VPipe config and its two JSON files into a native config.
 
-The values keep their places, so an error found later still points into the flat file or the JSON.
+Values keep their places, so a later error still points into the flat file or the JSON.
 
 ``sync_mode: asp`` is the schedule pipedream: a batch is one minibatch of ``batch_size`` samples and one
 microbatch, and is one update. ``bsp`` is a flush after 32 minibatches: a native batch is 32 microbatches
@@ -28,7 +28,7 @@ from vpipe.schedules.registry import DEFAULT_ASYNCHRONOUS, DEFAULT_SCHEDULE, rec
 
 MINIBATCHES_PER_FLUSH = 32
 WARMUP_SHARE = 0.2
-"""VPipe warmed up over the first fifth of a polynomial run."""
+"""Share of the steps over which VPipe warms up."""
 
 J = TypeVar("J", bound=Section)
 SAME_MEANING = {
@@ -38,7 +38,7 @@ SAME_MEANING = {
 
 
 class FlatConfig(Section):
-    """The keys of the flat form. Paths are taken from ``directory``."""
+    """The keys of the flat form. Paths are relative to ``directory``."""
 
     directory: FilePath = Field(description="folder of the model's files, from this file's folder or the current one")
     partition: FilePath = Field(description='JSON file such as {"partition": [3, 2], "recompute_ratio": [0.3, 0]}')
@@ -82,7 +82,8 @@ class FlatConfig(Section):
             yield unavailable("model_type", "the translation model", "use bert")
         if self.compress_in_gpu and not self.compress_activations:
             yield Mistake(("compress_in_gpu",), "is true, but compress_activations is false", "set both, or neither")
-        yield from machine_mistakes(self.machines)
+        if self.machines is not None:
+            yield from machine_mistakes(self.machines)
         if _contradicts(self.schedule, self.sync_mode):
             other, kind = ("bsp", "with") if self.sync_mode == "asp" else ("asp", "without")
             yield Mistake(("schedule",), f"is {self.schedule}, which updates {kind} a flush, but sync_mode is "
@@ -120,29 +121,22 @@ class RankFile(Section):
 
 
 FLAT_KEYS = frozenset(FlatConfig.model_fields) - {"container", "log_directory", "trace"}
-"""The keys that only the flat form has."""
+"""Keys that only the flat form has."""
 
-SAID_OTHERWISE = frozenset({"model", "dataset", "training", "parallel"})
-"""Sections of a native file for which the flat form has keys of its own; it may have the others, too."""
+REPLACED_SECTIONS = frozenset({"model", "dataset", "training", "parallel"})
+"""Native sections for which the flat form has keys of its own; a flat file may have the other sections."""
 
 
 def _contradicts(schedule: str | None, sync_mode: str) -> bool:
-    """Whether a schedule, if it is one of this version, updates in the other way."""
+    """Return whether a registered schedule contradicts ``sync_mode``."""
     recipe = None if schedule is None else recipe_if_any(schedule)
     return recipe is not None and recipe.flush != (sync_mode == "bsp")
 
 
-def is_flat(values: Iterable[str], native: Iterable[str]) -> bool:
-    """Whether a file with these top-level keys is of the flat form: it has flat keys, and no section that this form
-    says otherwise."""
-    keys = set(values)
-    return bool(keys & (FLAT_KEYS - set(native))) and not keys & SAID_OTHERWISE
-
-
 def to_native(tree: Tree, folder: Path, native_keys: Iterable[str]) -> Tree:
-    """The flat ``tree``, read from a file in ``folder``, as the tree of a native config.
+    """Return the flat ``tree`` of a file in ``folder`` as the tree of a native config.
 
-    Such as ``checkpoint`` and ``metrics``, for which the flat form has no keys of its own, pass as they are.
+    Native sections such as ``checkpoint`` and ``metrics``, for which the flat form has no keys, stay as they are.
     """
     passed = {key: tree.at((key,)) for key in native_keys if key in tree.value and key not in FlatConfig.model_fields}
     for key in passed:
@@ -237,7 +231,7 @@ def _put_updates(flat: FlatConfig, stages: int, put: Callable[[str, str, object]
 
 
 def _directory(flat: FlatConfig, tree: Tree, folder: Path) -> Path:
-    """``directory`` beside the config file, or else (as VPipe had it) in the current folder; absolute."""
+    """Return the absolute path of ``directory``: beside the config file, else (as in VPipe) in the current folder."""
     candidates = [Path(os.path.abspath(place / flat.directory)) for place in (folder, Path())]
     for candidate in candidates:
         if os.path.isdir(candidate):
@@ -249,7 +243,7 @@ def _directory(flat: FlatConfig, tree: Tree, folder: Path) -> Path:
 
 
 def _json(kind: type[J], tree: Tree, key: str, path: Path) -> tuple[J | None, Tree, list[Problem]]:
-    """The JSON file that ``key`` names: as a ``kind``, as a tree, and what is wrong with it."""
+    """Read the JSON file that ``key`` names; return it as a section and as a tree, with its problems."""
     if not os.path.isfile(path):
         problem = Problem(f"{key} names '{tree.value[key]}', but there is no file '{path}'",
                           "the path is taken from directory", tree.where((key,)))
@@ -264,7 +258,7 @@ def _json(kind: type[J], tree: Tree, key: str, path: Path) -> tuple[J | None, Tr
 
 def _contradictions(flat: FlatConfig, layers: PartitionFile, ranks: RankFile, tree: Tree, partition: Tree,
                     placement: Tree) -> Iterator[Problem]:
-    """Where the flat file and its JSON files disagree."""
+    """Yield the contradictions between the flat file and its JSON files."""
     stages, entries = len(layers.partition), ranks.module_to_stage_map
     named = sorted(set(entries))
     hint = f"with one module per stage and the loss it is {[*range(stages), stages - 1]}"

@@ -1,8 +1,8 @@
-"""A YAML or JSON file as plain values that remember where each of them was written.
+"""Read YAML and JSON files into plain values that keep their positions in the file.
 
-Every config error names ``file:line:column``, so the text is composed into nodes (which carry
-positions) instead of being loaded into bare values. A :class:`Tree` holds both, and keeps each
-value's place when the value moves: into another tree, or over a value of the file for ``--set``.
+Every config error names ``file:line:column``, so the text is composed into nodes, which have positions, instead of
+being loaded into bare values. A :class:`Tree` holds values and positions, and keeps the position of a value that
+moves: into another tree, or for ``--set`` over a value of the file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MOST_DIGITS = 100
 """Of a whole number: such as ``0xfff...`` may have more than Python prints."""
 
 Keys = tuple[str | int, ...]
-"""The way from a tree's root to a value: ``("parallel", "partition", 2)``."""
+"""Path from the root of a tree to a value: ``("parallel", "partition", 2)``."""
 
 _FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
 _NUMBERS = {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float"}
@@ -55,7 +55,7 @@ class _Loader(yaml.SafeLoader):
         return self.DEFAULT_SCALAR_TAG if kind is yaml.ScalarNode and tag in _NUMBERS and ":" in value else tag
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose a key or a value, while there may be more."""
+        """Compose a key or a value, within the limits of number and depth."""
         self.values_left -= 1
         if self.values_left < 0:
             raise _TooManyError
@@ -82,7 +82,7 @@ _Dumper.add_representer(list, lambda dumper, items: dumper.represent_sequence(
 
 @dataclass(frozen=True)
 class Place:
-    """How the user spells a value (``training.epochs``) and where its key and the value itself stand."""
+    """The user's name of a value (``training.epochs``), and the positions of its key and of the value."""
 
     name: str
     key: str
@@ -91,7 +91,7 @@ class Place:
 
 @dataclass
 class Tree:
-    """Plain values (dict, list, scalars), the place of each, and the mistakes met while reading them."""
+    """Plain values (dict, list, scalars), the place of each, and the problems found while reading them."""
 
     value: Any
     places: dict[Keys, Place]
@@ -99,11 +99,11 @@ class Tree:
 
     @classmethod
     def leaf(cls, value: object, place: Place) -> Tree:
-        """A value with one place for all of it."""
+        """Return a tree of one value that has one place."""
         return cls(value, {(): place})
 
     def at(self, keys: Keys) -> Tree:
-        """The part of this tree under ``keys``, which must be there; its places stay what they are."""
+        """Return the part of this tree at ``keys``, which must exist, with its places."""
         value = self.value
         for key in keys:
             value = value[key]
@@ -111,7 +111,7 @@ class Tree:
         return Tree(value, {found[size:]: place for found, place in self.places.items() if found[:size] == keys})
 
     def put(self, keys: Keys, part: Tree) -> None:
-        """Set ``part`` under ``keys``, over whatever was there; mappings on the way are made."""
+        """Set ``part`` at ``keys``, replacing what was there; missing mappings are created."""
         root, node = part.places[()], self.value
         for depth, key in enumerate(keys[:-1], 1):
             if not isinstance(node.get(key), dict):
@@ -125,7 +125,7 @@ class Tree:
         self.problems += part.problems
 
     def get(self, keys: Keys) -> Any:
-        """The value under ``keys``; None where there is none."""
+        """Return the value at ``keys``; None if there is none."""
         value = self.value
         for key in keys:
             if not isinstance(value, dict) or key not in value:
@@ -134,25 +134,25 @@ class Tree:
         return value
 
     def drop(self, keys: Keys) -> None:
-        """Take the value under ``keys`` out, if there is one."""
+        """Remove the value at ``keys``, if there is one."""
         around = self.get(keys[:-1])
         if isinstance(around, dict) and keys[-1] in around:
             del around[keys[-1]]
             self._forget(keys)
 
     def known(self, keys: Keys) -> Keys:
-        """``keys`` itself, or the nearest mapping or list around it that was written somewhere."""
+        """Return ``keys``, or those of the nearest mapping or list around it that has a place."""
         while keys not in self.places:
             keys = keys[:-1]
         return keys
 
     def name(self, keys: Keys) -> str:
-        """The value under ``keys`` as the user spells it; a key that is absent is named in its parent's way."""
+        """Return the user's name of the value at ``keys``; an absent key is named after its parent."""
         known = self.known(keys)
         return dotted(self.places[known].name, keys[len(known):])
 
     def where(self, keys: Keys) -> str:
-        """Where the value under ``keys`` stands; for an absent one, where the mapping stands that lacks it."""
+        """Return the position of the value at ``keys``; for an absent one, that of the mapping that lacks it."""
         known = self.known(keys)
         return self.places[known].value if known == keys else self.places[known].key
 
@@ -162,19 +162,19 @@ class Tree:
 
 
 def dotted(name: str, keys: Keys) -> str:
-    """``name`` followed by ``keys``: ``parallel.partition[2]``."""
+    """Return ``name`` followed by ``keys``: ``parallel.partition[2]``."""
     for key in keys:
         name = f"{name}[{key}]" if isinstance(key, int) else f"{name}.{key}" if name else key
     return name
 
 
 def read_yaml(path: Path) -> Tree:
-    """The YAML file at ``path``, which must hold a mapping."""
+    """Read the YAML file at ``path``, which must hold a mapping."""
     return _read(path, _text(path), "YAML")
 
 
 def read_json(path: Path, most_bytes: int = MOST_BYTES, most_values: int = MOST_VALUES) -> Tree:
-    """The JSON file at ``path``, which must hold an object, with at most so many bytes and values.
+    """Read the JSON file at ``path``, which must hold an object, with at most so many bytes and values.
 
     JSON is read as the YAML it nearly is, for its positions. The difference that matters are tabs between
     tokens; no JSON string holds a bare one, so each may become a space and no column moves.
@@ -183,12 +183,12 @@ def read_json(path: Path, most_bytes: int = MOST_BYTES, most_values: int = MOST_
 
 
 def parse(text: str, name: str, where: str) -> Tree:
-    """A piece of YAML from the command line: ``where`` says from which option, for every value in it."""
+    """Parse a piece of YAML from the command line; ``where`` names its option, the place of every value."""
     return _compose(text, name, "YAML", lambda mark: where, where)
 
 
 def write(values: dict[str, Any]) -> str:
-    """``values`` as YAML, keys in their order, such that reading it gives the same values.
+    """Return ``values`` as YAML with keys in order; reading it gives the same values.
 
     Text beyond ASCII is escaped: PyYAML's unescaped form loses line breaks such as U+0085.
     """
@@ -220,7 +220,7 @@ def _read(path: Path, text: str, language: str, most_values: int = MOST_VALUES) 
 
 def _compose(text: str, name: str, language: str, where: Callable[[yaml.Mark], str], start: str,
              most_values: int = MOST_VALUES) -> Tree:
-    """``start`` is where the text as a whole stands."""
+    """Compose a text; ``start`` is the position of all of it."""
     try:
         loader = _Loader(text, most_values)
         node = loader.get_single_node()
@@ -246,7 +246,7 @@ def _compose(text: str, name: str, language: str, where: Callable[[yaml.Mark], s
 
 
 class _Builder:
-    """Turns nodes into plain values, noting places and mistakes on the way."""
+    """Turns nodes into plain values, and collects places and problems."""
 
     def __init__(self, loader: _Loader, where: Callable[[yaml.Mark], str]) -> None:
         self.loader, self.where = loader, where
@@ -327,7 +327,7 @@ def _encodable(text: str) -> bool:
 
 
 def describe(value: object) -> str:
-    """A value as an error shows it, in the words of YAML."""
+    """Return a value as an error shows it, in the words of YAML."""
     if value is None:
         return "nothing"
     if isinstance(value, bool):

@@ -36,7 +36,7 @@ def hosts_of(config: Config) -> Hosts | None:
     if len(config.machines) != ranks:
         raise UserError(f"machines lists {len(config.machines)}, but the schedule has {counted(ranks, 'rank')}",
                         hint="give one host:gpu per rank")
-    hosts = Hosts.of(config.machines)
+    hosts = Hosts.from_machines(config.machines)
     if hosts.logins[0] not in hosts.here:
         raise UserError(f"the first host of machines, '{hosts.name(0)}', is not this one ('{socket.gethostname()}')",
                         hint="start vpipe there, or begin the list with this host")

@@ -236,7 +236,7 @@ class _Run:
 
 def _without(config: Config, away: Set[str]) -> Config:
     """Return the config for the hosts that are not away."""
-    there = tuple(text for text in config.machines or () if (entry := Machine.of(text)) and entry.login not in away)
+    there = tuple(text for text in config.machines or () if (entry := Machine.parse(text)) and entry.login not in away)
     fit = fitted(config, len(there))
     if (change := other_updates(config, fit)) is not None:
         print(f"elastic: {change}", file=sys.stderr, flush=True)
