@@ -1,4 +1,4 @@
-"""The list ``machines``: the host and the device of each rank."""
+"""Parse the list ``machines``: the host and the device of each rank."""
 
 from __future__ import annotations
 

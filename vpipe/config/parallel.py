@@ -1,4 +1,4 @@
-"""The section ``parallel`` of a config: stages, their ranks, their schedule, and what ranks compute on."""
+"""Define the section ``parallel`` of a config: stages, their ranks, their schedule, and devices."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ DeviceName = Annotated[str | None, BeforeValidator(_device)]
 
 
 class ParallelSection(Section):
-    """How the model is cut into stages, and in which order their work is done."""
+    """The stages, their ranks, their schedule, and the devices."""
 
     model_parallel_size: int = Field(ge=1, le=MOST_STAGES, description="number of stages; may be left out when "
                                                                        "partition or stage_to_rank_map tells it")
@@ -189,7 +189,7 @@ class ParallelSection(Section):
 
     @property
     def asks_for_gpus(self) -> bool:
-        """Whether the config requires GPUs; otherwise they are used if there are any."""
+        """Return whether the config requires GPUs; otherwise they are used if there are any."""
         return self.backend == "nccl" or (self.device or "").startswith("cuda")
 
     @property
@@ -201,7 +201,7 @@ class ParallelSection(Section):
 
     @property
     def asynchronous(self) -> bool:
-        """Whether the schedule has no flush."""
+        """Return whether the schedule has no flush."""
         return not has_flush(self.schedule)
 
     @property

@@ -1,4 +1,4 @@
-"""The sections of a config, one class each; the description of a field gives its meaning and unit.
+"""Define the sections of a config, one class each; the description of a field gives its meaning and unit.
 
 A key whose feature does not exist yet is accepted with its neutral value only: the section's ``mistakes`` refuse any
 other value, so no value that a user writes is ignored.
@@ -178,7 +178,7 @@ class TrainingSection(Section):
 
     @property
     def needs_norms(self) -> bool:
-        """Whether stages exchange the norms of their gradients, under a schedule with a flush."""
+        """Return whether stages exchange the norms of their gradients, under a schedule with a flush."""
         return self.grad_clip is not None or self.on_nan == "skip" or self.computed.scaled
 
     @property
@@ -252,7 +252,7 @@ class CheckpointSection(Section):
 
     @property
     def makes_any(self) -> bool:
-        """Whether a run writes any checkpoint."""
+        """Return whether a run writes any checkpoint."""
         return self.at_end or self.every_steps is not None
 
 

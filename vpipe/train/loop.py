@@ -1,4 +1,4 @@
-"""The training loop of one rank."""
+"""Train on one rank: the loop over steps, and what accompanies it."""
 
 from __future__ import annotations
 

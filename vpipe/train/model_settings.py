@@ -1,4 +1,4 @@
-"""The settings of the model that a config, or the config in a checkpoint, describes."""
+"""Return the settings of the model that a config, or the config in a checkpoint, describes."""
 
 from __future__ import annotations
 

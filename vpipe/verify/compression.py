@@ -1,4 +1,4 @@
-"""Compression of the tensors at the cuts of a sequential program, as a pipeline compresses what it sends."""
+"""Compress the tensors at the cuts of a sequential program, as a pipeline compresses what it sends."""
 
 from __future__ import annotations
 

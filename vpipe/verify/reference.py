@@ -1,4 +1,4 @@
-"""The oracle: a plain sequential program that computes what a pipeline must compute.
+"""Compute what a pipeline must compute, in a plain sequential program: the oracle.
 
 It shares the model, the seeds and the cut with the engine, and nothing else: no actions, no stage workers, no
 transfers. With a flush it is plain PyTorch with gradient accumulation. Without one, the weight version that each stage

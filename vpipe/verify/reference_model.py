@@ -1,4 +1,4 @@
-"""A model on one device, as the reference runs it: its precision, and what replicas and tied stages have of their own.
+"""Run a model on one device for the oracle, with separate buffers of replicas and separate copies of tied weights.
 
 A plain PyTorch program that shares no code with the engine. In ``bf16`` and ``fp16`` every layer runs under a
 ``torch.autocast`` of its own; in ``bf16_pure`` the layers and their inputs are bf16. In each of the three, a float32

@@ -1,4 +1,4 @@
-"""An update of the reference: sum the gradients in the pipeline's order, unscale, clip, step, and keep the state.
+"""Make an update of the oracle: sum gradients in the pipeline's order, unscale, clip, step, and return its state.
 
 Like the rest of the reference it shares no code with the engine: optimizers are filled and read by torch's own
 ``load_state_dict`` and ``state_dict``.
@@ -191,7 +191,7 @@ class UpdateResult(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingRecipe:
-    """How to train, as :class:`vpipe.Pipeline` takes it, and how to make an update of it.
+    """Settings of a training, as :class:`vpipe.Pipeline` takes them, and the update that follows from them.
 
     Attributes:
         factor: step -> factor of the learning rate.

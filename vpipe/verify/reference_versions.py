@@ -1,4 +1,4 @@
-"""Weight versions of a stage without a flush: which version a microbatch uses, and how an update makes the next."""
+"""Give each microbatch of a stage without a flush its weight version, and make the next version in an update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trajectory of a run: losses, gradient norms and weights, update by update, to compare runs with."""
+"""Record the trajectory of a run: losses, gradient norms and weights of every update, to compare runs."""
 
 from __future__ import annotations
 
