@@ -42,6 +42,7 @@ class _Joined:
 
     group: dist.ProcessGroup | None
     rendezvous: Rendezvous
+    devices: DeviceMap
 
 
 _joined: _Joined | None = None
@@ -57,7 +58,8 @@ def join_world(backend: str | None = None, timeout_s: float = 60.0,
     The launchers describe the job in the environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, or those
     of SLURM), which is the one place where the library reads it. A process that is alone is its only rank. From then on
     the ranks watch one another: see docs/faults.md. A process group that the program made itself is used as it is, with
-    the watch. All ranks must call this.
+    the watch. All ranks must call this; while the group is there, they need not do so at the same time, unless they
+    compute on other devices than before.
 
     Args:
         backend: ``nccl`` or ``gloo``; None takes nccl where each rank has a GPU of its own.
@@ -137,7 +139,7 @@ def _make_group(own: torch.device, backend: str | None, timeout_s: float) -> Dev
     # The watchdog's server in rank 0 may have got connections of its own meanwhile, and the store.
     made = connections(but=(rendezvous.server_port, _number("MASTER_PORT"))).items() - before.items()
     watchdog.break_off = partial(break_off, dict(made))
-    _joined = _Joined(dist.group.WORLD, rendezvous)
+    _joined = _Joined(dist.group.WORLD, rendezvous, devices)
     atexit.register(_destroy, dist.group.WORLD, os.getpid())
     rendezvous.leave_first()  # the group is destroyed last
     return devices
@@ -154,9 +156,11 @@ def _join_group(own: torch.device, backend: str | None, timeout_s: float) -> Dev
             _joined.rendezvous.leave()
         store: Store = PrefixStore(f"vpipe {next(_groups_watched)}", _get_default_store())
         hosts = hosts_of_group(store, rank, ranks, _host(), timeout_s)
-        timing = WatchdogTiming.from_timeout(timeout_s)
-        _joined = _Joined(dist.group.WORLD, Rendezvous(store, rank, ranks, timing, None, hosts))
-    devices = _exchange_devices(_joined.rendezvous, own)  # each time: ranks may compute on other devices now
+        rendezvous = Rendezvous(store, rank, ranks, WatchdogTiming.from_timeout(timeout_s), None, hosts)
+        _joined = _Joined(dist.group.WORLD, rendezvous, _exchange_devices(rendezvous, own))
+    elif own != _joined.devices.own:
+        _joined = replace(_joined, devices=_exchange_devices(_joined.rendezvous, own))
+    devices = _joined.devices
     return replace(devices, backend=check_backend(backend, dist.get_backend_config(), devices.devices))
 
 
