@@ -104,6 +104,18 @@ def test_torchrun_ends_the_others_and_one_says_of_a_killed_rank_who_it_was(tmp_p
                     r"receiving) ", error)
 
 
+def test_a_rank_that_is_killed_while_it_opens_the_data_is_named_at_once(tmp_path: Path) -> None:
+    path = put_model(tmp_path, FRAGILE.replace("    good = ", "    import os, time\n    if os.environ['RANK'] == '1':\n"
+                                               "        time.sleep(1)\n        os.kill(os.getpid(), 9)\n    good = "))
+    config = write_config(tmp_path, model__name="fragile", parallel__partition=[3, 3])
+    done = subprocess.run([*TORCHRUN, "--master-port", str(free_port(None)), "-m", "vpipe", "train", config],
+                          capture_output=True, text=True, timeout=50, env={**os.environ, "PYTHONPATH": path})
+    assert done.returncode == 1
+    [error] = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert error.startswith("error: rank 1 ended without a word; rank 0 was waiting for all ranks"), error
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT"])
 def test_an_environment_that_is_not_whole(tmp_path: Path, missing: str) -> None:
     whole = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
