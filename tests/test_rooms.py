@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -110,6 +111,19 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     graph = {module: {name if name in modules else name.rpartition(".")[0] for name in imported(file.read_text())}
              & set(modules) - {module} for module, file in modules.items()}
     list(TopologicalSorter(graph).static_order())  # raises, and names the circle
+
+
+def test_the_map_draws_the_arrows_that_follow_from_no_others() -> None:
+    drawn = re.findall(r'<path id="(\w+)-(\w+)"', (ROOT.parent / "docs" / "architecture.svg").read_text())
+    rooms = {room for arrow in drawn for room in arrow}
+    graph = {room: MAY_IMPORT[room] & rooms - {room} for room in rooms}
+
+    def behind(room: str) -> set[str]:
+        return graph[room].union(*map(behind, graph[room]))
+
+    assert {room for room in MAY_IMPORT if (ROOT / room).is_dir()} - {"draw"} <= rooms
+    assert set(drawn) == {(room, to) for room in rooms for to in graph[room]
+                          if not any(to in behind(other) for other in graph[room])}
 
 
 def test_imports_are_found_wherever_they_stand() -> None:
