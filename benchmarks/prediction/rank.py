@@ -90,7 +90,7 @@ def done(setting: Setting, model: Model, case: Case, cut: Sequence[int], profile
     stream = pipe.train(case.batches(MICROBATCHES))
     for _ in range(WARM_UP * updates):
         next(stream)
-    warm = recorder.take()
+    warm = recorder.pop_records()
     seconds_by_op.clear()
     dist.barrier()
     busy, started, seconds = busy_s(), perf_counter(), []
@@ -103,7 +103,7 @@ def done(setting: Setting, model: Model, case: Case, cut: Sequence[int], profile
     spent = os.times()
     mine = spent.user + spent.system - ours.user - ours.system
     wall, busy = perf_counter() - started, busy_s() - busy
-    notes = recorder.take()
+    notes = recorder.pop_records()
     pipe.engine.drain()
     shared: list[dict[str, Any]] = [{}] * dist.get_world_size()
     dist.all_gather_object(shared, {"cpu_s": mine, "held": held(recorder, [*warm, *notes]),

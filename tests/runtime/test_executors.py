@@ -214,7 +214,7 @@ def test_who_waits_for_a_thread_is_at_its_forward(monkeypatch: pytest.MonkeyPatc
     worker._under_way[0, 2] = None, SimpleNamespace(result=result)  # type: ignore[assignment]
     monkeypatch.setattr(worker, "_end_forward", lambda *given: seen.append(work.seen()[0]))
     work.now = Action(Op.BACKWARD, 0, 3), 0.0
-    worker._take_in(0, 2)
+    worker._finish_forward(0, 2)
     work.rest()
     assert seen == ["running 0F2", "running 0B3"]
 

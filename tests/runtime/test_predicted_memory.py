@@ -38,7 +38,7 @@ def test_a_pipeline_holds_what_was_predicted(precision: str) -> None:
         for _ in pipe.train(batches):
             pass
         for stage, recorder in recorders.items():
-            notes = [note for note in recorder.take() if isinstance(note, Recorded) and note.stage == stage]
+            notes = [note for note in recorder.pop_records() if isinstance(note, Recorded) and note.stage == stage]
             held = max(note.held_bytes + note.versions * recorder.weight_bytes()[stage] for note in notes)
             memory = prediction.stages[stage].memory
             expected = memory.activations + memory.weights + memory.stashed

@@ -36,7 +36,7 @@ def trained(record: bool, **arguments: Any) -> tuple[list[float], Pipeline, dict
     data = rich_batches(2, 8, lengths=(6, 5))
     losses = [step.loss for step in pipe.train(data)]
     losses += [pipe.evaluate(data[:1]), *(step.loss for step in pipe.train(data))]
-    return losses, pipe, {rank: recorder.take() for rank, recorder in recorders.items()}
+    return losses, pipe, {rank: recorder.pop_records() for rank, recorder in recorders.items()}
 
 
 def actions(notes: Sequence[Recorded | Evaluated]) -> list[Recorded]:
@@ -86,7 +86,7 @@ def test_a_run_that_goes_on_counts_on(setting: dict[str, Any], tmp_path: Path) -
             pipe.load(tmp_path / "saved")
         recorders = pipe.engine.record()
         list(pipe.train(batches))
-        return pipe, [[(note.op, note.stage, note.number) for note in actions(recorder.take())]
+        return pipe, [[(note.op, note.stage, note.number) for note in actions(recorder.pop_records())]
                       for recorder in recorders.values()]
 
     first, begun = recorded(data[:2])
@@ -96,7 +96,7 @@ def test_a_run_that_goes_on_counts_on(setting: dict[str, Any], tmp_path: Path) -
     list(first.train(data[2:]))
     _, resumed = recorded(data[2:], load=True)
     assert all(before)
-    assert resumed == [[(note.op, note.stage, note.number) for note in actions(recorder.take())]
+    assert resumed == [[(note.op, note.stage, note.number) for note in actions(recorder.pop_records())]
                        for recorder in recorders.values()]
     assert {number for own in resumed for op, stage, number in own if op is Op.STEP and stage == 0} == set(
         range(first.engine.workers[0].stages[0].weights.latest // 2, first.engine.workers[0].stages[0].weights.latest))
@@ -142,7 +142,7 @@ def dense_notes(schedule: str, recompute: Any) -> dict[int, list[Recorded]]:
                     optimizer=lambda own: torch.optim.SGD(own, lr=0.1))
     recorders = pipe.engine.record()
     list(pipe.train([{"x": torch.randn(2 * SAMPLES, WIDTH)}]))
-    return {rank: actions(recorder.take()) for rank, recorder in recorders.items()}
+    return {rank: actions(recorder.pop_records()) for rank, recorder in recorders.items()}
 
 
 def held(notes: Sequence[Recorded], *texts: str) -> list[int]:
@@ -196,7 +196,7 @@ def test_only_the_first_actions_are_recorded() -> None:
     assert losses == trained(record=False, **setting)[0][:len(losses)]
     for recorder in recorders.values():
         assert recorder.full
-        assert (recorder.count, recorder.waiting, len(recorder.take()), recorder.waiting) == (50, 50, 50, 0)
+        assert (recorder.count, recorder.waiting, len(recorder.pop_records()), recorder.waiting) == (50, 50, 50, 0)
 
 
 def test_what_a_layer_saves_under_hooks_of_its_own_is_theirs() -> None:

@@ -201,9 +201,9 @@ def test_gradients_from_elsewhere_are_added_and_taken() -> None:
     _, weights = one_weight()
     weights.add_gradient("w", torch.ones(2, 2))
     weights.add_gradient("w", torch.ones(2, 2))
-    (taken,) = weights.take_gradients()
+    (taken,) = weights.pop_gradients()
     assert taken.tolist() == [[2.0, 2.0], [2.0, 2.0]]
-    assert weights.take_gradients() == [None]
+    assert weights.pop_gradients() == [None]
 
 
 def test_all_places_of_a_shared_parameter_turn_together() -> None:

@@ -21,7 +21,7 @@ def recorded() -> dict[str, Any]:
                     recompute=[0.0, 0.5, 0.0, 1.0], optimizer=lambda own: torch.optim.AdamW(own, lr=1e-2))
     recorders = pipe.engine.record()
     losses = [step.loss for step in pipe.train(rich_batches(2, 4))]
-    notes = {rank: recorder.take() for rank, recorder in recorders.items()}
+    notes = {rank: recorder.pop_records() for rank, recorder in recorders.items()}
     assert all(isinstance(note, Recorded) for own in notes.values() for note in own)
     offset_s = 0.0
     if dist.is_initialized():

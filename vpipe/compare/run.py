@@ -200,7 +200,7 @@ def _title(job: Job) -> str:
 def _peak_bytes(recorder: Recorder) -> int:
     """Return the most bytes held at once: weights in all versions, gradients, optimizer state, activations."""
     weights, versions, most = recorder.weight_bytes(), dict.fromkeys(recorder.worker.stages, 1), 0
-    for note in recorder.take():
+    for note in recorder.pop_records():
         if isinstance(note, Recorded):
             versions[note.stage] = max(1, note.versions)
             most = max(most, note.held_bytes + sum(versions[stage] * size for stage, size in weights.items()))

@@ -45,8 +45,8 @@ _TRAINING, _EVALUATION, _ENDED, _FAILED = range(4)
 
 _NAMES = {_TRAINING: "training batch", _EVALUATION: "evaluation batch"}
 
-Meet = Callable[[str, Callable[[list[str]], str]], str]
-"""Lets the first process decide by what every rank says; known to all of them."""
+Agree = Callable[[str, Callable[[list[str]], str]], str]
+"""Return on every rank what the first process decides from the votes of all."""
 
 _TEXT_BYTES = 512
 _ABSENT = -1
@@ -198,7 +198,7 @@ class BatchComparison:
             if all(self._handed.get((stage, peer), -1) >= last for stage, last in self._last_for(peer)):
                 self._send_end(loader, peer)
 
-    def end(self, loader: MicrobatchLoader, meet: Meet) -> None:
+    def check_end(self, loader: MicrobatchLoader, agree: Agree) -> None:
         """Check that the batches end on every rank alike, or with an error on one of them.
 
         Raises:
@@ -213,11 +213,11 @@ class BatchComparison:
         self._ends_sent.clear()
         try:
             for peer in self._before:
-                self._check_ended(loader, peer, self._take(peer, self._post(peer))[0])
+                self._check_ended(loader, peer, self._receive(peer, self._post(peer))[0])
             self._transport.wait_sent("C")
             failure = "" if loader.error is None else (
                 f"rank {self._rank} could not read batch {loader.batches_read}: {_first_line(loader.error)}")
-            found = meet(failure, _unless_all)
+            found = agree(failure, _unless_all)
         except RunError as error:
             if loader.error is None or loader.error is error:
                 raise
@@ -235,7 +235,7 @@ class BatchComparison:
 
     def _check_ended(self, loader: MicrobatchLoader, peer: int, kind: int) -> None:
         if kind == _FAILED:
-            self._take_text(peer)
+            self._receive_text(peer)
         elif kind != _ENDED and loader.error is not None:
             announce(loader.error)
             raise loader.error
@@ -270,10 +270,10 @@ class BatchComparison:
         return _TRAINING if self._segment.training else _EVALUATION
 
     def _compare(self, peer: int, batch: int, key: TransferKey) -> None:
-        kind, number, *theirs = self._take(peer, key)
+        kind, number, *theirs = self._receive(peer, key)
         here = f"rank {self._rank}"
         if kind == _FAILED:
-            self._fail(f"rank {peer} could not read batch {number}: {self._take_text(peer)}", _SEE_THERE, peer)
+            self._fail(f"rank {peer} could not read batch {number}: {self._receive_text(peer)}", _SEE_THERE, peer)
         if kind == _ENDED:
             self._fail(f"batches differ between ranks: there are {number} on rank {peer} and more on {here}",
                        SAME_BATCHES)
@@ -315,7 +315,7 @@ class BatchComparison:
         self._transport.post(peer, key, [TensorSpec((self._length,), torch.int64, wants_gradient=False)])
         return key
 
-    def _take(self, peer: int, key: TransferKey) -> list[int]:
+    def _receive(self, peer: int, key: TransferKey) -> list[int]:
         (numbers,) = self._transport.receive(peer, key)
         return [int(number) for number in numbers.tolist()]
 
@@ -323,7 +323,7 @@ class BatchComparison:
         padded = bytearray(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES))
         self._transport.send(peer, self._key(self._rank, peer), [torch.frombuffer(padded, dtype=torch.uint8)])
 
-    def _take_text(self, peer: int) -> str:
+    def _receive_text(self, peer: int) -> str:
         key = self._key(peer, self._rank)
         self._transport.post(peer, key, [TensorSpec((_TEXT_BYTES,), torch.uint8, wants_gradient=False)])
         (text,) = self._transport.receive(peer, key)
@@ -331,7 +331,7 @@ class BatchComparison:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the kind of an error and the first line of what it says."""
+    """Return the kind of an error and the first line of its text."""
     if isinstance(error, RunError):
         return error.what
     if isinstance(error, UserError):
@@ -340,5 +340,5 @@ def _first_line(error: Exception) -> str:
 
 
 def _unless_all(failures: list[str]) -> str:
-    """Return the first of what ranks say of a batch that they could not read, if there is one that says nothing."""
+    """Return the first failure of a rank to read a batch, if there is a rank without one."""
     return "" if all(failures) else next(filter(None, failures), "")

@@ -138,7 +138,7 @@ class Engine:
                     raise
                 raise loader.error from error
             if stream.drained is None:
-                self._end(stream)
+                self._end_stream(stream)
             else:
                 yield from stream.drained
             first = loader.total
@@ -172,7 +172,7 @@ class Engine:
         """Check that the batches end on every rank alike, where they end before a limit and a pause."""
         for worker in self.workers.values():
             if worker.comparison is not None and loader.ended:
-                worker.comparison.end(loader, self.collectives.agree)
+                worker.comparison.check_end(loader, self.collectives.agree)
 
     def _yield_unchanged(self, step: Step, later_updates: Callable[[Step], bool]) -> Iterator[Step]:
         """Yield a step; refuse changed parameter groups if updates of later steps are made or under way.
@@ -219,10 +219,10 @@ class Engine:
         if stream is None or self._interpreter.broken:
             return tuple(self._made)
         steps = stream.drain(self._schedule)
-        self._end(stream)
+        self._end_stream(stream)
         return steps
 
-    def _end(self, stream: RunningSegment) -> None:
+    def _end_stream(self, stream: RunningSegment) -> None:
         self._stream = None
         self._close(stream.segment, stream.segment.loader.total, stream.done)
         self._agree_on_end(stream.segment.loader)

@@ -209,7 +209,7 @@ class OptimizerSteps:
                 self._clip_gradients(weights, norms, self._clip)
             if (self.scaler is not None and self.scaler.has_overflowed(stage)) or (
                     (self.skip or self.scaler is not None) and not norms.isfinite().all()):
-                weights.take_gradients()
+                weights.pop_gradients()
                 weights.step(None)
                 return False
         with self.optimizers[stage].at_rate(rate):

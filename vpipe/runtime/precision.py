@@ -62,7 +62,7 @@ class Precision:
     @cached_property
     def dtype(self) -> torch.dtype | None:
         """Return the reduced dtype; None for fp32."""
-        import torch  # which whoever only reads a config does without
+        import torch  # not for those who only read a config
 
         return getattr(torch, _DTYPES[self.name]) if self.name in _DTYPES else None
 

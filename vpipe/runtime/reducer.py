@@ -95,7 +95,7 @@ class Reducer:
         late: names of those whose gradients are not final before the whole backward is done.
         ranks: of the replicas, in order.
         transport: of this rank.
-        scaler: of the losses, where it tells what is lost.
+        scaler: of the losses, where stages differ in their scales.
     """
 
     def __init__(self, stage: int, weights: WeightVersions, late: Sequence[str], ranks: Sequence[int],

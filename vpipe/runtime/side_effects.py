@@ -160,16 +160,16 @@ class SideEffects:
             self.inputs.update(name for name, tensor in inputs.items()
                                if tensor is not given[name] and not _equal(tensor, given[name]))
 
-    def first(self, inputs: Mapping[str, Tensor]) -> FirstForward | None:
+    def begin_first_forward(self, inputs: Mapping[str, Tensor]) -> FirstForward | None:
         """Prepare a forward with a graph that is kept; return the state before it, if it is one of the first."""
         copies: dict[int, Tensor] = {}
-        for kept in [_kept(slot, True, copies) for slot in self._saved.values()]:
+        for kept in [_slot_value(slot, True, copies) for slot in self._saved.values()]:
             if kept.copy is not None:
                 _put(kept.slot, kept.copy)
         if not self._left:
             return None
         copies_of_inputs = {name: tensor.detach().clone() for name, tensor in inputs.items() if not _is_alone(tensor)}
-        return FirstForward(inputs, copies_of_inputs, self.before())
+        return FirstForward(inputs, copies_of_inputs, self.capture())
 
     def restore_inputs(self, first: FirstForward) -> bool:
         """Return whether a forward has changed an input that others need; if so, restore the state before it."""
@@ -229,29 +229,29 @@ class SideEffects:
                 for layer, module in self._layers.items() for name, parameter in module.named_parameters(prefix=layer)
                 if not parameter.requires_grad and parameter.layout is torch.strided}
 
-    def before(self) -> StateBefore:
+    def capture(self) -> StateBefore:
         """Return what a forward that is about to run will find, as far as it may change it."""
         if self._left:
             return self._everything()
         copies: dict[int, Tensor] = {}  # a buffer that stands in two places stays one
-        return StateBefore([_kept(slot, in_place, copies) for slot, in_place in self._changing.values()],
+        return StateBefore([_slot_value(slot, in_place, copies) for slot, in_place in self._changing.values()],
                       [(source, source.get()) for source in self._drawn],
                       [(value := slot.table.get(slot.key), value._version if isinstance(value, Tensor) else 0)
                        for slot in self._constant])
 
     def _everything(self) -> StateBefore:
         copies: dict[int, Tensor] = {}
-        return StateBefore([_kept(slot, True, copies) for slot in self._slots()],
+        return StateBefore([_slot_value(slot, True, copies) for slot in self._slots()],
                       [(source, source.get()) for source in self._sources])
 
-    def after(self, before: StateBefore) -> StateBefore:
-        """Return of :meth:`before` what the forward has changed, and note it while it is one of the first.
+    def record_changes(self, before: StateBefore) -> StateBefore:
+        """Return of :meth:`capture` what the forward has changed, and note it while it is one of the first.
 
         Raises:
             UserError: a buffer changed in place for the first time, but was not copied.
         """
         if not self._left:
-            return self._after_a_later_one(before)
+            return self._record_later_changes(before)
         known = {kept.slot.place for kept in before.kept}
         new = [_SlotValue(slot, _ABSENT, None, 0, 0) for slot in self._slots() if slot.place not in known]
         for kept in (*before.kept, *new):
@@ -269,7 +269,7 @@ class SideEffects:
         return StateBefore([kept for kept in (*before.kept, *new) if kept.slot.place in self._changing],
                       [(source, state) for source, state in before.states if source in self._drawn])
 
-    def _after_a_later_one(self, before: StateBefore) -> StateBefore:
+    def _record_later_changes(self, before: StateBefore) -> StateBefore:
         replaced = []
         for slot, (value, version) in zip(self._constant, before.constant, strict=True):
             if slot.table.get(slot.key) is not value:  # such as a table that has grown: what was there is still known
@@ -366,7 +366,7 @@ def _is_plain(value: Any) -> bool:
     return value is _ABSENT or value is None or isinstance(value, (int, float, complex, str))
 
 
-def _kept(slot: _Slot, in_place: bool, copies: dict[int, Tensor]) -> _SlotValue:
+def _slot_value(slot: _Slot, in_place: bool, copies: dict[int, Tensor]) -> _SlotValue:
     value = slot.table.get(slot.key, _ABSENT)
     if not isinstance(value, Tensor) or value.requires_grad:  # one of an earlier graph may be replaced, not changed
         return _SlotValue(slot, value, None, 0, 0)

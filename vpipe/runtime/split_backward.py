@@ -1,7 +1,7 @@
 """Split the backward of operations: compute their weight gradient later than their input gradient.
 
 While a layer runs forward, :class:`SplitBackwardMode` sees its calls of torch functions. A call that multiplies by a
-parameter is replaced by an autograd Function, whose backward hands on the gradient of the input and leaves that of the
+parameter is replaced by an autograd Function, whose backward returns the gradient of the input and leaves that of the
 parameter to a :class:`~vpipe.runtime.weight_grad_store.WeightGradStore` (Qi et al., arXiv:2401.10241, section 2, do so
 by hand in Megatron's linear layer). Torch's own split walks the graph and computes much twice; this costs a few
 microseconds per operation and keeps what the weights need alone: the operation's input and its output's gradient.

@@ -137,9 +137,9 @@ class Stage(StageLayers):
         else:
             with effects.watched():
                 if span.recomputed:
-                    before = effects.before()
+                    before = effects.capture()
                     outputs = self._without_graph(span, inputs, record, before)
-                    held = SpanActivations(inputs, None, effects.after(before),
+                    held = SpanActivations(inputs, None, effects.record_changes(before),
                                            [t._version for t in inputs.values()])
                 else:
                     graph, outputs = self._with_graph(span, inputs, record)
@@ -169,13 +169,13 @@ class Stage(StageLayers):
     def _with_graph(self, span: Span, inputs: Mapping[str, Tensor], record: Record,
                     again: bool = False) -> tuple[SpanGraph, dict[str, Tensor]]:
         store = WeightGradStore() if record.split else None
-        first = None if again or span.effects.none else span.effects.first(inputs)
+        first = None if again or span.effects.none else span.effects.begin_first_forward(inputs)
         outputs = self._run(span, inputs, record, store, again)
         if first is not None:
             if span.effects.restore_inputs(first):
                 store = WeightGradStore() if record.split else None
                 outputs = self._run(span, inputs, record, store, again=True)
-            span.effects.after(first.before)
+            span.effects.record_changes(first.before)
         edges = {name: get_gradient_edge(t) for name, t in outputs.items() if t.requires_grad}
         return SpanGraph(edges, store), outputs
 

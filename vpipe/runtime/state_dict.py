@@ -303,7 +303,7 @@ def _check_state(optimizers: StageOptimizer, made: Sequence[tuple[str, Mapping[s
     """Refuse state that an optimizer does not keep per parameter: no checkpoint would hold it.
 
     Args:
-        made: what :func:`_other_numbers` said when they were made.
+        made: what :func:`_other_numbers` returned when they were made.
     """
     hint = "choose an optimizer that keeps its state per parameter"
     for (where, before), (_, now) in zip(made, _other_numbers(optimizers), strict=True):

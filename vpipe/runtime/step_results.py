@@ -26,7 +26,7 @@ class Step:
         learning_rate: of the first parameter group of this process's first stage that trains, with
             ``learning_rate_factor``; None without.
         gradient_norm: of all stages, before clipping; None when not clipped globally.
-        stop: whether the last stage's rank was told to stop.
+        stop: whether the last stage's rank was asked to stop.
         skipped: whether an update of it was skipped, since a loss or a gradient was not finite: with a flush on all
             stages, without one on a stage of this process.
     """

@@ -167,7 +167,7 @@ class TiedWeights:
         for borrower, weights in self._borrowed(owner):
             _refuse_hooks(weights, weights.names)
             gradients = [torch.zeros_like(value) if gradient is None else gradient for value, gradient in
-                         zip(weights.values(weights.names), weights.take_gradients(), strict=True)]
+                         zip(weights.values(weights.names), weights.pop_gradients(), strict=True)]
             if self._scaler is not None:
                 torch._foreach_mul_(gradients, 1 / self._scaler[borrower].value)
             for rank in self._placement[owner]:

@@ -23,7 +23,7 @@ MOST_ACTIONS = 100_000
 
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT = Op.FORWARD, Op.BACKWARD, Op.INPUT, Op.WEIGHT
 _RECOMPUTE, _USE = Op.RECOMPUTE, Op.USE
-"""To name a member of an enumeration takes longer than to note an action."""
+"""To name a member of an enumeration takes longer than to record an action."""
 
 
 class Recorded(NamedTuple):
@@ -87,8 +87,8 @@ class _InFlight:
 class Recorder:
     """Execute the actions of a worker and record each; ``USE`` as taking no time.
 
-    The records are tuples in a list, which :meth:`take` empties off the hot path. The bytes kept for backwards are
-    counted for the first microbatches of every shape, then known.
+    The records are tuples in a list, which :meth:`pop_records` empties off the hot path. The bytes kept for backwards
+    are counted for the first microbatches of every shape, then known.
 
     Attributes:
         count: actions recorded so far. After ``limit`` of them the worker works as if there were no recorder.
@@ -97,7 +97,7 @@ class Recorder:
     def __init__(self, worker: Worker, limit: int) -> None:
         self.worker, self.count = worker, 0
         self._limit = limit
-        self._notes: list[tuple[Op, int, int, float, float, float, int, int] | Evaluated] = []
+        self._records: list[tuple[Op, int, int, float, float, float, int, int] | Evaluated] = []
         self._held = 0
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._kinds: dict[tuple[int, bool, Signature], _Kind] = defaultdict(_Kind)
@@ -110,17 +110,17 @@ class Recorder:
     @property
     def waiting(self) -> int:
         """Return how many records there are to be taken."""
-        return len(self._notes)
+        return len(self._records)
 
-    def take(self) -> list[Recorded | Evaluated]:
+    def pop_records(self) -> list[Recorded | Evaluated]:
         """Return the records since the last call, in order, and drop them here."""
-        notes, self._notes = self._notes, []
-        return [note if isinstance(note, Evaluated) else Recorded(*note) for note in notes]
+        records, self._records = self._records, []
+        return [each if isinstance(each, Evaluated) else Recorded(*each) for each in records]
 
     def stop(self) -> None:
         """Record nothing more."""
         self._limit = self.count
-        self._notes.clear()
+        self._records.clear()
 
     def execute(self, action: Action) -> None:
         """Execute and record one action of training."""
@@ -128,7 +128,7 @@ class Recorder:
         if self.count >= self._limit:
             worker.execute(action)
             return
-        kept = self._begin(op, stage, index) if op is _FORWARD or op is _RECOMPUTE else None
+        kept = self._counter_for(op, stage, index) if op is _FORWARD or op is _RECOMPUTE else None
         transport = worker.transport
         waited, started = transport.wait_s, perf_counter()
         if kept is None:
@@ -140,11 +140,11 @@ class Recorder:
         if op is _FORWARD or op is _RECOMPUTE or op is _INPUT:
             self._keep(op, stage, index)
         elif op is _BACKWARD or op is _WEIGHT:
-            self._let_go(stage, index)
+            self._drop(stage, index)
         segment = worker.segment
         number = segment.number(index) if op in PER_MICROBATCH else segment.update_number(stage, index)
         here = worker.stages.get(stage)
-        self._notes.append((op, stage, number, started, ended, transport.wait_s - waited, self._held,
+        self._records.append((op, stage, number, started, ended, transport.wait_s - waited, self._held,
                             0 if here is None else here.weights.held))
 
     def abandon(self) -> None:
@@ -158,7 +158,7 @@ class Recorder:
         started = perf_counter()
         yield
         if not self.full:
-            self._notes.append(Evaluated(started, perf_counter()))
+            self._records.append(Evaluated(started, perf_counter()))
 
     # -- what does not depend on microbatches
 
@@ -176,7 +176,7 @@ class Recorder:
 
     # -- what is kept
 
-    def _begin(self, op: Op, stage: int, microbatch: int) -> ActivationCounter | None:
+    def _counter_for(self, op: Op, stage: int, microbatch: int) -> ActivationCounter | None:
         """Return the counter of an action's activations, if its microbatch is one that is counted."""
         if op is _FORWARD:
             segment = self.worker.segment
@@ -196,7 +196,7 @@ class Recorder:
         self._held += now - mine.bytes
         mine.bytes = now
 
-    def _let_go(self, stage: int, microbatch: int) -> None:
+    def _drop(self, stage: int, microbatch: int) -> None:
         """Take away what a microbatch kept."""
         mine = self._in_flight.pop((stage, microbatch))
         mine.kind.known = True
@@ -240,8 +240,8 @@ def label_actions(worker: Worker) -> Callable[[], None]:
 
         return carried_out
 
-    def take_off() -> None:
+    def remove_labels() -> None:
         worker.operations = plain
 
     worker.operations = {op: labelled(op, operation) for op, operation in plain.items()}
-    return take_off
+    return remove_labels

@@ -118,7 +118,7 @@ class WeightGradStore:
         waiting.update(id(cast.parameter) for cast in casts.values())
         totals: dict[int, Tensor] = {}
 
-        def take(leaf: nn.Parameter | CastParameter, contribution: Tensor | None) -> None:
+        def contribute(leaf: nn.Parameter | CastParameter, contribution: Tensor | None) -> None:
             if contribution is not None:
                 before = totals.pop(id(leaf), None)
                 totals[id(leaf)] = contribution if before is None else before + contribution
@@ -126,7 +126,7 @@ class WeightGradStore:
             if not waiting[id(leaf)]:
                 total = totals.pop(id(leaf), None)
                 if isinstance(leaf, CastParameter):
-                    take(leaf.parameter, None if total is None else total.to(leaf.parameter.dtype))
+                    contribute(leaf.parameter, None if total is None else total.to(leaf.parameter.dtype))
                 elif total is not None:
                     _add(leaf, total)
 
@@ -139,7 +139,7 @@ class WeightGradStore:
         while self._later:
             deferred = self._later.popleft()
             for target, contribution in zip(deferred.leaves, deferred.gradients(), strict=True):
-                take(target, contribution)
+                contribute(target, contribution)
 
     def _target(self, tensor: Tensor | None) -> nn.Parameter | CastParameter | None:
         """Return the parameter, or its cast, that an operation's argument is; None for another tensor."""

@@ -156,7 +156,7 @@ class WeightVersions:
                 if any(getattr(leaf, kind) for leaf in leaves for kind in kinds)]
 
     def pin(self, version: int | None = None) -> int:
-        """Hold a version (unless told, the chosen one, else the latest) for a microbatch; point the modules to it."""
+        """Pin a version (by default the chosen one, else the latest) for a microbatch; point the modules to it."""
         if version is None:
             version = self.latest if self._chosen is None else self._chosen
         self.use(version)
@@ -296,7 +296,7 @@ class WeightVersions:
     @contextmanager
     def kept_apart(self, into: list[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
         """Put what backwards contribute into a list, with its leaf, instead of adding it to the gradients."""
-        before = self.take_gradients()
+        before = self.pop_gradients()
         with self.without_hooks():
             yield
         for leaf, gradient in zip(self._graded, before, strict=True):
@@ -335,7 +335,7 @@ class WeightVersions:
                 if gradient is not None and has_hooks(leaf):
                     torch.autograd.backward(leaf, gradient)
 
-    def take_gradients(self) -> list[Tensor | None]:
+    def pop_gradients(self) -> list[Tensor | None]:
         """Return the accumulated gradients, which start from nothing again."""
         gradients = self.gradients
         for holder in self._widened or self._graded:
@@ -345,7 +345,7 @@ class WeightVersions:
 
     def abandon(self) -> None:
         """Drop the gradients and the pins of microbatches that failed."""
-        self.take_gradients()
+        self.pop_gradients()
         self._pins.clear()
         self.choose(None)
 
@@ -378,7 +378,7 @@ class WeightVersions:
             self._apply(optimizer)
 
     def _apply(self, optimizer: Steps) -> None:
-        for master, gradient in zip(self.masters.values(), self.take_gradients(), strict=True):
+        for master, gradient in zip(self.masters.values(), self.pop_gradients(), strict=True):
             master.grad = gradient
         optimizer.step()
         for master in self.masters.values():

@@ -295,7 +295,7 @@ class Worker:
 
     def _backward_watching_overflow(self, stage: Stage, record: Record, gradients: Mapping[str, Tensor],
                                     scaler: LossScaler) -> list[Tensor]:
-        """Run a backward where stages differ in their scales: note when what it hands on is not finite."""
+        """Run a backward where stages differ in their scales: note when what it sends is not finite."""
         with ExitStack() as alone:
             borrowed = stage.borrowed.values()
             for weights in borrowed:

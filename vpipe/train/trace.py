@@ -87,7 +87,7 @@ class TraceWriter:
         file, recorder = self._files[rank], self._recorders[rank]
         try:
             lines = [] if file.tell() else [json.dumps(self._header(rank)), _clock(*self._clocks[0])]
-            file.write("".join(f"{line}\n" for line in [*lines, *recorder.take(), *closing]))
+            file.write("".join(f"{line}\n" for line in [*lines, *recorder.pop_records(), *closing]))
             file.flush()
         except OSError as error:
             recorder.stop()

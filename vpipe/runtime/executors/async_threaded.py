@@ -25,7 +25,7 @@ from vpipe.schedules.action import Action, Op
 class Streams:
     """Streams of the CPU: everything is done when its call returns. :class:`CudaStreams` keeps the same contract."""
 
-    def taking(self) -> AbstractContextManager[None]:
+    def receiving(self) -> AbstractContextManager[None]:
         """Return the context of receives and copies to the device, for which the caller's stream waits at the end."""
         return nullcontext()
 
@@ -43,7 +43,7 @@ class Streams:
     def computed(self, microbatch: int) -> None:
         """Note that all of a forward has been queued."""
 
-    def lend(self, tensors: Iterable[Tensor]) -> None:
+    def prepare_sends(self, tensors: Iterable[Tensor]) -> None:
         """Let tensors of any stream be sent, and read by the caller."""
 
     def sending(self, microbatch: int | None) -> AbstractContextManager[None]:
@@ -81,7 +81,7 @@ class CudaStreams(Streams):
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
 
     @contextmanager
-    def taking(self) -> Iterator[None]:
+    def receiving(self) -> Iterator[None]:
         caller = torch.cuda.current_stream(self._device)
         self._receives.wait_stream(caller)
         with torch.cuda.stream(self._receives):
@@ -107,7 +107,7 @@ class CudaStreams(Streams):
     def computed(self, microbatch: int) -> None:
         self._ends[microbatch] = self._of[microbatch].record_event()
 
-    def lend(self, tensors: Iterable[Tensor]) -> None:
+    def prepare_sends(self, tensors: Iterable[Tensor]) -> None:
         _record(tensors, torch.cuda.current_stream(self._device), self._sends)
 
     @contextmanager
@@ -131,7 +131,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _record(tensors: Iterable[Tensor], *streams: torch.cuda.Stream) -> None:
-    """Keep the memory of tensors until these streams have come past what is queued there when they are let go."""
+    """Keep the memory of freed tensors until these streams have done what is queued there."""
     for tensor in tensors:
         for stream in streams:
             if tensor.is_cuda:
@@ -205,7 +205,7 @@ class ThreadedWorker(Worker):
         if 0 < stage_index < self._last:
             self._catch_up()  # what others wait for goes out before this rank waits for them
         waited = self.transport.wait_s
-        with self._streams.taking():
+        with self._streams.receiving():
             given = self._forward_inputs(stage_index, microbatch)  # which waits last
         now = perf_counter()
         self._waits.append((now - (self.transport.wait_s - waited), now))
@@ -255,7 +255,7 @@ class ThreadedWorker(Worker):
             action = self._deferred.popleft()
             try:
                 if action.op is Op.FORWARD:
-                    self._take_in(action.stage, action.microbatch)
+                    self._finish_forward(action.stage, action.microbatch)
                 else:
                     with self._streams.sending(action.microbatch), self._labelled(action):
                         self._p2p.send_activations(action.stage, action.microbatch)
@@ -263,7 +263,7 @@ class ThreadedWorker(Worker):
                 self._at_fault = action
                 raise
 
-    def _take_in(self, stage_index: int, microbatch: int) -> None:
+    def _finish_forward(self, stage_index: int, microbatch: int) -> None:
         given, future = self._under_way.pop((stage_index, microbatch))
         before, started = work.now, perf_counter()
         work.now = Action(Op.FORWARD, stage_index, microbatch), started  # should it hang, it is this one
@@ -273,7 +273,7 @@ class ThreadedWorker(Worker):
             self._latest = None  # it holds what it gave
         self._account(stage_index, done, waited)
         self._streams.computed(microbatch)
-        self._streams.lend(done.outputs)
+        self._streams.prepare_sends(done.outputs)
         self._end_forward(stage_index, microbatch, given, done.outputs, done.record)
 
     def _account(self, stage_index: int, done: _Done, waited: float) -> None:
@@ -306,13 +306,13 @@ class ThreadedWorker(Worker):
     # -- backwards, in the calling thread ----------------------------------------------------------------
 
     def _output_gradients(self, stage_index: int, microbatch: int, record: Record) -> dict[str, Tensor]:
-        with self._streams.taking():
+        with self._streams.receiving():
             gradients = super()._output_gradients(stage_index, microbatch, record)
         self._streams.begin(microbatch, gradients.values())
         return gradients
 
     def _end_backward(self, stage_index: int, microbatch: int, returned: list[Tensor]) -> None:
-        self._streams.lend(returned)
+        self._streams.prepare_sends(returned)
         super()._end_backward(stage_index, microbatch, returned)
 
     def _send_backward(self, operation: Callable[[int, int], None], stage_index: int, microbatch: int) -> None:
@@ -329,7 +329,7 @@ class ThreadedWorker(Worker):
                 for weights in everything:
                     stack.enter_context(weights.without_hooks())
                 yield
-            self._apart[stage_index][microbatch] = [weights.take_gradients() for weights in everything]
+            self._apart[stage_index][microbatch] = [weights.pop_gradients() for weights in everything]
             if last:
                 apart = self._apart.pop(stage_index)
                 for number, weights in enumerate(everything):

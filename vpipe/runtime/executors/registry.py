@@ -17,7 +17,7 @@ THREADED: Executor = "async_threaded"
 
 NO_GAIN = ("executor async_threaded: on a CPU it brings no gain over overlapped, which takes less memory; it is for "
            "GPUs, where each microbatch gets a stream")
-"""What a run on a CPU is told."""
+"""The note that a run on a CPU prints."""
 
 NO_TIMELINE = (
     "the forwards of the executor async_threaded go on in threads, several at one time: there is no timeline of "
