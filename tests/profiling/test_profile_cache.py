@@ -113,7 +113,7 @@ def test_a_job_is_measured_once_and_shown(tmp_path: Path, monkeypatch: pytest.Mo
     changes = {"dataset__cache_directory": str(tmp_path / "cache"), "parallel__model_parallel_size": 1}
     job, said = job_of(tmp_path, **changes), []
     monkeypatch.setattr(planning, "measure", partial(planning.measure, budget_s=0.0))
-    found = profile_job(job, [1, 2], say=said.append)
+    found = profile_job(job, [1, 2], report=said.append)
     assert [profile.identity.microbatch_size for profile in found.values()] == [1, 2]
     assert [profile.identity for profile in found.values()] == [identity_of(job, size, 1) for size in found]
     assert said

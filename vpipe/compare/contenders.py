@@ -101,7 +101,7 @@ def _measure(job: Job, request: ComparisonRequest, log: Log) -> Mapping[int, Pro
         counts = microbatch_counts(batch)
     elif AUTO not in request.schedules and (request.schedules or not job.config.parallel.to_plan):
         return {}
-    profiles = profile_job(job, [batch // count for count in counts], say=log)
+    profiles = profile_job(job, [batch // count for count in counts], report=log)
     return {count: profiles[batch // count] for count in counts}
 
 

@@ -76,17 +76,17 @@ def drop_derived(tree: Tree, settings: Mapping[str, Any]) -> None:
     counts = [value if isinstance(value, int) else len(value)
               for name in ("model_parallel_size", "partition", "stage_to_rank_map")
               if isinstance(value := given.get(parallel[name]), (int, list, dict))]
-    gone = set()
+    dropped = set()
     if counts and counts[0] != tree.get(parallel["model_parallel_size"]):
-        gone |= {"model_parallel_size", "partition", "stage_to_rank_map", "warmup_depth"}
-        gone |= {name for name in ("recompute", "compress") if isinstance(tree.get(parallel[name]), list)}
+        dropped |= {"model_parallel_size", "partition", "stage_to_rank_map", "warmup_depth"}
+        dropped |= {name for name in ("recompute", "compress") if isinstance(tree.get(parallel[name]), list)}
     elif parallel["partition"] in given and isinstance(old := tree.get(parallel["recompute"]), list):
-        gone |= {"recompute"} if any(isinstance(layers, list) for layers in old) else set()
+        dropped |= {"recompute"} if any(isinstance(layers, list) for layers in old) else set()
     if parallel["schedule"] in given:
-        gone |= {"update_every", "chunks"}
+        dropped |= {"update_every", "chunks"}
     if parallel["data_parallel_size"] in given:
-        gone |= {"stage_to_rank_map"}
-    for name in gone:
+        dropped |= {"stage_to_rank_map"}
+    for name in dropped:
         if parallel[name] not in given:
             tree.drop(parallel[name])
 

@@ -236,9 +236,9 @@ class ParallelSection(Section):
         if not isinstance(data, dict) or data.get("model_parallel_size") is not None:
             return data
         data = {key: value for key, value in data.items() if key != "model_parallel_size"}
-        for tells in (data.get("partition"), data.get("stage_to_rank_map")):
-            if isinstance(tells, (list, tuple, dict)) and tells:
-                return {**data, "model_parallel_size": len(tells)}
+        for entries_of_stages in (data.get("partition"), data.get("stage_to_rank_map")):
+            if isinstance(entries_of_stages, (list, tuple, dict)) and entries_of_stages:
+                return {**data, "model_parallel_size": len(entries_of_stages)}
         return data
 
     def mistakes(self) -> Iterator[Mistake]:
@@ -338,13 +338,13 @@ def rank_map_mistakes(ranks: Mapping[str, tuple[int, ...]], stages: int, schedul
     places = [(stage, i, rank) for stage in expected for i, rank in enumerate(ranks[stage])]
     highest = max((rank for _, _, rank in places), default=0)
     hint = f"give each stage ranks of its own: {len(places)} of them are numbered 0 to {len(places) - 1}"
-    held: dict[int, str] = {}
+    stage_of: dict[int, str] = {}
     twice = {(stage, rank) for stage in expected for rank, times in Counter(ranks[stage]).items() if times > 1}
     for stage in expected:
         if not ranks[stage]:
             yield Mistake((key, stage), f"puts stage {stage} on no rank", "give the stage a rank, or several")
     for stage, _, rank in places:
-        other = held.setdefault(rank, stage)
+        other = stage_of.setdefault(rank, stage)
         if rank < 0:
             yield Mistake((key, stage), f"puts stage {stage} on rank {rank}", hint)
         elif (stage, rank) in twice:

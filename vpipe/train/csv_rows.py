@@ -17,8 +17,8 @@ Row = Mapping[str, Any]
 
 def config_row(config: Config) -> dict[str, Any]:
     """Return every key of a config by its path, such as ``training.learning_rate``, in order."""
-    whole = config.model_copy(update={"checkpoint": config.saving})  # so that every row has the same columns
-    return dict(_flat("", whole.model_dump(mode="json")))
+    complete = config.model_copy(update={"checkpoint": config.saving})  # so that every row has the same columns
+    return dict(_flat("", complete.model_dump(mode="json")))
 
 
 def _flat(prefix: str, section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -108,7 +108,7 @@ class Job:
         if config.parallel.plan is not None:
             plan = Plan.load(config.parallel.plan)
             plan.check_fits(len(model), where=str(config.parallel.plan))
-            config = config.with_parallel(plan=None)  # from here on the config says all of it
+            config = config.with_parallel(plan=None)  # the config has all of its values
         job = cls._prepare(config, dataset, model, plan, proved=proved)
         job._check()
         return job
@@ -285,8 +285,8 @@ def _updates(config: Config, dataset: Dataset, schedule: Schedule, steps_done: i
     training, per_step = config.training, schedule.rounds.per_step
     limits = []
     if training.max_steps is not None:
-        whole = schedule.microbatches // per_step if not schedule.stream else 1  # a file ends with its batch
-        limits.append(-(-max(0, training.max_steps - steps_done) // whole) * whole)
+        batch_steps = schedule.microbatches // per_step if not schedule.stream else 1  # a file ends with its batch
+        limits.append(-(-max(0, training.max_steps - steps_done) // batch_steps) * batch_steps)
     if training.epochs is not None:
         batches = dataset.samples("train") // config.dataset.batch_size
         microbatches = training.epochs * batches * training.num_microbatches
@@ -360,7 +360,7 @@ def check_plan(job: Job, warn: Callable[[str], None] = to_stderr) -> None:
                                  "precision": job.config.training.precision}
     if on_processors(job.config):  # only ranks know the name of a GPU
         wanted["device"] = device_name(torch.device("cpu"))
-    made_for = {"precision": "fp32", **made_for}  # older plans do not say it
+    made_for = {"precision": "fp32", **made_for}  # older plans lack it
     others = [f"{name.replace('_', ' ')} {made_for.get(name)}, not {value}" for name, value in wanted.items()
               if made_for.get(name) != value]
     if others:

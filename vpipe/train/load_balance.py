@@ -153,7 +153,7 @@ class BalanceCheck:
                 return Profile.load(self._folder / PROFILE)
             return cached(identity_of(self._job, size, ranks),  # as if all were on one host
                           self._job.config.dataset.cache_directory, log.warning)
-        except UserError as error:  # the run goes on without
+        except UserError as error:  # the run needs none
             log.warning("%s", error)
             return None
 
@@ -242,14 +242,14 @@ def _advice(microbatch_s: Sequence[float], job: Job, profile: Profile | None, *,
     from vpipe.train.planning import memory_limit
 
     memory, microbatches = memory_limit(job.config, profile), job.config.training.num_microbatches
-    anew = any(job.recomputed) and not isinstance(parallel.recompute, float)
+    replan = any(job.recomputed) and not isinstance(parallel.recompute, float)
     request = Request({microbatches: profile}, job.schedule.ranks, memory, (parallel.schedule,),
                       {microbatches: parallel.update_every}, job.placement,
-                      recompute=None if anew or isinstance(parallel.recompute, str) else parallel.recompute)
+                      recompute=None if replan or isinstance(parallel.recompute, str) else parallel.recompute)
     plan, gain = better_partition(request, job.partition, job.recomputed, microbatch_s)
     if plan is not None and gain >= WORTH:
         return (f"the partition {list(plan.partition)} in place of {list(job.partition)} is expected to save "
-                f"{100 * gain:.0f} % of a step (set parallel.partition" + (" and recompute: auto" if anew else "")
+                f"{100 * gain:.0f} % of a step (set parallel.partition" + (" and recompute: auto" if replan else "")
                 + (", and leave parallel.plan out)" if from_file else ")"))
     text = f"no other partition than {list(job.partition)} is expected to be faster"
     if memory is not None:

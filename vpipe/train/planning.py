@@ -47,12 +47,12 @@ def plan_job(job: Job, folder: Path) -> Job:
         return job
     world = World(device_of(job.config))
 
-    def say(line: str) -> None:
+    def report(line: str) -> None:
         log.info(line)
         if world.rank == 0:
             print(line, file=sys.stderr, flush=True)
 
-    profile = profile_job(job, [job.config.microbatch_size], say=say)[job.config.microbatch_size]
+    profile = profile_job(job, [job.config.microbatch_size], report=report)[job.config.microbatch_size]
     outcome: dict[str, Any] = {}
     if world.rank == 0:
         try:
@@ -62,7 +62,7 @@ def plan_job(job: Job, folder: Path) -> Job:
             outcome = {"problems": [[problem.what, problem.hint] for problem in error.problems]}
         else:
             outcome = {"plan": solution.plan.as_json()}
-            say(_plan_summary(job, solution))
+            report(_plan_summary(job, solution))
     plan = _broadcast_plan(world, outcome)
     job = planned if world.rank == 0 else job.with_plan(plan, proved=True)
     if world.rank == 0:
@@ -119,7 +119,7 @@ def _broadcast_plan(world: World, outcome: Mapping[str, Any]) -> Plan:
 
 
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 PROGRESS_S = 2.0
 """Seconds between two lines of progress."""
@@ -141,19 +141,19 @@ def profile_rank(job: Job, folder: Path, words: Sequence[str]) -> None:
     join(config)
     rank = dist.get_rank() if dist.is_initialized() else 0
 
-    def say(line: str) -> None:
+    def report(line: str) -> None:
         log.info(line)
         if rank == 0:
             print(line, file=sys.stderr, flush=True)
 
-    found = profile_job(job, [int(word) for word in words if word != "again"], again="again" in words, say=say)
+    found = profile_job(job, [int(word) for word in words if word != "again"], again="again" in words, report=report)
     if rank == 0:
         for size, profile in found.items():
             profile.save(folder / file_of(size))
 
 
 def profile_job(job: Job, sizes: Sequence[int] | None = None, *, again: bool = False,
-                say: Say = lambda line: None) -> dict[int, Profile]:
+                report: Report = lambda line: None) -> dict[int, Profile]:
     """Return the profiles of a job for several microbatch sizes; measure and cache those that are not cached.
 
     Every rank of the world calls this; a process alone measures no transfers.
@@ -161,7 +161,7 @@ def profile_job(job: Job, sizes: Sequence[int] | None = None, *, again: bool = F
     Args:
         sizes: samples per microbatch; the config's by default.
         again: ignore the cache.
-        say: shows progress, on every rank.
+        report: shows progress, on every rank.
 
     Returns:
         Profiles by size, the same on every rank.
@@ -179,7 +179,7 @@ def profile_job(job: Job, sizes: Sequence[int] | None = None, *, again: bool = F
     known: dict[str, object] = {}
     if world.rank == 0 and not again:
         known = {str(size): profile.as_json() for size, identity in zip(wanted, identities, strict=True)
-                 if (profile := cached(identity, directory, say)) is not None}
+                 if (profile := cached(identity, directory, report)) is not None}
     shared = world.share([known, [asdict(identity) for identity in identities]])[0]
     found = {int(size): Profile.of_json(content) for size, content in shared[0].items()}
     missing = [(size, Identity(**identity)) for size, identity in zip(wanted, shared[1], strict=True)
@@ -191,7 +191,7 @@ def profile_job(job: Job, sizes: Sequence[int] | None = None, *, again: bool = F
             nonlocal shown_s
             if monotonic() - shown_s >= PROGRESS_S:
                 shown_s = monotonic()
-                say(line)
+                report(line)
 
         measured = measure(job.model, [microbatch_of(job, size) for size, _ in missing], job.optimizer().from_named,
                            identities=[identity for _, identity in missing], device=device, seed=config.training.seed,
@@ -202,7 +202,7 @@ def profile_job(job: Job, sizes: Sequence[int] | None = None, *, again: bool = F
             try:
                 store(found[size], directory)
             except UserError as error:  # the profile is used all the same
-                say(f"{error.problems[0].what}; {error.problems[0].hint}")
+                report(f"{error.problems[0].what}; {error.problems[0].hint}")
                 break
     return {size: found[size] for size in wanted}
 

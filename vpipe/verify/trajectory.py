@@ -104,23 +104,23 @@ class Trajectory:
         Of the replicas of a stage the lowest rank counts. If another one has other gradients, weights or updates, its
         first difference of each parameter goes into :attr:`mismatches`.
         """
-        whole = cls()
-        home: dict[str, int] = {}
+        joined = cls()
+        replica_of: dict[str, int] = {}
         for rank, trajectory in sorted(ranks.items()):
-            whole.losses = trajectory.losses
+            joined.losses = trajectory.losses
             own: dict[str, set[int]] = defaultdict(set)
             for update, name in trajectory.updates():
                 own[name].add(update)
             for name, updates in sorted(own.items()):
-                other = home.setdefault(name, rank)
+                other = replica_of.setdefault(name, rank)
                 if other == rank:
                     for update in updates:
-                        whole.norms[update][name] = trajectory.norms[update][name]
-                        whole.values[update][name] = trajectory.values[update][name]
+                        joined.norms[update][name] = trajectory.norms[update][name]
+                        joined.values[update][name] = trajectory.values[update][name]
                 else:
                     differing = ranks[other].differing_updates(trajectory, name)
-                    whole.mismatches += [ReplicaMismatch(update, name, rank, other) for update in differing[:1]]
-        return whole
+                    joined.mismatches += [ReplicaMismatch(update, name, rank, other) for update in differing[:1]]
+        return joined
 
     def differing_updates(self, other: Trajectory, name: str) -> list[int]:
         """Return the updates of a parameter in which two trajectories differ, in order."""
