@@ -140,7 +140,7 @@ def world_of(monkeypatch: pytest.MonkeyPatch, hosts: list[str], *others: object)
     """The first rank of several, of whom the others give ``others`` whenever something is shared."""
     world = World(CPU)
     world.ranks, world.hosts = len(hosts), hosts
-    monkeypatch.setattr(world, "share", lambda value: [value, *others])
+    monkeypatch.setattr(world, "all_gather", lambda value: [value, *others])
     return world
 
 

@@ -77,8 +77,8 @@ def compare(jobs: Mapping[str, Job], folder: Path, plan: Callable[[World], list[
     join(config)
     world = World(device_of(config))
     planned = plan(world)
-    world.meet("planning")  # rank 0 may have planned for longer than a message may take
-    contenders = [Contender.from_json(one) for one in world.share([one.as_json() for one in planned])[0]]
+    world.barrier("planning")  # rank 0 may have planned for longer than a message may take
+    contenders = [Contender.from_json(one) for one in world.all_gather([one.as_json() for one in planned])[0]]
     runs, refused = _build(jobs, contenders)
     if not runs:
         raise PlanningError.all_of([Problem(f"nobody can take part: {name}: {why.what}", why.hint)
@@ -94,7 +94,7 @@ def compare(jobs: Mapping[str, Job], folder: Path, plan: Callable[[World], list[
             raise PlanningError("nobody made an update", hint=_NO_UPDATE.hint)
         progress.note("evaluating")
         mine = {run: (run.measured(), run.evaluate()) for run in dict.fromkeys(runs.values())}
-    measured = world.share([ranks for ranks, _ in mine.values()])
+    measured = world.all_gather([ranks for ranks, _ in mine.values()])
     if world.rank:
         return
     ranks_of = dict(zip(mine, zip(*measured, strict=True), strict=True))

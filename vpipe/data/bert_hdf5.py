@@ -175,17 +175,17 @@ def _vocab_size(folder: Path, shards: Sequence[Shard], wanted: int) -> int:
     """Return the size that was asked for, if it is enough; for -1 that of a file beside the shards, or what the ids
     need.
     """
-    told, by = _vocab_size_beside(folder)
+    size, by = _vocab_size_beside(folder)
     if wanted == -1:
-        told, by = (told, by) if told else (_needed_vocab_size(shards), "the largest token id")
-        if not 0 < told <= LARGEST_VOCAB_SIZE:
-            raise UserError(f"{by} makes {told:,} tokens, more than {LARGEST_VOCAB_SIZE:,}", where=str(folder),
+        size, by = (size, by) if size else (_needed_vocab_size(shards), "the largest token id")
+        if not 0 < size <= LARGEST_VOCAB_SIZE:
+            raise UserError(f"{by} makes {size:,} tokens, more than {LARGEST_VOCAB_SIZE:,}", where=str(folder),
                             hint="the shards are damaged, or of another format: copy or build them again")
-        return told
+        return size
     if not 0 < wanted <= LARGEST_VOCAB_SIZE:
         raise UserError(f"vocab_size is {wanted}", hint=f"give 1 to {LARGEST_VOCAB_SIZE:,} tokens, or -1")
-    if wanted < told:
-        raise UserError(f"vocab_size is {wanted}, but the shards were made with {told} tokens",
+    if wanted < size:
+        raise UserError(f"vocab_size is {wanted}, but the shards were made with {size} tokens",
                         hint=f"use vocab_size: -1 to take what {by} says", where=str(folder / by))
     return wanted
 

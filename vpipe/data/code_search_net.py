@@ -68,10 +68,10 @@ def read_functions(files: Sequence[Path], root: Path) -> Iterator[Document]:
     """
     problems: list[Problem] = []
     for file in files:
-        told = _part_of_path(file.relative_to(root))
+        part_of_file = _part_of_path(file.relative_to(root))
         for number, line in _lines(file, problems):
             try:
-                yield _document(line, told)
+                yield _document(line, part_of_file)
             except ValueError as error:
                 problems.append(Problem(str(error), "mend or remove the line", f"{file}:{number}"))
                 if len(problems) == _MOST_PROBLEMS:
@@ -101,7 +101,7 @@ def _lines(file: Path, problems: list[Problem]) -> Iterator[tuple[int, bytes]]:
                                 f"{file}:{number + 1}"))
 
 
-def _document(line: bytes, told: Part | None) -> Document:
+def _document(line: bytes, part_of_file: Part | None) -> Document:
     """Parse a line. Raises ValueError with the mistake in it."""
     try:
         record = json.loads(line.rstrip().decode("utf-8"))
@@ -120,7 +120,7 @@ def _document(line: bytes, told: Part | None) -> Document:
         keys = ", ".join(sorted(key for key, value in record.items() if value is not None)) or "none"
         raise ValueError(f"the line has no '{CODE[0]}' or '{CODE[1]}' (its keys: {keys})" if code is None else
                          "the code is empty")
-    return Document(with_documentation(code, _text(record, DOCUMENTATION)), _part(record) or told,
+    return Document(with_documentation(code, _text(record, DOCUMENTATION)), _part(record) or part_of_file,
                     _text(record, ("language",)) or "")
 
 

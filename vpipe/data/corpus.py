@@ -16,12 +16,12 @@ Part = Literal["train", "valid", "test"]
 PARTS: Mapping[str, Part] = {"train": "train", "training": "train", "test": "test", "testing": "test",
                              "valid": "valid", "validation": "valid", "val": "valid", "dev": "valid"}
 """Part of a corpus by the names that publishers use."""
-_HELD_OUT = 20  # one document in so many, where nothing says which
+_HELD_OUT = 20  # one document in so many, where none is marked
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text; ``part``: where its publisher put it, None where nothing says so; ``language``: of a program."""
+    """A text; ``part``: where its publisher put it, None where it is not marked; ``language``: of a program."""
 
     text: str
     part: Part | None = None

@@ -73,12 +73,12 @@ class ConfigKeys:
                             f"set '{key}' to {fixed!r} or leave it out")
                     for key, fixed in self.fixed.items() if overrides.get(key, fixed) != fixed]
         known = [field.name for field in fields(config)]
-        said = {key: value for key, value in overrides.items() if key not in self.silent and key not in self.fixed}
+        given = {key: value for key, value in overrides.items() if key not in self.silent and key not in self.fixed}
         problems += [Problem(f"a {self.family} config has no '{key}'", nearest(key, known))
-                     for key in said if key not in known]
+                     for key in given if key not in known]
         if problems:
             raise UserError.all_of(problems)
-        return {**({} if preset is None else self.presets[preset]), **said,
+        return {**({} if preset is None else self.presets[preset]), **given,
                 **{key: value for key, value in own.items() if value is not None}}
 
     def check(self, config: Any, heads: str) -> None:

@@ -1,6 +1,6 @@
 """A model is an ordered list of layers that pass named tensors on.
 
-A :class:`Layer` says how to build its module, which tensors it reads and which it writes; nothing is
+A :class:`Layer` holds a function that builds its module, and the tensors that it reads and writes; nothing is
 built until a rank needs it. Names work like variables in a program: a later layer may write a name
 again (``h`` in, ``h`` out), and a name stays readable until then, so a tensor may skip any number of
 layers.

@@ -38,18 +38,18 @@ class RopeScaling:
         Raises:
             UserError: it is of another kind, or incomplete.
         """
-        said: dict[str, Any] = dict(found or {})
-        kind = said.pop("rope_type", said.pop("type", "default"))
-        said.pop("type", None)
+        given: dict[str, Any] = dict(found or {})
+        kind = given.pop("rope_type", given.pop("type", "default"))
+        given.pop("type", None)
         if kind == "default":
             return None
         if kind != LLAMA3:
             raise UserError(f"the rope_type is {kind!r}, but this LLaMA computes 'default' and '{LLAMA3}' only",
                             hint="other kinds change with the length of a sample, or attention too: train without it")
         names = [field.name for field in fields(cls)]
-        scaling = cls(**said) if said.keys() == set(names) and all(_above_0(said[name]) for name in names) else None
+        scaling = cls(**given) if given.keys() == set(names) and all(_above_0(given[name]) for name in names) else None
         if scaling is None or scaling.high_freq_factor <= scaling.low_freq_factor:
-            raise UserError(f"the rope_scaling of type '{LLAMA3}' is {said}",
+            raise UserError(f"the rope_scaling of type '{LLAMA3}' is {given}",
                             hint=f"it must give {', '.join(names)}: numbers above 0, the second below the third")
         return scaling
 

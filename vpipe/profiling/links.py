@@ -38,17 +38,17 @@ def measure_links(world: World, device: torch.device, timeout_s: float) -> tuple
     transport = DistributedTransport(device, timeout_s, 1, lambda rank: f"rank {rank}", 1)
     mine: dict[int, list[list[float]]] = {}
     for pairs in rounds:
-        world.share(None)
+        world.all_gather(None)
         for first, second in pairs:
             if world.rank in (first, second):
                 peer = second if world.rank == first else first
                 numbers = count()
                 mine[peer] = [_back_and_forth(transport, peer, size, numbers, device) for size in SIZES]
-    world.share(None)
+    world.all_gather(None)
     transport.finish()
     # What the peer sent is what was waited for: the link is towards this rank.
     found = {(peer, rank): _fitted(times)
-             for rank, theirs in enumerate(world.share([[peer, times] for peer, times in mine.items()]))
+             for rank, theirs in enumerate(world.all_gather([[peer, times] for peer, times in mine.items()]))
              for peer, times in theirs}
     near = [link for (a, b), link in found.items() if world.hosts[a] == world.hosts[b]]
     far = [link for (a, b), link in found.items() if world.hosts[a] != world.hosts[b]]

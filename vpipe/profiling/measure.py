@@ -168,7 +168,7 @@ class _Measurement:
         self._structures = [structure(layer) for layer in model.layers]
         self._cores = self._world.cores()
         sharing = 1 if self._cores is None else self._world.ranks_per_host
-        self._room_bytes = min(self._world.share(free_bytes(device))) // (2 * sharing)  # all cut their windows alike
+        self._room_bytes = min(self._world.all_gather(free_bytes(device))) // (2 * sharing)  # equal windows
         self._runners: dict[int, LayerRunner] = {}
         self._steps: list[dict[int, list[float]]] = []  # per rank, by kind: they do not depend on the microbatch
 
@@ -199,7 +199,7 @@ class _Measurement:
         link, links = measure_links(self._world, self._device, self._timeout_s)
         overhead = measure_overhead(self._device, self._clock, self._make_optimizer, self._precision)
         pure, dtype = self._precision.pure, self._precision.dtype or torch.float32
-        shared = self._world.share([dict(overhead.calls), overhead.step,
+        shared = self._world.all_gather([dict(overhead.calls), overhead.step,
                                     0.0 if pure else copied_bytes_per_s(self._device),
                                     added_bytes_per_s(self._device, dtype if pure else torch.float32),
                                     matrix_flops_per_s(self._device, dtype)])
@@ -222,7 +222,8 @@ class _Measurement:
             if not self._steps:
                 timer.steps(self._make_optimizer)
             mine |= dict(zip(window, timer.samples, strict=True))
-        shared = [{int(number): samples for number, samples in theirs.items()} for theirs in self._world.share(mine)]
+        shared = [{int(number): samples for number, samples in theirs.items()}
+                  for theirs in self._world.all_gather(mine)]
         if not self._steps:
             self._steps = [_by_kind(seen, theirs, "step") for theirs in shared]
         return shared
@@ -263,9 +264,9 @@ class _Measurement:
             identity, tuple(layers), seen.fields, rest.link, rest.links, cores=self._cores,
             dispatch_s=rest.overhead.dispatch_s, copy_bytes_per_s=rest.copy_bytes_per_s,
             accumulate_bytes_per_s=rest.accumulate_bytes_per_s,
-            device_bytes=min(self._world.share(shared_bytes(self._device, self._cores))),
+            device_bytes=min(self._world.all_gather(shared_bytes(self._device, self._cores))),
             peak_flops_per_s=rest.peak_flops_per_s,
-            checked=_checked(seen, shared), took_s=max(self._world.share(took_s)))
+            checked=_checked(seen, shared), took_s=max(self._world.all_gather(took_s)))
 
     def _layer(self, number: int, kind: int, counts: LayerCounts, times: Mapping[str, Seconds]) -> LayerProfile:
         layer = self._model.layers[number]

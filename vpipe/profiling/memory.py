@@ -160,8 +160,8 @@ class _PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
                                                                  if isinstance(t, Tensor)).items()
                        if storage not in self._ignored and storage not in self._before}
         self._made = _there(self._made)
-        gone = sum(self._before.values()) - sum(_there(self._before).values())
-        self.bytes = max(self.bytes, sum(self._made.values()) - gone)
+        freed = sum(self._before.values()) - sum(_there(self._before).values())
+        self.bytes = max(self.bytes, sum(self._made.values()) - freed)
         return result
 
 

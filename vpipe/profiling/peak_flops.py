@@ -118,14 +118,14 @@ def find_peak(world: World, device: torch.device, dtype: torch.dtype, given_tflo
         given_tflops: of one device; None where the user gives none.
     """
     kind = _kind(dtype, device)
-    names = world.share(_identity(device))
+    names = world.all_gather(_identity(device))
     devices = world.ranks if device.type == "cpu" else len({tuple(name) for name in names})
     if given_tflops is not None:
         return PeakFlops(given_tflops, devices, kind, "as metrics.peak_tflops says")
     known = known_tflops(device_name(device), kind) if device.type == "cuda" else None
-    if min(world.share(known or 0.0)):  # of every rank's GPU; where one is not known, all are measured
+    if min(world.all_gather(known or 0.0)):  # of every rank's GPU; where one is not known, all are measured
         assert known is not None, "it is the least of all"
-        same = len(set(world.share(known))) == 1
+        same = len(set(world.all_gather(known))) == 1
         if same:
             return PeakFlops(known, devices, kind, f"the data sheet of {device_name(device)}")
     return PeakFlops(_measured(world, device, DTYPES[kind]) / devices / 1e12, devices, kind, "measured")
@@ -151,12 +151,12 @@ def _measured(world: World, device: torch.device, dtype: torch.dtype) -> float:
     work, size = _product(device, dtype)
     clock, best = clock_of(device), 0.0
     for _ in range(ROUNDS):
-        world.share(None)  # so that all begin together
+        world.all_gather(None)  # so that all begin together
         started, products = clock(), 0
         while (seconds := clock() - started) < ROUND_S or not products:
             work()
             products += 1
-        best = max(best, sum(world.share(2.0 * size**3 * products / seconds)))
+        best = max(best, sum(world.all_gather(2.0 * size**3 * products / seconds)))
     at_once = world.cores() if clock is thread_time else None
     return best if at_once is None else best * min(1.0, at_once / world.ranks_per_host)
 

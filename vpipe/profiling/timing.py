@@ -157,15 +157,15 @@ def run_rounds(timer: LayerTimer, budget_s: float, world: World, at_once: int | 
     timer.warm_up()
     started, rounds = perf_counter(), 0
     while True:
-        world.meet()
+        world.barrier()
         over = perf_counter() - started > budget_s and rounds >= 3
-        if all(world.share(over or rounds >= MOST or (rounds >= LEAST and timer.converged()))):
+        if all(world.all_gather(over or rounds >= MOST or (rounds >= LEAST and timer.converged()))):
             return
         for turn in range(turns):
             if turn == mine:
                 timer.round()
             if turn + 1 < turns:
-                world.meet()
+                world.barrier()
         rounds += 1
         tell(rounds)
 

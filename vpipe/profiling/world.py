@@ -33,9 +33,9 @@ class World:
         joined = dist.is_initialized()
         self.rank = dist.get_rank() if joined else 0
         self.ranks = dist.get_world_size() if joined else 1
-        self.hosts: list[str] = self.share(socket.gethostname())
+        self.hosts: list[str] = self.all_gather(socket.gethostname())
 
-    def share(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks (anything that JSON holds) on every rank. All must call it, and wait here for
         all.
         """
@@ -46,7 +46,7 @@ class World:
                   for rank in range(self.ranks)]
         return [json.loads(bytes(tensors["value"].numpy()).decode()) for tensors in shared]
 
-    def meet(self, doing: str = "measuring layers") -> None:
+    def barrier(self, doing: str = "measuring layers") -> None:
         """Wait for all, longer than the process group would: measurements of others may take longer than its
         timeout.
         """
@@ -69,7 +69,7 @@ class World:
         are as many as these. The smallest number of any host counts.
         """
         gpu = gpu_uuid(self._device) if self._device.type == "cuda" else None
-        shared = self.share([gpu, usable_cores(), torch.get_num_threads()])
+        shared = self.all_gather([gpu, usable_cores(), torch.get_num_threads()])
         gpus = [theirs for theirs, _, _ in shared]
         if None not in gpus and len(set(gpus)) == self.ranks:
             return None

@@ -61,8 +61,8 @@ def _bar(parts: Sequence[tuple[str, str, float]], longest: float, height: int) -
         cells.append(f'<rect x="{at:.3f}%" width="{width:.3f}%" height="{height}" style="fill:{fill}">'
                      f"<title>{escape(name)}: {milliseconds(seconds)}</title></rect>")
         at += width
-    said = ", ".join(f"{name} {milliseconds(seconds)}" for name, _, seconds in parts)
-    return (f'<svg width="100%" height="{height}" role="img"><title>{escape(said)}</title>{"".join(cells)}</svg>')
+    title = ", ".join(f"{name} {milliseconds(seconds)}" for name, _, seconds in parts)
+    return (f'<svg width="100%" height="{height}" role="img"><title>{escape(title)}</title>{"".join(cells)}</svg>')
 
 
 def _numbers(data: ReportData, pairs: Sequence[tuple[str, Figures, int]], unit: str) -> str:

@@ -41,14 +41,14 @@ def is_drawable(value: float) -> bool:
     return abs(value) < _HUGE
 
 
-def chart(title: str, lines: Sequence[Line], says: str, x_name: str, value: Callable[[float], str],
+def chart(title: str, lines: Sequence[Line], description: str, x_name: str, value: Callable[[float], str],
           height: int = 200, bottom: float | None = None, top: float | None = None,
           x_value: Callable[[float], str] = lambda x: f"{x:,.6g}", x_end: float | None = None,
           unit: float = 1.0) -> str:
     """Return a chart as HTML; a sentence where there is nothing to draw.
 
     Args:
-        says: the chart in words, for those who cannot see it.
+        description: the chart in words, for those who cannot see it.
         value: formats an amount for its axis.
         bottom, top: of the vertical axis; the lines' range when left out.
         x_end: of the horizontal one.
@@ -87,7 +87,7 @@ def chart(title: str, lines: Sequence[Line], says: str, x_name: str, value: Call
     return (f'<figure><h3>{escape(title)}</h3><ul class="bar soft">{legend}</ul>'
             f'<div class="plot" style="--h:{height}px"><div class="y"><i>{escape(widest)}</i>{labels}</div>'
             f'<svg viewBox="0 0 1000 100" preserveAspectRatio="none" role="img"><title>{escape(title)}</title>'
-            f"<desc>{escape(says)}</desc>{grid}{paths}</svg>"
+            f"<desc>{escape(description)}</desc>{grid}{paths}</svg>"
             f'<div class="x">{below}<span style="left:100%">{escape(x_name)}</span></div></div></figure>')
 
 

@@ -63,7 +63,7 @@ class _Page:
             yield '<ul class="notes">' + "".join(f"<li>{escape(note)}</li>" for note in data.notes) + "</ul>"
         yield from self._timelines()
         yield from self._idle()
-        yield f'<h2>Stages</h2><p class="soft lead">{escape(self._stages_said())}</p>'
+        yield f'<h2>Stages</h2><p class="soft lead">{escape(self._stages_caption())}</p>'
         yield stage_table(data, self._unit)
         yield from self._progress()
         yield from self._memory()
@@ -138,19 +138,19 @@ class _Page:
         ran = Lane("As run", self._run, data.producers, window)
         yield "<h2>Timeline</h2>"
         shown = [ran]
-        said = "No whole step was recorded; these are the first actions."
+        caption = "No whole step was recorded; these are the first actions."
         if window.steps:
             last = window.first + window.steps - 1
             which = f"{self._unit} {window.first}" if window.steps == 1 else f"{self._unit}s {window.first} to {last}"
-            said = (f"{which[0].upper()}{which[1:]} of the run, which took about as long as most, in milliseconds; "
+            caption = (f"{which[0].upper()}{which[1:]} of the run, which took about as long as most, in milliseconds; "
                     "the numbers are microbatches.")
             if window.cut:
-                said += f" Only the beginning of it: a whole {self._unit} has too many actions to draw."
+                caption += f" Only the beginning of it: a whole {self._unit} has too many actions to draw."
         if expected is not None and self._planned_window is not None:
             word = "As planned" if expected.prediction is not None else "At medians"
             shown.insert(0, Lane(word, expected.recording, expected.producers, self._planned_window))
-            said += f" {expected.basis}"
-        yield f'<p class="soft lead">{escape(said)}</p>'
+            caption += f" {expected.basis}"
+        yield f'<p class="soft lead">{escape(caption)}</p>'
         yield timeline_figure(shown, self._unit)
 
     def _idle(self) -> Iterator[str]:
@@ -163,14 +163,14 @@ class _Page:
                "things, such as reading data.</p>")
         yield idle_bars(self._data, self._unit)
 
-    def _stages_said(self) -> str:
+    def _stages_caption(self) -> str:
         expected = self._data.expected
-        said = "Usual times (medians) as run; transfers are handing over and waiting for what is under way. "
+        caption = "Usual times (medians) as run; transfers are handing over and waiting for what is under way. "
         if expected is None:
-            return said
+            return caption
         if expected.prediction is not None:
-            return said + "In small letters: as predicted, and how far the run is from it."
-        return said + "In small letters: at the run's own medians."
+            return caption + "In small letters: as predicted, and how far the run is from it."
+        return caption + "In small letters: at the run's own medians."
 
     # -- curves
 

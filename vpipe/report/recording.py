@@ -240,9 +240,9 @@ def read_recording(folder: Path, say: Callable[[str], None] = lambda text: None)
     for number, rank in enumerate(ranks, 1):
         if number > 1:
             say(f"reading rank{rank}.jsonl, {number} of {counted(len(ranks), 'file')}")
-        track, said = _read_track(trace / f"rank{rank}.jsonl", len(first["placement"]))
+        track, track_notes = _read_track(trace / f"rank{rank}.jsonl", len(first["placement"]))
         tracks.append(track)
-        notes += said
+        notes += track_notes
     if not any(track.actions for track in tracks):
         raise UserError(f"the record in '{trace}' holds no action", hint=AGAIN)
     recording = Recording(

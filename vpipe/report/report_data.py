@@ -203,12 +203,12 @@ def load_report_data(folder: Path, config: Mapping[str, Any],
     profile = Profile.load(path) if (path := folder / "profile.json").is_file() else None
     plan = Plan.load(path) if (path := folder / "plan.json").is_file() else None
     say("simulating what was to be expected")
-    expected, said = _expected(recording, producers, profile, plan)
+    expected, expected_notes = _expected(recording, producers, profile, plan)
     totals = Totals.from_history(history, figures)
     if totals.doubt is not None:
         notes.append(f"{totals.doubt[0].upper()}{totals.doubt[1:]}.")
     return ReportData(folder.resolve().name, config, recording, producers, figures, history, totals, expected,
-                    (*notes, *said))
+                    (*notes, *expected_notes))
 
 
 def _unwritten(recording: Recording, history: History) -> Iterator[str]:

@@ -130,14 +130,14 @@ class Totals:
         Args:
             figures: of the recording.
         """
-        said = history.summary or {}
+        summary = history.summary or {}
         lines = [line for line in history.lines if is_number(line.get("step_s")) and line["step_s"] > 0]
         update_s = counted_updates([line["step_s"] for line in lines])
         lines = lines[len(lines) - len(update_s):]
 
         def figure(key: str, otherwise: float | None = None) -> float | None:
-            if key in said:
-                return float(said[key]) if is_number(said[key]) else None
+            if key in summary:
+                return float(summary[key]) if is_number(summary[key]) else None
             of_lines = _mean(lines, update_s, key)
             return otherwise if of_lines is None else of_lines
 
@@ -146,7 +146,7 @@ class Totals:
         assert samples_per_s is not None, "the recording has one"
         assert step_s is not None, "the recording has one"
         return cls(samples_per_s, figure("tokens_per_s"), step_s, bubble, figure("mfu"), figure("hfu"),
-                   figure("memory_bytes"), *(text if isinstance(text := said.get(key), str) else None
+                   figure("memory_bytes"), *(text if isinstance(text := summary.get(key), str) else None
                                              for key in ("peak_is", "doubt")))
 
 

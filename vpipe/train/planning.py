@@ -112,7 +112,7 @@ def _plan_summary(job: Job, solution: Solution) -> str:
 
 def _broadcast_plan(world: World, outcome: Mapping[str, Any]) -> Plan:
     """Return the plan of rank 0 on every rank."""
-    found = world.share(outcome)[0]
+    found = world.all_gather(outcome)[0]
     if "problems" in found:
         raise PlanningError.all_of([Problem(what, hint) for what, hint in found["problems"]])
     return Plan.of_json(found["plan"])
@@ -180,7 +180,7 @@ def profile_job(job: Job, sizes: Sequence[int] | None = None, *, again: bool = F
     if world.rank == 0 and not again:
         known = {str(size): profile.as_json() for size, identity in zip(wanted, identities, strict=True)
                  if (profile := cached(identity, directory, report)) is not None}
-    shared = world.share([known, [asdict(identity) for identity in identities]])[0]
+    shared = world.all_gather([known, [asdict(identity) for identity in identities]])[0]
     found = {int(size): Profile.of_json(content) for size, content in shared[0].items()}
     missing = [(size, Identity(**identity)) for size, identity in zip(wanted, shared[1], strict=True)
                if size not in found]

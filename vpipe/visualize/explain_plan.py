@@ -44,7 +44,7 @@ class PlanExplanation:
         profile: that it was made from.
         limit_bytes: that a rank may hold; None without a limit.
         limit_from: the origin of the limit, such as ``--memory``.
-        solver: a sentence on how good the plan is.
+        solver: a text on how good the plan is.
         others: plans to compare with.
         limit_without_recompute: bytes per rank with which nothing is recomputed, and the plan for them; None where
             nothing is recomputed.
@@ -65,8 +65,8 @@ class PlanExplanation:
                   *filled("in ms: forward, backward and recompute of one microbatch; step of the optimizer; comm "
                           f"(transfers, mostly while it computes) and idle of a rank per {self._step_name}", width)],
                  memory_table(self.plan, self.limit_bytes, width),
-                 [line for sentence in (self._bottleneck(), self._memory(), self._recompute(),
-                                        f"solver: {self.solver}") for line in filled(sentence, width)],
+                 [line for text in (self._bottleneck(), self._memory(), self._recompute(),
+                                        f"solver: {self.solver}") for line in filled(text, width)],
                  alternatives_table(self.plan, self.others, width)]
         return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
 
@@ -107,7 +107,7 @@ class PlanExplanation:
                 f"{100 * (busy / average - 1):.0f} % more than the average rank")
 
     def _shared_cores(self) -> str | None:
-        """Return the sentence for ranks whose computing fills the cores that they share; None for others."""
+        """Return the text for ranks whose computing fills the cores that they share; None for others."""
         found, cores, ranks = predicted(self.plan), self.profile.cores, self.profile.identity.ranks_per_host
         ranks = min(ranks, self.plan.ranks)
         if cores is None or cores >= ranks:
@@ -144,12 +144,12 @@ class PlanExplanation:
             return "recompute: none, all activations fit"
         again = sum(stage.recompute_s for stage in found.stages)
         work = again + sum(stage.forward_s + stage.backward_s for stage in found.stages)
-        said = f"recompute: {count} of {sum(self.plan.partition)} layers, {100 * again / work:.0f} % of the computing"
+        text = f"recompute: {count} of {sum(self.plan.partition)} layers, {100 * again / work:.0f} % of the computing"
         if self.limit_without_recompute is None:
-            return said
+            return text
         limit, plan = self.limit_without_recompute
         rate, new_rate = (1 / predicted(each).seconds_per_sample for each in (self.plan, plan))
-        return (f"{said}; none from {size_text(limit, up=True)} per rank on, which would give "
+        return (f"{text}; none from {size_text(limit, up=True)} per rank on, which would give "
                 f"{rate_text(new_rate)} samples/s ({difference(new_rate, rate)})")
 
 

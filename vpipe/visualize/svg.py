@@ -137,12 +137,12 @@ class _Drawing:
         action = event.action
         x, width = self._x(event.start_s), float(event.end_s - event.start_s) * self._scale
         version = self._versions.get((action.stage, action.microbatch))
-        says = f"{action}, {number(event.start_s)} to {number(event.end_s)}"
-        says += "" if version is None else f", weight version {version}"
+        title = f"{action}, {number(event.start_s)} to {number(event.end_s)}"
+        title += "" if version is None else f", weight version {version}"
         gap = 1.0 if width > 6 else 0.4
         return (f'<rect class="{action.op.value}{self._summary.chunk_of[action.stage]}" x="{_n(x + gap / 2)}" y="{y}" '
                 f'width="{_n(max(0.2, width - gap))}" height="{_ROW}" rx="{3 if width > 12 else 1}">'
-                f"<title>{says}</title></rect>")
+                f"<title>{title}</title></rect>")
 
     def _labels(self, events: Sequence[Event], y: int) -> Iterator[str]:
         """Yield microbatches and, below, the versions in use, as far as there is room."""
