@@ -5,19 +5,25 @@ take a rank's time. A transfer starts when its send and its receive have been re
 compute-only schedule has the same transfers, with receives that are posted from the beginning. Tensors that stay on a
 rank take no time. Where norms are exchanged, a step waits for those of all stages. Replicas of a stage send each other
 the gradients of an update as soon as each has them all, and the sums as soon as these are made; a step waits for them.
-Ranks of one host may share its cores: see :mod:`vpipe.schedules.simulator.event_loop`.
+
+Ranks that share the cores of their host slow down alike when more of them compute than it has cores (processor
+sharing): n of them on c cores each go on at the speed c/n. Every host keeps a virtual clock, which runs at that speed;
+an action takes as much of it as it takes of a core's time, however often its speed changes meanwhile. So the actions of
+a host end in the order of their virtual ends, and only the first of them has an end in real time that must be known.
+Copying from rank to rank is work as well: a transfer takes a core at either end as long as it takes its link.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from functools import cache
+from heapq import heappop, heappush
 
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules.costs import Costs, Number, ratio
 from vpipe.schedules.error_grid import rule_error
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.simulator.event_loop import EventLoop, SharedCoresLoop
 from vpipe.schedules.simulator.tables import SimulationTables
 from vpipe.schedules.simulator.timeline import Event, Timeline, TransferEvent
 
@@ -67,3 +73,256 @@ def _blocked(tables: SimulationTables, cursors: Sequence[int]) -> CheckError:
     return rule_error(tables.schedule, f"the simulation cannot go on: {standing}",
                       "check the schedule first: it says what each of them waits for", *spots,
                       cursors=[cursor - first for cursor, first in zip(cursors, tables.firsts, strict=True)])
+
+
+class EventLoop:
+    """Run through the tables with a device for every rank.
+
+    Attributes:
+        cursors: per rank, the number of the action before which it stands.
+        starts: per action that takes time, its start.
+        arrivals: (number of the message, time of its arrival), in order.
+    """
+
+    def __init__(self, tables: SimulationTables, overlap: bool) -> None:
+        self._tables, self._overlap = tables, overlap
+        ranks, actions = len(tables.firsts), len(tables.ticks)
+        self.cursors = list(tables.firsts)
+        self.starts: list[Number] = [0] * actions
+        self.arrivals: list[tuple[int, Number]] = []
+        self._now: Number = 0
+        self._awaited = [0] * actions  # messages that each action still waits for
+        for message in tables.messages:
+            for user in message.users:
+                self._awaited[user] += 1
+        self._unopened = [message.opens for message in tables.messages]
+        self._busy = [False] * ranks
+        self._awake = list(range(ranks))  # ranks that may be able to go on
+        self._ready: set[int] = set()  # ranks that stand before an action that takes time and waits for nothing
+        # A heap of ends of actions and arrivals of messages (numbered on behind the actions).
+        self._ending: list[tuple[Number, int]] = []
+        self._links: dict[tuple[int, int], deque[int]] = defaultdict(deque)  # with overlap
+        self._standing: list[int] = []  # without: messages that wait until both ranks are free
+        self._sending = [0] * ranks  # without: messages of its own that a rank waits for
+
+    def run(self) -> None:
+        """Let every rank go as far as it can."""
+        ending, awake = self._ending, self._awake
+        while True:
+            while awake or self._ready:
+                while awake:
+                    self._skip_instant(awake.pop())
+                if self._standing:  # messages go first
+                    self._start_standing()
+                self._begin()
+            if not self._go_on():
+                return
+            while ending and ending[0][0] == self._now:
+                self._finish(heappop(ending)[1])
+
+    def end(self, number: int, ticks: Number) -> Number:
+        """Return the end of an action, which takes ``ticks`` where nobody slows it down."""
+        return self.starts[number] + ticks
+
+    def began(self, message: int, end: Number) -> Number:
+        """Return the start of a message that arrives at ``end``."""
+        return end - self._tables.messages[message].ticks
+
+    def _go_on(self) -> bool:
+        """Go to the next moment at which something ends, if there is one."""
+        if self._ending:
+            self._now = self._ending[0][0]
+        return bool(self._ending)
+
+    def _finish(self, number: int) -> None:
+        """End an action, or let a message arrive."""
+        actions = len(self.starts)
+        if number >= actions:
+            self._close(number - actions)
+            return
+        rank = self._tables.rank_of[number]
+        self._busy[rank] = False
+        if number in self._tables.opened:
+            self._pass(number, rank)
+        self._awake.append(rank)
+
+    def _skip_instant(self, rank: int) -> None:
+        """Let a rank pass actions that take no time."""
+        if self._busy[rank]:
+            return
+        tables, awaited, sending = self._tables, self._awaited, self._sending
+        cursor, end = self.cursors[rank], tables.ends[rank]
+        while cursor < end and not awaited[cursor] and not sending[rank]:
+            if tables.ticks[cursor] is not None:
+                self._ready.add(rank)
+                break
+            if cursor in tables.opened:
+                self._pass(cursor, rank)
+            cursor += 1
+        self.cursors[rank] = cursor
+
+    def _begin(self) -> None:
+        """Begin an action on every rank that is ready, unless a transfer took it."""
+        for rank in self._ready:
+            if self._busy[rank]:
+                continue
+            cursor = self.cursors[rank]
+            ticks = self._tables.ticks[cursor]
+            assert ticks is not None
+            self.starts[cursor] = self._now
+            self.cursors[rank] = cursor + 1
+            if ticks:
+                self._busy[rank] = True
+                self._engage(cursor, ticks)
+            else:
+                if cursor in self._tables.opened:
+                    self._pass(cursor, rank)
+                self._awake.append(rank)
+        self._ready.clear()
+
+    def _engage(self, number: int, ticks: Number) -> None:
+        """Schedule the end of an action."""
+        heappush(self._ending, (self._now + ticks, number))
+
+    def _pass(self, action: int, rank: int) -> None:
+        """Open the messages that begin behind an action."""
+        for number in self._tables.opened[action]:
+            message = self._tables.messages[number]
+            if not self._overlap and message.ticks and message.source == rank:
+                self._sending[rank] += 1
+            self._open(number)
+
+    def _open(self, number: int) -> None:
+        """Note that one end of a message has been reached; with the last of them it may start."""
+        self._unopened[number] -= 1
+        if self._unopened[number]:
+            return
+        message = self._tables.messages[number]
+        if not message.ticks:
+            self._arrive(number)
+        elif self._overlap:
+            link = self._links[message.source, message.target]
+            link.append(number)
+            if len(link) == 1:
+                self._start(number)
+        else:
+            self._standing.append(number)
+
+    def _start_standing(self) -> None:
+        """Without overlap: start every message whose ranks are both free."""
+        for number in tuple(self._standing):
+            message = self._tables.messages[number]
+            if not self._busy[message.source] and not self._busy[message.target]:
+                self._busy[message.source] = self._busy[message.target] = True
+                self._standing.remove(number)
+                self._start(number)
+
+    def _start(self, number: int) -> None:
+        heappush(self._ending, (self._now + self._tables.messages[number].ticks, len(self.starts) + number))
+
+    def _close(self, number: int) -> None:
+        """Free the link, or the ranks, of a message that arrives."""
+        message = self._tables.messages[number]
+        if self._overlap:
+            link = self._links[message.source, message.target]
+            link.popleft()
+            if link:
+                self._start(link[0])
+        else:
+            self._busy[message.source] = self._busy[message.target] = False
+            self._sending[message.source] -= 1
+            self._awake += (message.source, message.target)
+        self._arrive(number)
+
+    def _arrive(self, number: int) -> None:
+        self.arrivals.append((number, self._now))
+        for user in self._tables.messages[number].users:
+            self._awaited[user] -= 1
+            if not self._awaited[user]:
+                self._awake.append(self._tables.rank_of[user])
+
+
+class SharedCores:
+    """The cores of one host, with the actions and ends of messages that use them."""
+
+    def __init__(self, cores: int) -> None:
+        self._cores = cores
+        self._clock: Number = 0
+        self._set: Number = 0  # the real time at which the clock was last read
+        self._working: list[tuple[Number, int]] = []  # a heap: the virtual end and number of each
+
+    def begin(self, now: Number, number: int, ticks: Number) -> None:
+        """Begin something that takes ``ticks`` of a core."""
+        if (count := len(self._working)) > self._cores:
+            self._clock += ratio((now - self._set) * self._cores, count)
+        else:
+            self._clock += now - self._set
+        self._set = now
+        heappush(self._working, (self._clock + ticks, number))
+
+    def next_end(self) -> Number | None:
+        """Return when the first of them ends if nothing begins before that."""
+        if not self._working:
+            return None
+        left = max(0, self._working[0][0] - self._clock)  # rounding may have carried the clock past it
+        count = len(self._working)
+        return self._set + (ratio(left * count, self._cores) if count > self._cores else left)
+
+    def finished(self, now: Number) -> list[int]:
+        """Return what ends now, at the time of :meth:`next_end`."""
+        self._clock, self._set = self._working[0][0], now
+        done = []
+        while self._working and self._working[0][0] == self._clock:
+            done.append(heappop(self._working)[1])
+        return done
+
+
+class SharedCoresLoop(EventLoop):
+    """Run through the tables with ``costs.cores`` on every host."""
+
+    def __init__(self, tables: SimulationTables, costs: Costs) -> None:
+        assert costs.cores is not None
+        super().__init__(tables, costs.overlap)
+        ranks = len(tables.firsts)
+        names = costs.hosts or (0,) * ranks
+        hosts = {name: SharedCores(costs.cores) for name in names}
+        self._hosts = list(hosts.values())
+        self._host_of = [hosts[names[rank]] for rank in range(ranks)]
+        self._ends: dict[int, Number] = {}
+        self._began: dict[int, Number] = {}  # by message
+        self._half_done: set[int] = set()  # messages of which one end is done
+
+    def began(self, message: int, end: Number) -> Number:
+        return self._began.get(message, end)
+
+    def end(self, number: int, ticks: Number) -> Number:
+        return self._ends.get(number, self.starts[number])  # one that takes nothing ends as it starts
+
+    def _engage(self, number: int, ticks: Number) -> None:
+        self._host_of[self._tables.rank_of[number]].begin(self._now, number, ticks)
+
+    def _start(self, number: int) -> None:
+        message = self._tables.messages[number]
+        self._began[number] = self._now
+        for rank in (message.source, message.target):
+            self._host_of[rank].begin(self._now, len(self.starts) + number, message.ticks)
+
+    def _go_on(self) -> bool:
+        ends = [(end, host) for host in self._hosts if (end := host.next_end()) is not None]
+        if not ends:
+            return False
+        self._now = min(end for end, _ in ends)
+        for end, host in ends:
+            if end == self._now:
+                for number in host.finished(end):
+                    self._finish(number)
+        return True
+
+    def _finish(self, number: int) -> None:
+        message = number - len(self.starts)
+        if message < 0:
+            self._ends[number] = self._now
+        elif message not in self._half_done:
+            self._half_done.add(message)
+            return
+        super()._finish(number)

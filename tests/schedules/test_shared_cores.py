@@ -16,8 +16,7 @@ from vpipe.schedules.build import build
 from vpipe.schedules.costs import Costs, Link, Number, StageCosts
 from vpipe.schedules.registry import recipe_named
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.simulator.event_loop import SharedCores
-from vpipe.schedules.simulator.simulate import simulate
+from vpipe.schedules.simulator.simulate import SharedCores, simulate
 from vpipe.schedules.simulator.timeline import Event, Timeline
 from vpipe.schedules.size import Placement, default_placement
 
