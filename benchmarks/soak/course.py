@@ -23,7 +23,7 @@ from vpipe.train.job import Job
 from vpipe.verify.compression import CutCompression
 from vpipe.verify.reference import ReferenceRun, asynchronous_oracle, evaluate_oracle, flush_oracle
 from vpipe.verify.reference_optimizer import TrainingRecipe, uncompressed
-from vpipe.verify.reference_versions import VERSIONS
+from vpipe.verify.reference_versions import version_rule
 from vpipe.verify.trajectory import Trajectory
 
 LAYERS = 9
@@ -174,7 +174,7 @@ class Course:
             return flush_oracle(job.model, batches(), recipe)
         drains = {*range(0, self.steps, SAVE_EVERY), *range(0, self.steps, EVALUATE_EVERY), *self.drained}
         return asynchronous_oracle(job.model, batches(), recipe, partition, job.schedule.update_every,
-                                   sorted(step * per_step for step in drains), VERSIONS[parallel.schedule],
+                                   sorted(step * per_step for step in drains), version_rule(parallel.schedule),
                                    [len(ranks) for ranks in job.placement])
 
 

@@ -154,7 +154,8 @@ def test_staleness_is_what_the_run_counted(tmp_path: Path, schedule: str) -> Non
             if part == 0:
                 pipe.evaluate(data[:1])
     recording = read_recording(tmp_path)
-    assert [stage.staleness for stage in Figures.of(recording, Producers.of(recording)).stages] == [
+    figures = Figures.from_recording(recording, Producers.from_recording(recording))
+    assert [stage.staleness for stage in figures.stages] == [
         stage.staleness for stage in pipe.engine.collectives.usage()]
 
 
