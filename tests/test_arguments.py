@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline, Plan
-from vpipe.arguments import as_number, as_whole, shown
+from vpipe.arguments import as_integer, as_number, shown
 from vpipe.errors import UserError
 
 
@@ -287,7 +287,7 @@ def test_a_plan_may_be_written_with_lists() -> None:
 
 
 def test_whole_numbers_and_numbers_as_others_write_them() -> None:
-    assert [as_whole(value) for value in (3, np.int64(3), torch.tensor(3), True, 3.0, "3", None, np.array([3, 4]),
+    assert [as_integer(value) for value in (3, np.int64(3), torch.tensor(3), True, 3.0, "3", None, np.array([3, 4]),
                                           torch.tensor([3, 4]))] == [3, 3, 3, *[None] * 6]
     assert [as_number(value) for value in (2, 0.5, np.float32(0.5), torch.tensor(0.5), True, "2", None, 10**400)] == [
         2.0, 0.5, 0.5, 0.5, *[None] * 4]

@@ -1,4 +1,4 @@
-"""Checks of what people pass from Python: the kind and range of every argument, all mistakes at once."""
+"""Check the arguments that people pass from Python: the type and range of each, and report all mistakes at once."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 
 from vpipe.errors import Problem, UserError, counted, nearest
 
-MOST = 2**63
-"""A whole number must be less: it travels in 64 bits."""
+INT64_LIMIT = 2**63
+"""A whole number must be less: it is sent in 64 bits."""
 
 
 class Arguments:
-    """The arguments of a call: each is looked at once, and what is wrong is raised together.
+    """The arguments of a call and the problems found in them, which are raised together.
 
-    The methods note a problem and return the value, brought to one form. None passes where ``or_none``. What comes back
-    after a problem is for nothing but to go on to the next argument.
+    The methods note a problem and return the value, converted to one type. None passes where ``or_none``. After a
+    problem the returned value serves only to check the next argument.
     """
 
     def __init__(self) -> None:
@@ -30,31 +30,31 @@ class Arguments:
         self._problems.append(Problem(what, hint))
 
     def check(self) -> None:
-        """Raise what was noted.
+        """Raise the problems that were noted.
 
         Raises:
-            UserError: there is something.
+            UserError: there is one.
         """
         if self._problems:
             raise UserError.all_of(self._problems)
 
-    def whole(self, name: str, value: Any, least: int | None = None, or_none: bool = False) -> Any:
+    def integer(self, name: str, value: Any, least: int | None = None, or_none: bool = False) -> Any:
         """Return a whole number as an int; numbers of numpy count, texts and True do not."""
         if value is None and or_none:
             return None
-        found = as_whole(value)
-        if found is None or abs(found) >= MOST or (least is not None and found < least):
+        found = as_integer(value)
+        if found is None or abs(found) >= INT64_LIMIT or (least is not None and found < least):
             meant = f": {name}={int(value)}" if isinstance(value, str) and value.isdecimal() and len(value) < 20 else ""
             self.refuse(f"{name} is {shown(value)}",
                         "give a whole number" + f", {least} or more" * (least is not None) + meant)
         return found
 
-    def wholes(self, name: str, value: Any, example: str) -> Any:
+    def integers(self, name: str, value: Any, example: str) -> Any:
         """Return a sequence of whole numbers as a list, or None."""
         if value is None:
             return None
         items = _items(value)
-        found = None if items is None else [as_whole(item) for item in items]
+        found = None if items is None else [as_integer(item) for item in items]
         if found is None or None in found:
             self.refuse(f"{name} is {shown(value)}", f"give a list of whole numbers, such as {name}={example}")
         return found
@@ -70,18 +70,18 @@ class Arguments:
         return found
 
     def flag(self, name: str, value: Any) -> None:
-        """Check what must be True or False."""
+        """Check that the value is True or False."""
         if not isinstance(value, bool):
             self.refuse(f"{name} is {shown(value)}", f"write {name}=True or {name}=False")
 
-    def word(self, name: str, value: Any, *known: str) -> None:
-        """Check what must be a text; ``known``: all that are names, or one of them."""
+    def name(self, name: str, value: Any, *known: str) -> None:
+        """Check that the value is a text; ``known``: all valid names, or an example."""
         if not isinstance(value, str) or not value:
             self.refuse(f"{name} is {shown(value)}",
                         nearest(shown(value), known) if len(known) > 1 else f"give a name, such as '{known[0]}'")
 
     def function(self, name: str, value: Any, arguments: int, hint: str) -> None:
-        """Check what is to be called with so many arguments."""
+        """Check that the value can be called with so many arguments."""
         if not callable(value):
             self.refuse(f"{name} is {shown(value)}", hint)
             return
@@ -106,8 +106,8 @@ class Arguments:
         return tuple(items)
 
 
-def as_whole(value: object) -> int | None:
-    """Return a whole number, also numpy's, as an int; None for what is none, such as True and 2.0."""
+def as_integer(value: object) -> int | None:
+    """Return a whole number, also numpy's, as an int; None for other values, such as True and 2.0."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         return None
     try:
@@ -117,7 +117,7 @@ def as_whole(value: object) -> int | None:
 
 
 def as_number(value: object) -> float | None:
-    """Return a number, also numpy's and torch's, as a float; None for what is none."""
+    """Return a number, also numpy's and torch's, as a float; None for other values."""
     if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__"):
         return None
     try:
@@ -127,7 +127,7 @@ def as_number(value: object) -> float | None:
 
 
 def check_path(name: str, value: object, example: str) -> None:
-    """Refuse what names no file.
+    """Refuse a value that is no path.
 
     Raises:
         UserError: it is neither a text nor a path.
@@ -137,7 +137,7 @@ def check_path(name: str, value: object, example: str) -> None:
 
 
 def shown(value: object) -> str:
-    """Return a value as a message shows it: as it is written if that is short, else its class."""
+    """Return a value as a message shows it: its repr if that is short, else its class."""
     if value is None or isinstance(value, (bool, int, float, str, bytes, list, tuple, set, dict, range, os.PathLike)):
         try:
             text = repr(value)

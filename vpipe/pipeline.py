@@ -119,7 +119,7 @@ class Pipeline:
         given = Arguments()
         _check_model(given, model)
         _check_optimizer(given, optimizer)
-        partition = given.wholes("partition", partition, "[3, 2, 2, 2]")
+        partition = given.integers("partition", partition, "[3, 2, 2, 2]")
         if isinstance(plan, Plan):
             if partition is not None and partition != list(plan.partition):
                 given.refuse(f"partition is {shown(partition)} beside a plan with {shown(list(plan.partition))}",
@@ -132,26 +132,26 @@ class Pipeline:
             update_every = plan.update_every if update_every is None else update_every
         elif plan is not None:
             given.refuse(f"plan is {shown(plan)}", "give a Plan, such as plan=Plan.load('plan.json')")
-        stages = given.whole("stages", stages, or_none=True)
+        stages = given.integer("stages", stages, or_none=True)
         if schedule is not None:
             schedule = os.fspath(schedule) if isinstance(schedule, os.PathLike) else schedule
-            given.word("schedule", schedule, DEFAULT_SCHEDULE)
-        microbatches = given.whole("microbatches", microbatches, or_none=True)
-        seed = given.whole("seed", seed)
+            given.name("schedule", schedule, DEFAULT_SCHEDULE)
+        microbatches = given.integer("microbatches", microbatches, or_none=True)
+        seed = given.integer("seed", seed)
         places = _places(given, placement)
-        chunks = given.whole("chunks", chunks, least=1, or_none=True)
-        replicas = given.whole("replicas", replicas, least=1)
-        update_every = given.whole("update_every", update_every, or_none=True)
+        chunks = given.integer("chunks", chunks, least=1, or_none=True)
+        replicas = given.integer("replicas", replicas, least=1)
+        update_every = given.integer("update_every", update_every, or_none=True)
         given.function("learning_rate_factor", learning_rate_factor, 1,
                        "give a function of the step's number: learning_rate_factor=lambda step: 0.99**step; a "
                        "scheduler of torch's is made with the optimizer, see docs/optimizers.md")
         grad_clip = given.number("grad_clip", grad_clip, 1.0, or_none=True)
         given.flag("skip_not_finite", skip_not_finite)
         if backend is not None:
-            given.word("backend", backend, "gloo", "nccl")
+            given.name("backend", backend, "gloo", "nccl")
         timeout_s = given.number("timeout_s", timeout_s, 60, most=1e9)
-        given.word("precision", precision, *PRECISIONS)
-        given.word("executor", executor, *EXECUTORS)
+        given.name("precision", precision, *PRECISIONS)
+        given.name("executor", executor, *EXECUTORS)
         given.check()
         if plan is not None and sum(plan.partition) != len(model):
             raise UserError(f"the plan is for a model of {counted(sum(plan.partition), 'layer')}, but this one has "

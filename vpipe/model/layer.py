@@ -64,7 +64,7 @@ class Layer:
 
     def __post_init__(self) -> None:
         given = Arguments()
-        given.word("the name of a layer", self.name, "block0")
+        given.name("the name of a layer", self.name, "block0")
         where = f"of layer {shown(self.name)}"
         if isinstance(self.build, nn.Module):
             given.refuse(f"layer {shown(self.name)} is given {shown(self.build)}, a module, not a function that builds "
@@ -183,7 +183,7 @@ class Model:
     def materialize(self, seed: int = 0) -> nn.ModuleDict:
         """Return the whole model on one device, tied parameters shared: for references, export, inference."""
         given = Arguments()
-        seed = given.whole("seed", seed)
+        seed = given.integer("seed", seed)
         given.check()
         modules = {layer.name: layer.materialize(i, seed) for i, layer in enumerate(self.layers)}
         share_modules(modules, {layer.name: layer.shared for layer in self.layers})
