@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from vpipe.cli import main
 from vpipe.metric_formulas import share_text
 from vpipe.report.page import page
-from vpipe.report.report_data import gather
+from vpipe.report.report_data import load_report_data
 from vpipe.units import size_text
 from vpipe.visualize.table import milliseconds
 
@@ -46,7 +46,7 @@ def test_screen_files_and_report_give_one_number(tmp_path: Path, capfd: pytest.C
         assert float(cells[name]) == figures[name]
         assert scalars.Scalars(f"summary/{name}")[0].value == pytest.approx(figures[name], rel=1e-6)
 
-    evidence = gather(run, {})
+    evidence = load_report_data(run, {})
     assert [getattr(evidence.totals, "step_s" if name == "step_median_s" else name) for name in names] == [
         figures[name] for name in names]
     cards = dict(re.findall(r'<dt>([^<]*)</dt><dd class="big">([^<]*)</dd>', page(evidence)))
