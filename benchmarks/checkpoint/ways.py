@@ -15,9 +15,9 @@ from torch import Tensor
 
 from vpipe.checkpoint import shards
 from vpipe.checkpoint.agreement import StoreAgreement
+from vpipe.checkpoint.background_saver import Saver
 from vpipe.checkpoint.directory import Checkpoints
 from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
-from vpipe.checkpoint.saver import Saver
 from vpipe.distributed.store import own_store
 
 

@@ -14,11 +14,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vpipe.checkpoint.compatibility import check_compatible, tensor_kinds
 from vpipe.checkpoint.directory import check_free, sync_folder
 from vpipe.checkpoint.huggingface import CONFIG, WEIGHTS, export_weights
 from vpipe.checkpoint.integrity import Progress, sha256_of
 from vpipe.checkpoint.manifest import CheckpointInfo, FileEntry, Manifest, TensorEntry
+from vpipe.checkpoint.model_compatibility import check_compatible, tensor_kinds
 from vpipe.checkpoint.shards import dtype_name, load_tensors, write_shards
 from vpipe.errors import UserError
 from vpipe.model.layer import Model

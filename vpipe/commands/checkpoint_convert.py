@@ -20,7 +20,7 @@ from vpipe.checkpoint.export import (
 )
 from vpipe.checkpoint.huggingface import CONFIG, import_weights, read_model_config
 from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
-from vpipe.checkpoint.stage_files import MatchedWeights, find_stage_files, match_weights, read_stage_files
+from vpipe.checkpoint.vpipe_stage_files import MatchedWeights, find_stage_files, match_weights, read_stage_files
 from vpipe.commands.checkpoint import checkpoints_in, counted_in, reading
 from vpipe.config.config import load_config
 from vpipe.data.dataset import Tokenized

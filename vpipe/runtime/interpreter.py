@@ -15,10 +15,10 @@ from vpipe.schedules.action import Action, Op
 from vpipe.schedules.build import build_evaluation, replica_views, stream_program
 from vpipe.schedules.dependencies import Dependencies
 from vpipe.schedules.lower import Lowering, lower
-from vpipe.schedules.receive_order import TransferOrder, in_one_order
 from vpipe.schedules.registry import recipe_named
 from vpipe.schedules.replication import Rounds
 from vpipe.schedules.schedule import Schedule, stages_of_rank
+from vpipe.schedules.transfer_order import TransferOrder, in_one_order
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class RankPrograms:
     Args:
         schedule: lowered.
         recompute: stages that recompute activations.
-        ordered: whether transfers must come in one order, see :mod:`vpipe.schedules.receive_order`.
+        ordered: whether transfers must come in one order, see :mod:`vpipe.schedules.transfer_order`.
     """
 
     def __init__(self, schedule: Schedule, recompute: Collection[int], ordered: bool) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from vpipe.checkpoint.compatibility import check_compatible
 from vpipe.checkpoint.directory import find_checkpoint
 from vpipe.checkpoint.manifest import CheckpointInfo, Manifest, no_longer_used
+from vpipe.checkpoint.model_compatibility import check_compatible
 from vpipe.checkpoint.save import save_checkpoint
 from vpipe.checkpoint.shards import check_dtypes, load_tensors
 from vpipe.distributed.watchdog import at_work

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from vpipe.schedules.action import Action
 from vpipe.schedules.dependencies import Dependencies
 from vpipe.schedules.error_grid import Spot, rule_error
-from vpipe.schedules.receive_order import in_one_order
+from vpipe.schedules.transfer_order import in_one_order
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def no_deadlock_rendezvous(deps: Dependencies) -> None:
 def no_deadlock_in_one_order(deps: Dependencies) -> None:
     """Check that every rank reaches its end when it does one transfer at a time, in an order that all ranks keep to.
 
-    nccl asks for that: see :class:`vpipe.schedules.receive_order.TransferOrder`.
+    nccl asks for that: see :class:`vpipe.schedules.transfer_order.TransferOrder`.
     """
     if not deps.lowered:
         return

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from vpipe.checkpoint.agreement import Agreement, LocalAgreement, StoreAgreement, check_shared_folder
+from vpipe.checkpoint.background_saver import Saver, SaveResult
 from vpipe.checkpoint.directory import Checkpoints, step_of
 from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
-from vpipe.checkpoint.saver import Saver, SaveResult
 from vpipe.checkpoint.shards import load_tensors
 from vpipe.distributed.environment import HOST
 from vpipe.distributed.store import own_store

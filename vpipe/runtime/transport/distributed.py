@@ -47,7 +47,7 @@ class DistributedTransport:
 
     Attributes:
         ordered: whether tensors go over a backend with nccl's rules (:mod:`vpipe.runtime.transport.process_groups`).
-            Transfers must then be posted and sent in the order of :mod:`vpipe.schedules.receive_order`.
+            Transfers must then be posted and sent in the order of :mod:`vpipe.schedules.transfer_order`.
         watch: of this process; it shows other ranks which transfer this one is in.
         describe: ``rank -> "rank 2 (stage 2)"``, for messages.
         timeout_s: how long a transfer may take before the run fails.

@@ -6,7 +6,7 @@ rules: it knows no tags, and carries out what a group has for a pair of ranks in
 Tensors then have three groups, so that activations, gradients, and what belongs to parameters do not wait for each
 other. nccl makes one communicator for each group and pair of ranks at their first transfer (with ``device_id`` in
 ``init_process_group`` one for all ranks of a group), which blocks the first rank until the second one comes. Since
-transfers have an order, so have these (:mod:`vpipe.schedules.receive_order`).
+transfers have an order, so have these (:mod:`vpipe.schedules.transfer_order`).
 """
 
 from __future__ import annotations

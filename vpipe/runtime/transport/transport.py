@@ -62,7 +62,7 @@ class Transport(Protocol):
     A tensor that was sent must not be changed until its receiver has it.
 
     Attributes:
-        ordered: whether transfers must be issued in the order of :mod:`vpipe.schedules.receive_order`.
+        ordered: whether transfers must be issued in the order of :mod:`vpipe.schedules.transfer_order`.
         wait_s: seconds in which this rank has waited for others.
     """
 

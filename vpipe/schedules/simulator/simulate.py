@@ -24,7 +24,7 @@ from vpipe.errors import CheckError, UserError
 from vpipe.schedules.costs import Costs, Number, ratio
 from vpipe.schedules.error_grid import rule_error
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.simulator.tables import SimulationTables
+from vpipe.schedules.simulator.action_tables import SimulationTables
 from vpipe.schedules.simulator.timeline import Event, Timeline, TransferEvent
 
 

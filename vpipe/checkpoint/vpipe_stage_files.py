@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vpipe.checkpoint.compatibility import tensor_kinds
+from vpipe.checkpoint.model_compatibility import tensor_kinds
 from vpipe.checkpoint.weight_files import load_torch, tensors_of
 from vpipe.errors import UserError, counted
 from vpipe.model.layer import Model

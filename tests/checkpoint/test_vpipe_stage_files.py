@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vpipe.checkpoint.stage_files import MatchedWeights, find_stage_files, match_weights, read_stage_files
+from vpipe.checkpoint.vpipe_stage_files import MatchedWeights, find_stage_files, match_weights, read_stage_files
 from vpipe.errors import UserError
 from vpipe.model.bert import bert_from_settings
 from vpipe.model.layer import Layer, Model
