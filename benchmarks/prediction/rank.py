@@ -24,7 +24,7 @@ from vpipe.plan.predict import SimulatedPlan, predict
 from vpipe.plan.profile import Profile
 from vpipe.profiling.fingerprint import identify
 from vpipe.profiling.measure import measure
-from vpipe.runtime.trace import Recorded, Recorder
+from vpipe.runtime.action_recorder import Recorded, Recorder
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import Action
 

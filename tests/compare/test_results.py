@@ -18,7 +18,7 @@ from vpipe.compare.results import Comparison, Outcome
 from vpipe.plan.plan import Prediction, StagePrediction
 from vpipe.plan.stage_costs import StageMemory
 from vpipe.profiling.peak_flops import PeakFlops
-from vpipe.runtime.usage import StageUsage
+from vpipe.runtime.stage_usage import StageUsage
 from vpipe.train.metrics import Efficiency
 from vpipe.train.summary import OWN, PEAK
 

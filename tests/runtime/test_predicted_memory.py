@@ -13,7 +13,7 @@ from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
 from vpipe.profiling.fingerprint import identify
 from vpipe.profiling.measure import measure
-from vpipe.runtime.trace import Recorded
+from vpipe.runtime.action_recorder import Recorded
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_pure"])

@@ -18,8 +18,8 @@ from vpipe import Layer, Model, Pipeline
 from vpipe.errors import UserError
 from vpipe.model.split import split
 from vpipe.plan.recompute import recomputed_layers
-from vpipe.runtime.layers import generators_of
 from vpipe.runtime.stage import Stage
+from vpipe.runtime.stage_layers import generators_of
 from vpipe.verify.reference import TrainingRecipe, flush_oracle
 
 IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])

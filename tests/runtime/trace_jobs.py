@@ -11,7 +11,7 @@ import torch.distributed as dist
 from models import rich_batches, rich_model
 
 from vpipe import Pipeline
-from vpipe.runtime.trace import Recorded
+from vpipe.runtime.action_recorder import Recorded
 from vpipe.runtime.transport.broadcast import clock_offset
 
 

@@ -15,8 +15,8 @@ from small_run import job_of, write_config
 
 from vpipe.config.config import load_config
 from vpipe.profiling.peak_flops import PeakFlops
+from vpipe.runtime.stage_usage import StageUsage
 from vpipe.runtime.step_results import Step
-from vpipe.runtime.usage import StageUsage
 from vpipe.train import metrics as module
 from vpipe.train.csv_rows import config_row, csv_text
 from vpipe.train.loop import build_pipeline

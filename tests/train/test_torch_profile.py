@@ -11,7 +11,7 @@ from small_run import job_of, losses
 
 from vpipe.config.config import Config
 from vpipe.errors import UserError
-from vpipe.runtime import trace as labels
+from vpipe.runtime import action_recorder as labels
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import PER_MICROBATCH, Op
 from vpipe.schedules.build import build

@@ -15,7 +15,7 @@ from vpipe.compare.turns import NEEDED, WARM_UP, Turn
 from vpipe.errors import counted
 from vpipe.metric_formulas import Utilization, bubble, p95, share_text
 from vpipe.plan.plan import Prediction
-from vpipe.runtime.usage import StageUsage
+from vpipe.runtime.stage_usage import StageUsage
 from vpipe.train.csv_rows import config_row
 from vpipe.train.job import Job
 from vpipe.train.metrics import Efficiency, finite

@@ -23,10 +23,10 @@ from vpipe.compare.turns import TimedTraining, take_turns
 from vpipe.config.config import load_config
 from vpipe.errors import PlanningError, Problem, UserError, counted
 from vpipe.profiling.world import World
+from vpipe.runtime.action_recorder import Recorded, Recorder
 from vpipe.runtime.collectives import LocalUsage
-from vpipe.runtime.trace import Recorded, Recorder
+from vpipe.runtime.stage_usage import StageUsage
 from vpipe.runtime.transport.process_groups import control_group
-from vpipe.runtime.usage import StageUsage
 from vpipe.train.csv_rows import csv_text
 from vpipe.train.job import Job, device_of, join
 from vpipe.train.loop import build_pipeline

@@ -28,8 +28,8 @@ from vpipe.profiling.links import Links, measure_links
 from vpipe.profiling.memory import LayerCounts, by_place, count_layer
 from vpipe.profiling.timing import LayerTimer, Overhead, Samples, measure_overhead, run_rounds, summary
 from vpipe.profiling.world import World
-from vpipe.runtime.layers import Rounding
 from vpipe.runtime.precision import FP32, Precision
+from vpipe.runtime.stage_layers import Rounding
 from vpipe.runtime.stage_optimizer import MakeOptimizer
 
 INSTANCES = 2

@@ -15,12 +15,12 @@ from vpipe.runtime.batch_comparison import BatchComparison
 from vpipe.runtime.executors.async_threaded import ThreadedWorker
 from vpipe.runtime.executors.naive import NaiveWorker
 from vpipe.runtime.executors.registry import Executor
-from vpipe.runtime.layers import check_not_shared
 from vpipe.runtime.loss_scaler import LossScaler
 from vpipe.runtime.optimizer_step import OptimizerSteps
 from vpipe.runtime.precision import FP32, Precision
 from vpipe.runtime.reducer import count_buckets
 from vpipe.runtime.stage import Stage
+from vpipe.runtime.stage_layers import check_not_shared
 from vpipe.runtime.stage_optimizer import MakeOptimizer, StageOptimizer
 from vpipe.runtime.tied_weights import TiedWeights
 from vpipe.runtime.transport.compression import CompressedTransport, Compression

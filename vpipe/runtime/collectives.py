@@ -16,8 +16,8 @@ from vpipe.errors import RunError, UserError
 from vpipe.model.layer import check_alike, kind_of
 from vpipe.model.split import StageSpec
 from vpipe.runtime.stage import Stage
+from vpipe.runtime.stage_usage import StageUsage
 from vpipe.runtime.transport.broadcast import broadcast_tensors
-from vpipe.runtime.usage import StageUsage
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.size import Placement
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from vpipe.errors import RunError, UserError, counted
 from vpipe.model.layer import Model
 from vpipe.model.split import StageSpec
+from vpipe.runtime.action_recorder import MOST_ACTIONS, Recorder
 from vpipe.runtime.build import Settings, build_workers
 from vpipe.runtime.collectives import Collectives
 from vpipe.runtime.executors.registry import NO_TIMELINE, THREADED
@@ -24,7 +25,6 @@ from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import MakeOptimizer, StageOptimizer, check_rescheduled
 from vpipe.runtime.state_dict import Position, state_parts
 from vpipe.runtime.step_results import Step, StepResults
-from vpipe.runtime.trace import MOST_ACTIONS, Recorder
 from vpipe.schedules.replication import Rounds
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Placement

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from vpipe.errors import RunError
+from vpipe.runtime.action_recorder import Recorder
 from vpipe.runtime.microbatches import Segment
 from vpipe.runtime.step_results import Step, StepResults
-from vpipe.runtime.trace import Recorder
 from vpipe.runtime.worker import IsSplit, VersionOf, Worker
 from vpipe.schedules.action import Action, Op
 from vpipe.schedules.build import build_evaluation, replica_views, stream_program

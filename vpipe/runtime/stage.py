@@ -1,4 +1,4 @@
-"""Run the layers of a stage forward and backward on one microbatch."""
+"""Run the layers of a stage on one microbatch: forward, recompute, backward."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from vpipe.runtime.layer_errors import (
     hint_of,
     may_repeat,
 )
-from vpipe.runtime.layers import StageLayers
 from vpipe.runtime.precision import FP32, Precision
 from vpipe.runtime.side_effects import SideEffects, StateBefore
 from vpipe.runtime.split_backward import SplitBackwardMode
+from vpipe.runtime.stage_layers import StageLayers
 from vpipe.runtime.weight_grad_store import WeightGradStore
 from vpipe.runtime.weight_versions import WeightVersions
 

@@ -22,9 +22,9 @@ from vpipe.runtime.microbatches import Segment, Signature
 from vpipe.runtime.optimizer_step import OptimizerSteps
 from vpipe.runtime.p2p import SCALE, P2PTransfers
 from vpipe.runtime.stage import Stage
+from vpipe.runtime.stage_usage import StageUsage, peak_memory_bytes
 from vpipe.runtime.tied_weights import TiedWeights
 from vpipe.runtime.transport.transport import TransferKey, Transport
-from vpipe.runtime.usage import StageUsage, peak_memory_bytes
 from vpipe.schedules.action import COMPUTE, RECEIVES, RETURNS, SENDS, Action, Op
 from vpipe.schedules.size import Placement
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vpipe.pipeline import Pipeline
+from vpipe.runtime.stage_usage import StageUsage
 from vpipe.runtime.transport.broadcast import transferring_with
 from vpipe.runtime.transport.process_groups import control_group
-from vpipe.runtime.usage import StageUsage
 from vpipe.schedules.schedule import stages_of_rank
 from vpipe.train.job import Job
 from vpipe.train.metrics import LineWriter, finite
@@ -26,7 +26,7 @@ from vpipe.units import size_text
 from vpipe.visualize.table import fitted, ms_text, terminal_columns
 
 FIGURES = ("forward_s", "backward_s", "step_s", "communication_s", "idle_s", "bytes_sent")
-"""Fields of :class:`~vpipe.runtime.usage.StageUsage`, reported as means per update."""
+"""Fields of :class:`~vpipe.runtime.stage_usage.StageUsage`, reported as means per update."""
 
 _HEADS = ("forward", "backward", "step", "comm", "idle", "sent")
 

@@ -12,7 +12,7 @@ from typing import Any
 from vpipe.errors import counted
 from vpipe.metric_formulas import averaged_losses, bubble, counted_updates, p95, share_text
 from vpipe.profiling.peak_flops import PeakFlops
-from vpipe.runtime.usage import StageUsage
+from vpipe.runtime.stage_usage import StageUsage
 from vpipe.schedules.size import Placement
 from vpipe.train.job import Job, on_processors
 from vpipe.train.metrics import Metrics, finite, mean

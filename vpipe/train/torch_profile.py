@@ -19,7 +19,7 @@ from vpipe.distributed.watchdog import at_work
 from vpipe.errors import UserError
 from vpipe.pipeline import Pipeline
 from vpipe.progress import message_if_slow
-from vpipe.runtime.trace import label_actions
+from vpipe.runtime.action_recorder import label_actions
 from vpipe.schedules.prepare import is_file
 from vpipe.train.job import Job
 

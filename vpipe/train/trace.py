@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from vpipe.errors import UserError
 from vpipe.pipeline import Pipeline
-from vpipe.runtime.trace import MOST_ACTIONS, Recorder
+from vpipe.runtime.action_recorder import MOST_ACTIONS, Recorder
 from vpipe.runtime.transport.broadcast import clock_offset
 from vpipe.schedules.prepare import has_flush
 
@@ -32,10 +32,10 @@ class TraceWriter:
     """Record a pipeline: one file for each of its ranks in this process.
 
     A file begins with an object that describes the run (see :meth:`_header`). The actions and evaluations follow in
-    order, as :mod:`vpipe.runtime.trace` writes them. ``{"clock": [at_s, offset_s]}`` stands where clocks were compared,
-    at the start and at a regular end: the offset turns this rank's time into rank 0's. ``{"truncated": true}`` ends the
-    file of a run of which only the beginning is recorded. Files are written between steps and at the end, also of a run
-    that fails, in whole lines. A rank that is killed loses the last seconds.
+    order, as :mod:`vpipe.runtime.action_recorder` writes them. ``{"clock": [at_s, offset_s]}`` stands where clocks were
+    compared, at the start and at a regular end: the offset turns this rank's time into rank 0's. Where only the
+    beginning of a run is recorded, ``{"truncated": true}`` ends the file. Files are written between steps and at the
+    end, also of a run that fails, in whole lines. A rank that is killed loses the last seconds.
 
     Args:
         folder: of the run.

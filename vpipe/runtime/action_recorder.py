@@ -224,7 +224,7 @@ def _beside_versions(stage: Stage) -> int:
 def label_actions(worker: Worker) -> Callable[[], None]:
     """Label every action of a worker with its text form, such as ``0F3``, from now on.
 
-    The number is the run's, as in the record of a run (:class:`~vpipe.runtime.trace.Recorded`).
+    The number is the run's, as in the record of a run (:class:`~vpipe.runtime.action_recorder.Recorded`).
 
     Returns:
         A function that removes the labels; without them an action costs what it always did.

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline
 from vpipe.errors import RunError
+from vpipe.runtime import action_recorder as trace
 from vpipe.runtime import activations as kept
-from vpipe.runtime import trace
+from vpipe.runtime.action_recorder import Evaluated, Recorded
 from vpipe.runtime.microbatches import Batch
-from vpipe.runtime.trace import Evaluated, Recorded
 from vpipe.schedules.action import PER_MICROBATCH, Op
 
 SETTINGS: list[dict[str, Any]] = [
