@@ -126,6 +126,13 @@ def test_the_map_draws_the_arrows_that_follow_from_no_others() -> None:
                           if not any(to in behind(other) for other in graph[room])}
 
 
+def test_the_files_that_the_map_names_exist() -> None:
+    named = re.findall(r"`(?:vpipe/)?([a-z][\w/]*\.py)`", (ROOT.parent / "docs" / "architecture.md").read_text())
+    here = [f"/{file.relative_to(ROOT)}" for file in FILES]
+    assert [name for name in named if not name.startswith("tests/")
+            and not any(file.endswith(f"/{name}") for file in here)] == []
+
+
 def test_imports_are_found_wherever_they_stand() -> None:
     source = "import torch.nn as nn\nfrom vpipe import Model\nif x:\n    from vpipe.errors import UserError\n" \
              "def f():\n    from vpipe import schedules\n    import vpipe.data.local_corpus.prose"
