@@ -283,3 +283,20 @@ def test_rank_0_that_ends_at_once_is_still_there_for_a_rank_that_connects_later(
     until(lambda: heard.extend(line.receive()) or heard)
     line.close()
     stopping.join(WITHIN_S)
+
+
+def test_rank_0_that_ends_waits_for_a_rank_that_was_not_heard_lately(ranks: Ranks) -> None:
+    """After a cut TCP waits before it sends again; what then meets a closed connection takes the failure along."""
+    hub = ranks.start(3, without=(1, 2))
+    quiet, killed = hello(hub, 1), hello(hub, 2)
+    time.sleep(6 * PACE.beat_s)
+    killed.close()
+    assert ranks.end_of(0).startswith("error: rank 2 (stage 2) on b ended without a word")
+    ranks.watches.pop(0).leave()
+    stopping = Thread(target=hub.stop)
+    stopping.start()
+    time.sleep(3 * PACE.beat_s)
+    assert any("fault" in message for message in quiet.receive())
+    assert not quiet.closed
+    quiet.close()
+    stopping.join(WITHIN_S)

@@ -96,7 +96,7 @@ class WatchdogServer:
     def _serve(self) -> None:
         last = beat_at = monotonic()
         end_at: float | None = None
-        while end_at is None or (last < end_at and self._has_listeners(last)):
+        while end_at is None or (last < end_at and self._has_listeners()):
             for key, _ in self._selector.select(max(0.0, beat_at - monotonic())):
                 answer: Callable[[], None] = key.data
                 answer()
@@ -117,11 +117,14 @@ class WatchdogServer:
                 for connection in [one for one, until in self._unauthenticated.items() if until < now]:
                     self._drop(connection)
 
-    def _has_listeners(self, now: float) -> bool:
-        """Return whether a rank is there that could still hear something, or is about to connect."""
-        return any(member.connection is None
-                   or (not member.connection.closed and now - member.heard_at < 3 * self.timing.beat_s)
-                   for member in self._members)
+    def _has_listeners(self) -> bool:
+        """Return whether a rank could still hear something, or is about to connect: any but those that failed.
+
+        Also one that was not heard lately: after a cut TCP waits before it sends again.
+        """
+        failed = () if self._fault is None else self._fault.ranks
+        return any(member.connection is None or not member.connection.closed
+                   for rank, member in enumerate(self._members) if rank not in failed)
 
     def _accept(self) -> None:
         with suppress(OSError):
