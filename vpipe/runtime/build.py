@@ -93,13 +93,14 @@ def build_workers(model: Model, specs: Sequence[StageSpec], schedule: Schedule, 
         optimizers = {s: StageOptimizer.build(make_optimizer, stage.weights.masters, s) for s, stage in stages.items()}
         for stage in stages.values():
             stage.weights.adopt_hooks()
+        replicated = [stage for s, stage in stages.items() if len(placement[s]) > 1]
         transport: Transport = (
             DistributedTransport(settings.device, settings.timeout_s, max(schedule.peak_activations),
-                                 partial(describe_rank, placement), count_buckets(stages.values()))
+                                 partial(describe_rank, placement), count_buckets(replicated) if replicated else 0)
             if distributed else InProcessTransport(rank, mailbox))
         if settings.compression is not None:
             transport = CompressedTransport(transport, settings.compression)
-        scaler = LossScaler.build(settings.precision, stages, schedule)
+        scaler = LossScaler.build(settings.precision, stages, schedule) if settings.precision.scaled else None
         tied = TiedWeights(ties, placement, stages, transport,
                            scaler if scaler is not None and scaler.per_stage else None)
         steps = OptimizerSteps(placement, stages, optimizers, tied, transport, settings.factor, settings.clip,

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from operator import gt
 
 import torch
@@ -23,7 +23,7 @@ from vpipe.runtime.interpreter import Interpreter, RankPrograms, RunningSegment
 from vpipe.runtime.microbatches import Batch, MicrobatchLoader, Segment
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import MakeOptimizer, StageOptimizer, check_rescheduled
-from vpipe.runtime.state_dict import Position, state_parts
+from vpipe.runtime.state_dict import Position, StatePart, state_parts
 from vpipe.runtime.step_results import Step, StepResults
 from vpipe.schedules.replication import Rounds
 from vpipe.schedules.schedule import Schedule
@@ -45,7 +45,6 @@ class Engine:
     Attributes:
         workers: of this process, by rank.
         collectives: operations that all ranks call together.
-        parts: of the state that a checkpoint holds.
         position: how far training is; microbatches in flight are not done.
     """
 
@@ -60,7 +59,6 @@ class Engine:
         self.collectives.check_ties()
         if settings.needs_norms and schedule.flush:
             self.collectives.agree_on_norms()
-        self.parts = state_parts(self.workers, self._placement)
         self.position = Position(0, 0, 0)
         self._begun = 0  # microbatches that a resumed run has done of its first batch
         self._made: deque[Step] = deque()  # steps of the latest batch that were not yielded yet
@@ -326,6 +324,11 @@ class Engine:
         return self.collectives.state()
 
     # -- save and restore ------------------------------------------------------------------------------
+
+    @cached_property
+    def parts(self) -> list[StatePart]:
+        """Return the parts of the state that a checkpoint holds."""
+        return state_parts(self.workers, self._placement)
 
     def checkpoint_state(self) -> dict[str, Tensor]:
         """Return the state of this process that a resumed run needs, see :mod:`vpipe.runtime.state_dict`.

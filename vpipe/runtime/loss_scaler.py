@@ -68,14 +68,12 @@ class LossScaler:
         self._overflowed: set[int] = set()
 
     @classmethod
-    def build(cls, precision: Precision, stages: Mapping[int, Stage], schedule: Schedule) -> LossScaler | None:
-        """Return the scaler of the stages of a rank; None where losses are not scaled.
+    def build(cls, precision: Precision, stages: Mapping[int, Stage], schedule: Schedule) -> LossScaler:
+        """Return the scaler of the stages of a rank.
 
         Raises:
             UserError: a stage could not know its scale.
         """
-        if not precision.scaled:
-            return None
         scaler = cls(precision, stages, schedule.flush)
         if scaler.per_stage:
             hint = "set loss_scale to a number such as 1024, or choose a schedule with a flush"

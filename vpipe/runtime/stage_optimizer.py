@@ -23,6 +23,9 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer | None] | No
 MakeOptimizer = Callable[[Mapping[str, nn.Parameter]], Optimizers]
 """Named parameters of a stage -> its optimizers."""
 
+RATES = ("lr", "initial_lr")
+"""Entries of a parameter group that follow from the run's arguments, unless the user or a scheduler changes them."""
+
 _LIST_HINT = "return a torch.optim.Optimizer, or a list of them: [Muon(matrices), AdamW(others)]"
 
 
@@ -47,6 +50,7 @@ class StageOptimizer:
         self.untrained = [i for i, name in enumerate(parameters) if name not in self.of_parameter]
         self._first_rates = [_mark(group.get("lr")) for group in self.groups]
         self._fixed_rates: list[Any] | None = None  # that count until the pipeline is empty
+        self._first_numbers = self._other_numbers()
 
     @classmethod
     def build(cls, make: MakeOptimizer, parameters: Mapping[str, nn.Parameter], stage: int) -> StageOptimizer:
@@ -136,6 +140,33 @@ class StageOptimizer:
         A tensor stands there by its identity and version.
         """
         return [{key: _mark(value) for key, value in group.items() if key != "params"} for group in self.groups]
+
+    def _other_numbers(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the numbers of the optimizers that are not state of a parameter, and should not change."""
+        kinds = [type(optimizer).__name__ for optimizer in self.optimizers for _ in optimizer.param_groups]
+        return [(f"of the parameter groups of {kind}", {key: value for key, value in group.items() if key not in RATES})
+                for kind, group in zip(kinds, self.options(), strict=True)] + [
+            (f"among the attributes of {type(optimizer).__name__}",
+             {name: value for name, value in vars(optimizer).items()
+              if type(value) in (bool, int, float) and not name.startswith("_")}) for optimizer in self.optimizers]
+
+    def check_state(self) -> None:
+        """Refuse state that an optimizer does not keep per parameter: no checkpoint would hold it.
+
+        Raises:
+            UserError: there is some.
+        """
+        hint = "choose an optimizer that keeps its state per parameter"
+        for (where, before), (_, now) in zip(self._first_numbers, self._other_numbers(), strict=True):
+            if changed := [key for key in now if key not in before or before[key] != now[key]]:
+                raise UserError(f"'{changed[0]}' {where} has changed since the start, which a checkpoint does not hold",
+                                hint=hint)
+        known = set(map(id, self.parameters.values()))
+        for optimizer in self.optimizers:
+            for key, state in optimizer.state.items():
+                if id(key) not in known and state:
+                    raise UserError(f"{type(optimizer).__name__} keeps state that is of no parameter of its stage, but "
+                                    f"of {type(key).__name__} {key!r}"[:200], hint=hint)
 
     @property
     def rescheduled(self) -> bool:

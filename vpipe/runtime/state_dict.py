@@ -26,7 +26,7 @@ from vpipe.errors import UserError, counted
 from vpipe.model.sequential import loss_buffers
 from vpipe.runtime.loss_scaler import LossScaleState
 from vpipe.runtime.stage import Stage
-from vpipe.runtime.stage_optimizer import StageOptimizer
+from vpipe.runtime.stage_optimizer import RATES, StageOptimizer
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.size import Placement
 
@@ -88,9 +88,6 @@ class Position:
 
 NUMBERS = {"int": torch.int64, "float": torch.float64}
 """Kinds of numbers in an optimizer's state, and what holds each exactly."""
-
-_RATES = ("lr", "initial_lr")
-"""Entries of a parameter group that follow from the run's arguments, unless the user or a scheduler changes them."""
 
 
 class StatePart(Protocol):
@@ -163,17 +160,16 @@ class OptimizerState:
     def __init__(self, stages: Sequence[LocalStage]) -> None:
         self._of_replicas = [(each.worker.optimizer_steps.optimizers[each.stage.spec.index], each.replica)
                              for each in stages]
-        self._made = [_other_numbers(optimizer) for optimizer, _ in self._of_replicas]
 
     def state(self) -> dict[str, Tensor]:
         named: dict[str, Tensor] = {}
-        for (optimizers, replica), made in zip(self._of_replicas, self._made, strict=True):
-            _check_state(optimizers, made)
+        for optimizers, replica in self._of_replicas:
+            optimizers.check_state()
             for name, (optimizer, number) in optimizers.of_parameter.items() if replica == 0 else ():
                 group = optimizer.param_groups[number]
                 for key, value in optimizer.state.get(optimizers.parameters[name], {}).items():
                     named.update([_as_tensor(f"optim.{name}.{key}", value)])
-                for key in _RATES if optimizers.rescheduled else ():
+                for key in RATES if optimizers.rescheduled else ():
                     if group.get(key) is not None:
                         named.update([_as_tensor(_rate_name(name, key), float(group[key]))])
         return named
@@ -288,37 +284,6 @@ def _readings(name: str) -> Iterator[tuple[str, str]]:
             yield ".".join(words[:cut]), ".".join(words[cut:])
 
 
-def _other_numbers(optimizers: StageOptimizer) -> list[tuple[str, dict[str, Any]]]:
-    """Return the numbers of optimizers that are not state of a parameter, and should not change."""
-    kinds = [type(optimizer).__name__ for optimizer in optimizers.optimizers for _ in optimizer.param_groups]
-    groups = [(f"of the parameter groups of {kind}", {key: value for key, value in group.items() if key not in _RATES})
-              for kind, group in zip(kinds, optimizers.options(), strict=True)]
-    return groups + [(f"among the attributes of {type(optimizer).__name__}",
-                      {name: value for name, value in vars(optimizer).items()
-                       if type(value) in (bool, int, float) and not name.startswith("_")})
-                     for optimizer in optimizers.optimizers]
-
-
-def _check_state(optimizers: StageOptimizer, made: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-    """Refuse state that an optimizer does not keep per parameter: no checkpoint would hold it.
-
-    Args:
-        made: what :func:`_other_numbers` returned when they were made.
-    """
-    hint = "choose an optimizer that keeps its state per parameter"
-    for (where, before), (_, now) in zip(made, _other_numbers(optimizers), strict=True):
-        changed = [key for key in now if key not in before or before[key] != now[key]]
-        if changed:
-            raise UserError(f"'{changed[0]}' {where} has changed since the start, which a checkpoint does not hold",
-                            hint=hint)
-    known = {id(parameter) for parameter in optimizers.parameters.values()}
-    for optimizer in optimizers.optimizers:
-        for key, state in optimizer.state.items():
-            if id(key) not in known and state:
-                raise UserError(f"{type(optimizer).__name__} keeps state that is of no parameter of its stage, but of "
-                                f"{type(key).__name__} {key!r}"[:200], hint=hint)
-
-
 def _rate_name(parameter: str, key: str) -> str:
     return f"optim.{parameter}.group.{key}"
 
@@ -329,7 +294,7 @@ def _load_rates(optimizers: StageOptimizer, tensors: Mapping[str, Tensor]) -> No
     Raises:
         UserError: the parameters of a group had different ones.
     """
-    for key in _RATES:
+    for key in RATES:
         found: dict[int, dict[float | None, str]] = defaultdict(dict)
         for name, (optimizer, number) in optimizers.of_parameter.items():
             rate = tensors.get(f"{_rate_name(name, key)}#float")
