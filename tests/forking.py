@@ -27,7 +27,7 @@ from zygote import HOOK, Popen, exactly
 
 IMPORTED = ("torch", "torch._dynamo", "torch.distributed", "numpy", "numpy.random", "h5py", "vpipe", "vpipe.cli",
             "vpipe.launch.rank_main", "vpipe.train.loop", "vpipe.verify.differences",
-            "vpipe.train.planning", "vpipe.compare.run", "vpipe.profiling.world",
+            "vpipe.train.planning", "vpipe.compare.run", "vpipe.profiling.rank_group",
             "vpipe.data.bert_hdf5", "vpipe.data.synthetic", "vpipe.model.bert")
 
 

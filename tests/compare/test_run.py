@@ -18,12 +18,12 @@ from vpipe.compare.run import ContenderRun, compare
 from vpipe.compare.systems import ComparisonRequest
 from vpipe.errors import Problem, UserError
 from vpipe.plan.plan import Plan
-from vpipe.profiling.world import World
+from vpipe.profiling.rank_group import RankGroup
 from vpipe.train.job import Job
 
 
 def plan(jobs: Mapping[str, Job], request: ComparisonRequest) -> list[Contender]:
-    return plan_contenders(jobs, request, World(torch.device("cpu")), [].append)
+    return plan_contenders(jobs, request, RankGroup(torch.device("cpu")), [].append)
 
 
 def of_schedules(job: Job, *names: str) -> list[Contender]:

@@ -15,7 +15,7 @@ from vpipe.compare.contenders import Contender, memory_warning, plan_contenders,
 from vpipe.compare.systems import SYSTEMS, ComparisonRequest, SystemPlan, microbatch_counts, plan_system
 from vpipe.errors import Problem, UserError
 from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds, TensorBytes
-from vpipe.profiling.world import World
+from vpipe.profiling.rank_group import RankGroup
 from vpipe.units import size_text
 
 LAYERS, RANKS, BATCH, MB = 10, 2, 16, 1_000_000
@@ -148,7 +148,7 @@ def test_contenders_share_what_the_device_has_but_not_what_was_given(
     profiles = {count: replace(own, device_bytes=device_bytes) for count, own in PROFILES.items()}
     monkeypatch.setattr("vpipe.compare.contenders._measure", lambda *args: profiles)
     found = plan_contenders({"": job_of(tmp_path)}, ComparisonRequest(("gpipe", "vpipe"), (), given),
-                            World(torch.device("cpu")), [].append)
+                            RankGroup(torch.device("cpu")), [].append)
     assert [one.memory_bytes for one in found] == [limit] * 2
 
 

@@ -19,8 +19,8 @@ from vpipe.profiling.fingerprint import structure
 from vpipe.profiling.layer_runner import LayerRunner
 from vpipe.profiling.links import _rounds
 from vpipe.profiling.measure import Survey, _Measurement, survey
+from vpipe.profiling.rank_group import RankGroup
 from vpipe.profiling.timing import LayerTimer, summary
-from vpipe.profiling.world import World
 
 CPU = torch.device("cpu")
 
@@ -126,7 +126,7 @@ def test_no_two_transfers_at_a_time_need_the_same(hosts: list[object]) -> None:
 
 
 def test_ranks_take_turns_where_there_are_too_few_cores() -> None:
-    world = World(CPU)
+    world = RankGroup(CPU)
     assert (world.rank, world.ranks, world.ranks_per_host, world.turn(2)) == (0, 1, 1, (0, 1))
     world.hosts = ["a", "b", "a", "a", "b", "a", "a"]
     turns = []
@@ -136,16 +136,16 @@ def test_ranks_take_turns_where_there_are_too_few_cores() -> None:
     assert world.turn(None) == (0, 1)
 
 
-def world_of(monkeypatch: pytest.MonkeyPatch, hosts: list[str], *others: object) -> World:
+def world_of(monkeypatch: pytest.MonkeyPatch, hosts: list[str], *others: object) -> RankGroup:
     """The first rank of several, of whom the others give ``others`` whenever something is shared."""
-    world = World(CPU)
+    world = RankGroup(CPU)
     world.ranks, world.hosts = len(hosts), hosts
     monkeypatch.setattr(world, "all_gather", lambda value: [value, *others])
     return world
 
 
 def test_ranks_that_are_bound_to_cores_of_their_own_have_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vpipe.profiling.world.usable_cores", lambda: [0])
+    monkeypatch.setattr("vpipe.profiling.rank_group.usable_cores", lambda: [0])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert world_of(monkeypatch, ["a", "a", "a"], [None, [1], 1], [None, [1, 5], 1]).cores() == 3
     three = [None, [0, 1, 2], 2]
@@ -155,7 +155,7 @@ def test_ranks_that_are_bound_to_cores_of_their_own_have_all_of_them(monkeypatch
 @pytest.mark.parametrize(("gpus", "at_once"), [("xyz", None), ("xyx", 2), ("xxx", 1)])
 def test_ranks_that_share_gpus_can_compute_at_once_as_many_as_these(gpus: str, at_once: int | None,
                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vpipe.profiling.world.gpu_uuid", lambda device: gpus[0])
+    monkeypatch.setattr("vpipe.profiling.rank_group.gpu_uuid", lambda device: gpus[0])
     world = world_of(monkeypatch, ["a", "a", "a"], *([gpu, [0], 1] for gpu in gpus[1:]))
     world._device = torch.device("cuda:0")
     assert world.cores() == at_once
@@ -164,10 +164,10 @@ def test_ranks_that_share_gpus_can_compute_at_once_as_many_as_these(gpus: str, a
     assert shared_bytes(CPU, 4) == 80
 
 def test_all_ranks_cut_their_windows_for_the_one_with_least_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    def world(device: torch.device) -> World:
+    def world(device: torch.device) -> RankGroup:
         return world_of(monkeypatch, ["a", "a"], 4 << 20)
 
-    monkeypatch.setattr("vpipe.profiling.measure.World", world)
-    monkeypatch.setattr(World, "cores", lambda self: 1)
+    monkeypatch.setattr("vpipe.profiling.measure.RankGroup", world)
+    monkeypatch.setattr(RankGroup, "cores", lambda self: 1)
     monkeypatch.setattr("vpipe.profiling.measure.free_bytes", lambda device: 8 << 30)
     assert _Measurement(frozen_front(), ADAMW, CPU, 0, 1.0, 0.0, print)._room_bytes == 1 << 20

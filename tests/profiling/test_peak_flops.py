@@ -12,7 +12,6 @@ import torch
 
 from vpipe.profiling import peak_flops as module
 from vpipe.profiling.peak_flops import GPUS, PeakFlops, find_peak, known_tflops
-from vpipe.profiling.world import World
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 
@@ -44,12 +43,12 @@ def test_the_table_is_the_one_of_the_docs() -> None:
 
 
 def test_what_the_user_says_goes_first() -> None:
-    assert find_peak(World(CPU), CPU, torch.bfloat16, 2.5) == PeakFlops(2.5, 1, "bf16", "as metrics.peak_tflops says")
+    assert find_peak(CPU, torch.bfloat16, 2.5) == PeakFlops(2.5, 1, "bf16", "as metrics.peak_tflops says")
 
 
 def test_a_processor_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ROUND_S", 0.005)
-    found = find_peak(World(CPU), CPU, torch.float32, None)
+    found = find_peak(CPU, torch.float32, None)
     assert (found.devices, found.kind, found.source) == (1, "fp32", "measured")
     assert 1e-4 < found.tflops < 100
 
@@ -60,20 +59,27 @@ def test_ranks_that_are_more_than_cores_share_them(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(module, "clock_of", lambda device: module.thread_time)
     monkeypatch.setattr(module, "thread_time", lambda: next(now))
     monkeypatch.setattr(module, "_product", lambda device, dtype: (lambda: None, 10_000))  # one takes two ticks
-    world = FourRanks()
-    world.cores = lambda: cores
-    found = find_peak(world, CPU, torch.float32, None)  # type: ignore[arg-type]
+    of_four_ranks(monkeypatch, cores)
+    found = find_peak(CPU, torch.float32, None)
     assert (found.tflops, found.devices) == (tflops, 4)
 
 
 class FourRanks:
     """Ranks 0 and 1 share a GPU; each says what rank 0 does, but for that."""
 
-    ranks = ranks_per_host = 4
+    ranks_per_host = 4
     cores: Callable[[], int]
 
     def all_gather(self, value: object) -> list[object]:
-        return [["a"], ["a"], ["b"], ["c"]] if isinstance(value, list) else [value] * 4
+        return [[gpu, *value[1:]] for gpu in "aabc"] if isinstance(value, list) else [value] * 4
+
+
+def of_four_ranks(monkeypatch: pytest.MonkeyPatch, cores: int = 4) -> None:
+    group = FourRanks()
+    group.cores = lambda: cores
+    monkeypatch.setattr(module, "RankGroup", lambda device: group)
+    monkeypatch.setattr(module.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(module.dist, "get_world_size", lambda: 4)
 
 
 @pytest.mark.parametrize(("precision", "kind", "tflops"), [("highest", "fp32", 19.5), ("high", "tf32", 156.0)])
@@ -82,7 +88,8 @@ def test_a_gpu_that_ranks_share_counts_once(monkeypatch: pytest.MonkeyPatch, pre
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-40GB")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a"))
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
-    found = find_peak(FourRanks(), GPU, torch.float32, None)  # type: ignore[arg-type]
+    of_four_ranks(monkeypatch)
+    found = find_peak(GPU, torch.float32, None)
     assert found == PeakFlops(tflops, 3, kind, "the data sheet of NVIDIA A100-SXM4-40GB")
     assert found.flops_per_s == pytest.approx(3e12 * tflops)
 
@@ -90,6 +97,7 @@ def test_a_gpu_that_ranks_share_counts_once(monkeypatch: pytest.MonkeyPatch, pre
 def test_where_one_gpu_is_not_known_all_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H999")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a"))
-    monkeypatch.setattr(module, "_measured", lambda world, device, dtype: 6e12)
-    found = find_peak(FourRanks(), GPU, torch.float16, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(module, "_measured", lambda group, device, dtype: 6e12)
+    of_four_ranks(monkeypatch)
+    found = find_peak(GPU, torch.float16, None)
     assert found == PeakFlops(2.0, 3, "fp16", "measured")

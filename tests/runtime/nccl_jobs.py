@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vpipe.errors import UserError
 from vpipe.profiling.links import measure_links
-from vpipe.profiling.world import World
+from vpipe.profiling.rank_group import RankGroup
 from vpipe.runtime import engine
 from vpipe.runtime.interpreter import RankPrograms
 from vpipe.runtime.p2p import P2PTransfers
@@ -109,5 +109,5 @@ def with_dtypes_that_nccl_lacks() -> list[str]:
 def measured_links() -> list[list[int]]:
     """The pairs of ranks between which the profiler has measured how fast tensors are."""
     with nccl_rules(eager=False, buffered=False):
-        _, found = measure_links(World(torch.device("cpu")), torch.device("cpu"), 30.0)
+        _, found = measure_links(RankGroup(torch.device("cpu")), torch.device("cpu"), 30.0)
     return sorted(map(list, found))

@@ -16,7 +16,7 @@ from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
 from vpipe.plan.recompute import recomputed_layers
 from vpipe.plan.solver import solve
-from vpipe.profiling.world import World
+from vpipe.profiling.rank_group import RankGroup
 from vpipe.schedules.registry import recipe_named
 from vpipe.train.job import Job
 from vpipe.train.planning import memory_limit, profile_job, request_of
@@ -58,7 +58,7 @@ class Contender:
                       "problem": None if problem is None else Problem(**problem)})
 
 
-def plan_contenders(jobs: Mapping[str, Job], request: ComparisonRequest, world: World, log: Log) -> list[Contender]:
+def plan_contenders(jobs: Mapping[str, Job], request: ComparisonRequest, world: RankGroup, log: Log) -> list[Contender]:
     """Plan the contenders: of every model each of the systems or schedules, in order.
 
     All ranks call this, since they measure layers together. Rank 0 plans alone; the others return nothing at once.

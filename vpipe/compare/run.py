@@ -22,7 +22,7 @@ from vpipe.compare.systems import ComparisonRequest
 from vpipe.compare.turns import TimedTraining, take_turns
 from vpipe.config.config import load_config
 from vpipe.errors import PlanningError, Problem, UserError, counted
-from vpipe.profiling.world import World
+from vpipe.profiling.rank_group import RankGroup
 from vpipe.runtime.action_recorder import Recorded, Recorder
 from vpipe.runtime.collectives import LocalUsage
 from vpipe.runtime.stage_usage import StageUsage
@@ -54,13 +54,13 @@ def run_comparison(job: Job, folder: Path, arguments: Sequence[str]) -> None:
     jobs = {model: job if file == CONFIG else Job.from_config(load_config(folder / file))
             for model, file in zip(models[::2], models[1::2], strict=True)}
 
-    def plan(world: World) -> list[Contender]:
+    def plan(world: RankGroup) -> list[Contender]:
         return plan_contenders(jobs, request, world, lambda line: _log(line) if world.rank == 0 else None)
 
     compare(jobs, folder, plan)
 
 
-def compare(jobs: Mapping[str, Job], folder: Path, plan: Callable[[World], list[Contender]]) -> None:
+def compare(jobs: Mapping[str, Job], folder: Path, plan: Callable[[RankGroup], list[Contender]]) -> None:
     """Let contenders take turns, measure them, and show how they compare.
 
     All ranks call this. Rank 0 shows progress and the table, and writes ``comparison.json``, ``.svg`` and ``.csv``.
@@ -75,7 +75,7 @@ def compare(jobs: Mapping[str, Job], folder: Path, plan: Callable[[World], list[
     config = next(iter(jobs.values())).config
     torch.set_num_threads(config.training.threads)
     join(config)
-    world = World(device_of(config))
+    world = RankGroup(device_of(config))
     planned = plan(world)
     world.barrier("planning")  # rank 0 may have planned for longer than a message may take
     contenders = [Contender.from_json(one) for one in world.all_gather([one.as_json() for one in planned])[0]]

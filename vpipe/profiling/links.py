@@ -11,8 +11,8 @@ import torch
 
 from vpipe.plan.profile import LinkProfile
 from vpipe.profiling.device import copied_bytes_per_s
+from vpipe.profiling.rank_group import RankGroup
 from vpipe.profiling.timing import summary
-from vpipe.profiling.world import World
 from vpipe.runtime.transport.distributed import DistributedTransport
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey
 
@@ -24,7 +24,7 @@ TIMES = 7
 Links = dict[tuple[int, int], LinkProfile]
 
 
-def measure_links(world: World, device: torch.device, timeout_s: float) -> tuple[LinkProfile, Links]:
+def measure_links(world: RankGroup, device: torch.device, timeout_s: float) -> tuple[LinkProfile, Links]:
     """Return the link between two ranks of one host, and those between certain ranks, by (source, target).
 
     Neighbours send a tensor back and forth; half of that is a transfer. On a processor one pair of a host does so at a

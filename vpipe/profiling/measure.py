@@ -26,8 +26,8 @@ from vpipe.profiling.fingerprint import structure, tied_owners
 from vpipe.profiling.layer_runner import LayerInputs, LayerRunner, gradients_for, read_later
 from vpipe.profiling.links import Links, measure_links
 from vpipe.profiling.memory import LayerCounts, by_place, count_layer
+from vpipe.profiling.rank_group import RankGroup
 from vpipe.profiling.timing import LayerTimer, Overhead, Samples, measure_overhead, run_rounds, summary
-from vpipe.profiling.world import World
 from vpipe.runtime.precision import FP32, Precision
 from vpipe.runtime.stage_layers import Rounding
 from vpipe.runtime.stage_optimizer import MakeOptimizer
@@ -164,7 +164,7 @@ class _Measurement:
                  budget_s: float, tell: Tell, precision: Precision = FP32) -> None:
         self._model, self._make_optimizer, self._device, self._seed = model, make_optimizer, device, seed
         self._timeout_s, self._budget_s, self._tell, self._precision = timeout_s, budget_s, tell, precision
-        self._world, self._clock = World(device), clock_of(device)
+        self._world, self._clock = RankGroup(device), clock_of(device)
         self._structures = [structure(layer) for layer in model.layers]
         self._cores = self._world.cores()
         sharing = 1 if self._cores is None else self._world.ranks_per_host

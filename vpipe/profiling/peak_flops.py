@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter, thread_time
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from vpipe.distributed.device import device_name, gpu_uuid
 from vpipe.profiling.device import clock_of
-from vpipe.profiling.world import World
+from vpipe.profiling.rank_group import RankGroup
 
 
 @dataclass(frozen=True)
@@ -65,13 +69,14 @@ def known_tflops(name: str, kind: str) -> float | None:
         kind: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
     """
     gpu = next((gpu for gpu in GPUS if re.fullmatch(gpu.name, name.removeprefix("NVIDIA "))), None)
-    if gpu is None:
-        return None
-    return {"fp32": gpu.fp32, "tf32": gpu.tf32, "bf16": gpu.bf16, "fp16": gpu.fp16}[kind]
+    found: float | None = getattr(gpu, kind, None)
+    return found
 
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtype of products, by the kind of arithmetic."""
+
+GIVEN = "as metrics.peak_tflops says"
 
 ROUNDS, ROUND_S = 3, 0.04
 """All ranks multiply for so long at the same time, and the best of so many rounds counts."""
@@ -107,28 +112,32 @@ class PeakFlops:
         return f"{several}{self.tflops:,.4g} TFLOP/s {self.kind}, {self.source}"
 
 
-def find_peak(world: World, device: torch.device, dtype: torch.dtype, given_tflops: float | None) -> PeakFlops:
+def find_peak(device: torch.device, dtype: torch.dtype, given_tflops: float | None) -> PeakFlops:
     """Return the user's number, else that of the table of GPUs, else the rate of a matrix product measured now.
 
-    Every rank of the world calls this: they measure at the same time, because they slow each other as
-    they do in training. It takes less than half a second.
+    Every rank calls this: they measure at the same time, because they slow each other as they do in training. It takes
+    less than half a second.
 
     Args:
+        device: of this rank.
         dtype: that the model computes in.
         given_tflops: of one device; None where the user gives none.
     """
     kind = _kind(dtype, device)
-    names = world.all_gather(_identity(device))
-    devices = world.ranks if device.type == "cpu" else len({tuple(name) for name in names})
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if device.type == "cpu" and given_tflops is not None:
+        return PeakFlops(given_tflops, ranks, kind, GIVEN)
+    group = RankGroup(device)
+    if device.type == "cpu":
+        return PeakFlops(_measured(group, device, dtype) / ranks / 1e12, ranks, kind, "measured")
+    known = known_tflops(device_name(device), kind)
+    gpus = group.all_gather([gpu_uuid(device), known])
+    devices, peaks = len({gpu for gpu, _ in gpus}), {peak for _, peak in gpus}
     if given_tflops is not None:
-        return PeakFlops(given_tflops, devices, kind, "as metrics.peak_tflops says")
-    known = known_tflops(device_name(device), kind) if device.type == "cuda" else None
-    if min(world.all_gather(known or 0.0)):  # of every rank's GPU; where one is not known, all are measured
-        assert known is not None, "it is the least of all"
-        same = len(set(world.all_gather(known))) == 1
-        if same:
-            return PeakFlops(known, devices, kind, f"the data sheet of {device_name(device)}")
-    return PeakFlops(_measured(world, device, DTYPES[kind]) / devices / 1e12, devices, kind, "measured")
+        return PeakFlops(given_tflops, devices, kind, GIVEN)
+    if known is not None and peaks == {known}:
+        return PeakFlops(known, devices, kind, f"the data sheet of {device_name(device)}")
+    return PeakFlops(_measured(group, device, dtype) / devices / 1e12, devices, kind, "measured")
 
 
 def _kind(dtype: torch.dtype, device: torch.device) -> str:
@@ -137,12 +146,7 @@ def _kind(dtype: torch.dtype, device: torch.device) -> str:
     return next(kind for kind, other in DTYPES.items() if other == dtype)
 
 
-def _identity(device: torch.device) -> list[str]:
-    """Return a list that tells a GPU from others; empty for a processor."""
-    return [gpu_uuid(device)] if device.type == "cuda" else []
-
-
-def _measured(world: World, device: torch.device, dtype: torch.dtype) -> float:
+def _measured(group: RankGroup, device: torch.device, dtype: torch.dtype) -> float:
     """Return the operations per second of all ranks together, in the best round.
 
     Of ranks with one thread their own time counts, so that other work of the host does not matter; ranks
@@ -151,20 +155,20 @@ def _measured(world: World, device: torch.device, dtype: torch.dtype) -> float:
     work, size = _product(device, dtype)
     clock, best = clock_of(device), 0.0
     for _ in range(ROUNDS):
-        world.all_gather(None)  # so that all begin together
+        group.all_gather(None)  # so that all begin together
         started, products = clock(), 0
         while (seconds := clock() - started) < ROUND_S or not products:
             work()
             products += 1
-        best = max(best, sum(world.all_gather(2.0 * size**3 * products / seconds)))
-    at_once = world.cores() if clock is thread_time else None
-    return best if at_once is None else best * min(1.0, at_once / world.ranks_per_host)
+        best = max(best, sum(group.all_gather(2.0 * size**3 * products / seconds)))
+    at_once = group.cores() if clock is thread_time else None
+    return best if at_once is None else best * min(1.0, at_once / group.ranks_per_host)
 
 
-def _product(device: torch.device, dtype: torch.dtype) -> tuple[_MatrixProduct, int]:
+def _product(device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], None], int]:
     """Return a product of square matrices that is large enough, warm, and their size."""
     for size in _SIZES:
-        work = _MatrixProduct(device, dtype, size)
+        work = partial(_multiply, *(torch.full((size, size), 0.5, device=device, dtype=dtype) for _ in range(3)))
         work()
         started = perf_counter()
         work()
@@ -173,14 +177,8 @@ def _product(device: torch.device, dtype: torch.dtype) -> tuple[_MatrixProduct, 
     return work, size
 
 
-class _MatrixProduct:
-
-    def __init__(self, device: torch.device, dtype: torch.dtype, size: int) -> None:
-        self._device = device
-        self._a, self._b, self._out = (torch.full((size, size), 0.5, device=device, dtype=dtype) for _ in range(3))
-
-    def __call__(self) -> None:
-        """Multiply as a layer does with its weights; return when it is computed."""
-        torch.mm(self._a, self._b.t(), out=self._out)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """Multiply as a layer does with its weights; return when it is computed."""
+    torch.mm(a, b.t(), out=out)
+    if a.is_cuda:
+        torch.cuda.synchronize(a.device)

@@ -19,7 +19,7 @@ from vpipe.plan.profile import Seconds
 from vpipe.profiling.device import Clock
 from vpipe.profiling.layer_runner import LayerInputs, LayerRunner
 from vpipe.profiling.memory import zero_rate_optimizer
-from vpipe.profiling.world import World
+from vpipe.profiling.rank_group import RankGroup
 from vpipe.runtime.activations import Record
 from vpipe.runtime.precision import Precision
 from vpipe.runtime.stage import Stage
@@ -145,7 +145,7 @@ class LayerTimer:
                 samples[figure].append(self._clock() - started)
 
 
-def run_rounds(timer: LayerTimer, budget_s: float, world: World, at_once: int | None,
+def run_rounds(timer: LayerTimer, budget_s: float, world: RankGroup, at_once: int | None,
                tell: Callable[[int], None] = lambda rounds: None) -> None:
     """Run rounds on all ranks at the same time, until all figures are known well or the time is over.
 

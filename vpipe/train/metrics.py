@@ -21,7 +21,6 @@ import torch
 from vpipe.errors import LastingError, UserError, counted
 from vpipe.metric_formulas import Utilization
 from vpipe.profiling.peak_flops import PeakFlops, find_peak
-from vpipe.profiling.world import World
 from vpipe.runtime.step_results import Step
 from vpipe.train.job import Job, device_of
 from vpipe.train.model_settings import model_flops
@@ -366,7 +365,7 @@ class Efficiency:
             return None
         config, device = job.config, device_of(job.config)
         dtype = config.training.computed.dtype or torch.float32
-        peak = find_peak(World(device), device, dtype, config.metrics.peak_tflops)
+        peak = find_peak(device, dtype, config.metrics.peak_tflops)
         return cls(tuple(layers), 0.0, peak).with_recompute(job.recomputed)
 
     def with_recompute(self, layers: Iterable[Iterable[int]]) -> Efficiency:

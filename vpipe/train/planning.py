@@ -25,7 +25,7 @@ from vpipe.plan.solver import Request, Solution, solve
 from vpipe.profiling.cache import cached, store
 from vpipe.profiling.fingerprint import identify
 from vpipe.profiling.measure import measure
-from vpipe.profiling.world import World
+from vpipe.profiling.rank_group import RankGroup
 from vpipe.schedules.registry import planned_schedules
 from vpipe.train.job import Job, device_of, join, microbatch_of, model_name
 from vpipe.train.optimizers import OptimizerSettings
@@ -45,7 +45,7 @@ def plan_job(job: Job, folder: Path) -> Job:
     """
     if not job.config.parallel.to_plan:
         return job
-    world = World(device_of(job.config))
+    world = RankGroup(device_of(job.config))
 
     def report(line: str) -> None:
         log.info(line)
@@ -110,7 +110,7 @@ def _plan_summary(job: Job, solution: Solution) -> str:
             + f", schedule {plan.schedule}; expected are {1e3 * plan.predictions.step_s:.0f} ms per {job.step_name}")
 
 
-def _broadcast_plan(world: World, outcome: Mapping[str, Any]) -> Plan:
+def _broadcast_plan(world: RankGroup, outcome: Mapping[str, Any]) -> Plan:
     """Return the plan of rank 0 on every rank."""
     found = world.all_gather(outcome)[0]
     if "problems" in found:
@@ -172,7 +172,7 @@ def profile_job(job: Job, sizes: Sequence[int] | None = None, *, again: bool = F
     config = job.config
     torch.set_num_threads(config.training.threads)
     device = device_of(config)
-    world = World(device)
+    world = RankGroup(device)
     wanted = sorted(set(sizes or [config.microbatch_size]))
     identities = identities_of(job, wanted, world.ranks_per_host, world.ranks, len(set(world.hosts)), world.cores())
     directory = config.dataset.cache_directory

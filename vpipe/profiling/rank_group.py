@@ -19,7 +19,7 @@ PATIENCE_S = 3600.0
 """Time that ranks wait for others that measure; one that is gone is noticed at once all the same."""
 
 
-class World:
+class RankGroup:
     """All ranks of the process group, or this process alone where there is none.
 
     Attributes:
