@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
+from torch import nn
 
+from vpipe import Model, plugins
 from vpipe.cli import main
 from vpipe.data import registry as data_sets
 from vpipe.errors import UserError
 from vpipe.model import registry as models
+from vpipe.plugins import package_versions
+from vpipe.profiling.fingerprint import identify
 from vpipe.schedules import registry as schedules
 
 KINDS: dict[str, tuple[str, Callable[[str], Any], Callable[[], list[str]], str]] = {
@@ -118,3 +125,13 @@ def test_schedules_of_packages_are_drawn_and_compared(install: Install, capsys: 
     assert main(["launch", "--print", str(config)]) == 2
     err = capsys.readouterr().err
     assert "error: parallel.schedule names no schedule: the schedule 'hollow' is in the package 'broken'" in err
+
+
+def test_versions_are_those_of_installed_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder on the path, such as vpipe's own on a machine where nothing can be installed, has none."""
+    assert package_versions(["torch", "no_such_package"]) == {"torch": version("torch")}
+    monkeypatch.setattr(plugins, "version", Mock(side_effect=PackageNotFoundError))
+    model = Model.sequential(nn.Sequential(nn.Linear(2, 2)), loss=nn.MSELoss())
+    microbatch = {"input": torch.zeros(1, 2), "target": torch.zeros(1, 2)}
+    assert identify(model, microbatch, model_name="own", optimizer="sgd", device="cpu", ranks_per_host=1,
+                    backend="none").vpipe == ""

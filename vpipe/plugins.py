@@ -7,8 +7,9 @@ imported fails only for those who want it.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from functools import lru_cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 
 from vpipe.errors import UserError
 
@@ -72,3 +73,14 @@ def _found(group: str, path: tuple[str, ...]) -> dict[str, tuple[EntryPoint, ...
         if not any((_package(other), other.value) == (_package(entry), entry.value) for other in others):
             found[entry.name] = tuple(sorted((*others, entry), key=lambda each: (_package(each), each.value)))
     return found
+
+
+def package_versions(names: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those packages that are installed; vpipe is not where its folder is on the path."""
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions

@@ -9,12 +9,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from vpipe.errors import UserError
 from vpipe.files import count_of, parse_json, read_bounded, text_of
+from vpipe.plugins import package_versions
 
 FORMAT = 1
 """Grows when an older vpipe could no longer read what a newer one writes."""
@@ -56,16 +57,6 @@ def _now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
-def _versions() -> dict[str, str]:
-    versions = {}
-    for name in ("vpipe", "torch"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions
-
-
 @dataclass(frozen=True)
 class CheckpointInfo:
     """The run and the moment that a checkpoint is of.
@@ -90,7 +81,7 @@ class CheckpointInfo:
     arrangement: Mapping[str, Any] = field(default_factory=dict)
     numbers: Mapping[str, Any] = field(default_factory=dict)
     made: str = field(default_factory=_now)
-    versions: Mapping[str, str] = field(default_factory=_versions)
+    versions: Mapping[str, str] = field(default_factory=partial(package_versions, ("vpipe", "torch")))
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,9 @@ class Version(argparse.Action):
     """Print the version, which is looked up only when asked for."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        from importlib.metadata import version
+        from vpipe.plugins import package_versions
 
-        print(f"vpipe {version('vpipe')}")
+        print(f"vpipe {package_versions(['vpipe']).get('vpipe', 'not installed: its folder is on the path')}")
         parser.exit()
 
 

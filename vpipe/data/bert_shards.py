@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from vpipe.data.bert_samples import SHAPES, STORAGE, Samples
 from vpipe.data.bert_text import BertTextSettings, build_corpus
-from vpipe.data.cache import package_versions, write_manifest
+from vpipe.data.cache import write_manifest
 from vpipe.data.epoch import seeded_generator
 from vpipe.errors import UserError
+from vpipe.plugins import package_versions
 from vpipe.progress import progress
 
 if TYPE_CHECKING:

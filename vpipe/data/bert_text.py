@@ -18,13 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vpipe.data.bert_samples import STORAGE, BertDataset, Samples, check_lengths, default_max_predictions, make_samples
-from vpipe.data.cache import CachedFolder, cached_folder_for_vocabulary, file_state, file_states, package_versions
+from vpipe.data.cache import CachedFolder, cached_folder_for_vocabulary, file_state, file_states
 from vpipe.data.dataset import DatasetSettings, Split
 from vpipe.data.epoch import first_samples
 from vpipe.data.local_corpus.prose import PACKAGES, Document, machine_prose
 from vpipe.data.plain_text import read_documents, text_files
 from vpipe.data.tokenizers import DEFAULT_VOCAB_SIZE, load_wordpiece, model_vocab_size, save_tokenizer, train_wordpiece
 from vpipe.errors import UserError, counted
+from vpipe.plugins import package_versions
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -67,17 +66,6 @@ def damage(folder: Path, manifest: dict[str, Any]) -> str | None:
         if size <= _SMALL_BYTES and _sha256(path) != digest:
             return f"{name} was changed (its SHA-256 differs)"
     return None
-
-
-def package_versions(names: Iterable[str]) -> dict[str, str]:
-    """Return the versions of those packages that are installed as distributions."""
-    versions = {}
-    for name in names:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions
 
 
 def _digest(manifest: dict[str, Any]) -> str:

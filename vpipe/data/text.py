@@ -8,13 +8,14 @@ from functools import cache
 from pathlib import Path
 
 from vpipe.data.bert_text import bert_text
-from vpipe.data.cache import file_states, package_versions
+from vpipe.data.cache import file_states
 from vpipe.data.corpus import Corpus, Document
 from vpipe.data.dataset import Dataset, DatasetSettings
 from vpipe.data.local_corpus.prose import PACKAGES, machine_prose
 from vpipe.data.plain_text import read_blocks, text_files
 from vpipe.data.registry import register_dataset
 from vpipe.data.token_dataset import for_language_model, token_dataset
+from vpipe.plugins import package_versions
 
 
 def text_corpus(folder: Path | None) -> Corpus:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vpipe.data.cache import CachedFolder, cached_folder_for_vocabulary, file_state, package_versions
+from vpipe.data.cache import CachedFolder, cached_folder_for_vocabulary, file_state
 from vpipe.data.corpus import Corpus, SplitCorpus
 from vpipe.data.dataset import DatasetSettings, Field, Split
 from vpipe.data.epoch import ArrayDataset, first_samples
@@ -33,6 +33,7 @@ from vpipe.data.tokenizers import (
     train_byte_bpe,
 )
 from vpipe.errors import UserError, counted
+from vpipe.plugins import package_versions
 from vpipe.progress import progress
 
 if TYPE_CHECKING:

@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -34,6 +33,7 @@ from vpipe.errors import Problem, UserError
 from vpipe.launch.container import Container
 from vpipe.launch.local import GRACE_S, POLL_S, Interrupted, Processes, Signals
 from vpipe.launch.rank_env import HostRanks
+from vpipe.plugins import package_versions
 from vpipe.train.run_folder import CONFIG, failure_path
 
 REACH_S = 5.0
@@ -65,15 +65,9 @@ def identity() -> dict[str, str]:
     package = Path(__file__).parents[1]
     for file in sorted(package.rglob("*.py")):
         content.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes())
-    return {"vpipe": f"{_version('vpipe')} (files {content.hexdigest()[:8]})",
-            "torch": _version("torch").partition("+")[0]}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
+    versions = {"vpipe": "none", "torch": "none", **package_versions(("vpipe", "torch"))}
+    return {"vpipe": f"{versions['vpipe']} (files {content.hexdigest()[:8]})",
+            "torch": versions["torch"].partition("+")[0]}
 
 
 class Gone(Exception):  # noqa: N818 - it is no error of this host

@@ -9,7 +9,6 @@ import inspect
 import re
 import weakref
 from collections.abc import Mapping
-from importlib.metadata import version
 from types import FunctionType
 
 import torch
@@ -19,6 +18,7 @@ from vpipe.distributed.device import device_name
 from vpipe.model.layer import Layer, Model, split_target, without_values
 from vpipe.model.split import resolve_tie
 from vpipe.plan.profile import Identity
+from vpipe.plugins import package_versions
 from vpipe.profiling.device import shared_bytes, usable_cores
 
 _OWN = frozenset(vars(nn.Module()))
@@ -139,5 +139,5 @@ def identify(model: Model, microbatch: Mapping[str, Tensor], *, model_name: str,
         layers=len(model), microbatch_size=len(microbatch[model.batch[0]]) if model.batch else 0, optimizer=optimizer,
         device=device_name(device), threads=threads, ranks_per_host=ranks_per_host, backend=backend,
         torch=str(torch.__version__), ranks=ranks or ranks_per_host, hosts=hosts, cores=cores,
-        device_bytes=shared_bytes(device, cores), vpipe=version("vpipe"), code=code_digest(model, structures),
-        precision=precision)
+        device_bytes=shared_bytes(device, cores), vpipe=package_versions(["vpipe"]).get("vpipe", ""),
+        code=code_digest(model, structures), precision=precision)

@@ -19,9 +19,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from vpipe.data.cache import CachedFolder, cached_folder, package_versions
+from vpipe.data.cache import CachedFolder, cached_folder
 from vpipe.data.local_corpus.sources import STANDARD_LIBRARY, package_paths, parse_source, sources
 from vpipe.errors import UserError
+from vpipe.plugins import package_versions
 from vpipe.progress import progress
 
 PACKAGES = (STANDARD_LIBRARY, "torch")
