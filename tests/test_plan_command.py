@@ -152,7 +152,7 @@ def test_a_choice_of_the_config_that_does_not_fit_is_said_to(said: Said) -> None
     (["--ranks", "0"], "--ranks is 0", "plan for 1 rank or more"),
     (["--ranks", "6"], "--ranks is 6, but the model has only 5 layers", "use 5 ranks at most"),
     (["-o", "no/where.json"], "cannot write 'no/where.json': it is in no folder", "name a file in a folder that"),
-    (["-o", "."], "cannot write '.': it is a folder", "name a file in a folder that exists as -o"),
+    (["-o", "."], "cannot write '.': it is a folder", "name a file in a folder that exists, and can be written, as -o"),
     (["--solver", "vpip"], "vpipe plan has no --solver 'vpip'", "did you mean 'vpipe'?")])
 def test_what_is_refused_before_anything_is_measured(said: Said, asked: list[tuple[int, list[int]]],
                                                      arguments: list[str], what: str, hint: str) -> None:

@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "commands": {"errors", "plugins", "files", "units", "metric_formulas", "progress", "schedules", "model", "data",
                  "distributed", "plan", "checkpoint", "visualize", "report", "runtime", "profiling", "config", "train",
                  "verify", "compare", "launch", "commands"},
-    "cli": {"errors", "distributed", "launch", "commands"},
+    "cli": {"errors", "plugins", "progress", "distributed", "checkpoint", "launch", "commands"},
     "__main__": {"cli"},
     "__init__": {"model", "plan", "pipeline"},
 }

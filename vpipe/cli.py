@@ -1,25 +1,33 @@
-"""The ``vpipe`` command: parse, call, print."""
+"""Parse the ``vpipe`` command line and run a command. A command's module, and with it torch, loads when it runs."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from vpipe.commands.parser import Parser, Version, add_config, add_models, add_overrides, lazy
 from vpipe.distributed.excepthook import report, user_frames, write_error_file
-from vpipe.errors import VpipeError
+from vpipe.errors import UserError, VpipeError, nearest
+from vpipe.progress import LOADING_TORCH, message_if_slow
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status: 0, 1 for a failed run, 2 for a user's mistake, 128 + n for signal n."""
     options = _parser().parse_args(arguments)
     try:
-        options.run(options)
+        if options.new_output:
+            from vpipe.checkpoint.directory import check_free
+
+            check_free(options.output)
+        with message_if_slow(LOADING_TORCH, show=options.new_output):
+            module = import_module(f"vpipe.commands.{options.module}")
+        getattr(module, options.function)(options)
         sys.stdout.flush()
     except VpipeError as error:
         text = report(error)
@@ -38,11 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, Interrupted):
             print(f"interrupted ({error}): all ranks have ended", file=sys.stderr)
             return error.exit_status
-        return _defect(error)
+        return _print_unexpected(error)
     return 0
 
 
-def _defect(error: Exception) -> int:
+def _print_unexpected(error: Exception) -> int:
     """Print a line on an unexpected error, and write its traceback to a file."""
     import tempfile
     import traceback
@@ -55,168 +63,236 @@ def _defect(error: Exception) -> int:
     except OSError:
         where = "no file could be written for the traceback either"
     if isinstance(error, OSError):
-        print(f"error: {error}\nhint: look whether the path exists, may be used and has room; {where}", file=sys.stderr)
+        print(f"error: {error}\nhint: check that the path exists, may be used and has room; {where}", file=sys.stderr)
     else:
-        whose = "mend what raised it" if frames else "this is a defect of vpipe or of a package it loads"
-        print(f"error: {type(error).__name__}: {error}\n{frames}hint: {whose}; {where}", file=sys.stderr)
+        remedy = "mend what raised it" if frames else "this is a defect of vpipe or of a package it loads"
+        print(f"error: {type(error).__name__}: {error}\n{frames}hint: {remedy}; {where}", file=sys.stderr)
     return 1
 
 
+class _Version(argparse.Action):
+    """Print the version, which is looked up only when asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from vpipe.plugins import package_versions
+
+        print(f"vpipe {package_versions(['vpipe']).get('vpipe', 'not installed: its folder is on the path')}")
+        parser.exit()
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argparse parser whose errors have vpipe's form."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # --costs -1,1,1 is a value, and a wrong one
+
+    def error(self, message: str) -> NoReturn:
+        self._refuse(message, f"{self.prog} --help says how")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            option = unknown[0].partition("=")[0]
+            remedy = nearest(option, [name for name in self._option_string_actions if name.startswith("--")])
+            self._refuse(f"{self.prog} knows no '{option}'",
+                         remedy if option.startswith("-") else f"{self.prog} --help says how")
+        return known, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            option = "/".join(action.option_strings)
+            self._refuse(f"{self.prog} has no {option or 'command'} '{value}'",
+                         nearest(str(value), list(action.choices)))
+
+    def _refuse(self, what: str, hint: str) -> NoReturn:
+        print(UserError(what, hint=hint), file=sys.stderr)
+        sys.exit(UserError.exit_status)
+
+    def commands(self) -> Any:
+        return self.add_subparsers(required=True, metavar="COMMAND")
+
+
+def _add(commands: Any, name: str, run: str, text: str, new_output: bool = False) -> Any:
+    """Add a command.
+
+    Args:
+        run: ``MODULE.FUNCTION`` in ``vpipe.commands``.
+        new_output: whether ``--output`` must not exist yet; this is checked before torch is loaded.
+    """
+    parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    module, _, function = run.partition(".")
+    parser.set_defaults(module=module, function=function, new_output=new_output)
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser, needed: bool = True) -> None:
+    parser.add_argument("config", type=Path, nargs=None if needed else "?",
+                        help="a YAML file: vpipe's form, or the flat form of VPipe and OurGPipe")
+    _add_overrides(parser)
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
+                        help="override a key of the config, such as training.learning_rate=3e-4; may be repeated")
+    parser.add_argument("--scheduler", help="override the schedule with an OurGPipe scheduler, such as naive")
+
+
+def _add_models(parser: argparse.ArgumentParser, needed: bool = False) -> None:
+    parser.add_argument("--models", required=needed, metavar="NAME,...", help="configs to compare: paths of YAML "
+                        "files, or names such as gpt_small for configs/gpt_small.yaml")
+    parser.add_argument("--schedules", metavar="NAME,...", help="schedules to compare, each with the partition and "
+                        "recomputation of the config; default with --models: each config's own schedule")
+    parser.add_argument("--steps", type=int, metavar="N", help="training steps of each; default: as the config says")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write the CSV to this file")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="vpipe", description="Pipeline-parallel training for PyTorch in which a schedule is data.")
-    parser.add_argument("--version", action=Version, nargs=0, help="say which version this is")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser = _Parser(prog="vpipe", description="Pipeline-parallel training for PyTorch in which a schedule is data.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    commands = parser.commands()
 
-    train = commands.add_parser("train", help="train as a config says, or go on with a run")
-    add_config(train, needed=False)
-    train.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this folder from its newest "
-                       "checkpoint, or from the one named; its own config when none is given")
-    train.add_argument("--restarts", type=int, metavar="N", help="start again up to N times when the run fails, from "
-                       "its newest checkpoint; never when left out")
-    train.set_defaults(run=lazy("train", "run_train"))
+    train = _add(commands, "train", "train.run_train", "train the model of a config, or resume a run")
+    _add_config(train, needed=False)
+    train.add_argument("--resume", type=Path, metavar="RUN", help="resume from the newest checkpoint in this run "
+                       "folder, or from this checkpoint; without CONFIG the run's own config is used")
+    train.add_argument("--restarts", type=int, metavar="N", help="restart a failed run from its newest checkpoint up "
+                       "to N times (default: 0)")
 
-    launch = commands.add_parser("launch", help="show what train would start, on which host")
-    launch.add_argument("--print", action="store_true", required=True, help="print the commands; starts nothing")
-    add_config(launch)
-    launch.set_defaults(run=lazy("launch", "run_launch"))
+    launch = _add(commands, "launch", "launch.run_launch", "print the commands that train runs on each host")
+    launch.add_argument("--print", action="store_true", required=True, help="print only; nothing is started")
+    _add_config(launch)
 
-    slurm = commands.add_parser("slurm", help="write a batch script for SLURM, or submit it")
-    add_config(slurm)
-    slurm.add_argument("--nodes", type=int, required=True, metavar="N", help="nodes of the job")
-    slurm.add_argument("--ranks-per-node", type=int, metavar="R", help="ranks on each; the schedule's ranks divided by "
-                       "the nodes when left out")
-    slurm.add_argument("--partition", metavar="NAME", help="SLURM's partition; its default when left out")
-    slurm.add_argument("--time", metavar="TIME", help="limit, as sbatch writes it, such as 2:00:00; the partition's "
-                       "when left out")
-    slurm.add_argument("--restarts", type=int, metavar="N", help="let the job go back into the queue before its time "
-                       "limit, and after up to N failures; the cluster decides when left out")
-    slurm.add_argument("-o", "--output", type=Path, metavar="FILE", help="where the script goes; printed when left out")
-    slurm.add_argument("--submit", action="store_true", help="hand it to sbatch and print the job's number")
-    slurm.set_defaults(run=lazy("slurm", "run_slurm"))
+    slurm = _add(commands, "slurm", "launch.run_slurm", "write a SLURM batch script for a config, or submit it")
+    _add_config(slurm)
+    slurm.add_argument("--nodes", type=int, required=True, metavar="N", help="number of nodes")
+    slurm.add_argument("--ranks-per-node", type=int, metavar="R", help="default: the schedule's ranks / nodes")
+    slurm.add_argument("--partition", metavar="NAME", help="SLURM partition (default: the cluster's)")
+    slurm.add_argument("--time", metavar="TIME", help="time limit as sbatch writes it, such as 2:00:00 (default: the "
+                       "partition's)")
+    slurm.add_argument("--restarts", type=int, metavar="N", help="requeue the job before its time limit, and after up "
+                       "to N failures (default: as the cluster is configured)")
+    slurm.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the script to this file (default: "
+                       "print it)")
+    slurm.add_argument("--submit", action="store_true", help="submit the script with sbatch and print the job number")
 
-    verify = commands.add_parser("verify", help="a few updates of a config beside plain PyTorch: the same numbers?")
-    add_config(verify)
-    verify.add_argument("--steps", type=int, default=3, metavar="N", help="updates to compare; 3 when left out, more "
-                        "where a schedule without a flush needs them to show every weight version")
-    verify.set_defaults(run=lazy("verify", "run_verify"))
+    verify = _add(commands, "verify", "verify.run_verify",
+                  "check that a few training steps of a config give the same numbers as plain PyTorch")
+    _add_config(verify)
+    verify.add_argument("--steps", type=int, default=3, metavar="N", help="updates to compare (default: 3; a schedule "
+                        "without a flush runs more if it needs them to use every weight version)")
 
-    compare = commands.add_parser("compare", help="models, systems or schedules beside each other, in the same "
-                                  "processes; one table, one CSV")
-    add_config(compare, needed=False)
-    add_models(compare)
-    compare.add_argument("--systems", metavar="NAME,...", help="gpipe, pipedream, vpipe: each as its users ran it, "
-                         "planned within the memory")
-    compare.add_argument("--memory", metavar="SIZE", help="what a rank of a system may hold, such as 8GiB; the "
-                         "config's parallel.memory, else its part of the device's when left out")
-    compare.set_defaults(run=lazy("compare", "run_compare"))
+    compare = _add(commands, "compare", "compare.run_compare", "train models, systems or schedules in turns in the "
+                   "same processes, and compare speed, memory and loss in a table and a CSV")
+    _add_config(compare, needed=False)
+    _add_models(compare)
+    compare.add_argument("--systems", metavar="NAME,...", help="systems to compare: gpipe, pipedream, vpipe; each is "
+                         "planned with its own rules within the memory")
+    compare.add_argument("--memory", metavar="SIZE", help="memory per rank for --systems, such as 8GiB (default: the "
+                         "config's parallel.memory, else a share of the device's)")
 
-    bench = commands.add_parser("bench", help="the old name of compare --models")
-    add_models(bench, needed=True)
-    add_overrides(bench)
-    bench.set_defaults(run=lazy("compare", "run_bench"), config=None, systems=None, memory=None)
+    bench = _add(commands, "bench", "compare.run_bench", "old name of compare --models")
+    _add_models(bench, needed=True)
+    _add_overrides(bench)
+    bench.set_defaults(config=None, systems=None, memory=None)
 
-    profile = commands.add_parser("profile", help="measure what every layer takes and keeps, on the ranks of a config")
-    add_config(profile)
-    profile.add_argument("--again", action="store_true", help="measure even if it was measured before")
-    profile.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the profile there, too, such as "
-                         "profile.json")
-    profile.set_defaults(run=lazy("profile", "run_profile"))
+    profile = _add(commands, "profile", "profile.run_profile",
+                   "measure the time and the memory of every layer on the ranks of a config")
+    _add_config(profile)
+    profile.add_argument("--again", action="store_true", help="measure even if the cache holds a profile")
+    profile.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write the profile to this file, such "
+                         "as profile.json")
 
-    plan = commands.add_parser("plan", help="the fastest cut, recomputation and schedule within your memory, explained")
-    add_config(plan)
-    plan.add_argument("--memory", metavar="SIZE", help="what a rank may hold, such as 8GiB or 500MB; the config's "
-                      "parallel.memory, else its device's when left out")
-    plan.add_argument("--ranks", type=int, metavar="N", help="plan for as many; the config's when left out")
-    plan.add_argument("--solver", choices=("exact", "vpipe"), default="exact", help="vpipe: the heuristic of the "
-                      "VPipe paper, to compare with; exact when left out")
-    plan.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan there, such as plan.json")
-    plan.set_defaults(run=lazy("plan", "run_plan"))
+    plan = _add(commands, "plan", "plan.run_plan",
+                "find the fastest partition, recomputation and schedule that fit in memory, and explain the choice")
+    _add_config(plan)
+    plan.add_argument("--memory", metavar="SIZE", help="memory per rank, such as 8GiB or 500MB (default: the config's "
+                      "parallel.memory, else the device's)")
+    plan.add_argument("--ranks", type=int, metavar="N", help="plan for N ranks (default: the config's)")
+    plan.add_argument("--solver", choices=("exact", "vpipe"), default="exact", help="exact (default), or the heuristic "
+                      "of the VPipe paper")
+    plan.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan to this file, such as "
+                      "plan.json")
 
-    trace = commands.add_parser("trace", help="the timeline and the report of a run, as planned and as run")
-    trace.add_argument("folder", type=Path, metavar="RUN", help="the run's folder, trained with 'trace: true'")
-    trace.set_defaults(run=lazy("trace", "run_trace"))
+    trace = _add(commands, "trace", "trace.run_trace",
+                 "write the timeline (trace.json, for Perfetto) and the report page (report.html) of a recorded run")
+    trace.add_argument("folder", type=Path, metavar="RUN", help="folder of a run that was trained with 'trace: true'")
 
-    checkpoint = commands.add_parser("checkpoint", help="look at what a run has saved, check it, take it elsewhere")
-    _add_checkpoint(checkpoint.add_subparsers(required=True, metavar="COMMAND"))
+    _add_checkpoint(_add(commands, "checkpoint", "", "list, show, verify, export or import checkpoints").commands())
 
-    schedule = commands.add_parser("schedule", help="draw a schedule, or compare all of them")
-    schedule.add_argument("name", nargs="?", metavar="NAME|FILE.csv", help="a schedule by its name, or in a file")
-    schedule.add_argument("--all", action="store_true", help="one table of all schedules")
-    schedule.add_argument("--stages", type=int, metavar="P", help="ranks that work at once, replicas counting as "
-                          "one; without --chunks a stage each, unless the schedule holds several")
-    schedule.add_argument("--microbatches", type=int, metavar="M", help="per update with a flush, in all without")
+    schedule = _add(commands, "schedule", "schedule.run_schedule", "draw a schedule, or compare all schedules")
+    schedule.add_argument("name", nargs="?", metavar="NAME|FILE.csv", help="name of a schedule, or a CSV file of one")
+    schedule.add_argument("--all", action="store_true", help="compare all schedules in one table")
+    schedule.add_argument("--stages", type=int, metavar="P", help="ranks of the pipeline, where replicas count as one; "
+                          "each holds one stage, or as many as --chunks or the schedule says")
+    schedule.add_argument("--microbatches", type=int, metavar="M", help="microbatches per update of a schedule with a "
+                          "flush, in all of one without")
     schedule.add_argument("--chunks", type=int, metavar="V", help="stages per rank")
-    schedule.add_argument("--widths", metavar="W,W,...", help="replicas of the stages of each of the P, such as 2,1; "
-                          "one number: of all alike")
-    schedule.add_argument("--update-every", type=int, metavar="K", help="microbatches per update without a flush, on "
-                          "every replica")
-    schedule.add_argument("--memory", type=int, metavar="N", help="auto: the most a rank may hold, in microbatches of "
-                          "all its stages")
-    schedule.add_argument("--format", choices=("text", "csv", "svg", "json"), default="text")
+    schedule.add_argument("--widths", metavar="W,W,...", help="replicas at each of the P positions, such as 2,1; one "
+                          "number is for all positions")
+    schedule.add_argument("--update-every", type=int, metavar="K", help="microbatches per update and replica, of a "
+                          "schedule without a flush")
+    schedule.add_argument("--memory", type=int, metavar="N", help="memory limit of a rank for the schedule auto, in "
+                          "microbatches of all its stages")
+    schedule.add_argument("--format", choices=("text", "csv", "svg", "json"), default="text",
+                          help="output format (default: text)")
     _add_costs(schedule)
-    schedule.set_defaults(run=lazy("schedule", "run_schedule"))
 
-    check = commands.add_parser("check", help="prove a schedule in a CSV file")
-    check.add_argument("file", type=Path, metavar="FILE.csv")
-    check.set_defaults(run=lazy("schedule", "run_check"))
+    check = _add(commands, "check", "schedule.run_check",
+                 "prove that a schedule in a CSV file is complete, in order and free of deadlock")
+    check.add_argument("file", type=Path, metavar="FILE.csv", help="the schedule")
 
-    simulate = commands.add_parser("simulate", help="draw a schedule in a CSV file")
-    simulate.add_argument("file", type=Path, metavar="FILE.csv")
+    simulate = _add(commands, "simulate", "schedule.run_simulate", "simulate a schedule in a CSV file and draw it")
+    simulate.add_argument("file", type=Path, metavar="FILE.csv", help="the schedule")
     _add_costs(simulate)
-    simulate.set_defaults(run=lazy("schedule", "run_simulate"))
 
-    data = commands.add_parser("data", help="make data sets").add_subparsers(required=True, metavar="COMMAND")
-    build = data.add_parser("build-bert", help="write HDF5 shards for BERT pre-training")
-    build.add_argument("--text", type=Path, metavar="FOLDER",
-                       help="folder of .txt files, documents separated by blank lines; the English prose found on "
-                            "this machine when left out")
-    build.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where the shards go")
-    build.add_argument("--sequence-length", type=int, default=128, metavar="TOKENS")
-    build.add_argument("--vocab-size", type=int, default=8192, metavar="TOKENS")
-    build.add_argument("--seed", type=int, default=0)
-    build.set_defaults(run=lazy("data", "run_build_bert"))
+    data = _add(commands, "data", "", "make data sets").commands()
+    build = _add(data, "build-bert", "data.run_build_bert", "write HDF5 shards for BERT pre-training")
+    build.add_argument("--text", type=Path, metavar="FOLDER", help="folder of .txt files, documents separated by blank "
+                       "lines (default: the English text found on this machine)")
+    build.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="write the shards to this folder")
+    build.add_argument("--sequence-length", type=int, default=128, metavar="TOKENS", help="default: 128")
+    build.add_argument("--vocab-size", type=int, default=8192, metavar="TOKENS", help="default: 8192")
+    build.add_argument("--seed", type=int, default=0, help="default: 0")
     return parser
 
 
 def _add_checkpoint(commands: Any) -> None:
-    """Add the commands of ``vpipe checkpoint``."""
     where = "folder of a run, or one of its checkpoints"
 
-    ls = commands.add_parser("ls", help="the checkpoints of a run")
+    ls = _add(commands, "ls", "checkpoint.run_ls", "list the checkpoints of a run")
     ls.add_argument("folder", type=Path, metavar="RUN", help=where)
-    ls.set_defaults(run=lazy("checkpoint", "run_ls"))
 
-    show = commands.add_parser("show", help="what is in a checkpoint: sizes, layers, files, config")
-    show.add_argument("folder", type=Path, metavar="RUN|STEP", help=f"{where}; of a run the newest")
-    show.set_defaults(run=lazy("checkpoint", "run_show"))
+    show = _add(commands, "show", "checkpoint.run_show", "show the sizes, layers, files and config of a checkpoint")
+    show.add_argument("folder", type=Path, metavar="RUN|STEP", help=f"{where}; for a run: the newest")
 
-    verify = commands.add_parser("verify", help="read every byte and compare; status 1 when one has changed")
-    verify.add_argument("folder", type=Path, metavar="RUN|STEP", help=f"{where}; of a run all")
-    verify.set_defaults(run=lazy("checkpoint", "run_verify"))
+    verify = _add(commands, "verify", "checkpoint.run_verify",
+                  "read every byte of checkpoints and compare it with its hash; exit status 1 if one is damaged")
+    verify.add_argument("folder", type=Path, metavar="RUN|STEP", help=f"{where}; for a run: all of them")
 
-    export = commands.add_parser("export", help="write the whole model for other programs")
-    export.add_argument("folder", type=Path, metavar="RUN|STEP", help=f"{where}; of a run the newest")
+    export = _add(commands, "export", "checkpoint_convert.run_export", "write the whole model for other programs",
+                  new_output=True)
+    export.add_argument("folder", type=Path, metavar="RUN|STEP", help=f"{where}; for a run: the newest")
     export.add_argument("--format", choices=("safetensors", "torch", "huggingface"), required=True,
-                        help="one file of tensors; a state dict for torch.load; a folder for transformers")
-    export.add_argument("-o", "--output", type=Path, required=True, metavar="OUT", help="a file; a folder of "
-                        "huggingface. It must not exist")
-    export.set_defaults(run=lazy("checkpoint_convert", "run_export", writes_output=True))
+                        help="a safetensors file; a state dict for torch.load; a folder for transformers")
+    export.add_argument("-o", "--output", type=Path, required=True, metavar="OUT", help="file to write, or folder for "
+                        "huggingface; must not exist")
 
-    take = commands.add_parser("import", help="a checkpoint at step 0, of weights alone, from those of others")
-    take.add_argument("source", type=Path, metavar="FOLDER", help="one of Hugging Face's, or one with VPipe's "
-                      "checkpoint.<stage>.pth.tar")
-    take.add_argument("-o", "--output", type=Path, required=True, metavar="OUT", help="where the checkpoint goes; it "
+    load = _add(commands, "import", "checkpoint_convert.run_import",
+                "make a checkpoint at step 0 from the weights of another program", new_output=True)
+    load.add_argument("source", type=Path, metavar="FOLDER", help="a model of Hugging Face, or VPipe's "
+                      "checkpoint.<stage>.pth.tar files")
+    load.add_argument("-o", "--output", type=Path, required=True, metavar="OUT", help="folder of the new checkpoint; "
                       "must not exist")
-    take.add_argument("--config", type=Path, help="the config that will train it; needed for VPipe's files, and "
-                      "otherwise compared with what the folder says")
-    add_overrides(take)
-    take.set_defaults(run=lazy("checkpoint_convert", "run_import", writes_output=True))
+    load.add_argument("--config", type=Path, help="config to train with; needed for VPipe's files, for Hugging Face "
+                      "its model is compared with the folder's")
+    _add_overrides(load)
 
 
 def _add_costs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--costs", default="1,1,1,0", metavar="F,I,W,TRANSFER",
-                        help="times of a microbatch on a whole rank: forward, input half of the backward, weight half "
-                             "(a whole backward takes both), and from rank to rank; 1,1,1,0 when left out")
+                        help="times of a microbatch on a rank: forward, input half and weight half of the backward, "
+                             "transfer to another rank (default: 1,1,1,0)")
 
 
 if __name__ == "__main__":

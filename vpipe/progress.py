@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from threading import Timer
 from typing import TypeVar
@@ -42,3 +42,16 @@ def progress(items: Iterable[Item], what: str, *, unit: str, total: int | None =
     interval_s = 0.1 if sys.stderr.isatty() else 10.0  # a log file wants few lines
     return tqdm(items, desc=what, unit=unit, total=total, delay=_PATIENCE_S, mininterval=interval_s,
                 file=sys.stderr, leave=False)
+
+
+@contextmanager
+def byte_progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function to call with (bytes done, bytes in all); after two seconds a line on stderr shows them."""
+    with tqdm(desc=what, unit="B", unit_scale=True, unit_divisor=1024, delay=_PATIENCE_S, leave=False, file=sys.stderr,
+              mininterval=0.1 if sys.stderr.isatty() else 10.0) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show

@@ -6,6 +6,7 @@ import fcntl
 import json
 import resource
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from itertools import islice
@@ -95,6 +96,12 @@ def test_ls_has_a_line_for_each(vpipe: Vpipe, run: Path) -> None:
     assert "step-2: the manifest of the checkpoint is damaged" in vpipe("ls", run)[1]
 
 
+def test_ls_loads_neither_torch_nor_numpy(saved: Path) -> None:
+    code = (f"import sys\nfrom vpipe.cli import main\nassert main(['checkpoint', 'ls', {str(saved)!r}]) == 0\n"
+            "assert not {'torch', 'numpy'} & set(sys.modules)")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
 def test_what_is_being_written_is_not_called_cut_short(vpipe: Vpipe, run: Path) -> None:
     with (run / RUNNING).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # as the process of rank 0 does
@@ -149,7 +156,7 @@ def test_verify_reads_all_and_names_what_has_changed(vpipe: Vpipe, run: Path) ->
     status, out, error = vpipe("verify", run)
     assert status == 1
     assert "step-10: rank0.safetensors was changed: its SHA-256 is " in out
-    assert error == f"error: 1 of 2 checkpoints damaged: step-10\nhint: go on from {run}/checkpoints/step-2\n"
+    assert error == f"error: 1 of 2 checkpoints damaged: step-10\nhint: resume from {run}/checkpoints/step-2\n"
     status, out, error = vpipe("export", run, "--format", "torch", "-o", "model.pt")
     assert (status, out) == (2, "")
     assert "is damaged: rank0.safetensors was changed" in error

@@ -12,8 +12,8 @@ from vpipe.plan.plan import Plan, Prediction, StagePrediction
 from vpipe.plan.solver.request import Alternative
 from vpipe.plan.stage_costs import StageMemory
 from vpipe.visualize.explain_plan import PlanExplanation
-from vpipe.visualize.plan_tables import Column, alternatives_table, columns, memory_table, peak_bytes
-from vpipe.visualize.table import filled
+from vpipe.visualize.plan_tables import alternatives_table, memory_table, peak_bytes
+from vpipe.visualize.table import Column, columns, filled
 
 
 def planned(idle_ms: Sequence[float] = (60, 62, 40, 2), step_ms: float = 152, schedule: str = "1f1b",

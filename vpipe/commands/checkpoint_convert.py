@@ -6,28 +6,23 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
 
-from vpipe.checkpoint.export import (
-    export_huggingface,
-    export_safetensors,
-    export_torch,
-    make_checkpoint,
-    weights_of,
-)
+from vpipe.checkpoint.export import export_huggingface, export_safetensors, export_torch, make_checkpoint, weights_of
 from vpipe.checkpoint.huggingface import CONFIG, import_weights, read_model_config
 from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
-from vpipe.checkpoint.vpipe_stage_files import MatchedWeights, find_stage_files, match_weights, read_stage_files
-from vpipe.commands.checkpoint import checkpoints_in, counted_in, reading
+from vpipe.checkpoint.vpipe_stage_files import find_stage_files, match_weights, read_stage_files
+from vpipe.commands.checkpoint import checkpoints_in, counted_in
 from vpipe.config.config import load_config
 from vpipe.data.dataset import Tokenized
 from vpipe.data.tokenizers import end_token, load_tokenizer
 from vpipe.errors import UserError, counted
 from vpipe.model.layer import Model
 from vpipe.model.registry import HuggingFace, ModelSettings, family_named
+from vpipe.progress import byte_progress
 from vpipe.train.job import Job
 from vpipe.train.model_settings import (
     CheckpointModel,
@@ -41,21 +36,17 @@ from vpipe.train.model_settings import (
 from vpipe.units import size_text
 
 SLOW_BYTES = 1 << 29
-"""From as many on, writing takes seconds and is announced."""
+"""From this size on, writing takes seconds, and a line says so."""
 
 
 def run_export(options: argparse.Namespace) -> None:
-    """Write the model of a checkpoint for other programs.
-
-    Raises:
-        UserError: there is no such checkpoint, it is damaged, or its model has no names there.
-    """
+    """Write the model of a checkpoint for other programs."""
     folder = checkpoints_in(options.folder)[-1]
     manifest = Manifest.load(folder)
     found = CheckpointModel.from_manifest(manifest, folder) if options.format == "huggingface" or (
         options.format == "torch" and has_model(manifest)) else None
     huggingface = None if options.format != "huggingface" or found is None else _names_of(found.name)
-    with reading(f"reading {folder.name}") as progress:
+    with byte_progress(f"reading {folder.name}") as progress:
         weights = weights_of(folder, manifest, progress)
     size = sum(tensor.nbytes for tensor in weights.values())
     if size >= SLOW_BYTES:
@@ -100,11 +91,7 @@ def _tokenizer(manifest: Manifest) -> tuple[Path | None, str]:
 
 
 def run_import(options: argparse.Namespace) -> None:
-    """Make a checkpoint of weights alone, at step 0, from a folder of others.
-
-    Raises:
-        UserError: the folder holds no such weights, or they are not those of the model.
-    """
+    """Make a checkpoint of weights alone, at step 0, from a folder of another program."""
     source, out = options.source, options.output
     if not source.is_dir():
         raise UserError(f"there is no folder '{source}'" if not source.exists() else f"'{source}' is a file",
@@ -114,8 +101,7 @@ def run_import(options: argparse.Namespace) -> None:
         job = Job.from_config(load_config(options.config, options.settings, options.scheduler))
     elif options.settings or options.scheduler:
         raise UserError("--set and --scheduler change a config, but there is none", hint="name it with --config")
-    files = find_stage_files(source)
-    if files:
+    if files := find_stage_files(source):
         _from_stages(files, job, source, out)
     elif (source / CONFIG).is_file():
         _from_huggingface(source, job, out)
@@ -141,8 +127,7 @@ def _from_huggingface(source: Path, job: Job | None, out: Path) -> None:
     model = family_named(found.family).factory(found.settings) if job is None else job.model
     config = config_text(found.family, found.settings, Path(os.path.abspath(out)) / CONFIG) if job is None else (
         job.config.resolved_yaml())
-    made = make_checkpoint(out, _about(job, config, "Hugging Face"), model, weights, source / CONFIG)
-    _say(out, made, model)
+    _make(out, job, config, "Hugging Face", model, weights, source / CONFIG)
 
 
 def _check_same(job: Job, family: str, settings: ModelSettings, source: Path) -> None:
@@ -162,29 +147,22 @@ def _from_stages(files: Sequence[Path], job: Job | None, source: Path, out: Path
         raise UserError(f"the files in '{source}' do not say what model they are of",
                         hint="name its config: --config CONFIG")
     section = job.config.model
-    family = family_named(section.name)
-    found = match_weights(read_stage_files(files), job.model, family,
-                    model_settings(section, section.vocab_size, model_file(section)))
-    weights = {name: weight.tensor for name, weight in found.weights.items()}
-    _tell(found, files)
-    if found.absent:
-        seed = job.config.training.seed
-        weights |= _initial(job.model, found.absent, seed)
-        print(f"in no file, so they begin as under seed {seed}: {', '.join(found.absent)}")
-    made = make_checkpoint(out, _about(job, job.config.resolved_yaml(), "stages' files"), job.model, weights)
-    _say(out, made, job.model)
-
-
-def _tell(found: MatchedWeights, files: Sequence[Path]) -> None:
-    """Print which weights came from which file."""
+    found = match_weights(read_stage_files(files), job.model, family_named(section.name),
+                          model_settings(section, section.vocab_size, model_file(section)))
     print(f"matched by {found.by}:")
     for path in files:
         own = [(name, weight) for name, weight in found.weights.items() if weight.file == path]
         print(f"  {path.name}: {counted(len(own), 'tensor')}" + (
             f", {own[0][1].name} = {own[0][0]} to {own[-1][1].name} = {own[-1][0]}" if own else ""))
+    weights = {name: weight.tensor for name, weight in found.weights.items()}
+    if found.absent:
+        seed = job.config.training.seed
+        weights |= _initial_weights(job.model, found.absent, seed)
+        print(f"in no file, so they begin as under seed {seed}: {', '.join(found.absent)}")
+    _make(out, job, job.config.resolved_yaml(), "stages' files", job.model, weights)
 
 
-def _initial(model: Model, names: Sequence[str], seed: int) -> dict[str, Tensor]:
+def _initial_weights(model: Model, names: Sequence[str], seed: int) -> dict[str, Tensor]:
     """Return the weights that a run with that seed begins with."""
     found: dict[str, Tensor] = {}
     for number, layer in enumerate(model.layers):
@@ -195,11 +173,11 @@ def _initial(model: Model, names: Sequence[str], seed: int) -> dict[str, Tensor]
     return found
 
 
-def _about(job: Job | None, config: str, origin: str) -> CheckpointInfo:
-    return CheckpointInfo(step=0, samples=0, seed=0 if job is None else job.config.training.seed, config=config,
-                 arrangement={"imported": True, "from": origin})
-
-
-def _say(out: Path, made: Manifest, model: Model) -> None:
-    numbers = sum(stored.bytes for stored in made.tensors.values())
-    print(f"{out}: {counted_in(len(made.tensors), 'tensor')} of {counted(len(model), 'layer')}, {size_text(numbers)}")
+def _make(out: Path, job: Job | None, config: str, origin: str, model: Model, weights: Mapping[str, Tensor],
+          model_config: Path | None = None) -> None:
+    """Make the checkpoint, and print what is in it."""
+    info = CheckpointInfo(step=0, samples=0, seed=0 if job is None else job.config.training.seed, config=config,
+                          arrangement={"imported": True, "from": origin})
+    made = make_checkpoint(out, info, model, weights, model_config)
+    size = sum(stored.bytes for stored in made.tensors.values())
+    print(f"{out}: {counted_in(len(made.tensors), 'tensor')} of {counted(len(model), 'layer')}, {size_text(size)}")

@@ -1,51 +1,54 @@
-"""Run ``vpipe launch --print``: print what ``vpipe train`` would start on which host, as commands to copy."""
+"""Run ``vpipe launch --print`` and ``vpipe slurm``: write the commands, or the batch script, that start a run."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
 from vpipe.config.config import load_config
 from vpipe.config.machines import host_of
 from vpipe.distributed.network import free_port
+from vpipe.errors import RunError, UserError
 from vpipe.launch.checks import hosts_of, ranks_of
 from vpipe.launch.rank_env import HostRanks, ranks_here
+from vpipe.launch.slurm import Nodes, ranks_per_node, slurm_script
 from vpipe.launch.ssh import ssh_command
 
 FOLDER = "$FOLDER"
 
 
 def run_launch(options: argparse.Namespace) -> None:
-    """Print the commands; opens no data and starts nothing."""
+    """Print the commands that ``vpipe train`` runs on each host; opens no data and starts nothing."""
     config = load_config(options.config, options.settings, options.scheduler)
     hosts = hosts_of(config)
     here = ranks_here(config, hosts, ranks_of(config), free_port(config.parallel.master_port))
-    print(f"# {_named(here)} here" + (f", on {here.host}" if here.host else "") + "; a new folder of this run, with "
-          "its config")
+    print(f"# {_rank_numbers(here)} here" + (f", on {here.host}" if here.host else "") + "; a new folder of this run, "
+          "with its config")
     print(f"# {config.parallel.devices}")
     print(f"FOLDER={shlex.quote(os.path.abspath(config.log_directory))}/$(date +%Y-%m-%d_%H-%M-%S)")
     print('mkdir -p "$FOLDER"')
     print(f"cat > \"{FOLDER}/config.yaml\" <<'END'\n{config.resolved_yaml().rstrip()}\nEND")
     print("\n".join(_commands(here)))
-    for login in [] if hosts is None else hosts.others:
-        assert hosts is not None
+    if hosts is None:
+        return
+    for login in hosts.others:
         there = replace(here, devices=hosts.on(login), host=host_of(login), interface=config.parallel.interface,
                         python=config.launch.python or here.python)
-        print(f"\n# {_named(there)} on {there.host}, by the launcher that this starts there, which is told the config")
+        print(f"\n# {_rank_numbers(there)} on {there.host}, by the agent that this starts there and sends the config")
         print(shlex.join(ssh_command(login, config.launch)))
-        print("# and which runs there"
-              + ("" if there.interface else ", with GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME naming the interface "
-                 f"that leads to {there.address}"))
+        print("# which runs there" + ("" if there.interface else ", with GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
+                                      f"naming the interface that leads to {there.address}"))
         print("FOLDER=$(mktemp -d)  # with the same config.yaml")
         print("\n".join(_commands(there)))
 
 
-def _named(ranks: HostRanks) -> str:
-    numbers = list(ranks.devices)
-    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+def _rank_numbers(ranks: HostRanks) -> str:
+    return f"rank{'s' * (len(ranks.devices) > 1)} {', '.join(map(str, ranks.devices))}"
 
 
 def _commands(ranks: HostRanks) -> Iterator[str]:
@@ -55,3 +58,47 @@ def _commands(ranks: HostRanks) -> Iterator[str]:
         words = [f'"{FOLDER}"' if word == FOLDER else shlex.quote(word) for word in ranks.command(FOLDER)]
         yield " ".join([*variables, *words, "&"])
     yield "wait"
+
+
+def run_slurm(options: argparse.Namespace) -> None:
+    """Print the batch script, write it to a file, or submit it. Opens no data: they may be readable on nodes only."""
+    config = load_config(options.config, options.settings, options.scheduler)
+    per_node = ranks_per_node(ranks_of(config), options.nodes, options.ranks_per_node)
+    parallel, devices = config.parallel, [f"The {config.parallel.devices}."]
+    if parallel.device is None and not parallel.asks_for_gpus:
+        devices.append("SLURM is asked for no GPUs; with parallel.device: cuda it is, for one per rank.")
+    nodes = Nodes(options.nodes, per_node, config.training.threads, parallel.asks_for_gpus, devices,
+                  options.partition, options.time, config.machines is not None, options.restarts)
+    overrides = [word for setting in options.settings for word in ("--set", setting)]
+    if options.scheduler is not None:
+        overrides += ["--scheduler", options.scheduler]
+    chosen = [word for option in ("nodes", "ranks_per_node", "partition", "time", "restarts")
+              if (value := getattr(options, option)) is not None
+              for word in (f"--{option.replace('_', '-')}", str(value))]
+    path = str(options.config)
+    restarts = [] if options.restarts is None else ["--restarts", str(options.restarts)]
+    script = slurm_script(options.config.stem, ["vpipe", "train", path, *restarts, *overrides], nodes,
+                          ["vpipe", "slurm", path, *chosen, *overrides])
+    if options.output is not None:
+        try:
+            options.output.write_text(script)
+        except OSError as error:
+            raise UserError(f"cannot write '{options.output}': {error.strerror}", hint="name a file in a folder that "
+                            "exists and can be written as -o") from None
+    if options.submit:
+        print(f"submitted job {_submit(script)}: squeue shows it")
+    elif options.output is None:
+        sys.stdout.write(script)
+
+
+def _submit(script: str) -> str:
+    """Hand a script to sbatch; returns the number of the job."""
+    try:
+        done = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise UserError("there is no sbatch on PATH", hint="submit on a machine of the cluster, often called the login "
+                        "node; without --submit the script is written only") from None
+    if done.returncode:
+        raise RunError(f"sbatch did not take the job: {' '.join(done.stderr.split())}",
+                       hint="sinfo shows the partitions with their nodes and time limits")
+    return done.stdout.strip().partition(";")[0]

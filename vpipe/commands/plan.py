@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vpipe.config.config import Config, load_config
 from vpipe.config.parallel import AUTO
@@ -22,35 +21,37 @@ from vpipe.plan.recompute import recomputed_layers
 from vpipe.plan.solver import Alternative, Request, Solution, solve, without_recompute
 from vpipe.schedules.prepare import is_file
 from vpipe.schedules.registry import DEFAULT_ASYNCHRONOUS, DEFAULT_SCHEDULE, planned_schedules
+from vpipe.train.csv_rows import check_output
 from vpipe.units import parse_size, size_text
 from vpipe.visualize.explain_plan import PlanExplanation
 from vpipe.visualize.plan_tables import peak_bytes, predicted
+from vpipe.visualize.table import PIPE_COLUMNS, terminal_columns
 
-PIPE_COLUMNS = 200
-"""Width of what goes to a file or a pipe."""
+if TYPE_CHECKING:
+    from vpipe.train.job import Job
 
 PLANNED = frozenset({"training.num_microbatches"} | {f"parallel.{key}" for key in (
     "partition", "recompute", "schedule", "update_every", "stage_to_rank_map", "model_parallel_size",
     "data_parallel_size", "chunks", "memory", "plan")})
-"""Keys that a plan says, or that only planning reads: a command that runs the plan leaves them out."""
+"""Keys that a plan sets, or that only planning reads. The command that runs the plan leaves them out."""
 
-MANY = 300
+SLOW_SEARCH = 300
 """Layers times ranks from which on the search takes seconds."""
 
 
 def run_plan(options: argparse.Namespace) -> None:
-    """Measure what is not measured yet, search, explain, and write the plan.
-
-    Raises:
-        UserError: nothing fits the memory, or an option is wrong.
-    """
+    """Measure what is not measured yet, search, explain, and write the plan."""
     memory_bytes = None if options.memory is None else parse_size(options.memory, "--memory")
-    _check(options.ranks, options.output)
+    check_alone("vpipe plan", os.environ)
+    if options.ranks is not None and options.ranks < 1:
+        raise UserError(f"--ranks is {options.ranks}", hint="plan for 1 rank or more")
+    if options.output is not None:
+        check_output(options.output)
     config = load_config(options.config, options.settings, options.scheduler)
     own_ranks = ranks_of(config)
     ranks = own_ranks if options.ranks is None else options.ranks
 
-    # torch is slow to import: only when the config is worth it.
+    # torch is slow to import: not before the config is checked
     from vpipe.commands.profile import profiles_of
     from vpipe.train.job import Job
 
@@ -63,26 +64,15 @@ def run_plan(options: argparse.Namespace) -> None:
     profiles = profiles_of(job, [config.dataset.batch_size // count for count in microbatch_choices(job.config)])
     by_count = {config.dataset.batch_size // size: profile for size, profile in profiles.items()}
     limit_bytes, limit_from = limit_of(memory_bytes, config, next(iter(by_count.values())))
-    own = own_choice(job.config, job.partition, job.placement, by_count, limit_bytes) if ranks == own_ranks else None
+    own = _own_choice(job, by_count, limit_bytes) if ranks == own_ranks else None
     known = (own.plan,) if own is not None and own.plan is not None and options.solver == "exact" else ()
-    request = Request(by_count, ranks, limit_bytes,
-                      planned_schedules(flush=not job.config.parallel.asynchronous),
+    request = Request(by_count, ranks, limit_bytes, planned_schedules(flush=not job.config.parallel.asynchronous),
                       updates_every(job.config, by_count), known=known, solver=options.solver)
-    if len(job.model) * ranks >= MANY:
+    if len(job.model) * ranks >= SLOW_SEARCH:
         print(f"searching: {len(job.model)} layers on {ranks} ranks", file=sys.stderr, flush=True)
     solution = solve(request)
-    print(explained(solution, request, limit_from, own).text(shutil.get_terminal_size((PIPE_COLUMNS, 24)).columns))
-    _keep(solution.plan, options)
-
-
-def _check(ranks: int | None, output: Path | None) -> None:
-    """Check what can be checked before anything is measured."""
-    check_alone("vpipe plan", os.environ)
-    if ranks is not None and ranks < 1:
-        raise UserError(f"--ranks is {ranks}", hint="plan for 1 rank or more")
-    if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
-        raise UserError(f"cannot write '{output}': it is {'a folder' if output.is_dir() else 'in no folder'}",
-                        hint="name a file in a folder that exists as -o")
+    print(_explanation(solution, request, limit_from, own).text(terminal_columns(PIPE_COLUMNS)))
+    _save(solution.plan, options)
 
 
 def with_ranks(config: Config, ranks: int) -> Config:
@@ -123,15 +113,14 @@ def limit_of(memory_bytes: int | None, config: Config, profile: Profile) -> tupl
         "its device" if profile.cores is None else "its part of the host's memory")
 
 
-def own_choice(config: Config, partition: tuple[int, ...], placement: tuple[tuple[int, ...], ...],
-               profiles: Mapping[int, Profile], limit_bytes: int | None) -> Alternative | None:
+def _own_choice(job: Job, profiles: Mapping[int, Profile], limit_bytes: int | None) -> Alternative | None:
     """Return the config's own plan, where it leaves nothing open."""
-    parallel, name = config.parallel, "the config's own"
+    parallel, name = job.config.parallel, "the config's own"
     if parallel.to_plan or is_file(parallel.schedule) or isinstance(parallel.recompute, str):
         return None
-    layers = tuple(tuple(sorted(own)) for own in recomputed_layers(parallel.recompute, partition))
-    count = config.training.num_microbatches
-    plan = Plan(partition, stage_to_rank_map=placement, schedule=parallel.schedule, recompute_layers=layers,
+    layers = tuple(tuple(sorted(own)) for own in recomputed_layers(parallel.recompute, job.partition))
+    count = job.config.training.num_microbatches
+    plan = Plan(job.partition, stage_to_rank_map=job.placement, schedule=parallel.schedule, recompute_layers=layers,
                 microbatches=count, update_every=parallel.update_every)
     plan = replace(plan, predictions=predict(profiles[count], plan).prediction)
     peak, seconds = peak_bytes(plan), predicted(plan).seconds_per_sample
@@ -141,22 +130,20 @@ def own_choice(config: Config, partition: tuple[int, ...], placement: tuple[tupl
     return Alternative(name, plan, seconds, True)
 
 
-def explained(solution: Solution, request: Request, limit_from: str, own: Alternative | None) -> PlanExplanation:
-    """Return a solution with the facts that explain it."""
+def _explanation(solution: Solution, request: Request, limit_from: str, own: Alternative | None) -> PlanExplanation:
     kind = "exact for this schedule, m and replicas" if solution.exact else (
         "the VPipe paper's" if request.solver == "vpipe" else "not exact")
-    said = (f"{kind}; {counted(solution.considered, 'choice')} of schedule, microbatches and replicas in "
-            f"{solution.seconds:.1f} s")
+    solver = (f"{kind}; {counted(solution.considered, 'choice')} of schedule, microbatches and replicas in "
+              f"{solution.seconds:.1f} s" + (f" ({solution.note})" if solution.note else ""))
     count = solution.plan.microbatches
     assert count is not None, "a solver chooses it"
-    return PlanExplanation(solution.plan, request.profiles[count], request.memory_bytes, limit_from,
-                     said + (f" ({solution.note})" if solution.note else ""),
-                     [*([own] if own is not None else []), *solution.alternatives],
-                     without_recompute(request, solution))
+    return PlanExplanation(solution.plan, request.profiles[count], request.memory_bytes, limit_from, solver,
+                           [*([own] if own is not None else []), *solution.alternatives],
+                           without_recompute(request, solution))
 
 
-def _keep(plan: Plan, options: argparse.Namespace) -> None:
-    """Write the plan, and print how it is run."""
+def _save(plan: Plan, options: argparse.Namespace) -> None:
+    """Write the plan, and print the command that runs it."""
     output = options.output
     words = ["vpipe", "train", str(options.config)]
     words += [word for setting in options.settings if setting.partition("=")[0].strip() not in PLANNED

@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from vpipe.launch.checks import check_alone, check_gpus, hosts_of
 from vpipe.launch.rank_env import ranks_here
 from vpipe.plan.activation_memory import ActivationMemory
 from vpipe.plan.profile import LinkProfile, Profile, Seconds
+from vpipe.train.csv_rows import check_output
 from vpipe.train.run_folder import CONFIG
 from vpipe.units import size_text
 from vpipe.visualize.table import table
@@ -28,8 +30,8 @@ if TYPE_CHECKING:
     from vpipe.train.job import Job
 
 MOST_RANKS, PER_CORE = 16, 4
-"""More ranks than this many, and than so many for each core, are not started on a processor to be measured: torch takes
-200 MB in each, and they would mostly wait for each other."""
+"""The most ranks, in all and per core, that are started to be measured on CPUs: torch takes 200 MB in each, and they
+would mostly wait for each other."""
 
 NOISY = 0.1
 """A spread above this is marked."""
@@ -39,13 +41,9 @@ _COLUMNS = (("forward", "forward"), ("backward", "backward"), ("input half", "in
 
 
 def run_profile(options: argparse.Namespace) -> None:
-    """Measure, or read an earlier profile from the cache, and print it.
-
-    Raises:
-        VpipeError: the config is at fault, or a rank failed.
-    """
+    """Measure, or read an earlier profile from the cache, and print it."""
     if options.output is not None:
-        check_can_be_written(options.output)
+        check_output(options.output)
     config = load_config(options.config, options.settings, options.scheduler)
     free_port(config.parallel.master_port)
     # torch is slow to import: only when the config is worth it.
@@ -62,27 +60,6 @@ def run_profile(options: argparse.Namespace) -> None:
     if options.output is not None:
         profile.save(options.output)
         print(f"written to {options.output}")
-
-
-def check_can_be_written(path: Path) -> None:
-    """Refuse a path where no file can be written, before anything is measured.
-
-    Raises:
-        UserError: it cannot.
-    """
-    folder, why = path.absolute().parent, None
-    if path.is_dir():
-        why = "it is a folder"
-    elif not folder.is_dir():
-        why = "it is in no folder"
-    else:
-        try:
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            why = f"{folder}: {error.strerror}"
-    if why is not None:
-        raise UserError(f"cannot write '{path}': {why}",
-                        hint="name a file in a folder that exists, and can be written, as -o")
 
 
 def profiles_of(job: Job, sizes: Sequence[int], *, again: bool = False) -> dict[int, Profile]:
@@ -108,35 +85,41 @@ def profiles_of(job: Job, sizes: Sequence[int], *, again: bool = False) -> dict[
     found: dict[int, Profile] = {}
     if on_processors(config) and not again:  # of a GPU only its ranks know the name
         for size, identity in zip(sizes, identities_of(job, sizes, ranks), strict=True):
-            profile = cached(identity, config.dataset.cache_directory)
-            if profile is not None:
+            if (profile := cached(identity, config.dataset.cache_directory)) is not None:
                 found[size] = profile
     missing = [size for size in sizes if size not in found]
     if not missing:
         return found
     cores = os.cpu_count() or 1
-    if on_processors(config) and ranks > max(MOST_RANKS, PER_CORE * cores):
+    if on_processors(config) and ranks > (most := max(MOST_RANKS, PER_CORE * cores)):
         raise UserError(f"{ranks} ranks would be started to be measured, on {counted(cores, 'core')}",
-                        hint=f"measure {max(MOST_RANKS, PER_CORE * cores)} ranks at most, or on a larger host")
+                        hint=f"measure {most} ranks at most, or on a larger host")
     check_gpus(config, range(ranks) if hosts is None else hosts.on(None).values())
     print(f"measuring {config.model.name} on {counted(ranks, 'rank')}, microbatches of "
           f"{', '.join(map(str, missing))} samples", file=sys.stderr, flush=True)
     here = replace(ranks_here(config, hosts, ranks, free_port(config.parallel.master_port)),
                    task=("profile", *map(str, missing), *(["again"] if again else [])))
-    folder = Path(tempfile.mkdtemp(prefix="vpipe-profile-"))
-    (folder / CONFIG).write_text(config.resolved_yaml())
-    failed = False
-    try:
-        local.run_ranks(here, folder, job.describe)
-        found |= {size: Profile.load(folder / file_of(size)) for size in missing}
-    except VpipeError:
-        failed = True
-        print(f"logs of the ranks: {folder}", file=sys.stderr, flush=True)
-        raise
-    finally:
-        if not failed:
-            shutil.rmtree(folder, ignore_errors=True)
-    return found
+    with folder_unless_failed("vpipe-profile-") as folder:
+        (folder / CONFIG).write_text(config.resolved_yaml())
+        try:
+            local.run_ranks(here, folder, job.describe)
+        except VpipeError:
+            print(f"logs of the ranks: {folder}", file=sys.stderr, flush=True)
+            raise
+        return found | {size: Profile.load(folder / file_of(size)) for size in missing}
+
+
+@contextmanager
+def folder_unless_failed(prefix: str) -> Iterator[Path]:
+    """Yield a temporary folder, which stays if ranks fail: their logs are in it."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    with ExitStack() as cleanup:
+        cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
+        try:
+            yield folder
+        except VpipeError:
+            cleanup.pop_all()
+            raise
 
 
 def described(profile: Profile) -> str:
@@ -148,10 +131,10 @@ def described(profile: Profile) -> str:
     rows = []
     for first, numbers in kinds.items():
         layer = profile.layers[first]
-        rows.append([layer.name + (f" x {len(numbers)}" if len(numbers) > 1 else ""),
+        rows.append([layer.name + f" x {len(numbers)}" * (len(numbers) > 1),
                      *(_time(getattr(layer, figure)) for _, figure in _COLUMNS),
-                     size_text(held.kept_bytes(range(first, first + 1))), size_text(layer.parameter_bytes),
-                     size_text(layer.optimizer_bytes)])
+                     *map(size_text, (held.kept_bytes(range(first, first + 1)), layer.parameter_bytes,
+                                      layer.optimizer_bytes))])
     head = ["layer", *(title for title, _ in _COLUMNS), "kept", "weights", "optimizer"]
     noisy = max(getattr(layer, figure).spread for layer in profile.layers for _, figure in _COLUMNS
                 if getattr(layer, figure).median > profile.dispatch_s)
@@ -163,7 +146,7 @@ def described(profile: Profile) -> str:
              "times of one microbatch in ms, ± half the distance of the quartiles; kept: for backward, by a stage of "
              "this layer alone"]
     if noisy > NOISY:
-        lines.append(f"* spreads above {NOISY:.0%}: the machine did something else as well; --again measures anew")
+        lines.append(f"* spreads above {NOISY:.0%}: the machine did something else as well; --again measures again")
     lines += [f"equal layers differ by {profile.checked:.1%} at most", *_links(profile), _device(profile)]
     return "\n".join(lines)
 

@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from contextlib import suppress
-from pathlib import Path
 
 from vpipe.checkpoint.integrity import check_intact
 from vpipe.config import config as configs
@@ -14,15 +13,15 @@ from vpipe.config.config import Config
 from vpipe.distributed.environment import RankEnvironment
 from vpipe.errors import UserError, VpipeError, counted
 from vpipe.launch.restart import Starter
+from vpipe.progress import byte_progress
 from vpipe.train.resume import ResumePoint, absolute_path, find_resume_point, resumed_config
 from vpipe.train.run_folder import unlock_runs
 
 
 def run_train(options: argparse.Namespace) -> None:
-    """Train as a config says, or go on with a run.
+    """Train as a config says, or resume a run.
 
-    Raises:
-        VpipeError: the config, a checkpoint, a host or the run is at fault.
+    A rank whose config is refused still joins the others, so that all of them end with the same error.
     """
     try:
         _train(options)
@@ -37,20 +36,21 @@ def _train(options: argparse.Namespace) -> None:
         start, config = _start_and_config(options)
     except VpipeError as error:
         config = error
+    address = () if isinstance(config, VpipeError) else (config.parallel.master_address, config.parallel.master_port)
     try:
-        member = _rank_environment(None if isinstance(config, VpipeError) else config)
+        rank = RankEnvironment.parse(os.environ, *address)
     except VpipeError as wrong:
         raise config if isinstance(config, VpipeError) else wrong from None
-    if not isinstance(config, VpipeError) and (member is None or member.rank == 0):
+    if not isinstance(config, VpipeError) and (rank is None or rank.rank == 0):
         _note_scheduler(options, config)
         try:
             _check_intact(start)
         except VpipeError as damaged:
             config = damaged
-    if member is not None:
+    if rank is not None:
         from vpipe.launch.rank_main import train_rank
 
-        train_rank(member, config, start, options.restarts)
+        train_rank(rank, config, start, options.restarts)
     elif isinstance(config, VpipeError):
         raise config
     else:
@@ -59,14 +59,8 @@ def _train(options: argparse.Namespace) -> None:
         run(config, start, options.restarts)
 
 
-def _rank_environment(config: Config | None) -> RankEnvironment | None:
-    if config is None:
-        return RankEnvironment.parse(os.environ)
-    return RankEnvironment.parse(os.environ, config.parallel.master_address, config.parallel.master_port)
-
-
 def _note_scheduler(options: argparse.Namespace, config: Config) -> None:
-    """Print a note where ``--scheduler`` brings a flush to a file without one: its batch may be one microbatch."""
+    """Print a note where ``--scheduler`` gives a flush to a file without one: its batch may be one microbatch."""
     if options.scheduler is None or options.config is None:
         return
     with suppress(UserError):  # in a file that is wrong without it
@@ -80,7 +74,7 @@ def _note_scheduler(options: argparse.Namespace, config: Config) -> None:
 
 
 def _start_and_config(options: argparse.Namespace) -> tuple[ResumePoint | None, Config]:
-    """Return the run or checkpoint to go on from, if any, and the config."""
+    """Return the run or checkpoint to resume, if any, and the config."""
     if options.restarts is not None and options.restarts < 0:
         raise UserError(f"--restarts is {options.restarts}", hint="give a whole number, 0 or more")
     if options.resume is None:
@@ -91,39 +85,31 @@ def _start_and_config(options: argparse.Namespace) -> tuple[ResumePoint | None, 
     try:
         start = find_resume_point(options.resume)
     except UserError:
-        started_again = _start_again(options.resume)
-        if started_again is None:
+        started_before = _run_of_same_starter(options)
+        if started_before is None:
             raise
-        start = started_again
+        start = started_before
     return start, resumed_config(start, options.config, options.settings, options.scheduler)
 
 
-def _start_again(path: Path) -> ResumePoint | None:
+def _run_of_same_starter(options: argparse.Namespace) -> ResumePoint | None:
     """Return the run of a checkpoint that it has removed since (``checkpoint.keep``), if one starter began both.
 
     A starter such as torchrun gives the same command with every attempt.
     """
-    path = absolute_path(path)
+    path = absolute_path(options.resume)
     if path.exists():
         return None
     with suppress(VpipeError):
-        start, member = find_resume_point(path.parent), RankEnvironment.parse(os.environ)
+        start, rank = find_resume_point(path.parent), RankEnvironment.parse(os.environ)
         starter = None if start.folder is None else Starter.read(start.folder)
-        if starter is not None and member is not None and member.agent in starter.agents:
+        if starter is not None and rank is not None and rank.agent in starter.agents:
             return start
     return None
 
 
 def _check_intact(start: ResumePoint | None) -> None:
-    """Refuse a damaged checkpoint before anything starts; every byte of it is read, which is shown if it takes long."""
-    if start is None or start.checkpoint is None:
-        return
-    from tqdm import tqdm
-
-    with tqdm(desc=f"checking {start.checkpoint.name}", unit="B", unit_scale=True, delay=2.0, leave=False,
-              disable=not sys.stderr.isatty()) as bar:
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        check_intact(start.checkpoint, show, manifest=start.manifest)
+    """Read every byte of a checkpoint, and refuse one that is damaged before anything starts."""
+    if start is not None and start.checkpoint is not None:
+        with byte_progress(f"checking {start.checkpoint.name}") as progress:
+            check_intact(start.checkpoint, progress, manifest=start.manifest)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
-import tempfile
 from pathlib import Path
 
 import torch
 
+from vpipe.commands.profile import folder_unless_failed
 from vpipe.config.config import load_config
 from vpipe.distributed.network import free_port
 from vpipe.errors import RunError, UserError
@@ -36,7 +35,7 @@ def run_verify(options: argparse.Namespace) -> None:
     """Run a few updates in one process and over gloo, and print every step beside the oracle's.
 
     Raises:
-        RunError: they differ by more than they may.
+        RunError: they differ by more than the bound.
     """
     check_alone("vpipe verify", os.environ)
     if not 1 <= options.steps <= MOST_STEPS:
@@ -57,16 +56,8 @@ def run_verify(options: argparse.Namespace) -> None:
     oracles = list(references(job, batches))
     _print_reference(oracles[0])
     wrong = _compared("in one process", run_in_process(job, batches), oracles, job)
-    folder = Path(tempfile.mkdtemp(prefix="vpipe-verify-"))
-    failed = False
-    try:
+    with folder_unless_failed("vpipe-verify-") as folder:
         wrong += _compared("over gloo", _over_gloo(job, batches, folder), oracles, job)
-    except RunError:
-        failed = True  # which names a log in the folder
-        raise
-    finally:
-        if not failed:
-            shutil.rmtree(folder, ignore_errors=True)
     if wrong:
         raise RunError("; ".join(wrong), hint="a layer that draws random numbers outside torch, changes a buffer that "
                        "it reads, or hands on memory that is not contiguous at a cut may differ from one device")

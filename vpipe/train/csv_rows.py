@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,14 +31,18 @@ def _flat(prefix: str, section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def check_output(path: Path) -> None:
-    """Refuse a path that cannot be written as a file, before any work is done.
-
-    Raises:
-        UserError: it is a folder, or its folder does not exist.
-    """
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UserError(f"cannot write '{path}': it is {'a folder' if path.is_dir() else 'in no folder'}",
-                        hint="name a file in a folder that exists as -o")
+    """Refuse a path that cannot be written as a file, before any work is done."""
+    folder, why = path.absolute().parent, None
+    if path.is_dir() or not folder.is_dir():
+        why = "it is a folder" if path.is_dir() else "it is in no folder"
+    else:
+        try:
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            why = f"{folder}: {error.strerror}"
+    if why is not None:
+        raise UserError(f"cannot write '{path}': {why}", hint="name a file in a folder that exists, and can be "
+                        "written, as -o")
 
 
 def csv_text(rows: Sequence[Row]) -> str:

@@ -3,53 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from vpipe.plan.plan import Plan, Prediction, StagePrediction
 from vpipe.plan.solver.request import Alternative
 from vpipe.plan.stage_costs import StageMemory, combined_memory
 from vpipe.units import size_text
-from vpipe.visualize.table import filled, listed, ms_text, table
+from vpipe.visualize.table import Column, columns, filled, listed, ms_text
 
 BAR = 20
 """Columns of a bar."""
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _KINDS = ("weights", "stashed", "gradients", "optimizer", "activations", "working")
-
-
-@dataclass(frozen=True)
-class Column:
-    """Cells under a head.
-
-    Attributes:
-        spare: whether it is left out where the table would be too wide.
-        left: whether it is aligned to the left.
-    """
-
-    head: str
-    cells: Sequence[str]
-    spare: bool = False
-    left: bool = False
-
-
-def columns(all_of_them: Sequence[Column], width: int) -> list[str]:
-    """Lay out a table no wider than ``width`` as long as there are spare columns to leave out, the last first."""
-    kept = list(all_of_them)
-    while True:
-        head, *rows = zip(*map(_aligned, kept), strict=True)
-        lines = table(head, rows)
-        spare = [number for number, column in enumerate(kept) if column.spare]
-        if not spare or max(map(len, lines)) <= width:
-            return lines
-        del kept[spare[-1]]
-
-
-def _aligned(column: Column) -> list[str]:
-    """Return head and cells, padded to one width in a column that is aligned to the left."""
-    cells = [column.head, *column.cells]
-    widest = max(map(len, cells))
-    return [cell.ljust(widest) for cell in cells] if column.left else cells
 
 
 def times_table(plan: Plan, width: int) -> list[str]:

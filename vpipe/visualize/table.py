@@ -7,6 +7,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 
 from vpipe.errors import counted
@@ -87,9 +88,13 @@ FILE_COLUMNS = 100
 """Width of tables where there is no terminal: in logs, pipes and files."""
 
 
-def terminal_columns() -> int:
-    """Return the width of the terminal, or of tables in a file."""
-    return shutil.get_terminal_size((FILE_COLUMNS, 24)).columns
+PIPE_COLUMNS = 200
+"""Width of what a command prints to a file or a pipe."""
+
+
+def terminal_columns(otherwise: int = FILE_COLUMNS) -> int:
+    """Return the width of the terminal; ``otherwise`` where there is none."""
+    return shutil.get_terminal_size((otherwise, 24)).columns
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
@@ -98,6 +103,40 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 0) -> 
     return ["  ".join(cell.ljust(width) if column < left else cell.rjust(width)
                       for column, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
             for row in (head, *rows)]
+
+
+@dataclass(frozen=True)
+class Column:
+    """Cells under a head.
+
+    Attributes:
+        spare: whether it is left out where the table would be too wide.
+        left: whether it is aligned to the left.
+    """
+
+    head: str
+    cells: Sequence[str]
+    spare: bool = False
+    left: bool = False
+
+
+def columns(all_of_them: Sequence[Column], width: int) -> list[str]:
+    """Lay out a table no wider than ``width`` as long as there are spare columns to leave out, the last first."""
+    kept = list(all_of_them)
+    while True:
+        head, *rows = zip(*map(_aligned, kept), strict=True)
+        lines = table(head, rows)
+        spare = [number for number, column in enumerate(kept) if column.spare]
+        if not spare or max(map(len, lines)) <= width:
+            return lines
+        del kept[spare[-1]]
+
+
+def _aligned(column: Column) -> list[str]:
+    """Return head and cells, padded to one width in a column that is aligned to the left."""
+    cells = [column.head, *column.cells]
+    widest = max(map(len, cells))
+    return [cell.ljust(widest) for cell in cells] if column.left else cells
 
 
 def fitted(head: Sequence[str], rows: Sequence[Sequence[str]], width: int, left: int = 0,
