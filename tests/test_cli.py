@@ -19,8 +19,8 @@ import torch
 from small_run import write_config
 
 from vpipe.cli import main
+from vpipe.data.bert_hdf5 import write_shard
 from vpipe.data.bert_samples import STORAGE
-from vpipe.data.bert_shards import write_shard
 from vpipe.data.synthetic import synthetic_bert
 from vpipe.schedules.build import build
 from vpipe.schedules.csv_format import write_csv

@@ -136,9 +136,9 @@ def test_the_files_that_the_map_names_exist() -> None:
 
 def test_imports_are_found_wherever_they_stand() -> None:
     source = "import torch.nn as nn\nfrom vpipe import Model\nif x:\n    from vpipe.errors import UserError\n" \
-             "def f():\n    from vpipe import schedules\n    import vpipe.data.local_corpus.prose"
+             "def f():\n    from vpipe import schedules\n    import vpipe.data.local_corpus"
     assert imported(source) == {"torch.nn", "vpipe.Model", "vpipe.errors.UserError", "vpipe.schedules",
-                                "vpipe.data.local_corpus.prose"}
+                                "vpipe.data.local_corpus"}
     assert rooms_imported(source) == {"__init__", "errors", "schedules", "data"}
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from vpipe.data.bert_text import BertTextSettings
+from vpipe.data.text import BertTextSettings
 
 torch.set_num_threads(1)
 

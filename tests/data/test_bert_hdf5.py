@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from vpipe.data.bert_hdf5 import BertHdf5, bert_hdf5
+from vpipe.data.bert_hdf5 import BertHdf5, bert_hdf5, write_shard
 from vpipe.data.bert_samples import SHAPES, STORAGE, shape_of
-from vpipe.data.bert_shards import write_shard
 from vpipe.data.dataset import Dataset, DatasetSettings, Split
 from vpipe.errors import UserError
 

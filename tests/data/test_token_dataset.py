@@ -13,14 +13,14 @@ from test_code_search_net import write
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from vpipe.data import code_search_net as data_set
-from vpipe.data import token_dataset as token_cache
+from vpipe.data import corpus as token_cache
 from vpipe.data.code_search_net import code_search_net
-from vpipe.data.corpus import Corpus, Document
+from vpipe.data.corpus import Corpus, Document, prepare_tokens
 from vpipe.data.dataset import Dataset, DatasetSettings, Split, Tokenized
-from vpipe.data.local_corpus.functions import machine_functions
+from vpipe.data.epoch import TokenDataset, for_language_model, samples_in
+from vpipe.data.local_corpus import machine_functions
 from vpipe.data.synthetic import synthetic, synthetic_tokens
 from vpipe.data.text import text
-from vpipe.data.token_dataset import TokenDataset, for_language_model, prepare_tokens, samples_in
 from vpipe.data.tokenizers import save_tokenizer
 from vpipe.errors import UserError
 
@@ -52,7 +52,8 @@ def test_a_token_out_of_the_vocabulary_is_noticed_when_it_is_read(tmp_path: Path
     with pytest.raises(UserError) as caught:
         list(dataset.batches("train", 1, seed=0))
     assert str(caught.value) == ("error: the train split has the token 65535, but the vocabulary ends at 7: the "
-                                 f"prepared data is damaged ({tmp_path})\nhint: remove its folder, and it is made anew")
+                                 f"prepared data is damaged ({tmp_path})\nhint: remove its folder: the next run "
+                                 "prepares it again")
     assert len(list(dataset.batches("test", 1, seed=0))) == 2
 
 

@@ -13,7 +13,7 @@ from small_run import check_updates, losses, metrics, only_run, oracle, write_co
 
 from vpipe.cli import main
 from vpipe.config.config import load_config
-from vpipe.data.bert_shards import write_shard
+from vpipe.data.bert_hdf5 import write_shard
 from vpipe.data.synthetic import synthetic_bert
 from vpipe.train.job import Job
 

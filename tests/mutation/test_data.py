@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from limits import refusal
 
-from vpipe.data.bert_hdf5 import BertHdf5
+from vpipe.data.bert_hdf5 import BertHdf5, write_shard
 from vpipe.data.bert_samples import SHAPES, STORAGE, Samples, shape_of
-from vpipe.data.bert_shards import write_shard
-from vpipe.data.cache import NAME, _digest
+from vpipe.data.cache import MANIFEST, _digest
 from vpipe.data.dataset import DatasetSettings
 from vpipe.data.registry import dataset_named
 from vpipe.data.tokenizers import load_tokenizer
@@ -142,9 +141,9 @@ def test_prepared_data_whose_manifest_is_sealed_but_wrong(change: dict[str, Any]
 
     first = opened()
     [folder] = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
-    manifest = {**json.loads((folder / NAME).read_text()), **change}
+    manifest = {**json.loads((folder / MANIFEST).read_text()), **change}
     del manifest["sha256"]
-    (folder / NAME).write_text(json.dumps({**manifest, "sha256": _digest(manifest)}))
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "sha256": _digest(manifest)}))
     if what is None:
         assert opened() == first
     else:

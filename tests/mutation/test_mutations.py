@@ -26,9 +26,8 @@ from mutations import mutated, mutated_bytes
 from vpipe.checkpoint.manifest import MANIFEST, CheckpointInfo, Manifest, _checksum
 from vpipe.checkpoint.shards import load_tensors, write_shards
 from vpipe.config.config import load_config
-from vpipe.data.bert_hdf5 import BertHdf5
+from vpipe.data.bert_hdf5 import BertHdf5, write_shard
 from vpipe.data.bert_samples import SHAPES, STORAGE, shape_of
-from vpipe.data.bert_shards import write_shard
 from vpipe.data.code_search_net import jsonl_files, read_functions
 from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict

@@ -14,7 +14,7 @@ from bench import SOON_S, Bench, Outcome, alone, cell, check_resumed, whole
 from cells import Cell, Run
 
 from vpipe.checkpoint.manifest import MANIFEST
-from vpipe.data.bert_shards import write_shard
+from vpipe.data.bert_hdf5 import write_shard
 from vpipe.data.synthetic import synthetic_bert
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from vpipe.data.bert_shards import build_bert
-from vpipe.data.bert_text import BertTextSettings
+from vpipe.data.text import BertTextSettings, build_bert
 from vpipe.errors import UserError
 
 

@@ -1,24 +1,25 @@
-"""The data set ``bert_hdf5``: a folder of HDF5 shards in NVIDIA's format.
+"""The data set ``bert_hdf5``: a folder of HDF5 shards in NVIDIA's format; their reading, checks and writing.
 
-Files with ``training`` in their name are the train split, files with ``test`` the test split. Without test files the
-last 5 % of the rows of the last training shard (by name; at least one row) are held out instead. A shard is read
-whole, needed fields only, and shuffled in memory: reading single rows is over a hundred times slower.
+A shard is a file with the six fields of :data:`~vpipe.data.bert_samples.SHAPES` as arrays of N rows. Files with
+``training`` in their name are the train split, files with ``test`` the test split. Without test files the last 5 % of
+the rows of the last training shard (by name; at least one row) are held out instead. A shard is read whole, needed
+fields only, and shuffled in memory: reading single rows is over a hundred times slower.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vpipe.data.bert_samples import Samples, bert_fields
-from vpipe.data.bert_shards import SUFFIXES, Shard, largest_id, open_shard, wrong_value
-from vpipe.data.cache import NAME as MANIFEST
-from vpipe.data.cache import read_manifest
+from vpipe.data.bert_samples import SHAPES, STORAGE, Samples, bert_fields
+from vpipe.data.cache import MANIFEST, read_manifest
 from vpipe.data.dataset import DatasetSettings, Field, Split
 from vpipe.data.epoch import check_batch_size, check_split, needed_fields, seeded_generator, tensors
 from vpipe.data.registry import register_dataset
@@ -28,10 +29,149 @@ from vpipe.files import count_of, read_bounded
 from vpipe.progress import progress
 
 if TYPE_CHECKING:
+    import h5py
     from torch import Tensor
 
+SUFFIXES = (".hdf5", ".h5")
+_SMALL_BYTES, _MOST_PACKED = 64 << 20, 100  # a shard is read whole: compressed 10 times is usual, 1000 times is a bomb
+_AXES = {"N": "rows", "S": "tokens per row", "P": "predictions per row"}
 _MOST_WORDS_BYTES = 64 << 20
 _HELD_OUT = 20  # one row in so many of the last shard, when there are no test files
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rows ``start`` to ``stop`` of a file whose samples have S = ``sequence_length`` and P = ``max_predictions``."""
+
+    path: Path
+    start: int
+    stop: int
+    sequence_length: int
+    max_predictions: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def read(self, fields: Collection[str]) -> Samples:
+        """Read all rows of those fields: ``[len(shard), *shape]`` each. Raises :class:`UserError` if it cannot."""
+        with _opened(self.path) as file:
+            read = {name: np.asarray(file[name][self.start:self.stop]) for name in fields}
+        return {name: array.astype(array.dtype.newbyteorder("="), copy=False) for name, array in read.items()}
+
+
+def open_shard(path: Path) -> Shard:
+    """Return a shard with all rows of its file, after checking the header: keys, shapes and types.
+
+    Raises :class:`UserError` when the file is no HDF5 or truncated, a key is missing, or sizes disagree.
+    """
+    with _opened(path) as file:
+        missing = [name for name in SHAPES if name not in file]
+        if missing:
+            raise UserError(f"the shard {path.name} has no key '{missing[0]}'; its keys are: "
+                            f"{', '.join(sorted(map(str, file))) or 'none'}",
+                            hint=f"BERT shards have {', '.join(SHAPES)}", where=str(path))
+        for name in SHAPES:
+            _check_dataset(file, name, path)
+        shapes: dict[str, tuple[int, ...]] = {name: file[name].shape for name in SHAPES}
+        types = {name: file[name].dtype for name in SHAPES}
+        # Also of a chunk, which may be larger than what is used of it.
+        sizes_bytes = [max(prod(file[name].shape), prod(file[name].chunks or ())) * types[name].itemsize
+                       for name in SHAPES]
+    most = max(_SMALL_BYTES, _MOST_PACKED * path.stat().st_size)
+    if sum(sizes_bytes) > most:
+        raise UserError(f"the shard {path.name} has {path.stat().st_size:,} bytes, but says that it holds "
+                        f"{sum(sizes_bytes):,}, more than {most:,}", hint="copy or build it again", where=str(path))
+    sizes: dict[str, tuple[int, str]] = {}  # of N, S, P: the number, and the first key that has it
+    for name, axes in SHAPES.items():
+        if len(shapes[name]) != 1 + len(axes):
+            raise UserError(f"'{name}' in the shard {path.name} has {len(shapes[name])} dimensions instead of "
+                            f"{1 + len(axes)}", hint=f"its shape is {list(shapes[name])}, not {_text(axes)}",
+                            where=str(path))
+        if types[name].kind not in "iub":
+            raise UserError(f"'{name}' in the shard {path.name} holds {types[name]}, not integers",
+                            hint="token ids, positions, masks and labels are integers", where=str(path))
+        for axis, size in zip(("N", *axes), shapes[name], strict=True):
+            expected, first = sizes.setdefault(axis, (size, name))
+            if size != expected:
+                raise UserError(f"'{name}' in the shard {path.name} has {size} {_AXES[axis]}, but '{first}' has "
+                                f"{expected}", hint=f"the shapes must be {_text(SHAPES[first])} and {_text(axes)} "
+                                f"with the same {axis}", where=str(path))
+    return Shard(path, 0, sizes["N"][0], sizes["S"][0], sizes["P"][0])
+
+
+def _check_dataset(file: h5py.File, name: str, path: Path) -> None:
+    """Refuse a key that is no array in the file itself."""
+    import h5py
+
+    found = file[name]
+    what = None
+    if not isinstance(found, h5py.Dataset) or found.shape is None:
+        what = "is no array"
+    elif isinstance(file.get(name, getlink=True), h5py.ExternalLink) or found.external or found.is_virtual:
+        what = "leads to another file"
+    if what:
+        raise UserError(f"'{name}' in the shard {path.name} {what}", where=str(path),
+                        hint="a shard holds its six arrays itself: build it again")
+
+
+def _text(axes: tuple[str, ...]) -> str:
+    return f"[{', '.join(('N', *axes))}]"
+
+
+def write_shard(path: Path, samples: Samples) -> None:
+    """Write a file of the six fields, uncompressed (a compressed shard takes six times as long to read)."""
+    import h5py
+
+    with h5py.File(path, "w") as file:
+        for name, dtype in STORAGE.items():
+            file.create_dataset(name, data=samples[name], dtype=dtype)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[h5py.File]:
+    """Open an HDF5 file for reading and close it again; a file that the library cannot read is a UserError."""
+    import h5py
+
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path.name} is no file", where=str(path),
+                        hint="a shard is an HDF5 file: remove or rename this")
+    try:
+        with h5py.File(path, "r") as file:
+            yield file
+    except (OSError, KeyError, RuntimeError) as error:  # the library raises each of them for damaged files
+        size = f"{path.stat().st_size} bytes" if path.exists() else "missing"
+        raise UserError(f"the shard {path.name} ({size}) is not an HDF5 file or is truncated: {error}",
+                        hint="copy or build it again", where=str(path)) from error
+
+
+def wrong_value(samples: Samples, vocab_size: int, sequence_length: int) -> str | None:
+    """Return the first mistake in the values of a shard, or None: every field has a range."""
+    for name, array in samples.items():
+        least, largest = (int(array.min()), int(array.max())) if array.size else (0, 0)
+        ids, positions = name in ("input_ids", "masked_lm_ids"), name == "masked_lm_positions"
+        if least >= 0 and largest < (vocab_size if ids else sequence_length if positions else 2):
+            continue
+        wrong = least if least < 0 else largest
+        if ids:
+            return f"the token id {wrong}, but vocab_size is {vocab_size}"
+        return f"the masked position {wrong} in a row of {sequence_length} tokens" if positions else \
+            f"{wrong} in '{name}', which is 0 or 1"
+    return None
+
+
+def largest_id(samples: Samples) -> int:
+    """Return the largest token id among the fields that hold token ids; -1 without such a field."""
+    ids = [samples[name] for name in ("input_ids", "masked_lm_ids") if name in samples]
+    return max((int(array.max()) for array in ids if array.size), default=-1)
+
+
+def write_shards(folder: Path, name: str, samples: Samples, samples_per_shard: int) -> list[Path]:
+    """Write arrays ``[N, *shape]`` as ``<name>_00000.hdf5``, ...; return the paths."""
+    starts = range(0, len(samples["input_ids"]), samples_per_shard)
+    paths = [folder / f"{name}_{number:05d}.hdf5" for number in range(len(starts))]
+    for path, start in zip(paths, progress(starts, f"writing {name} shards", unit="shard"), strict=True):
+        write_shard(path, {field: array[start:start + samples_per_shard] for field, array in samples.items()})
+    return paths
 
 
 class BertHdf5:
@@ -116,9 +256,7 @@ class BertHdf5:
 
 
 def find_shards(folder: Path) -> tuple[list[Shard], list[Shard]]:
-    """Return train and test shards of a folder, by name, all checked. Raises :class:`UserError` that lists all
-    mistakes.
-    """
+    """Return the train and test shards of a folder, by name. Raises one :class:`UserError` with all mistakes."""
     if not folder.exists():
         raise UserError(f"the folder {folder} does not exist",
                         hint="name the folder of the HDF5 shards as dataset.path (data_dir in a flat file)")
@@ -172,12 +310,13 @@ def _first_rows(shards: Sequence[Shard], most: int) -> list[Shard]:
 
 
 def _vocab_size(folder: Path, shards: Sequence[Shard], wanted: int) -> int:
-    """Return the size that was asked for, if it is enough; for -1 that of a file beside the shards, or what the ids
-    need.
-    """
+    """Return the size that was asked for, if it is enough; for -1 that of a file beside the shards, or of the ids."""
     size, by = _vocab_size_beside(folder)
     if wanted == -1:
-        size, by = (size, by) if size else (_needed_vocab_size(shards), "the largest token id")
+        if not size:
+            largest = max(largest_id(shard.read(["input_ids", "masked_lm_ids"]))
+                          for shard in progress(shards, "looking for the largest token id", unit="shard"))
+            size, by = -(-(largest + 1) // 8) * 8, "the largest token id"
         if not 0 < size <= LARGEST_VOCAB_SIZE:
             raise UserError(f"{by} makes {size:,} tokens, more than {LARGEST_VOCAB_SIZE:,}", where=str(folder),
                             hint="the shards are damaged, or of another format: copy or build them again")
@@ -202,23 +341,13 @@ def _vocab_size_beside(folder: Path) -> tuple[int, str]:
     if (folder / "tokenizer.json").is_file():
         return int(load_wordpiece(folder / "tokenizer.json").get_vocab_size()), "tokenizer.json"
     if (folder / "vocab.txt").is_file():
-        return len(_words(folder / "vocab.txt")), "vocab.txt"
+        try:
+            words = read_bounded(folder / "vocab.txt", _MOST_WORDS_BYTES, "a vocabulary").decode("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"vocab.txt cannot be read: {error}", hint="it holds a word per line, in UTF-8",
+                            where=str(folder / "vocab.txt")) from None
+        return len(words.splitlines()), "vocab.txt"
     return 0, ""
-
-
-def _words(path: Path) -> list[str]:
-    try:
-        return read_bounded(path, _MOST_WORDS_BYTES, "a vocabulary").decode("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path.name} cannot be read: {error}", hint="it holds a word per line, in UTF-8",
-                        where=str(path)) from None
-
-
-def _needed_vocab_size(shards: Sequence[Shard]) -> int:
-    """Return the largest id in all shards + 1, rounded up to a multiple of 8."""
-    largest = max(largest_id(shard.read(["input_ids", "masked_lm_ids"]))
-                  for shard in progress(shards, "looking for the largest token id", unit="shard"))
-    return -(-(largest + 1) // 8) * 8
 
 
 @register_dataset("bert_hdf5")

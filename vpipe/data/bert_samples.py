@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vpipe.data.dataset import Field, Split
-from vpipe.data.epoch import ArrayDataset, seeded_generator
+from vpipe.data.epoch import Array, ArrayDataset, seeded_generator
 from vpipe.data.tokenizers import CLS, MASK, SEP, SPECIAL, token_id
 from vpipe.errors import UserError
 from vpipe.progress import progress
@@ -32,7 +32,7 @@ from vpipe.progress import progress
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-Samples = dict[str, NDArray[np.generic]]  # name -> [N, *shape]
+Samples = dict[str, Array]  # name -> [N, *shape]
 
 SHAPES: Mapping[str, tuple[str, ...]] = {
     "input_ids": ("S",),
@@ -245,7 +245,7 @@ class BertDataset(ArrayDataset):
     """
 
     def __init__(self, vocab_size: int, sequence_length: int, max_predictions: int, counts: Mapping[Split, int],
-                 load: Callable[[Split, str], NDArray[np.generic]], tokenizer_path: Path | None = None) -> None:
+                 load: Callable[[Split, str], Array], tokenizer_path: Path | None = None) -> None:
         super().__init__(vocab_size, sequence_length, partial(bert_fields, sequence_length, max_predictions), counts,
                          load, tokenizer_path)
         self.max_predictions = max_predictions

@@ -16,47 +16,42 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vpipe.data.tokenizers import LARGEST_VOCAB_SIZE
 from vpipe.errors import UserError
 from vpipe.files import count_of, parse_json, read_bounded, text_of
 
-NAME = "manifest.json"
+MANIFEST = "manifest.json"
 _MOST_BYTES = 16 << 20
 _SMALL_BYTES = 1 << 20  # files up to here are hashed whenever a folder is opened: a few milliseconds
 
 
 def write_manifest(folder: Path, **facts: Any) -> None:
-    """Write the manifest of a finished folder: ``facts``, this Python, size and SHA-256 of every file in it, and the
-    SHA-256 of all this.
-    """
+    """Write the manifest of a finished folder: ``facts``, the Python version, every file's size and SHA-256."""
     files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(folder.iterdir())}
     manifest = {**facts, "python": platform.python_version(), "files": files}
-    (folder / NAME).write_text(json.dumps({**manifest, "sha256": _digest(manifest)}, indent=2) + "\n")
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "sha256": _digest(manifest)}, indent=2) + "\n")
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Return the manifest of ``folder``, or None when there is none that can be read."""
     try:
-        manifest = parse_json(read_bounded(folder / NAME, _MOST_BYTES, "a manifest"))
+        manifest = parse_json(read_bounded(folder / MANIFEST, _MOST_BYTES, "a manifest"))
     except (OSError, ValueError):
         return None
     return manifest if isinstance(manifest, dict) and isinstance(manifest.get("files"), dict) else None
 
 
 def damage(folder: Path, manifest: dict[str, Any]) -> str | None:
-    """Return the first mismatch between a folder and its manifest, or None: every size and the content of small files
-    count.
-    """
+    """Return the first mismatch between a folder and its manifest, or None; of large files only the size counts."""
     if manifest.get("sha256") != _digest({key: value for key, value in manifest.items() if key != "sha256"}):
-        return f"{NAME} was changed, or is another version's (its SHA-256 differs)"
+        return f"{MANIFEST} was changed, or is another version's (its SHA-256 differs)"
     try:
         files = {name: (count_of(fact["bytes"]), text_of(fact["sha256"])) for name, fact in manifest["files"].items()}
     except (KeyError, TypeError, ValueError) as error:
-        return f"{NAME} does not say what its files are ({type(error).__name__}: {error})"
+        return f"{MANIFEST} does not say what its files are ({type(error).__name__}: {error})"
     for name, (size, digest) in files.items():
         path = folder / name
         if not path.is_file():
@@ -77,12 +72,15 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-@dataclass(frozen=True)
-class CachedFolder:
-    """A complete, checked folder of the cache, with the tokenizer that made what is in it."""
+class CachedFolder(NamedTuple):
+    """A complete, checked folder of the cache, with the tokenizer of the data in it."""
 
     folder: Path
     manifest: dict[str, Any]
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.folder / "tokenizer.json"
 
     @property
     def vocab_size(self) -> int:
@@ -103,30 +101,33 @@ class CachedFolder:
 
     def damaged(self, why: str) -> UserError:
         """Return the error of a folder that was changed after it was prepared."""
-        return UserError(f"the prepared data is damaged: {why}", hint="remove its folder, and it is made anew",
-                         where=str(self.folder))
-
-    @property
-    def tokenizer_path(self) -> Path:
-        return self.folder / "tokenizer.json"
+        return UserError(f"the prepared data is damaged: {why}", where=str(self.folder),
+                         hint="remove its folder: the next run prepares it again")
 
 
 def cached_folder(kind: str, facts: Mapping[str, Any], build: Callable[[Path], Mapping[str, Any]],
-             cache_directory: Path | None) -> CachedFolder:
+                  cache_directory: Path | None) -> CachedFolder:
     """Return the folder of ``kind`` for these ``facts``, found in the cache or built now.
 
-    Any number of processes may ask at once: one builds, the others wait. A folder that does not match its manifest
+    Any number of processes may call it at once: one builds, the others wait. A folder that does not match its manifest
     is built again, and a line on stderr says so.
 
     Args:
+        facts: all that decides the content. A launcher has a ``vocab_size`` of -1 in it and its ranks the resulting
+            number: they get the folder that was prepared for -1 if its manifest has that number, since a tokenizer that
+            stops there, or is given, is the same one.
         build: writes the files into an empty folder, and returns further entries of the manifest.
         cache_directory: None = ``.cache/vpipe`` in the user's home.
 
     Raises:
         UserError: the cache directory cannot be written; and what ``build`` raises.
     """
-    folder = _place(kind, facts, cache_directory)
-    directory = folder.parent
+    directory = Path.home() / ".cache" / "vpipe" if cache_directory is None else cache_directory
+    if facts.get("vocab_size", -1) != -1:
+        found, _ = _open(directory / _name(kind, {**facts, "vocab_size": -1}))
+        if found is not None and found.manifest["vocab_size"] == facts["vocab_size"]:
+            return found
+    folder = directory / _name(kind, facts)
     found, _ = _open(folder)
     if found is not None:
         return found
@@ -144,20 +145,6 @@ def cached_folder(kind: str, facts: Mapping[str, Any], build: Callable[[Path], M
         raise UserError(f"preparing data in {directory} failed: {error}",
                         hint="mend that, or name a folder that can be written as dataset.cache_directory") from error
     return found
-
-
-def cached_folder_for_vocabulary(kind: str, facts: Mapping[str, Any], build: Callable[[Path], Mapping[str, Any]],
-                            cache_directory: Path | None) -> CachedFolder:
-    """Return a folder as :func:`cached_folder` does, for facts with a ``vocab_size``, which the manifest has as well.
-
-    A launcher asks with -1 and its ranks with the resulting number. They get the folder that was prepared for -1, since
-    a tokenizer that stops at that number, or is given, is the same one.
-    """
-    if facts["vocab_size"] != -1:
-        found, _ = _open(_place(kind, {**facts, "vocab_size": -1}, cache_directory))
-        if found is not None and found.manifest["vocab_size"] == facts["vocab_size"]:
-            return found
-    return cached_folder(kind, facts, build, cache_directory)
 
 
 def existing_files(paths: Iterable[Path]) -> list[Path]:
@@ -207,9 +194,8 @@ def _build(build: Callable[[Path], Mapping[str, Any]], folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _place(kind: str, facts: Mapping[str, Any], cache_directory: Path | None) -> Path:
-    key = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
-    return (Path.home() / ".cache" / "vpipe" if cache_directory is None else cache_directory) / f"{kind}-{key}"
+def _name(kind: str, facts: Mapping[str, Any]) -> str:
+    return f"{kind}-{hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]}"
 
 
 @contextmanager

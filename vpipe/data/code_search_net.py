@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.data.cache import existing_files, file_states
-from vpipe.data.corpus import PARTS, Corpus, Document, Part
+from vpipe.data.corpus import PARTS, Corpus, Document, Part, token_dataset
 from vpipe.data.dataset import DatasetSettings
-from vpipe.data.local_corpus.functions import machine_functions
+from vpipe.data.epoch import TokenDataset
+from vpipe.data.local_corpus import machine_functions
 from vpipe.data.registry import register_dataset
-from vpipe.data.token_dataset import TokenDataset, token_dataset
 from vpipe.errors import Problem, UserError
 
 SUFFIXES = (".jsonl", ".jsonl.gz")
@@ -190,17 +190,11 @@ def code_search_net(settings: DatasetSettings) -> TokenDataset:
 
     Raises :class:`UserError` for files that cannot work; see :func:`read_functions`.
     """
-    corpus = _machine(settings.cache_directory) if settings.path is None else _files(settings.path)
-    return token_dataset(corpus, settings)
-
-
-def _files(path: Path) -> Corpus:
-    files, root = jsonl_files(path), path.parent if path.is_file() else path
-    return Corpus(str(path), {"jsonl": file_states(files, root)}, partial(read_functions, files, root))
-
-
-def _machine(cache_directory: Path | None) -> Corpus:
-    found = machine_functions(cache_directory)
-    files = jsonl_files(found.folder)
-    return Corpus("the sources of this machine", {"functions": found.manifest["files"]},
-                  partial(read_functions, files, found.folder))
+    if settings.path is None:
+        found = machine_functions(settings.cache_directory)
+        name, facts, root = "the sources of this machine", {"functions": found.manifest["files"]}, found.folder
+        files = jsonl_files(root)
+    else:
+        files, root = jsonl_files(settings.path), settings.path.parent if settings.path.is_file() else settings.path
+        name, facts = str(settings.path), {"jsonl": file_states(files, root)}
+    return token_dataset(Corpus(name, facts, partial(read_functions, files, root)), settings)

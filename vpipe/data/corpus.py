@@ -1,15 +1,39 @@
-"""Hold the texts for a language model, and divide them into a train and a test split."""
+"""Turn texts into a language model's samples: divide them, tokenize once, keep the tokens in the cache directory.
+
+    tokens-<key>/  manifest.json  tokenizer.json  train.bin  test.bin
+
+A ``.bin`` holds the tokens of the split's documents one after another; a token for the end of a text follows each
+document. Numbers have 16 bits where the vocabulary allows it, else 32. The length of a sample is not in it.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import platform
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
 from typing import Any, Literal
 
-from vpipe.data.dataset import Split
+import numpy as np
+
+from vpipe.data.cache import CachedFolder, cached_folder, file_state
+from vpipe.data.dataset import SPLITS, DatasetSettings, Split
+from vpipe.data.epoch import Array, TokenDataset, first_samples, samples_in
+from vpipe.data.tokenizers import (
+    DEFAULT_VOCAB_SIZE,
+    end_of_text,
+    ids_in,
+    load_with_end,
+    model_vocab_size,
+    save_tokenizer,
+    train_byte_bpe,
+)
 from vpipe.errors import UserError, counted
+from vpipe.plugins import package_versions
 from vpipe.progress import progress
 
 Part = Literal["train", "valid", "test"]
@@ -17,6 +41,8 @@ PARTS: Mapping[str, Part] = {"train": "train", "training": "train", "test": "tes
                              "valid": "valid", "validation": "valid", "val": "valid", "dev": "valid"}
 """Part of a corpus by the names that publishers use."""
 _HELD_OUT = 20  # one document in so many, where none is marked
+_FORMAT = 1  # raised when the same facts come to mean other tokens
+_TEXTS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
@@ -95,3 +121,82 @@ class SplitCorpus:
 
 def _digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+
+
+class TokenCache(CachedFolder):
+    """A complete, checked folder of tokens."""
+
+    def count(self, split: Split) -> int:
+        """Return the number of tokens in the split."""
+        return self.manifest_count("counts", f"{split}_tokens")
+
+    def tokens(self, split: Split) -> Array:
+        """Map the tokens of a split [T] from disk: only what is indexed is read."""
+        path, name, count = self.folder / f"{split}.bin", self.manifest.get("dtype"), self.count(split)
+        if name not in ("uint16", "uint32") or path.stat().st_size != count * np.dtype(name).itemsize:
+            raise self.damaged(f"{path.name} does not hold {counted(count, 'token')} of {name}")
+        return np.memmap(path, np.dtype(name), "r") if count else np.empty(0, np.dtype(name))
+
+
+def token_dataset(corpus: Corpus, settings: DatasetSettings) -> TokenDataset:
+    """Prepare (or find prepared) the tokens of a corpus and open them: the folder may go while they are in use.
+
+    ``sequence_length`` -1 means 128. Does not import torch. Raises :class:`UserError` for a corpus or sizes that cannot
+    work, and as :func:`~vpipe.data.cache.cached_folder` does.
+    """
+    length = 128 if settings.sequence_length == -1 else settings.sequence_length
+    cache = prepare_tokens(corpus, settings.vocab_size, settings.tokenizer, settings.cache_directory)
+    counts: dict[Split, int] = {split: samples_in(cache.count(split), length) for split in SPLITS}
+    for split, samples in counts.items():
+        if samples < settings.batch_size:
+            held_out = "" if split == "train" else "; held out is what is marked test, else 1 document in 20"
+            tokens, batch = counted(cache.count(split), "token"), counted(settings.batch_size, "sample")
+            raise UserError(f"{corpus.name}: the {split} split has {tokens}, but a batch of {batch} of sequence_length "
+                            f"{length} takes {settings.batch_size * length + 1}",
+                            hint="use a shorter model.sequence_length or a smaller dataset.batch_size, or add data"
+                                 f"{held_out}")
+    opened: dict[Split, Array] = {split: cache.tokens(split) for split in SPLITS}
+    return TokenDataset(cache.vocab_size, length, first_samples(counts, settings.samples), opened.__getitem__,
+                        cache.tokenizer_path)
+
+
+def prepare_tokens(corpus: Corpus, vocab_size: int = -1, tokenizer: Path | None = None,
+                   cache_directory: Path | None = None) -> TokenCache:
+    """Find the tokens of a corpus in the cache or make them now.
+
+    Args:
+        vocab_size: of the tokenizer that is trained; -1 = 8192, or that of ``tokenizer``.
+        tokenizer: a ``tokenizer.json`` to use; None trains one on the training documents.
+    """
+    facts = {"corpus": dict(corpus.facts), "vocab_size": vocab_size, "format": _FORMAT,
+             "python": platform.python_version(), "tokenizers": package_versions(["tokenizers"]),
+             "tokenizer": file_state(tokenizer) if tokenizer is not None and tokenizer.is_file() else tokenizer}
+    return TokenCache(*cached_folder("tokens", facts, partial(_build, corpus, vocab_size, tokenizer), cache_directory))
+
+
+def _build(corpus: Corpus, vocab_size: int, given: Path | None, folder: Path) -> dict[str, Any]:
+    """Write the tokens of both splits and the tokenizer; return the entries of the manifest."""
+    divided = SplitCorpus.build(corpus)
+    tokenizer = load_with_end(given) if given is not None else train_byte_bpe(
+        divided.texts("train"), DEFAULT_VOCAB_SIZE if vocab_size == -1 else vocab_size,
+        total=divided.counts["documents"])
+    words, end = ids_in(tokenizer), end_of_text(tokenizer)
+    size = model_vocab_size(vocab_size, words, given)
+    dtype = np.dtype("uint16" if words <= 1 << 16 else "uint32")
+    counts = dict(divided.counts)
+    save_tokenizer(tokenizer, folder / "tokenizer.json")
+    tokenizer.encode_special_tokens = True  # a text that spells such a token means its letters
+    for split in SPLITS:
+        texts = iter(progress(divided.texts(split), f"tokenizing for {'training' if split == 'train' else split}",
+                              unit="text"))
+        documents = tokens = 0
+        with (folder / f"{split}.bin").open("wb") as file:
+            while batch := list(islice(texts, _TEXTS_AT_ONCE)):
+                documents += len(batch)
+                for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+                    file.write(np.array([*encoding.ids, end], dtype).tobytes())
+                    tokens += len(encoding.ids) + 1
+        counts |= {f"{split}_documents": documents, f"{split}_tokens": tokens}
+    return {"corpus": corpus.name, "tokenizer": None if given is None else str(given), "vocab_size": size,
+            "dtype": dtype.name, "end_of_text": end, "counts": counts, "languages": divided.languages,
+            "packages": package_versions(["tokenizers"])}

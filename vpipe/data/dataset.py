@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Split = Literal["train", "test"]
+SPLITS: tuple[Split, ...] = ("train", "test")
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class DatasetSettings:
     ``max_predictions``: most masked tokens per sample, P; None = 15 % of the sequence, rounded up.
     ``tokenizer``: a ``tokenizer.json`` to use; None = train one on the data.
     ``fields``: of a batch, that the model reads. A data set that can be made for several kinds of model chooses by
-    them: with ``labels`` among them the samples are those of a language model (:mod:`vpipe.data.token_dataset`),
+    them: with ``labels`` among them the samples are those of a language model (:mod:`vpipe.data.corpus`),
     otherwise BERT's. ``batch_size``: samples of a batch; a data set that is made up has enough for some batches.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from vpipe.data.dataset import Field, Split
+from vpipe.data.dataset import SPLITS, Field, Split
 from vpipe.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+Array = NDArray[np.generic]
 Rows = NDArray[np.int64]
-SPLITS = ("train", "test")
+INPUT_IDS, LABELS = "input_ids", "labels"
 
 
 def needed_fields(known: Mapping[str, Field], fields: Collection[str] | None) -> frozenset[str]:
@@ -53,21 +54,16 @@ def epoch_rows(samples: int, batch_size: int, *, seed: int | None) -> Iterator[R
 
 def seeded_generator(*seeds: int) -> np.random.Generator:
     """Return a random generator of its own for every tuple of integers, negative ones included."""
-    return np.random.default_rng([_positive(seed) for seed in seeds])
+    return np.random.default_rng([2 * seed if seed >= 0 else -2 * seed - 1 for seed in seeds])  # numpy: not negative
 
 
-def tensors(fields: Mapping[str, Field], batch_size: int, rows: Mapping[str, NDArray[np.generic]]) -> dict[str, Tensor]:
+def tensors(fields: Mapping[str, Field], batch_size: int, rows: Mapping[str, Array]) -> dict[str, Tensor]:
     """Return a batch: fields that ``rows`` holds (``[batch_size, *shape]`` each) as data, the others on ``meta``."""
     import torch
 
     return {name: torch.from_numpy(rows[name]).to(field.dtype) if name in rows
             else torch.empty((batch_size, *field.shape), dtype=field.dtype, device="meta")
             for name, field in fields.items()}
-
-
-def _positive(seed: int) -> int:
-    """Map integers to distinct non-negative ones: numpy takes no negative seeds."""
-    return 2 * seed if seed >= 0 else -2 * seed - 1
 
 
 class ArrayDataset:
@@ -80,7 +76,7 @@ class ArrayDataset:
     """
 
     def __init__(self, vocab_size: int, sequence_length: int, describe: Callable[[], Mapping[str, Field]],
-                 counts: Mapping[Split, int], load: Callable[[Split, str], NDArray[np.generic]],
+                 counts: Mapping[Split, int], load: Callable[[Split, str], Array],
                  tokenizer_path: Path | None = None) -> None:
         self.vocab_size = vocab_size
         self.sequence_length = sequence_length
@@ -114,10 +110,61 @@ class ArrayDataset:
             self._check(split, taken)
             yield tensors(self.fields, batch_size, taken)
 
-    def _check(self, split: Split, taken: Mapping[str, NDArray[np.generic]]) -> None:
+    def _check(self, split: Split, taken: Mapping[str, Array]) -> None:
         """Raise :class:`UserError` for impossible values; to be overridden."""
 
 
 def first_samples(counts: Mapping[Split, int], samples: int | None) -> dict[Split, int]:
     """Return those counts, with at most ``samples`` for training; None = all."""
     return dict(counts) if samples is None else {**counts, "train": min(counts["train"], samples)}
+
+
+def for_language_model(fields: Collection[str]) -> bool:
+    """Return whether a model that reads these fields predicts the next token, which BERT does not."""
+    return LABELS in fields
+
+
+def token_fields(sequence_length: int) -> dict[str, Field]:
+    """Return the fields by name, both [S] and int64: ``labels[t]`` is the token after ``input_ids[t]``."""
+    import torch
+
+    return {name: Field((sequence_length,), torch.int64) for name in (INPUT_IDS, LABELS)}
+
+
+def samples_in(tokens: int, sequence_length: int) -> int:
+    """Return the number of samples in so many tokens. Raises :class:`UserError` for a length that no sample can have.
+    """
+    if sequence_length < 1:
+        raise UserError(f"sequence_length is {sequence_length}", hint="a sample has at least 1 token")
+    return max(0, tokens - 1) // sequence_length
+
+
+class TokenDataset(ArrayDataset):
+    """A language model's data set: ``input_ids`` and ``labels`` [S], cut from one long row of tokens per split.
+
+    Args:
+        counts: samples of each split, at most as many as its tokens have (:func:`samples_in`).
+        tokens: split -> its tokens [T], of any type of integers; a map of a file is read where samples are asked for.
+
+    A batch with a token out of the vocabulary raises :class:`UserError`.
+    """
+
+    def __init__(self, vocab_size: int, sequence_length: int, counts: Mapping[Split, int],
+                 tokens: Callable[[Split], Array], tokenizer_path: Path | None = None) -> None:
+        samples_in(0, sequence_length)
+
+        def load(split: Split, field: str) -> Array:
+            row = tokens(split)
+            first, samples = int(field == LABELS), samples_in(len(row), sequence_length)
+            return row[first:first + samples * sequence_length].reshape(samples, sequence_length)
+
+        super().__init__(vocab_size, sequence_length, partial(token_fields, sequence_length), counts, load,
+                         tokenizer_path)
+
+    def _check(self, split: Split, taken: Mapping[str, Array]) -> None:
+        largest = max((int(np.max(values)) for values in taken.values()), default=0)
+        if largest >= self.vocab_size:
+            raise UserError(f"the {split} split has the token {largest}, but the vocabulary ends at "
+                            f"{self.vocab_size - 1}: the prepared data is damaged",
+                            hint="remove its folder: the next run prepares it again",
+                            where=str(self.tokenizer_path.parent) if self.tokenizer_path else None)

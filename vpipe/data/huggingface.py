@@ -14,10 +14,10 @@ from typing import Any
 
 from vpipe.data.cache import file_states
 from vpipe.data.code_search_net import CODE
-from vpipe.data.corpus import PARTS, Corpus, Document
+from vpipe.data.corpus import PARTS, Corpus, Document, token_dataset
 from vpipe.data.dataset import DatasetSettings
+from vpipe.data.epoch import TokenDataset
 from vpipe.data.registry import register_dataset
-from vpipe.data.token_dataset import TokenDataset, token_dataset
 from vpipe.errors import UserError
 
 _COLUMNS = ("text", "content", *CODE)

@@ -6,7 +6,6 @@ from functools import cache
 from zlib import crc32
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vpipe.data.bert_samples import (
     STORAGE,
@@ -19,9 +18,8 @@ from vpipe.data.bert_samples import (
     pack,
 )
 from vpipe.data.dataset import DatasetSettings, Split
-from vpipe.data.epoch import seeded_generator
+from vpipe.data.epoch import Array, TokenDataset, for_language_model, seeded_generator
 from vpipe.data.registry import register_dataset
-from vpipe.data.token_dataset import TokenDataset, Tokens, for_language_model
 from vpipe.data.tokenizers import DEFAULT_VOCAB_SIZE
 from vpipe.errors import UserError
 
@@ -39,7 +37,7 @@ def synthetic_tokens(vocab_size: int, sequence_length: int, train: int, test: in
     counts: dict[Split, int] = {"train": train, "test": test}
 
     @cache
-    def drawn(split: Split) -> Tokens:
+    def drawn(split: Split) -> Array:
         rng = seeded_generator(seed, crc32(split.encode()))
         return rng.integers(vocab_size, size=counts[split] * sequence_length + 1, dtype=np.uint32)
 
@@ -77,7 +75,7 @@ def synthetic_bert(vocab_size: int, sequence_length: int, samples: int = _DEFAUL
                     words=np.arange(_SPECIAL, vocab_size, dtype=np.int32), rng=rng)
         return fields
 
-    def load(split: Split, field: str) -> NDArray[np.generic]:
+    def load(split: Split, field: str) -> Array:
         return made(split)[field]
 
     return BertDataset(vocab_size, sequence_length, predictions, counts, load)
