@@ -22,7 +22,7 @@ from vpipe.model.registry import ModelSettings, family_named
 from vpipe.model.rotary import RopeScaling, rotary_tables, rotate
 from vpipe.model.split import parameter_counts
 from vpipe.model.transformer import attention
-from vpipe.train.model_settings import model_settings
+from vpipe.train.job import model_settings
 from vpipe.verify.reference import TrainingRecipe, flush_oracle
 
 SIZES: dict[str, dict[str, Any]] = {

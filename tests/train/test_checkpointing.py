@@ -22,6 +22,7 @@ from vpipe.checkpoint import background_saver as saver
 from vpipe.checkpoint.directory import Checkpoints
 from vpipe.checkpoint.host_buffer import HostBuffer
 from vpipe.config.config import Config, load_config
+from vpipe.distributed.device import DeviceMap
 from vpipe.errors import LastingError, RunError, UserError
 from vpipe.pipeline import Pipeline
 from vpipe.train import loop
@@ -110,12 +111,12 @@ def full_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_disk_that_is_full_and_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot be gone on from is not said to be."""
+    """The message does not offer a checkpoint that does not exist."""
     full_at(4, monkeypatch)
     with pytest.raises(RunError, match="the last checkpoint, of step 4, could not be saved: No space left") as caught:
         begin(tmp_path, checkpoint__at_end=True)
     assert caught.value.hint == ("make room, or set checkpoint.directory, or lower the learning rate where weights are "
-                                 "not finite; there is no checkpoint to go on from")
+                                 "not finite; there is no checkpoint to resume from")
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -148,12 +149,29 @@ def test_a_folder_that_not_all_hosts_see(tmp_path: Path, monkeypatch: pytest.Mon
         raise UserError("rank 1 (b) does not see it", hint="set checkpoint.directory")
 
     monkeypatch.setattr("vpipe.train.checkpointing.check_shared_folder", refused)
+    monkeypatch.setattr(DeviceMap, "hosts", 2)
     with pytest.raises(UserError, match="rank 1"):
         begin(tmp_path / "a", checkpoint__at_end=True)
     (tmp_path / "b").mkdir()
     config = load_config(write_config(tmp_path / "b", training__max_steps=1), ["checkpoint=null"])
     train(Job.from_config(config), tmp_path / "b")
     assert "no checkpoints are made: rank 1 (b) does not see it (set checkpoint.directory)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: bool,
+                                         capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    if made:
+        monkeypatch.setattr(os, "access", lambda *_: False)
+    else:
+        (folder / "checkpoints").write_text("")
+    config = load_config(write_config(tmp_path, training__max_steps=1, checkpoint__at_end=True))
+    with pytest.raises(UserError, match=r"checkpoints cannot be written to '.*': (Permission denied|File exists)"):
+        train(Job.from_config(config), folder)
+    train(Job.from_config(config.model_copy(update={"checkpoint": None})), folder)
+    assert "no checkpoints are made: checkpoints cannot be written to" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("room", [True, False])

@@ -22,7 +22,7 @@ from vpipe.distributed.watchdog import ask_stop, stop_asked
 from vpipe.runtime.step_results import Step
 from vpipe.train.job import Job
 from vpipe.train.loop import _TrainingRun, train
-from vpipe.train.progress import ProgressBar
+from vpipe.train.metrics import ProgressBar
 from vpipe.train.resume import ResumePoint, prepare_run
 from vpipe.train.run_folder import CONFIG
 

@@ -19,8 +19,7 @@ from vpipe.data.tokenizers import train_byte_bpe
 from vpipe.errors import UserError
 from vpipe.model.layer import Layer, Model
 from vpipe.model.registry import ModelSettings
-from vpipe.train.job import Job
-from vpipe.train.model_settings import model_flops
+from vpipe.train.job import Job, model_flops
 from vpipe.train.resume import IMPORTED, other_tokens
 
 

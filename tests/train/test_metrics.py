@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
+import struct
+import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -13,8 +17,7 @@ from vpipe.errors import LastingError, UserError
 from vpipe.profiling.peak_flops import PeakFlops
 from vpipe.runtime.step_results import Step
 from vpipe.train import metrics as module
-from vpipe.train.metrics import Efficiency, LineWriter, Metrics, PastMetrics, StepSize, mean
-from vpipe.train.progress import ProgressBar
+from vpipe.train.metrics import Efficiency, LineWriter, Metrics, PastMetrics, ProgressBar, StepSize, mean
 
 
 class Clock:
@@ -65,7 +68,7 @@ def test_the_time_of_an_evaluation_does_not_count(tmp_path: Path, clock: Clock) 
     assert [line["time_s"] for line in read(tmp_path / "m.jsonl")] == [1.0, 1.0, 3.0]
     assert read(tmp_path / "m.jsonl")[1] == {"step": 0, "evaluation_loss": 3.5, "time_s": 1.0}
     assert metrics.evaluations == [(0, 3.5)]
-    assert (metrics.time_s, metrics.median_update_s()) == (3.0, 1.5)
+    assert (metrics.time_s, metrics.update_s) == (3.0, [1.0, 2.0])
 
 
 def test_updates_that_end_together_share_their_time(tmp_path: Path, clock: Clock) -> None:
@@ -224,3 +227,27 @@ def test_what_waits_is_tried_again_at_the_end(tmp_path: Path, monkeypatch: pytes
 def test_a_file_that_cannot_be_made(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot write '.*none/a': No such file"):
         LineWriter(tmp_path / "none" / "a", truncate=True)
+
+
+@pytest.mark.parametrize(("norm", "said"), [(0.5112, "loss 6.236  grad norm 0.511  1,280 tokens/s  13:30 left"),
+                                            (None, "loss 6.236  1,280 tokens/s  13:30 left")])
+def test_the_bar_says_what_it_counts_and_fits_80_columns(monkeypatch: pytest.MonkeyPatch, norm: float | None,
+                                                         said: str) -> None:
+    now = iter(range(100))
+    monkeypatch.setattr(module, "perf_counter", lambda: float(next(now)))
+    screen, terminal = os.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    metrics, step = Metrics(None, StepSize(8, 1280)), Step(389, 6.236, 0.1, norm, stop=False)
+    metrics.update(step)
+    with os.fdopen(terminal, "w") as stderr, os.fdopen(screen, "rb", buffering=0) as shown:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        with ProgressBar(1200, 10, show=True, name="update", done=389) as progress:
+            progress.update(step, metrics)
+            progress._bar.refresh()
+            text = ""
+            while said not in text:  # a pseudo-terminal passes on what is written bit by bit
+                text += shown.read(10_000).decode()
+    [line] = {line for line in text.split("\r") if said in line}
+    assert line.startswith("update 390/1200 |")
+    assert line.endswith(f"| {said}")
+    assert len(line) < 80

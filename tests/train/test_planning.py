@@ -16,10 +16,9 @@ from vpipe.launch.failure_report import first_failure, write_report
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds, TensorBytes
 from vpipe.profiling.cache import store
-from vpipe.train.job import Job
+from vpipe.train.job import Job, headline
 from vpipe.train.loop import train
 from vpipe.train.planning import identity_of, memory_limit, plan_job, request_of
-from vpipe.train.summary import headline
 
 
 def profile_of(seconds: tuple[float, ...]) -> Profile:

@@ -19,10 +19,10 @@ from vpipe.runtime.stage_usage import StageUsage
 from vpipe.runtime.step_results import Step
 from vpipe.train import metrics as module
 from vpipe.train.csv_rows import config_row, csv_text
+from vpipe.train.job import headline, model_flops
 from vpipe.train.loop import build_pipeline
 from vpipe.train.metrics import Efficiency, Metrics, PastMetrics, StepSize
-from vpipe.train.model_settings import model_flops
-from vpipe.train.summary import RunFigures, headline, p95, summary
+from vpipe.train.summary import RunFigures, p95, summary
 
 USAGES = [StageUsage(forward_s=0.4, backward_s=0.8, step_s=0.08, communication_s=0.008, idle_s=idle, bytes_sent=n,
                      versions=2, staleness=1, peak_activations=2, peak_memory_bytes=3.5e9)

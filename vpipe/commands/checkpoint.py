@@ -151,7 +151,7 @@ def _natural_key(name: str) -> list[str | int]:
 def _layer_names(manifest: Manifest, folder: Path) -> list[str]:
     """Return the names of the layers in order; none where the model is unknown, or its files are gone."""
     with message_if_slow(LOADING_TORCH):
-        from vpipe.train.model_settings import CheckpointModel, has_model
+        from vpipe.train.checkpoint_model import CheckpointModel, has_model
 
     if not has_model(manifest):
         return []

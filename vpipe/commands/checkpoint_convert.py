@@ -23,16 +23,8 @@ from vpipe.errors import UserError, counted
 from vpipe.model.layer import Model
 from vpipe.model.registry import HuggingFace, ModelSettings, family_named
 from vpipe.progress import byte_progress
-from vpipe.train.job import Job
-from vpipe.train.model_settings import (
-    CheckpointModel,
-    checkpoint_config,
-    config_text,
-    has_model,
-    model_differences,
-    model_file,
-    model_settings,
-)
+from vpipe.train.checkpoint_model import CheckpointModel, checkpoint_config, config_text, has_model, model_differences
+from vpipe.train.job import Job, model_file, model_settings
 from vpipe.units import size_text
 
 SLOW_BYTES = 1 << 29

@@ -276,7 +276,7 @@ class ParallelSection(Section):
         if named and isinstance(self.partition, str):
             yield Mistake(("recompute",), "names layers, but the partition, which decides whose they are, is auto",
                           "write the partition, or recompute: auto")
-        elif not isinstance(self.partition, str) and len(self.partition) == self.model_parallel_size:
+        elif named and not isinstance(self.partition, str) and len(self.partition) == self.model_parallel_size:
             here = ranges(self.partition)
             yield from (Mistake(("recompute", stage), f"names layer {layer}, but stage {stage} has the layers "
                                 f"{here[stage].start} to {here[stage].stop - 1}", "layers are those of the model, "

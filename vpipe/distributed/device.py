@@ -165,15 +165,19 @@ class DeviceMap:
         """The device of this rank."""
         return torch.device(self.devices[self.rank].device)
 
+    @property
+    def hosts(self) -> int:
+        """Return the number of hosts."""
+        return len({one.host for one in self.devices})
+
     def __str__(self) -> str:
         """One line: ``computing on cuda:0, cuda:1 (NVIDIA H100), nccl between ranks``."""
         gpus = len({one.gpu for one in self.devices} - {None})
         names = list(dict.fromkeys(one.device for one in self.devices))
-        hosts = len({one.host for one in self.devices})
         if not gpus:
             where = "cpu" if torch.cuda.device_count() else "cpu (no GPU is visible)"
-        elif hosts > 1:
-            where = f"{counted(gpus, 'GPU')} of {hosts} hosts" + (" and cpu" if "cpu" in names else "")
+        elif self.hosts > 1:
+            where = f"{counted(gpus, 'GPU')} of {self.hosts} hosts" + (" and cpu" if "cpu" in names else "")
         else:
             where = ", ".join(names)
         if self.own.type == "cuda":

@@ -124,27 +124,27 @@ class _Run:
         config, hosts, remotes = self._connected(away)
         try:
             # torch is slow to import: only when the config is worth it.
-            from vpipe.train.job import Job
-            from vpipe.train.resume import ResumePoint, nothing_left, prepare_run
-            from vpipe.train.summary import headline
+            from vpipe.train.job import Job, headline, new_run
+            from vpipe.train.resume import nothing_left, prepare_run
 
             job = Job.from_config(config)
             config = job.config
-            start = self._start or ResumePoint(None, None)
-            if (said := nothing_left(start, job)) is not None:
-                return print(said, flush=True)
+            start = self._start
+            if start is not None and (done := nothing_left(start, job)) is not None:
+                return print(done, flush=True)
+            checkpoint = None if start is None else start.checkpoint
             here = replace(ranks_here(config, hosts, job.schedule.ranks, free_port(config.parallel.master_port)),
-                           task=("train", *([] if start.checkpoint is None else [str(start.checkpoint)])))
+                           task=("train", *([] if checkpoint is None else [str(checkpoint)])))
             if remotes:
                 prepare(remotes, config.resolved_yaml(), here)
-            known, self.folder = self.folder, prepare_run(start, job)
+            known, self.folder = self.folder, new_run(job) if start is None else prepare_run(start, job)
             self._machines = config.machines
             if known is None:
                 print(f"run folder: {self.folder}")
             print(headline(job) + (f" on {1 + len(remotes)} hosts" if remotes else ""), flush=True)
             local.run_ranks(here, self.folder, lambda rank: job.describe(rank) if hosts is None else
                             hosts.described(rank, job.describe(rank)), remotes, STOP_S,
-                            StartNotice(self.folder, here.world, start.checkpoint).update,
+                            StartNotice(self.folder, here.world, checkpoint).update,
                             StoppedRanks(job.config.parallel.timeout_s))
         finally:
             local.close_all(remotes)

@@ -36,11 +36,10 @@ from vpipe.launch.failure_report import reported_error, write_report
 from vpipe.launch.rank_env import interface_variables, keep_memory
 from vpipe.launch.restart import Starter, fitted, other_updates
 from vpipe.launch.startup import Conclusion, address_towards, combined_error, rank_state, starting_timing
-from vpipe.train.job import Job
+from vpipe.train.job import Job, headline
 from vpipe.train.loop import train
 from vpipe.train.resume import ResumePoint
 from vpipe.train.run_folder import CONFIG, log_path
-from vpipe.train.summary import headline
 
 REPORTED_S = 2.0
 """For the rank that reports a failure to end first: torchrun ends all ranks when one has ended."""

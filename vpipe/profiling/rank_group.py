@@ -19,6 +19,15 @@ PATIENCE_S = 3600.0
 """Time that ranks wait for others that measure; one that is gone is noticed at once all the same."""
 
 
+def broadcast_value(value: Any, source: int = 0) -> Any:
+    """Return the value of one rank (anything that JSON holds) on every rank. All must call it."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    shared = broadcast_tensors({"value": text} if dist.get_rank() == source else {}, source)
+    return json.loads(bytes(shared["value"].numpy()).decode())
+
+
 class RankGroup:
     """All ranks of the process group, or this process alone where there is none.
 
@@ -36,15 +45,8 @@ class RankGroup:
         self.hosts: list[str] = self.all_gather(socket.gethostname())
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks (anything that JSON holds) on every rank. All must call it, and wait here for
-        all.
-        """
-        if self.ranks == 1:
-            return [value]
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        shared = [broadcast_tensors({"value": text} if rank == self.rank else {}, rank)
-                  for rank in range(self.ranks)]
-        return [json.loads(bytes(tensors["value"].numpy()).decode()) for tensors in shared]
+        """Return the values of all ranks (anything that JSON holds) on every rank. All must call it, and wait."""
+        return [broadcast_value(value, rank) for rank in range(self.ranks)]
 
     def barrier(self, doing: str = "measuring layers") -> None:
         """Wait for all, longer than the process group would: measurements of others may take longer than its

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
@@ -13,9 +12,7 @@ from shlex import quote
 from statistics import median
 from time import perf_counter
 from types import TracebackType
-from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from vpipe.checkpoint.agreement import Agreement, LocalAgreement, StoreAgreement, check_shared_folder
@@ -28,8 +25,8 @@ from vpipe.distributed.store import own_store
 from vpipe.distributed.watchdog import at_work
 from vpipe.errors import RunError, UserError, counted
 from vpipe.pipeline import Pipeline
+from vpipe.profiling.rank_group import broadcast_value
 from vpipe.runtime.state_dict import Position
-from vpipe.runtime.transport.broadcast import broadcast_tensors
 from vpipe.train.job import Job, device_of
 from vpipe.train.metrics import Metrics
 from vpipe.train.resume import RUN
@@ -38,7 +35,7 @@ from vpipe.train.run_folder import checkpoints_root
 log = logging.getLogger("vpipe")
 
 LAST_SAVE_S = 5.0
-"""For which a rank that fails of itself waits at most: the save that is being written may be complete by then."""
+"""Longest wait of a rank that fails by itself for a save that is being written."""
 
 
 @dataclass(frozen=True)
@@ -76,84 +73,101 @@ def _crossed(every: int | None, before: int, steps: int) -> bool:
 
 
 class Checkpointing:
-    """Save a run. All ranks make one, together, and call the same methods after the same steps.
+    """Save a run. Every rank makes one and calls the same methods after the same steps.
 
     If not all hosts see the run's folder, that is an error where the config has a section ``checkpoint``; without one,
     no checkpoints are made, and a note says so.
 
     Args:
+        hosts: number of hosts of the run.
         folder: of the run.
         note: shows a line.
 
     Attributes:
-        root: where the checkpoints go; None when none are made.
+        root: folder of the checkpoints; None when none are made.
 
     Raises:
-        UserError: checkpoints cannot be written, or not all ranks see where.
+        UserError: checkpoints cannot be written, or not all ranks see the folder.
     """
 
-    def __init__(self, job: Job, pipe: Pipeline, folder: Path, metrics: Metrics, note: Callable[[str], None]) -> None:
+    def __init__(self, job: Job, pipe: Pipeline, hosts: int, folder: Path, metrics: Metrics,
+                 note: Callable[[str], None]) -> None:
         self._job, self._pipe, self._folder, self._metrics, self._note = job, pipe, folder, metrics, note
         self._reported = 0  # of the saver's results, in metrics.jsonl
         self._saved: int | None = job.steps_done or None  # steps of the latest
-        self._saver: Saver | None = None
+        self._agreement: Agreement | None = None
+        self._saver: Saver | None = None  # opened by the first save
         self._reserve_due = False
         self.root: Path | None = None
-        section = job.config.saving
-        if not section.makes_any:
+        config = job.config
+        if not config.saving.makes_any:
             return
-        config, processes = job.config, _processes()
-        root = Path(broadcast_value(os.path.abspath(checkpoints_root(config, folder)), pipe))
-        host = os.environ.get(HOST) or socket.gethostname()
-        agreement: Agreement = LocalAgreement() if processes == 1 else StoreAgreement(
-            own_store("checkpoints", pipe.rank, processes, config.parallel.timeout_s), pipe.rank, processes)
+        root = Path(os.path.abspath(checkpoints_root(config, folder)))
         try:
-            check_shared_folder(root, agreement, pipe.rank, host)
+            if hosts == 1:
+                _make_writable(root)
+            else:
+                root = Path(broadcast_value(str(root)))
+                self._agreement = self._open_agreement()
+                check_shared_folder(root, self._agreement, pipe.rank, os.environ.get(HOST) or socket.gethostname())
         except UserError as error:
             if config.checkpoint is not None:
                 raise
             note(f"no checkpoints are made: {error.problems[0].what} ({error.problems[0].hint})")
-            agreement.close()
+            if self._agreement is not None:
+                self._agreement.close()
             return
         self.root = root
         self._config = config.resolved_yaml()  # not in a pause
         self._data = job.fingerprint() if pipe.rank == 0 else ""
-        self._saver = Saver(root, section.keep, pipe.rank, agreement, metrics.sync)
-        self._reserve_due = section.every_steps is not None and job.schedule.flush  # only then nothing is in flight
+        self._reserve_due = config.saving.every_steps is not None and job.schedule.flush  # then nothing is in flight
+
+    def _open_agreement(self) -> Agreement:
+        rank, processes = self._pipe.rank, dist.get_world_size() if dist.is_initialized() else 1
+        if processes == 1:
+            return LocalAgreement()
+        return StoreAgreement(own_store("checkpoints", rank, processes, self._job.config.parallel.timeout_s), rank,
+                              processes)
+
+    def _open_saver(self, root: Path) -> Saver:
+        if self._saver is None:
+            self._saver = Saver(root, self._job.config.saving.keep, self._pipe.rank,
+                                self._agreement or self._open_agreement(), self._metrics.sync)
+        return self._saver
 
     def save(self) -> None:
         """Save the state after the last step; the pipeline is empty, or drains. Training then goes on."""
         steps = self._metrics.steps
-        if self._saver is None or self._saved == steps:
+        if self.root is None or self._saved == steps:
             return
         began = perf_counter()
         with at_work("saving a checkpoint"):
             tensors = self._pipe.engine.checkpoint_state()
-            self._saver.save(self._info(), tensors, began)
+            self._open_saver(self.root).save(self._info(), tensors, began)
         self._saved = steps
         self.report()
 
     def report(self) -> None:
         """Report the results of earlier saves; called between two steps."""
-        if self._reserve_due and self._saver is not None and self._metrics.steps > self._job.steps_done:
+        if self._reserve_due and self.root is not None and self._metrics.steps > self._job.steps_done:
             self._reserve_due = False  # now that the optimizer has its state
             engine = self._pipe.engine
-            self._saver.reserve((tensor.nbytes for part in engine.parts for tensor in part.state().values()),
-                                pinned=engine.local_stages[0].device.type == "cuda")
-        if self._saver is not None and len(self._saver.results) > self._reported:
-            self._report(self._saver, wait_for_drains=True)
+            self._open_saver(self.root).reserve(
+                (tensor.nbytes for part in engine.parts for tensor in part.state().values()),
+                pinned=engine.local_stages[0].device.type == "cuda")
+        self._report(wait_for_drains=True)
 
     def finish(self) -> None:
         """Wait until the last checkpoint is complete or given up."""
-        if self._saver is None:
-            return
-        with at_work("waiting for the last checkpoint"):
-            self._saver.wait()
-        self._report(self._saver, wait_for_drains=False)
+        if self._saver is not None:
+            with at_work("waiting for the last checkpoint"):
+                self._saver.wait()
+            self._report(wait_for_drains=False)
 
-    def _report(self, saver: Saver, wait_for_drains: bool) -> None:
-        for saved in saver.results[self._reported:]:
-            if wait_for_drains and not self._drain_is_known(saved):
+    def _report(self, wait_for_drains: bool) -> None:
+        for saved in self._results[self._reported:]:
+            drained = self._job.schedule.flush or self._metrics.steps >= saved.step + len(self._job.placement)
+            if wait_for_drains and not drained:
                 break
             facts: dict[str, float | str] = {"error": saved.error} if saved.error else {
                 "pause_s": round(saved.pause_s, 4), "save_s": round(saved.seconds, 4), "bytes": saved.bytes,
@@ -161,12 +175,12 @@ class Checkpointing:
             self._metrics.checkpoint(saved.step - 1, f"step-{saved.step}", **facts)
             log.info("checkpoint of step %d: %s", saved.step, facts)
             self._reported += 1
-        for warning in saver.warnings():
+        for warning in [] if self._saver is None else self._saver.warnings():
             self._note(f"warning: {warning}")
 
     @property
     def is_saved(self) -> bool:
-        """Return whether the state after the last step is in a checkpoint; for after :meth:`finish`."""
+        """Return whether the state after the last step is in a checkpoint; valid after :meth:`finish`."""
         return self._saved == self._metrics.steps and not (self._results and self._results[-1].error)
 
     def check_end(self) -> None:
@@ -177,20 +191,20 @@ class Checkpointing:
         """
         last = self._results[-1] if self._results else None
         if last is not None and last.error and last.step == self._metrics.steps:
-            assert self.root is not None, "where it was to be"
+            assert self.root is not None, "a save was tried there"
             newest = Checkpoints(self.root).newest()
-            rest = "there is no checkpoint to go on from" if newest is None else \
+            rest = "there is no checkpoint to resume from" if newest is None else \
                 f"then go on from step {step_of(newest)} with: vpipe train --resume {quote(str(self._folder))}"
             raise RunError(f"the last checkpoint, of step {last.step}, could not be saved: {last.error}",
                            hint="make room, or set checkpoint.directory, or lower the learning rate where weights are "
                            f"not finite; {rest}")
 
     def summary(self) -> list[str]:
-        """Return what the saves cost, in lines."""
+        """Return the number, size, place and cost of the saves, in lines."""
         complete = [saved for saved in self._results if not saved.error]
         if not complete:
             return []
-        assert self.root is not None, "where they are"
+        assert self.root is not None, "the saves are there"
         kept = len(Checkpoints(self.root).all())
         lines = [f"{counted(len(complete), 'checkpoint')} of {complete[-1].bytes / 1e6:,.1f} MB"
                  + (f", {kept} kept" if kept < len(complete) else "")
@@ -198,7 +212,7 @@ class Checkpointing:
                  f"{self.root if self._folder.is_absolute() else os.path.relpath(self.root)}",
                  f"for each training paused {1e3 * median(s.pause_s for s in complete):.0f} ms, and it was complete "
                  f"after {median(s.seconds for s in complete):.2f} s (medians)"]
-        drains = [self._drain_s(saved) for saved in complete if self._within(saved)]
+        drains = [self._drain_s(saved) for saved in complete if self._metrics.steps > saved.step]
         if drains and not self._job.schedule.flush:
             lines.append(f"running empty and filling again cost {median(drains):.2f} s for each (median)")
         return lines
@@ -219,27 +233,13 @@ class Checkpointing:
                 RUN: os.path.abspath(self._folder)},
             position.as_numbers(pipe.microbatches))
 
-    # -- the cost of draining --------------------------------------------------------------------------
-
     def _drain_s(self, saved: SaveResult) -> float:
         """Return by how much the steps around a save, as many before and after as there are stages, took longer."""
-        if self._job.schedule.flush or not self._within(saved):
+        if self._job.schedule.flush or self._metrics.steps <= saved.step:
             return 0.0
-        at, steps = self._index(saved), len(self._job.placement)
+        at, steps = saved.step - self._job.steps_done, len(self._job.placement)
         around = self._metrics.update_s[max(0, at - steps):at + steps]
-        usual = self._metrics.median_update_s()
-        return max(0.0, sum(around) - saved.pause_s - len(around) * usual)
-
-    def _index(self, saved: SaveResult) -> int:
-        """Return the number of the first step after it, among those of this attempt."""
-        return saved.step - self._job.steps_done
-
-    def _within(self, saved: SaveResult) -> bool:
-        """Return whether training went on after it."""
-        return self._index(saved) < len(self._metrics.losses)
-
-    def _drain_is_known(self, saved: SaveResult) -> bool:
-        return self._job.schedule.flush or len(self._metrics.losses) >= self._index(saved) + len(self._job.placement)
+        return max(0.0, sum(around) - saved.pause_s - len(around) * median(self._metrics.update_s))
 
     def __enter__(self) -> Checkpointing:
         return self
@@ -253,6 +253,22 @@ class Checkpointing:
         elif isinstance(error, Exception) and getattr(error, "peer", None) is None:
             with at_work("waiting for the last checkpoint"):
                 self._saver.leave(min(LAST_SAVE_S, self._job.config.parallel.timeout_s / 2))
+
+
+def _make_writable(root: Path) -> None:
+    """Make the folder of the checkpoints of a run on one host.
+
+    Raises:
+        UserError: it cannot be made, or not be written.
+    """
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        failed = "" if os.access(root, os.W_OK | os.X_OK) else "Permission denied"
+    except OSError as error:
+        failed = error.strerror or str(error)
+    if failed:
+        raise UserError(f"checkpoints cannot be written to '{root}': {failed}",
+                        hint="set checkpoint.directory to a folder that can be written")
 
 
 def restore(pipe: Pipeline, job: Job, checkpoint: Path, manifest: Manifest) -> None:
@@ -269,16 +285,3 @@ def restore(pipe: Pipeline, job: Job, checkpoint: Path, manifest: Manifest) -> N
         names = [name for name in manifest.tensors if pipe.engine.wants(name)]
         pipe.engine.restore(position, load_tensors(checkpoint, manifest, names, device_of(job.config),
                                                     checked=True))
-
-
-def broadcast_value(value: Any, pipe: Pipeline, source: int = 0) -> Any:
-    """Return the value of one rank (anything that JSON holds) on every rank. All must call it."""
-    if _processes() == 1:
-        return value
-    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    shared = broadcast_tensors({"value": text} if pipe.rank == source else {}, source)
-    return json.loads(bytes(shared["value"].numpy()).decode())
-
-
-def _processes() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1

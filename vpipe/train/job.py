@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from inspect import signature
 from itertools import count, islice
+from math import isfinite
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +17,15 @@ import torch
 from torch import Tensor
 
 from vpipe.config.config import Config
+from vpipe.config.sections import ModelSection
+from vpipe.config.yaml_tree import read_json
 from vpipe.data.dataset import Dataset, DatasetSettings, Tokenized
 from vpipe.data.registry import dataset_named
 from vpipe.distributed.device import DeviceMap, Visible, choose_device, device_name, make_current
 from vpipe.distributed.init import join_world
-from vpipe.errors import UserError
+from vpipe.errors import UserError, counted
 from vpipe.model.layer import Model, seed_of
-from vpipe.model.registry import model_named
+from vpipe.model.registry import ModelSettings, family_named, model_named
 from vpipe.model.split import balanced, parameter_counts, split, ties_between
 from vpipe.plan.plan import Plan
 from vpipe.plan.recompute import recomputed_layers
@@ -30,9 +35,8 @@ from vpipe.runtime.executors.registry import reverses_backwards
 from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.schedule import Schedule, describe_rank
 from vpipe.schedules.size import Placement
-from vpipe.train.model_settings import model_file, model_flops, model_settings
 from vpipe.train.optimizers import LearningRatePolicy, OptimizerSettings
-from vpipe.train.run_folder import PLAN, PROFILE
+from vpipe.train.run_folder import PLAN, PROFILE, lock_run, make_run_folder
 from vpipe.train.tensorboard import check_tensorboard
 
 _STAND_IN = 8192
@@ -132,7 +136,8 @@ class Job:
             partition = tuple(balanced(parameter_counts(model), parallel.model_parallel_size))
         specs = split(model, partition)
         assert not isinstance(parallel.recompute, str), "nothing stands in for it"
-        recomputed = recomputed_layers(parallel.recompute, partition)
+        recomputed = recomputed_layers(parallel.recompute, partition) if parallel.recompute else \
+            (frozenset[int](),) * len(partition)
         schedule = ScheduleSpec(
             parallel.schedule, len(partition), training.num_microbatches, parallel.update_every, parallel.placement,
             parallel.chunks, None, 1 if parallel.placement else parallel.data_parallel_size,
@@ -383,3 +388,92 @@ def microbatch_of(job: Job, size: int) -> Mapping[str, Tensor]:
     """Return the first ``size`` training samples, repeated if a batch has fewer."""
     batch = next(job.training_batches(job.model.batch))
     return {name: batch[name][torch.arange(size) % len(batch[name])] for name in job.model.batch}
+
+
+def new_run(job: Job) -> Path:
+    """Make and lock the folder of a new run; write its config and plan into it.
+
+    Raises:
+        UserError: see :func:`~vpipe.train.run_folder.make_run_folder`.
+    """
+    config = job.config
+    folder = make_run_folder(config.log_directory, config.resolved_yaml(),
+                             config.saving.directory if config.saving.makes_any else None)
+    lock_run(folder)
+    job.keep_plan(folder)
+    return folder
+
+
+def headline(job: Job) -> str:
+    """Describe a job in the line that a run begins with."""
+    ranks = job.schedule.ranks
+    to_plan, parallel = job.config.parallel.to_plan, job.config.parallel.standing_in
+    return (f"{job.config.model.name}: {counted(len(job.model), 'layer')} in {counted(len(job.placement), 'stage')}"
+            + ("" if "partition" in to_plan else f" {list(job.partition)}")
+            + ("" if "schedule" in to_plan else f", schedule {parallel.order}")
+            + ("" if (precision := job.config.training.precision) == "fp32" else f", {precision}") + ", "
+            + (f"{', '.join(to_plan)} to be planned, " if to_plan else "")
+            + ("one process per stage" if ranks == len(job.placement) == len(set(job.placement)) else
+               f"{ranks} process{'es' * (ranks > 1)}"))
+
+
+def model_file(section: ModelSection) -> Mapping[str, Any]:
+    """Read the Hugging Face config that gives the model's sizes; empty if the section names none."""
+    path = section.config_file
+    if path is None:
+        return {}
+    if not os.path.isfile(path):
+        raise UserError(f"model.config_file names '{path}', but there is no such file",
+                        hint="it is a JSON file such as bert_config.json, from the current folder")
+    content = read_json(path)
+    if content.problems:
+        raise UserError.all_of(content.problems)
+    family, kind = family_named(section.name).huggingface, content.value.get("model_type")
+    if family is not None and isinstance(kind, str) and kind != family.model_type:
+        raise UserError(f"model.config_file names '{path}', which is of a {kind}, but model.name is {section.name}",
+                        hint="set model.name to the family of that file, or name a file of this one")
+    return dict(content.value)
+
+
+def model_settings(section: ModelSection, vocab_size: int, overrides: Mapping[str, Any]) -> ModelSettings:
+    """Return the settings of a ``model`` section with the size of the vocabulary.
+
+    Args:
+        overrides: content of its ``config_file``.
+    """
+    return ModelSettings(
+        vocab_size=vocab_size, preset=section.preset, hidden_size=section.hidden_size, num_layers=section.num_layers,
+        num_heads=section.num_heads, num_kv_heads=section.num_kv_heads, sequence_length=section.sequence_length,
+        dropout=section.dropout, tie_weights=section.tie_weights, overrides=overrides)
+
+
+def model_flops(section: ModelSection, layers: int) -> list[int] | None:
+    """Return the FLOPs of a token's forward, per layer; None for a family that does not give them.
+
+    Args:
+        section: with the size of the vocabulary.
+        layers: of the model.
+
+    Raises:
+        UserError: the family gives another number of layers, values that are no numbers, or fails.
+    """
+    flops = family_named(section.name).flops
+    if flops is None:
+        return None
+    settings = model_settings(section, section.vocab_size, model_file(section))
+    hint = "let the flops of its register_model give a number for every layer, in order, or leave them out"
+    try:
+        found = list(flops(settings))
+    except UserError:
+        raise
+    except Exception as error:  # of a package
+        raise UserError(f"the family of the model '{section.name}' cannot tell the operations of its layers: "
+                        f"{type(error).__name__}: {error}", hint=hint) from error
+    if len(found) != layers:
+        raise UserError(f"the model '{section.name}' has {counted(layers, 'layer')}, but its family says the "
+                        f"operations of {len(found)}", hint=hint)
+    for number, operations in enumerate(found):
+        if not isinstance(operations, Real) or not isfinite(operations) or operations < 0:
+            raise UserError(f"the family of the model '{section.name}' says that layer {number} has {operations!r} "
+                            "operations per token", hint=hint)
+    return found

@@ -17,7 +17,7 @@ from vpipe.plan.profile import Profile
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import Op
 from vpipe.schedules.prepare import is_file
-from vpipe.train.job import Job, device_of
+from vpipe.train.job import Job
 from vpipe.train.rank_times import Gather
 from vpipe.train.run_folder import PLAN, PROFILE
 from vpipe.units import size_text
@@ -44,7 +44,7 @@ class BalanceCheck:
     """Compare the work of all ranks on rank 0. All ranks make one, and call it after the same steps.
 
     No rank waits for another: after the measured steps each sends its times and goes on, and rank 0 receives them when
-    all must have sent. Nothing is compared on GPUs, where the process does not know how long actions compute.
+    all must have sent.
 
     Args:
         folder: of the run; it may hold a plan and a profile.
@@ -65,7 +65,7 @@ class BalanceCheck:
         self._counted_steps = measured
         self._until_end = 2 * len(job.placement)
         self._gathered: Gather | None = None
-        self._ended = job.schedule.ranks == 1 or device_of(job.config).type == "cuda"
+        self._ended = False
 
     def step(self) -> None:
         """Count a step."""

@@ -24,6 +24,7 @@ from vpipe.distributed.watchdog import at_work, forget_stop, note_to, stop_asked
 from vpipe.errors import LastingError, RunError, UserError, counted
 from vpipe.metric_formulas import WARM_UP, counted_updates
 from vpipe.pipeline import Pipeline
+from vpipe.profiling.rank_group import broadcast_value
 from vpipe.progress import message_if_slow
 from vpipe.runtime.build import Settings
 from vpipe.runtime.collectives import LocalUsage
@@ -32,12 +33,12 @@ from vpipe.runtime.microbatches import Batch
 from vpipe.runtime.step_results import Step
 from vpipe.runtime.transport.compression import Compression
 from vpipe.schedules.few_microbatches import few_microbatches
-from vpipe.train.checkpointing import Cadence, Checkpointing, broadcast_value, restore
+from vpipe.train.checkpointing import Cadence, Checkpointing, restore
 from vpipe.train.csv_rows import config_row, csv_text
 from vpipe.train.job import Job, device_of, join
-from vpipe.train.load_balance import BalanceCheck
-from vpipe.train.metrics import Efficiency, Metrics, PastMetrics, StepSize
-from vpipe.train.progress import ProgressBar
+from vpipe.train.load_balance import MEASURED, BalanceCheck
+from vpipe.train.load_balance import WARM_UP as BALANCE_WARM_UP
+from vpipe.train.metrics import Efficiency, Metrics, PastMetrics, ProgressBar, StepSize
 from vpipe.train.rank_times import RankTimes
 from vpipe.train.run_folder import METRICS, SUMMARY, running
 from vpipe.train.summary import RunFigures, summary
@@ -51,8 +52,8 @@ log = logging.getLogger("vpipe")
 def train(job: Job, folder: Path, checkpoint: Path | None = None) -> Stopped | None:
     """Train as the config says; rank 0 shows progress and writes ``metrics.jsonl`` and the summary.
 
-    All ranks call this. The run ends with an evaluation, after the steps or the minutes of the config; or when any rank
-    gets a signal: then all ranks stop after the same step and save.
+    All ranks call this. The run ends with an evaluation, after the steps or the minutes of the config. When any rank
+    gets a signal, all ranks stop after the same step and save.
 
     Args:
         checkpoint: to resume from; ``folder`` is prepared for that (:func:`~vpipe.train.resume.prepare_run`).
@@ -61,14 +62,14 @@ def train(job: Job, folder: Path, checkpoint: Path | None = None) -> Stopped | N
         The signal that stopped the run before its end; None at its end.
 
     Raises:
-        LastingError: a loss is not finite and the config says to stop then; or lines of ``metrics.jsonl`` are lost.
+        LastingError: a loss is not finite, or lines of ``metrics.jsonl`` are lost.
         RunError: the last checkpoint could not be saved.
     """
     torch.set_num_threads(job.config.training.threads)
     try:
         return _train(job, folder, checkpoint)
     finally:
-        forget_stop()  # a request to stop was about this run, even one from before its first step
+        forget_stop()  # a request to stop concerns this run alone, even one from before its first step
 
 
 def _train(job: Job, folder: Path, checkpoint: Path | None) -> Stopped | None:
@@ -90,14 +91,14 @@ def _train(job: Job, folder: Path, checkpoint: Path | None) -> Stopped | None:
         if checkpoint is not None and manifest is not None:
             with message_if_slow(f"reading {checkpoint.name}", first):
                 restore(pipe, job, checkpoint, manifest)
-        return _TrainingRun(job, pipe, folder).train()
+        return _TrainingRun(job, pipe, devices.hosts, folder).train()
 
 
 class _TrainingRun:
     """The training of a run on this rank, from its first step to its end."""
 
-    def __init__(self, job: Job, pipe: Pipeline, folder: Path) -> None:
-        self._job, self._pipe, self._folder = job, pipe, folder
+    def __init__(self, job: Job, pipe: Pipeline, hosts: int, folder: Path) -> None:
+        self._job, self._pipe, self._hosts, self._folder = job, pipe, hosts, folder
         self._policy = job.lr_policy()
         self._fields = tuple(name for stage in pipe.engine.local_stages for name in stage.spec.fields)
         self._warm_usage: LocalUsage | None = None  # at the first step that the figures count
@@ -108,11 +109,13 @@ class _TrainingRun:
     def train(self) -> Stopped | None:
         """See :func:`train`."""
         job, pipe, config, show = self._job, self._pipe, self._job.config, self._pipe.rank == 0
-        past = PastMetrics.read(self._folder / METRICS, job.steps_done) if show and job.steps_done else PastMetrics()
-        past.time_s, last = broadcast_value([past.time_s, past.evaluations[-1:]], pipe)
-        self._evaluated = last[0][0] + 1 if last else 0  # steps done at the latest evaluation
-        with message_if_slow("measuring what the devices can do", show):
-            size = StepSize(job.samples_per_update, job.tokens_per_update, Efficiency.from_job(job))
+        past, self._evaluated = PastMetrics(), 0  # steps done at the latest evaluation
+        if job.steps_done:
+            if show:
+                past = PastMetrics.read(self._folder / METRICS, job.steps_done)
+            past.time_s, last = broadcast_value([past.time_s, past.evaluations[-1:]])
+            self._evaluated = last[0][0] + 1 if last else 0
+        size = StepSize(job.samples_per_update, job.tokens_per_update, Efficiency.from_job(job, show))
         events = TensorBoardWriter(self._folder, job.steps_done) if show and config.metrics.tensorboard else None
         with Metrics(self._folder / METRICS if show else None, size, past, job.steps_done, events) as self._metrics:
             with ExitStack() as self._exits:
@@ -137,7 +140,7 @@ class _TrainingRun:
         return result
 
     def _open(self) -> None:
-        """Open everything that accompanies the steps: progress, trace, profile, checkpoints, checks."""
+        """Open the progress bar, the checkpoints, the checks, and the trace and profile that the config asks for."""
         job, pipe, config, enter = self._job, self._pipe, self._job.config, self._exits.enter_context
         self._progress = enter(ProgressBar(job.updates, config.training.print_frequency, pipe.rank == 0, job.step_name,
                                            job.steps_done, config.training.max_minutes))
@@ -147,19 +150,23 @@ class _TrainingRun:
         if config.metrics.rank_times_every is not None:
             self._rank_times = RankTimes(job, pipe, self._folder, note)
             self._exits.callback(self._rank_times.close)
-        wanted = config.training.profile_iteration
+        profiled = config.training.profile_iteration
         self._profile = enter(TorchProfile(job, pipe, self._folder, note)) \
-            if wanted is not None and wanted > job.steps_done else None
-        self._saving = enter(Checkpointing(job, pipe, self._folder, self._metrics, note))
+            if profiled is not None and profiled > job.steps_done else None
+        self._saving = enter(Checkpointing(job, pipe, self._hosts, self._folder, self._metrics, note))
         enter(in_good_order())
         note_to(self._progress.show)
-        if config.parallel.executor == THREADED and device_of(config).type == "cpu":
+        on_cpu = pipe.engine.local_stages[0].device.type == "cpu"
+        if config.parallel.executor == THREADED and on_cpu:
             note(NO_GAIN)
         slow = few_microbatches(job.schedule, "training.num_microbatches", config.dataset.batch_size)
         if pipe.rank == 0 and slow is not None:
             note(f"warning: {slow}")
         self._divergence = DivergenceCheck(job, self._saving, note)
-        self._balance = BalanceCheck(job, pipe, self._folder, note)
+        # On a GPU, no process knows how long its actions compute.
+        long_enough = job.updates is None or job.updates - job.steps_done >= BALANCE_WARM_UP + MEASURED
+        self._balance = BalanceCheck(job, pipe, self._folder, note) \
+            if on_cpu and long_enough and job.schedule.ranks > 1 else None
 
     def _summarize(self, figures: RunFigures | None) -> None:
         """Print the summary, and write it to the log, ``metrics.jsonl`` and the CSV file."""
@@ -205,14 +212,16 @@ class _TrainingRun:
                 self._pause(step.index)
             if self._profile is not None:
                 self._profile.before(metrics.steps)
-        self._balance.before_drain()
+        if self._balance is not None:
+            self._balance.before_drain()
         self._record(*engine.drain())
-        self._balance.report()
+        if self._balance is not None:
+            self._balance.report()
         if self._rank_times is not None:
             self._rank_times.end()
         complete = metrics.steps == job.updates
         if not complete:
-            signal = broadcast_value(signal, self._pipe, self._pipe.placement[-1][0])
+            signal = broadcast_value(signal, self._pipe.placement[-1][0])
         if signal is None or complete:
             if self._evaluated != metrics.steps:
                 self._evaluate()
@@ -242,7 +251,8 @@ class _TrainingRun:
             self._metrics.exclude_time()
         for step in steps:
             self._progress.update(step, self._metrics)
-            self._balance.step()
+            if self._balance is not None:
+                self._balance.step()
             self._divergence.check_step(step)
         for warning in self._metrics.warnings():
             self._progress.note(f"warning: {warning}")
@@ -262,16 +272,19 @@ class _TrainingRun:
         Args:
             before: steps that were done at the last pause; draining may complete more.
         """
-        self._balance.before_drain()
+        if self._balance is not None:
+            self._balance.before_drain()
         self._record(*self._pipe.engine.drain())
-        self._balance.after_drain()
+        if self._balance is not None:
+            self._balance.after_drain()
         steps = self._metrics.steps
         if steps != self._job.updates:
             if self._cadence.evaluates(before, steps):
                 self._evaluate()
             if self._cadence.saves(before, steps):
                 self._saving.save()
-        self._balance.before_refill()
+        if self._balance is not None:
+            self._balance.before_refill()
 
     def _evaluate(self) -> None:
         with self._read(self._job.evaluation_batches(self._fields), "evaluation batch") as batches:

@@ -1,4 +1,4 @@
-"""Record a run's steps in ``metrics.jsonl``, one JSON object per update; and MFU, which follows from its speed."""
+"""Record a run's steps in ``metrics.jsonl``, one JSON object per update, show them, and compute MFU."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import json
 import logging
 import math
 import os
+import sys
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from types import TracebackType
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from vpipe.errors import LastingError, UserError, counted
 from vpipe.metric_formulas import Utilization
 from vpipe.profiling.peak_flops import PeakFlops, find_peak
+from vpipe.progress import message_if_slow
 from vpipe.runtime.step_results import Step
-from vpipe.train.job import Job, device_of
-from vpipe.train.model_settings import model_flops
+from vpipe.train.job import Job, device_of, model_flops
 from vpipe.train.tensorboard import TensorBoardWriter
 
 log = logging.getLogger("vpipe")
@@ -200,10 +201,6 @@ class Metrics:
         ``bytes`` and ``drain_s``; or ``error``, the reason why there is none."""
         self._write({"step": step, "checkpoint": name, **facts})
 
-    def median_update_s(self) -> float:
-        """Return the median seconds of the updates of this attempt, of which there is one at least."""
-        return median(self.update_s)
-
     def summary(self, figures: Mapping[str, Any]) -> None:
         """Record the figures of the run, as the last line."""
         self._write({"step": self.steps - 1, "summary": figures})
@@ -261,6 +258,63 @@ class Metrics:
             self._file.close()
         if self._events is not None:
             self._events.close()
+
+
+class ProgressBar:
+    """Show steps, loss, gradient norm, tokens per second and time left: a bar, or a line every ``every`` steps.
+
+    The lines also go to the log of each rank.
+
+    Args:
+        steps: of the run; None if unknown.
+        show: whether this rank prints.
+        name: of a step.
+        done: steps of earlier attempts of the run.
+        minutes: after which the run ends; None without such a limit.
+    """
+
+    def __init__(self, steps: int | None, every: int, show: bool, name: str, done: int = 0,
+                 minutes: float | None = None) -> None:
+        self._steps, self._every, self._show, self._name = steps, every, show, name
+        self._end_s = math.inf if minutes is None else 60 * minutes
+        self._terminal = sys.stderr.isatty()
+        self._bar = tqdm(total=steps, initial=done, disable=not show or not self._terminal, unit=name, file=sys.stderr,
+                         dynamic_ncols=True, mininterval=0.2, smoothing=0.05,
+                         bar_format="{unit} {n_fmt}/{total_fmt} |{bar}| {desc}")
+
+    def update(self, step: Step, metrics: Metrics) -> None:
+        """Show a step that has ended."""
+        done, total = step.index + 1, self._steps
+        left_s = min(self._end_s - metrics.time_s,
+                     math.inf if total is None else metrics.recent_update_s * (total - done))
+        left = [] if left_s == math.inf else [f"{tqdm.format_interval(max(0, left_s))} left"]
+        norm = "" if step.gradient_norm is None else f"grad norm {step.gradient_norm:.3g}  "
+        text = f"loss {step.loss:.3f}  {norm}{metrics.recent_tokens_per_s:,.0f} tokens/s"
+        self._bar.set_description_str("  ".join([text, *left]), refresh=False)  # fits 80 columns
+        self._bar.update()
+        if done % self._every == 0 or done == total:
+            of = f"/{total}" if total else ""
+            times = ", ".join([tqdm.format_interval(metrics.time_s), *left])
+            self.note(f"{self._name} {done}{of}: {text}  {times}", on_terminal=False)
+
+    def note(self, text: str, on_terminal: bool = True) -> None:
+        """Write a line to the log and to the screen, above the bar if there is one."""
+        log.info(text)
+        self.show(text, on_terminal)
+
+    def show(self, text: str, on_terminal: bool = True) -> None:
+        """Write a line to the screen only."""
+        if self._show and not self._terminal:
+            with suppress(OSError):  # stderr is a file on a full disk: training goes on
+                print(text, file=sys.stderr, flush=True)
+        elif self._show and on_terminal:
+            self._bar.write(text, file=sys.stderr)
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._bar.close()
 
 
 def finite(value: float) -> Number:
@@ -354,18 +408,21 @@ class Efficiency:
     peak: PeakFlops
 
     @classmethod
-    def from_job(cls, job: Job) -> Efficiency | None:
-        """Return the efficiency of a job; all ranks call this, since they measure a peak that is not known together.
+    def from_job(cls, job: Job, show: bool = False) -> Efficiency | None:
+        """Return the efficiency of a job, the same on every rank; None for a family that does not give FLOPs.
 
-        Returns:
-            The same on every rank; None for a family that does not give the FLOPs of its layers.
+        All ranks call this: together they measure a peak that the config does not give.
+
+        Args:
+            show: whether to print a line if measuring takes long.
         """
         layers = model_flops(job.config.model, len(job.model))
         if layers is None:
             return None
         config, device = job.config, device_of(job.config)
-        dtype = config.training.computed.dtype or torch.float32
-        peak = find_peak(device, dtype, config.metrics.peak_tflops)
+        dtype, given = config.training.computed.dtype or torch.float32, config.metrics.peak_tflops
+        with nullcontext() if given is not None else message_if_slow("measuring what the devices can do", show):
+            peak = find_peak(device, dtype, given)
         return cls(tuple(layers), 0.0, peak).with_recompute(job.recomputed)
 
     def with_recompute(self, layers: Iterable[Iterable[int]]) -> Efficiency:

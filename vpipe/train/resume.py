@@ -34,7 +34,6 @@ from vpipe.train.run_folder import (
     checkpoints_root,
     last_step,
     lock_run,
-    make_run_folder,
     next_attempt,
     why_unsaved,
 )
@@ -372,32 +371,29 @@ def prepare_run(start: ResumePoint, job: Job) -> Path:
     Raises:
         UserError: the run is still going; the checkpoint does not fit the job; a folder cannot be written.
     """
+    from vpipe.train.job import new_run
+    from vpipe.train.metrics import PastMetrics  # which needs torch, as a job does
+
     manifest, steps = start.manifest, 0
     if manifest is not None:
         check_fits_job(manifest, job)
         steps = manifest.step
         if lost := no_longer_used(manifest):
             print(f"warning: {lost}", file=sys.stderr, flush=True)
-    config = job.config.resolved_yaml()
     if start.folder is None:
-        saving = job.config.saving
-        folder = make_run_folder(job.config.log_directory, config, saving.directory if saving.makes_any else None)
-        lock_run(folder)
-        job.keep_plan(folder)
+        folder = new_run(job)
         if manifest is not None:
             print(_begins_with(manifest, start), file=sys.stderr, flush=True)
             if warning := other_tokens(manifest, job):
                 print(f"warning: {warning}", file=sys.stderr, flush=True)
         return folder
-    from vpipe.train.metrics import PastMetrics  # which needs torch, as a job does
-
     folder = start.folder
     lock_run(folder)
     roots = list(dict.fromkeys([_next_root(job.config, folder), *checkpoint_roots(folder)]))
     attempt, last = next_attempt([folder, *roots]), last_step(folder)
     # First the checkpoints: a process that is killed here leaves none that is ahead of metrics.jsonl.
     moved = [name for root in roots for name in _move_later(root, steps, attempt)]
-    begin_attempt(folder, attempt, config, PastMetrics.read(folder / METRICS, steps).lines)
+    begin_attempt(folder, attempt, job.config.resolved_yaml(), PastMetrics.read(folder / METRICS, steps).lines)
     job.keep_plan(folder)
     if (folder / PLAN).exists() and Plan.load(folder / PLAN).partition != job.partition:
         (folder / PLAN).unlink()  # this attempt follows it no more
@@ -480,7 +476,8 @@ def _differences(manifest: Manifest, job: Job) -> Iterator[Problem]:
 
 def _other_model(manifest: Manifest, job: Job) -> list[str]:
     """Return what names and shapes do not show, such as the number of attention heads."""
-    from vpipe.train.model_settings import model_differences, model_file, model_settings
+    from vpipe.train.checkpoint_model import model_differences
+    from vpipe.train.job import model_file, model_settings
 
     ours, before = job.config.model, parse(manifest.config, "", "the checkpoint's config")
     if before.get(("model",)) is None:

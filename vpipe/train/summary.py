@@ -23,19 +23,6 @@ _COLUMNS = ("stage", "rank", "layers", "forward", "backward", "step", "comm", "i
             "in flight", "memory")
 
 
-def headline(job: Job) -> str:
-    """Describe a job in the line that a run begins with."""
-    ranks = job.schedule.ranks
-    to_plan, parallel = job.config.parallel.to_plan, job.config.parallel.standing_in
-    return (f"{job.config.model.name}: {counted(len(job.model), 'layer')} in {counted(len(job.placement), 'stage')}"
-            + ("" if "partition" in to_plan else f" {list(job.partition)}")
-            + ("" if "schedule" in to_plan else f", schedule {parallel.order}")
-            + ("" if (precision := job.config.training.precision) == "fp32" else f", {precision}") + ", "
-            + (f"{', '.join(to_plan)} to be planned, " if to_plan else "")
-            + ("one process per stage" if ranks == len(job.placement) == len(set(job.placement)) else
-               f"{ranks} process{'es' * (ranks > 1)}"))
-
-
 def summary(job: Job, metrics: Metrics, figures: RunFigures | None, saves: Sequence[str] = ()) -> str:
     """Return losses, a table of figures, and a row per stage and rank, in lines that fit the terminal.
 

@@ -1,88 +1,22 @@
-"""Return the settings of the model that a config, or the config in a checkpoint, describes."""
+"""Read the model and the config of a checkpoint, and compare models."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite
-from numbers import Real
 from pathlib import Path
-from typing import Any
 
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.config.config import Config, drop_removed
 from vpipe.config.sections import ModelSection
 from vpipe.config.validation import validated
-from vpipe.config.yaml_tree import parse, read_json, write
-from vpipe.errors import UserError, counted
+from vpipe.config.yaml_tree import parse, write
+from vpipe.errors import UserError
 from vpipe.model.layer import Model
 from vpipe.model.registry import Family, ModelSettings, family_named
+from vpipe.train.job import model_file, model_settings
 
 _ONLY_TRAINING = ("dropout", "initializer_range")
 """Parts of keys that change how a model is trained, but not what its weights mean."""
-
-
-def model_file(section: ModelSection) -> Mapping[str, Any]:
-    """Read the Hugging Face config that gives the model's sizes; empty if the section names none."""
-    path = section.config_file
-    if path is None:
-        return {}
-    if not os.path.isfile(path):
-        raise UserError(f"model.config_file names '{path}', but there is no such file",
-                        hint="it is a JSON file such as bert_config.json, from the current folder")
-    content = read_json(path)
-    if content.problems:
-        raise UserError.all_of(content.problems)
-    family, kind = family_named(section.name).huggingface, content.value.get("model_type")
-    if family is not None and isinstance(kind, str) and kind != family.model_type:
-        raise UserError(f"model.config_file names '{path}', which is of a {kind}, but model.name is {section.name}",
-                        hint="set model.name to the family of that file, or name a file of this one")
-    return dict(content.value)
-
-
-def model_settings(section: ModelSection, vocab_size: int, overrides: Mapping[str, Any]) -> ModelSettings:
-    """Return the settings of a ``model`` section with the size of the vocabulary.
-
-    Args:
-        overrides: content of its ``config_file``.
-    """
-    return ModelSettings(
-        vocab_size=vocab_size, preset=section.preset, hidden_size=section.hidden_size, num_layers=section.num_layers,
-        num_heads=section.num_heads, num_kv_heads=section.num_kv_heads, sequence_length=section.sequence_length,
-        dropout=section.dropout, tie_weights=section.tie_weights, overrides=overrides)
-
-
-def model_flops(section: ModelSection, layers: int) -> list[int] | None:
-    """Return the FLOPs of a token's forward, per layer; None for a family that does not give them.
-
-    Args:
-        section: with the size of the vocabulary.
-        layers: of the model.
-
-    Raises:
-        UserError: the family gives another number of layers, values that are no numbers, or fails.
-    """
-    flops = family_named(section.name).flops
-    if flops is None:
-        return None
-    settings = model_settings(section, section.vocab_size, model_file(section))
-    hint = "let the flops of its register_model give a number for every layer, in order, or leave them out"
-    try:
-        counts = list(flops(settings))
-    except UserError:
-        raise
-    except Exception as error:  # of a package
-        raise UserError(f"the family of the model '{section.name}' cannot tell the operations of its layers: "
-                        f"{type(error).__name__}: {error}", hint=hint) from error
-    if len(counts) != layers:
-        raise UserError(f"the model '{section.name}' has {counted(layers, 'layer')}, but its family says the "
-                        f"operations of {len(counts)}", hint=hint)
-    for number, count in enumerate(counts):
-        if not isinstance(count, Real) or not isfinite(count) or count < 0:
-            raise UserError(f"the family of the model '{section.name}' says that layer {number} has {count!r} "
-                            "operations per token", hint=hint)
-    return counts
 
 
 def model_differences(name: str, here: ModelSettings, there: ModelSettings) -> list[str]:
