@@ -14,9 +14,8 @@ from vpipe.errors import UserError
 from vpipe.model.layer import LOSS, Model, check_alike, kind_of, parameter_of, set_parameter, share_modules
 from vpipe.model.sequential import rounded_module
 from vpipe.model.split import StageSpec
-from vpipe.runtime.parameters import has_hooks, replace_parameter
 from vpipe.runtime.precision import Precision
-from vpipe.runtime.weight_versions import Slot, WeightVersions
+from vpipe.runtime.weight_versions import Slot, WeightVersions, has_hooks, replace_parameter
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,14 @@
-"""Weight versions: values that microbatches hold, not a state the module is in.
+"""Keep the weight versions that the microbatches in flight use (weight stashing).
 
-A forward pins the latest version; the backward of the same microbatch runs with that version; a
-version that nobody pins and that is not the latest gives its memory to the next one. The optimizer steps master
-parameters of its own, which share memory with the latest version. A step writes in place when no
-microbatch holds the latest version, and into fresh memory when one does. So a schedule with a flush,
-and the last stage of any, holds one version and copies nothing, and stage s of p under PipeDream
+A forward pins the latest version, and the backward of the same microbatch runs with it. A version that is neither
+pinned nor the latest gives its memory to the next one. The optimizer steps master parameters, which share memory with
+the latest version. A step writes in place when no microbatch holds the latest version, else into other memory. So a
+schedule with a flush, and the last stage of any, holds one version and copies nothing, and stage s of p under PipeDream
 holds p - s (Narayanan et al., PipeDream, SOSP 2019, section 3.3).
 
-Autograd never sees a change: every version has parameters ("leaves") of its own, which share no
-version counter with the masters, and the modules' slots are pointed to the leaves of the version
-in use. That is right for a layer that reads its parameters from their slots in every forward, also for one that
-computes ``x @ self.w``. One that keeps a reference of its own is refused, see :meth:`renew`.
+Autograd never sees a change: every version has parameters ("leaves") of its own, which share no version counter with
+the masters, and modules are pointed to the leaves of the version in use. A layer must read its parameters from its
+module in every forward; one that computes with a reference of its own gets an error, see :class:`ReplacedParameter`.
 
 Hooks on parameters (``register_hook``, ``register_post_accumulate_grad_hook``) go with the parameter from version to
 version, and run where plain PyTorch runs them: once per microbatch, with its whole gradient, before and after that is
@@ -22,31 +20,33 @@ rounds them into the next version.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from vpipe.errors import UserError
-from vpipe.runtime.parameters import HOOKS, has_hooks, new_leaf, replace_parameter, share_hooks, without_hooks
+
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Where torch keeps the hooks of a tensor, by their handles: a table, or None."""
 
 Slot = tuple[nn.Module, str]
 """A place where a module keeps a parameter."""
 
 
 class Steps(Protocol):
-    """An optimizer, or what else steps the masters by their gradients."""
+    """An optimizer: its step changes the masters in place, by their gradients."""
 
-    def step(self) -> object:
-        """Change the masters in place."""
+    def step(self) -> object: ...
 
 
 class _Mark(NamedTuple):
-    """By what a change of a parameter, or of its gradient, shows."""
+    """Show a change of a parameter or of its gradient, when two marks are compared."""
 
     version: int
     memory: int
@@ -82,7 +82,7 @@ class WeightVersions:
 
     @cached_property
     def masters(self) -> dict[str, nn.Parameter]:
-        """Return what the optimizer steps: the memory of the latest version, or the unrounded values of that.
+        """Return the parameters that the optimizer steps: the latest version's memory, or its unrounded values.
 
         They have the attributes that were set on the parameters, such as ``p.no_decay = True``.
         """
@@ -97,7 +97,7 @@ class WeightVersions:
     def renew(self) -> None:
         """Give the first version leaves of its own, for there will be others that modules are pointed to.
 
-        Whoever keeps a reference to one of the parameters before and computes with it gets an error.
+        The parameters before become :class:`ReplacedParameter`.
         """
         self._parted = True
         before = self._leaves[self.latest]
@@ -110,18 +110,15 @@ class WeightVersions:
             replace_parameter(parameter, name)
 
     def marks(self) -> list[_Mark]:
-        """Return by what a change of the parameters in use, or of their gradients, shows."""
+        """Return marks by which :meth:`check_forward` sees a change of the parameters in use."""
         return [_Mark(leaf._version, leaf.data_ptr(), leaf.grad, 0 if leaf.grad is None else leaf.grad._version)
                 for leaf in self._active]
 
     def check_forward(self, marks: Sequence[_Mark], recomputed: bool) -> None:
-        """Refuse what a forward did to the parameters since :meth:`marks`, if it cannot be kept up.
-
-        Args:
-            recomputed: whether the forward will run again.
+        """Check what a forward, which is ``recomputed`` or not, did to the parameters since :meth:`marks`.
 
         Raises:
-            UserError: with what it did.
+            UserError: it did what would be lost, or would not be trained.
         """
         for name, leaf, before, now in zip(self.names, self._active, marks, self.marks(), strict=True):
             places = self.slots[name]
@@ -177,7 +174,7 @@ class WeightVersions:
         self._active = leaves
 
     def begin_backward(self, version: int) -> None:
-        """Let the gradients accumulated so far go on accumulating in this version's leaves."""
+        """Move the gradients accumulated so far to this version's leaves."""
         leaves = self._leaves[version]
         if leaves is self._graded:
             return
@@ -200,15 +197,12 @@ class WeightVersions:
 
     def _drop_unused(self, version: int) -> None:
         if version not in self._pins and version < (self.latest if self._chosen is None else self._chosen):
-            leaves = self._leaves.pop(version)
-            self._free.append(self._renewed(leaves) if leaves is self._first else leaves)
-
-    def _renewed(self, leaves: list[nn.Parameter]) -> list[nn.Parameter]:
-        """Return other leaves in the memory of the first ones, to which a first forward may have kept a reference."""
-        renewed = [new_leaf(leaf.data, leaf) for leaf in leaves]
-        for name, leaf in zip(self.names, leaves, strict=True):
-            replace_parameter(leaf, name)
-        return renewed
+            leaves = free = self._leaves.pop(version)
+            if leaves is self._first:  # to which a first forward may have kept a reference
+                free = [new_leaf(leaf.data, leaf) for leaf in leaves]
+                for name, leaf in zip(self.names, leaves, strict=True):
+                    replace_parameter(leaf, name)
+            self._free.append(free)
 
     def choose(self, version: int | None) -> None:
         """Give the following microbatches this version; None: the latest, whichever that is by then.
@@ -252,7 +246,7 @@ class WeightVersions:
             leaf.grad = gradient
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply what was accumulated."""
+        """Multiply the accumulated gradients."""
         if present := [gradient for gradient in self.gradients if gradient is not None]:
             torch._foreach_mul_(present, factor)
 
@@ -265,22 +259,19 @@ class WeightVersions:
         return [self._leaves[self.latest][self.names.index(name)].data for name in names]
 
     def add_gradient(self, name: str, gradient: Tensor) -> None:
-        """Add what another stage contributed to a tied weight's gradient."""
+        """Add another stage's gradient of a tied weight."""
         leaf = self._graded[self.names.index(name)]
         # A copy: in one process the replicas of a stage are given the same tensor, and each scales its own.
         leaf.grad = gradient.clone() if leaf.grad is None else leaf.grad.add_(gradient)
 
     @contextmanager
     def added_at_once(self, names: Sequence[str]) -> Iterator[None]:
-        """Let what several backwards contribute to these parameters be summed first, then added to the gradient.
-
-        Their hooks run at the end, with the sum.
-        """
+        """Sum what several backwards contribute to these parameters, then add the sum; hooks run with the sum."""
         leaves = [self._graded[self.names.index(name)] for name in names]
         before = [leaf.grad for leaf in leaves]
         for leaf in leaves:
             leaf.grad = None
-        with without_hooks(leaves):
+        with _without_hooks(leaves):
             yield
         for leaf, gradient in zip(leaves, before, strict=True):
             total, leaf.grad = leaf.grad, gradient
@@ -305,11 +296,11 @@ class WeightVersions:
             leaf.grad = gradient
 
     def without_hooks(self) -> AbstractContextManager[None]:
-        """Return the context in which gradients are made that are added later, when their hooks run."""
-        return without_hooks([self._graded[i] for i in self._find_hooked()])
+        """Return a context without hooks, for gradients that are added later."""
+        return _without_hooks([self._graded[i] for i in self._find_hooked()])
 
     def with_hooks(self) -> AbstractContextManager[None]:
-        """Return the context in which gradients are added without autograd: hooks run at the end, with the sum."""
+        """Return a context in which gradients are added without autograd: hooks run at its end, with the sum."""
         hooked = self._find_hooked()
         return self.added_at_once([self.names[i] for i in hooked]) if hooked else nullcontext()
 
@@ -319,7 +310,7 @@ class WeightVersions:
         return self._hooked
 
     def accumulate(self, gradients: Sequence[Sequence[Tensor | None]]) -> None:
-        """Add up what several backwards gave, each in the order of ``names``, running hooks as each is added."""
+        """Add up the gradients of several backwards, each in the order of ``names``; run hooks as each is added."""
         total: list[Tensor | None] = [None] * len(self.names)
         plain = [not has_hooks(leaf) for leaf in self._graded]
         for each in gradients:
@@ -352,12 +343,10 @@ class WeightVersions:
     def install(self, version: int, tensors: Sequence[Tensor]) -> None:
         """Make received values (owned by the caller no longer) the latest version."""
         leaves = [new_leaf(tensor, leaf) for tensor, leaf in zip(tensors, self.leaves(), strict=True)]
-        before = self.latest
-        self._advance(version, leaves)
-        if before not in self._pins and before != version:
-            del self._leaves[before]
+        if self.latest not in self._pins:
+            del self._leaves[self.latest]
         self._free.clear()  # received values bring their own memory
-        self._count()
+        self._add(version, leaves)
 
     @torch.no_grad()
     def step(self, optimizer: Steps | None) -> None:
@@ -405,12 +394,74 @@ class WeightVersions:
             torch._foreach_copy_([leaf.data for leaf in fresh], [leaf.data for leaf in latest])
             for master, leaf in zip(self.masters.values(), fresh, strict=True):
                 master.data = leaf.data
-        self._advance(self.latest + 1, fresh)
-        self._count()
+        self._add(self.latest + 1, fresh)
 
-    def _advance(self, version: int, leaves: list[nn.Parameter]) -> None:
+    def _add(self, version: int, leaves: list[nn.Parameter]) -> None:
         self._leaves[version] = leaves
         self.latest = version
-
-    def _count(self) -> None:
         self.most_held = max(self.most_held, len(self._leaves))
+
+
+def new_leaf(data: Tensor, like: nn.Parameter) -> nn.Parameter:
+    """Return a parameter of the same kind as another, with the attributes that were set on that one."""
+    leaf = nn.Parameter.__new__(type(like), data)
+    leaf.__dict__.update(like.__dict__)
+    return leaf
+
+
+def has_hooks(leaf: nn.Parameter) -> bool:
+    """Return whether hooks run where its gradient accumulates."""
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+
+
+def share_hooks(leaf: nn.Parameter, like: nn.Parameter) -> None:
+    """Give a parameter another one's tables of hooks themselves, so that handles remove them from both."""
+    for kind in HOOKS:
+        hooks = getattr(like, kind)
+        if hooks is not getattr(leaf, kind):
+            setattr(leaf, kind, hooks)
+
+
+@contextmanager
+def _without_hooks(leaves: Sequence[nn.Parameter]) -> Iterator[None]:
+    hooks = [(leaf, kind, getattr(leaf, kind)) for leaf in leaves for kind in HOOKS if getattr(leaf, kind)]
+    for leaf, kind, _ in hooks:
+        setattr(leaf, kind, OrderedDict())  # None would leave those after accumulation where autograd finds them
+    try:
+        yield
+    finally:
+        for leaf, kind, found in hooks:
+            setattr(leaf, kind, found)
+
+
+_READ = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad", *HOOKS)
+_ALLOWED: frozenset[Callable[..., Any]] = frozenset({
+    *(getattr(Tensor, name).__get__ for name in _READ), *(getattr(Tensor, name).__set__ for name in _READ[-3:]),
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size, Tensor.is_contiguous,
+    Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__, Tensor.__repr__})
+"""Operations that a replaced parameter still allows: none depends on its values."""
+
+
+class ReplacedParameter(nn.Parameter):
+    """A parameter that is not in its module any more; computing with it raises an error with its name."""
+
+    _replaced_name: str
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        if func in _ALLOWED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        name = next((found._replaced_name for found in tree_leaves((args, kwargs))
+                     if isinstance(found, ReplacedParameter)), "a parameter")
+        raise UserError(f"'{name}' is used through a reference that its layer keeps beside the module's own: there it "
+                        "would stay as it was at first, whatever is trained",
+                        hint="read the parameter from its module in every forward, as in self.weight, instead of from "
+                             "a list, a closure or another attribute")
+
+
+def replace_parameter(parameter: nn.Parameter, name: str) -> None:
+    """Refuse from now on to compute with a parameter; errors call it ``name``."""
+    parameter._replaced_name = name  # type: ignore[attr-defined]
+    parameter.__class__ = ReplacedParameter
