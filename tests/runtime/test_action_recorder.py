@@ -64,7 +64,7 @@ def test_recording_changes_no_number_and_misses_no_action(setting: dict[str, Any
             assert sorted(returns) == forwards
             updates = [note.number for note in there if note.op is Op.STEP]
             assert updates == list(range(worker.stages[stage].weights.latest))
-            assert max(note.versions for note in there) == worker.stages[stage].weights.most_held
+            assert max(note.versions for note in there) == worker.stages[stage].weights.most_versions
             assert {note.op for note in there} >= ({Op.RECOMPUTE} if pipe.recomputed[stage] else {Op.FORWARD})
     # Counting every microbatch finds what the first of each shape let expect.
     monkeypatch.setattr(trace._Kind, "known", property(lambda kind: False, lambda kind, known: None), raising=False)

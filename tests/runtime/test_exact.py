@@ -121,7 +121,7 @@ def test_pipedream_equals_its_oracle(partition: list[int], recompute: float, upd
     assert_same_state(pipe.state_dict(), oracle.state)
     for worker in pipe.engine.workers.values():
         for s, stage in worker.stages.items():
-            assert stage.weights.most_held <= len(partition) - s
+            assert stage.weights.most_versions <= len(partition) - s
             assert worker.peak_activations[s] <= len(partition) - s
 
 
@@ -131,7 +131,7 @@ def test_pipedream_with_momentum_over_forty_updates_holds_four_three_two_one_ver
     losses = [step.loss for step in pipe.train(batches)]
     oracle = asynchronous_oracle(model, batches, TrainingRecipe(Momentum().from_named, 1, 2), pipe.partition)
     assert losses == oracle.losses
-    assert [stage.weights.most_held for worker in pipe.engine.workers.values()
+    assert [stage.weights.most_versions for worker in pipe.engine.workers.values()
             for stage in worker.stages.values()] == [4, 3, 2, 1]
 
 
@@ -141,7 +141,7 @@ def test_a_flush_schedule_holds_one_version_and_copies_nothing() -> None:
     memory = [[value.data_ptr() for value in stage.weights.values(stage.weights.names)] for stage in stages]
     assert len(list(pipe.train(rich_batches(3, 8)))) == 3
     assert memory == [[value.data_ptr() for value in stage.weights.values(stage.weights.names)] for stage in stages]
-    assert [stage.weights.most_held for stage in stages] == [1, 1, 1]
+    assert [stage.weights.most_versions for stage in stages] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

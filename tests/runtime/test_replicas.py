@@ -216,7 +216,7 @@ def test_each_replica_holds_as_few_versions_as_its_depth_asks_for() -> None:
     """Of 1-3-2: five forwards before the first backward of stage 0, one at stage 1, none at stage 2."""
     pipe = pipeline(rich_model(), [1, 3, 2], "pipedream", 6)
     list(pipe.train(rich_batches(5, 6)))
-    held = [[(worker.stages[s].weights.most_held, worker.peak_activations[s]) for rank, worker in
+    held = [[(worker.stages[s].weights.most_versions, worker.peak_activations[s]) for rank, worker in
              sorted(pipe.engine.workers.items()) if s in worker.stages] for s in range(3)]
     assert held == [[(6, 6)], [(2, 2)] * 3, [(1, 1)] * 2]
 

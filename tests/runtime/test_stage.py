@@ -382,7 +382,7 @@ def test_activations_live_from_forward_to_backward_and_dropped_ones_not_even_tha
     stage = stage_of(model, [1, 4, 1], 1, recompute=0.5)
     received = hidden()
     outputs, record = stage.forward([received], {}, (0, 0), stage.pin({}))
-    inputs = [weakref.ref(t) for held in record.held for t in held.inputs.values()]
+    inputs = [weakref.ref(t) for saved in record.spans for t in saved.inputs.values()]
     del received
     assert sorted(tokens.alive.elements()) == ["kept0", "kept1"]
     assert tokens.peak["dropped0"] == 1

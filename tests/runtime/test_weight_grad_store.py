@@ -388,9 +388,9 @@ def test_the_input_half_touches_no_gradient_of_borrowed_weights() -> None:
 def test_recompute_does_nothing_where_nothing_is_dropped() -> None:
     stage = stage_of(rich_model(), [8], 0)
     _, record = stage.forward(*fields()[0], (0, 0), stage.pin({}))
-    before = [held.graph for held in record.held]
+    before = [saved.graph for saved in record.spans]
     stage.recompute(record)
-    assert all(held.graph is graph for held, graph in zip(record.held, before, strict=True))
+    assert all(saved.graph is graph for saved, graph in zip(record.spans, before, strict=True))
 
 
 # -- memory ------------------------------------------------------------------------------------------------
@@ -451,7 +451,7 @@ def test_each_half_frees_what_the_next_does_not_need(operation: str, early: bool
         assert sorted(alive.names) == ["early", "input", "late"]
     stage.prepare_backward(record.pins)
     stage.backward_input(record, {"h": torch.ones_like(outputs[0])})
-    assert (alive.names, record.held) == (["input"], [])
+    assert (alive.names, record.spans) == (["input"], [])
     stage.backward_weight(record)
     assert (alive.names, record.weight_grads) == ([], [])
 

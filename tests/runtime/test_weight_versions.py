@@ -104,7 +104,7 @@ def test_a_step_is_in_place_when_nobody_holds_the_latest_version() -> None:
         weights.step(optimizer)
         assert (weights.latest, held(weights), memory(weights, update + 1)) == (update + 1, [update + 1], where)
     assert weights.values(["w"])[0].tolist() == [[-2.0, -1.0], [0.0, 1.0]]
-    assert weights.most_held == 1
+    assert weights.most_versions == 1
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 3, 4])
@@ -132,7 +132,7 @@ def test_memory_of_the_first_versions_serves_all_later_ones(in_flight: int) -> N
         assert weights.masters["w"].data_ptr() == memory(weights, weights.latest)
         seen.append({memory(weights, version) for version in held(weights)} | {
             leaf.data_ptr() for leaves in weights._free for leaf in leaves})
-    assert weights.most_held == in_flight
+    assert weights.most_versions == in_flight
     everything = set().union(*seen)
     assert len(everything) == in_flight
     assert seen[in_flight:] == [everything] * len(seen[in_flight:]), "no allocation after the first versions"
@@ -178,7 +178,7 @@ def test_received_versions_take_the_place_of_the_latest() -> None:
     assert held(weights) == [0, 4], "version 1 was never held"
     assert weights.values(["w"])[0][0, 0] == 4
     weights.unpin(0)
-    assert (held(weights), weights.most_held) == ([4], 2)
+    assert (held(weights), weights.most_versions) == ([4], 2)
 
 
 def test_what_several_backwards_give_at_once_is_summed_before_it_is_added() -> None:

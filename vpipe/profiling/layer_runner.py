@@ -62,8 +62,8 @@ class LayerRunner:
 
     def drop(self, record: Record) -> None:
         """Drop the graph of a forward, as for a recomputed layer; :meth:`recompute` makes it again."""
-        for held in record.held:
-            held.graph = None
+        for saved in record.spans:
+            saved.graph = None
 
     def recompute(self, record: Record) -> None:
         """Run the forward again."""
@@ -93,7 +93,7 @@ class LayerRunner:
             leaf.grad = gradient
 
     def _returned(self, record: Record) -> list[str]:
-        return [name for name, leaf in record.held[0].inputs.items() if leaf.requires_grad]
+        return [name for name, leaf in record.spans[0].inputs.items() if leaf.requires_grad]
 
 
 def read_later(model: Model, number: int) -> tuple[str, ...]:

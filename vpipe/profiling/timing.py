@@ -237,8 +237,8 @@ def _times(layers: int, device: torch.device, clock: Clock, precision: Precision
                 marks.append(clock())
                 stage.backward_weight(record)
             else:
-                for held in record.held:
-                    held.graph = None
+                for saved in record.spans:
+                    saved.graph = None
                 stage.recomputes = True
                 stage.recompute(record)
                 marks.append(clock())

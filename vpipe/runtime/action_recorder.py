@@ -145,7 +145,7 @@ class Recorder:
         number = segment.number(index) if op in PER_MICROBATCH else segment.update_number(stage, index)
         here = worker.stages.get(stage)
         self._records.append((op, stage, number, started, ended, transport.wait_s - waited, self._held,
-                            0 if here is None else here.weights.held))
+                            0 if here is None else here.weights.version_count))
 
     def abandon(self) -> None:
         """Forget microbatches that failed; their actions stay recorded."""

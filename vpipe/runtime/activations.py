@@ -1,4 +1,4 @@
-"""Activations that a stage keeps of a microbatch from its forward to its backward, and their bytes."""
+"""Hold the activations of a microbatch from its forward to its backward, and count their bytes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ DropoutKey = tuple[int, int]
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive layers of a stage that are kept, or dropped and recomputed, together.
-
-    Attributes:
-        layers: with their numbers in the model and their modules.
-    """
+    """Consecutive layers, with numbers and modules, whose activations are kept, or dropped and recomputed, together."""
 
     layers: tuple[tuple[int, Layer, nn.Module], ...]
     inputs: tuple[str, ...]
@@ -44,12 +40,12 @@ class SpanGraph:
 
 @dataclass(slots=True)
 class SpanActivations:
-    """What the backward of one span needs.
+    """The activations of one span.
 
     Attributes:
         inputs: as leaves.
         graph: None until it is recomputed.
-        before: of a recomputed span, what its modules held before the forward, which has changed it.
+        before: of a recomputed span, the state that its forward has changed, as it was before.
         versions: of a recomputed span, those of its inputs.
     """
 
@@ -61,17 +57,17 @@ class SpanActivations:
 
 @dataclass(slots=True)
 class Record:
-    """What the backward of one microbatch needs; dropped as soon as it is used.
+    """The record of a microbatch for its backward; dropped as soon as it is used.
 
     Attributes:
-        held: by span.
+        spans: their activations, in order.
         fields: of the batch.
         pins: weight version per owner of weights: the stage itself, and those it borrows from.
         split: whether the backward comes in two halves.
         weight_grads: between the halves, of the spans in the order of backward.
     """
 
-    held: list[SpanActivations]
+    spans: list[SpanActivations]
     fields: Mapping[str, Tensor]
     key: DropoutKey
     pins: dict[int, int]
@@ -82,9 +78,9 @@ class Record:
 class ActivationCounter:
     """Count the bytes that the graphs of one microbatch save, by storage.
 
-    It sees the tensors as autograd saves them and leaves them as they are, so that the numbers stay the same. It does
-    not hold them: a storage that has gone meanwhile no longer counts. Tensors without strides (sparse ones) are not
-    counted. Autograd does not check whether what hooks handle is changed in place before it is used; this does.
+    It hooks into the saving of tensors by autograd, and changes no number. It holds no storage: one that was freed no
+    longer counts. Tensors without strides (sparse ones) are not counted. Autograd does not check whether tensors that
+    hooks handle are changed in place before they are used; the counter does.
     """
 
     def __init__(self) -> None:
@@ -93,7 +89,7 @@ class ActivationCounter:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count what is saved meanwhile."""
+        """Count the tensors that are saved meanwhile."""
         with saved_tensors_hooks(self, _unpack_unchanged):
             yield
 
@@ -102,7 +98,7 @@ class ActivationCounter:
         return saved.detach(), saved._version  # an operation's output would hold the graph that holds it
 
     def saved(self) -> dict[StorageWeakRef, int]:
-        """Return what was saved and still is there, in bytes by storage."""
+        """Return the bytes of saved storages that were not freed."""
         return {storage: size for storage, size in self._saved.items() if not storage.expired()}  # type: ignore[no-untyped-call]
 
     def bytes(self, record: Record, modules: Iterable[nn.Module]) -> int:
@@ -111,7 +107,7 @@ class ActivationCounter:
         A field of the batch counts by its own size: its storage is that of the whole batch.
         """
         there = self.saved()
-        for tensor in (*(t for held in record.held for t in held.inputs.values()),
+        for tensor in (*(t for saved in record.spans for t in saved.inputs.values()),
                        *(t for store in record.weight_grads for t in store.waiting())):
             _add(there, tensor)
         self._fields |= {_storage(field): field.nbytes for field in record.fields.values()}
@@ -139,11 +135,7 @@ def _storage(tensor: Tensor) -> StorageWeakRef:
 
 
 def _unpack_unchanged(packed: tuple[Tensor, int]) -> Tensor:
-    """Return what was saved.
-
-    Raises:
-        RuntimeError: it was changed in place meanwhile, as autograd has it.
-    """
+    """Return a saved tensor; raise autograd's own error if it was changed in place meanwhile."""
     saved, version = packed
     if saved._version != version:  # which it shares with the tensor that it was detached from
         raise RuntimeError("one of the variables needed for gradient computation has been modified by an inplace "

@@ -1,4 +1,7 @@
-"""Run the layers of a stage on one microbatch: forward, recompute, backward."""
+"""Run the layers of a stage on one microbatch: forward, backward, and recompute between them.
+
+:mod:`vpipe.runtime.recompute` drops and recomputes the activations of a span of layers.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,12 @@ import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from itertools import groupby
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge
 
 from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.model.layer import Layer, Model, seed_of
@@ -26,9 +30,10 @@ from vpipe.runtime.layer_errors import (
     may_repeat,
 )
 from vpipe.runtime.precision import FP32, Precision
-from vpipe.runtime.side_effects import SideEffects, StateBefore
+from vpipe.runtime.recompute import forward_without_activations, recompute_span
+from vpipe.runtime.side_effects import SideEffects
 from vpipe.runtime.split_backward import SplitBackwardMode
-from vpipe.runtime.stage_layers import StageLayers
+from vpipe.runtime.stage_layers import KeptRandomState, StageLayers
 from vpipe.runtime.weight_grad_store import WeightGradStore
 from vpipe.runtime.weight_versions import WeightVersions
 
@@ -47,25 +52,25 @@ class Stage(StageLayers):
         assert set(recomputed) <= set(spec.layers), "they are the stage's own"
         super().__init__(model, spec, seed=seed, device=device, precision=precision)
         self._autocast = torch.autocast(device.type, precision.dtype) if precision.autocasts else None
-        # Modules may compute other numbers when they see that they are watched: not where nothing is trained.
+        # Some modules compute other numbers under a torch function mode: none is active where nothing is trained.
         self._splittable = {i for i, module in self.modules.items()
                             if any(p.requires_grad for p in module.parameters())
                             and not any(map(_sees_its_operation, module.modules()))}
         self._observed: list[LayerOutputs] | None = None  # what each layer returns, while a failure is repeated
-        self._spans = list(self._cut(model, recomputed))
+        self._spans = list(self._cut_into_spans(model, recomputed))
         self.recomputes = bool(recomputed)
         self._shared = [(weights, names) for weights in self.all_weights if (names := self._in_several_spans(weights))]
 
-    def _cut(self, model: Model, recomputed: Collection[int]) -> Iterator[Span]:
-        """Yield the longest runs of layers that are all kept, or all recomputed."""
+    def _cut_into_spans(self, model: Model, recomputed: Collection[int]) -> Iterator[Span]:
+        """Yield the longest runs of layers that are all recomputed, or none of them."""
         start, stop = self.spec.layers.start, self.spec.layers.stop
-        for again, run in groupby(self.spec.layers, lambda layer: layer in recomputed):
+        for dropped, run in groupby(self.spec.layers, lambda layer: layer in recomputed):
             here = list(run)
             modules = {self.layer_names[i]: self.modules[i] for i in here}
             yield Span(tuple((i, model.layers[i], self.modules[i]) for i in here),
                        self.spec.inputs if here[0] == start else alive(model, here[0]),
                        self.spec.outputs if here[-1] == stop - 1 else alive(model, here[-1] + 1),
-                       again, SideEffects(modules, again, self.all_weights))
+                       dropped, SideEffects(modules, dropped, self.all_weights))
 
     def _in_several_spans(self, weights: WeightVersions) -> list[str]:
         """Return the parameters tied across spans: one backward of a whole graph would sum their parts first."""
@@ -79,12 +84,12 @@ class Stage(StageLayers):
 
     @property
     def changes_modules(self) -> bool:
-        """Return whether a forward may change what modules keep: one of the first, which show it, or a later one."""
+        """Return whether a forward may change buffers or attributes of modules."""
         return any(span.effects.may_share for span in self._spans)
 
     @property
     def summed_late(self) -> list[str]:
-        """Return the own parameters whose gradient is not final before a whole backward is done."""
+        """Return the stage's own parameters whose gradient is not final before the whole backward is done."""
         return [name for weights, names in self._shared if weights is self.weights for name in names]
 
     # -- forward ---------------------------------------------------------------------------------------
@@ -98,7 +103,7 @@ class Stage(StageLayers):
             fields: the batch fields this stage reads.
             key: what dropout depends on.
             pins: the weight versions in use, kept for the backward.
-            split: whether the backward will come in two halves. Without it they work, but little can wait.
+            split: whether the backward will come in two halves. Without it the first half computes nearly all.
 
         Returns:
             The tensors of ``spec.outputs``, detached, requiring a gradient where backward needs one,
@@ -106,10 +111,10 @@ class Stage(StageLayers):
         """
         tensors = dict(zip(self.spec.inputs, received, strict=True))
         record = Record([], self._read_fields(fields), key, pins, split)
-        with self._random_state_kept():
+        with KeptRandomState(self.generators):
             for span in self._spans:
-                held, tensors = self._forward_span(span, {name: tensors[name] for name in span.inputs}, record)
-                record.held.append(held)
+                saved, tensors = self._forward_span(span, {name: tensors[name] for name in span.inputs}, record)
+                record.spans.append(saved)
         return [_contiguous(tensors[name]) for name in self.spec.outputs], record
 
     @torch.no_grad()
@@ -117,7 +122,7 @@ class Stage(StageLayers):
         """Run one microbatch forward with the latest weights, keeping nothing. As :meth:`forward` otherwise."""
         tensors = dict(zip(self.spec.inputs, received, strict=True))
         record = Record([], self._read_fields(fields), key, {}, split=False)
-        with self._random_state_kept():
+        with KeptRandomState(self.generators):
             for span in self._spans:
                 tensors = self._run(span, {name: tensors[name] for name in span.inputs}, record)
         return [_contiguous(tensors[name]) for name in self.spec.outputs]
@@ -133,38 +138,20 @@ class Stage(StageLayers):
         effects = span.effects
         if effects.none:
             graph, outputs = self._with_graph(span, inputs, record)
-            held = SpanActivations(inputs, graph)
+            saved = SpanActivations(inputs, graph)
         else:
             with effects.watched():
                 if span.recomputed:
                     before = effects.capture()
-                    outputs = self._without_graph(span, inputs, record, before)
-                    held = SpanActivations(inputs, None, effects.record_changes(before),
+                    outputs = forward_without_activations(effects, before, partial(self._run, span, inputs, record))
+                    saved = SpanActivations(inputs, None, effects.record_changes(before),
                                            [t._version for t in inputs.values()])
                 else:
                     graph, outputs = self._with_graph(span, inputs, record)
-                    held = SpanActivations(inputs, graph)
+                    saved = SpanActivations(inputs, graph)
                 if effects.may_share:
                     outputs = {name: effects.unshare(t) for name, t in outputs.items()}
-        return held, {name: t.detach().requires_grad_(t.requires_grad) for name, t in outputs.items()}
-
-    def _without_graph(self, span: Span, inputs: Mapping[str, Tensor], record: Record,
-                       before: StateBefore) -> dict[str, Tensor]:
-        """Return the outputs of a span that is recomputed.
-
-        With a graph that saves nothing, not without one: some layers compute other numbers then (nn.LSTM does). A layer
-        that walks it within its forward, for gradients of its own, gets one that saves what it needs.
-        """
-        if not span.effects.walks_its_graph:
-            try:
-                with saved_tensors_hooks(_save_nothing, _refuse_unpacking):
-                    return self._run(span, inputs, record)
-            except RunError as error:
-                if not isinstance(error.__cause__, _NothingSavedError):
-                    raise
-            span.effects.walks_its_graph = True
-            span.effects.undo(before)
-        return self._run(span, inputs, record)
+        return saved, {name: t.detach().requires_grad_(t.requires_grad) for name, t in outputs.items()}
 
     def _with_graph(self, span: Span, inputs: Mapping[str, Tensor], record: Record,
                     again: bool = False) -> tuple[SpanGraph, dict[str, Tensor]]:
@@ -185,12 +172,12 @@ class Stage(StageLayers):
 
         Args:
             inputs: leaves; an evaluation's may be changed in place.
-            store: takes weight gradients that can wait, if the backward comes in two halves.
+            store: for weight gradients that can wait, if the backward comes in two halves.
             again: whether it ran on these inputs before.
 
         Raises:
             UserError: a layer changes a field in place, or an input that it did not change at first, or does not return
-                the tensors that it is to return.
+                its outputs.
             RunError: a layer raised an error.
         """
         training = torch.is_grad_enabled()
@@ -218,17 +205,13 @@ class Stage(StageLayers):
             raise self._in_place_error(span.layers[0][1].name)
         if effects is not None:
             effects.note_changed_inputs(inputs, given, changed)
-        # What nobody touched goes on as it came where the layers got copies: those would be one more. An alias goes on
-        # itself, so that gradients from beyond the span are added first, as in one graph.
+        # Where layers got copies, an input that none of them changed is passed on itself, not one more copy. An alias
+        # is passed on, so that gradients from beyond the span are added first, as in one graph.
         return {name: inputs[name] if span.recomputed and tensors[name] is given.get(name)
                 and name not in span.effects.inputs else tensors[name] for name in span.outputs}
 
     def _call(self, layer: Layer, module: nn.Module, arguments: list[Tensor]) -> tuple[Tensor, ...]:
-        """Call a layer; in reduced precision under an autocast of its own.
-
-        Weights that layers share are cast by each of them, so gradients do not depend on which of them are in one
-        stage.
-        """
+        """Call a layer; in reduced precision under an autocast of its own, so that no cast depends on the partition."""
         try:
             with self._autocast or nullcontext():
                 result = module(*arguments)
@@ -250,16 +233,6 @@ class Stage(StageLayers):
         return UserError(f"stage {self.spec.index}, which starts at layer '{layer}', changes its input in place",
                          hint="use the operation that is not in place there (inplace=False): "
                               "the input is needed again, by recompute or by another layer")
-
-    @contextmanager
-    def _random_state_kept(self) -> Iterator[None]:
-        """Leave the process's random state as it was: data loading must not depend on how layers are cut."""
-        states = [generator.get_state() for generator in self.generators]
-        try:
-            yield
-        finally:
-            for generator, state in zip(self.generators, states, strict=True):
-                generator.set_state(state)
 
     # -- backward --------------------------------------------------------------------------------------
 
@@ -283,10 +256,10 @@ class Stage(StageLayers):
         return self._input_gradients(gradients)
 
     def backward_input(self, record: Record, gradients: Mapping[str, Tensor]) -> list[Tensor]:
-        """Run the input half of a backward: as :meth:`backward`, but no parameter's gradient is touched.
+        """Run the input half of a backward: as :meth:`backward`, but without the parameters' gradients.
 
         Args:
-            record: what :meth:`forward` returned. Holds afterwards what the weight half needs and nothing else.
+            record: what :meth:`forward` returned; holds only what the weight half needs afterwards.
             gradients: of the outputs that require one; not to be changed before the weight half is done.
         """
         for span in reversed(self._spans):
@@ -302,10 +275,9 @@ class Stage(StageLayers):
         return self._input_gradients(gradients)
 
     def backward_weight(self, record: Record) -> None:
-        """Run the weight half: parameters accumulate their gradients, as a whole backward at this place would have it.
+        """Run the weight half of a backward, after :meth:`backward_input`: parameters accumulate their gradients.
 
-        Args:
-            record: after :meth:`backward_input`; used up.
+        The gradients are those of a whole backward at this place. The record is used up.
         """
         with self._added_at_once(), self.weights.with_hooks():
             while record.weight_grads:
@@ -317,13 +289,13 @@ class Stage(StageLayers):
                                    hint=hint_of(error)) from error
 
     def recompute(self, record: Record) -> None:
-        """Recompute what was dropped, ahead of the backward; without this, the backward recomputes."""
+        """Recompute dropped activations ahead of the backward, which does it otherwise."""
         if not self.recomputes:
             return
         self._use(record.pins)
-        for span, held in zip(self._spans, record.held, strict=True):
-            if held.graph is None:
-                held.graph = self._forward_again(span, held, record)
+        for span, saved in zip(self._spans, record.spans, strict=True):
+            if saved.graph is None:
+                saved.graph = self._recompute_span(span, saved, record)
 
     @contextmanager
     def _added_at_once(self) -> Iterator[None]:
@@ -338,8 +310,8 @@ class Stage(StageLayers):
 
     def _backward_span(self, span: Span, record: Record,
                        gradients: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], WeightGradStore | None]:
-        held = record.held.pop()
-        graph = held.graph or self._forward_again(span, held, record)
+        saved = record.spans.pop()
+        graph = saved.graph or self._recompute_span(span, saved, record)
         names = [name for name in graph.edges if name in gradients]
         if names:
             if graph.weight_grads is not None:
@@ -351,52 +323,40 @@ class Stage(StageLayers):
             except VpipeError:
                 raise
             except Exception as error:
-                found = self._layer_at_fault(span, held, record, gradients, error) if may_repeat(error) else None
+                found = self._layer_at_fault(span, saved, record, gradients, error) if may_repeat(error) else None
                 raise backward_error(span, gradients, error, found) from error
         return {name: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
-                for name, leaf in held.inputs.items() if leaf.requires_grad}, graph.weight_grads
+                for name, leaf in saved.inputs.items() if leaf.requires_grad}, graph.weight_grads
 
-    def _layer_at_fault(self, span: Span, held: SpanActivations, record: Record, gradients: Mapping[str, Tensor],
+    def _layer_at_fault(self, span: Span, saved: SpanActivations, record: Record, gradients: Mapping[str, Tensor],
                         error: Exception) -> LayerOutputs | None:
         """Return the layer whose backward raised an error, found by repeating the span's forward and backward."""
-        leaves = [*held.inputs.values(), *(p for _, _, module in span.layers for p in module.parameters())]
+        leaves = [*saved.inputs.values(), *(p for _, _, module in span.layers for p in module.parameters())]
         observed = self._observed = []
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they were shown
+            warnings.simplefilter("ignore")  # the first run has shown them
             try:
                 with span.effects.unchanged():
-                    graph = self._forward_again(span, held, record)
+                    graph = self._recompute_span(span, saved, record)
             except Exception:
-                return None  # it raises an error of its own now, so what it depends on has changed
+                return None  # another error: what the forward depends on has changed
             finally:
                 self._observed = None
             return find_layer(observed, graph.edges, gradients, leaves, error)
 
-    def _forward_again(self, span: Span, held: SpanActivations, record: Record) -> SpanGraph:
-        """Run the span's forward again, with a graph: same inputs, weights, random numbers and buffers."""
-        if held.versions and held.versions != [t._version for t in held.inputs.values()]:
-            raise UserError(f"layer '{span.layers[0][1].name}' is recomputed, but its input was changed in place by a "
-                            "later layer, to which it was passed on",
-                            hint="use the operation that is not in place there (inplace=False)")
-        for leaf in held.inputs.values():
-            leaf._backward_hooks = None  # of the graph that was dropped; the layers register theirs again
-        try:
-            with self._random_state_kept(), span.effects.restored(held.before):
-                graph, _ = self._with_graph(span, held.inputs, record, again=True)
-        except RunError as error:
-            error.what = f"recomputing for a backward, {error.what}"
-            raise
-        return graph
+    def _recompute_span(self, span: Span, saved: SpanActivations, record: Record) -> SpanGraph:
+        with KeptRandomState(self.generators):
+            return recompute_span(span, saved, partial(self._with_graph, span, saved.inputs, record, again=True))
 
     # -- weight versions -------------------------------------------------------------------------------
 
     def pin(self, borrowed: Mapping[int, int]) -> dict[int, int]:
-        """Pin the own weights in use and the given versions of borrowed ones; return them by owner."""
+        """Pin the stage's own weights and the given versions of borrowed ones; return the versions by owner."""
         return {self.spec.index: self.weights.pin(),
                 **{owner: weights.pin(borrowed[owner]) for owner, weights in self.borrowed.items()}}
 
     def prepare_backward(self, pins: Mapping[int, int]) -> None:
-        """Let gradients accumulate for the pinned versions, and recompute (ours or a layer's own) run with them."""
+        """Prepare the pinned versions for a backward: gradients accumulate there, and recompute runs with them."""
         for owner, version in pins.items():
             self._weights_of(owner).begin_backward(version)
         self._use(pins)
@@ -412,18 +372,6 @@ class Stage(StageLayers):
 
     def _weights_of(self, owner: int) -> WeightVersions:
         return self.weights if owner == self.spec.index else self.borrowed[owner]
-
-
-def _save_nothing(saved: Tensor) -> None:
-    """Drop what a graph that nobody will walk would keep."""
-
-
-class _NothingSavedError(Exception):
-    """A graph that has saved nothing was walked."""
-
-
-def _refuse_unpacking(saved: None) -> Tensor:
-    raise _NothingSavedError
 
 
 def _sees_its_operation(module: nn.Module) -> bool:

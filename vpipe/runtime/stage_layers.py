@@ -1,8 +1,9 @@
-"""Build the layers of a stage on its device; collect their parameters, save and load them."""
+"""Build the layers of a stage on its device, collect their parameters, return and load their state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -53,6 +54,7 @@ class StageLayers:
         modules, layer_names: by the layer's number in the model.
         weights: versions of the stage's own parameters.
         borrowed: versions of parameters tied to those of other stages, by owner.
+        all_weights: both.
         generators: of random numbers, that the layers draw from.
         rounding: of what layers return; None in fp32.
 
@@ -74,35 +76,88 @@ class StageLayers:
         share_modules(named, {self.layer_names[i]: model.layers[i].shared for i in spec.layers})
         self.modules = {i: named[name] for i, name in self.layer_names.items()}
         self._ties = {i: model.layers[i].ties for i in spec.layers}
-        share_ties(self.modules, self.layer_names, self._ties)
-        # What is held in reduced precision; other precisions round in autocast.
-        self._weight_rounding = self.rounding if precision.pure else None
+        self._share_ties()
+        self._weight_rounding = self.rounding if precision.pure else None  # other precisions round in autocast
         unrounded = None if self._weight_rounding is None else self._weight_rounding.round_weights(
             map(rounded_module, self.modules.values()))
-        self.weights, self.borrowed = collect_weights(self.modules, self.layer_names, spec.borrowed, unrounded)
+        self.weights, self.borrowed = self._collect_weights(unrounded)
+        self.all_weights = (self.weights, *self.borrowed.values())
         self._frozen = [(f"{self.layer_names[i]}.{name}", parameter) for i, module in self.modules.items()
                         for name, parameter in module.named_parameters() if not parameter.requires_grad]
 
-    @property
-    def all_weights(self) -> tuple[WeightVersions, ...]:
-        """Return the stage's own weights and those that it borrows."""
-        return (self.weights, *self.borrowed.values())
+    def _share_ties(self) -> None:
+        """Make tied parameters one object where both layers are in the stage.
 
-    def renew_leaves(self, versions: bool) -> None:
-        """Give parameters other leaves than those that the modules were built with, where versions will replace them.
+        Raises:
+            UserError: one does not exist, or they are of different shapes or dtypes; a parameter has hooks, and the one
+                that takes its place has none.
+        """
+        at = {name: i for i, name in self.layer_names.items()}
+        for i, tied in self._ties.items():
+            for own, target in tied.items():
+                full = f"{self.layer_names[i]}.{own}"
+                before = parameter_of(self.layer_names[i], self.modules[i], own)
+                owner = next((name for name in at if target.startswith(name + ".")), None)
+                if owner is None:
+                    continue
+                shared = parameter_of(owner, self.modules[at[owner]], target[len(owner) + 1:])
+                check_alike({full: kind_of(before), target: kind_of(shared)})
+                set_parameter(self.modules[i], own, shared)
+                if before is not shared:
+                    if has_hooks(before) and not has_hooks(shared):
+                        raise UserError(f"'{full}' has hooks, but '{target}' takes its place: they are tied",
+                                        hint=f"register the hooks on '{target}'")
+                    replace_parameter(before, full)
+
+    def _collect_weights(self, unrounded: Mapping[int, Tensor] | None) -> tuple[
+            WeightVersions, dict[int, WeightVersions]]:
+        """Return the trainable parameters of the stage: its own, and those borrowed from other stages, by owner.
 
         Args:
-            versions: whether the stage will have several. Borrowed weights are always replaced.
+            unrounded: values that parameters had before they were rounded, by their ids.
+
+        Raises:
+            UserError: a tied parameter is frozen.
+        """
+        borrowed = self.spec.borrowed
+        first: dict[int, str] = {}
+        parameters: dict[str, nn.Parameter] = {}
+        slots: dict[str, list[Slot]] = defaultdict(list)
+        for i, module in self.modules.items():
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                full = f"{self.layer_names[i]}.{name}"
+                if not parameter.requires_grad:
+                    if full in borrowed:
+                        raise UserError(f"'{full}' is tied to '{borrowed[full][1]}' but frozen",
+                                        hint="let it require a gradient, or leave out the tie")
+                    continue
+                path, _, leaf = name.rpartition(".")
+                canonical = first.setdefault(id(parameter), full)
+                parameters.setdefault(canonical, parameter)
+                slots[canonical].append((module.get_submodule(path), leaf))
+        lent: dict[int, dict[str, nn.Parameter]] = defaultdict(dict)
+        lent_slots: dict[int, dict[str, list[Slot]]] = defaultdict(lambda: defaultdict(list))
+        for own, (owner, target) in borrowed.items():
+            if own in parameters:  # otherwise under the name of another layer that shares it
+                # Several parameters here may be tied to the same one there: they are one value.
+                lent[owner].setdefault(target, parameters.pop(own))
+                lent_slots[owner][target] += slots.pop(own)
+        masters = None if unrounded is None else {
+            name: unrounded[id(p)] if id(p) in unrounded else p.data.clone() for name, p in parameters.items()}
+        return (WeightVersions(parameters, slots, masters),
+                {owner: WeightVersions(lent[owner], lent_slots[owner]) for owner in sorted(lent)})
+
+    def renew_leaves(self, versions: bool) -> None:
+        """Give parameters that will have several versions other leaves than those that the modules were built with.
+
+        Args:
+            versions: whether the stage's own will. Borrowed weights always do.
         """
         for weights in self.all_weights if versions else self.borrowed.values():
             weights.renew()
 
     def check_frozen(self) -> None:
-        """Refuse to train on when a parameter wants a gradient that did not when the stage was built.
-
-        Raises:
-            UserError: one does.
-        """
+        """Refuse a parameter that wants a gradient, but did not when the stage was built."""
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise UserError(f"'{name}' requires a gradient now, but did not when the pipeline was built: no "
@@ -139,9 +194,9 @@ class StageLayers:
             yield from module.named_buffers(self.layer_names[i])
 
     def state(self) -> dict[str, Tensor]:
-        """Return parameters (latest version) and buffers; a tied parameter only where it is owned.
+        """Return parameters (latest version; masters of rounded ones) and buffers, which are widened if rounded.
 
-        Of rounded weights the masters; what else was rounded is given in fp32.
+        A tied parameter is returned only where it is owned.
 
         Raises:
             UserError: a layer has an extra state that is no tensor.
@@ -159,7 +214,7 @@ class StageLayers:
         return {name: value.detach() for name, value in state.items()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Copy in what :meth:`state` gave, perhaps of another stage; to be called while nothing is in flight."""
+        """Copy in what :meth:`state` returned, perhaps of other stages; to be called while nothing is in flight."""
         self.use_latest()
         for i, module in self.modules.items():
             prefix = f"{self.layer_names[i]}."
@@ -183,46 +238,22 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
     return [torch.default_generator, torch.cuda.default_generators[device.index]]
 
 
-def share_ties(modules: Mapping[int, nn.Module], names: Mapping[int, str],
-               ties: Mapping[int, Mapping[str, str]]) -> None:
-    """Make tied parameters one object where both layers are in the stage.
+class KeptRandomState:
+    """Context that leaves the random state of the process as it was: data loading must not depend on the partition."""
 
-    Args:
-        modules: by layer number.
-        names: of the layers.
-        ties: per layer, own parameter -> the other layer's, ``"<layer>.<parameter>"``.
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        self._generators = generators
 
-    Raises:
-        UserError: one does not exist, or they are of different shapes or dtypes; a parameter has hooks, and the one
-            that takes its place has none.
-    """
-    at = {name: i for i, name in names.items()}
-    for i, tied in ties.items():
-        for own, target in tied.items():
-            owner = next((name for name in at if target.startswith(name + ".")), None)
-            if owner is None:
-                parameter_of(names[i], modules[i], own)
-            else:
-                shared = parameter_of(owner, modules[at[owner]], target[len(owner) + 1:])
-                before = parameter_of(names[i], modules[i], own)
-                check_alike({f"{names[i]}.{own}": kind_of(before), target: kind_of(shared)})
-                set_parameter(modules[i], own, shared)
-                if before is not shared:
-                    if has_hooks(before) and not has_hooks(shared):
-                        raise UserError(f"'{names[i]}.{own}' has hooks, but '{target}' takes its place: they are tied",
-                                        hint=f"register the hooks on '{target}'")
-                    replace_parameter(before, f"{names[i]}.{own}")
+    def __enter__(self) -> None:
+        self._states = [generator.get_state() for generator in self._generators]
+
+    def __exit__(self, *_: object) -> None:
+        for generator, state in zip(self._generators, self._states, strict=True):
+            generator.set_state(state)
 
 
 def check_not_shared(stages: Iterable[StageLayers]) -> None:
-    """Refuse stages of one process that share parameters, as they could not in processes of their own.
-
-    Args:
-        stages: before parameters are replaced.
-
-    Raises:
-        UserError: a trained parameter is in a layer of another stage, or of another rank, too.
-    """
+    """Refuse a trained parameter that two stages of this process share, before parameters are replaced."""
     seen: dict[int, str] = {}
     for stage in stages:
         mine = {id(parameter): f"{stage.layer_names[i]}.{name}" for i, module in stage.modules.items()
@@ -233,45 +264,3 @@ def check_not_shared(stages: Iterable[StageLayers]) -> None:
                             hint="let every build function make a module of its own, and tie them: "
                                  "Layer(..., ties={...})")
         seen |= mine
-
-
-def collect_weights(modules: Mapping[int, nn.Module], names: Mapping[int, str],
-                    borrowed: Mapping[str, tuple[int, str]], unrounded: Mapping[int, Tensor] | None = None
-                    ) -> tuple[WeightVersions, dict[int, WeightVersions]]:
-    """Return the trainable parameters of a stage: its own, and those borrowed from other stages (by owner).
-
-    Args:
-        modules, names: see :func:`share_ties`.
-        borrowed: see :class:`~vpipe.model.split.StageSpec`.
-        unrounded: of rounded parameters, their values before, by their ids.
-
-    Raises:
-        UserError: a tied parameter is frozen.
-    """
-    first: dict[int, str] = {}
-    parameters: dict[str, nn.Parameter] = {}
-    slots: dict[str, list[Slot]] = {}
-    for i, module in modules.items():
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            full = f"{names[i]}.{name}"
-            if not parameter.requires_grad:
-                if full in borrowed:
-                    raise UserError(f"'{full}' is tied to '{borrowed[full][1]}' but frozen",
-                                    hint="let it require a gradient, or leave out the tie")
-                continue
-            path, _, leaf = name.rpartition(".")
-            canonical = first.setdefault(id(parameter), full)
-            parameters.setdefault(canonical, parameter)
-            slots.setdefault(canonical, []).append((module.get_submodule(path), leaf))
-    lent: dict[int, dict[str, nn.Parameter]] = {}
-    lent_slots: dict[int, dict[str, list[Slot]]] = {}
-    for own, (owner, target) in borrowed.items():
-        if own not in parameters:
-            continue  # shares its place with a name already seen
-        # Several parameters here may be tied to the same one there: they are one value.
-        lent.setdefault(owner, {}).setdefault(target, parameters.pop(own))
-        lent_slots.setdefault(owner, {}).setdefault(target, []).extend(slots.pop(own))
-    masters = None if unrounded is None else {
-        name: unrounded[id(p)] if id(p) in unrounded else p.data.clone() for name, p in parameters.items()}
-    return (WeightVersions(parameters, slots, masters),
-            {owner: WeightVersions(lent[owner], lent_slots[owner]) for owner in sorted(lent)})

@@ -78,7 +78,7 @@ class WeightVersions:
         self._pins: Counter[int] = Counter()
         self._chosen: int | None = None
         self._free: list[list[nn.Parameter]] = []
-        self.most_held = 1
+        self.most_versions = 1
 
     @cached_property
     def masters(self) -> dict[str, nn.Parameter]:
@@ -219,7 +219,7 @@ class WeightVersions:
         return self._pins.total()
 
     @property
-    def held(self) -> int:
+    def version_count(self) -> int:
         """Return how many versions there are, the latest among them."""
         return len(self._leaves)
 
@@ -399,7 +399,7 @@ class WeightVersions:
     def _add(self, version: int, leaves: list[nn.Parameter]) -> None:
         self._leaves[version] = leaves
         self.latest = version
-        self.most_held = max(self.most_held, len(self._leaves))
+        self.most_versions = max(self.most_versions, len(self._leaves))
 
 
 def new_leaf(data: Tensor, like: nn.Parameter) -> nn.Parameter:

@@ -194,7 +194,7 @@ class Worker:
             # Over nccl a stream waits, which the host does not see.
             idle_s=math.nan if self.transport.ordered and self.stages[stage].device.type != "cpu" else
             self.transport.wait_s, bytes_sent=self.transport.bytes_sent,
-            versions=self.stages[stage].weights.most_held, staleness=self._staleness[stage],
+            versions=self.stages[stage].weights.most_versions, staleness=self._staleness[stage],
             peak_activations=self.peak_activations[stage],
             peak_memory_bytes=peak_memory_bytes(self.stages[stage].device))
 
