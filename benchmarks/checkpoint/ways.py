@@ -18,7 +18,7 @@ from vpipe.checkpoint.agreement import StoreAgreement
 from vpipe.checkpoint.background_saver import Saver
 from vpipe.checkpoint.directory import Checkpoints
 from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
-from vpipe.distributed.store import own_store
+from vpipe.distributed.rendezvous import own_store
 
 
 class Way(Protocol):

@@ -11,10 +11,9 @@ import pytest
 from torch._C._distributed_c10d import PrefixStore
 
 from vpipe.distributed import rendezvous as module
-from vpipe.distributed.fault import WatchdogTiming
+from vpipe.distributed.failure_detector import WatchdogTiming
 from vpipe.distributed.network import free_port
-from vpipe.distributed.rendezvous import Rendezvous
-from vpipe.distributed.store import open_store
+from vpipe.distributed.rendezvous import Rendezvous, open_store
 from vpipe.errors import RunError
 
 TIMING = WatchdogTiming(beat_s=0.05, silent_s=20.0, grace_s=5.0, long_s=60.0, join_s=20.0)

@@ -15,9 +15,9 @@ from vpipe.distributed.signals import Stopped, stopped_status
 
 WAITING = """\
 import sys, time
-from vpipe.distributed.signals import end_as_decided, in_good_order, listen
+from vpipe.distributed.signals import graceful_stop, handle_signals, ignore_signals
 from vpipe.distributed.watchdog import stop_asked
-listen(float(sys.argv[1]))
+handle_signals(float(sys.argv[1]))
 
 def wait(word):
     print(word, flush=True)
@@ -44,7 +44,7 @@ def waiting(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-@pytest.mark.parametrize("waiting", [(60, "wait('ready'); print('spoken'); end_as_decided(); sys.exit(3)")],
+@pytest.mark.parametrize("waiting", [(60, "wait('ready'); print('spoken'); ignore_signals(); sys.exit(3)")],
                          indirect=True)
 def test_it_speaks_and_ends_by_itself(waiting: subprocess.Popen[str]) -> None:
     waiting.send_signal(signal.SIGTERM)
@@ -62,7 +62,7 @@ def test_it_ends_though_it_waits_for_ever(waiting: subprocess.Popen[str], number
     assert waiting.wait(30) == status
 
 
-@pytest.mark.parametrize("waiting", [(0, "with in_good_order():\n    wait('ready'); asked()\nsys.exit(5)")],
+@pytest.mark.parametrize("waiting", [(0, "with graceful_stop():\n    wait('ready'); asked()\nsys.exit(5)")],
                          indirect=True)
 def test_in_training_it_is_asked_to_leave_off_and_the_first_signal_gives_the_reason(
         waiting: subprocess.Popen[str]) -> None:
@@ -73,8 +73,8 @@ def test_in_training_it_is_asked_to_leave_off_and_the_first_signal_gives_the_rea
     assert (said, waiting.returncode) == ("SIGUSR1\n", 5)
 
 
-@pytest.mark.parametrize("waiting", [(0, "with in_good_order(): pass\nwait('ready'); time.sleep(0.1); print('told')\n"
-                                         "end_as_decided(); sys.exit(3)")], indirect=True)
+@pytest.mark.parametrize("waiting", [(0, "with graceful_stop(): pass\nwait('ready'); time.sleep(0.1); print('told')\n"
+                                         "ignore_signals(); sys.exit(3)")], indirect=True)
 def test_a_signal_that_comes_when_the_others_have_left_off_already_changes_nothing(
         waiting: subprocess.Popen[str]) -> None:
     """It may take its time: each rank hears of a launcher's signal by itself, and one that hears suffices."""
@@ -84,7 +84,7 @@ def test_a_signal_that_comes_when_the_others_have_left_off_already_changes_nothi
     assert (said, waiting.returncode) == ("told\n", 3)
 
 
-@pytest.mark.parametrize("waiting", [(0.2, "print('ready', flush=True); time.sleep(0.1)\nwith in_good_order(): asked()"
+@pytest.mark.parametrize("waiting", [(0.2, "print('ready', flush=True); time.sleep(0.1)\nwith graceful_stop(): asked()"
                                            "\nsys.exit(5)")], indirect=True)
 def test_a_signal_from_a_moment_before_the_training_counts(waiting: subprocess.Popen[str]) -> None:
     waiting.send_signal(signal.SIGTERM)
@@ -92,7 +92,7 @@ def test_a_signal_from_a_moment_before_the_training_counts(waiting: subprocess.P
     assert (said, waiting.returncode) == ("SIGTERM\n", 5)
 
 
-@pytest.mark.parametrize("waiting", [(0.1, "try:\n    with in_good_order():\n        wait('ready'); asked(); 1 / 0\n"
+@pytest.mark.parametrize("waiting", [(0.1, "try:\n    with graceful_stop():\n        wait('ready'); asked(); 1 / 0\n"
                                            "except ArithmeticError: time.sleep(60)")], indirect=True)
 def test_a_failure_after_a_signal_has_a_moment_for_its_last_words(waiting: subprocess.Popen[str]) -> None:
     waiting.send_signal(signal.SIGTERM)
@@ -100,7 +100,7 @@ def test_a_failure_after_a_signal_has_a_moment_for_its_last_words(waiting: subpr
     assert (said, waiting.returncode) == ("SIGTERM\n", 143)
 
 
-@pytest.mark.parametrize("waiting", [(60, "import atexit\nend_as_decided(); atexit.register(wait, 'ready'); "
+@pytest.mark.parametrize("waiting", [(60, "import atexit\nignore_signals(); atexit.register(wait, 'ready'); "
                                           "sys.exit(3)")], indirect=True)
 def test_nothing_changes_its_status_once_it_has_spoken(waiting: subprocess.Popen[str]) -> None:
     waiting.send_signal(signal.SIGTERM)

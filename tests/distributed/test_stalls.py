@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from watched_ranks import PACE, Ranks, Waiting, hello, until
 
-from vpipe.distributed.fault import WatchdogTiming
-from vpipe.distributed.wait_graph import MOST_SHOWN, LongWaits, RankState, Wait
+from vpipe.distributed.failure_detector import RankState, Wait, WatchdogTiming
+from vpipe.distributed.wait_graph import MOST_SHOWN, LongWaits
 from vpipe.distributed.watchdog import Activity
 from vpipe.schedules.action import backward, forward
 
@@ -41,9 +41,9 @@ def log(tmp_path: Path) -> Iterator[Path]:
 
 def test_the_first_rank_shows_the_chain_once_and_its_end_once(soon: Ranks, log: Path) -> None:
     soon.start(4)
-    soon.watches[0].work.now = (backward(0, 12), soon.watches[0].work.now[1])
+    soon.watches[0].activity.now = (backward(0, 12), soon.watches[0].activity.now[1])
     for rank in (1, 2, 3):
-        soon.watches[rank].doing = Waiting(rank - 1)
+        soon.watches[rank].transfer = Waiting(rank - 1)
     until(lambda: len(soon.shown) == 1)
     assert re.fullmatch(
         r"a wait of 0\.\d+ s, longer than half of timeout_s:\n"
@@ -52,7 +52,7 @@ def test_the_first_rank_shows_the_chain_once_and_its_end_once(soon: Ranks, log: 
         r"  rank 1 \(stage 1\) on a has waited 0\.\d+ s for the activations from rank 0 \(stage 0\) on a;\n"
         r"  rank 0 \(stage 0\) on a has been running 0B12 for \d\.?\d* s: the slow one", soon.shown[0]), soon.shown[0]
     for rank in (1, 2, 3):
-        soon.watches[rank].doing = None
+        soon.watches[rank].transfer = None
     until(lambda: len(soon.shown) == 2)
     assert re.fullmatch(r"rank [123] \(stage [123]\) on [ab] went on after 0\.\d+ s", soon.shown[1])
     until(lambda: log.read_text().count("went on after") == 4)
@@ -64,9 +64,9 @@ def test_the_first_rank_shows_the_chain_once_and_its_end_once(soon: Ranks, log: 
 
 
 def test_a_rank_that_is_silent_meanwhile_is_said_to_be(soon: Ranks) -> None:
-    hub = soon.start(3, without=(2,))
-    line = hello(hub, 2)
-    soon.watches[1].doing = Waiting(2)
+    detector = soon.start(3, without=(2,))
+    line = hello(detector, 2)
+    soon.watches[1].transfer = Waiting(2)
     until(lambda: soon.shown)
     assert re.search(r"from rank 2 \(stage 2\) on b;\n  rank 2 \(stage 2\) on b has given no sign of life for \d\.?\d* "
                      r"s: it is stopped, or its host is down or cut off", soon.shown[0]), soon.shown[0]
@@ -76,7 +76,7 @@ def test_a_rank_that_is_silent_meanwhile_is_said_to_be(soon: Ranks) -> None:
 def test_two_that_wait_for_one_another_are_a_deadlock_in_the_error_too(soon: Ranks) -> None:
     soon.start(2)
     for rank in (0, 1):
-        soon.watches[rank].doing = Waiting(1 - rank)
+        soon.watches[rank].transfer = Waiting(1 - rank)
     until(lambda: soon.shown)
     assert soon.shown[0].endswith(": they wait for one another, a deadlock")
     until(lambda: soon.watches[1]._states[0].waited_s > 1.5 * SOON.long_s)
@@ -106,7 +106,7 @@ def test_who_waits_again_and_again_does_not_fill_the_screen() -> None:
         stalls.update([RankState(at=("running 0F0", seconds)), RankState(waits=Wait(0, seconds, "for"))])
     stalls.end()
     assert len(shown) == 2 * MOST_SHOWN
-    assert shown[-2].endswith("\n  further long waits are told of in the logs only")
+    assert shown[-2].endswith("\n  further long waits are written to the logs only")
     assert shown[-1] == "1 went on after 32 s"
 
 
@@ -120,7 +120,7 @@ def test_a_screen_that_takes_nothing_does_not_silence_the_watch(soon: Ranks) -> 
         raise OSError("closed")
 
     soon.watches[0].note = show
-    soon.watches[1].doing = Waiting(0)
+    soon.watches[1].transfer = Waiting(0)
     until(lambda: stuck)
     heard = soon.watches[1]._states[0]
     until(lambda: soon.watches[1]._states[0] is not heard and soon.watches[1]._states[0].silent_s < 0.5)
@@ -129,14 +129,14 @@ def test_a_screen_that_takes_nothing_does_not_silence_the_watch(soon: Ranks) -> 
 
 def test_what_is_at_work() -> None:
     work = Activity()
-    assert work.seen()[0] is None
+    assert work.describe()[0] is None
     work.now = (forward(0, 1), 0.0)
-    assert work.seen()[0] == "running 0F1"
-    with work.at("evaluating"):
-        assert work.seen()[0] == "evaluating"
+    assert work.describe()[0] == "running 0F1"
+    with work.during("evaluating"):
+        assert work.describe()[0] == "evaluating"
         work.now = (forward(0, 2), 0.0)
-        assert work.seen()[0] == "running 0F2 (evaluating)"
-        with work.at("reading a batch"):
-            assert work.seen()[0] == "reading a batch"
-        assert work.seen()[0] == "evaluating"
-    assert work.seen()[0] is None
+        assert work.describe()[0] == "running 0F2 (evaluating)"
+        with work.during("reading a batch"):
+            assert work.describe()[0] == "reading a batch"
+        assert work.describe()[0] == "evaluating"
+    assert work.describe()[0] is None

@@ -11,14 +11,14 @@ from threading import Event, Thread
 import pytest
 from watched_ranks import PACE, WITHIN_S, Ranks, Waiting, hello, until
 
-from vpipe.distributed.connection import Connection, break_off, connect, connections, listen
-from vpipe.distributed.fault import Fault, WatchdogTiming
+from vpipe.distributed.connection import Connection, break_off, connect, connections, listening_socket
+from vpipe.distributed.failure_detector import Fault, WatchdogTiming
 from vpipe.errors import RunError
 
 
 def test_a_lost_connection_is_an_end_and_all_hear_of_it_at_once(ranks: Ranks) -> None:
-    hub = ranks.start(4, without=(2,))
-    hello(hub, 2).close()
+    detector = ranks.start(4, without=(2,))
+    hello(detector, 2).close()
     for rank in (0, 1, 3):
         assert ranks.end_of(rank) == (
             f"error: rank 2 (stage 2) on b ended without a word; rank {rank} (stage {rank}) on {'ab'[rank // 2]} was "
@@ -28,17 +28,17 @@ def test_a_lost_connection_is_an_end_and_all_hear_of_it_at_once(ranks: Ranks) ->
 
 
 def test_a_rank_whose_main_thread_raises_is_not_ended(ranks: Ranks) -> None:
-    hub = ranks.start(3, without=(2,))
-    hello(hub, 2).close()
+    detector = ranks.start(3, without=(2,))
+    hello(detector, 2).close()
     assert ranks.watches[0].explain(1, None) == Fault.ended(2)  # not the neighbour that it lost
     ranks.end_of(1)
     assert ranks.ended[0].empty()
 
 
 def test_silence_is_a_failure_and_a_whole_host_fails_at_once(ranks: Ranks) -> None:
-    hub = ranks.start(4, without=(2, 3))
-    lines = [hello(hub, rank) for rank in (2, 3)]
-    ranks.watches[0].doing = Waiting(1)
+    detector = ranks.start(4, without=(2, 3))
+    lines = [hello(detector, rank) for rank in (2, 3)]
+    ranks.watches[0].transfer = Waiting(1)
     assert ranks.end_of(0).startswith("error: rank 2 (stage 2) on b, rank 3 (stage 3) on b gave no sign of life for ")
     assert "; rank 1 (stage 1) on a was at work" in ranks.end_of(1)
     for line in lines:
@@ -51,8 +51,8 @@ def test_a_rank_that_never_came_is_named(ranks: Ranks) -> None:
 
 
 def test_one_that_ended_in_good_order_is_not_blamed(ranks: Ranks) -> None:
-    hub = ranks.start(4, without=(3,))
-    line = hello(hub, 3)
+    detector = ranks.start(4, without=(3,))
+    line = hello(detector, 3)
     ranks.watches.pop(1).leave()
     until(lambda: ranks.watches[2]._states[1].left)
     line.close()
@@ -75,9 +75,9 @@ def test_the_last_word_is_said_before_the_line_is_closed(ranks: Ranks, monkeypat
 
 
 def test_when_rank_0_ends_in_good_order_the_others_go_on_without_a_watch(ranks: Ranks) -> None:
-    hub = ranks.start(3)
+    detector = ranks.start(3)
     ranks.watches.pop(0).leave()
-    hub.stop()
+    detector.stop()
     for rank in (1, 2):
         ranks.watches[rank]._thread.join(WITHIN_S)
         assert ranks.ended[rank].empty()
@@ -121,8 +121,8 @@ def test_what_a_rank_says_of_itself_is_what_all_say(ranks: Ranks) -> None:
 
 
 def test_the_first_failure_counts(ranks: Ranks) -> None:
-    hub = ranks.start(3, without=(1,))
-    hello(hub, 1).close()
+    detector = ranks.start(3, without=(1,))
+    hello(detector, 1).close()
     until(ranks.watches[2]._known.is_set)
     ranks.watches[2].failed(ValueError("what follows from it"))
     assert ranks.watches[2].explain(1, None) == Fault.ended(1)
@@ -136,15 +136,15 @@ def test_of_those_that_wait_for_one_another_the_last_is_to_blame(ranks: Ranks, w
                                                                  blamed: Fault) -> None:
     ranks.start(4)
     for rank, peer in waits.items():
-        ranks.watches[rank].doing = Waiting(peer)
+        ranks.watches[rank].transfer = Waiting(peer)
     until(lambda: all(ranks.watches[0]._states[rank].waited_s > 0.3 for rank in waits))
     assert ranks.watches[0].explain(1, 0.5) == blamed
 
 
 def test_one_that_is_silent_while_others_wait_is_to_blame(ranks: Ranks) -> None:
-    hub = ranks.start(3, without=(2,))
-    line = hello(hub, 2)
-    ranks.watches[1].doing = Waiting(2)
+    detector = ranks.start(3, without=(2,))
+    line = hello(detector, 2)
+    ranks.watches[1].transfer = Waiting(2)
     until(lambda: ranks.watches[0]._states[1].waited_s > 0.6)
     fault = ranks.watches[0].explain(1, 1.0)
     assert fault.ranks == (2,)
@@ -153,37 +153,37 @@ def test_one_that_is_silent_while_others_wait_is_to_blame(ranks: Ranks) -> None:
 
 
 def test_a_stranger_is_shown_out(ranks: Ranks) -> None:
-    hub = ranks.start(3, without=(2,))
+    detector = ranks.start(3, without=(2,))
     for said in (b'{"rank": 2, "token": "guessed"}\n', b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"\xff\n",
                  b"x" * (2 << 20), b"[" * 4000 + b"\n", b"x" * 5000, b""):
-        with socket.create_connection(("127.0.0.1", hub.port), WITHIN_S) as stranger:
+        with socket.create_connection(("127.0.0.1", detector.port), WITHIN_S) as stranger:
             try:
                 stranger.sendall(said)
                 assert stranger.recv(1) == b""
             except ConnectionError:
                 pass
-    assert hub._members[2].connection is None
-    assert ranks.watches[0]._connection.closed is False  # and the hub is there for the others
+    assert detector._members[2].connection is None
+    assert ranks.watches[0]._connection.closed is False  # and the detector is there for the others
 
 
 def test_many_unauthenticated_do_not_use_up_the_files_of_the_hub(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vpipe.distributed.watchdog_server.MAX_UNAUTHENTICATED", 2)
-    hub = ranks.start(2, without=(1,))
+    monkeypatch.setattr("vpipe.distributed.failure_detector.MAX_UNAUTHENTICATED", 2)
+    detector = ranks.start(2, without=(1,))
     with ExitStack() as open_ones:
-        strangers = [open_ones.enter_context(socket.create_connection(("127.0.0.1", hub.port), WITHIN_S))
+        strangers = [open_ones.enter_context(socket.create_connection(("127.0.0.1", detector.port), WITHIN_S))
                      for _ in range(6)]
         for stranger in strangers[:2]:
             assert stranger.recv(1) == b""  # before it was silent for long
-        assert len(hub._unauthenticated) == 4
-        line = hello(hub, 1)
-        until(lambda: hub._members[1].connection is not None)
+        assert len(detector._unauthenticated) == 4
+        line = hello(detector, 1)
+        until(lambda: detector._members[1].connection is not None)
         line.close()
 
 
 def test_one_that_sends_without_end_does_not_silence_the_hub(ranks: Ranks) -> None:
     """A rank that has gone mad: the others hear on, and it is lost when what it says is too long."""
-    hub = ranks.start(3, without=(2,))
-    line, stop = hello(hub, 2), Event()
+    detector = ranks.start(3, without=(2,))
+    line, stop = hello(detector, 2), Event()
 
     def send() -> None:
         line._socket.setblocking(True)
@@ -196,7 +196,7 @@ def test_one_that_sends_without_end_does_not_silence_the_hub(ranks: Ranks) -> No
     thread = Thread(target=send)
     thread.start()
     try:
-        until(lambda: hub._members[2].connection is not None)
+        until(lambda: detector._members[2].connection is not None)
         time.sleep(PACE.silent_s + 0.5)
         assert ranks.ended[0].empty()
         assert ranks.ended[1].empty()
@@ -210,13 +210,13 @@ def test_one_that_sends_without_end_does_not_silence_the_hub(ranks: Ranks) -> No
 
 
 def test_a_hub_that_ends_by_an_error_says_so(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = ranks.start(3)
-    until(lambda: all(member.connection is not None for member in hub._members))
+    detector = ranks.start(3)
+    until(lambda: all(member.connection is not None for member in detector._members))
 
     def broken(now: float) -> None:
         raise KeyError("judge")
 
-    monkeypatch.setattr(hub, "_find_failure", broken)
+    monkeypatch.setattr(detector, "_find_failure", broken)
     for rank in range(3):
         assert "rank 0 (stage 0) on a failed: its watchdog's server ended by KeyError: 'judge'; " in ranks.end_of(rank)
 
@@ -224,14 +224,14 @@ def test_a_hub_that_ends_by_an_error_says_so(ranks: Ranks, monkeypatch: pytest.M
 @pytest.mark.parametrize(("address", "bound"), [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"),
                                                 ("203.0.113.9", "::"), ("a-name", "::")])
 def test_the_hub_listens_where_the_ranks_meet(address: str, bound: str) -> None:
-    with listen(address) as server:
+    with listening_socket(address) as server:
         assert server.getsockname()[0] in (bound, {"::": "0.0.0.0"}.get(bound))
 
 
 def test_a_pause_of_the_own_process_is_nobodys_silence(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks.start(2)
     clock, offset = time.monotonic, [0.0]
-    monkeypatch.setattr("vpipe.distributed.watchdog_server.monotonic", lambda: clock() + offset[0])
+    monkeypatch.setattr("vpipe.distributed.failure_detector.monotonic", lambda: clock() + offset[0])
     monkeypatch.setattr("vpipe.distributed.watchdog.monotonic", lambda: clock() + offset[0])
     time.sleep(0.2)
     offset[0] = 100.0  # as after SIGCONT
@@ -266,7 +266,7 @@ def test_the_connections_of_this_process_are_found_and_broken_off() -> None:
 def test_a_transfer_that_nothing_else_ends_has_the_limit_that_it_says(ranks: Ranks) -> None:
     """As the making of a communicator of nccl, inside which the main thread stays for ever."""
     ranks.start(2)
-    ranks.watches[1].doing = Waiting(0, limit_s=0.3)
+    ranks.watches[1].transfer = Waiting(0, limit_s=0.3)
     assert ranks.end_of(1).startswith("error: rank 0 (stage 0) is running but did not answer in time; rank 1 "
                                       "(stage 1) was waiting for rank 0; rank 1 (stage 1) has waited 0.")
     assert ranks.end_of(0).startswith("error: rank 0 (stage 0) is running but did not answer in time; ")
@@ -274,12 +274,12 @@ def test_a_transfer_that_nothing_else_ends_has_the_limit_that_it_says(ranks: Ran
 
 def test_rank_0_that_ends_at_once_is_still_there_for_a_rank_that_connects_later(ranks: Ranks) -> None:
     """Where the program made the process group, nothing else keeps it until then."""
-    hub = ranks.start(2, without=(1,))
+    detector = ranks.start(2, without=(1,))
     ranks.watches.pop(0).leave()
-    stopping = Thread(target=hub.stop)
+    stopping = Thread(target=detector.stop)
     stopping.start()
     time.sleep(2 * PACE.beat_s)
-    line, heard = hello(hub, 1), list[object]()
+    line, heard = hello(detector, 1), list[object]()
     until(lambda: heard.extend(line.receive()) or heard)
     line.close()
     stopping.join(WITHIN_S)
@@ -287,13 +287,13 @@ def test_rank_0_that_ends_at_once_is_still_there_for_a_rank_that_connects_later(
 
 def test_rank_0_that_ends_waits_for_a_rank_that_was_not_heard_lately(ranks: Ranks) -> None:
     """After a cut TCP waits before it sends again; what then meets a closed connection takes the failure along."""
-    hub = ranks.start(3, without=(1, 2))
-    quiet, killed = hello(hub, 1), hello(hub, 2)
+    detector = ranks.start(3, without=(1, 2))
+    quiet, killed = hello(detector, 1), hello(detector, 2)
     time.sleep(6 * PACE.beat_s)
     killed.close()
     assert ranks.end_of(0).startswith("error: rank 2 (stage 2) on b ended without a word")
     ranks.watches.pop(0).leave()
-    stopping = Thread(target=hub.stop)
+    stopping = Thread(target=detector.stop)
     stopping.start()
     time.sleep(3 * PACE.beat_s)
     assert any("fault" in message for message in quiet.receive())

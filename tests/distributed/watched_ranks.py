@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from queue import Queue
 
 from vpipe.distributed.connection import Connection, connect
-from vpipe.distributed.fault import WatchdogTiming
+from vpipe.distributed.failure_detector import FailureDetector, WatchdogTiming
 from vpipe.distributed.watchdog import Watchdog
-from vpipe.distributed.watchdog_server import WatchdogServer
 from vpipe.errors import RunError
 
 WITHIN_S = 20.0
@@ -22,7 +21,7 @@ PACE = WatchdogTiming(beat_s=0.05, silent_s=1.2, grace_s=0.3, long_s=30.0, join_
 @dataclass(frozen=True)
 class Waiting:
     peer: int | None
-    said: str = "for the activations from"
+    purpose: str = "for the activations from"
     limit_s: float | None = None
 
     def __str__(self) -> str:
@@ -34,19 +33,19 @@ class Ranks:
 
     def __init__(self, pace: WatchdogTiming = PACE) -> None:
         self.pace = pace
-        self.hub: WatchdogServer | None = None
+        self.detector: FailureDetector | None = None
         self.watches: dict[int, Watchdog] = {}
         self.lines: dict[int, Connection] = {}
         self.ended: dict[int, Queue[RunError]] = {}
         self.broken_off: list[int] = []
         self.shown: list[str] = []
 
-    def start(self, ranks: int, without: tuple[int, ...] = ()) -> WatchdogServer:
-        self.hub = WatchdogServer(ranks, self.pace, "127.0.0.1")
+    def start(self, ranks: int, without: tuple[int, ...] = ()) -> FailureDetector:
+        self.detector = FailureDetector(ranks, self.pace, "127.0.0.1")
         for rank in range(ranks):
             if rank not in without:
-                self.join(rank, ranks, connect("127.0.0.1", self.hub.port, WITHIN_S), self.hub.token)
-        return self.hub
+                self.join(rank, ranks, connect("127.0.0.1", self.detector.port, WITHIN_S), self.detector.token)
+        return self.detector
 
     def join(self, rank: int, ranks: int, line: Connection, token: str) -> Watchdog:
         hosts = ["abc"[other // 2] for other in range(ranks)]
@@ -63,8 +62,8 @@ class Ranks:
     def stop(self) -> None:
         for watch in self.watches.values():
             watch.leave()
-        if self.hub is not None:
-            self.hub.stop()
+        if self.detector is not None:
+            self.detector.stop()
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -74,8 +73,8 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def hello(hub: WatchdogServer, rank: int) -> Connection:
+def hello(detector: FailureDetector, rank: int) -> Connection:
     """A rank that says no more than its name."""
-    line = connect("127.0.0.1", hub.port, WITHIN_S)
-    line.send({"rank": rank, "token": hub.token})
+    line = connect("127.0.0.1", detector.port, WITHIN_S)
+    line.send({"rank": rank, "token": detector.token})
     return line

@@ -8,7 +8,7 @@ from unittest.mock import patch
 from torch._C._distributed_c10d import PrefixStore
 
 from vpipe.config.config import load_config
-from vpipe.distributed.store import own_store
+from vpipe.distributed.rendezvous import own_store
 from vpipe.train.job import Job
 from vpipe.train.loop import train
 

@@ -1,4 +1,4 @@
-"""Carry JSON objects over TCP without blocking, and break off this process's connections."""
+"""Carry JSON objects between watchdogs over TCP without blocking, and break off this process's connections."""
 
 from __future__ import annotations
 
@@ -90,19 +90,15 @@ class Connection:
 
 
 def connect(host: str, port: int, timeout_s: float) -> Connection:
-    """Connect to a server.
-
-    Raises:
-        OSError: nobody does, or there is no way.
-    """
+    """Connect to a server. Raises OSError if it does not answer."""
     return Connection(socket.create_connection((host, port), timeout=timeout_s))
 
 
-def listen(address: str) -> socket.socket:
+def listening_socket(address: str) -> socket.socket:
     """Return a socket that listens at a free port of the address; on all interfaces, when only others know it.
 
-    So it is with an address that is translated on the way, and with a name, which to its own host often means a
-    loopback address and to other hosts does not.
+    Only others know an address that is translated on the way, and a name: to its own host it often means a loopback
+    address, to other hosts it does not.
     """
     with suppress(ValueError):
         literal = ipaddress.ip_address("127.0.0.1" if address == "localhost" else address)
@@ -118,7 +114,7 @@ def listen(address: str) -> socket.socket:
 
 
 def _close_in_child() -> None:
-    """Return a child that was forked must not keep a connection up when this process is gone."""
+    """Close the connections in a forked child, which would keep them up when this process is gone."""
     for connection in list(_connections):
         connection._socket.close()
 
@@ -131,7 +127,7 @@ FOLDER = "/proc/self/fd"
 
 
 def connections(but: Collection[int] = ()) -> dict[int, str]:
-    """Return the descriptors of connected TCP sockets, each with the kernel's name for it; none if no system tells.
+    """Return the descriptors of connected TCP sockets, each with the kernel's name for it; none outside of Linux.
 
     Args:
         but: ports, at either end, of connections that do not count.

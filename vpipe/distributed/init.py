@@ -26,10 +26,9 @@ from vpipe.distributed.device import (
     make_current,
 )
 from vpipe.distributed.environment import HOST, RankEnvironment
-from vpipe.distributed.fault import WatchdogTiming
+from vpipe.distributed.failure_detector import WatchdogTiming
 from vpipe.distributed.network import check_interfaces
-from vpipe.distributed.rendezvous import Rendezvous, hosts_of_group
-from vpipe.distributed.store import agent_has_store, open_store
+from vpipe.distributed.rendezvous import Rendezvous, agent_has_store, hosts_of_group, open_store
 from vpipe.errors import RunError, UserError
 
 CARRIERS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
@@ -137,7 +136,7 @@ def _make_group(own: torch.device, backend: str | None, timeout_s: float) -> Dev
         raise watchdog.error(fault, f"rank {rank} was joining the others: {str(error).splitlines()[0]}") from error
     sys.excepthook = hook  # torch has put one before it that writes the rank before each line
     # The watchdog's server in rank 0 may have got connections of its own meanwhile, and the store.
-    made = connections(but=(rendezvous.server_port, _number("MASTER_PORT"))).items() - before.items()
+    made = connections(but=(rendezvous.detector_port, _number("MASTER_PORT"))).items() - before.items()
     watchdog.break_off = partial(break_off, dict(made))
     _joined = _Joined(dist.group.WORLD, rendezvous, devices)
     atexit.register(_destroy, dist.group.WORLD, os.getpid())

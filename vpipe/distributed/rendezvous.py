@@ -1,4 +1,4 @@
-"""Meet the other ranks of a job in a store, watch them from then on, and exchange what each of them knows."""
+"""Meet the other ranks of a job in a store, watch them from then on, and exchange values with them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from vpipe.distributed.connection import connect
-from vpipe.distributed.fault import Fault, WatchdogTiming
+from vpipe.distributed.environment import RUN
+from vpipe.distributed.failure_detector import FailureDetector, Fault, WatchdogTiming
 from vpipe.distributed.network import is_this_host, meeting_address
 from vpipe.distributed.watchdog import Watchdog, end_process, install
-from vpipe.distributed.watchdog_server import WatchdogServer
 from vpipe.errors import RunError, UserError
 
 POLL_S = 0.01
@@ -26,10 +26,48 @@ READ_S = 5.0
 """For the others to read what was exchanged, which they do at once; the store may end with rank 0."""
 
 
+def agent_has_store() -> bool:
+    """Return whether torchrun's agent keeps the store, and not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def open_store(kind: str, address: str, port: int, rank: int, ranks: int, timeout_s: float) -> PrefixStore:
+    """Open the store of one ``kind``, of this run and this attempt of it; it is in rank 0, or in torchrun's agent.
+
+    An agent's store outlives a restart of the ranks, and still has the addresses of the dead: there the attempt is
+    part of the name. Rank 0's is a new one each time; of several agents only the one that lost a rank counts the
+    attempt, so its number must not be part of it there. Several stores of one process share the port.
+
+    Raises:
+        RuntimeError: nobody answers there, or rank 0 cannot listen.
+        RunError: another run has the port.
+    """
+    hosted = rank == 0 and not agent_has_store()
+    store = TCPStore(address, port, ranks, is_master=hosted, timeout=timedelta(seconds=timeout_s),
+                     wait_for_workers=False, multi_tenant=True)
+    run = os.environ.get(RUN) or os.environ.get("TORCHELASTIC_RUN_ID", "")
+    if hosted:
+        store.set("run", run)
+    elif not agent_has_store():  # an agent has refused a port in use
+        theirs = bytes(store.get("run")).decode()
+        if theirs != run:
+            raise RunError(f"{address} port {port} belongs to another run ({theirs or 'unnamed'}), not to this one "
+                           f"({run or 'unnamed'})", rank=rank,
+                           hint="give each run a port of its own: parallel.master_port, or MASTER_PORT; under srun it "
+                           "may be left out")
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agent_has_store() else ""
+    return PrefixStore(f"{kind} {run} {attempt}", store)
+
+
+def own_store(kind: str, rank: int, ranks: int, timeout_s: float) -> PrefixStore:
+    """Open the store of one ``kind`` where this process's environment says that the ranks meet."""
+    return open_store(kind, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, ranks, timeout_s)
+
+
 class Rendezvous:
     """The ranks of a job, met in a store. From now on they watch one another.
 
-    Rank 0 runs the watchdog's server and leaves its address in the store.
+    Rank 0 runs the failure detector and leaves its address in the store.
 
     Args:
         timing: of the watchdog.
@@ -44,13 +82,13 @@ class Rendezvous:
                  hosts: Sequence[str] | None = None) -> None:
         self.store, self.rank, self.ranks = store, rank, ranks
         hosts = [""] * ranks if hosts is None else hosts
-        self._server: WatchdogServer | None = None
+        self._detector: FailureDetector | None = None
         reached_at = address or _address_of(store) or ""
         try:
             if rank == 0:
                 named, listens_at = ("", address) if address is not None else server_address(reached_at, hosts)
-                self._server = WatchdogServer(ranks, timing, listens_at)
-                store.set("watchdog", f"{self._server.port} {self._server.token} {named}")
+                self._detector = FailureDetector(ranks, timing, listens_at)
+                store.set("watchdog", f"{self._detector.port} {self._detector.token} {named}")
             store.wait(["watchdog"], timedelta(seconds=timing.join_s))
             port, token, named = store.get("watchdog").decode().split(" ")
             reached_at = named or reached_at
@@ -60,7 +98,7 @@ class Rendezvous:
             raise RunError(f"rank {rank} could not reach rank 0{where} at {reached_at}: {str(error).splitlines()[0]}",
                            hint="rank 0 ended, or a firewall is in the way: ranks connect to ports of the system's "
                            "choice", rank=rank, peer=0) from error
-        self.server_port = int(port)
+        self.detector_port = int(port)
         self.watchdog = Watchdog(rank, hosts, connection, token, timing, end_process)
         install(self.watchdog)
         self._process = os.getpid()
@@ -69,11 +107,11 @@ class Rendezvous:
     def set_timing(self, timing: WatchdogTiming) -> None:
         """Watch at another pace from now on. Every rank must beat as often before rank 0 expects it."""
         self.watchdog.set_timing(timing)
-        if self._server is not None:
-            self._server.timing = timing
+        if self._detector is not None:
+            self._detector.timing = timing
 
     def exchange(self, name: str, value: Any) -> list[Any]:
-        """Give all ranks what this one knows, as JSON; return what each of them knows, by rank.
+        """Give all ranks a value as JSON; return the values of all, by rank.
 
         Args:
             name: of the exchange; each has a name of its own.
@@ -85,7 +123,7 @@ class Rendezvous:
         try:
             self.store.set(names[self.rank], json.dumps(value))
             self.store.add(f"{name} given", 1)
-            self._wait(f"{name} given", self.ranks, names)
+            self._wait(f"{name} given", names)
             values = [json.loads(text) for text in self.store.multi_get(names)]
             if self.store.add(f"{name} read", 1) < self.ranks and self.rank == 0:
                 deadline = time.monotonic() + READ_S
@@ -96,10 +134,10 @@ class Rendezvous:
             raise self.watchdog.error(self.watchdog.explain(None, None), f"rank {self.rank} was waiting for all ranks: "
                                       f"{str(error).splitlines()[0]}") from error
 
-    def _wait(self, counter: str, count: int, names: Sequence[str]) -> None:
-        """Wait until a counter in the store is that high."""
+    def _wait(self, counter: str, names: Sequence[str]) -> None:
+        """Wait until all ranks have given their values, named in ``names``, and counted them."""
         looked_at = time.monotonic()
-        while self.store.add(counter, 0) < count:
+        while self.store.add(counter, 0) < self.ranks:
             time.sleep(POLL_S)
             fault = self.watchdog.fault
             if fault is None and time.monotonic() - looked_at > 1.0:
@@ -112,11 +150,11 @@ class Rendezvous:
                 raise self.watchdog.error(fault, f"{self.watchdog.place(self.rank)} was waiting for all ranks")
 
     def leave(self) -> None:
-        """End the watch in good order."""
+        """End the watch: this program comes to its end."""
         atexit.unregister(self._leave_at_exit)
         self.watchdog.leave()
-        if self._server is not None:
-            self._server.stop()
+        if self._detector is not None:
+            self._detector.stop()
 
     def leave_first(self) -> None:
         """At exit, leave before anything is undone that was set up until now."""

@@ -20,8 +20,8 @@ UNSAVED = 64
 """The exit status of a rank that its launcher asked to end is 128 + the signal's number where it has saved, else this
 and the number: so the launcher knows."""
 
-LAST_WORDS_S = 5.0
-"""To notice that a rank is gone, to let its neighbour speak first, and to speak."""
+REPORT_S = 5.0
+"""To notice that a rank is gone, to let its neighbour report first, and to report."""
 
 
 class Stopped(NamedTuple):
@@ -36,52 +36,49 @@ class Stopped(NamedTuple):
     saved: bool
 
 
-class _Stops:
-    """The handling of signals in this process.
+class _Handlers:
+    """The handling of signals in this process; ``delay_s`` as in :func:`handle_signals`."""
 
-    Args:
-        patience_s: outside training, until it is ended.
-    """
-
-    def __init__(self, patience_s: float) -> None:
-        self.patience_s = patience_s
-        self.training = self.concluding = self.decided = False
-        self.asked: signal.Signals | None = None
+    def __init__(self, delay_s: float) -> None:
+        self.delay_s = delay_s
+        self.training = self.trained = self.ignoring = False
+        self.first: signal.Signals | None = None
         self._reader, writer = os.pipe()
         os.set_blocking(writer, False)
-        signal.set_wakeup_fd(writer)  # is told at once, even while the main thread waits in a library
+        signal.set_wakeup_fd(writer)  # is written at once, even while the main thread waits in a library
         for number in STOPS:
             signal.signal(number, lambda number, frame: None)
-        Thread(target=self._obey, name="vpipe-stops", daemon=True).start()
+        Thread(target=self._read, name="vpipe-signals", daemon=True).start()
 
-    def _obey(self) -> None:
+    def _read(self) -> None:
         while True:
             for byte in os.read(self._reader, 64):
                 if byte in STOPS:
-                    self.ask(signal.Signals(byte))
+                    self.handle(signal.Signals(byte))
 
-    def ask(self, number: signal.Signals) -> None:
-        if self.decided or (self.concluding and not self.patience_s):
+    def handle(self, number: signal.Signals) -> None:
+        if self.ignoring or (self.trained and not self.delay_s):
             return
-        self.asked = self.asked or number
-        if self.training:
-            ask_stop(number.name)
-        elif self.patience_s:
+        self.first = self.first or number
+        if self.delay_s and not self.training:
             self.end_late(number)
         else:
-            os._exit(status_after(number, saved=False))
+            self._stop(number)
 
     def end_late(self, number: signal.Signals) -> None:
         """End the process in a while, whatever it waits for, unless it trains by then."""
-        def end() -> None:
-            if self.training:
-                ask_stop(number.name)
-            else:
-                os._exit(status_after(number, saved=False))
-
-        timer = Timer(self.patience_s, end)
+        timer = Timer(self.delay_s, self._stop, (number,))
         timer.daemon = True
         timer.start()
+
+    def _stop(self, number: signal.Signals) -> None:
+        if self.training:
+            ask_stop(number.name)
+        else:
+            os._exit(status_after(number, saved=False))
+
+
+_handlers: _Handlers | None = None
 
 
 def status_after(number: int, *, saved: bool) -> int:
@@ -91,62 +88,56 @@ def status_after(number: int, *, saved: bool) -> int:
     return 1 if number == signal.SIGUSR1 and not saved else 128 + number
 
 
-_stops: _Stops | None = None
+def handle_signals(delay_s: float = 0.0) -> None:
+    """Handle signals as this module says from now on. To be called by the main thread.
 
-
-def listen(patience_s: float = 0.0) -> None:
-    """Handle signals as this module says from now on.
-
-    torchrun ends all ranks as soon as one ends with an error or is killed, and srun may, before the one that knows why
-    has said it. Of a rank that is killed the starter names its number and perhaps the node; its stage, and who was
-    waiting for it, the others say when they find that it is gone. Then they end by themselves. To be called by the
-    main thread.
+    torchrun ends all ranks as soon as one ends with an error or is killed, and srun may, before the rank that knows why
+    has reported it. Of a killed rank the starter names the number and perhaps the node; its stage, and who was waiting
+    for it, the others report when they find that it is gone. Then they end by themselves.
 
     Args:
-        patience_s: outside training, from the signal to the end of the process; 0 where nobody needs last words.
+        delay_s: outside training, from the signal to the end of the process; 0 where it has nothing to report.
     """
-    global _stops
-    _stops = _Stops(patience_s)
+    global _handlers
+    _handlers = _Handlers(delay_s)
 
 
-def ask(number: int) -> None:
-    """Handle a signal that the launcher passes on, as if it had come to this process, which must :func:`listen`."""
-    assert _stops is not None, "it listens"
-    _stops.ask(signal.Signals(number))
+def handle_signal(number: int) -> None:
+    """Handle a signal that the launcher passes on, as if it had come to this process; needs :func:`handle_signals`."""
+    assert _handlers is not None
+    _handlers.handle(signal.Signals(number))
 
 
 @contextmanager
-def in_good_order() -> Iterator[None]:
+def graceful_stop() -> Iterator[None]:
     """While training, let a signal only ask all ranks to stop: the caller reads
     :func:`~vpipe.distributed.watchdog.stop_asked`. A second signal does nothing.
 
     Afterwards the process is about to end by itself, and a launcher's signal does not end it sooner: it may be the very
-    one for which the other ranks have made all leave off.
-
-    A process that does not :func:`listen` is left as it is.
+    one for which the other ranks have stopped all. A process without :func:`handle_signals` is left as it is.
     """
-    stops = _stops
-    if stops is None:
+    handlers = _handlers
+    if handlers is None:
         yield
         return
-    if stops.asked is not None and stops.patience_s:
-        ask_stop(stops.asked.name)  # it came a moment ago
-    stops.training, stops.concluding = True, False
+    if handlers.first is not None and handlers.delay_s:
+        ask_stop(handlers.first.name)  # it came a moment ago
+    handlers.training, handlers.trained = True, False
     try:
         yield
-        stops.concluding = True
+        handlers.trained = True
     except BaseException:
-        if stops.asked is not None and stops.patience_s:
-            stops.end_late(stops.asked)  # its starter ended it because another rank failed
+        if handlers.first is not None and handlers.delay_s:
+            handlers.end_late(handlers.first)  # its starter ended it because another rank failed
         raise
     finally:
-        stops.training = False
+        handlers.training = False
 
 
-def end_as_decided() -> None:
+def ignore_signals() -> None:
     """Ignore further signals: Python restores the default handlers at exit, and one could change the exit status."""
-    if _stops is not None:
-        _stops.decided = True
+    if _handlers is not None:
+        _handlers.ignoring = True
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -155,7 +146,7 @@ def stopped_status(rank: int, stopped: Stopped | None) -> int:
     """Return the exit status of a rank whose training ended well.
 
     Args:
-        stopped: by a signal, before its end. Then the first rank says so, once it has saved; if others did, srun would
-            end it meanwhile.
+        stopped: the signal that stopped it, if any. Only the status of rank 0 tells of it, once it has saved; if others
+            ended with such a status, srun would end rank 0 meanwhile.
     """
     return 0 if stopped is None or rank else status_after(signal.Signals[stopped.by], saved=stopped.saved)

@@ -1,4 +1,7 @@
-"""Watch the other ranks from a thread: who is alive, who waits for whom, who failed first."""
+"""Watch the other ranks from a thread of each rank: send heartbeats, hear of failures, end this process for one.
+
+Rank 0 notices a failure first, in its :mod:`~vpipe.distributed.failure_detector`, and sends it here.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,40 @@ import selectors
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from threading import Event, Thread
 from time import monotonic, perf_counter
+from typing import Protocol
 
 from vpipe.distributed.connection import Connection
-from vpipe.distributed.fault import Fault, WatchdogTiming
-from vpipe.distributed.wait_graph import LongWaits, RankState, Transfer, Wait, WaitChain
+from vpipe.distributed.failure_detector import Fault, RankState, Wait, WatchdogTiming
+from vpipe.distributed.wait_graph import LongWaits, WaitChain
 from vpipe.errors import RunError
 
 
+class Transfer(Protocol):
+    """A transfer that the main thread is in; its ``str`` is ``waiting for the loss of step 3 from stage 1 with rank
+    2``.
+    """
+
+    @property
+    def peer(self) -> int | None:
+        """The other rank; None when all take part."""
+
+    @property
+    def purpose(self) -> str:
+        """The words between "has waited 31 s" and the other rank: ``for the loss of step 3 from stage 1 from``."""
+
+    @property
+    def limit_s(self) -> float | None:
+        """Seconds after which the watchdog gives it up, for transfers without a timeout of their own: nccl waits
+        without end for the peer with which it makes a communicator."""
+
+
 class Activity:
-    """One attribute to write per action: the reader asks once a second, the writer thousands of times.
+    """The activity of the main thread: one attribute to write per action. The reader asks once a second, the writer
+    thousands of times.
 
     Attributes:
         now: what is under way, and since when by ``perf_counter``: an action of a schedule; in words, ``reading a
@@ -38,8 +62,8 @@ class Activity:
         self.now = (self.part, perf_counter())
 
     @contextmanager
-    def at(self, what: str) -> Iterator[None]:
-        """Note what is done meanwhile, in words, whatever actions it is made of."""
+    def during(self, what: str) -> Iterator[None]:
+        """Name the activity meanwhile, whatever actions it is made of: ``saving a checkpoint``."""
         before, self.part = self.part, what
         self.rest()
         try:
@@ -48,7 +72,7 @@ class Activity:
             self.part = before
             self.rest()
 
-    def seen(self) -> tuple[str | None, float]:
+    def describe(self) -> tuple[str | None, float]:
         """Return what is under way, in words, and for how many seconds."""
         (what, since), part = self.now, self.part
         words = what if what is None or isinstance(what, str) else f"running {what}"
@@ -60,7 +84,7 @@ PATIENCE_S = 2.0
 
 
 class Watchdog:
-    """Send the heartbeats of one rank to the watchdog's server and receive the state of all, in a thread of its own.
+    """Send the heartbeats of one rank to rank 0 and receive the state of all, in a thread of its own.
 
     The main thread may be anywhere: in a transfer that nothing interrupts, in a debugger, in a pause of the
     user's. As long as this thread beats, the rank is alive. When a failure becomes known, the transfers of this
@@ -72,30 +96,30 @@ class Watchdog:
 
     Attributes:
         describe: ``rank -> "rank 2 (stage 2)"``.
-        doing: the transfer that the main thread is in.
-        work: what the main thread does.
-        note: shows what is found of long waits; on rank 0, from another thread.
+        transfer: that the main thread is in.
+        activity: of the main thread.
+        note: shows long waits; on rank 0, from another thread.
         break_off: makes the main thread's transfers fail.
-        stop_asked: why a rank was asked to leave off in good order, once one was.
+        stop_asked: why a rank asked all to stop, once one did.
     """
 
     def __init__(self, rank: int, hosts: Sequence[str], connection: Connection, token: str, timing: WatchdogTiming,
                  end: Callable[[RunError], None]) -> None:
         self.rank, self.hosts = rank, hosts
         self.describe: Callable[[int], str] = lambda rank: f"rank {rank}"
-        self.doing: Transfer | None = None
-        self.work = Activity()
+        self.transfer: Transfer | None = None
+        self.activity = Activity()
         self.note: Callable[[str], None] = lambda text: None
         self.break_off: Callable[[], None] = lambda: None
         self._connection, self.timing, self._end = connection, timing, end
         self._fault: Fault | None = None
         self._known, self._acknowledged = Event(), Event()  # by this thread; by the main thread
         self._states = [RankState() for _ in hosts]
-        self._waits = LongWaits(rank, timing, self.place, lambda text: self.note(text))
+        self._long_waits: LongWaits | None = None
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
         self._leaving = False
-        self._given_up: Fault | None = None  # sent to the server, whose answer comes first
+        self._given_up: Fault | None = None  # sent to rank 0, whose answer comes first
         self.stop_asked: str | None = None
         self._stop: str | None = None  # asked here, and still to be sent
         connection.send({"rank": rank, "token": token})
@@ -131,7 +155,7 @@ class Watchdog:
 
     def _reporter(self, fault: Fault) -> int:
         """Return the rank that prints a failure: the one that failed if it can, else the first of the others."""
-        there = [rank for rank, seen in enumerate(self._states) if rank not in fault.ranks and not seen.left]
+        there = [rank for rank, state in enumerate(self._states) if rank not in fault.ranks and not state.left]
         return fault.ranks[0] if fault.reported or not there else there[0]
 
     def _brief(self, fault: Fault) -> str:
@@ -146,9 +170,9 @@ class Watchdog:
         """The failure that ends the job, once one is known."""
         return self._fault if self._known.is_set() else None
 
-    def has_left(self, rank: int) -> bool:
-        """Return whether a rank has ended in good order."""
-        return self._states[rank].left
+    def has_left(self, rank: int | None) -> bool:
+        """Return whether the program of a rank has come to its end."""
+        return rank is not None and self._states[rank].left
 
     @property
     def is_reporter(self) -> bool:
@@ -162,7 +186,9 @@ class Watchdog:
 
     def set_timing(self, timing: WatchdogTiming) -> None:
         """Beat at another pace from now on."""
-        self.timing = self._waits.timing = timing
+        self.timing = timing
+        if self._long_waits is not None:
+            self._long_waits.timing = timing
 
     def explain(self, peer: int | None, waited_s: float | None) -> Fault:
         """Return why a transfer failed: the first failure of the job. Takes up to twice :data:`PATIENCE_S`.
@@ -174,59 +200,52 @@ class Watchdog:
         self._acknowledged.set()
         if waited_s is not None:
             self._report(self._blame(peer, waited_s))
-        elif self._peer_left(peer) or not self._known.wait(PATIENCE_S):
-            self._report(self._lost_peer(peer))
+        elif self.has_left(peer) or not self._known.wait(PATIENCE_S):
+            rank = self.rank if peer is None else peer
+            self._report(Fault.left(rank) if self.has_left(peer) else Fault.hung_up(rank, self.rank))
         assert self._fault is not None
         return self._fault
 
     def failed(self, error: BaseException) -> None:
         """Send all ranks an error of this one."""
         self._acknowledged.set()
-        if self._known.is_set() or self._leaving:
-            return
-        self._report(Fault.failed(self.rank, error))
+        if not self._known.is_set() and not self._leaving:
+            self._report(Fault.failed(self.rank, error))
 
     def ask_stop(self, why: str) -> None:
-        """Ask all ranks to stop in good order; from a signal handler, too: no locks."""
+        """Ask all ranks to stop and save; from a signal handler, too: no locks."""
         self.stop_asked = self._stop = why
         with suppress(OSError):
             self._wake.send(b".")
 
     def leave(self) -> None:
-        """Tell the server that this process ends in good order, so that it is not taken for dead."""
+        """Tell rank 0 that this program comes to its end, so that it is not taken for dead."""
         if not self._known.is_set():
             self._connection.send({"left": True})
-        self._leaving = True  # not before: the thread closes the line when it sees it
+        self._leaving = True  # not before: the thread closes the connection when it sees it
         with suppress(OSError):
             self._wake.send(b".")
         self._thread.join(self.timing.grace_s)
 
     def _report(self, fault: Fault) -> None:
-        """Send the server a failure and receive which one came first; this one, when it does not answer."""
-        self._connection.send({"fault": fault.as_message()})
+        """Send rank 0 a failure and receive which one came first; this one, when it does not answer."""
+        self._connection.send({"fault": asdict(fault)})
         if not self._thread.is_alive() or not self._known.wait(PATIENCE_S):
             self._set_fault(fault)
 
-    def _peer_left(self, peer: int | None) -> bool:
-        return peer is not None and self.has_left(peer)
-
-    def _lost_peer(self, peer: int | None) -> Fault:
-        """Return the fault of a peer whose connection broke, when the server knows of no failure."""
-        rank = self.rank if peer is None else peer
-        return Fault.left(rank) if self._peer_left(peer) else Fault.hung_up(rank, self.rank)
-
     def _blame(self, peer: int | None, waited_s: float) -> Fault:
         """Return the fault of the rank at the end of the waits: one that is silent, else one that does not wait."""
-        seen, said = list(self._states), "for" if self.doing is None else self.doing.said
-        seen[self.rank] = RankState(waits=Wait(peer, waited_s, said), at=self.work.seen())
-        chain = WaitChain.follow(seen, self.rank, waited_s / 2, self.timing.beat_s)
+        states = list(self._states)
+        purpose = "for" if self.transfer is None else self.transfer.purpose
+        states[self.rank] = RankState(waits=Wait(peer, waited_s, purpose), at=self.activity.describe())
+        chain = WaitChain.follow(states, self.rank, waited_s / 2, self.timing.beat_s)
         return replace(chain.fault, chain="; ".join(chain.sentences(self.place)))
 
     # -- the thread ------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         last = beat_at = heard_at = monotonic()
-        doing, since = self.doing, last
+        transfer, since = self.transfer, last
         with selectors.DefaultSelector() as selector:
             selector.register(self._woken, selectors.EVENT_READ)
             selector.register(self._connection, selectors.EVENT_READ)
@@ -240,57 +259,63 @@ class Watchdog:
                     self._connection.send({"stop": self._stop})
                     self._stop = None
                 now = monotonic()
-                if now - last > 2 * self.timing.beat_s:  # it was this process that paused: not the server's silence
+                if now - last > 2 * self.timing.beat_s:  # it was this process that paused: rank 0 was not silent
                     heard_at += now - last
                 last = now
                 if self._states[0].left:
-                    break  # rank 0 ended in good order, and the server with it
+                    break  # the program of rank 0 has ended, and the failure detector with it
                 if self._connection.closed:
                     self._set_fault(Fault.ended(0))
                 elif now - heard_at > self.timing.silent_s:
                     fault = Fault.silent(now - heard_at, 0)
-                    self._connection.send({"fault": fault.as_message()})  # it may only sleep
+                    self._connection.send({"fault": asdict(fault)})  # it may only sleep
                     self._set_fault(fault)
                 elif now >= beat_at:
                     beat_at = now + self.timing.beat_s
-                    if self.doing is not doing:
-                        doing, since = self.doing, now
-                    self._connection.send(self._state(doing, now - since))
+                    if self.transfer is not transfer:
+                        transfer, since = self.transfer, now
+                    self._connection.send(self._heartbeat(transfer, now - since))
                     self._update_long_waits(now - heard_at)
-                    self._check_limit(doing, now - since)
+                    self._check_limit(transfer, now - since)
         for end in (self._connection, self._wake, self._woken):
             end.close()
         if self._known.is_set() and not self._leaving:
             self._end_main_thread()
-        elif self._leaving and not self._known.is_set():
-            self._waits.end()
+        elif self._leaving and not self._known.is_set() and self._long_waits is not None:
+            self._long_waits.end()
 
-    def _state(self, doing: Transfer | None, waited_s: float) -> dict[str, object]:
+    def _heartbeat(self, transfer: Transfer | None, waited_s: float) -> dict[str, object]:
         """Return what the others learn of this rank: of what is new no more than whom it waits for."""
         new_s = 2 * self.timing.beat_s
-        what, seconds = self.work.seen()
-        waits = None if doing is None else [doing.peer, waited_s, *([doing.said] if waited_s > new_s else [])]
+        what, seconds = self.activity.describe()
+        waits = None if transfer is None else \
+            [transfer.peer, waited_s, *([transfer.purpose] if waited_s > new_s else [])]
         return {"waits": waits, "at": [what, seconds] if seconds > new_s else None}
 
     def _update_long_waits(self, silent_s: float) -> None:
-        """Report long waits. When the server is silent, rank 0 is."""
+        """Report long waits, once there is one. When nothing is heard of the failure detector, rank 0 is silent."""
+        if self._long_waits is None:
+            if all(state.waited_s <= self.timing.long_s for state in self._states):
+                return
+            self._long_waits = LongWaits(self.rank, self.timing, self.place, lambda text: self.note(text))
         first = self._states[0]
-        self._waits.update([replace(first, silent_s=max(first.silent_s, silent_s)), *self._states[1:]])
+        self._long_waits.update([replace(first, silent_s=max(first.silent_s, silent_s)), *self._states[1:]])
 
-    def _check_limit(self, doing: Transfer | None, waited_s: float) -> None:
-        """Give up a transfer from which the main thread does not come back, once the server has said why, or a beat
+    def _check_limit(self, transfer: Transfer | None, waited_s: float) -> None:
+        """Give up a transfer from which the main thread does not come back, once rank 0 has told why, or a beat
         later."""
         if self._given_up is not None:
             self._set_fault(self._given_up)
-        elif doing is not None and doing.limit_s is not None and waited_s > doing.limit_s + self.timing.grace_s:
-            self._given_up = self._blame(doing.peer, waited_s)
-            self._connection.send({"fault": self._given_up.as_message()})
+        elif transfer is not None and transfer.limit_s is not None \
+                and waited_s > transfer.limit_s + self.timing.grace_s:
+            self._given_up = self._blame(transfer.peer, waited_s)
+            self._connection.send({"fault": asdict(self._given_up)})
 
     def _receive(self) -> bool:
         messages = self._connection.receive()
         for message in messages:
             if "ranks" in message:
-                self._states = [RankState.parse(*state) for state in message["ranks"]]
+                self._states = [RankState.from_message(*state) for state in message["ranks"]]
             if "fault" in message:
                 self._set_fault(Fault.from_message(message["fault"]))
             if "stop" in message and self.stop_asked is None:
@@ -307,27 +332,25 @@ class Watchdog:
         assert self._fault is not None
         self.break_off()
         if not self._acknowledged.wait(self.timing.grace_s) and not self._leaving:
-            meanwhile = str(self.doing or self.work.seen()[0] or "at work")
+            meanwhile = str(self.transfer or self.activity.describe()[0] or "at work")
             self._end(self.error(self._fault, f"{self.place(self.rank)} was {meanwhile}"))
 
 
-work = Activity()
-"""What the main thread of this process is at."""
+# -- the watchdog of this process ----------------------------------------------------------------------------------
+
+activity = Activity()
+"""The activity of this process's main thread: ranks that wait for long report it."""
 
 _watch: Watchdog | None = None
 _stop: str | None = None
 
 
-def _print(error: RunError) -> None:
-    print(error.brief or error, file=sys.stderr, flush=True)
-
-
-def _print_note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def _print(message: RunError | str) -> None:
+    print(message if isinstance(message, str) else message.brief or message, file=sys.stderr, flush=True)
 
 
 _report: Callable[[RunError], None] = _print
-_note: Callable[[str], None] = _print_note
+_note: Callable[[str], None] = _print
 
 
 def current_watchdog() -> Watchdog | None:
@@ -339,7 +362,7 @@ def install(watch: Watchdog) -> None:
     """Make a watchdog that of this process."""
     global _watch
     _watch = watch
-    watch.work, watch.note = work, _note
+    watch.activity, watch.note = activity, _note
     if _stop is not None:
         watch.ask_stop(_stop)  # asked while this process was joining the others
 
@@ -358,12 +381,6 @@ def note_to(note: Callable[[str], None]) -> None:
         _watch.note = note
 
 
-def at_work(what: str) -> AbstractContextManager[None]:
-    """Note what the main thread does meanwhile, such as ``saving a checkpoint``: ranks that wait for long report it.
-    """
-    return work.at(what)
-
-
 def end_process(error: RunError) -> None:
     """Report an error and end this process, from any thread."""
     with suppress(Exception):
@@ -371,19 +388,16 @@ def end_process(error: RunError) -> None:
     os._exit(error.exit_status)
 
 
-def announce(error: BaseException) -> None:
+def report_failure(error: BaseException) -> None:
     """Send all ranks an error of this one, if there are others."""
     if _watch is not None:
         _watch.failed(error)
 
 
 def ask_stop(why: str) -> None:
-    """Ask all ranks to stop in good order; the first to ask gives the reason.
+    """Ask all ranks to stop and save; the first to ask gives the reason, such as ``SIGTERM``.
 
     A signal handler may call it, whatever it interrupts: it takes no lock and does not wait.
-
-    Args:
-        why: in a word or two, ``SIGTERM``.
     """
     global _stop
     if _stop is None:

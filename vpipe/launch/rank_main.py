@@ -27,8 +27,8 @@ from vpipe.distributed.environment import HOST, PARENT_PIPE, RankEnvironment
 from vpipe.distributed.init import meet
 from vpipe.distributed.network import check_interfaces, interface_towards
 from vpipe.distributed.rendezvous import Rendezvous
-from vpipe.distributed.signals import LAST_WORDS_S, Stopped, ask, end_as_decided, listen, stopped_status
-from vpipe.distributed.watchdog import announce, at_work, report_to
+from vpipe.distributed.signals import REPORT_S, Stopped, handle_signal, handle_signals, ignore_signals, stopped_status
+from vpipe.distributed.watchdog import activity, report_failure, report_to
 from vpipe.errors import RunError, VpipeError, counted
 from vpipe.launch.checks import check_gpus, ranks_of
 from vpipe.launch.container import enter
@@ -54,7 +54,7 @@ def main(folder: Path, task: str, *arguments: str) -> int:
         The exit status; of the first rank, when a signal ended the training in good order, one that tells which
         (:func:`~vpipe.distributed.signals.status_after`).
     """
-    listen()
+    handle_signals()
     _follow_launcher()
     rank = int(os.environ["RANK"])
     stopped: list[Stopped | None] = [None]
@@ -85,7 +85,7 @@ def main(folder: Path, task: str, *arguments: str) -> int:
     failure = _run_logged(work, folder, rank)
     if failure is not None:
         write_report(folder, rank, failure)
-    end_as_decided()
+    ignore_signals()
     return failure.exit_status if failure is not None else stopped_status(rank, stopped[0])
 
 
@@ -103,7 +103,7 @@ def train_rank(rank: RankEnvironment, config: Config | VpipeError, start: Resume
         VpipeError: a failure that this rank reports.
         SystemExit: another rank reports it; or a signal ended the training, with a status on rank 0 that tells which.
     """
-    listen(LAST_WORDS_S)
+    handle_signals(REPORT_S)
     try:
         _train_started(rank, config, start, restarts)
     except VpipeError as error:
@@ -112,7 +112,7 @@ def train_rank(rank: RankEnvironment, config: Config | VpipeError, start: Resume
         time.sleep(REPORTED_S)
         raise SystemExit(error.exit_status) from None
     finally:
-        end_as_decided()
+        ignore_signals()
 
 
 def _train_started(rank: RankEnvironment, config: Config | VpipeError, start: ResumePoint | None,
@@ -208,7 +208,7 @@ def _meet_and_check(rank: RankEnvironment, config: Config | VpipeError, start: R
         assert isinstance(config, Config), "else there is an error"
         written = config.resolved_yaml()
         try:
-            with at_work("opening the data"):
+            with activity.during("opening the data"):
                 config = config if launched else _for_ranks(config, rank)
                 check_gpus(config, [rank.device], started_by_others=not launched)
                 if interfaces := config.parallel.interface or os.environ.get("GLOO_SOCKET_IFNAME"):
@@ -313,7 +313,7 @@ def _run_logged(work: Callable[[], None], folder: Path, rank: int) -> VpipeError
         work()
     except Exception as error:
         log.exception("rank %d failed", rank)
-        announce(error)
+        report_failure(error)
         if isinstance(error, VpipeError):
             return error
         what = ", ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
@@ -354,7 +354,7 @@ def _follow_launcher() -> None:
 
     def wait() -> None:
         while number := os.read(int(pipe), 1):  # of a signal; nothing when the other end is closed
-            ask(number[0])
+            handle_signal(number[0])
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()

@@ -13,7 +13,7 @@ from vpipe.checkpoint.directory import Checkpoints
 from vpipe.config.config import parse_resolved
 from vpipe.config.yaml_tree import parse
 from vpipe.distributed.environment import RankEnvironment
-from vpipe.distributed.fault import WatchdogTiming
+from vpipe.distributed.failure_detector import WatchdogTiming
 from vpipe.distributed.network import source_towards_name
 from vpipe.errors import Problem, RunError, StartError, UserError, VpipeError
 from vpipe.launch.checks import ranks_of

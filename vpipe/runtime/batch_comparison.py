@@ -21,7 +21,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from vpipe.distributed.watchdog import announce
+from vpipe.distributed.watchdog import report_failure
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.microbatches import Batch, MicrobatchLoader, Segment
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, Transport
@@ -237,7 +237,7 @@ class BatchComparison:
         if kind == _FAILED:
             self._receive_text(peer)
         elif kind != _ENDED and loader.error is not None:
-            announce(loader.error)
+            report_failure(loader.error)
             raise loader.error
         elif kind != _ENDED:
             self._fail(f"batches differ between ranks: there are {loader.batches_read} on rank {self._rank} and more "
@@ -297,7 +297,7 @@ class BatchComparison:
 
     def _fail(self, what: str, hint: str, peer: int | None = None) -> NoReturn:
         error = RunError(what, hint=hint, rank=self._rank, peer=peer)
-        announce(error)
+        report_failure(error)
         raise error
 
     # -- messages

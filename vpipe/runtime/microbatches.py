@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from vpipe.distributed.watchdog import at_work
+from vpipe.distributed.watchdog import activity
 from vpipe.errors import UserError
 from vpipe.schedules.replication import Rounds
 
@@ -89,7 +89,7 @@ class MicrobatchLoader:
 
     def _read_batch(self) -> None:
         try:
-            with at_work("reading a batch"):
+            with activity.during("reading a batch"):
                 batch = next(self._batches, _END)
             fields = None if batch is _END else self._check(batch)
         except Exception as error:  # kept until what was read before is done

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from vpipe.distributed.watchdog import work
+from vpipe.distributed.watchdog import activity
 from vpipe.runtime.loss_scaler import LossScaler
 from vpipe.runtime.microbatches import Segment
 from vpipe.runtime.reducer import Reducer
@@ -196,7 +196,7 @@ class OptimizerSteps:
                 borrowed.scale_gradients(factor)
         if self.observer is not None:
             self.observer.weights(number, {name: master.data for name, master in weights.masters.items()})
-        work.rest()  # what follows a step may be the program that runs the pipeline
+        activity.rest()  # what follows a step may be the program that runs the pipeline
 
     def _apply(self, stage: int, weights: WeightVersions, number: int, rate: float) -> bool:
         """Step the optimizers at their own learning rates times ``rate``; return False if the update is skipped.

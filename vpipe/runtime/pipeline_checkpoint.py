@@ -18,7 +18,7 @@ from vpipe.checkpoint.manifest import CheckpointInfo, Manifest, no_longer_used
 from vpipe.checkpoint.model_compatibility import check_compatible
 from vpipe.checkpoint.save import save_checkpoint
 from vpipe.checkpoint.shards import check_dtypes, load_tensors
-from vpipe.distributed.watchdog import at_work
+from vpipe.distributed.watchdog import activity
 from vpipe.errors import Problem, UserError
 from vpipe.model.layer import Model
 from vpipe.runtime.engine import Engine
@@ -46,7 +46,7 @@ class PipelineCheckpoint:
             RunError: a rank could not write. What was there before still is.
         """
         tensors: Mapping[str, Tensor] = {}
-        with at_work("saving a checkpoint"), self._problems_of_all() as problems:
+        with activity.during("saving a checkpoint"), self._problems_of_all() as problems:
             try:
                 tensors = self._engine.checkpoint_state()
                 check_dtypes(tensors)
@@ -55,7 +55,7 @@ class PipelineCheckpoint:
         position = self._engine.position
         info = CheckpointInfo(position.steps, position.samples, self._seed, numbers=position.as_numbers(self._batch),
                               arrangement={**arrangement, **self._optimizers()})
-        with at_work("saving a checkpoint"):
+        with activity.during("saving a checkpoint"):
             save_checkpoint(self._folder, info, tensors, self._rank, self._engine.collectives)
 
     def load(self, model: Model) -> Position:
@@ -64,7 +64,7 @@ class PipelineCheckpoint:
         Raises:
             UserError: it does not fit, or is damaged; on every rank the problems of the first that has any.
         """
-        with at_work("loading a checkpoint"), self._problems_of_all() as problems:
+        with activity.during("loading a checkpoint"), self._problems_of_all() as problems:
             try:
                 folder = find_checkpoint(self._folder, _load_call)
                 manifest = Manifest.load(folder)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vpipe.distributed.watchdog import announce, at_work, work
+from vpipe.distributed.watchdog import activity, report_failure
 from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.runtime.activations import DropoutKey, Record
 from vpipe.runtime.batch_comparison import BatchComparison
@@ -105,15 +105,15 @@ class Worker:
             RunError: it failed, with the rank, the stage, the microbatch and the action.
         """
         waited, started = self.transport.wait_s, perf_counter()
-        work.now = action, started
+        activity.now = action, started
         try:
             self.operations[action.op](action.stage, action.microbatch)
         except RunError as error:
             self._announce_failure(error, action)
             raise
         except VpipeError as error:
-            work.rest()
-            announce(error)
+            activity.rest()
+            report_failure(error)
             raise
         except Exception as error:
             who = "the optimizer step raised " if action.op is Op.STEP else ""
@@ -173,7 +173,7 @@ class Worker:
             with ExitStack() as stack:
                 for stage in self.stages.values():
                     stack.enter_context(stage.evaluating())
-                stack.enter_context(at_work("evaluating"))
+                stack.enter_context(activity.during("evaluating"))
                 yield
         finally:
             self.seconds.clear()
@@ -365,9 +365,9 @@ class Worker:
 
     def _announce_failure(self, error: RunError, action: Action) -> None:
         """Add to an error where it happened, and announce it to all ranks."""
-        work.rest()
+        activity.rest()
         error.rank, error.stage, error.action = self.rank, action.stage, str(action)
         if action.op in COMPUTE:
             error.microbatch = self.segment.base + action.microbatch
             error.action += "" if self.segment.training else " of an evaluation"
-        announce(error)
+        report_failure(error)

@@ -21,8 +21,8 @@ from vpipe.checkpoint.directory import Checkpoints, step_of
 from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
 from vpipe.checkpoint.shards import load_tensors
 from vpipe.distributed.environment import HOST
-from vpipe.distributed.store import own_store
-from vpipe.distributed.watchdog import at_work
+from vpipe.distributed.rendezvous import own_store
+from vpipe.distributed.watchdog import activity
 from vpipe.errors import RunError, UserError, counted
 from vpipe.pipeline import Pipeline
 from vpipe.profiling.rank_group import broadcast_value
@@ -141,7 +141,7 @@ class Checkpointing:
         if self.root is None or self._saved == steps:
             return
         began = perf_counter()
-        with at_work("saving a checkpoint"):
+        with activity.during("saving a checkpoint"):
             tensors = self._pipe.engine.checkpoint_state()
             self._open_saver(self.root).save(self._info(), tensors, began)
         self._saved = steps
@@ -160,7 +160,7 @@ class Checkpointing:
     def finish(self) -> None:
         """Wait until the last checkpoint is complete or given up."""
         if self._saver is not None:
-            with at_work("waiting for the last checkpoint"):
+            with activity.during("waiting for the last checkpoint"):
                 self._saver.wait()
             self._report(wait_for_drains=False)
 
@@ -251,7 +251,7 @@ class Checkpointing:
         if error is None:
             self._saver.close()
         elif isinstance(error, Exception) and getattr(error, "peer", None) is None:
-            with at_work("waiting for the last checkpoint"):
+            with activity.during("waiting for the last checkpoint"):
                 self._saver.leave(min(LAST_SAVE_S, self._job.config.parallel.timeout_s / 2))
 
 
@@ -279,7 +279,7 @@ def restore(pipe: Pipeline, job: Job, checkpoint: Path, manifest: Manifest) -> N
     Raises:
         UserError: it does not fit, or a file cannot be read.
     """
-    with at_work("reading a checkpoint"):
+    with activity.during("reading a checkpoint"):
         position = Position.from_numbers(manifest.step, manifest.samples, manifest.numbers, pipe.microbatches)
         pipe.engine.check_restorable(position)
         names = [name for name in manifest.tensors if pipe.engine.wants(name)]

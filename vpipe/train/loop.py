@@ -19,8 +19,8 @@ from vpipe.checkpoint.directory import Checkpoints, step_of
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.data.prefetch import Prefetcher
 from vpipe.distributed.init import join_world
-from vpipe.distributed.signals import Stopped, in_good_order
-from vpipe.distributed.watchdog import at_work, forget_stop, note_to, stop_asked
+from vpipe.distributed.signals import Stopped, graceful_stop
+from vpipe.distributed.watchdog import activity, forget_stop, note_to, stop_asked
 from vpipe.errors import LastingError, RunError, UserError, counted
 from vpipe.metric_formulas import WARM_UP, counted_updates
 from vpipe.pipeline import Pipeline
@@ -85,7 +85,7 @@ def _train(job: Job, folder: Path, checkpoint: Path | None) -> Stopped | None:
         if job.config.parallel.to_plan:
             from vpipe.train.planning import plan_job  # slow to import
 
-            with at_work("planning"):
+            with activity.during("planning"):
                 job = plan_job(job, folder)
         pipe = build_pipeline(job)
         if checkpoint is not None and manifest is not None:
@@ -154,7 +154,7 @@ class _TrainingRun:
         self._profile = enter(TorchProfile(job, pipe, self._folder, note)) \
             if profiled is not None and profiled > job.steps_done else None
         self._saving = enter(Checkpointing(job, pipe, self._hosts, self._folder, self._metrics, note))
-        enter(in_good_order())
+        enter(graceful_stop())
         note_to(self._progress.show)
         on_cpu = pipe.engine.local_stages[0].device.type == "cpu"
         if config.parallel.executor == THREADED and on_cpu:

@@ -15,7 +15,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.autograd.profiler import profile, record_function
 
 from vpipe.config.config import Config
-from vpipe.distributed.watchdog import at_work
+from vpipe.distributed.watchdog import activity
 from vpipe.errors import UserError
 from vpipe.pipeline import Pipeline
 from vpipe.progress import message_if_slow
@@ -95,7 +95,7 @@ class TorchProfile:
             return False
         recorder = self._end()
         self.made = True
-        with at_work("writing a profile"), message_if_slow("writing the profile", self._pipe.rank == 0):
+        with activity.during("writing a profile"), message_if_slow("writing the profile", self._pipe.rank == 0):
             self._export(recorder)
         self._note(f"{self._word} {self._step} is profiled: TensorBoard and Perfetto open {self._root}, a folder per "
                    "rank" + ("; the run ends here (training.exit_after_profile)" if self._exit else ""))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from vpipe.distributed.watchdog import work
+from vpipe.distributed.watchdog import activity
 from vpipe.errors import RunError
 from vpipe.model.sequential import loss_buffers
 from vpipe.runtime.activations import Record
@@ -265,10 +265,10 @@ class ThreadedWorker(Worker):
 
     def _finish_forward(self, stage_index: int, microbatch: int) -> None:
         given, future = self._under_way.pop((stage_index, microbatch))
-        before, started = work.now, perf_counter()
-        work.now = Action(Op.FORWARD, stage_index, microbatch), started  # should it hang, it is this one
+        before, started = activity.now, perf_counter()
+        activity.now = Action(Op.FORWARD, stage_index, microbatch), started  # should it hang, it is this one
         done = future.result()
-        work.now, waited = before, perf_counter() - started
+        activity.now, waited = before, perf_counter() - started
         if self._latest is future:
             self._latest = None  # it holds what it gave
         self._account(stage_index, done, waited)
@@ -283,7 +283,7 @@ class ThreadedWorker(Worker):
             self._waits.clear()
         self.transport.wait_s -= idle
         self.seconds[stage_index, Op.FORWARD] += done.ended - done.began
-        now, _ = work.now
+        now, _ = activity.now
         if isinstance(now, Action):
             self.seconds[now.stage, now.op] -= waited + idle  # the latter, since it is no wait any more
 

@@ -115,7 +115,7 @@ def transferring_with(peer: int, doing: str, timeout_s: float | None = None) -> 
     """
     watch = current_watchdog()
     if watch is not None:
-        watch.doing = _Message(peer, doing)
+        watch.transfer = _Message(peer, doing)
     try:
         yield
     except RuntimeError as error:
@@ -123,7 +123,7 @@ def transferring_with(peer: int, doing: str, timeout_s: float | None = None) -> 
                              timeout_s) from error
     finally:
         if watch is not None:
-            watch.doing = None
+            watch.transfer = None
 
 
 @dataclass(frozen=True)
@@ -131,18 +131,18 @@ class _Message:
     """A transfer outside of any schedule, for the watch."""
 
     peer: int
-    purpose: str
+    doing: str
 
     def __str__(self) -> str:
-        return f"{self.purpose} with rank {self.peer}"
+        return f"{self.doing} with rank {self.peer}"
 
     @property
     def limit_s(self) -> None:
         """Return None: each transfer has a limit of its own."""
 
     @property
-    def said(self) -> str:
-        return f"{self.purpose} with"
+    def purpose(self) -> str:
+        return f"{self.doing} with"
 
 
 def transfer_error(error: RuntimeError, rank: int, peer: int, doing: str, describe: Callable[[int], str],

@@ -217,7 +217,7 @@ class _TransferErrors:
 
     def __enter__(self) -> None:
         if (watch := self._transport.watch) is not None:
-            watch.doing = self
+            watch.transfer = self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         transport = self._transport
@@ -227,7 +227,7 @@ class _TransferErrors:
                                      transport.describe, transport.watch, transport.timeout_s) from error
         finally:
             if transport.watch is not None:  # not before: it is what this rank has waited for
-                transport.watch.doing = None
+                transport.watch.transfer = None
 
     @property
     def limit_s(self) -> float | None:
@@ -242,7 +242,7 @@ class _TransferErrors:
         return f"{self._doing} {self._key} with {self._transport.describe(self.peer)}"
 
     @property
-    def said(self) -> str:
+    def purpose(self) -> str:
         """Return words for when it takes long: it has waited ..."""
         what = str(self._key).removesuffix(f" for stage {self._key.stage}")  # which is the other one, or this one
         return {"waiting for": f"for {what} from", "sending": f"to send {what} to",

@@ -1,20 +1,22 @@
-"""Collect the heartbeats of all ranks in the process of rank 0, and declare the first failure."""
+"""Detect failures in the process of rank 0, from the connections and heartbeats of all ranks: a killed rank first here.
+
+Each rank's side is :mod:`~vpipe.distributed.watchdog`.
+"""
 
 from __future__ import annotations
 
 import secrets
 import selectors
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from threading import Thread
 from time import monotonic
 from typing import Any
 
-from vpipe.distributed.connection import MAX_BYTES, UNAUTHENTICATED_BYTES, Connection, listen
-from vpipe.distributed.fault import Fault, WatchdogTiming
-from vpipe.errors import RunError
+from vpipe.distributed.connection import MAX_BYTES, UNAUTHENTICATED_BYTES, Connection, listening_socket
+from vpipe.errors import RunError, UserError
 
 LINGER_S = 2.0
 """When rank 0 ends: for the other ranks to hear it and hang up. What a closed connection still had to send is lost."""
@@ -26,10 +28,159 @@ MAX_UNAUTHENTICATED = 64
 """Connections without the token, above which the oldest is dropped: they must not use up the process's files."""
 
 
+@dataclass(frozen=True)
+class WatchdogTiming:
+    """Seconds that follow from the timeout of a job, so that all is over when it is.
+
+    Attributes:
+        beat_s: between two heartbeats.
+        silent_s: without any, after which a rank counts as lost.
+        grace_s: for a process that knows of a failure to report it, before it is ended.
+        long_s: a wait that is reported, with who waits for whom.
+        join_s: what a rank may take to connect for the first time.
+    """
+
+    beat_s: float
+    silent_s: float
+    grace_s: float
+    long_s: float
+    join_s: float = 60.0
+
+    @classmethod
+    def from_timeout(cls, timeout_s: float) -> WatchdogTiming:
+        """Return the timing for a timeout.
+
+        For 60 s: a heartbeat per second, long after 30 s, silent after 45 s, 5 s of grace. The rest is for processes to
+        end, which takes half a second on a quiet machine and ten on a busy one.
+        """
+        return cls(min(1.0, timeout_s / 20), timeout_s - min(15.0, 0.4 * timeout_s), min(5.0, timeout_s / 6),
+                   timeout_s / 2, timeout_s)
+
+
+def duration(seconds: float) -> str:
+    """Return ``6.0 s``, ``31 s``, ``3600 s``."""
+    return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The first failure of a job.
+
+    Attributes:
+        ranks: those that failed, all at once when their host did.
+        what: the predicate of a sentence about them.
+        hint: the remedy.
+        chain: who waited for whom, in words, where a transfer took too long.
+        reported: whether the rank that failed prints the error itself, as it ends.
+    """
+
+    ranks: tuple[int, ...]
+    what: str
+    hint: str
+    chain: str = field(default="", compare=False)
+    reported: bool = False
+
+    @classmethod
+    def ended(cls, *ranks: int) -> Fault:
+        """Build the fault of processes that are gone and did not report why."""
+        return cls(ranks, "ended without a word",
+                   "see what it printed, or its log; a process that is killed prints nothing (Linux kills one when "
+                   "memory runs out)")
+
+    @classmethod
+    def silent(cls, seconds: float, *ranks: int) -> Fault:
+        """Build the fault of processes without heartbeats: stopped, cut off, or their host is."""
+        return cls(ranks, f"gave no sign of life for {duration(seconds)}",
+                   "its process is stopped, or its host is down or cut off; a longer pause needs a larger timeout_s")
+
+    @classmethod
+    def absent(cls, seconds: float, *ranks: int) -> Fault:
+        """Build the fault of processes that never connected."""
+        return cls(ranks, f"did not join within {seconds:g} s",
+                   "see what it printed, or its log: it ended, is slow to start (then raise timeout_s), or looks for "
+                   "the others elsewhere")
+
+    @classmethod
+    def busy(cls, rank: int) -> Fault:
+        """Build the fault of a process that is alive, waits for nobody and does not do what another waits for."""
+        return cls((rank,), "is running but did not answer in time",
+                   "a rank is stuck or much slower than the others: see what it printed, or its log; a slow start "
+                   "needs a larger timeout_s")
+
+    @classmethod
+    def circle(cls, *ranks: int) -> Fault:
+        """Build the fault of processes that are alive and wait for one another."""
+        return cls(ranks, "wait for one another: a deadlock",
+                   "every rank must go through the same batches and calls; if they do, a link between them is down")
+
+    @classmethod
+    def hung_up(cls, rank: int, by: int) -> Fault:
+        """Build the fault of a connection that broke although both processes are alive."""
+        return cls((rank,), f"lost its connection with rank {by}", "see what it printed, or its log, and look at "
+                   "the network between the two")
+
+    @classmethod
+    def left(cls, rank: int) -> Fault:
+        """Build the fault of a process that came to its end too early."""
+        return cls((rank,), "has ended its program", "every rank must go through the same batches and calls")
+
+    @classmethod
+    def failed(cls, rank: int, error: BaseException) -> Fault:
+        """Build the fault of a rank that raised an error and reports it itself."""
+        hint = "that rank has printed its traceback, or written it to its log"
+        if isinstance(error, RunError):
+            places = ", ".join(f"{name} {value}" for name, value in (("microbatch", error.microbatch),
+                                                                     ("action", error.action)) if value is not None)
+            how, hint = error.what + (f" ({places})" if places else ""), error.hint
+        elif isinstance(error, UserError):
+            how, hint = error.problems[0].what, error.problems[0].hint
+        else:
+            how = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".removesuffix(": ")
+        return cls((rank,), f"failed: {how}", hint, reported=True)
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> Fault:
+        return cls(**{**message, "ranks": tuple(message["ranks"])})
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A wait for rank ``peer``, or for all (None); ``purpose`` as in ``Transfer.purpose``, None while it is new."""
+
+    peer: int | None
+    seconds: float
+    purpose: str | None = None
+
+
+@dataclass(frozen=True)
+class RankState:
+    """The state of a rank as the others know it, at most a heartbeat old.
+
+    Attributes:
+        silent_s: since it was heard.
+        left: whether its program came to its end.
+        waits: for whom.
+        at: its activity, and for how long; None when that changed a moment ago.
+    """
+
+    silent_s: float = 0.0
+    left: bool = False
+    waits: Wait | None = None
+    at: tuple[str | None, float] | None = None
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds for which it has waited; 0 for a rank that left."""
+        return 0.0 if self.waits is None or self.left else self.waits.seconds
+
+    @classmethod
+    def from_message(cls, silent_s: float, left: bool, waits: list[Any] | None, at: list[Any] | None) -> RankState:
+        return cls(silent_s, left, None if waits is None else Wait(*waits), None if at is None else (at[0], at[1]))
+
+
 @dataclass
 class _Member:
-    """A rank, as the server knows it: when it was heard last, whether it ended in good order, whom it waits for, and
-    what it does."""
+    """A rank, as rank 0 knows it; ``waits`` and ``at`` as in its latest heartbeat."""
 
     heard_at: float
     connection: Connection | None = None
@@ -38,7 +189,7 @@ class _Member:
     at: Any = None
 
 
-class WatchdogServer:
+class FailureDetector:
     """A thread in the process of rank 0, to which every rank keeps a connection.
 
     The kernel closes the connections of a process that ends, however it ends, so a killed rank is known at once; one
@@ -55,7 +206,7 @@ class WatchdogServer:
     def __init__(self, ranks: int, timing: WatchdogTiming, address: str) -> None:
         self.token = secrets.token_hex(16)
         self.timing = timing
-        self._server = listen(address)
+        self._server = listening_socket(address)
         self._server.setblocking(False)
         self.port = int(self._server.getsockname()[1])
         self._members = [_Member(monotonic()) for _ in range(ranks)]
@@ -67,7 +218,7 @@ class WatchdogServer:
         self._stopping = False
         self._selector.register(self._woken, selectors.EVENT_READ, lambda: None)
         self._selector.register(self._server, selectors.EVENT_READ, self._accept)
-        self._thread = Thread(target=self._run, name="vpipe-watchdog-server", daemon=True)
+        self._thread = Thread(target=self._run, name="vpipe-failure-detector", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -86,9 +237,9 @@ class WatchdogServer:
                     f"its watchdog's server ended by {type(error).__name__}: {error}",
                     hint="this is a defect of vpipe, or its memory or open files ran out")))
         finally:
-            for connection in [*self._unauthenticated, *(member.connection for member in self._members
-                                                         if member.connection is not None)]:
-                connection.close()
+            for connection in [*self._unauthenticated, *(member.connection for member in self._members)]:
+                if connection is not None:
+                    connection.close()
             for end in (self._server, self._wake, self._woken):
                 end.close()
             self._selector.close()
@@ -141,7 +292,7 @@ class WatchdogServer:
         connection.close()
 
     def _authenticate(self, connection: Connection) -> None:
-        """Take the sender of the token for the rank that it says; drop any other."""
+        """Take the sender of the token for the rank that it names; drop any other."""
         if connection not in self._unauthenticated:
             return  # dropped since it was found to have sent something
         messages = connection.receive()
@@ -156,7 +307,7 @@ class WatchdogServer:
         member.connection, member.heard_at = connection, monotonic()
         self._selector.modify(connection, selectors.EVENT_READ, lambda: self._receive(member))
         if self._fault is not None:
-            connection.send({"fault": self._fault.as_message()})
+            connection.send({"fault": asdict(self._fault)})
         if self._stop is not None:
             connection.send({"stop": self._stop})
         for message in messages[1:]:
@@ -201,7 +352,7 @@ class WatchdogServer:
     def _declare(self, fault: Fault) -> None:
         if self._fault is None:
             self._fault = fault
-            self._broadcast({"fault": fault.as_message()})
+            self._broadcast({"fault": asdict(fault)})
 
     def _broadcast(self, message: dict[str, Any]) -> None:
         for member in self._members:

@@ -31,11 +31,11 @@ def test_the_first_reason_counts_where_there_is_one_process() -> None:
 
 
 def test_all_ranks_hear_of_it_and_those_that_come_later(ranks: Ranks) -> None:
-    hub = ranks.start(3, without=(2,))
+    detector = ranks.start(3, without=(2,))
     ranks.watches[1].ask_stop("SIGUSR1")
-    assert ranks.watches[1].stop_asked == "SIGUSR1"  # at once, whatever the hub does
+    assert ranks.watches[1].stop_asked == "SIGUSR1"  # at once, whatever the detector does
     until(lambda: ranks.watches[0].stop_asked == "SIGUSR1")
-    line = hello(hub, 2)
+    line = hello(detector, 2)
     heard: list[object] = []
     until(lambda: heard.extend(line.receive()) or {"stop": "SIGUSR1"} in heard)
     assert all(rank.empty() for rank in ranks.ended.values())
