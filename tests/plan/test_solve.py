@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from profiles import KIB, any_profile, layer, profile, transformer
 
 from vpipe.errors import UserError
-from vpipe.plan.activation_memory import ActivationMemory
 from vpipe.plan.predict import predict
 from vpipe.plan.profile import Profile, Seconds
 from vpipe.plan.solver import Request, better_partition, solve, without_recompute
@@ -81,11 +80,6 @@ def test_what_is_recomputed_takes_the_least_time_of_all_sets_that_fit(seed: int,
     assert StageTable(made, min(peaks.values()) - 1).recompute_set(0, 6, demand) is None
 
 
-@cache
-def held(number: int) -> ActivationMemory:
-    return ActivationMemory(MADE[number])
-
-
 MADE: dict[int, Profile] = {}
 
 
@@ -93,10 +87,9 @@ MADE: dict[int, Profile] = {}
 def _fastest(number: int, layers: range, demand: StageDemand, split: bool, limit: int) -> StageCosts | None:
     made, best = MADE[number], None
     for dropped in subsets(layers):
-        peak = stage_memory(made, layers, dropped, demand.in_flight, demand.versions, demand.weight_halves,
-                            held(number)).peak
+        peak = stage_memory(made, layers, dropped, demand.in_flight, demand.versions, demand.weight_halves).peak
         if peak <= limit:
-            cost = stage_costs(made, layers, dropped, split, held(number), demand.versions)
+            cost = stage_costs(made, layers, dropped, split, demand.versions)
             best = cost if best is None or cost.recompute_s < best.recompute_s else best
     return best
 

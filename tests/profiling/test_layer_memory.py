@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from vpipe import Layer, Model
 from vpipe.model.split import StageSpec, alive, split
-from vpipe.plan.activation_memory import ActivationMemory
 from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds
 from vpipe.plan.stage_costs import stage_memory
 from vpipe.profiling.layer_runner import LayerInputs, LayerRunner, gradients_for, read_later
@@ -138,7 +137,7 @@ def test_what_waits_for_the_weight_half_is_what_the_runtime_holds(model: Model) 
 def test_counts_add_up_to_what_a_stage_holds(rich: list[Profile]) -> None:
     """Every cut of a model with skips, a mask and a tie, against a real stage under the runtime's own counter."""
     model, batch = rich_model(), rich_batches(1, 4)[0]
-    held = ActivationMemory(rich[0])
+    held = rich[0].activations
     tensors = flowing(model, batch)
     for start in range(len(model)):
         for stop in range(start + 1, len(model) + 1):

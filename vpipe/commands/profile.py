@@ -19,7 +19,6 @@ from vpipe.errors import UserError, VpipeError, counted
 from vpipe.launch import local
 from vpipe.launch.checks import check_alone, check_gpus, hosts_of
 from vpipe.launch.rank_env import ranks_here
-from vpipe.plan.activation_memory import ActivationMemory
 from vpipe.plan.profile import LinkProfile, Profile, Seconds
 from vpipe.train.csv_rows import check_output
 from vpipe.train.run_folder import CONFIG
@@ -124,7 +123,7 @@ def folder_unless_failed(prefix: str) -> Iterator[Path]:
 
 def described(profile: Profile) -> str:
     """Return a profile as text: a row per distinct layer, the links, the device."""
-    identity, held = profile.identity, ActivationMemory(profile)
+    identity, held = profile.identity, profile.activations
     kinds: dict[int, list[int]] = {}
     for number, layer in enumerate(profile.layers):
         kinds.setdefault(layer.like, []).append(number)

@@ -1,4 +1,4 @@
-"""A profile: the measured costs of a model's layers on a device, at one microbatch size.
+"""A profile: the measured costs of a model's layers on a device, at one microbatch size, and the bytes that follow.
 
 Seconds are medians, each with its spread. Bytes are exact: counted, not estimated.
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -199,8 +201,12 @@ class Profile:
     checked: float = 0.0
     took_s: float = 0.0
 
+    @cached_property
+    def activations(self) -> ActivationMemory:
+        return ActivationMemory(self)
+
     def as_json(self) -> dict[str, Any]:
-        """Return JSON values, which :meth:`of_json` reads."""
+        """Return JSON values."""
         content = asdict(self)
         content["links"] = [[source, target, asdict(link)] for (source, target), link in self.links.items()]
         for layer in content["layers"]:
@@ -240,6 +246,80 @@ class Profile:
             UserError: the file is missing, or no profile.
         """
         return cls.of_json(read_json(path, MOST_BYTES, "the profile", _MAKE), str(path))
+
+
+class ActivationMemory:
+    """The bytes that a microbatch holds between its forward and its backward, and sends through cuts.
+
+    The counterpart, without torch, of :mod:`vpipe.model.split` and of the runtime's record of a microbatch. A tensor is
+    identified by its name and the layer that wrote it: a name that is written again is another tensor.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._sources: list[dict[str, tuple[int, TensorBytes]]] = []  # per layer: writer and tensor of each name
+        written: dict[str, tuple[int, TensorBytes]] = {}
+        for number, layer in enumerate(profile.layers):
+            self._sources.append(written)
+            if layer.writes:
+                written = {**written, **{tensor.name: (number, tensor) for tensor in layer.writes}}
+        self._alive: list[frozenset[str]] = [frozenset()] * (len(profile.layers) + 1)
+        for number in range(len(profile.layers) - 1, -1, -1):
+            layer = profile.layers[number]
+            later = self._alive[number + 1] - {tensor.name for tensor in layer.writes}
+            self._alive[number] = later | {name for name in layer.reads if name in self._sources[number]}
+
+    def crossing(self, cut: int) -> list[TensorBytes]:
+        """Return the tensors that cross the cut before layer ``cut``."""
+        return [tensor for _, tensor in self._alive_at(cut)]
+
+    def output_bytes(self, cut: int) -> int:
+        """Return the bytes that a microbatch sends forward through a cut."""
+        return sum(tensor.bytes for tensor in self.crossing(cut))
+
+    def gradient_bytes(self, cut: int) -> int:
+        """Return the bytes that a microbatch sends back through a cut."""
+        return sum(tensor.bytes for tensor in self.crossing(cut) if tensor.wants_gradient)
+
+    def kept_bytes(self, layers: range, recomputed: Collection[int] = ()) -> int:
+        """Return the bytes that a stage keeps when the ``recomputed`` layers drop what they would save."""
+        return self._bytes(layers, recomputed, dropped=True)
+
+    def full_bytes(self, layers: range, recomputed: Collection[int] = ()) -> int:
+        """Return the bytes that a stage holds once dropped activations are recomputed."""
+        return self._bytes(layers, recomputed, dropped=False)
+
+    def _alive_at(self, cut: int) -> list[tuple[int, TensorBytes]]:
+        return [self._sources[cut][name] for name in sorted(self._alive[cut])]
+
+    def _bytes(self, layers: range, recomputed: Collection[int], dropped: bool) -> int:
+        profile = self._profile
+        read = {name for number in layers for name in profile.layers[number].reads}
+        total = sum(size for name, size in profile.fields.items() if name in read)
+        named: dict[tuple[int, str, int], int] = {}  # by writer, name, and the run that recomputed it (-1: none)
+        for again, run in groupby(layers, recomputed.__contains__):
+            numbers = list(run)
+            for writer, tensor in self._alive_at(numbers[0]):
+                named[writer, tensor.name, -1] = tensor.bytes
+            if again and dropped:
+                continue
+            for number in numbers:
+                total += profile.layers[number].saved_bytes
+                for writer, tensor in self._saved(number):
+                    remade = again and writer >= numbers[0]
+                    named[writer, tensor.name, numbers[0] if remade else -1] = tensor.bytes
+        return total + sum(named.values())
+
+    def _saved(self, number: int) -> Iterator[tuple[int, TensorBytes]]:
+        """Yield the named tensors that a layer's graph saves, without batch fields, which are held anyway."""
+        layer = self._profile.layers[number]
+        written = {tensor.name: tensor for tensor in layer.writes}
+        for mark in layer.saves:
+            way, _, name = mark.partition(":")
+            if way == "out":
+                yield number, written[name]
+            elif name in self._sources[number]:
+                yield self._sources[number][name]
 
 
 _MAKE = "vpipe profile CONFIG measures one"

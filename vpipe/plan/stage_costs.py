@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
-from vpipe.plan.activation_memory import ActivationMemory
 from vpipe.plan.profile import LinkProfile, Profile
 from vpipe.plan.recompute import ranges
 from vpipe.schedules.costs import Costs, Link, StageCosts
@@ -13,8 +12,7 @@ from vpipe.schedules.size import Placement
 
 
 def stage_costs(profile: Profile, layers: range, recomputed: Collection[int] = (), split: bool = False,
-                activations: ActivationMemory | None = None, versions: int = 1,
-                per_update: int | None = None) -> StageCosts:
+                versions: int = 1, per_update: int | None = None) -> StageCosts:
     """Return the costs of a stage of ``layers`` per microbatch.
 
     The seconds of a stage are those of its layers, of carrying out the action, of a receive and a send at every cut,
@@ -25,13 +23,11 @@ def stage_costs(profile: Profile, layers: range, recomputed: Collection[int] = (
         layers: their numbers in the model.
         recomputed: those of them that drop their activations.
         split: the schedule halves backwards. If not, the halves here add up to a whole backward, which takes less time.
-        activations: of the profile, where the caller asks for many stages.
         versions: of its weights that it holds.
         per_update: microbatches of an update that one replica takes; None: so many that it makes no difference.
     """
-    activations = activations or ActivationMemory(profile)
-    own = [profile.layers[number] for number in layers]
-    here = set(recomputed).intersection(layers)
+    own, activations = [profile.layers[number] for number in layers], profile.activations
+    here = sorted(set(recomputed).intersection(layers))
     input_s = sum(layer.input_half.median for layer in own)
     weight_s = sum(layer.weight_half.median for layer in own)
     if not split:
@@ -47,34 +43,23 @@ def stage_costs(profile: Profile, layers: range, recomputed: Collection[int] = (
     return StageCosts(
         forward_s=sum(layer.forward.median for layer in own) + dispatch_s, input_s=input_s + dispatch_s,
         weight_s=weight_s + (profile.dispatch_s if split else 0.0),
-        recompute_s=sum(profile.layers[number].recompute.median for number in sorted(here)) + bool(
-            here) * profile.dispatch_s,
+        recompute_s=sum(profile.layers[number].recompute.median for number in here) + bool(here) * profile.dispatch_s,
         step_s=sum(layer.step.median for layer in own) + profile.dispatch_s + copying_s,
-        activation_bytes=activations.full_bytes(layers, here),
+        activation_bytes=activations.full_bytes(layers, here), kept_bytes=activations.kept_bytes(layers, here),
         weight_half_bytes=sum(layer.weight_half_bytes for layer in own),
-        kept_bytes=activations.kept_bytes(layers, here),
-        version_bytes=weights + borrowed_bytes(profile, layers),
+        version_bytes=weights + _tied_bytes(profile, layers),
         output_bytes=activations.output_bytes(layers.stop), gradient_bytes=activations.gradient_bytes(layers.start),
-        tied_bytes=lent_bytes(profile, layers), reduce_bytes=weights)
+        tied_bytes=_tied_bytes(profile, layers, lent=True), reduce_bytes=weights)
 
 
 def pipeline_costs(profile: Profile, partition: Sequence[int], recomputed: Sequence[Collection[int]],
                    placement: Placement, split: bool = False, versions: Sequence[int] = (),
                    per_update: Sequence[int] = ()) -> Costs:
-    """Return the costs of all stages of a plan, and its links.
+    """Return the costs of all stages of a plan, and its links; per stage as in :func:`stage_costs`.
 
     Ranks are assumed to fill one host after the other, with as many on each as when the profile was measured.
-
-    Args:
-        partition: layers per stage.
-        recomputed: per stage, the numbers of its recomputed layers.
-        placement: ranks per stage.
-        split: the schedule halves backwards.
-        versions: of its weights that every stage holds; one where empty.
-        per_update: per stage, see :func:`stage_costs`.
     """
-    activations = ActivationMemory(profile)
-    stages = tuple(stage_costs(profile, layers, again, split, activations, versions[stage] if versions else 1,
+    stages = tuple(stage_costs(profile, layers, again, split, versions[stage] if versions else 1,
                                per_update[stage] if per_update else None)
                    for stage, (layers, again) in enumerate(zip(ranges(partition), recomputed, strict=True)))
     ranks = len({rank for group in placement for rank in group})
@@ -83,24 +68,17 @@ def pipeline_costs(profile: Profile, partition: Sequence[int], recomputed: Seque
     return Costs(stages, _link(profile.default_link), links, cores=profile.cores, hosts=hosts)
 
 
-def borrowed_bytes(profile: Profile, layers: range) -> int:
-    """Return the bytes of one version of the tied weights that a stage borrows."""
-    sizes: dict[int, int] = {}
-    for number in layers:
-        for owner, size in profile.layers[number].tied.items():
-            if owner not in layers:
-                sizes[owner] = max(size, sizes.get(owner, 0))
-    return sum(sizes.values())
+def _link(link: LinkProfile) -> Link:
+    return Link(link.latency_s, link.bytes_per_s)
 
 
-def lent_bytes(profile: Profile, layers: range) -> int:
-    """Return the bytes of one version of the weights of a stage that others borrow."""
+def _tied_bytes(profile: Profile, layers: range, lent: bool = False) -> int:
+    """Return the bytes of one version of the tied weights that a stage borrows, or of those that others borrow."""
     sizes: dict[int, int] = {}
     for number, layer in enumerate(profile.layers):
-        if number not in layers:
-            for owner, size in layer.tied.items():
-                if owner in layers:
-                    sizes[owner] = max(size, sizes.get(owner, 0))
+        for owner, size in layer.tied.items():
+            if (number in layers, owner in layers) == (not lent, lent):
+                sizes[owner] = max(size, sizes.get(owner, 0))
     return sum(sizes.values())
 
 
@@ -131,37 +109,34 @@ class StageMemory:
 
 def combined_memory(stages: Sequence[StageMemory]) -> StageMemory:
     """Return what a rank holds of its stages when each is at its peak; it works on one of them at a time."""
-    return StageMemory(sum(each.weights for each in stages), sum(each.stashed for each in stages),
-                       sum(each.gradients for each in stages), sum(each.optimizer for each in stages),
-                       sum(each.activations for each in stages), max(each.working for each in stages))
+    *held, working = zip(*map(astuple, stages), strict=True)
+    return StageMemory(*map(sum, held), max(working))
 
 
 def stage_memory(profile: Profile, layers: range, recomputed: Collection[int], in_flight: int, versions: int,
-                 weight_halves: int = 0, activations: ActivationMemory | None = None) -> StageMemory:
+                 weight_halves: int = 0, remade: int = 1) -> StageMemory:
     """Return what a stage of ``layers`` holds at most.
 
     Args:
         layers: their numbers in the model.
-        recomputed: those of them that drop their activations. They are recomputed right before the backward, so that
-            one microbatch at a time holds all of its own.
+        recomputed: those of them that drop their activations.
         in_flight: microbatches between forward and backward.
         versions: of the weights, the latest among them.
         weight_halves: microbatches between the two halves of their backward.
-        activations: of the profile, where the caller asks for many stages.
+        remade: microbatches in flight whose dropped activations are recomputed; right before the backward, one is.
     """
-    activations = activations or ActivationMemory(profile)
     own = [profile.layers[number] for number in layers]
-    weights = sum(layer.parameter_bytes for layer in own) + borrowed_bytes(profile, layers)
-    here = set(recomputed).intersection(layers)
-    full = activations.full_bytes(layers, here)
-    kept = activations.kept_bytes(layers, here) if here else full
-    in_flight_bytes = full + (in_flight - 1) * kept if in_flight else 0
-    half_bytes = weight_halves * sum(layer.weight_half_bytes for layer in own)
+    trained = sum(layer.parameter_bytes for layer in own)
+    weights = trained + _tied_bytes(profile, layers)
+    full = profile.activations.full_bytes(layers, recomputed)
+    kept = profile.activations.kept_bytes(layers, recomputed) if recomputed else full
+    remade = min(remade, in_flight)
     return StageMemory(
         weights=weights + sum(layer.frozen_bytes for layer in own), stashed=(versions - 1) * weights, gradients=weights,
-        optimizer=sum(layer.optimizer_bytes for layer in own), activations=in_flight_bytes + half_bytes,
-        working=max(step_working(profile, sum(layer.parameter_bytes for layer in own)),
-                    *(layer.working_bytes for layer in own)))
+        optimizer=sum(layer.optimizer_bytes for layer in own),
+        activations=remade * full + (in_flight - remade) * kept
+        + weight_halves * sum(layer.weight_half_bytes for layer in own),
+        working=max(step_working(profile, trained), *(layer.working_bytes for layer in own)))
 
 
 def step_working(profile: Profile, weights: int) -> int:
@@ -170,7 +145,3 @@ def step_working(profile: Profile, weights: int) -> int:
     Gradients of rounded weights then become as wide as the master weights, twice as wide.
     """
     return weights if profile.identity.pure else 0
-
-
-def _link(link: LinkProfile) -> Link:
-    return Link(link.latency_s, link.bytes_per_s)

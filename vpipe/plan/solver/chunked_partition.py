@@ -65,7 +65,7 @@ def chunked_candidate(table: StageTable, choice: Choice, shares: Sequence[float]
         assert all(layers is not None for layers in sets)
         recomputed = tuple(layers or frozenset() for layers in sets)
         memory = [stage_memory(table.profile, range(each.first, each.stop), layers, demand.in_flight, demand.versions,
-                               demand.weight_halves, table.activations)
+                               demand.weight_halves)
                   for each, demand, layers in zip(found.slices, demands, recomputed, strict=True)]
         if table.limit_bytes is not None and any(
                 combined_memory([memory[stage] for stage in stages_of_rank(placement, rank)]).peak > table.limit_bytes

@@ -120,7 +120,7 @@ def _fullest_stage(costs: CostModel, cut: Cut) -> tuple[int, StageMemory, range]
         required, layers = costs.table.required(first, stop, demand), range(first, stop)
         sets = [required] if required is not None else [frozenset[int](), frozenset(layers)]
         memory = min((stage_memory(costs.table.profile, layers, recomputed, demand.in_flight, demand.versions,
-                                   demand.weight_halves, costs.table.activations) for recomputed in sets),
+                                   demand.weight_halves) for recomputed in sets),
                      key=lambda memory: memory.peak)
         found.append((stage, memory, layers))
         behind -= width

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vpipe.plan.activation_memory import ActivationMemory
 from vpipe.plan.profile import Profile
 
 MOST_SETS = 64
@@ -47,10 +46,10 @@ class LayerTensors:
     recompute_s: float
 
 
-def layer_tensors(profile: Profile, activations: ActivationMemory) -> list[LayerTensors]:
+def layer_tensors(profile: Profile) -> list[LayerTensors]:
     """Return the tensors around every layer of a profile."""
     found = []
-    crossing = [activations.crossing(cut) for cut in range(len(profile.layers) + 1)]
+    crossing = [profile.activations.crossing(cut) for cut in range(len(profile.layers) + 1)]
     for number, layer in enumerate(profile.layers):
         before = tuple((tensor.name, tensor.bytes) for tensor in crossing[number])
         sizes = {tensor.name: tensor.bytes for tensor in layer.writes}
@@ -86,7 +85,7 @@ def add_layer(state: PrefixState, layer: LayerTensors, recompute: bool) -> tuple
 
     Returns:
         The next state; the bytes that the layer adds to a microbatch while dropped activations are gone, and once they
-        are recomputed, as :class:`~vpipe.plan.activation_memory.ActivationMemory` counts them.
+        are recomputed, as :class:`~vpipe.plan.profile.ActivationMemory` counts them.
     """
     sizes, held, remade, added = dict(layer.before), state.held, state.remade, 0
     if state.recomputed is not recompute:  # another run begins, and holds its inputs

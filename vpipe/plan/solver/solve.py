@@ -9,7 +9,6 @@ from time import perf_counter
 from typing import Any
 
 from vpipe.errors import UserError
-from vpipe.plan.activation_memory import ActivationMemory
 from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
 from vpipe.plan.profile import Profile, Seconds
@@ -289,9 +288,9 @@ def _scaled(profile: Profile, partition: Sequence[int], recomputed: Sequence[Col
 
     Ranks that share cores measure each other's work, too. Then only the differences between stages count.
     """
-    activations, expected = ActivationMemory(profile), []
+    expected = []
     for layers, again in zip(ranges(partition), recomputed, strict=True):
-        cost = stage_costs(profile, layers, again, activations=activations)
+        cost = stage_costs(profile, layers, again)
         expected.append(float(cost.forward_s + cost.input_s + cost.weight_s + cost.recompute_s))
     shared = profile.cores is not None and profile.identity.ranks_per_host > profile.cores
     all_alike = sum(measured_stage_s) / sum(expected) if shared else 1.0

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vpipe.plan.activation_memory import ActivationMemory
 from vpipe.plan.profile import Profile
 from vpipe.plan.solver.recompute_sets import (
     START,
@@ -90,8 +89,8 @@ class StageTable:
     def __init__(self, profile: Profile, limit_bytes: int | None, required: frozenset[int] | None = None) -> None:
         self.profile, self.layers = profile, len(profile.layers)
         self.limit_bytes, self._required = limit_bytes, required
-        self.activations = ActivationMemory(profile)
-        self._tensors = layer_tensors(profile, self.activations)
+        self.activations = profile.activations
+        self._tensors = layer_tensors(profile)
         kinds: dict[object, int] = {}
         self._kinds = [kinds.setdefault(self._kind(number), len(kinds)) for number in range(self.layers)]
         self._nodes = [_Node(0, 0, -1, -1, sets=empty_set())]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from profiles import layer, profile
 
-from vpipe.plan.activation_memory import ActivationMemory
 from vpipe.plan.profile import Profile
 
 
@@ -22,11 +21,11 @@ def skipping() -> Profile:
 
 @pytest.mark.parametrize(("cut", "crossing"), [(0, []), (1, ["a"]), (2, ["a", "h"]), (3, ["a", "h"]), (4, [])])
 def test_what_crosses_a_cut(skipping: Profile, cut: int, crossing: list[str]) -> None:
-    assert [tensor.name for tensor in ActivationMemory(skipping).crossing(cut)] == crossing
+    assert [tensor.name for tensor in skipping.activations.crossing(cut)] == crossing
 
 
 def test_a_name_that_is_written_again_is_another_tensor(skipping: Profile) -> None:
-    held = ActivationMemory(skipping)
+    held = skipping.activations
     assert (held.output_bytes(2), held.output_bytes(3)) == (10 + 20, 10 + 30)
     assert held.gradient_bytes(3) == 40
 
@@ -41,6 +40,6 @@ def test_a_name_that_is_written_again_is_another_tensor(skipping: Profile) -> No
     (range(0, 4), (1,), 13000 + 300 + 10 + 20 + 30, 15000 + 300 + 60)])
 def test_kept_with_and_without_dropping(skipping: Profile, layers: range, recomputed: tuple[int, ...], kept: int,
                                         full: int | None) -> None:
-    held = ActivationMemory(skipping)
+    held = skipping.activations
     assert held.kept_bytes(layers, recomputed) == kept
     assert held.full_bytes(layers, recomputed) == (kept if full is None else full)
