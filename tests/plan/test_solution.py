@@ -11,8 +11,7 @@ from profiles import KIB, any_profile, transformer
 
 from vpipe.errors import UserError
 from vpipe.plan.solver import Request, Solution, solve, without_recompute
-from vpipe.plan.solver.candidate_trials import fullest_rank
-from vpipe.plan.solver.schedule_model import equal_widths
+from vpipe.plan.solver.choice import equal_widths
 from vpipe.plan.stage_costs import StageMemory, combined_memory
 from vpipe.schedules.registry import planned_schedules
 from vpipe.units import parse_size
@@ -86,7 +85,7 @@ def test_a_rank_works_on_one_stage_at_a_time() -> None:
     plan = solve(Request({8: made}, 2, None, ("interleaved",), placement=equal_widths("interleaved", 2, 1))).plan
     assert plan.predictions is not None
     stages = [stage.memory for stage in plan.predictions.stages]
-    assert fullest_rank(plan.predictions)[1] == max(combined_memory(stages[:3:2]).peak,
+    assert plan.predictions.fullest_rank[1] == max(combined_memory(stages[:3:2]).peak,
                                                     combined_memory(stages[1::2]).peak)
 
 

@@ -17,16 +17,8 @@ from vpipe.errors import UserError
 from vpipe.plan.predict import predict
 from vpipe.plan.profile import Profile, Seconds
 from vpipe.plan.solver import Request, better_partition, solve, without_recompute
-from vpipe.plan.solver.candidate import Choice
-from vpipe.plan.solver.candidate_trials import fullest_rank
+from vpipe.plan.solver.choice import Choice, ScheduleTraits, equal_widths, placement_of_widths, traits_of
 from vpipe.plan.solver.partition_search import TOLERANCE
-from vpipe.plan.solver.schedule_model import (
-    ScheduleModel,
-    ScheduleTraits,
-    equal_widths,
-    placement_of_widths,
-    traits_of,
-)
 from vpipe.plan.solver.search_space import SearchSpace
 from vpipe.plan.solver.stage_table import StageDemand, StageTable
 from vpipe.plan.stage_costs import stage_costs, stage_memory
@@ -100,7 +92,7 @@ def fastest(made: Profile, layers: range, demand: StageDemand, split: bool, limi
     return _fastest(id(made), layers, demand, split, limit)
 
 
-def by_formula(made: Profile, model: ScheduleModel, partition: tuple[int, ...], widths: tuple[int, ...],
+def by_formula(made: Profile, model: Choice, partition: tuple[int, ...], widths: tuple[int, ...],
                limit: int) -> float:
     """What the solver minimises, of one partition, from the figures that the simulator gets; infinite if none fits."""
     behind, sums, costs, work = sum(widths), 0.0, [], 0.0
@@ -137,12 +129,12 @@ def test_the_best_partition_is_the_best_of_all(schedule: str, seed: int, cores: 
     made = replace(any_profile(seed, 6, latency_s=0.001, bytes_per_s=1e7, cores=cores), dispatch_s=0.0005,
                    copy_bytes_per_s=1e7)
     free = SearchSpace(Request({6: made}, 3, None, (schedule,)))
-    choice = Choice(schedule, 6, equal_widths(schedule, 3, 1))
+    choice = Choice(schedule, 6, None, 3, equal_widths(schedule, 3, 1))
     least = free.cost_model(choice, None).leanest()
     assert least is not None
     limit = int(least.greatest * (1 + room))
     candidate = SearchSpace(Request({6: made}, 3, limit, (schedule,))).solve(choice)
-    model = ScheduleModel(schedule, 6, None, 3, choice.placement)
+    model = Choice(schedule, 6, None, 3, choice.placement)
     tried = {partition: by_formula(made, model, partition, (1, 1, 1), limit) for partition in compositions(6, 3)}
     assert candidate is not None
     cost = candidate.seconds_per_sample * (4 * 6 if model.flush else 4)
@@ -158,12 +150,12 @@ def test_the_best_partition_is_the_best_of_all(schedule: str, seed: int, cores: 
 def test_the_best_widths_are_the_best_of_all(schedule: str, seed: int, room: float) -> None:
     made = any_profile(seed, 4, latency_s=0.001, bytes_per_s=1e7)
     space = SearchSpace(Request({12: made}, 4, None, (schedule,)))
-    choice = Choice(schedule, 12, None)
+    choice = Choice(schedule, 12, None, 4, None)
     least = space.cost_model(choice, None).leanest()
     assert least is not None
     limit = int(least.greatest * (1 + room))
     candidate = SearchSpace(Request({12: made}, 4, limit, (schedule,))).solve(choice)
-    model = ScheduleModel(schedule, 12, None, 4, None)
+    model = Choice(schedule, 12, None, 4, None)
     best = min(by_formula(made, model, partition, widths, limit) for stages in range(1, 5)
                for partition in compositions(4, stages) for widths in compositions(4, stages))
     assert candidate is not None
@@ -177,7 +169,7 @@ def test_what_stages_hold_is_what_the_programs_say(schedule: str, widths: tuple[
     if len(set(widths)) > 1 and schedule.startswith("zb"):
         return  # only equal widths are searched
     placement = placement_of_widths(widths)
-    told, free = (ScheduleModel(schedule, microbatches, None, 4, given) for given in (placement, None))
+    told, free = (Choice(schedule, microbatches, None, 4, given) for given in (placement, None))
     flush = told.flush
     built = build(schedule, placement, microbatches if flush else 12 * told.every, None if flush else told.every)
     activations, versions = rank_peaks(built), stage_peaks(built)
@@ -200,7 +192,7 @@ def test_a_plan_keeps_its_limit_when_simulated(schedules: tuple[str, ...]) -> No
     solution = solve(Request({8: made, 4: made}, 4, limit, schedules))
     predicted = predict(made, solution.plan).prediction
     assert solution.plan.predictions == predicted
-    assert fullest_rank(predicted)[1] <= limit
+    assert predicted.fullest_rank[1] <= limit
     assert {rank for group in solution.plan.stage_to_rank_map for rank in group} == {0, 1, 2, 3}
     assert all(other.seconds_per_sample is None or not other.simulated
                or other.seconds_per_sample >= predicted.seconds_per_sample * 0.999
@@ -228,7 +220,7 @@ def seconds(solution: object) -> float:
 @given(st.integers(0, 10**6), st.sampled_from(["1f1b", "pipedream"]))
 def test_the_heuristic_of_the_paper_is_never_better(seed: int, schedule: str) -> None:
     made = any_profile(seed, 10)
-    choice = Choice(schedule, 6, equal_widths(schedule, 3, 1))
+    choice = Choice(schedule, 6, None, 3, equal_widths(schedule, 3, 1))
     least = SearchSpace(Request({6: made}, 3)).cost_model(choice, None).leanest()
     assert least is not None
     space = SearchSpace(Request({6: made}, 3, int(1.5 * least.greatest), (schedule,)))

@@ -15,7 +15,7 @@ from vpipe.arguments import check_path, shown
 from vpipe.errors import Problem, UserError, counted, nearest
 from vpipe.files import count_of, number_of, read_json
 from vpipe.plan.recompute import MOST_LAYERS, layers_outside, ranges, recomputed_layers
-from vpipe.plan.stage_costs import StageMemory
+from vpipe.plan.stage_costs import StageMemory, combined_memory
 from vpipe.schedules.size import MOST_MICROBATCHES
 
 
@@ -76,6 +76,15 @@ class Prediction:
     def bottleneck(self) -> int:
         """The slowest stage: on the ranks with the least idle time, the one with the most work."""
         return min(range(len(self.stages)), key=lambda stage: (self.stages[stage].idle_s, -_work_s(self.stages[stage])))
+
+    @property
+    def fullest_rank(self) -> tuple[int, int]:
+        """The rank that holds most, and its bytes."""
+        memory: dict[int, list[StageMemory]] = {}
+        for stage in self.stages:
+            for rank in stage.ranks:
+                memory.setdefault(rank, []).append(stage.memory)
+        return max(((rank, combined_memory(stages).peak) for rank, stages in memory.items()), key=lambda item: item[1])
 
     def as_json(self) -> dict[str, Any]:
         """Return JSON values."""
@@ -161,6 +170,12 @@ class Plan:
     def recomputed(self) -> tuple[frozenset[int], ...]:
         """Per stage the layers that are recomputed, from their numbers or from the ratios."""
         return recomputed_layers(self.recompute_layers or self.recompute_ratio or 0.0, self.partition)
+
+    @property
+    def predicted(self) -> Prediction:
+        """The predictions of a plan that has them."""
+        assert self.predictions is not None
+        return self.predictions
 
     @property
     def ranks(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
 
 from vpipe.plan.profile import LinkProfile, Profile
 from vpipe.plan.recompute import ranges
@@ -109,8 +109,8 @@ class StageMemory:
 
 def combined_memory(stages: Sequence[StageMemory]) -> StageMemory:
     """Return what a rank holds of its stages when each is at its peak; it works on one of them at a time."""
-    *held, working = zip(*map(astuple, stages), strict=True)
-    return StageMemory(*map(sum, held), max(working))
+    held = {each.name: sum(getattr(stage, each.name) for stage in stages) for each in fields(StageMemory)}
+    return StageMemory(**held | {"working": max(stage.working for stage in stages)})
 
 
 def stage_memory(profile: Profile, layers: range, recomputed: Collection[int], in_flight: int, versions: int,

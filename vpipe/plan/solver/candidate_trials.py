@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations, product
 
 from vpipe.errors import UserError
-from vpipe.plan.plan import Plan, Prediction
+from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
-from vpipe.plan.solver.candidate import Candidate
+from vpipe.plan.solver.choice import Candidate
 from vpipe.plan.solver.search_space import SearchSpace
-from vpipe.plan.stage_costs import StageMemory, combined_memory
 
 MOST_ACTIONS = 30_000
 """Actions that all trials together simulate, about; less than a second."""
@@ -45,7 +44,7 @@ class Trials:
         """
         key = _key(candidate)
         if key not in self._results:
-            profile = self.space.request.profiles[candidate.microbatches]
+            profile = self.space.request.profiles[candidate.choice.microbatches]
             if self.left < self._cost(candidate) and not urgent:
                 return None
             self.left -= self._cost(candidate)
@@ -74,8 +73,7 @@ class Trials:
     def excess(self, plan: Plan) -> float:
         """Return the bytes that a simulated plan's fullest rank holds too many."""
         limit = self.space.request.memory_bytes
-        assert plan.predictions is not None
-        return fullest_rank(plan.predictions)[1] - (math.inf if limit is None else limit)
+        return plan.predicted.fullest_rank[1] - (math.inf if limit is None else limit)
 
     def best_of(self, candidates: Sequence[Candidate]) -> tuple[Candidate, Plan] | None:
         """Return the fastest, by simulation, of the candidates and their other partitions; of equals the leanest."""
@@ -107,32 +105,20 @@ class Trials:
 
 
 def _key(candidate: Candidate) -> tuple[object, ...]:
-    return (candidate.schedule, candidate.microbatches, candidate.placement, candidate.partition,
-            candidate.recomputed)
+    choice = candidate.choice
+    return choice.schedule, choice.microbatches, choice.placement, candidate.partition, candidate.recomputed
 
 
 def seconds(plan: Plan) -> float:
     """Return the predicted seconds per sample."""
-    assert plan.predictions is not None
-    return plan.predictions.seconds_per_sample
+    return plan.predicted.seconds_per_sample
 
 
 def _preferred(plan: Plan, other: Plan) -> bool:
     """Tell whether a plan is faster, or equally fast and leaner."""
     if abs(seconds(plan) / seconds(other) - 1) > ALIKE:
         return seconds(plan) < seconds(other)
-    assert plan.predictions is not None
-    assert other.predictions is not None
-    return fullest_rank(plan.predictions)[1] < fullest_rank(other.predictions)[1]
-
-
-def fullest_rank(prediction: Prediction) -> tuple[int, int]:
-    """Return the rank that holds most, and its bytes."""
-    memory: dict[int, list[StageMemory]] = {}
-    for stage in prediction.stages:
-        for rank in stage.ranks:
-            memory.setdefault(rank, []).append(stage.memory)
-    return max(((rank, combined_memory(stages).peak) for rank, stages in memory.items()), key=lambda item: item[1])
+    return plan.predicted.fullest_rank[1] < other.predicted.fullest_rank[1]
 
 
 def _neighbours(partition: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

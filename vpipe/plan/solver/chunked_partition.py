@@ -8,23 +8,18 @@ the microbatches that the rank holds.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import numpy as np
-from numpy.typing import NDArray
 
-from vpipe.plan.solver.candidate import Candidate, Choice
-from vpipe.plan.solver.partition_search import Cut, CutProblem, smallest_greatest
-from vpipe.plan.solver.schedule_model import traits_of
+from vpipe.plan.solver.choice import Candidate, Choice
+from vpipe.plan.solver.partition_search import Cut, Floats, Integers, smallest_greatest, unreplicated_problem
 from vpipe.plan.solver.stage_table import StageDemand, StageTable
 from vpipe.plan.stage_costs import combined_memory, stage_memory
 from vpipe.schedules.build import build
 from vpipe.schedules.costs import Costs, StageCosts
 from vpipe.schedules.peaks import peak_contents
-from vpipe.schedules.registry import recipe_named
 from vpipe.schedules.schedule import stages_of_rank
-
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
 
 
 def chunked_candidate(table: StageTable, choice: Choice, shares: Sequence[float] | float | None,
@@ -35,16 +30,12 @@ def chunked_candidate(table: StageTable, choice: Choice, shares: Sequence[float]
         shares: share of its layers that every stage, or each, must recompute; None where that is free.
         partition: layers per stage, where they are fixed.
     """
-    placement = choice.placement
-    assert placement is not None
-    if len(placement) > table.layers:
+    placement, stages, split = choice.groups, len(choice.groups), choice.traits.split
+    if stages > table.layers:
         return None
     demands = list(_demands(choice))
-    split = traits_of(recipe_named(choice.schedule)).split
-    plain = np.sum([table.running(part) for part in
-                    (("forward", "input", "weight") if split else ("forward", "backward"))], axis=0)
-    stages = len(placement)
-    starts = None if partition is None else [sum(partition[:stage]) for stage in range(stages + 1)]
+    plain = table.work_s(split)
+    starts = None if partition is None else [0, *accumulate(partition)]
 
     def cut(demand_of: list[StageDemand]) -> Cut | None:
         def evaluate(behind: int, width: int, first: Integers, stop: Integers) -> tuple[Floats, Floats]:
@@ -54,16 +45,13 @@ def chunked_candidate(table: StageTable, choice: Choice, shares: Sequence[float]
                 work = np.where((first == starts[stage]) & (stop == starts[stage + 1]), work, np.inf)
             return work, work
 
-        return smallest_greatest(CutProblem(table.layers, _one_rank_each(stages), stages, plain, {1: 1.0}, evaluate),
-                                 lambda: not _may_fit(table, demand_of))
+        return smallest_greatest(unreplicated_problem(stages, plain, evaluate), lambda: not _may_fit(table, demand_of))
 
     for attempt in _attempts(demands, shares):
         if (found := cut(attempt)) is None:
             continue
-        sets = [table.recompute_set(each.first, each.stop, demand)
-                for each, demand in zip(found.slices, attempt, strict=True)]
-        assert all(layers is not None for layers in sets)
-        recomputed = tuple(layers or frozenset() for layers in sets)
+        recomputed = tuple(table.recompute_set(each.first, each.stop, demand) or frozenset[int]()
+                           for each, demand in zip(found.slices, attempt, strict=True))
         memory = [stage_memory(table.profile, range(each.first, each.stop), layers, demand.in_flight, demand.versions,
                                demand.weight_halves)
                   for each, demand, layers in zip(found.slices, demands, recomputed, strict=True)]
@@ -71,15 +59,10 @@ def chunked_candidate(table: StageTable, choice: Choice, shares: Sequence[float]
                 combined_memory([memory[stage] for stage in stages_of_rank(placement, rank)]).peak > table.limit_bytes
                 for ranks in placement for rank in ranks[:1]):
             continue
-        seconds = _estimate_s(table, choice, found, split)
         samples = choice.microbatches * table.profile.identity.microbatch_size
-        return Candidate(choice.schedule, choice.microbatches, None, placement,
-                         tuple(each.stop - each.first for each in found.slices), recomputed, seconds / samples, None)
+        return Candidate(choice, tuple(each.stop - each.first for each in found.slices), recomputed,
+                         _estimate_s(table, choice, found) / samples)
     return None
-
-
-def _one_rank_each(stages: int) -> dict[int, list[int]]:
-    return {behind: [1] for behind in range(1, stages + 1)}
 
 
 def _may_fit(table: StageTable, demands: list[StageDemand]) -> bool:
@@ -94,8 +77,8 @@ def _may_fit(table: StageTable, demands: list[StageDemand]) -> bool:
         demand = demands[len(demands) - behind]
         return np.zeros(first.shape), table.least_bytes(first, stop, demand) / demand.part
 
-    needed = smallest_greatest(CutProblem(table.layers, _one_rank_each(len(demands)), len(demands), table.floor_bytes,
-                                          {1: max(demand.part for demand in demands)}, evaluate))
+    needed = smallest_greatest(unreplicated_problem(len(demands), table.floor_bytes, evaluate,
+                                                    max(demand.part for demand in demands)))
     return needed is not None and needed.greatest <= table.limit_bytes * (1 + 1e-9)
 
 
@@ -111,22 +94,20 @@ def _attempts(demands: list[StageDemand], shares: Sequence[float] | float | None
 
 def _demands(choice: Choice) -> Iterator[StageDemand]:
     """Yield what every stage holds when its rank holds most, with its part of its rank's memory."""
-    assert choice.placement is not None
-    built = build(choice.schedule, choice.placement, choice.microbatches)
-    costs = Costs((StageCosts(1, 1, 1),) * len(choice.placement))
-    of_rank = {ranks[0]: peak_contents(built, costs, ranks[0]) for ranks in dict.fromkeys(choice.placement)}
-    for stage, ranks in enumerate(choice.placement):
-        contents, own = of_rank[ranks[0]], of_rank[ranks[0]][stage]
-        total = sum(each.in_flight + each.weight_halves + each.versions for each in contents.values())
+    built = build(choice.schedule, choice.groups, choice.microbatches)
+    costs = Costs((StageCosts(1, 1, 1),) * len(choice.groups))
+    of_group = {ranks: peak_contents(built, costs, ranks[0]) for ranks in dict.fromkeys(choice.groups)}
+    for stage, ranks in enumerate(choice.groups):
+        parts = {each: held.in_flight + held.weight_halves + held.versions for each, held in of_group[ranks].items()}
+        own = of_group[ranks][stage]
         yield StageDemand(max(1, own.in_flight), own.versions, own.weight_halves,
-                          part=(own.in_flight + own.weight_halves + own.versions) / total)
+                          part=parts[stage] / sum(parts.values()))
 
 
-def _estimate_s(table: StageTable, choice: Choice, found: Cut, split: bool) -> float:
+def _estimate_s(table: StageTable, choice: Choice, found: Cut) -> float:
     """Estimate a step: the fullest rank is idle only while the pipeline fills and drains, in steps of one chunk."""
-    assert choice.placement is not None
-    width, groups = len(choice.placement[0]), len(set(choice.placement))
-    per_rank = found.greatest * len(choice.placement) / groups
-    filling = 0.0 if split else (groups - 1) * per_rank * groups / len(choice.placement)
+    stages, width, groups = len(choice.groups), len(choice.groups[0]), len(set(choice.groups))
+    per_rank = found.greatest * stages / groups
+    filling = 0.0 if choice.traits.split else (groups - 1) * per_rank * groups / stages
     step = table.running("step")[-1] / groups
-    return float(-(-choice.microbatches // width) * per_rank + filling + step)
+    return float(choice.per_replica(width) * per_rank + filling + step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vpipe.plan.profile import LinkProfile
+from vpipe.plan.solver.choice import Choice
 from vpipe.plan.solver.partition_search import (
     BestCut,
     Cut,
@@ -19,7 +20,6 @@ from vpipe.plan.solver.partition_search import (
     smallest_greatest,
     smallest_greatest_or_share,
 )
-from vpipe.plan.solver.schedule_model import ScheduleModel
 from vpipe.plan.solver.stage_table import StageDemand, StageTable
 
 Floats = NDArray[np.float64]
@@ -35,7 +35,7 @@ class CostModel:
 
     Args:
         table: of the profile.
-        model: of the schedule.
+        choice: of the schedule.
         widths: by ranks in and behind a stage, the replicas that it may have.
         ranks: their numbers in the order of the stages.
         shares: per stage, the share of its layers that must be recomputed; only where the ranks behind a stage
@@ -43,10 +43,10 @@ class CostModel:
         partition: layers per stage, where they are fixed.
     """
 
-    def __init__(self, table: StageTable, model: ScheduleModel, widths: Mapping[int, Sequence[int]],
+    def __init__(self, table: StageTable, choice: Choice, widths: Mapping[int, Sequence[int]],
                  ranks: Sequence[int], shares: Sequence[float] | float | None = None,
                  partition: Sequence[int] | None = None) -> None:
-        self.table, self.model, self._widths, self._ranks, self._shares = table, model, widths, ranks, shares
+        self.table, self.choice, self._widths, self._ranks, self._shares = table, choice, widths, ranks, shares
         self._stage_of = {behind: stage for stage, behind in enumerate(sorted(widths, reverse=True))}
         self._fixed_stop: Integers | None = None  # of the fixed stage that begins with a layer; 0 where none does
         if partition is not None:
@@ -54,27 +54,34 @@ class CostModel:
             self._fixed_stop = np.zeros(table.layers, int)
             self._fixed_stop[stops - partition] = stops
         profile = table.profile
-        hosts = -(-model.ranks // max(1, profile.identity.ranks_per_host))
-        self._cores = np.inf if profile.cores is None else min(model.ranks, profile.cores * hosts)
+        hosts = -(-choice.ranks // max(1, profile.identity.ranks_per_host))
+        self._cores = np.inf if profile.cores is None else min(choice.ranks, profile.cores * hosts)
 
     def demand(self, behind: int, width: int) -> StageDemand:
         """Return what a replica of a stage with ``behind`` ranks in and behind it must hold."""
         share = self._shares
         if share is not None and not isinstance(share, (int, float)):
             share = share[self._stage_of[behind]]
-        return self.model.demand(behind, width)._replace(share=share)
+        return self.choice.demand(behind, width)._replace(share=share)
+
+    def demands(self, slices: Iterable[StageSlice]) -> Iterator[tuple[StageSlice, StageDemand]]:
+        """Yield the stages of a cut with what a replica of each must hold."""
+        behind = self.choice.ranks
+        for each in slices:
+            yield each, self.demand(behind, each.width)
+            behind -= each.width
 
     @cached_property
     def by_time(self) -> CutProblem:
         """The problem of the least time."""
-        model, all_widths = self.model, {width for several in self._widths.values() for width in several}
-        if not model.flush:
-            floor, room = self._plain + self.table.running("step") / model.every, {w: float(w) for w in all_widths}
+        choice, all_widths = self.choice, {width for several in self._widths.values() for width in several}
+        if not choice.flush:
+            floor, room = self._plain + self.table.running("step") / choice.every, {w: float(w) for w in all_widths}
         else:
-            most = max(model.per_replica(width) for width in all_widths) - 1
+            most = max(choice.per_replica(width) for width in all_widths) - 1
             floor = self._plain + (self.table.running("step") / most if most else 0.0)
-            room = {w: 1 / (model.per_replica(w) - 1) if model.per_replica(w) > 1 else np.inf for w in all_widths}
-        return CutProblem(self.table.layers, self._widths, model.ranks, floor, room, self._evaluate)
+            room = {w: 1 / (choice.per_replica(w) - 1) if choice.per_replica(w) > 1 else np.inf for w in all_widths}
+        return CutProblem(self.table.layers, self._widths, choice.ranks, floor, room, self._evaluate)
 
     @cached_property
     def by_memory(self) -> CutProblem:
@@ -84,15 +91,12 @@ class CostModel:
             return np.zeros(first.shape), self._if_fixed(
                 first, stop, lambda first, stop: self.table.least_bytes(first, stop, demand))
 
-        return CutProblem(self.table.layers, self._widths, self.model.ranks, self.table.floor_bytes,
+        return CutProblem(self.table.layers, self._widths, self.choice.ranks, self.table.floor_bytes,
                           {w: 1.0 for several in self._widths.values() for w in several}, evaluate)
 
     @cached_property
     def _plain(self) -> Floats:
-        """Running sum over layers of the seconds of a microbatch without recomputation."""
-        parts = ("forward", "input", "weight") if self.model.traits.split else ("forward", "backward")
-        total: Floats = np.sum([self.table.running(part) for part in parts], axis=0)
-        return total
+        return self.table.work_s(self.choice.traits.split)
 
     def plain_s(self, first: Integers, stop: Integers) -> Floats:
         """Return the seconds of a microbatch in the layers of stages, without recomputation."""
@@ -101,7 +105,7 @@ class CostModel:
     def _work_s(self, first: Integers, stop: Integers, demand: StageDemand) -> Floats:
         """Return the seconds of a microbatch in stages; infinite for those that do not fit or are not fixed."""
         cuts = (first > 0).astype(float) + (stop < self.table.layers)
-        actions = 2 * (1 + cuts) + self.model.traits.split
+        actions = 2 * (1 + cuts) + self.choice.traits.split
         again = self._if_fixed(first, stop, lambda first, stop: self.table.recompute_s(first, stop, demand))
         return self.plain_s(first, stop) + self.table.profile.dispatch_s * (actions + (again > 0)) + again
 
@@ -123,16 +127,16 @@ class CostModel:
 
     def _evaluate(self, behind: int, width: int, first: Integers, stop: Integers) -> tuple[Floats, Floats]:
         """Evaluate stages by time, see :data:`~vpipe.plan.solver.partition_search.Evaluate`."""
-        model, demand = self.model, self.demand(behind, width)
+        choice, demand = self.choice, self.demand(behind, width)
         work, step = self._work_s(first, stop, demand), self._step_s(first, stop, demand)
         transfer = self._transfers_s(behind - width)[stop]
         summing = self._sum_s(first, stop, width)
-        per_microbatch = work + transfer if model.traits.tight else work
-        if not model.flush:
-            return work + step / model.every, (per_microbatch + (step + summing) / model.every) / width
-        weight, halves = self.table.running("weight"), model.traits.filling_halves
+        per_microbatch = work + transfer if choice.traits.tight else work
+        if not choice.flush:
+            return work + step / choice.every, (per_microbatch + (step + summing) / choice.every) / width
+        weight, halves = self.table.running("weight"), choice.traits.filling_halves
         alone = np.maximum(0.0, work - halves * (weight[stop] - weight[first])) if halves else work
-        slowest = model.per_replica(width) * per_microbatch + step + summing - np.where(np.isinf(work), 0.0, alone)
+        slowest = choice.per_replica(width) * per_microbatch + step + summing - np.where(np.isinf(work), 0.0, alone)
         return alone + transfer, slowest
 
     def _evaluate_work(self, behind: int, width: int, first: Integers, stop: Integers) -> tuple[Floats, Floats]:
@@ -142,12 +146,12 @@ class CostModel:
 
     def _step_work_s(self, width: int, first: Integers, stop: Integers, demand: StageDemand) -> Floats:
         """Return the seconds of computation of stages in a step, over all replicas."""
-        return (self.model.microbatches * self._work_s(first, stop, demand)
+        return (self.choice.microbatches * self._work_s(first, stop, demand)
                 + width * self._step_s(first, stop, demand))
 
     def _cut(self, slices: tuple[StageSlice, ...]) -> Cut:
         """Return a cut with its costs by time."""
-        behind, total, greatest = self.model.ranks, 0.0, 0.0
+        behind, total, greatest = self.choice.ranks, 0.0, 0.0
         for first, stop, width in slices:
             sums, costs = self._evaluate(behind, width, np.array([first]), np.array([stop]))
             total, greatest = total + float(sums[0]), max(greatest, float(costs[0]))
@@ -175,23 +179,20 @@ class CostModel:
 
     def cost(self, cut: Cut) -> float:
         """Return the seconds of a step with a flush, of a microbatch without."""
-        if not self.model.flush:
+        if not self.choice.flush:
             return max(cut.greatest, cut.sum / self._cores)
         return max(cut.sum + cut.greatest, self._shared_s(cut.slices))
 
-    def _shared_s(self, slices: Sequence[StageSlice]) -> float:
+    def _shared_s(self, slices: Iterable[StageSlice]) -> float:
         """Return the seconds of all the work, divided by the cores."""
         if np.isinf(self._cores):
             return 0.0
-        total, behind = 0.0, self.model.ranks
-        for first, stop, width in slices:
-            total += self._step_work_s(width, np.array([first]), np.array([stop]), self.demand(behind, width))[0]
-            behind -= width
-        return float(total / self._cores)
+        return float(sum(self._step_work_s(width, np.array([first]), np.array([stop]), demand)[0]
+                         for (first, stop, width), demand in self.demands(slices)) / self._cores)
 
     def best(self) -> BestCut | None:
         """Return the cut that costs least; None when nothing fits."""
-        table, model = self.table, self.model
+        table, choice = self.table, self.choice
         limit = np.inf if table.limit_bytes is None else table.limit_bytes
         if self.by_memory.least() > limit:
             return None
@@ -199,9 +200,9 @@ class CostModel:
             (needed := self.leanest()) is None or needed.greatest > limit))
         if start is None:
             return None
-        if not model.flush:
+        if not choice.flush:
             return smallest_greatest_or_share(self.by_time, start, self._cores)
-        least = max(0.0, float(self._plain[-1]) - model.traits.filling_halves * float(table.running("weight")[-1]))
+        least = max(0.0, float(self._plain[-1]) - choice.traits.filling_halves * float(table.running("weight")[-1]))
         floor, widest = start.greatest, self.cost(start) - least
         if np.isinf(self._cores):
             return smallest_cost(self.by_time, start, self.cost, least, floor)
@@ -213,13 +214,10 @@ class CostModel:
             best = BestCut(other, self.cost(other), best.bound, (best.cut, *best.others))
         return best
 
-    def peak_bytes(self, partition: Sequence[int], widths: Sequence[int]) -> int:
-        """Return what the fullest rank of a partition holds when nothing is recomputed."""
-        behind, first, most = self.model.ranks, 0, 0
-        for size, width in zip(partition, widths, strict=True):
-            most = max(most, self.table.peak_bytes(first, first + size, self.demand(behind, width), frozenset()))
-            first, behind = first + size, behind - width
-        return most
+    def peak_bytes(self, slices: Iterable[StageSlice]) -> int:
+        """Return what the fullest rank of a cut holds when nothing is recomputed."""
+        return max(self.table.peak_bytes(each.first, each.stop, demand, frozenset())
+                   for each, demand in self.demands(slices))
 
     def leanest(self) -> Cut | None:
         """Return the cut whose fullest rank holds least; None when there are fewer layers than stages."""
@@ -228,4 +226,4 @@ class CostModel:
     def seconds_per_sample(self, cost: float) -> float:
         """Return the seconds per sample of a cut that costs so much."""
         size = self.table.profile.identity.microbatch_size
-        return cost / (size * self.model.microbatches if self.model.flush else size)
+        return cost / (size * self.choice.microbatches if self.choice.flush else size)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from vpipe.errors import UserError, counted
 from vpipe.plan.recompute import ranges
-from vpipe.plan.solver.candidate import Candidate, Choice
-from vpipe.plan.solver.candidate_trials import Trials, fullest_rank
+from vpipe.plan.solver.candidate_trials import Trials
+from vpipe.plan.solver.choice import Choice, equal_widths
 from vpipe.plan.solver.cost_model import CostModel
 from vpipe.plan.solver.partition_search import Cut
 from vpipe.plan.solver.request import Request
-from vpipe.plan.solver.schedule_model import equal_widths, refusal_of
 from vpipe.plan.solver.search_space import MOST_LAYERS, MOST_RANKS, SearchSpace
 from vpipe.plan.stage_costs import StageMemory, combined_memory, stage_memory
 from vpipe.schedules.schedule import stages_of_rank
@@ -78,7 +77,7 @@ def _leanest(space: SearchSpace) -> Iterator[_Leanest]:
         cut = costs.leanest()
         if cut is None:
             continue
-        if (why := space.refusal(choice, cut)) is not None:
+        if (why := choice.with_widths(cut.widths).refusal) is not None:
             space.refusals[choice] = why
         elif leanest is None or cut.greatest < leanest[2].greatest:
             leanest = choice, costs, cut
@@ -97,16 +96,11 @@ def _leanest_chunked(space: SearchSpace, choice: Choice) -> Iterator[_Leanest]:
         plan = Trials(space).simulated(candidate, urgent=True)
         if plan is None:
             continue
-        assert plan.predictions is not None
-        rank, _ = fullest_rank(plan.predictions)
-        stages = stages_of_rank(candidate.placement, rank)
-        memory = combined_memory([plan.predictions.stages[stage].memory for stage in stages])
-        yield _Leanest(choice, f"rank {rank} (stages {_stages(candidate, stages)})", memory, None)
-
-
-def _stages(candidate: Candidate, stages: Sequence[int]) -> str:
-    layers = ranges(candidate.partition)
-    return ", ".join(f"{stage}: {_layers(layers[stage])}" for stage in stages)
+        rank, _ = plan.predicted.fullest_rank
+        stages, layers = stages_of_rank(choice.groups, rank), ranges(candidate.partition)
+        memory = combined_memory([plan.predicted.stages[stage].memory for stage in stages])
+        place = ", ".join(f"{stage}: {_layers(layers[stage])}" for stage in stages)
+        yield _Leanest(choice, f"rank {rank} (stages {place})", memory, None)
 
 
 def _layers(layers: range) -> str:
@@ -114,16 +108,13 @@ def _layers(layers: range) -> str:
 
 
 def _fullest_stage(costs: CostModel, cut: Cut) -> tuple[int, StageMemory, range]:
-    behind, found = costs.model.ranks, []
-    for stage, (first, stop, width) in enumerate(cut.slices):
-        demand = costs.demand(behind, width)
+    found = []
+    for stage, ((first, stop, _), demand) in enumerate(costs.demands(cut.slices)):
         required, layers = costs.table.required(first, stop, demand), range(first, stop)
         sets = [required] if required is not None else [frozenset[int](), frozenset(layers)]
         memory = min((stage_memory(costs.table.profile, layers, recomputed, demand.in_flight, demand.versions,
-                                   demand.weight_halves) for recomputed in sets),
-                     key=lambda memory: memory.peak)
+                                   demand.weight_halves) for recomputed in sets), key=lambda memory: memory.peak)
         found.append((stage, memory, layers))
-        behind -= width
     return max(found, key=lambda entry: entry[1].peak)
 
 
@@ -162,14 +153,13 @@ def _remedies(space: SearchSpace, leanest: _Leanest, fits: Fits, limit: int) -> 
 def _enough_ranks(costs: CostModel, choice: Choice, limit: int) -> int | None:
     """Return the fewest ranks, one per stage, with which the same schedule fits; None when no number does."""
     def fits(ranks: int) -> bool:
-        placement = equal_widths(choice.schedule, ranks, 1)
-        if refusal_of(choice.schedule, placement, choice.microbatches, None) is not None:
+        wider = replace(choice, ranks=ranks, placement=equal_widths(choice.schedule, ranks, 1))
+        if wider.refusal is not None:
             return False
-        model = replace(costs.model, ranks=ranks, placement=placement)
-        found = CostModel(costs.table, model, dict.fromkeys(range(1, ranks + 1), (1,)), list(range(ranks))).leanest()
+        found = CostModel(costs.table, wider, dict.fromkeys(range(1, ranks + 1), (1,)), list(range(ranks))).leanest()
         return found is not None and found.greatest <= limit
 
-    low, high, most = costs.model.ranks, 2 * costs.model.ranks, costs.table.layers
+    low, high, most = choice.ranks, 2 * choice.ranks, costs.table.layers
     while high < most and not fits(high):
         low, high = high, 2 * high
     high = min(high, most)

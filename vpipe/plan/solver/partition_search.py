@@ -17,6 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from vpipe.plan.recompute import ranges
+
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
@@ -35,12 +37,23 @@ class StageSlice(NamedTuple):
     width: int
 
 
+def slices_of(partition: Sequence[int], widths: Sequence[int]) -> tuple[StageSlice, ...]:
+    """Return the stages of a partition with their numbers of replicas."""
+    return tuple(StageSlice(layers.start, layers.stop, width)
+                 for layers, width in zip(ranges(partition), widths, strict=True))
+
+
 class Cut(NamedTuple):
     """A partition with replicas: the sum and the greatest of its stages' costs."""
 
     sum: float
     greatest: float
     slices: tuple[StageSlice, ...]
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Replicas per stage."""
+        return tuple(each.width for each in self.slices)
 
 
 class BestCut(NamedTuple):
@@ -192,6 +205,11 @@ class StageOptions:
         return Cut(total, greatest, tuple(slices))
 
 
+def unreplicated_problem(stages: int, floor: Floats, evaluate: Evaluate, room: float = 1.0) -> CutProblem:
+    """Return the problem of a pipeline with one rank per stage; arguments as for :class:`CutProblem`."""
+    return CutProblem(len(floor) - 1, dict.fromkeys(range(1, stages + 1), (1,)), stages, floor, {1: room}, evaluate)
+
+
 def smallest_greatest(problem: CutProblem, give_up: Callable[[], bool] = lambda: False) -> Cut | None:
     """Return the cut with the smallest greatest cost; None when there is none.
 
@@ -292,7 +310,6 @@ def evenly(weights: Sequence[float], parts: int) -> tuple[int, ...]:
         own = running[stop] - running[first]
         return own, own
 
-    found = smallest_greatest(CutProblem(len(weights), dict.fromkeys(range(1, parts + 1), (1,)), parts, running,
-                                         {1: 1.0}, evaluate))
+    found = smallest_greatest(unreplicated_problem(parts, running, evaluate))
     assert found is not None, "there are as many items as parts"
     return tuple(part.stop - part.first for part in found.slices)

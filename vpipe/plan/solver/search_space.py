@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from vpipe.plan.recompute import recomputed_layers
-from vpipe.plan.solver.candidate import Candidate, Choice, Stages
+from vpipe.plan.solver.choice import Candidate, Choice, Stages, equal_widths, traits_of
 from vpipe.plan.solver.chunked_partition import chunked_candidate
 from vpipe.plan.solver.cost_model import CostModel
-from vpipe.plan.solver.partition_search import Cut, StageSlice
+from vpipe.plan.solver.partition_search import Cut, StageSlice, slices_of
 from vpipe.plan.solver.request import Request
-from vpipe.plan.solver.schedule_model import ScheduleModel, equal_widths, placement_of_widths, refusal_of, traits_of
 from vpipe.plan.solver.stage_table import StageTable
 from vpipe.plan.solver.vpipe_heuristic import balanced
 from vpipe.schedules.registry import recipe_named
-from vpipe.schedules.size import Placement
 
 MOST_RANKS, MOST_LAYERS = 16, 200
 """Unequal widths are searched up to so many of each; beyond, all stages have equally many replicas."""
@@ -44,13 +43,10 @@ class SearchSpace:
     def choices(self) -> Iterator[Choice]:
         """Yield every choice that the schedules can have; note why others are refused."""
         for schedule in self.request.schedules:
-            problem = traits_of(recipe_named(schedule)).problem or None
             for microbatches in sorted(self.request.profiles):
                 for choice in self._choices(schedule, microbatches):
                     self.tried[choice] = None
-                    why = problem
-                    if why is None and choice.placement is not None:
-                        why = refusal_of(schedule, choice.placement, microbatches, self._every(choice))
+                    why = choice.traits.problem or choice.refusal
                     if why is None:
                         yield choice
                     else:
@@ -71,17 +67,19 @@ class SearchSpace:
 
     def _choices(self, schedule: str, microbatches: int) -> Iterator[Choice]:
         request, recipe = self.request, recipe_named(schedule)
+        every = None if recipe.flush else request.update_every.get(microbatches)
         if request.placement is not None:
-            yield Choice(schedule, microbatches, request.placement)
+            yield Choice(schedule, microbatches, every, request.ranks, request.placement)
             return
         for width in range(1, request.ranks + 1):
             stages = request.ranks // width * recipe.chunks
             if recipe.chunks > 1 and width == request.ranks:
                 continue  # one position, where several stages on a rank gain nothing
             if request.ranks % width == 0 and stages <= request.layers and self._allows(stages):
-                yield Choice(schedule, microbatches, equal_widths(schedule, request.ranks, width))
+                yield Choice(schedule, microbatches, every, request.ranks,
+                             equal_widths(schedule, request.ranks, width))
         if self.searches_widths and traits_of(recipe).by_depth:
-            yield Choice(schedule, microbatches, None)
+            yield Choice(schedule, microbatches, every, request.ranks, None)
 
     def _allows(self, stages: int) -> bool:
         """Tell whether the request allows so many stages."""
@@ -95,10 +93,6 @@ class SearchSpace:
         request = self.request
         free = request.placement is None and (request.recompute is None or isinstance(request.recompute, (int, float)))
         return free and 2 < request.ranks <= MOST_RANKS and request.layers <= MOST_LAYERS
-
-    def _every(self, choice: Choice) -> int | None:
-        flush = recipe_named(choice.schedule).flush
-        return None if flush else self.request.update_every.get(choice.microbatches)
 
     def _table(self, microbatches: int, limit_bytes: int | None, free: bool = False) -> StageTable:
         """Return the table of the profile for a number of microbatches.
@@ -136,18 +130,19 @@ class SearchSpace:
         Args:
             share: of the layers of each stage to recompute, instead of what the request says.
         """
-        request, ranks = self.request, self.request.ranks
-        model = ScheduleModel(choice.schedule, choice.microbatches, self._every(choice), ranks, choice.placement)
+        widths: Mapping[int, Sequence[int]]
+        ranks = choice.ranks
         if choice.placement is not None:
             order = [rank for group in choice.placement for rank in group]
-            widths: Mapping[int, Sequence[int]] = _widths_by_depth(choice.placement)
+            sizes = list(map(len, choice.placement))
+            widths = {ranks - end + width: (width,) for end, width in zip(accumulate(sizes), sizes, strict=True)}
         else:
             order = list(range(ranks))
             # A replica with one microbatch pipelines nothing; a whole model on every rank is a choice of its own.
-            most = choice.microbatches // 2 if model.flush else ranks
+            most = choice.microbatches // 2 if choice.flush else ranks
             widths = {behind: range(1, min(behind, max(1, most)) + 1) for behind in range(1, ranks + 1)}
-        return CostModel(self._table(choice.microbatches, limit_bytes, share is not None), model, widths, order,
-                         self._shares() if share is None else share, request.partition)
+        return CostModel(self._table(choice.microbatches, limit_bytes, share is not None), choice, widths, order,
+                         self._shares() if share is None else share, self.request.partition)
 
     def solve(self, choice: Choice, share: float | None = None) -> Candidate | None:
         """Return the best partition of a choice, with what it recomputes; None when nothing fits.
@@ -166,21 +161,16 @@ class SearchSpace:
             return None
         cuts = [best.cut, *sorted(best.others, key=costs.cost)]
         if choice.placement is None:
-            refusals = {cut: self.refusal(choice, cut) for cut in cuts}
+            refusals = {cut: choice.with_widths(cut.widths).refusal for cut in cuts}
             cuts = [cut for cut in cuts if refusals[cut] is None]
             if not cuts:
                 self.refusals[choice] = refusals[best.cut] or ""
                 return None
-        chosen, placement = cuts[0], choice.placement or _placement(cuts[0])
-        others = [cut for cut in cuts[1:] if choice.placement is not None or _placement(cut) == placement]
-        return Candidate(choice.schedule, choice.microbatches, self._every(choice), placement, *_stages(costs, chosen),
+        chosen = cuts[0]
+        others = [cut for cut in cuts[1:] if cut.widths == chosen.widths]
+        return Candidate(choice.with_widths(chosen.widths), *_stages(costs, chosen),
                          costs.seconds_per_sample(costs.cost(chosen)), costs.seconds_per_sample(best.bound),
                          tuple(_stages(costs, cut) for cut in others[:MOST_OTHERS]))
-
-    def refusal(self, choice: Choice, cut: Cut) -> str | None:
-        """Return why a choice's schedule cannot have the replicas of a cut; None when it can."""
-        return refusal_of(choice.schedule, choice.placement or _placement(cut), choice.microbatches,
-                          self._every(choice))
 
     def leanest_chunked(self, choice: Choice) -> Iterator[Candidate]:
         """Yield partitions of a chunked choice that hold as little as possible, whatever the limit."""
@@ -194,35 +184,19 @@ class SearchSpace:
         """Return the partition of the VPipe paper's heuristic, which knows plain choices only; None without one."""
         if not choice.plain:
             return None
-        assert choice.placement is not None
         self.considered += 1
         costs = self.cost_model(choice, self.request.memory_bytes)
-        found = balanced(costs, len(choice.placement))
+        found = balanced(costs, choice.ranks)
         if found is None:
             return None
         partition, sets, seconds = found
-        return Candidate(choice.schedule, choice.microbatches, self._every(choice), choice.placement, partition, sets,
-                         costs.seconds_per_sample(seconds), None)
+        return Candidate(choice, partition, sets, costs.seconds_per_sample(seconds))
 
     def stages_of(self, choice: Choice, partition: Sequence[int]) -> Stages | None:
         """Return a partition with what it recomputes under a choice; None where it does not fit."""
-        assert choice.placement is not None
-        costs = self.cost_model(choice, self.request.memory_bytes)
-        stops = [sum(partition[:stage + 1]) for stage in range(len(partition))]
-        slices = tuple(StageSlice(stop - size, stop, len(group))
-                       for stop, size, group in zip(stops, partition, choice.placement, strict=True))
-        sets = _recompute_sets(costs, slices)
+        sets = _recompute_sets(self.cost_model(choice, self.request.memory_bytes),
+                               slices_of(partition, list(map(len, choice.groups))))
         return None if sets is None else (tuple(partition), sets)
-
-
-def _placement(cut: Cut) -> Placement:
-    return placement_of_widths(tuple(each.width for each in cut.slices))
-
-
-def _widths_by_depth(placement: Placement) -> dict[int, tuple[int]]:
-    """Return the width of every stage, by the ranks in and behind it."""
-    widths = [len(group) for group in placement]
-    return {sum(widths[stage:]): (width,) for stage, width in enumerate(widths)}
 
 
 def _stages(costs: CostModel, cut: Cut) -> Stages:
@@ -232,11 +206,5 @@ def _stages(costs: CostModel, cut: Cut) -> Stages:
 
 
 def _recompute_sets(costs: CostModel, slices: Sequence[StageSlice]) -> tuple[frozenset[int], ...] | None:
-    behind, sets = costs.model.ranks, []
-    for first, stop, width in slices:
-        layers = costs.table.recompute_set(first, stop, costs.demand(behind, width))
-        if layers is None:
-            return None
-        sets.append(layers)
-        behind -= width
-    return tuple(sets)
+    sets = [costs.table.recompute_set(first, stop, demand) for (first, stop, _), demand in costs.demands(slices)]
+    return None if None in sets else tuple(layers for layers in sets if layers is not None)

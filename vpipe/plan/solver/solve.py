@@ -13,10 +13,10 @@ from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
 from vpipe.plan.profile import Profile, Seconds
 from vpipe.plan.recompute import ranges
-from vpipe.plan.solver.candidate import Candidate
-from vpipe.plan.solver.candidate_trials import MOST_ACTIONS, Trials, fullest_rank, seconds
+from vpipe.plan.solver.candidate_trials import MOST_ACTIONS, Trials, seconds
+from vpipe.plan.solver.choice import Candidate, Choice
 from vpipe.plan.solver.infeasible import infeasible
-from vpipe.plan.solver.partition_search import TOLERANCE, evenly
+from vpipe.plan.solver.partition_search import TOLERANCE, evenly, slices_of
 from vpipe.plan.solver.recompute_sets import MOST_SETS
 from vpipe.plan.solver.request import Alternative, Request, Solution
 from vpipe.plan.solver.search_space import MOST_LAYERS, MOST_RANKS, SearchSpace
@@ -50,7 +50,7 @@ def solve(request: Request) -> Solution:
     trials = Trials(space)
     candidates = _candidates(space)
     best = _best_of(trials, candidates)
-    found = trials.best_of([*(best[:1] if best is not None else ()), *_known(request)]) or best
+    found = trials.best_of([*(best[:1] if best is not None else ()), *map(_of_plan, request.known)]) or best
     if found is None:
         raise infeasible(space, _fits)
     while found is not None:  # an alternative may turn out to be faster, since the cost model is coarse
@@ -75,8 +75,6 @@ def without_recompute(request: Request, solution: Solution) -> tuple[int, Plan] 
     plan = solution.plan
     if not any(plan.recomputed) or request.recompute is not None:
         return None
-    assert plan.schedule is not None
-    assert plan.microbatches is not None
     unlimited = replace(request, memory_bytes=None)
     space = SearchSpace(unlimited)
     choice = _of_plan(plan).choice
@@ -86,9 +84,11 @@ def without_recompute(request: Request, solution: Solution) -> tuple[int, Plan] 
         candidate = space.solve(choice, share=0.0)
         if candidate is not None:
             if not choice.chunked:
-                yield space.cost_model(choice, None, share=0.0).peak_bytes(candidate.partition, candidate.widths)
-            yield _peak_bytes(Trials(space).simulated(candidate, urgent=True))
-        yield _peak_bytes(solve(unlimited).plan)
+                slices = slices_of(candidate.partition, candidate.widths)
+                yield space.cost_model(choice, None, share=0.0).peak_bytes(slices)
+            if (simulated := Trials(space).simulated(candidate, urgent=True)) is not None:
+                yield simulated.predicted.fullest_rank[1]
+        yield solve(unlimited).plan.predicted.fullest_rank[1]
 
     for least in needed():
         limit = parse_size(size_text(least, up=True), "the limit")
@@ -96,12 +96,6 @@ def without_recompute(request: Request, solution: Solution) -> tuple[int, Plan] 
         if not any(found.recomputed):
             return limit, found
     return None
-
-
-def _peak_bytes(plan: Plan | None) -> int:
-    assert plan is not None
-    assert plan.predictions is not None
-    return fullest_rank(plan.predictions)[1]
 
 
 def _candidates(space: SearchSpace) -> list[Candidate]:
@@ -127,23 +121,18 @@ def _best_of(trials: Trials, candidates: Sequence[Candidate]) -> tuple[Candidate
 def _promising(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the best, and the best of every schedule: the cost model may be less kind to one than a simulation."""
     chosen = list(candidates[:MOST_CANDIDATES])
-    for schedule in dict.fromkeys(candidate.schedule for candidate in candidates):
-        first = next(candidate for candidate in candidates if candidate.schedule == schedule)
+    for schedule in dict.fromkeys(candidate.choice.schedule for candidate in candidates):
+        first = next(candidate for candidate in candidates if candidate.choice.schedule == schedule)
         if first not in chosen:
             chosen.append(first)
     return chosen
 
 
-def _known(request: Request) -> Iterator[Candidate]:
-    """Yield the plans that the request knows already."""
-    return map(_of_plan, request.known)
-
-
 def _of_plan(plan: Plan) -> Candidate:
     assert plan.schedule is not None
     assert plan.microbatches is not None
-    return Candidate(plan.schedule, plan.microbatches, plan.update_every, plan.stage_to_rank_map, plan.partition,
-                     plan.recomputed, math.inf, None)
+    choice = Choice(plan.schedule, plan.microbatches, plan.update_every, plan.ranks, plan.stage_to_rank_map)
+    return Candidate(choice, plan.partition, plan.recomputed, math.inf)
 
 
 def _fits(request: Request) -> bool:
@@ -165,13 +154,13 @@ def _alternatives(trials: Trials, candidates: Sequence[Candidate], chosen: Candi
     space, request = trials.space, trials.space.request
     trials.left = MOST_ACTIONS
     for schedule in request.schedules:
-        if schedule != chosen.schedule:
-            yield _best_with(trials, f"schedule {schedule}", [one for one in candidates if one.schedule == schedule],
-                             space.why_none(schedule=schedule))
+        if schedule != chosen.choice.schedule:
+            with_it = [one for one in candidates if one.choice.schedule == schedule]
+            yield _best_with(trials, f"schedule {schedule}", with_it, space.why_none(schedule=schedule))
     for count in sorted(request.profiles):
-        if count != chosen.microbatches:
-            yield _best_with(trials, f"m = {count}", [one for one in candidates if one.microbatches == count],
-                             space.why_none(microbatches=count))
+        if count != chosen.choice.microbatches:
+            with_it = [one for one in candidates if one.choice.microbatches == count]
+            yield _best_with(trials, f"m = {count}", with_it, space.why_none(microbatches=count))
     if request.placement is None:
         replicated = [one for one in candidates if max(one.widths) > 1]
         if max(chosen.widths) > 1:
@@ -184,7 +173,7 @@ def _alternatives(trials: Trials, candidates: Sequence[Candidate], chosen: Candi
     if request.recompute is None and any(chosen.recomputed):
         yield _without_recompute(trials, chosen)
     if request.partition is None and len(chosen.partition) > 1:
-        weights = [layer.parameter_bytes for layer in request.profiles[chosen.microbatches].layers]
+        weights = [layer.parameter_bytes for layer in request.profiles[chosen.choice.microbatches].layers]
         partition = evenly(weights, len(chosen.partition))
         if partition != plan.partition:
             stages = space.stages_of(chosen.choice, partition)
@@ -204,7 +193,7 @@ def _best_with(trials: Trials, what: str, candidates: Sequence[Candidate], why: 
             why = failure
             continue
         if plan is None:
-            plan = candidate.plan(trials.space.request.profiles[candidate.microbatches])
+            plan = candidate.plan(trials.space.request.profiles[candidate.choice.microbatches])
             return Alternative(what, plan, candidate.seconds_per_sample, False), None
         if (excess := trials.excess(plan)) <= 0:
             return Alternative(what, plan, seconds(plan), True), candidate
@@ -234,7 +223,7 @@ def _note(request: Request, space: SearchSpace, candidates: Sequence[Candidate],
     if request.solver == "vpipe":
         return "a heuristic: layers move between neighbouring stages until no move helps"
     notes = []
-    several = sorted({candidate.schedule for candidate in candidates if candidate.choice.chunked})
+    several = sorted({candidate.choice.schedule for candidate in candidates if candidate.choice.chunked})
     if several:
         notes.append(f"partitions of {', '.join(several)} (several stages on a rank) are cut to equal times, not "
                      "searched")
@@ -277,8 +266,7 @@ def better_partition(request: Request, partition: Sequence[int], recomputed: Seq
         found = solve(replace(request, profiles={microbatches: scaled}, partition=None)).plan
     except UserError:  # nothing fits, by the solver's count
         return None, 0.0
-    assert found.predictions is not None, "a solution's plan has them"
-    gain = 1 - found.predictions.step_s / predict(scaled, now).prediction.step_s
+    gain = 1 - found.predicted.step_s / predict(scaled, now).prediction.step_s
     return (found, gain) if gain > 0 and found.partition != now.partition else (None, 0.0)
 
 

@@ -122,6 +122,12 @@ class StageTable:
         """Return the running sum over layers of forward, backward, input, weight or step: seconds."""
         return self._sums[what]
 
+    def work_s(self, split: bool) -> Floats:
+        """Return the running sum over layers of the seconds of a microbatch, without recomputation."""
+        parts = ("forward", "input", "weight") if split else ("forward", "backward")
+        total: Floats = np.sum([self._sums[part] for part in parts], axis=0)
+        return total
+
     def parameter_bytes(self, first: Integers, stop: Integers) -> Floats:
         """Return the bytes of the stages' own parameters."""
         return self._parameters[stop] - self._parameters[first]

@@ -53,8 +53,8 @@ def balanced(costs: CostModel, stages: int) -> tuple[tuple[int, ...], tuple[froz
     firsts = [0, *stops[:-1]]
     sets = tuple(_recomputed(costs.table, first, stop, costs.demand(stages - stage, 1))
                  for stage, (first, stop) in enumerate(zip(firsts, stops, strict=True)))
-    times, model = [seconds for _, seconds in of_stage], costs.model
-    seconds = sum(times) + (model.microbatches - 1) * max(times) if model.flush else max(times)
+    times, choice = [seconds for _, seconds in of_stage], costs.choice
+    seconds = sum(times) + (choice.microbatches - 1) * max(times) if choice.flush else max(times)
     return tuple(stop - first for first, stop in zip(firsts, stops, strict=True)), sets, seconds
 
 

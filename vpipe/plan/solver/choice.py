@@ -1,24 +1,21 @@
-"""Model a schedule for the solver: what a stage holds, and how the times of the stages add up to the time of a step.
+"""The choices of the solver: schedule, microbatches and replicas, what a stage then holds, and the plan for a choice.
 
-``t`` is the time that a stage spends on a microbatch, ``b`` the slowest stage, m the microbatches of a step:
-
-===========================  ===================================================================
-with a flush                 m t_b + the t of all other stages, less the weight halves that fill it
-without                      t_b per microbatch
-===========================  ===================================================================
-
-The solver needs no list of schedules for this: :func:`traits_of` measures a registered schedule on small pipelines.
+The solver needs no list of schedules: :func:`traits_of` measures a registered schedule on small pipelines.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
+from itertools import accumulate
+from math import lcm
 
 from vpipe.errors import CheckError, UserError
+from vpipe.plan.plan import Plan
+from vpipe.plan.profile import Profile
 from vpipe.plan.solver.stage_table import StageDemand
 from vpipe.schedules.action import Op
 from vpipe.schedules.build import build, replica_views
@@ -100,16 +97,20 @@ def _holds_by_depth(recipe: Recipe) -> bool:
     return True
 
 
+Stages = tuple[tuple[int, ...], tuple[frozenset[int], ...]]
+"""A partition, layers per stage, and the numbers of the recomputed layers of every stage."""
+
+
 @dataclass(frozen=True)
-class ScheduleModel:
-    """A schedule at some number of microbatches.
+class Choice:
+    """A choice of schedule, microbatches and replicas, for which a partition is searched.
 
     Attributes:
         schedule: its name.
-        microbatches: m.
+        microbatches: of a batch.
         update_every: without a flush, microbatches per update and replica; the fewest possible when None.
         ranks: in all.
-        placement: ranks per stage, one stage on each; None where the replicas of every stage are still to be chosen.
+        placement: ranks per stage; None where every stage may have any number of replicas.
     """
 
     schedule: str
@@ -117,6 +118,31 @@ class ScheduleModel:
     update_every: int | None
     ranks: int
     placement: Placement | None
+
+    @property
+    def groups(self) -> Placement:
+        """The ranks per stage of a choice that has them."""
+        assert self.placement is not None
+        return self.placement
+
+    @property
+    def chunked(self) -> bool:
+        """Ranks hold several stages."""
+        return self.placement is not None and len(set(self.placement)) < len(self.placement)
+
+    @property
+    def replicated(self) -> bool:
+        """Stages may have several replicas."""
+        return self.placement is None or any(len(ranks) > 1 for ranks in self.placement)
+
+    @property
+    def plain(self) -> bool:
+        """Every rank holds one stage, and every stage lives on one rank."""
+        return not self.chunked and not self.replicated
+
+    def with_widths(self, widths: Sequence[int]) -> Choice:
+        """Return the choice with these numbers of replicas, where it leaves them open."""
+        return self if self.placement is not None else replace(self, placement=placement_of_widths(widths))
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -129,6 +155,16 @@ class ScheduleModel:
     @property
     def flush(self) -> bool:
         return self.recipe.flush
+
+    @property
+    def refusal(self) -> str | None:
+        """Return why the schedule cannot have these numbers; None when it can, or while replicas are open."""
+        try:
+            if self.placement is not None:
+                replica_views(self.recipe, self.placement, self.microbatches, self.update_every)
+        except UserError as error:
+            return error.problems[0].what
+        return None
 
     def per_replica(self, width: int) -> int:
         """Return the microbatches of a replica, at most."""
@@ -146,16 +182,11 @@ class ScheduleModel:
 
     @cached_property
     def _views(self) -> tuple[ReplicaView, ...]:
-        assert self.placement is not None
-        return replica_views(self.recipe, self.placement, self.microbatches, self.update_every)
+        return replica_views(self.recipe, self.groups, self.microbatches, self.update_every)
 
     def demand(self, behind: int, width: int) -> StageDemand:
-        """Return what a replica holds at most.
-
-        Args:
-            behind: ranks in its own stage and all later ones.
-            width: of its stage.
-        """
+        """Return what a replica of a stage with ``width`` of them holds at most, with ``behind`` ranks in its own stage
+        and all later ones."""
         if self.placement is not None:
             return self._demands[behind]
         depth = (behind - 1) // width + 1
@@ -166,13 +197,12 @@ class ScheduleModel:
     @cached_property
     def _demands(self) -> dict[int, StageDemand]:
         """By ranks in and behind a stage."""
-        assert self.placement is not None
         recipe, halves = self.recipe, [0] * self.ranks
         if self.traits.split:
-            built = build(self.schedule, self.placement, self.microbatches)
+            built = build(self.schedule, self.groups, self.microbatches)
             halves = [peaks.peak_weight_halves for peaks in rank_peaks(built)]
         demands, behind = {}, self.ranks
-        for group in self.placement:
+        for group in self.groups:
             views = [self._views[rank] if self.flush else self._views[rank].endless() for rank in group]
             demands[behind] = StageDemand(max(recipe.peak_activations(view.rank, view.size) for view in views),
                                           max(recipe.versions(view.rank, view.size) for view in views),
@@ -181,10 +211,9 @@ class ScheduleModel:
         return demands
 
 
-def placement_of_widths(widths: tuple[int, ...]) -> Placement:
+def placement_of_widths(widths: Sequence[int]) -> Placement:
     """Return stages with these numbers of replicas, on ranks counted from 0."""
-    starts = [sum(widths[:stage]) for stage in range(len(widths))]
-    return tuple(tuple(range(start, start + width)) for start, width in zip(starts, widths, strict=True))
+    return tuple(tuple(range(end - width, end)) for end, width in zip(accumulate(widths), widths, strict=True))
 
 
 def equal_widths(schedule: str, ranks: int, width: int) -> Placement:
@@ -193,10 +222,48 @@ def equal_widths(schedule: str, ranks: int, width: int) -> Placement:
     return widened(recipe.layout.placement(ranks // width, recipe.chunks), width)
 
 
-def refusal_of(schedule: str, placement: Placement, microbatches: int, update_every: int | None) -> str | None:
-    """Return why a schedule cannot have these numbers; None when it can."""
-    try:
-        replica_views(recipe_named(schedule), placement, microbatches, update_every)
-    except UserError as error:
-        return error.problems[0].what
-    return None
+@dataclass(frozen=True)
+class Candidate:
+    """The plan that the solver finds for a choice, before it is simulated, and the cost model's figures for it.
+
+    Attributes:
+        choice: with its placement.
+        partition: layers per stage.
+        recomputed: per stage the numbers of its recomputed layers.
+        seconds_per_sample: by the cost model.
+        bound: no plan of this choice takes less, by the cost model; None where that is unknown.
+        others: further stages that a simulation may find better.
+    """
+
+    choice: Choice
+    partition: tuple[int, ...]
+    recomputed: tuple[frozenset[int], ...]
+    seconds_per_sample: float
+    bound: float | None = None
+    others: Sequence[Stages] = ()
+
+    def plan(self, profile: Profile) -> Plan:
+        """Return the plan without predictions."""
+        choice = self.choice
+        return Plan(self.partition, stage_to_rank_map=choice.groups, schedule=choice.schedule,
+                    recompute_layers=tuple(tuple(sorted(layers)) for layers in self.recomputed),
+                    microbatches=choice.microbatches, update_every=None if choice.flush else choice.every,
+                    profile=profile.identity.digest, profiled=asdict(profile.identity))
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Replicas per stage."""
+        return tuple(map(len, self.choice.groups))
+
+    @property
+    def actions(self) -> int:
+        """About the number of actions that a simulation executes, transfers and sums included."""
+        choice, updates = self.choice, 2
+        microbatches = 2 * choice.microbatches
+        if not choice.flush:  # the pipeline fills, runs steadily and drains
+            every = choice.update_every or choice.recipe.update_every(choice.ranks)
+            per_step = every * lcm(*self.widths)
+            microbatches = (4 + 3 * (choice.ranks + max(self.widths)) // per_step) * per_step
+            updates = microbatches // every
+        return (6 * microbatches * len(self.widths)
+                + 2 * updates * sum(width * width for width in self.widths if width > 1))
