@@ -18,7 +18,7 @@ import torch.distributed as dist
 from sleepers import WIDTH, Optimizers, sleeping_model
 
 from vpipe import Pipeline
-from vpipe.compare.turns import TimedTraining, take_turns
+from vpipe.compare.round_robin import TimedTraining, take_turns
 from vpipe.plan.profile import Profile
 
 TIMEOUT_S = 120

@@ -13,7 +13,7 @@ import pytest
 
 from vpipe.compare import results
 from vpipe.compare.chart import draw
-from vpipe.compare.contenders import Contender
+from vpipe.compare.planning import Contender
 from vpipe.compare.results import Comparison, Outcome
 from vpipe.plan.plan import Prediction, StagePrediction
 from vpipe.plan.stage_costs import StageMemory

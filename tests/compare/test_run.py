@@ -13,7 +13,7 @@ import pytest
 import torch
 from small_run import job_of, oracle
 
-from vpipe.compare.contenders import Contender, plan_contenders
+from vpipe.compare.planning import Contender, plan_contenders
 from vpipe.compare.run import ContenderRun, compare
 from vpipe.compare.systems import ComparisonRequest
 from vpipe.errors import Problem, UserError

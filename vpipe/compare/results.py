@@ -1,4 +1,4 @@
-"""Compute what each contender did and how they compare; show it as a table, as JSON and as rows of CSV."""
+"""Compute the figures of each contender and compare them: as a table, as JSON and as rows of CSV."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from itertools import chain
 from statistics import fmean, median, quantiles
 from typing import Any
 
-from vpipe.compare.contenders import Contender
-from vpipe.compare.turns import NEEDED, WARM_UP, Turn
+from vpipe.compare.planning import Contender
+from vpipe.compare.round_robin import MIN_UPDATES, WARM_UP, Turn
 from vpipe.errors import counted
 from vpipe.metric_formulas import Utilization, bubble, p95, share_text
 from vpipe.plan.plan import Prediction
@@ -23,7 +23,7 @@ from vpipe.units import size_text
 from vpipe.visualize.table import filled, fitted, milliseconds, terminal_columns
 
 RECENT = 0.1
-"""Share of the updates whose mean loss counts as the loss at a place."""
+"""Share of the updates, the latest, whose mean loss is the loss after an update."""
 
 SAME = "(=)"
 """Marks a contender that is the same program as one before it."""
@@ -34,18 +34,17 @@ class Outcome:
     """The measurements of one contender, and the figures that follow from them.
 
     Attributes:
-        contender: its plan and its words.
-        job: as that plan has it.
+        job: under the contender's plan.
         losses: of every update, in order.
         turns: those that count; none if it made no update after its warm-up.
         seconds: of all its turns, with the warm-up.
         usage: per rank, of its training after the warm-up.
         sent_bytes: by all ranks, per update after the warm-up.
-        held_bytes: per rank, the tensors that it held at most: weights, their versions, gradients, the optimizer's,
+        held_bytes: per rank, the most bytes of tensors: weights in all versions, gradients, optimizer state,
             activations.
         evaluation_loss: after all updates.
-        efficiency: with what it recomputes; None where nobody knows what its layers compute.
-        same_as: which contender before it is the same program, so that only that one ran; None of one that ran.
+        efficiency: with what it recomputes; None where the FLOPs of its layers are unknown.
+        same_as: the earlier contender with the same program, which ran for both; None for one that ran.
     """
 
     contender: Contender
@@ -70,12 +69,11 @@ class Outcome:
 
     @property
     def prediction(self) -> Prediction | None:
-        """The planner's, if there is one."""
         return None if self.job.plan is None else self.job.plan.predictions
 
     @cached_property
     def update_s(self) -> float | None:
-        """The seconds of an update, the median over turns; None without one."""
+        """The seconds of an update, the median over turns; None without a turn."""
         return median(map(fmean, self.turns)) if self.turns else None
 
     @property
@@ -93,21 +91,21 @@ class Outcome:
 
     @property
     def spread(self) -> float | None:
-        """Half the distance between the quartiles of the turns' times over their median; None of less than two."""
+        """Half the distance between the quartiles of the turns' times over their median; None with less than two."""
         if len(self.turns) < 2 or self.update_s is None:
             return None
         low, _, high = quantiles(map(fmean, self.turns), n=4, method="inclusive")
         return (high - low) / 2 / self.update_s
 
     def relative_speed(self, other: Outcome) -> float | None:
-        """Return its throughput, the other's = 1."""
+        """Return its throughput over the other's."""
         if self.samples_per_s is None or other.samples_per_s is None:
             return None
         return self.samples_per_s / other.samples_per_s
 
     @property
     def utilization(self) -> Utilization | None:
-        """MFU and HFU; None where nobody knows them."""
+        """MFU and HFU; None where they are unknown."""
         if self.efficiency is None or self.tokens_per_s is None:
             return None
         return self.efficiency.utilization(self.tokens_per_s)
@@ -119,17 +117,17 @@ class Outcome:
 
     @property
     def bubble(self) -> float | None:
-        """The bubble as it was measured; None where nobody knows how long ranks waited."""
+        """The measured bubble; None where the time that ranks waited is unknown."""
         return finite(bubble((rank.idle_s, rank.working_s) for rank in self.usage))
 
     @property
     def peak_bytes(self) -> int:
-        """Tensors of the rank that held most."""
+        """Peak bytes of the fullest rank."""
         return max(self.held_bytes)
 
     @property
     def predicted_bytes(self) -> int | None:
-        """The predicted tensors of the rank that should hold most."""
+        """Predicted peak bytes of the fullest rank."""
         return None if self.prediction is None else max(stage.memory.peak for stage in self.prediction.stages)
 
     def loss_after(self, updates: int) -> float:
@@ -186,26 +184,26 @@ class Comparison:
 
     @property
     def equal_updates(self) -> int:
-        """The updates that all have made."""
+        """Updates that all have made."""
         return min(len(outcome.losses) for outcome in self.outcomes)
 
     @property
     def equal_samples(self) -> int:
-        """The samples that all have trained on."""
+        """Samples that all have trained on."""
         return min(len(outcome.losses) * outcome.job.samples_per_update for outcome in self.outcomes)
 
     def loss_after_equal_samples(self, outcome: Outcome) -> float:
-        """Return the loss of one after :attr:`equal_samples`, in whole updates, at least one."""
+        """Return its loss after :attr:`equal_samples`, in whole updates, at least one."""
         return outcome.loss_after(max(1, self.equal_samples // outcome.job.samples_per_update))
 
     @property
     def equal_time_s(self) -> float | None:
-        """The time in which the first makes all of its updates, each at its median pace; None if one has no pace."""
+        """The shortest time in which one makes all its updates at its median pace; None if one has no median."""
         ends = [len(outcome.losses) * outcome.update_s for outcome in self.outcomes if outcome.update_s is not None]
         return min(ends) if len(ends) == len(self.outcomes) else None
 
     def loss_after_equal_time(self, outcome: Outcome) -> float | None:
-        """Return the loss of one at :attr:`equal_time_s`; None if there is no such time, or no update by then."""
+        """Return its loss at :attr:`equal_time_s`; None if there is no such time, or no update by then."""
         if self.equal_time_s is None or outcome.update_s is None:
             return None
         updates = min(len(outcome.losses), int(self.equal_time_s / outcome.update_s * (1 + 1e-9)))
@@ -216,10 +214,10 @@ class Comparison:
         """A warning about a run with less than two turns that count."""
         if all(len(outcome.turns) > 1 for outcome in self.outcomes):
             return None
-        return f"too short: {counted(self.equal_updates, 'update')}, {NEEDED} are needed for two counted turns"
+        return f"too short: {counted(self.equal_updates, 'update')}, {MIN_UPDATES} are needed for two counted turns"
 
     def as_json(self) -> Any:
-        """Return what JSON can hold; a loss that is no number is None."""
+        """Return JSON values; a loss that is not finite is None."""
         names = ("title", "memory_bytes", "equal_updates", "equal_samples", "equal_time_s", "too_short", "refused")
         return _all_finite({**{name: getattr(self, name) for name in names}, "outcomes": [
             {**one.as_json(), "loss_after_equal_samples": self.loss_after_equal_samples(one),
@@ -233,7 +231,7 @@ class Comparison:
         return ran + [{"contender": name, "failed": why} for name, why in self.refused.items()]
 
     def as_text(self) -> str:
-        """Return who took part, the figures, and what the columns mean."""
+        """Return the contenders, the table of their figures, and the meaning of its columns."""
         return "\n".join(self._lines()) + "\n"
 
     def _lines(self) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from itertools import chain
 from pathlib import Path
 from time import perf_counter
@@ -16,10 +16,10 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from vpipe.compare.chart import draw
-from vpipe.compare.contenders import Contender, plan_contenders
+from vpipe.compare.planning import Contender, plan_contenders
 from vpipe.compare.results import Comparison, Outcome
+from vpipe.compare.round_robin import TimedTraining, take_turns
 from vpipe.compare.systems import ComparisonRequest
-from vpipe.compare.turns import TimedTraining, take_turns
 from vpipe.config.config import load_config
 from vpipe.errors import PlanningError, Problem, UserError, counted
 from vpipe.profiling.rank_group import RankGroup
@@ -36,13 +36,13 @@ from vpipe.train.run_folder import CONFIG
 RECORDED = 20_000
 """Actions per rank whose memory is recorded: a pipeline reaches its peak early."""
 EVERY_S = 5.0
-"""Between two lines of progress where there is no terminal."""
+"""Seconds between two lines of progress where there is no terminal."""
 CSV = "comparison.csv"
 _NO_UPDATE = Problem("made no update", "give more samples, epochs or minutes")
 
 
 def run_comparison(job: Job, folder: Path, arguments: Sequence[str]) -> None:
-    """Do what the command asks of a rank.
+    """Run this rank's part of ``vpipe compare``.
 
     Args:
         job: of the first model.
@@ -61,16 +61,16 @@ def run_comparison(job: Job, folder: Path, arguments: Sequence[str]) -> None:
 
 
 def compare(jobs: Mapping[str, Job], folder: Path, plan: Callable[[RankGroup], list[Contender]]) -> None:
-    """Let contenders take turns, measure them, and show how they compare.
+    """Train contenders in turns on all ranks, and compare them.
 
-    All ranks call this. Rank 0 shows progress and the table, and writes ``comparison.json``, ``.svg`` and ``.csv``.
+    Rank 0 shows progress and the table, and writes ``comparison.json``, ``.svg`` and ``.csv``.
 
     Args:
         jobs: by model. A contender's plan replaces their schedule, partition, recompute and microbatches.
-        plan: called on every rank once they have joined; rank 0's contenders count.
+        plan: called on every rank once they have joined; the contenders of rank 0 count.
 
     Raises:
-        PlanningError: nobody can take part.
+        PlanningError: no contender can take part.
     """
     config = next(iter(jobs.values())).config
     torch.set_num_threads(config.training.threads)
@@ -97,17 +97,11 @@ def compare(jobs: Mapping[str, Job], folder: Path, plan: Callable[[RankGroup], l
     measured = world.all_gather([ranks for ranks, _ in mine.values()])
     if world.rank:
         return
-    ranks_of = dict(zip(mine, zip(*measured, strict=True), strict=True))
-    outcomes = []
-    for contender in contenders:
-        if (run := runs.get(contender.name)) is not None:
-            outcome = run.outcome(list(chain.from_iterable(ranks_of[run])), mine[run][1],
-                                  efficiency[run.contender.model])
-            if run.contender is not contender:
-                model = jobs[contender.model]
-                outcome = replace(outcome, contender=contender, same_as=run.contender.name,
-                                  job=model if contender.plan is None else model.with_plan(contender.plan))
-            outcomes.append(outcome)
+    of_ranks = {run: list(chain.from_iterable(ranks))
+                for run, ranks in zip(mine, zip(*measured, strict=True), strict=True)}
+    outcomes = [run.outcome(contender, _job_of(contender, jobs), of_ranks[run], mine[run][1],
+                            efficiency[run.contender.model])
+                for contender in contenders if (run := runs.get(contender.name)) is not None]
     limits = {one.contender.memory_bytes for one in outcomes}
     comparison = Comparison("; ".join(dict.fromkeys(map(_title, jobs.values()))),
                             limits.pop() if len(limits) == 1 else None, outcomes,
@@ -122,8 +116,8 @@ def compare(jobs: Mapping[str, Job], folder: Path, plan: Callable[[RankGroup], l
 class ContenderRun(TimedTraining):
     """The training of a contender on this rank, with its measurements."""
 
-    def __init__(self, contender: Contender, model: Job, job: Job) -> None:
-        self.contender, self.model, self.job, self.pipe = contender, model, job, build_pipeline(job)
+    def __init__(self, contender: Contender, job: Job) -> None:
+        self.contender, self.job, self.pipe = contender, job, build_pipeline(job)
         self._recorders = tuple(self.pipe.engine.record(RECORDED).values())
         self._fields = tuple(name for stage in self.pipe.engine.local_stages for name in stage.spec.fields)
         self._warm: LocalUsage | None = None
@@ -149,10 +143,7 @@ class ContenderRun(TimedTraining):
         return self.pipe.evaluate(self.job.evaluation_batches(self._fields))
 
     def measured(self) -> list[tuple[int, list[Any]]]:
-        """Return for each rank of this process the bytes that it held at most, and its usage.
-
-        The usage is that after the warm-up, if there were updates then.
-        """
+        """Return for each rank of this process its peak bytes, and its usage: after the warm-up, if there was more."""
         found = []
         usage = self.pipe.engine.collectives.local_usage()
         for recorder, (rank, stages) in zip(self._recorders, usage.items(), strict=True):
@@ -161,30 +152,40 @@ class ContenderRun(TimedTraining):
             found.append((_peak_bytes(recorder), list(astuple(StageUsage.of_rank(list(stages.values()))))))
         return found
 
-    def outcome(self, ranks: Sequence[tuple[int, list[Any]]], evaluation_loss: float,
+    def outcome(self, contender: Contender, job: Job, ranks: Sequence[tuple[int, list[Any]]], evaluation_loss: float,
                 efficiency: Efficiency | None) -> Outcome:
-        """Return all that is known of it, with what all ranks :meth:`measured`."""
+        """Return the outcome of ``contender``, of which this is the program.
+
+        Args:
+            ranks: what all ranks :meth:`measured`.
+        """
         usage = tuple(StageUsage(*used) for _, used in ranks)
         updates = len(self.losses) - (self.warmed_up if self.counted else 0)
-        return Outcome(self.contender, self.job, tuple(self.losses), self.counted, self.seconds, usage,
+        return Outcome(contender, job, tuple(self.losses), self.counted, self.seconds, usage,
                        sum(used.bytes_sent for used in usage) / updates, tuple(size for size, _ in ranks),
-                       evaluation_loss, None if efficiency is None else efficiency.with_recompute(self.job.recomputed))
+                       evaluation_loss, None if efficiency is None else efficiency.with_recompute(self.job.recomputed),
+                       None if contender is self.contender else self.contender.name)
+
+
+def _job_of(contender: Contender, jobs: Mapping[str, Job]) -> Job:
+    model = jobs[contender.model]
+    return model if contender.plan is None else model.with_plan(contender.plan)
 
 
 def _build(jobs: Mapping[str, Job], contenders: Sequence[Contender]
            ) -> tuple[dict[str, ContenderRun], dict[str, Problem]]:
-    """Build the pipelines; returns by contender its run and why it has none. Equal programs share a run."""
+    """Build the pipelines; returns by contender its run, or the reason why it has none. Equal programs share a run."""
     runs: dict[str, ContenderRun] = {}
     refused: dict[str, Problem] = {}
     for contender in contenders:
         if contender.problem is not None:
             refused[contender.name] = contender.problem
             continue
-        model = jobs[contender.model]
+        config = jobs[contender.model].config
         try:
-            job = model if contender.plan is None else model.with_plan(contender.plan)
-            runs[contender.name] = next((run for run in runs.values() if run.model.config == model.config
-                                         and run.job.same_program(job)), None) or ContenderRun(contender, model, job)
+            job = _job_of(contender, jobs)
+            runs[contender.name] = next((run for run in runs.values() if jobs[run.contender.model].config == config
+                                         and run.job.same_program(job)), None) or ContenderRun(contender, job)
         except UserError as error:  # the same on every rank: nothing was sent yet
             refused[contender.name] = error.problems[0]
     return runs, refused
@@ -212,7 +213,7 @@ def _log(line: str) -> None:
 
 
 class _Progress:
-    """A bar on a terminal; elsewhere a line every few seconds."""
+    """Show a bar on a terminal, elsewhere a line every few seconds."""
 
     def __init__(self, runs: Sequence[ContenderRun], show: bool) -> None:
         self.runs, self._show, self._terminal, self._noted = runs, show, sys.stderr.isatty(), perf_counter()
@@ -222,7 +223,6 @@ class _Progress:
                         bar_format="{n_fmt}/{total_fmt} |{bar}| {desc} {elapsed}<{remaining}")
 
     def show(self, run: ContenderRun) -> None:
-        """Show one after its turn."""
         timed = run.update_s[run.warmed_up:]
         if not run.losses:
             return

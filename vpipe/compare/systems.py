@@ -12,24 +12,18 @@ from vpipe.plan.profile import Profile
 from vpipe.plan.solver import Request, solve
 from vpipe.schedules.registry import recipe_named, schedule_names
 from vpipe.units import parse_size
+from vpipe.visualize.plan_tables import predicted
 
 MOST_SIZES = 8
-"""Microbatch sizes that are tried, the smallest ones: each has to be measured."""
+"""Number of microbatch sizes to try, the smallest ones: each has to be measured."""
 
 SLOWER = 2
-"""After so many sizes in a row that are slower than a larger one, smaller ones are not tried."""
+"""Smaller sizes are not tried after so many in a row that are slower than a larger one."""
 
 
 @dataclass(frozen=True)
 class System:
-    """A system: its schedule and what it recomputes.
-
-    Attributes:
-        name: on the command line.
-        schedule: its schedule.
-        recompute: share of every stage's layers that it recomputes; None lets the planner choose the layers.
-        description: for tables.
-    """
+    """A system: its schedule, and the share of every stage's layers that it recomputes (None: the planner chooses)."""
 
     name: str
     schedule: str
@@ -51,9 +45,7 @@ HINT = "write --systems gpipe,pipedream,vpipe, or --schedules 1f1b,zb_h1,pipedre
 class ComparisonRequest:
     """The systems or the schedules to compare, of each model. Without either, each model runs as its config says.
 
-    Attributes:
-        systems, schedules: names, in order.
-        memory_bytes: that each rank may use; None: what the device has.
+    ``memory_bytes`` is the limit of each rank; None: what the device has.
     """
 
     systems: tuple[str, ...] = ()
@@ -62,11 +54,7 @@ class ComparisonRequest:
 
     @classmethod
     def parse(cls, systems: str | None, schedules: str | None, memory: str | None) -> ComparisonRequest:
-        """Read the options of the command.
-
-        Raises:
-            UserError: they do not go together, or a name is unknown.
-        """
+        """Parse ``--systems``, ``--schedules`` and ``--memory``."""
         if systems is not None and schedules is not None:
             raise UserError("vpipe compare takes --systems or --schedules, not both", hint=HINT)
         if memory is not None and systems is None:
@@ -78,11 +66,7 @@ class ComparisonRequest:
 
 
 def parse_names(text: str, option: str, known: Sequence[str], what: str) -> tuple[str, ...]:
-    """Split a list of names of the command line.
-
-    Raises:
-        UserError: a name is unknown or comes twice; all mistakes at once.
-    """
+    """Parse a list of known names, none of them twice; all mistakes are one error."""
     names = [name.strip() for name in text.split(",")]
     problems = []
     for name, times in Counter(names).items():
@@ -100,9 +84,9 @@ class SystemPlan:
     """The best plan of a system.
 
     Attributes:
-        plan: of its best microbatch, with the prediction.
+        plan: of the best microbatch, with the prediction.
         microbatch_size: of that, in samples.
-        largest_size: the largest microbatch that fits.
+        largest_size: the largest microbatch that fits, in samples.
         seconds_per_sample: predicted, by the microbatch sizes that were tried; None for one that does not fit.
     """
 
@@ -113,8 +97,7 @@ class SystemPlan:
 
     @property
     def prediction(self) -> Prediction:
-        assert self.plan.predictions is not None, "the solver predicts"
-        return self.plan.predictions
+        return predicted(self.plan)
 
 
 def microbatch_counts(batch_size: int) -> list[int]:
@@ -131,10 +114,10 @@ def plan_system(system: System, profiles: Mapping[int, Profile], ranks: int, mem
     Args:
         profiles: by microbatches per update, all of equally many samples per update.
         ranks: one stage on each.
-        memory_bytes: that a rank may use; None: no limit.
+        memory_bytes: limit of a rank, if there is one.
 
     Raises:
-        UserError: no size fits; says what the smallest lacks.
+        UserError: no size fits; the text is of the smallest.
     """
     plans: dict[int, Plan] = {}
     seconds: dict[int, float | None] = {}
@@ -147,9 +130,7 @@ def plan_system(system: System, profiles: Mapping[int, Profile], ranks: int, mem
         except UserError as error:
             refusal, seconds[count] = error, None
             continue
-        predictions = plans[count].predictions
-        assert predictions is not None, "the solver predicts"
-        seconds[count] = predictions.seconds_per_sample
+        seconds[count] = predicted(plans[count]).seconds_per_sample
         best = min(plans, key=lambda tried: (seconds[tried], tried))
         if list(plans).index(best) < len(plans) - SLOWER:
             break  # small microbatches are slow, and smaller ones slower

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from vpipe.compare.turns import NEEDED, TimedTraining, take_turns
+from vpipe.compare.round_robin import MIN_UPDATES, TimedTraining, take_turns
 
 
 class World:
@@ -71,7 +71,7 @@ def test_of_a_run_too_short_for_a_turn_all_after_the_warm_up_counts() -> None:
     assert [len(training.losses) for training in (three, two, none)] == [3, 2, 0]
 
 
-@pytest.mark.parametrize(("updates", "turns"), [(NEEDED - 1, 1), (NEEDED, 2)])
+@pytest.mark.parametrize(("updates", "turns"), [(MIN_UPDATES - 1, 1), (MIN_UPDATES, 2)])
 def test_as_many_updates_as_are_said_to_be_needed_make_two_turns(updates: int, turns: int) -> None:
     world = World()
     training = world.contender("a", 1, updates)

@@ -1,10 +1,11 @@
-"""Turn the words of the command line into contenders: each a model with the plan that it follows."""
+"""Plan the contenders of a comparison: each is a model with a system, a schedule, or what its config says."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from math import lcm
 from typing import Any
 
@@ -27,16 +28,16 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Contender:
-    """One of those that take turns, or would.
+    """One entry of a comparison: a model and how it is trained.
 
     Attributes:
         name: for tables.
-        model: its name on the command line; empty where there is one.
+        model: its name on the command line; empty where there is only one.
         description: of how it trains.
-        plan: partition, recomputed layers, placement, schedule and microbatches; None: as the config says.
+        plan: None: as the config says.
         largest_size: the largest microbatch that fits, in samples, where several were tried.
-        memory_bytes: that each rank may use; None without a limit.
-        problem: why it cannot take part; None where it can.
+        memory_bytes: limit of each rank, if there is one.
+        problem: the reason why it cannot take part, if there is one.
     """
 
     name: str
@@ -61,11 +62,11 @@ class Contender:
 def plan_contenders(jobs: Mapping[str, Job], request: ComparisonRequest, world: RankGroup, log: Log) -> list[Contender]:
     """Plan the contenders: of every model each of the systems or schedules, in order.
 
-    All ranks call this, since they measure layers together. Rank 0 plans alone; the others return nothing at once.
+    All ranks call this, since they measure layers together. Only rank 0 plans; the others return an empty list.
 
     Args:
         jobs: by model.
-        log: told of the progress.
+        log: called with lines of progress.
     """
     profiles = {model: _measure(job, request, log) for model, job in jobs.items()}
     if world.rank:
@@ -81,21 +82,19 @@ def plan_contenders(jobs: Mapping[str, Job], request: ComparisonRequest, world: 
         for name in names:
             label = f"{model} {name}".strip()
             try:
-                if request.systems:
-                    contender = system_contender(label, model, name, profiles[model], job.schedule.ranks, memory, log)
-                else:
-                    contender = schedule_contender(label, model, name, job, profiles[model], memory)
+                contenders.append(
+                    system_contender(label, model, name, profiles[model], job.schedule.ranks, memory, log)
+                    if request.systems else _schedule_contender(label, model, name, job, profiles[model], memory))
             except UserError as error:
-                contender = Contender(label, model, problem=error.problems[0])
+                contenders.append(Contender(label, model, problem=error.problems[0]))
                 log(f"{label}: does not take part: {error.problems[0].what}")
-            contenders.append(contender)
     if device is not None and (warning := memory_warning(contenders, device)):
         log(warning)
     return contenders
 
 
 def _measure(job: Job, request: ComparisonRequest, log: Log) -> Mapping[int, Profile]:
-    """Measure what the plans of a job need; returns profiles by microbatches per batch."""
+    """Measure a job, if its plans need that; returns profiles by microbatches per batch."""
     batch, counts = job.config.dataset.batch_size, [job.config.training.num_microbatches]
     if request.systems:
         counts = microbatch_counts(batch)
@@ -106,15 +105,14 @@ def _measure(job: Job, request: ComparisonRequest, log: Log) -> Mapping[int, Pro
 
 
 def memory_warning(contenders: Sequence[Contender], device_bytes: int) -> str | None:
-    """Warn where all contenders together need more than the device has for a rank, which a given limit allows."""
+    """Return a warning if all contenders together need more than a rank has, which a given limit allows."""
     plans: list[tuple[str, Plan]] = []
     for contender in contenders:
         if contender.plan is not None and (contender.model, contender.plan) not in plans:  # equal ones run once
             plans.append((contender.model, contender.plan))
     needs: Counter[int] = Counter()
-    for _, plan in plans:
-        for stage in plan.predictions.stages if plan.predictions is not None else ():
-            needs.update(dict.fromkeys(stage.ranks, stage.memory.peak))
+    for stage in chain.from_iterable(plan.predictions.stages for _, plan in plans if plan.predictions is not None):
+        needs.update(dict.fromkeys(stage.ranks, stage.memory.peak))
     [(rank, most)] = needs.most_common(1) or [(0, 0)]
     if most <= device_bytes:
         return None
@@ -125,11 +123,6 @@ def memory_warning(contenders: Sequence[Contender], device_bytes: int) -> str | 
 
 def system_contender(label: str, model: str, name: str, profiles: Mapping[int, Profile], ranks: int,
                      memory_bytes: int | None, log: Log) -> Contender:
-    """Plan a system for a model.
-
-    Raises:
-        UserError: it does not fit into the memory.
-    """
     system = SYSTEMS[name]
     found = plan_system(system, profiles, ranks, memory_bytes)
     tried = ", ".join(f"{size} " + ("does not fit" if seconds is None else f"{1 / seconds:.1f}/s")
@@ -140,22 +133,18 @@ def system_contender(label: str, model: str, name: str, profiles: Mapping[int, P
     return Contender(label, model, system.description, found.plan, found.largest_size, memory_bytes)
 
 
-def schedule_contender(label: str, model: str, name: str, job: Job, profiles: Mapping[int, Profile] | None = None,
-                       memory_bytes: int | None = None) -> Contender:
+def _schedule_contender(label: str, model: str, name: str, job: Job, profiles: Mapping[int, Profile],
+                        memory_bytes: int | None) -> Contender:
     """Plan a schedule for a model with its config's partition, recompute and microbatches, and an update per batch.
 
-    One with several stages on a rank cuts the model anew, balanced by parameters.
+    A schedule with several stages per rank gets a partition of its own, balanced by parameters.
 
     Args:
-        name: of the schedule; empty: the config's, with all that the config says.
-        profiles: where the solver is to find what is ``auto``.
-
-    Raises:
-        UserError: the schedule does not fit the config.
+        name: of the schedule; empty: as the config says.
+        profiles: for the solver, where the schedule or a key of the config is ``auto``.
     """
     if name == AUTO or (not name and job.config.parallel.to_plan):
         changes = {"memory": memory_bytes} | ({"schedule": AUTO, "update_every": None} if name else {})
-        assert profiles is not None, "they were measured for it"
         plan = solve(request_of(replace(job, config=job.config.with_parallel(**changes)), profiles)).plan
         return Contender(label, model, "planned for the measured layers", plan, memory_bytes=memory_bytes)
     if not name:
@@ -164,8 +153,7 @@ def schedule_contender(label: str, model: str, name: str, job: Job, profiles: Ma
     ranks, microbatches = job.schedule.ranks, job.config.training.num_microbatches
     every = None if recipe.flush else parallel.update_every or _microbatches_per_replica(job)
     chunks = parallel.chunks if recipe.any_chunks and parallel.chunks else None
-    one_stage_each = sum(map(len, job.placement)) == ranks  # replicas of a stage are on as many ranks
-    if recipe.chunks == 1 and chunks is None and one_stage_each:
+    if recipe.chunks == 1 and chunks is None and sum(map(len, job.placement)) == ranks:  # a stage, or replica, on each
         description, partition, placement = "the config's partition", job.partition, job.placement
         recomputed = job.recomputed
     else:
@@ -179,7 +167,7 @@ def schedule_contender(label: str, model: str, name: str, job: Job, profiles: Ma
         share = parallel.recompute if not isinstance(parallel.recompute, str) else 0.0
         recomputed = recomputed_layers(share, partition)
     plan = Plan(partition, (), placement, name, tuple(tuple(sorted(own)) for own in recomputed), microbatches, every)
-    job.with_plan(plan)
+    job.with_plan(plan)  # refuses one that does not fit the config
     return Contender(label, model, description, plan)
 
 

@@ -1,8 +1,8 @@
-"""Let several pipelines in the same processes take turns, a few updates at a time.
+"""Train several pipelines in the same processes in turns, a few updates at a time (round robin), and time each.
 
-So whatever else the machine does falls on all of them alike. All of them warm up before the first turn: what a process
-does once (loading kernels, the first large allocations) would else fall on whoever is first. A pipeline without a flush
-stays full from turn to turn. The first update of a turn finds the caches full of the others' data and does not count.
+Other load of the machine then falls on all of them alike. All warm up before the first turn: else the first would pay
+for what a process does once (loading kernels, the first large allocations). A pipeline without a flush stays full from
+turn to turn. The first update of a turn finds the caches full of the others' data and does not count.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 WARM_UP = 2
-"""Updates of every contender before the turns: the first, which allocates, and one more."""
+"""Updates of each before the turns: the first, which allocates, and one more."""
 
 UPDATES = 4
 """Updates of a turn that count."""
 
-NEEDED = WARM_UP + 2 * (1 + UPDATES) + 1
-"""Updates of a run with two turns that count: the one in which a pipeline drains is not among them."""
+MIN_UPDATES = WARM_UP + 2 * (1 + UPDATES) + 1
+"""Updates of a run with two turns that count. The one in which a pipeline drains is not among them."""
 
 Turn = tuple[float, ...]
 """Seconds of each update that counts."""
-
 
 AnyTraining = TypeVar("AnyTraining", bound="TimedTraining")
 
@@ -33,10 +32,10 @@ class TimedTraining:
 
     Attributes:
         name: of the contender.
-        steps: yields the loss of one update after the other, until it has made all.
-        updates: how many these will be; None when nobody knows.
+        steps: yields the loss of each update, until the last.
+        updates: how many these will be; None if unknown.
         losses, update_s: of its updates so far.
-        turns: in order; not the one in which it ended, since a pipeline drains in it.
+        turns: in order, without the one in which it ended: a pipeline drains in it.
         seconds: in all, with the warm-up; as of the last turn.
         warmed_up: updates of the warm-up; 0 before its end.
         ended: whether it has made all of its updates.
@@ -54,17 +53,17 @@ class TimedTraining:
 
     def warm_up(self, clock: Callable[[], float]) -> None:
         """Make the updates before the first turn."""
-        self._make(WARM_UP, clock)
+        self._run_updates(WARM_UP, clock)
         self.warmed_up = len(self.losses)
 
     def take_turn(self, updates: int, clock: Callable[[], float]) -> None:
         """Make one update that does not count, then ``updates`` that do."""
         first = len(self.losses) + 1
-        self._make(1 + updates, clock)
+        self._run_updates(1 + updates, clock)
         if not self.ended:
             self.turns.append(tuple(self.update_s[first:]))
 
-    def _make(self, updates: int, clock: Callable[[], float]) -> None:
+    def _run_updates(self, updates: int, clock: Callable[[], float]) -> None:
         """Make at most ``updates``; end with the last one, not in a turn of its own."""
         begun = started = clock()
         for _ in range(updates):
@@ -82,29 +81,29 @@ class TimedTraining:
 
     @property
     def counted(self) -> tuple[Turn, ...]:
-        """The turns; of a run too short for one, all updates after the warm-up as one; none if there was no more."""
+        """The turns. Of a run too short for one: all updates after the warm-up as one turn, if there are any."""
         rest = tuple(self.update_s[self.warmed_up:])
         return tuple(self.turns) or ((rest,) if rest else ())
 
 
-def take_turns(contenders: Sequence[AnyTraining], barrier: Callable[[], None], clock: Callable[[], float],
+def take_turns(trainings: Sequence[AnyTraining], barrier: Callable[[], None], clock: Callable[[], float],
                show: Callable[[AnyTraining], None], updates: int = UPDATES) -> None:
-    """Warm up all contenders, then let them take turns until each has ended.
+    """Warm up all trainings, then let them take turns until each has ended.
 
     Args:
-        contenders: the same on every rank, in the same order.
+        trainings: the same on every rank, in the same order.
         barrier: returns when all ranks have called it.
         clock: seconds.
         show: called after every turn, and after each one's warm-up.
         updates: of a turn that count.
     """
-    for contender in contenders:
+    for training in trainings:
         barrier()
-        contender.warm_up(clock)
-        show(contender)
-    while not all(contender.ended for contender in contenders):
-        for contender in contenders:
-            if not contender.ended:
+        training.warm_up(clock)
+        show(training)
+    while not all(training.ended for training in trainings):
+        for training in trainings:
+            if not training.ended:
                 barrier()
-                contender.take_turn(updates, clock)
-                show(contender)
+                training.take_turn(updates, clock)
+                show(training)
