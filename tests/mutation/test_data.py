@@ -18,7 +18,7 @@ from vpipe.data.cache import MANIFEST, _digest
 from vpipe.data.dataset import DatasetSettings
 from vpipe.data.registry import dataset_named
 from vpipe.data.tokenizers import load_tokenizer
-from vpipe.model.config_keys import LARGEST_SIZE
+from vpipe.model import LARGEST_SIZE
 
 SHAPE = (12, 16)
 

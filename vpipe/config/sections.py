@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from vpipe.config.validation import Mistake, MistakesError, Section
 from vpipe.config.yaml_tree import describe
-from vpipe.model.config_keys import LARGEST_SIZE, MOST_BLOCKS
+from vpipe.model import LARGEST_SIZE, MOST_BLOCKS
 from vpipe.runtime.precision import Precision, PrecisionName
 from vpipe.schedules.size import MOST_MICROBATCHES
 

@@ -1,0 +1,10 @@
+"""Models as lists of layers: :mod:`vpipe.model.layer`; families by name: :mod:`vpipe.model.registry`.
+
+The limits stand here, where no torch is imported: config files are checked against them.
+"""
+
+LARGEST_SIZE = 1 << 24
+"""Limit of a layer's width, a vocabulary and a sequence: products of two of them stay countable in 64 bits."""
+
+MOST_BLOCKS = 1024
+"""Limit of a model's blocks: each is an object or two, and counted when a model is cut."""

@@ -22,18 +22,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vpipe.errors import UserError
-from vpipe.model.config_keys import Blocks, ConfigKeys, check_length, check_no_groups
 from vpipe.model.layer import LOSS, Layer, Model
 from vpipe.model.registry import HuggingFace, ModelSettings, register_model
-from vpipe.model.transformer import attention
+from vpipe.model.transformer import Blocks, ConfigKeys, attention, block_weight_names, weight_names
 
 _WORDS = "block0.attention.embeddings.word.weight"
 _DECODER_BIAS = "head.decoder.bias"
 
 # (ours, theirs) below a layer, without .weight and .bias; in Hugging Face's order, which is also VPipe's.
 _EMBEDDINGS = (("word", "word_embeddings"), ("position", "position_embeddings"), ("segment", "token_type_embeddings"))
-_ATTENTION = (("query", "self.query"), ("key", "self.key"), ("value", "self.value"), ("output", "output.dense"),
-              ("norm", "output.LayerNorm"))
+_ATTENTION = (("query", "attention.self.query"), ("key", "attention.self.key"), ("value", "attention.self.value"),
+              ("output", "attention.output.dense"), ("norm", "attention.output.LayerNorm"))
 _MLP = (("expand", "intermediate.dense"), ("contract", "output.dense"), ("norm", "output.LayerNorm"))
 _HEAD = (("transform", "transform.dense"), ("norm", "transform.LayerNorm"))
 
@@ -44,19 +43,13 @@ def huggingface_names(config: Mapping[str, object]) -> dict[str, str]:
     The decoder's bias has two names there, which ``tie_word_embeddings`` makes one parameter. Without it only the
     decoder's own is computed with; the other is written so that nothing is missing.
     """
-    blocks, tied = config["num_hidden_layers"], config["tie_word_embeddings"]
-    assert isinstance(blocks, int), "a checked config"
-    names = _embeddings("bert.embeddings")
-    for block in range(blocks):
-        names |= _block(block, f"bert.encoder.layer.{block}")
-    names |= _both("bert.pooler.dense", "head.pooler")
-    names["cls.predictions.bias"] = _DECODER_BIAS
-    for ours, theirs in _HEAD:
-        names |= _both(f"cls.predictions.{theirs}", f"head.{ours}")
-    if not tied:
+    names = _trunk_names(config["num_hidden_layers"], "bert.")
+    names |= weight_names("bert.pooler", "head", (("pooler", "dense"),))
+    names |= {"cls.predictions.bias": _DECODER_BIAS} | weight_names("cls.predictions", "head", _HEAD)
+    if not config["tie_word_embeddings"]:
         names |= {"cls.predictions.decoder.weight": "head.decoder.weight",
                   "cls.predictions.decoder.bias": _DECODER_BIAS}
-    return names | _both("cls.seq_relationship", "head.next_sentence")
+    return names | weight_names("cls", "head", (("next_sentence", "seq_relationship"),))
 
 
 def huggingface_copies(config: Mapping[str, object]) -> dict[str, str]:
@@ -84,31 +77,16 @@ def stage_file_order(blocks: int) -> list[str]:
     Its BERT was trained without the next sentence: it has neither pooler nor classifier. A block's last norm may
     lie in the file of the next stage, which does not change the order.
     """
-    names = list(_embeddings("").values())
-    for block in range(blocks):
-        names += _block(block, "").values()
-    names += [f"head.{ours}.{leaf}" for ours, _ in _HEAD for leaf in ("weight", "bias")]
-    return [*names, "head.decoder.weight", _DECODER_BIAS]
+    head = weight_names("", "head", _HEAD)
+    return [*_trunk_names(blocks, "").values(), *head.values(), "head.decoder.weight", _DECODER_BIAS]
 
 
-def _embeddings(theirs: str) -> dict[str, str]:
+def _trunk_names(blocks: object, prefix: str) -> dict[str, str]:
+    """Map Hugging Face's names of the weights below the head to ours."""
     ours = "block0.attention.embeddings"
-    return {f"{theirs}.{name}.weight": f"{ours}.{own}.weight" for own, name in _EMBEDDINGS} | _both(
-        f"{theirs}.LayerNorm", f"{ours}.norm")
-
-
-def _block(block: int, theirs: str) -> dict[str, str]:
-    attention = f"block{block}.attention" + (".attention" if block == 0 else "")  # the first is with the embeddings
-    names: dict[str, str] = {}
-    for ours, name in _ATTENTION:
-        names |= _both(f"{theirs}.attention.{name}", f"{attention}.{ours}")
-    for ours, name in _MLP:
-        names |= _both(f"{theirs}.{name}", f"block{block}.mlp.{ours}")
-    return names
-
-
-def _both(theirs: str, ours: str) -> dict[str, str]:
-    return {f"{theirs}.{leaf}": f"{ours}.{leaf}" for leaf in ("weight", "bias")}
+    return (weight_names(f"{prefix}embeddings", ours, _EMBEDDINGS, ("weight",))
+            | weight_names(f"{prefix}embeddings", ours, (("norm", "LayerNorm"),))
+            | block_weight_names(f"{prefix}encoder.layer", blocks, _ATTENTION, _MLP))
 
 
 KEYS = ConfigKeys(
@@ -136,15 +114,16 @@ PREDICTED_SHARE = 0.15
 class BertConfig:
     """The sizes of a BERT under the key names, and with the defaults, of Hugging Face's ``BertConfig``.
 
-    Dropouts are probabilities in [0, 1). ``tie_word_embeddings`` makes the decoder of the head share the
-    word embeddings' weight. Raises one UserError naming every value out of range.
+    ``intermediate_size`` is 4 ``hidden_size`` where it is None. Dropouts are probabilities in [0, 1).
+    ``tie_word_embeddings`` makes the decoder of the head share the word embeddings' weight. Raises one UserError
+    naming every value out of range.
     """
 
     vocab_size: int = 30522
     hidden_size: int = 768
     num_hidden_layers: Blocks = 12
     num_attention_heads: int = 12
-    intermediate_size: int = 3072
+    intermediate_size: int | None = None
     hidden_dropout_prob: float = 0.1
     attention_probs_dropout_prob: float = 0.1
     max_position_embeddings: int = 512
@@ -160,15 +139,14 @@ class BertConfig:
     def preset(cls, name: str, **overrides: Any) -> BertConfig:
         """Return the published sizes ``tiny mini small medium base large``; ``overrides`` replace single fields.
 
-        The intermediate size is 4 H unless it is given. Raises UserError for an unknown preset or field.
+        Raises UserError for an unknown preset or field.
         """
-        return cls._filled(KEYS.merge(cls, name, overrides, {}))
+        return cls(**KEYS.merge(cls, name, overrides, {}))
 
-    @classmethod
-    def _filled(cls, values: dict[str, Any]) -> BertConfig:
-        if "intermediate_size" not in values and type(values["hidden_size"]) is int:
-            values["intermediate_size"] = 4 * values["hidden_size"]
-        return cls(**values)
+    @property
+    def inner(self) -> int:
+        """Return the width of the MLP."""
+        return 4 * self.hidden_size if self.intermediate_size is None else self.intermediate_size
 
 
 def bert(config: BertConfig) -> Model:
@@ -178,26 +156,22 @@ def bert(config: BertConfig) -> Model:
     ``masked_lm_positions``, ``masked_lm_ids`` (0 = no prediction) [B, P]; ``next_sentence_labels`` [B].
     The only tensor between layers is ``h`` [B, S, H]: each attention layer reads the mask from the batch.
     """
-    layers = []
+    layers = [Layer("block0.attention", partial(BertEmbeddingsAndAttention, config),
+                    inputs=("input_ids", "segment_ids", "input_mask"))]
     for i in range(config.num_hidden_layers):
-        if i == 0:
-            layers.append(Layer("block0.attention", partial(BertEmbeddingsAndAttention, config),
-                                inputs=("input_ids", "segment_ids", "input_mask")))
-        else:
+        if i > 0:
             layers.append(Layer(f"block{i}.attention", partial(BertAttention, config), inputs=("h", "input_mask")))
         layers.append(Layer(f"block{i}.mlp", partial(BertMlp, config)))
-    ties = {"decoder.weight": "block0.attention.embeddings.word.weight"} if config.tie_word_embeddings else {}
-    layers.append(Layer("head", partial(BertHead, config), outputs=(LOSS,), ties=ties,
-                        inputs=("h", "masked_lm_positions", "masked_lm_ids", "next_sentence_labels")))
+    layers.append(Layer("head", partial(BertHead, config), outputs=(LOSS,),
+                        inputs=("h", "masked_lm_positions", "masked_lm_ids", "next_sentence_labels"),
+                        ties={"decoder.weight": _WORDS} if config.tie_word_embeddings else {}))
     return Model(layers, batch=("input_ids", "segment_ids", "input_mask", "masked_lm_positions", "masked_lm_ids",
                                 "next_sentence_labels"))
 
 
 def _from_huggingface(config: Mapping[str, object]) -> ModelSettings:
-    """Return the settings for a ``config.json``. Missing keys have the defaults of :class:`BertConfig`, not a
-    preset's.
-    """
-    values = {**vars(BertConfig()), **config}
+    """Return the settings for a ``config.json``. Missing keys have the defaults of Hugging Face's ``BertConfig``."""
+    values = {**vars(BertConfig()), "intermediate_size": 3072, **config}
     vocab_size, tied = values["vocab_size"], values["tie_word_embeddings"]
     if type(vocab_size) is not int or type(tied) is not bool:
         raise UserError(f"BERT's vocab_size is {vocab_size!r} and its tie_word_embeddings {tied!r}",
@@ -209,7 +183,8 @@ def _from_huggingface(config: Mapping[str, object]) -> ModelSettings:
 
 def _huggingface_config(settings: ModelSettings) -> dict[str, object]:
     """Return every field, and the values of keys for which Hugging Face's BERT could compute something else."""
-    return {**vars(config_from_settings(settings)), "hidden_act": KEYS.fixed["hidden_act"],
+    config = config_from_settings(settings)
+    return {**vars(config), "intermediate_size": config.inner, "hidden_act": KEYS.fixed["hidden_act"],
             "pad_token_id": KEYS.fixed["pad_token_id"]}
 
 
@@ -224,7 +199,7 @@ def _flops(settings: ModelSettings) -> list[int]:
     of the sample, to the nearest integer.
     """
     config = config_from_settings(settings)
-    h, i, v = config.hidden_size, config.intermediate_size, config.vocab_size
+    h, i, v = config.hidden_size, config.inner, config.vocab_size
     s = settings.sequence_length or config.max_position_embeddings
     norm = 2 * h
     attention = 2 * (4 * h * h + 4 * h + norm) + 4 * h * s
@@ -244,19 +219,18 @@ def bert_from_settings(settings: ModelSettings) -> Model:
     """
     config = config_from_settings(settings)
     if settings.sequence_length is not None:
-        check_length("BERT", settings.sequence_length, config.max_position_embeddings, "max_position_embeddings")
+        KEYS.check_length(settings.sequence_length, config.max_position_embeddings, "max_position_embeddings")
     return bert(config)
 
 
 def config_from_settings(settings: ModelSettings) -> BertConfig:
-    """Merge the preset (default large), ``overrides`` (the contents of a ``bert_config.json``) and the settings' own
-    fields; the later wins.
+    """Merge the preset (default large), ``overrides`` (of a ``bert_config.json``) and the settings; the later wins.
 
     Raises UserError for a key of ``overrides`` that is unknown or asks for what this BERT does not compute.
     """
-    check_no_groups("BERT", settings)
+    KEYS.check_no_groups(settings)
     preset = "large" if settings.preset is None else settings.preset
-    return BertConfig._filled(KEYS.merge(BertConfig, preset, settings.overrides, {
+    return BertConfig(**KEYS.merge(BertConfig, preset, settings.overrides, {
         "vocab_size": settings.vocab_size, "hidden_size": settings.hidden_size,
         "num_hidden_layers": settings.num_layers, "num_attention_heads": settings.num_heads,
         "hidden_dropout_prob": settings.dropout, "attention_probs_dropout_prob": settings.dropout,
@@ -277,7 +251,7 @@ class BertEmbeddings(nn.Module):
 
     def forward(self, input_ids: Tensor, segment_ids: Tensor) -> Tensor:
         length = input_ids.shape[1]
-        check_length("BERT", length, self.position.num_embeddings, "max_position_embeddings")
+        KEYS.check_length(length, self.position.num_embeddings, "max_position_embeddings")
         embedded: Tensor = self.word(input_ids) + self.segment(segment_ids)  # Hugging Face's order of the sum
         return self.dropout(self.norm(embedded + self.position.weight[:length]))  # type: ignore[no-any-return]
 
@@ -324,8 +298,8 @@ class BertMlp(nn.Module):
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        self.expand = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.contract = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.expand = nn.Linear(config.hidden_size, config.inner)
+        self.contract = nn.Linear(config.inner, config.hidden_size)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.apply(partial(_initialise, std=config.initializer_range))
@@ -352,9 +326,7 @@ class BertHead(nn.Module):
         self.apply(partial(_initialise, std=config.initializer_range))
 
     def scores(self, h: Tensor, masked_lm_positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits over the vocabulary [B, P, V] at the masked positions alone, and of the next sentence [B,
-        2].
-        """
+        """Return logits over the vocabulary at the masked positions [B, P, V], and of the next sentence [B, 2]."""
         masked = h.gather(1, masked_lm_positions[:, :, None].expand(-1, -1, h.shape[-1]))
         words = self.decoder(self.norm(F.gelu(self.transform(masked))))
         return words, self.next_sentence(torch.tanh(self.pooler(h[:, 0])))
@@ -371,9 +343,7 @@ class BertHead(nn.Module):
 
 
 def _initialise(module: nn.Module, std: float) -> None:
-    """Set weights to normal(0, std), biases to 0, LayerNorm to 1 and 0, the padding word to 0 (as Hugging Face
-    does).
-    """
+    """Set weights to normal(0, std), biases and the padding word to 0, as Hugging Face does."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=std)
     if isinstance(module, nn.Linear):

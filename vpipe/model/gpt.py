@@ -21,10 +21,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vpipe.model.config_keys import Blocks, ConfigKeys, check_length, check_no_groups
 from vpipe.model.layer import Model
 from vpipe.model.registry import HuggingFace, ModelSettings, register_model
-from vpipe.model.transformer import NextTokenHead, attention, decoder
+from vpipe.model.transformer import (
+    TOKEN_EMBEDDINGS,
+    Blocks,
+    ConfigKeys,
+    NextTokenHead,
+    attention,
+    block_weight_names,
+    decoder,
+    lm_head_copies,
+    lm_head_names,
+    weight_names,
+)
 
 KEYS = ConfigKeys(
     "GPT",
@@ -76,15 +86,14 @@ class GptConfig:
 
 
 def config_from_settings(settings: ModelSettings) -> GptConfig:
-    """Merge the preset, if any, ``overrides`` (the contents of a ``config.json``) and the settings' own fields; the
-    later wins.
+    """Merge the preset, ``overrides`` (the contents of a ``config.json``) and the settings' fields; the later wins.
 
     A ``config.json`` without an ``activation_function`` means ``gelu_new``. Without ``n_positions`` there are positions
     for as many tokens as a sample has, and for 1,024 at least.
 
     Raises UserError for a key of ``overrides`` that is unknown or asks for what this GPT does not compute.
     """
-    check_no_groups("GPT", settings)
+    KEYS.check_no_groups(settings)
     overrides = {"activation_function": "gelu_new", **settings.overrides} if settings.overrides else {}
     values = KEYS.merge(GptConfig, settings.preset, overrides, {
         "vocab_size": settings.vocab_size, "n_embd": settings.hidden_size, "n_layer": settings.num_layers,
@@ -102,16 +111,12 @@ def from_huggingface(found: Mapping[str, object]) -> ModelSettings:
 
 
 def huggingface_config(settings: ModelSettings) -> dict[str, object]:
-    """Return every field, and no tokens to begin and end with: ``transformers`` would take those of GPT-2's
-    vocabulary.
-    """
+    """Return every field, and no tokens to begin and end with, which ``transformers`` else takes of GPT-2."""
     return {**vars(config_from_settings(settings)), "bos_token_id": None, "eos_token_id": None}
 
 
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 """Suffixes of the names of matrices that GPT-2 stores as [inputs, outputs]."""
-
-_WORDS = "block0.attention.embeddings.token.weight"
 
 # (ours, theirs) below a layer, without .weight and .bias; in Hugging Face's order.
 _ATTENTION = (("norm", "ln_1"), ("qkv", "attn.c_attn"), ("output", "attn.c_proj"))
@@ -120,23 +125,10 @@ _MLP = (("norm", "ln_2"), ("expand", "mlp.c_fc"), ("contract", "mlp.c_proj"))
 
 def huggingface_names(config: Mapping[str, object]) -> dict[str, str]:
     """Map Hugging Face's names of the weights to ours; ``config`` holds the keys of a ``GPT2Config``."""
-    blocks = config["n_layer"]
-    assert isinstance(blocks, int), "a checked config"
-    names = {"transformer.wte.weight": _WORDS,
-             "transformer.wpe.weight": "block0.attention.embeddings.position.weight"}
-    for block in range(blocks):
-        attention = f"block{block}.attention" + (".attention" if block == 0 else "")  # the first is with the embeddings
-        for ours, theirs in _ATTENTION:
-            names |= _both(f"transformer.h.{block}.{theirs}", f"{attention}.{ours}")
-        for ours, theirs in _MLP:
-            names |= _both(f"transformer.h.{block}.{theirs}", f"block{block}.mlp.{ours}")
-    names |= _both("transformer.ln_f", "head.norm")
-    return names if config["tie_word_embeddings"] else {**names, "lm_head.weight": "head.decoder.weight"}
-
-
-def huggingface_copies(config: Mapping[str, object]) -> dict[str, str]:
-    """Map the name that some files have for the weight that ``tie_word_embeddings`` shares."""
-    return {"lm_head.weight": _WORDS} if config["tie_word_embeddings"] else {}
+    return {"transformer.wte.weight": TOKEN_EMBEDDINGS,
+            "transformer.wpe.weight": "block0.attention.embeddings.position.weight",
+            **block_weight_names("transformer.h", config["n_layer"], _ATTENTION, _MLP),
+            **weight_names("transformer", "head", (("norm", "ln_f"),)), **lm_head_names(config)}
 
 
 def huggingface_spelled(name: str) -> str | None:
@@ -147,10 +139,6 @@ def huggingface_spelled(name: str) -> str | None:
     if re.search(r"\.attn\.(masked_)?bias$", name):
         return None
     return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
-
-
-def _both(theirs: str, ours: str) -> dict[str, str]:
-    return {f"{theirs}.{leaf}": f"{ours}.{leaf}" for leaf in ("weight", "bias")}
 
 
 GELU: dict[str, Callable[[Tensor], Tensor]] = {
@@ -177,14 +165,14 @@ def _flops(settings: ModelSettings) -> list[int]:
 
 @register_model("gpt", flops=_flops, huggingface=HuggingFace(
     "gpt2", "GPT2LMHeadModel", "PreTrainedTokenizerFast", from_huggingface, huggingface_config, huggingface_names,
-    huggingface_copies, huggingface_spelled, TRANSPOSED))
+    lm_head_copies, huggingface_spelled, TRANSPOSED))
 def gpt_from_settings(settings: ModelSettings) -> Model:
     """Return GPT from a config file's ``model`` section.
 
     Raises UserError as :func:`config_from_settings`, and for a sequence that is longer than the positions.
     """
     config = config_from_settings(settings)
-    check_length("GPT", settings.sequence_length or 1, config.n_positions, "n_positions")
+    KEYS.check_length(settings.sequence_length or 1, config.n_positions, "n_positions")
     return gpt(config)
 
 
@@ -201,7 +189,7 @@ class GptEmbeddings(nn.Module):
 
     def forward(self, ids_bs: Tensor) -> Tensor:
         length = ids_bs.shape[1]
-        check_length("GPT", length, self.position.num_embeddings, "n_positions")
+        KEYS.check_length(length, self.position.num_embeddings, "n_positions")
         return self.dropout(self.token(ids_bs) + self.position.weight[:length])  # type: ignore[no-any-return]
 
 
@@ -250,8 +238,9 @@ def _head(config: GptConfig) -> NextTokenHead:
 
 
 def _linear(inputs: int, outputs: int, config: GptConfig, residual: bool = False) -> nn.Linear:
-    """Return a linear layer with weights normal(0, initializer_range), over sqrt(2n) where its output joins one of 2n
-    sums (section 2.3).
+    """Return a linear layer with weights normal(0, initializer_range).
+
+    Where its output joins one of 2n sums, the deviation is divided by sqrt(2n) (section 2.3).
     """
     linear = nn.Linear(inputs, outputs)
     nn.init.normal_(linear.weight, std=config.initializer_range / (math.sqrt(2 * config.n_layer) if residual else 1))

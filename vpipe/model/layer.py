@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from vpipe.arguments import Arguments, shown
@@ -27,7 +29,6 @@ from vpipe.model.sequential import (
     Loss,
     WithLoss,
     check_children,
-    check_module,
     check_sequential,
     copy_module,
     put_module,
@@ -117,6 +118,24 @@ class Layer:
         return module
 
 
+def check_module(name: str, module: nn.Module) -> None:
+    """Refuse a layer's module that cannot be trained in versions.
+
+    Raises:
+        UserError: it has parameters or buffers without a shape, or that belong to TorchScript.
+    """
+    for own, tensor in chain(module.named_parameters(), module.named_buffers()):
+        if is_lazy(tensor):
+            raise UserError(f"'{name}.{own}' has no shape yet: its module is lazy",
+                            hint="give the sizes (nn.Linear instead of nn.LazyLinear), or run the module once on a "
+                                 "sample where it is made")
+    for part in module.modules():
+        if isinstance(part, torch.jit.ScriptModule) and next(
+                chain(part.parameters(), part.buffers()), None) is not None:
+            raise UserError(f"layer '{name}' holds a ScriptModule with parameters or buffers, whose weights cannot be "
+                            "exchanged", hint="give the module itself, without torch.jit")
+
+
 @contextmanager
 def without_values() -> Iterator[None]:
     """Build modules with shapes and dtypes but no values: on the meta device, without memory."""
@@ -167,6 +186,8 @@ class Model:
         children = {name: child for name, child in modules._modules.items() if child is not None}  # repeated ones too
         if not children:
             raise UserError("the nn.Sequential has no children", hint="give it at least one module")
+        for name, child in children.items():
+            check_module(name, child)
         check_children(modules, children, loss)
         *front, last = children
         ties, shared = shared_parameters(children), shared_modules(children)

@@ -12,8 +12,9 @@ values, d = h / a head size, i inner size of the MLP, v vocabulary size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -22,11 +23,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vpipe.errors import UserError
-from vpipe.model.config_keys import Blocks, ConfigKeys, Positive, check_length
 from vpipe.model.layer import Model
 from vpipe.model.registry import HuggingFace, ModelSettings, register_model
-from vpipe.model.rotary import RopeScaling, rotary_tables, rotate
-from vpipe.model.transformer import NextTokenHead, attention, decoder
+from vpipe.model.transformer import (
+    TOKEN_EMBEDDINGS,
+    Blocks,
+    ConfigKeys,
+    NextTokenHead,
+    Positive,
+    attention,
+    block_weight_names,
+    decoder,
+    lm_head_copies,
+    lm_head_names,
+)
 
 KEYS = ConfigKeys(
     "LLaMA",
@@ -45,6 +55,52 @@ KEYS = ConfigKeys(
             "task_specific_params", "id2label", "label2id", "output_attentions", "output_hidden_states", "return_dict",
             "problem_type", "chunk_size_feed_forward", "gradient_checkpointing"},
     choices={})
+
+
+LLAMA3 = "llama3"
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """LLaMA 3.1's scaling of the rotation for longer contexts: pairs whose wavelength is above
+    ``original_max_position_embeddings / low_freq_factor`` positions are ``factor`` times slower, those below
+    ``.. / high_freq_factor`` as before, those between in between.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    @classmethod
+    def parse(cls, found: Mapping[str, object] | None) -> RopeScaling | None:
+        """Parse ``rope_scaling`` of a ``config.json``; None for no scaling.
+
+        Raises:
+            UserError: it is of another kind, or incomplete.
+        """
+        given: dict[str, Any] = dict(found or {})
+        kind = given.pop("rope_type", given.pop("type", "default"))
+        given.pop("type", None)
+        if kind == "default":
+            return None
+        if kind != LLAMA3:
+            raise UserError(f"the rope_type is {kind!r}, but this LLaMA computes 'default' and '{LLAMA3}' only",
+                            hint="other kinds change with the length of a sample, or attention too: train without it")
+        names = [field.name for field in fields(cls)]
+        scaling = cls(**given) if given.keys() == set(names) and all(_above_0(given[name]) for name in names) else None
+        if scaling is None or scaling.high_freq_factor <= scaling.low_freq_factor:
+            raise UserError(f"the rope_scaling of type '{LLAMA3}' is {given}",
+                            hint=f"it must give {', '.join(names)}: numbers above 0, the second below the third")
+        return scaling
+
+    def as_config(self) -> dict[str, object]:
+        """Return the value for a ``config.json``."""
+        return {"rope_type": LLAMA3, **vars(self)}
+
+
+def _above_0(value: object) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
@@ -96,8 +152,7 @@ class LlamaConfig:
 
 
 def config_from_settings(settings: ModelSettings) -> LlamaConfig:
-    """Merge the preset, if any, ``overrides`` (the contents of a ``config.json``) and the settings' own fields; the
-    later wins.
+    """Merge the preset, ``overrides`` (the contents of a ``config.json``) and the settings' fields; the later wins.
 
     ``num_heads`` without ``num_kv_heads`` gives every head keys of its own. Without ``max_position_embeddings`` there
     are positions for as many tokens as a sample has, and for 2,048 at least.
@@ -133,16 +188,12 @@ def from_huggingface(found: Mapping[str, object]) -> ModelSettings:
 
 
 def huggingface_config(settings: ModelSettings) -> dict[str, object]:
-    """Return every field, and no tokens to begin and end with: ``transformers`` would take those of LLaMA's
-    vocabulary.
-    """
+    """Return every field, and no tokens to begin and end with, which ``transformers`` else takes of LLaMA."""
     config = config_from_settings(settings)
     return {**vars(config), "intermediate_size": config.inner, "num_key_value_heads": config.groups,
             "rope_scaling": None if config.rope_scaling is None else config.rope_scaling.as_config(),
             "hidden_act": KEYS.fixed["hidden_act"], "bos_token_id": None, "eos_token_id": None}
 
-
-_WORDS = "block0.attention.embeddings.token.weight"
 
 # (ours, theirs) below a layer, without .weight; in Hugging Face's order.
 _ATTENTION = (("query", "self_attn.q_proj"), ("key", "self_attn.k_proj"), ("value", "self_attn.v_proj"),
@@ -153,20 +204,9 @@ _MLP = (("gate", "mlp.gate_proj"), ("up", "mlp.up_proj"), ("down", "mlp.down_pro
 
 def huggingface_names(config: Mapping[str, object]) -> dict[str, str]:
     """Map Hugging Face's names of the weights to ours; ``config`` holds the keys of a ``LlamaConfig``."""
-    blocks = config["num_hidden_layers"]
-    assert isinstance(blocks, int), "a checked config"
-    names = {"model.embed_tokens.weight": _WORDS}
-    for block in range(blocks):
-        attention = f"block{block}.attention" + (".attention" if block == 0 else "")  # the first is with the embeddings
-        names |= {f"model.layers.{block}.{theirs}.weight": f"{attention}.{ours}.weight" for ours, theirs in _ATTENTION}
-        names |= {f"model.layers.{block}.{theirs}.weight": f"block{block}.mlp.{ours}.weight" for ours, theirs in _MLP}
-    names["model.norm.weight"] = "head.norm.weight"
-    return names if config["tie_word_embeddings"] else {**names, "lm_head.weight": "head.decoder.weight"}
-
-
-def huggingface_copies(config: Mapping[str, object]) -> dict[str, str]:
-    """Map the name that some files have for the weight that ``tie_word_embeddings`` shares."""
-    return {"lm_head.weight": _WORDS} if config["tie_word_embeddings"] else {}
+    return {"model.embed_tokens.weight": TOKEN_EMBEDDINGS,
+            **block_weight_names("model.layers", config["num_hidden_layers"], _ATTENTION, _MLP, ("weight",)),
+            "model.norm.weight": "head.norm.weight", **lm_head_names(config)}
 
 
 def huggingface_spelled(name: str) -> str | None:
@@ -197,14 +237,14 @@ def _flops(settings: ModelSettings) -> list[int]:
 
 @register_model("llama", flops=_flops, huggingface=HuggingFace(
     "llama", "LlamaForCausalLM", "PreTrainedTokenizerFast", from_huggingface, huggingface_config, huggingface_names,
-    huggingface_copies, huggingface_spelled))
+    lm_head_copies, huggingface_spelled))
 def llama_from_settings(settings: ModelSettings) -> Model:
     """Return LLaMA from a config file's ``model`` section.
 
     Raises UserError as :func:`config_from_settings`, and for a sequence that is longer than the positions.
     """
     config = config_from_settings(settings)
-    check_length("LLaMA", settings.sequence_length or 1, config.max_position_embeddings, "max_position_embeddings")
+    KEYS.check_length(settings.sequence_length or 1, config.max_position_embeddings, "max_position_embeddings")
     return llama(config, settings.sequence_length)
 
 
@@ -218,6 +258,31 @@ class LlamaRMSNorm(nn.Module):
 
     def forward(self, h_bsh: Tensor) -> Tensor:
         return F.rms_norm(h_bsh, self.weight.shape, self.weight.to(h_bsh.dtype), self.eps)
+
+
+def rotary_tables(length: int, head_size: int, theta: float, scaling: RopeScaling | None) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of rotary positions (Su et al. 2021, arXiv:2104.09864), as Hugging Face has them.
+
+    Feature j of a head and feature j + d/2 make a pair, which is turned by (position * theta^(-2j/d)). The tables are
+    fp32 [S, D/2], made on the CPU: on the meta device torch would import a compiler to compute anything, for seconds.
+    """
+    device = torch.get_default_device()
+    pairs = torch.arange(0, head_size, 2, dtype=torch.float, device="cpu")
+    turns = 1.0 / theta ** (pairs / head_size)  # radians per position
+    if scaling is not None:
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        wavelengths = scaling.original_max_position_embeddings / (2 * math.pi / turns)
+        kept = ((wavelengths - low) / (high - low)).clamp(0, 1)
+        turns = (1 - kept) * turns / scaling.factor + kept * turns
+    angles = torch.arange(length, dtype=torch.float, device="cpu")[:, None] * turns
+    return angles.cos().to(device), angles.sin().to(device)
+
+
+def rotate(x_basd: Tensor, cos_sd: Tensor, sin_sd: Tensor) -> Tensor:
+    """Turn queries or keys by their positions; the tables are [S, D/2] and take the dtype of ``x``."""
+    cos_sd, sin_sd = cos_sd.to(x_basd.dtype), sin_sd.to(x_basd.dtype)
+    first, second = x_basd.chunk(2, dim=-1)
+    return torch.cat((first * cos_sd - second * sin_sd, second * cos_sd + first * sin_sd), dim=-1)
 
 
 class LlamaEmbeddings(nn.Module):
@@ -253,7 +318,7 @@ class LlamaAttention(nn.Module):
 
     def forward(self, h_bsh: Tensor) -> Tensor:
         length, normed_bsh = h_bsh.shape[1], self.norm(h_bsh)
-        check_length("LLaMA", length, len(self.cos_sd), "max_position_embeddings")
+        KEYS.check_length(length, len(self.cos_sd), "max_position_embeddings")
         query_basd, key_bgsd, value_bgsd = (projection(normed_bsh).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
                                             for projection in (self.query, self.key, self.value))
         cos_sd, sin_sd = self.cos_sd[:length], self.sin_sd[:length]

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from vpipe.arguments import Arguments, shown
 from vpipe.errors import UserError
@@ -180,11 +179,9 @@ def check_children(modules: nn.Sequential, children: Mapping[str, nn.Module], lo
     """Refuse children whose copies would not be trained as they are.
 
     Raises:
-        UserError: a module is lazy or scripted; or a function that copies do not copy (a lambda that a child keeps, its
+        UserError: a function that copies do not copy (a lambda that a child keeps, its
             forward, the loss) uses a module or a tensor of the ``nn.Sequential``: it would go on using the original.
     """
-    for name, child in children.items():
-        check_module(name, child)
     originals = {id(part) for part in chain(modules.modules(), modules.parameters(), modules.buffers())}
 
     def uses_originals(value: object) -> bool:
@@ -204,24 +201,6 @@ def check_children(modules: nn.Sequential, children: Mapping[str, nn.Module], lo
         raise UserError("the loss holds a module or a tensor of the nn.Sequential, which is copied: it would use the "
                         "original's, which are not trained",
                         hint="compute it from output and target alone; the optimizer decays weights")
-
-
-def check_module(name: str, module: nn.Module) -> None:
-    """Refuse a layer's module that cannot be trained in versions.
-
-    Raises:
-        UserError: it has parameters or buffers without a shape, or that belong to TorchScript.
-    """
-    for own, tensor in chain(module.named_parameters(), module.named_buffers()):
-        if is_lazy(tensor):
-            raise UserError(f"'{name}.{own}' has no shape yet: its module is lazy",
-                            hint="give the sizes (nn.Linear instead of nn.LazyLinear), or run the module once on a "
-                                 "sample where it is made")
-    for part in module.modules():
-        if isinstance(part, torch.jit.ScriptModule) and next(
-                chain(part.parameters(), part.buffers()), None) is not None:
-            raise UserError(f"layer '{name}' holds a ScriptModule with parameters or buffers, whose weights cannot be "
-                            "exchanged", hint="give the module itself, without torch.jit")
 
 
 def _settings(module: nn.Module) -> Iterator[tuple[str, object]]:

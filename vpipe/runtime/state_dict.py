@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from vpipe.errors import UserError, counted
-from vpipe.model.sequential import loss_buffers
+from vpipe.model.sequential import WithLoss, loss_buffers
 from vpipe.runtime.loss_scaler import LossScaleState
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import RATES, StageOptimizer
@@ -234,7 +234,7 @@ class LossBuffers(_Buffers):
     def _all(self) -> Iterator[tuple[str, Tensor]]:
         for each in self._stages:
             for layer, module in each.stage.modules.items():
-                for name, buffer in loss_buffers(module).items():
+                for name, buffer in loss_buffers(module).items() if isinstance(module, WithLoss) else ():
                     yield f"loss.{each.replica}.{each.stage.layer_names[layer]}.{name}", buffer
 
 
