@@ -123,7 +123,7 @@ def test_what_needs_no_torch_does_not_load_it(use: str) -> None:
      "hint: stages either have all their ranks in common, in the same order, or none"),
     ({"stages": 2, "placement": [[0, 1], [2, 3]], "replicas": 2, "microbatches": 4},
      "error: 2 replicas beside the placement [[0, 1], [2, 3]]\n"
-     "hint: leave the replicas out: the placement says them"),
+     "hint: leave the replicas out: the placement contains them"),
     ({"stages": 2, "replicas": 0}, "error: replicas is 0\nhint: give a whole number, 1 or more"),
     ({"stages": 2, "placement": [[0, 0], [1]], "microbatches": 4},
      "error: rank 0 stands twice among the ranks [0, 0] of a stage\n"

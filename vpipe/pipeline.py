@@ -31,8 +31,7 @@ from vpipe.runtime.stage_optimizer import MakeOptimizer, Optimizers
 from vpipe.runtime.state_dict import Position
 from vpipe.runtime.step_results import Step
 from vpipe.runtime.transport.compression import Compression
-from vpipe.schedules.few_microbatches import few_microbatches
-from vpipe.schedules.prepare import ScheduleSpec
+from vpipe.schedules.prepare import ScheduleSpec, few_microbatches
 from vpipe.schedules.registry import DEFAULT_SCHEDULE
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Placement

@@ -14,7 +14,7 @@ from vpipe.errors import RunError
 from vpipe.runtime.batch_comparison import BatchComparison, checksum
 from vpipe.runtime.microbatches import Batch, MicrobatchLoader, Segment
 from vpipe.runtime.transport.transport import InProcessTransport, Mailbox
-from vpipe.schedules.replication import Rounds
+from vpipe.schedules.schedule import Rounds
 
 HINT = ("\nhint: every rank must read the same batches in the same order: give a DataLoader that shuffles a generator "
         "with the same seed on all ranks, generator=torch.Generator().manual_seed(0), and no DistributedSampler, since "

@@ -1,17 +1,20 @@
-"""The order of an evaluation never makes ranks wait for each other, whatever they hold."""
+"""Evaluations never make ranks wait for each other; reversed backwards are GPipe's, turned round."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vpipe.schedules.action import Op
-from vpipe.schedules.build import build_evaluation
-from vpipe.schedules.deadlock import execute
+from vpipe.errors import UserError
+from vpipe.schedules.action import COMPUTE, Op
+from vpipe.schedules.build import build, build_evaluation, reverse_backwards
+from vpipe.schedules.check import channel_order, execute, matching, precedence, prove
 from vpipe.schedules.dependencies import Dependencies
 from vpipe.schedules.lower import lower
-from vpipe.schedules.rules import channel_order, matching, precedence
-from vpipe.schedules.size import Layout
+from vpipe.schedules.prepare import ScheduleSpec
+from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.size import Layout, default_placement
 
 
 @settings(deadline=None, max_examples=60)
@@ -32,3 +35,35 @@ def test_a_v() -> None:
     assert [" ".join(map(str, program)) for program in schedule.programs] == [
         "0F0 0SEND_F0 3RECV_F0 0F1 0SEND_F1 3RECV_F1 3F0 3F1",
         "1RECV_F0 1F0 1RECV_F1 2F0 2SEND_F0 1F1 2F1 2SEND_F1"]
+
+
+def compute(schedule: Schedule, rank: int) -> str:
+    return " ".join(str(action)[1:] for action in schedule.programs[rank] if action.op in COMPUTE | {Op.STEP})
+
+
+def test_gpipe_with_its_backwards_reversed() -> None:
+    schedule = prove("gpipe", default_placement(3), 4, last_first=True)
+    assert [compute(schedule, rank) for rank in range(3)] == ["F0 F1 F2 F3 B3 B2 B1 B0 STEP0"] * 3
+    assert schedule.name == "gpipe"
+    assert compute(prove("gpipe", default_placement(3), 4), 1) == "F0 F1 F2 F3 B0 B1 B2 B3 STEP0"
+
+
+def test_a_recomputation_stays_before_its_backward() -> None:
+    reversed_order = reverse_backwards(build("gpipe", default_placement(2), 3, recompute=[0]))
+    assert [compute(reversed_order, rank) for rank in range(2)] == [
+        "F0 F1 F2 R2 B2 R1 B1 R0 B0 STEP0", "F0 F1 F2 B2 B1 B0 STEP0"]
+
+
+@pytest.mark.parametrize("placement", [((0,),), ((0,), (1,), (2,)), ((0, 1), (2,)), ((0,), (1, 2), (3,))])
+def test_reversed_backwards_are_proved_as_any(placement: tuple[tuple[int, ...], ...]) -> None:
+    last = len(placement) - 1
+    wanted = ScheduleSpec("gpipe", len(placement), 5, placement=placement, ties={0: (last,)} if last else {},
+                          recompute=[last], norm=True, last_first=True)
+    own = [action.microbatch for action in wanted.prepare().programs[placement[0][0]] if action.op is Op.BACKWARD]
+    assert own == sorted(own, reverse=True)
+    assert len(own) == -(-5 // len(placement[0]))
+
+
+def test_no_other_schedule_can_be_reversed() -> None:
+    with pytest.raises(UserError, match="'1f1b' cannot run its backwards from the last microbatch to the first"):
+        ScheduleSpec("1f1b", 2, 4, last_first=True).prepare()

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Action, Op
 from vpipe.schedules.build import build
-from vpipe.schedules.check import RULES, check, prove
-from vpipe.schedules.deadlock import execute
+from vpipe.schedules.check import RULES, check, execute, prove
 from vpipe.schedules.dependencies import Dependencies
 from vpipe.schedules.lower import lower
 from vpipe.schedules.registry import recipe_named

@@ -21,7 +21,6 @@ from vpipe.schedules.build import build
 from vpipe.schedules.check import check, prove
 from vpipe.schedules.csv_format import LARGEST_BYTES, read_csv, write_csv
 from vpipe.schedules.lower import lower
-from vpipe.schedules.passes import compute_only
 from vpipe.schedules.registry import recipe_named, schedule_names
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import default_placement
@@ -101,7 +100,7 @@ def test_what_torch_writes_passes_every_rule_here(name: str, ranks: int, chunks:
         with path.open(newline="") as file:
             rows = [[theirs._Action.from_str(cell) for cell in row] for row in csv.reader(file)]
         assert computed(read[form]) == computed_by(dict(enumerate(rows)))
-    assert compute_only(read["compute_comms"]).programs == read["compute_only"].programs
+    assert read["compute_comms"].compute_only().programs == read["compute_only"].programs
     check(lower(read["compute_only"]))
 
 
@@ -123,7 +122,7 @@ def test_receives_that_torch_puts_off_may_deadlock(tmp_path: Path) -> None:
     read = read_csv(tmp_path / "a.csv")
     with pytest.raises(CheckError, match="deadlock when sends wait for their receive"):
         check(read)
-    check(lower(compute_only(read)))
+    check(lower(read.compute_only()))
 
 
 def sizes(name: str) -> Iterator[Schedule]:
@@ -181,7 +180,7 @@ def test_what_is_written_is_read(name: str, tmp_path: Path) -> None:
             assert all(one <= other for one, other in zip(read.peak_activations, ours.peak_activations, strict=True))
             assert all(one <= other for one, other in zip(read.versions, ours.versions, strict=True))
             assert not read.stream
-            assert compute_only(read).programs == schedule.programs
+            assert read.compute_only().programs == schedule.programs
 
 
 def read_text(text: str | bytes, folder: Path) -> Schedule:
@@ -316,4 +315,4 @@ def test_a_damaged_file_is_refused_or_sound(name: str, lowered: bool, data: st.D
             check(read)
         except UserError:
             return
-        check(lower(compute_only(read)))
+        check(lower(read.compute_only()))

@@ -13,8 +13,7 @@ from vpipe.schedules.action import COMPUTE, PER_MICROBATCH, RECEIVES, RETURNS, S
 from vpipe.schedules.build import build, replica_views, stream_program
 from vpipe.schedules.lower import Lowering, VersionsUsed, lower
 from vpipe.schedules.registry import recipe_named
-from vpipe.schedules.replication import Rounds
-from vpipe.schedules.schedule import Schedule, stages_of_rank
+from vpipe.schedules.schedule import Rounds, Schedule, stages_of_rank
 from vpipe.schedules.size import Layout, Placement, default_placement
 
 

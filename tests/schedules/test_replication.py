@@ -18,12 +18,10 @@ from vpipe.schedules.check import check, prove
 from vpipe.schedules.csv_format import read_csv, write_csv
 from vpipe.schedules.dependencies import Dependencies
 from vpipe.schedules.lower import lower
-from vpipe.schedules.passes import compute_only
 from vpipe.schedules.peaks import rank_peaks
 from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.registry import recipe_named, schedule_names
-from vpipe.schedules.replication import Rounds
-from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.schedule import Rounds, Schedule
 from vpipe.schedules.size import Placement, widened
 
 ANY_WIDTHS = ("gpipe", "1f1b", "zb_h1", "zb_h2", "pipedream", "2bw")
@@ -179,7 +177,7 @@ def test_a_file_has_the_same_replicas(case: Case, lowered: bool) -> None:
     if max(map(schedule.updates, range(schedule.stages))) > 1:  # else the file of a stream is one with a flush
         assert (read.flush, read.update_every) == (schedule.flush, schedule.update_every)
     check(read)
-    check(lower(compute_only(read)))
+    check(lower(read.compute_only()))
 
 
 @pytest.mark.parametrize(("arguments", "what"), [

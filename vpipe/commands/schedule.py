@@ -18,7 +18,6 @@ from vpipe.schedules.build import build, check_chunks
 from vpipe.schedules.check import check
 from vpipe.schedules.csv_format import read_csv, write_csv
 from vpipe.schedules.lower import lower
-from vpipe.schedules.passes import compute_only
 from vpipe.schedules.peaks import rank_peaks, stage_peaks
 from vpipe.schedules.registry import Recipe, recipe_named, schedule_names
 from vpipe.schedules.schedule import Schedule
@@ -56,7 +55,7 @@ def run_check(options: argparse.Namespace) -> None:
     check(schedule)
     transfers = sum(action.op in SENDS or action.op in RECEIVES for program in schedule.programs for action in program)
     if not transfers:
-        check(lower(compute_only(schedule)))
+        check(lower(schedule.compute_only()))
     actions, of_them = sum(map(len, schedule.programs)), f", {transfers} of them transfers" if transfers else ""
     print(f"ok: {schedule.name}: {sizes(schedule)}, {actions} actions{of_them}")
     print("no deadlock, whether sends wait for their receives or not"

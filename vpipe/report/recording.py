@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from vpipe.errors import UserError, counted
 from vpipe.schedules.action import PER_MICROBATCH, Action, Op
-from vpipe.schedules.replication import Rounds
+from vpipe.schedules.schedule import Rounds
 from vpipe.schedules.size import Placement
 
 FORMAT = 1

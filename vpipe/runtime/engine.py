@@ -25,8 +25,7 @@ from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import MakeOptimizer, StageOptimizer, check_rescheduled
 from vpipe.runtime.state_dict import Position, StatePart, state_parts
 from vpipe.runtime.step_results import Step, StepResults
-from vpipe.schedules.replication import Rounds
-from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.schedule import Rounds, Schedule
 from vpipe.schedules.size import Placement
 
 Pauses = Callable[[int], int | None]

@@ -16,8 +16,7 @@ from vpipe.schedules.build import build_evaluation, replica_views, stream_progra
 from vpipe.schedules.dependencies import Dependencies
 from vpipe.schedules.lower import Lowering, lower
 from vpipe.schedules.registry import recipe_named
-from vpipe.schedules.replication import Rounds
-from vpipe.schedules.schedule import Schedule, stages_of_rank
+from vpipe.schedules.schedule import Rounds, Schedule, stages_of_rank
 from vpipe.schedules.transfer_order import TransferOrder, in_one_order
 
 

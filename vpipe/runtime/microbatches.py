@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vpipe.distributed.watchdog import activity
 from vpipe.errors import UserError
-from vpipe.schedules.replication import Rounds
+from vpipe.schedules.schedule import Rounds
 
 Batch = Mapping[str, Tensor]
 """A dict of tensors whose dimension 0 counts samples."""

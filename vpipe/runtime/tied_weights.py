@@ -26,7 +26,7 @@ from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, Transport
 from vpipe.runtime.weight_versions import WeightVersions
 from vpipe.schedules.dependencies import TransferPeers, borrowing_ranks
-from vpipe.schedules.replication import Rounds
+from vpipe.schedules.schedule import Rounds
 from vpipe.schedules.size import Placement
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from vpipe.errors import Problem, UserError, VpipeError, counted
-from vpipe.schedules.action import Action, forward
+from vpipe.schedules.action import COMPLETES, PER_MICROBATCH, RETURNS, Action, Op, forward
 from vpipe.schedules.costs import Costs
-from vpipe.schedules.passes import with_recompute
 from vpipe.schedules.registry import (
     DEFAULT_ASYNCHRONOUS,
     DEFAULT_SCHEDULE,
@@ -19,9 +19,9 @@ from vpipe.schedules.registry import (
     Recipe,
     recipe_named,
     recipes,
+    reversible_schedules,
 )
-from vpipe.schedules.replication import ReplicaView, Rounds
-from vpipe.schedules.schedule import Schedule, stages_of_rank
+from vpipe.schedules.schedule import Rounds, Schedule, stages_of_rank
 from vpipe.schedules.size import Placement, Size
 
 
@@ -79,21 +79,76 @@ def build_evaluation(placement: Placement, microbatches: int) -> Schedule:
                     yield forward(stage, tick - stage)
 
     ranks = len({rank for ranks in placement for rank in ranks})
-    peak = microbatches * len(placement)  # no backward frees what a forward holds
+    peak = microbatches * len(placement)
     return Schedule("evaluation", placement, tuple(tuple(forwards(rank)) for rank in range(ranks)), microbatches,
                     microbatches, True, (peak,) * ranks, (1,) * len(placement), {})
+
+
+@dataclass(frozen=True)
+class ReplicaView:
+    """Map a rank of a replicated stage to the unreplicated pipeline that its generator is called for.
+
+    A generator knows pipelines with one rank per position. A replica of a stage with w replicas has every w-th
+    microbatch. Before its first backward it must take enough of them to keep all later ranks at work: of R ranks in its
+    own and later stages these are (R-1) // w. So the generator is called for a pipeline in which that many positions
+    are behind the replica. With equally many replicas everywhere, that is its own position among the stages.
+
+    Source of the depths: PipeDream (SOSP 2019), section 3.2.
+
+    Attributes:
+        rank: the position that the generator is called for.
+        size: of the pipeline that the generator is called for, with the replica's own microbatches.
+        stages: the real number of each of the generator's stages that lives on this rank.
+        replica, width: the number of this replica, and how many there are.
+    """
+
+    rank: int
+    size: Size
+    stages: dict[int, int]
+    replica: int
+    width: int
+
+    def endless(self) -> ReplicaView:
+        """Return the same view of a stream whose length nobody knows."""
+        return replace(self, size=replace(self.size, microbatches=sys.maxsize))
+
+    def translated(self, program: Iterable[Action]) -> Iterator[Action]:
+        """Return a generator's actions with the real numbers of stages and microbatches."""
+        if self.width == 1 and all(real == own for own, real in self.stages.items()):
+            return iter(program)
+        return (Action(action.op, self.stages.get(action.stage, action.stage),
+                       action.microbatch * self.width + self.replica if action.op in PER_MICROBATCH
+                       else action.microbatch) for action in program)
 
 
 def stream_program(recipe: Recipe, view: ReplicaView, rounds: Rounds, stages: list[int],
                    recompute: Collection[int] = ()) -> Iterator[Action]:
     """Yield lazily the compute actions and steps of one rank of a schedule without a flush.
 
+    The generator is called for an endless stream. Its program is prefix-closed
+    (:data:`vpipe.schedules.registry.Program`), so leaving out actions at its end changes nothing before them.
+
     Args:
         stages: of the rank.
         recompute: stages that recompute activations.
     """
-    endless = view.translated(_generated(recipe, view.endless()))
-    return view.cut_to_stream(with_recompute(endless, recompute), rounds, stages)
+    completed, stepped = Counter(dict.fromkeys(stages, 0)), Counter(dict.fromkeys(stages, 0))
+    for action in with_recompute(view.translated(_generated(recipe, view.endless())), recompute):
+        if _exists(action, rounds):
+            yield action
+            completed[action.stage] += action.op in COMPLETES
+            stepped[action.stage] += action.op is Op.STEP
+        elif not any(rounds.exists(completed[stage] * view.width + view.replica)
+                     or rounds.has_update(stage, stepped[stage]) for stage in stages):
+            return
+
+
+def _exists(action: Action, rounds: Rounds) -> bool:
+    if action.op is Op.STEP:
+        return rounds.has_update(action.stage, action.microbatch)
+    if action.op is Op.USE:
+        return action.microbatch == 0 or rounds.has_update(action.stage, action.microbatch - 1)
+    return rounds.exists(action.microbatch)
 
 
 def replica_views(recipe: Recipe, placement: Placement, microbatches: int,
@@ -139,10 +194,9 @@ def check_chunks(recipe: Recipe, chunks: int | None, key: str = "chunks") -> Non
         return
     if recipe.any_chunks:
         raise UserError(f"{key} is {chunks}", hint="give a whole number, 1 or more")
-    others = [other.name for other in recipes() if other.any_chunks]
-    raise UserError(f"{key} is {chunks}, but '{recipe.name}' holds {counted(recipe.chunks, 'stage')} on each "
-                    "rank", hint=f"leave {key} out" + (f", or choose a schedule with any number: "
-                                                            f"{', '.join(others)}" if others else ""))
+    others = ", ".join(other.name for other in recipes() if other.any_chunks)
+    raise UserError(f"{key} is {chunks}, but '{recipe.name}' holds {counted(recipe.chunks, 'stage')} on each rank",
+                    hint=f"leave {key} out" + (f", or choose a schedule with any number: {others}" if others else ""))
 
 
 def _chunks(recipe: Recipe, placement: Placement, groups: list[tuple[int, ...]]) -> int:
@@ -150,26 +204,26 @@ def _chunks(recipe: Recipe, placement: Placement, groups: list[tuple[int, ...]])
     times = Counter(rank for group in groups for rank in group)
     if twice := [rank for rank, count in times.items() if count > 1]:
         group, other = ([group for group in groups if twice[0] in group] * 2)[:2]
-        raise UserError(f"rank {twice[0]} is among the ranks {list(group)} of one stage and {list(other)} of another"
-                        if group != other else f"rank {twice[0]} stands twice among the ranks {list(group)} of a stage",
-                        hint="stages either have all their ranks in common, in the same order, or none"
-                        if group != other else "name each rank once")
+        if group == other:
+            raise UserError(f"rank {twice[0]} stands twice among the ranks {list(group)} of a stage",
+                            hint="name each rank once")
+        raise UserError(f"rank {twice[0]} is among the ranks {list(group)} of one stage and {list(other)} of another",
+                        hint="stages either have all their ranks in common, in the same order, or none")
     ranks = len(groups)
     chunks, left = divmod(len(placement), ranks)
-    word = "rank" if len(times) == ranks else "group of replicas"
     if left or not (chunks == recipe.chunks or recipe.any_chunks):
+        word = "rank" if len(times) == ranks else "group of replicas"
         raise UserError(f"'{recipe.name}' holds {'equally many' if recipe.any_chunks else recipe.chunks} stage"
                         f"{'s' * (recipe.any_chunks or recipe.chunks > 1)} on each {word}, but "
                         f"{counted(len(placement), 'stage')} on {counted(ranks, word)} are asked for",
                         hint=f"use {ranks * (max(1, chunks) if recipe.any_chunks else recipe.chunks)} stages, or "
                              f"another number of {'ranks' if word == 'rank' else 'groups'}")
-    for stage, group in enumerate(placement):
-        expected = groups[recipe.layout.rank_of(stage, ranks)]
+    own = [groups[recipe.layout.rank_of(stage, ranks)] for stage in range(len(placement))]
+    for stage, (group, expected) in enumerate(zip(placement, own, strict=True)):
         if group != expected and recipe.search is None:
             raise UserError(f"'{recipe.name}' holds stage {stage} where stage {placement.index(expected)} is, on "
                             f"rank {', '.join(map(str, expected))}, but it is placed on rank "
-                            f"{', '.join(map(str, group))}", hint="place the stages as "
-                            f"{[list(groups[recipe.layout.rank_of(s, ranks)]) for s in range(len(placement))]}")
+                            f"{', '.join(map(str, group))}", hint=f"place the stages as {list(map(list, own))}")
     if len({len(group) for group in groups}) > 1 and (chunks > 1 or recipe.search is not None):
         raise UserError(f"'{recipe.name}' has equally many replicas of every stage, not "
                         f"{', '.join(str(len(ranks)) for ranks in placement)}", hint="give all stages equally many, "
@@ -183,9 +237,8 @@ def _update_every(recipe: Recipe, depth: int, microbatches: int, update_every: i
     if recipe.flush:
         if update_every not in (None, 1, microbatches):
             raise UserError(f"update_every is {update_every}, but '{recipe.name}' updates once per batch of "
-                            f"{counted(microbatches, 'microbatch')}",
-                            hint="leave update_every out, or choose a schedule without a flush, such as "
-                                 f"{DEFAULT_ASYNCHRONOUS}")
+                            f"{counted(microbatches, 'microbatch')}", hint="leave update_every out, or choose a "
+                            f"schedule without a flush, such as {DEFAULT_ASYNCHRONOUS}")
         return microbatches
     least = recipe.update_every(depth)
     fitting = [n for n in range(1, microbatches + 1) if microbatches % n == 0 and n >= least]
@@ -252,3 +305,49 @@ def _searched(recipe: Recipe, placement: Placement, views: Sequence[ReplicaView]
     first = orders[views[placement[0][0]].size.microbatches]
     return replace(first, placement=placement, programs=tuple(programs), microbatches=microbatches,
                    update_every=microbatches, peak_activations=tuple(peaks))
+
+
+def with_recompute(program: Iterable[Action], stages: Collection[int]) -> Iterator[Action]:
+    """Yield the program with early recomputation: an R right before every backward (B or I) of ``stages``.
+
+    A backward waits for its gradient where a rank has to wait. An R before it needs no gradient and fills that time.
+    Any earlier place would hold the activations of one more microbatch. Backwards that have an R keep it.
+    """
+    recomputed: set[tuple[int, int]] = set()
+    for action in program:
+        key = action.stage, action.microbatch
+        if action.op is Op.RECOMPUTE:
+            recomputed.add(key)
+        elif action.op in RETURNS and action.stage in stages and key not in recomputed:
+            yield Action(Op.RECOMPUTE, *key)
+        yield action
+
+
+def reverse_backwards(schedule: Schedule) -> Schedule:
+    """Return a schedule that is not lowered yet with the backwards of every rank from the last microbatch to the first.
+
+    ::
+
+        rank 0  F0 F1 F2 F3 .  .  .  .  .  .  B3 -- B2 -- B1 -- B0 -S
+        rank 1  .  F0 F1 F2 F3 .  .  .  B3 -- B2 -- B1 -- B0 -S
+        rank 2  .  .  F0 F1 F2 F3 B3 -- B2 -- B1 -- B0 -S
+
+    This is the order of the executor ``async_threaded``. It has GPipe's bubble and peak. The tensors of the last
+    forward are still in the caches, and autograd frees its memory in the reverse of the order in which it took it.
+
+    Raises:
+        UserError: a rank has a forward behind a backward, or backwards in halves.
+    """
+    programs = []
+    for program in schedule.programs:
+        backwards = [action for action in program if action.op in (Op.RECOMPUTE, Op.BACKWARD)]
+        first = program.index(backwards[0]) if backwards else len(program)
+        steps = program[first + len(backwards):]
+        if any(action.op is not Op.STEP for action in steps):
+            raise UserError(f"'{schedule.name}' cannot run its backwards from the last microbatch to the first",
+                            hint="they must follow all forwards of a rank, as in "
+                                 f"{' or '.join(reversible_schedules())}")
+        # The sort is stable: a recomputation stays right before its backward.
+        backwards.sort(key=lambda action: -action.microbatch)
+        programs.append([*program[:first], *backwards, *steps])
+    return schedule.with_programs(programs)

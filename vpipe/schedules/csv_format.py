@@ -62,7 +62,7 @@ def read_csv(path: Path) -> Schedule:
     * PyTorch's overlapped pairs, ``(0F1;3B0)OVERLAP_F_B``, are put one after the other.
     * Operations that only a model can ask for are left out: PyTorch's UNSHARD, RESHARD and REDUCE_GRAD (which has no
       index) of sharded or replicated stages, our exchanges of tied weights and of norms.
-    * Transfers stay, so that the checker can prove them; see :func:`~vpipe.schedules.passes.compute_only`.
+    * Transfers stay, so that the checker can prove them; see :meth:`~vpipe.schedules.schedule.Schedule.compute_only`.
     * The schedule states the peaks that it has as its bounds.
 
     Raises:

@@ -1,4 +1,7 @@
-"""Tell for every action of a schedule which other actions it depends on, on its own rank and on others."""
+"""Tell for every action of a schedule which other actions it depends on, on its own rank and on others.
+
+:func:`execute` carries out a schedule by these dependencies.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from vpipe.errors import CheckError
 from vpipe.schedules.action import COMPLETES, RECEIVES, RETURNS, SENDS, Action, Op
-from vpipe.schedules.error_grid import Spot
-from vpipe.schedules.replication import Rounds
-from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.error_grid import Spot, rule_error
+from vpipe.schedules.schedule import Rounds, Schedule
 from vpipe.schedules.size import Placement
 
 OnRank = tuple[Action, int]
@@ -18,7 +21,7 @@ OnRank = tuple[Action, int]
 
 _NEIGHBOUR = {Op.SEND_F: (Op.RECV_F, 1), Op.RECV_F: (Op.SEND_F, -1),
               Op.SEND_B: (Op.RECV_B, -1), Op.RECV_B: (Op.SEND_B, 1)}  # the other end, and the offset of its stage
-_TIED = {Op.SEND_W: Op.RECV_W, Op.RECV_W: Op.SEND_W, Op.SEND_G: Op.RECV_G, Op.RECV_G: Op.SEND_G}
+TIED = {Op.SEND_W: Op.RECV_W, Op.RECV_W: Op.SEND_W, Op.SEND_G: Op.RECV_G, Op.RECV_G: Op.SEND_G}
 
 
 def borrowing_ranks(placement: Placement, owner: int, borrowers: Iterable[int], rank: int) -> list[int]:
@@ -69,7 +72,7 @@ class TransferPeers:
             other, offset = _NEIGHBOUR[op]
             peer = self.rank_of(stage + offset, index)
             return [(Action(other, stage + offset, index), peer)] if peer not in (-1, rank) else []
-        return [(Action(_TIED[op], stage, index), peer) for peer in self._tied_peers(op, stage, index, rank)]
+        return [(Action(TIED[op], stage, index), peer) for peer in self._tied_peers(op, stage, index, rank)]
 
     def gradient_senders(self, owner: int, update: int) -> list[int]:
         """Return the ranks that send tied gradients of an update to the owner's ranks, in the order of their sends.
@@ -143,6 +146,10 @@ class Dependencies:
                     last[action.stage, action.microbatch // spans[action.stage], rank] = action
         return cls(schedule, dict(where), last, version, TransferPeers(schedule.rounds, schedule.ties),
                    bool(operations & (SENDS | RECEIVES | {Op.REDUCE})), Op.NORM in operations)
+
+    def error(self, what: str, hint: str, *marks: Spot, cursors: Sequence[int] | None = None) -> CheckError:
+        """Return the error of a broken rule; see :func:`~vpipe.schedules.error_grid.rule_error`."""
+        return rule_error(self.schedule, what, hint, *marks, cursors=cursors)
 
     def actions(self) -> Iterator[tuple[Action, Spot]]:
         """Yield every action with its spot, rank after rank."""
@@ -271,3 +278,49 @@ class Dependencies:
         """Return the last action of each other replica that makes its gradients of an update."""
         return [(self.last[stage, update, other], other) for other in self.schedule.placement[stage]
                 if other != rank and (stage, update, other) in self.last]
+
+
+@dataclass(frozen=True)
+class BlockedRank:
+    """A rank that cannot go on: it stands before ``action`` and waits for ``awaited`` of rank ``peer``."""
+
+    rank: int
+    action: Action
+    awaited: Action
+    peer: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} stands before {self.action} and waits for {self.awaited} of rank {self.peer}"
+
+
+def execute(deps: Dependencies, *, rendezvous: bool) -> tuple[list[int], list[BlockedRank]]:
+    """Execute a schedule without time and tensors: every rank goes as far as it can, in whatever order of turns.
+
+    Args:
+        rendezvous: a send waits until its receive is posted; otherwise it never waits (buffered).
+
+    Returns:
+        How many actions each rank executed, and the ranks that did not reach their end.
+    """
+    programs = deps.schedule.programs
+    cursors = [0] * len(programs)
+    blocked: dict[int, BlockedRank] = {}
+    sleepers: dict[Spot, list[int]] = defaultdict(list)  # ranks to wake when a spot has been executed
+    awake = list(range(len(programs)))
+    while awake:
+        rank = awake.pop()
+        blocked.pop(rank, None)
+        while cursors[rank] < len(programs[rank]):
+            action = programs[rank][cursors[rank]]
+            for awaited, peer in deps.awaited(action, rank, rendezvous):
+                position = deps.position(awaited, peer)
+                if position is None or position >= cursors[peer]:
+                    blocked[rank] = BlockedRank(rank, action, awaited, peer)
+                    if position is not None:
+                        sleepers[peer, position].append(rank)
+                    break
+            if rank in blocked:
+                break
+            awake += sleepers.pop((rank, cursors[rank]), ())
+            cursors[rank] += 1
+    return cursors, [blocked[rank] for rank in sorted(blocked)]

@@ -5,7 +5,7 @@ global clipping. It works lazily and on one rank at a time, so that a stream of 
 runs.
 
 A receive is posted before the compute action *preceding* the one that needs it, so that the transfer happens during
-that action. Where sends could wait for each other, receives are posted earlier (:mod:`vpipe.schedules.receive_order`).
+that action. Where sends could wait for each other, receives are posted earlier (:mod:`vpipe.schedules.transfer_order`).
 A send stands right behind the action that made the tensors. Stages on the same rank pass tensors without a transfer.
 
 A tied weight belongs to the first stage that uses it; other stages borrow it:
@@ -34,9 +34,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from vpipe.schedules.action import COMPLETES, COMPUTE, RETURNS, Action, Op
 from vpipe.schedules.dependencies import borrowing_ranks
-from vpipe.schedules.receive_order import post_in_time
-from vpipe.schedules.replication import Rounds
-from vpipe.schedules.schedule import Schedule, stages_of_rank
+from vpipe.schedules.schedule import Rounds, Schedule, stages_of_rank
+from vpipe.schedules.transfer_order import post_in_time
 
 Compute = Callable[[int], Iterator[Action]]
 """Returns the compute program of a rank, from its beginning."""

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 from vpipe.errors import UserError, counted
-from vpipe.schedules.build import check_chunks, replica_views
-from vpipe.schedules.check import check, lowered, prove
-from vpipe.schedules.costs import Costs
+from vpipe.schedules.action import Op
+from vpipe.schedules.build import build, check_chunks, replica_views, reverse_backwards, with_recompute
+from vpipe.schedules.check import check
+from vpipe.schedules.costs import Costs, StageCosts
 from vpipe.schedules.csv_format import read_csv
 from vpipe.schedules.lower import lower
-from vpipe.schedules.passes import compute_only, with_recompute
-from vpipe.schedules.registry import Limits, recipe_named
-from vpipe.schedules.replication import Rounds
-from vpipe.schedules.schedule import Schedule, stages_of_rank
+from vpipe.schedules.registry import Limits, Recipe, recipe_if_any, recipe_named
+from vpipe.schedules.schedule import Rounds, Schedule, stages_of_rank
+from vpipe.schedules.simulator.simulate import simulate
 from vpipe.schedules.size import (
     MOST_MICROBATCHES,
     MOST_RANKS,
@@ -29,10 +30,16 @@ from vpipe.schedules.size import (
     widened,
 )
 
+MOST_SIMULATED = 10_000
+"""Actions that are simulated for a warning, in a third of a second; the bubble of larger schedules is not given."""
+
+ENOUGH = 4
+"""Proposed microbatches per stage: with 1F1B they leave a bubble of less than a fifth."""
+
 
 def is_file(schedule: str) -> bool:
     """Tell whether a schedule is given as a file, not by name."""
-    return isinstance(schedule, str) and schedule.endswith(".csv")  # what is no text is refused as a name
+    return isinstance(schedule, str) and schedule.endswith(".csv")  # anything but text is refused as a name
 
 
 def has_flush(schedule: str) -> bool:
@@ -44,7 +51,7 @@ def _read(path: str) -> Schedule:
     try:
         state = os.stat(path)
     except (OSError, ValueError):
-        return read_csv(Path(path))  # says what is wrong
+        return read_csv(Path(path))  # its error explains the path
     return _read_once(path, state.st_mtime_ns, state.st_size)
 
 
@@ -72,7 +79,7 @@ class ScheduleSpec:
         costs: the costs that a searched schedule is made for; equal ones when None.
         limits: the activations that each rank of a searched schedule may hold.
         last_first: run the backwards from the last microbatch to the first, see
-            :func:`~vpipe.schedules.passes.reverse_backwards`.
+            :func:`~vpipe.schedules.build.reverse_backwards`.
     """
 
     schedule: str
@@ -99,60 +106,45 @@ class ScheduleSpec:
         Raises:
             UserError: the numbers do not fit; :class:`~vpipe.errors.CheckError` when a rule is broken.
         """
-        self._check_sizes()
-        return self._from_file(proved) if is_file(self.schedule) else self._by_name(proved)
-
-    def _check_sizes(self) -> None:
-        """Refuse numbers that are too large before any list is made of them."""
         for name, value, most in (("stages", self.stages, MOST_STAGES), ("chunks", self.chunks, MOST_STAGES),
                                   ("replicas", self.replicas, MOST_RANKS),
                                   ("microbatches", self.microbatches, MOST_MICROBATCHES),
                                   ("update_every", self.update_every, MOST_MICROBATCHES)):
-            if isinstance(value, int) and value > most:
+            if isinstance(value, int) and value > most:  # before any list is made of them
                 raise UserError(f"{name} is {value}", hint=f"give {most:,} at most")
+        built = self._from_file() if is_file(self.schedule) else self._by_name(recipe_named(self.schedule))
+        schedule = lower(built, self.norm and built.flush)
+        if not proved:
+            check(schedule)
+        return schedule
 
-    def _by_name(self, proved: bool) -> Schedule:
-        recipe = recipe_named(self.schedule)
+    def _by_name(self, recipe: Recipe) -> Schedule:
         check_chunks(recipe, self.chunks)
         if type(self.replicas) is not int or self.replicas < 1:
             raise UserError(f"replicas is {self.replicas!r}", hint="give a whole number, 1 or more")
         if self.replicas > 1 and self.placement:
             raise UserError(f"{self.replicas} replicas beside the placement {[list(r) for r in self.placement]}",
-                            hint="leave the replicas out: the placement says them")
-        placement = self.placement or self._placement()
+                            hint="leave the replicas out: the placement contains them")
+        placement = self.placement or self._placement(recipe)
         self._check_ranks(placement)
         size = replica_views(recipe, placement, self.microbatches, self.update_every)[placement[0][0]].size
         every = None if recipe.flush else size.update_every
-        to_prove = self._to_prove(placement, size, every)
+        to_prove = self.microbatches if every is None else _part_of_stream(placement, size)
         positions = set(placement)
         check_work(sum(map(len, positions)), to_prove, len(placement) // len(positions),
                    replicated=max(map(len, positions)) > 1,
                    why="" if every is None else f", which prove a stream of '{self.schedule}',")
-        construct = lowered if proved else prove
-        return construct(self.schedule, placement, to_prove, every, self.ties,
-                         self.norm and recipe.flush, self.recompute, self.costs, self.limits, self.last_first)
+        schedule = build(self.schedule, placement, to_prove, every, self.ties, self.recompute, self.costs, self.limits)
+        return reverse_backwards(schedule) if self.last_first else schedule
 
-    def _to_prove(self, placement: Placement, size: Size, every: int | None) -> int:
-        """Return the microbatches of a batch, or of enough of a stream.
-
-        A stream has no end. What holds for its warm-up and a few repetitions of its steady state holds for the rest.
-        """
-        if every is None:
-            return self.microbatches
-        per_step = Rounds(placement, every, False, lambda microbatch: True).per_step
-        deepest = max(size.stages, size.ranks) * max(map(len, placement))
-        return 4 * -(-deepest // per_step) * per_step
-
-    def _placement(self) -> Placement:
-        recipe = recipe_named(self.schedule)
+    def _placement(self, recipe: Recipe) -> Placement:
         chunks = self.chunks
         if self.ranks is not None and self.ranks % self.replicas:
             raise UserError(f"{counted(self.ranks, 'process')} for {counted(self.replicas, 'replica')} of the pipeline",
                             hint=f"start a multiple of {counted(self.replicas, 'process')}")
-        ranks_of_one = None if self.ranks is None else self.ranks // self.replicas
         if chunks is None:
-            free = recipe.any_chunks and ranks_of_one is not None and self.stages % ranks_of_one == 0
-            chunks = self.stages // ranks_of_one if free and ranks_of_one is not None else recipe.chunks
+            fitting = recipe.any_chunks and self.ranks is not None and self.stages % (self.ranks // self.replicas) == 0
+            chunks = self.stages // (self.ranks // self.replicas) if fitting and self.ranks else recipe.chunks
         ranks, left = divmod(self.stages, chunks)
         if left:
             low, high = ranks * chunks, (ranks + 1) * chunks
@@ -180,24 +172,21 @@ class ScheduleSpec:
                             hint="number the ranks from 0 without a gap")
         for rank in used if self.chunks is not None else ():
             if self.chunks != (count := len(stages_of_rank(placement, rank))):
-                raise UserError(f"chunks is {self.chunks}, but the placement puts "
-                                f"{counted(count, 'stage')} on rank {rank}", hint="leave chunks out: the placement "
-                                "says it")
-        if self.ranks is not None and self.ranks != len(used):
-            raise self._wrong_processes(self.ranks, placement, len(used))
-
-    def _wrong_processes(self, processes: int, placement: Placement, needed: int) -> UserError:
+                raise UserError(f"chunks is {self.chunks}, but the placement puts {counted(count, 'stage')} on rank "
+                                f"{rank}", hint="leave chunks out: it follows from the placement")
+        if self.ranks in (None, len(used)):
+            return
+        processes, start = counted(self.ranks or 0, "process"), f"start {counted(len(used), 'process')}"
         widths = [len(ranks) for ranks in placement]
-        start = f"start {counted(needed, 'process')}"
         if max(widths) > 1:
-            return UserError(f"{counted(processes, 'process')} for {counted(needed, 'rank')}: the stages have "
-                             f"{', '.join(map(str, widths))} replicas", hint=f"{start}, or change the replicas")
-        per_rank = self.stages // needed
-        return UserError(f"{counted(processes, 'process')} for {counted(self.stages, 'stage')}, of which "
-                         f"'{self.schedule}' holds {per_rank} on each rank",
-                         hint=f"{start}, or cut the model into {counted(processes * per_rank, 'stage')}")
+            raise UserError(f"{processes} for {counted(len(used), 'rank')}: the stages have "
+                            f"{', '.join(map(str, widths))} replicas", hint=f"{start}, or change the replicas")
+        per_rank = self.stages // len(used)
+        raise UserError(f"{processes} for {counted(self.stages, 'stage')}, of which '{self.schedule}' holds {per_rank} "
+                        "on each rank",
+                        hint=f"{start}, or cut the model into {counted((self.ranks or 0) * per_rank, 'stage')}")
 
-    def _from_file(self, proved: bool) -> Schedule:
+    def _from_file(self) -> Schedule:
         schedule = _read(self.schedule)
         for word, asked, there in (("stages", self.stages, schedule.stages),
                                    ("microbatches", self.microbatches, schedule.microbatches),
@@ -217,10 +206,57 @@ class ScheduleSpec:
             raise UserError(f"'{self.schedule}' has {schedule.microbatches} microbatches, but its stages make whole "
                             f"updates together only every {schedule.rounds.per_step}",
                             hint=f"use a multiple of {schedule.rounds.per_step} microbatches")
-        compute = compute_only(replace(schedule, ties=dict(self.ties or {})))
-        early = compute.with_programs([list(with_recompute(iter(program), self.recompute))
-                                       for program in compute.programs])
-        schedule = lower(early, self.norm and schedule.flush)
-        if not proved:
-            check(schedule)
-        return schedule
+        compute = replace(schedule, ties=dict(self.ties or {})).compute_only()
+        return compute.with_programs([list(with_recompute(program, self.recompute)) for program in compute.programs])
+
+
+def _part_of_stream(placement: Placement, size: Size) -> int:
+    """Return the microbatches of the part of a stream that is proved; see :func:`~vpipe.schedules.check.prove`."""
+    per_step = Rounds(placement, size.update_every, False, lambda microbatch: True).per_step
+    deepest = max(size.stages, size.ranks) * max(map(len, placement))
+    return 4 * -(-deepest // per_step) * per_step
+
+
+def few_microbatches(schedule: Schedule, key: str, batch: int | None = None) -> str | None:
+    """Return a warning where a schedule with a flush has fewer microbatches than ranks, so that some always wait.
+
+    The ranks are those that a microbatch passes, times the replicas among which microbatches are divided.
+
+    Args:
+        schedule: with or without its transfers.
+        key: the user's name of the number of microbatches.
+        batch: samples of a batch, which the microbatches must divide; None where it is unknown.
+    """
+    depth, width, count = len(set(schedule.placement)), max(map(len, schedule.placement)), schedule.microbatches
+    if not schedule.flush or count >= depth * width:
+        return None
+    stages = counted(schedule.stages, "stage") + (f" with {width} replicas" if width > 1 else "")
+    left = "ranks without work"
+    if sum(map(len, schedule.programs)) <= MOST_SIMULATED:
+        left = f"a bubble of {_bubble(schedule)} with {schedule.name}, where all stages take equally long"
+    remedy = _more_microbatches(schedule, ENOUGH * depth * width, key, batch)
+    return f"{counted(count, 'microbatch')} for {stages} leave{'s' * (count == 1)} {left}; {remedy}"
+
+
+def _more_microbatches(schedule: Schedule, wanted: int, key: str, batch: int | None) -> str:
+    fitting = [count for count in range(wanted, schedule.microbatches, -1) if batch is None or batch % count == 0]
+    recipe = recipe_if_any(schedule.name)
+    if not fitting:
+        return f"raise dataset.batch_size, which is {batch}, and {key}"
+    if recipe is None or recipe.search is not None:
+        return f"raise {key}, at best to {fitting[0]}"
+    for count in fitting:
+        if 3 * count * schedule.stages > MOST_SIMULATED:
+            return f"raise {key}, at best to {count}"
+        with suppress(UserError):  # not every schedule takes every number
+            return f"{key} {count} would leave {_bubble(build(schedule.name, schedule.placement, count))}"
+    return f"raise {key}"
+
+
+def _bubble(schedule: Schedule) -> str:
+    """Return the share of the time from a rank's first start to its last end in which it waits, at equal stages."""
+    computed = schedule.compute_only()
+    early = {action.stage for program in computed.programs for action in program if action.op is Op.RECOMPUTE}
+    costs = Costs(tuple(StageCosts(1, 1, 1, recompute_s=int(stage in early)) for stage in range(schedule.stages)))
+    timeline = simulate(computed, costs)
+    return f"{100 * float(timeline.bubble_s / (timeline.bubble_s + max(timeline.work_s))):.0f} %"

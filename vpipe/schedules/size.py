@@ -32,7 +32,7 @@ class Size:
         even: all stages have equally many replicas.
 
     For a replica of a stage these are the numbers of its own pipeline, see
-    :class:`vpipe.schedules.replication.ReplicaView`.
+    :class:`vpipe.schedules.build.ReplicaView`.
     """
 
     ranks: int

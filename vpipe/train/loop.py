@@ -32,7 +32,7 @@ from vpipe.runtime.executors.registry import NO_GAIN, THREADED
 from vpipe.runtime.microbatches import Batch
 from vpipe.runtime.step_results import Step
 from vpipe.runtime.transport.compression import Compression
-from vpipe.schedules.few_microbatches import few_microbatches
+from vpipe.schedules.prepare import few_microbatches
 from vpipe.train.checkpointing import Cadence, Checkpointing, restore
 from vpipe.train.csv_rows import config_row, csv_text
 from vpipe.train.job import Job, device_of, join

@@ -11,7 +11,6 @@ from vpipe.schedules.action import Op
 from vpipe.schedules.check import check
 from vpipe.schedules.costs import Costs, Link, Number, StageCosts, ratio
 from vpipe.schedules.dependencies import Dependencies
-from vpipe.schedules.passes import compute_only
 from vpipe.schedules.peaks import RankPeaks, StagePeaks, rank_peaks, stage_peaks
 from vpipe.schedules.schedule import Schedule, stages_of_rank
 from vpipe.schedules.simulator.simulate import simulate
@@ -79,7 +78,7 @@ class Summary:
         Raises:
             CheckError: they break a rule.
         """
-        computed = compute_only(schedule)
+        computed = schedule.compute_only()
         check(computed)
         recomputing = {action.stage for program in computed.programs for action in program
                        if action.op is Op.RECOMPUTE}

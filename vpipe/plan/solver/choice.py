@@ -18,13 +18,12 @@ from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
 from vpipe.plan.solver.stage_table import StageDemand
 from vpipe.schedules.action import Op
-from vpipe.schedules.build import build, replica_views
+from vpipe.schedules.build import ReplicaView, build, replica_views
 from vpipe.schedules.check import check
 from vpipe.schedules.costs import Costs
 from vpipe.schedules.lower import lower
 from vpipe.schedules.peaks import rank_peaks
 from vpipe.schedules.registry import Recipe, recipe_named
-from vpipe.schedules.replication import ReplicaView
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.simulate import simulate
 from vpipe.schedules.size import Placement, Size, widened

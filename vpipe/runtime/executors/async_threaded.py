@@ -160,7 +160,7 @@ class _Done(NamedTuple):
 
 
 class ThreadedWorker(Worker):
-    """Execute GPipe with its backwards in reverse order (:mod:`vpipe.schedules.passes`).
+    """Execute GPipe with its backwards in reverse order (:func:`vpipe.schedules.build.reverse_backwards`).
 
     A forward of a batch starts a thread, which queues the microbatch's work, on a GPU in a stream of its own
     (:class:`CudaStreams`). The threads take turns in the order of the microbatches: random numbers are drawn, and

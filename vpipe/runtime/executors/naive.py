@@ -19,7 +19,7 @@ class NaiveWorker(Worker):
     """Wait for each send, and on a GPU for the device after every action.
 
     A receive is posted where the program says, which takes no time; the checker has proved that sends which wait
-    for that never deadlock (:func:`~vpipe.schedules.deadlock.no_deadlock_rendezvous`). While the receiver is
+    for that never deadlock (:func:`~vpipe.schedules.check.no_deadlock_rendezvous`). While the receiver is
     still learning shapes it gets ready later, so sends go on behind until the first gradient has come back. What goes
     along with an update and is no send of the program (norms, losses, sums over replicas) is waited for where it is
     taken.

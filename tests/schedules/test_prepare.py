@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vpipe.schedules.build import build
-from vpipe.schedules.few_microbatches import few_microbatches
+from vpipe.schedules.prepare import few_microbatches
 from vpipe.schedules.registry import recipe_named
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Placement

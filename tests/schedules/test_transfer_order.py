@@ -16,12 +16,10 @@ from vpipe.schedules.build import build, build_evaluation, replica_views, stream
 from vpipe.schedules.check import check, prove
 from vpipe.schedules.dependencies import Dependencies
 from vpipe.schedules.lower import Lowering, lower
-from vpipe.schedules.receive_order import post_in_time
 from vpipe.schedules.registry import recipe_named, schedule_names
-from vpipe.schedules.replication import Rounds
-from vpipe.schedules.schedule import Schedule, stages_of_rank
+from vpipe.schedules.schedule import Rounds, Schedule, stages_of_rank
 from vpipe.schedules.size import Layout, Placement, default_placement, widened
-from vpipe.schedules.transfer_order import TransferOrder, in_one_order
+from vpipe.schedules.transfer_order import TransferOrder, in_one_order, post_in_time
 
 MODES = [(rendezvous, blocking) for rendezvous in (False, True) for blocking in (False, True)]
 
