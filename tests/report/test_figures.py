@@ -13,13 +13,12 @@ from profile_by_hand import made_profile
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
-from vpipe.report.figures import Figures
+from vpipe.report.figures import Figures, steady_window, step_ends, step_times, typical_window
 from vpipe.report.idle_causes import Cause, Producers, time_slices
 from vpipe.report.page import page
 from vpipe.report.recording import Recording, read_recording
 from vpipe.report.report_data import as_recording, load_report_data, repeat_batches, replay_medians
 from vpipe.report.run_metrics import Totals
-from vpipe.report.steady_state import steady_window, step_ends, step_times, typical_window
 from vpipe.schedules.action import Action, Op
 
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_run import GAP_S, LATENCY_S, SEND_S, make_run
 
-from vpipe.report.idle_causes import Cause, Producers, TimeSlice, rank_times, time_slices
+from vpipe.report.figures import Window, rank_times, steady_window
+from vpipe.report.idle_causes import Cause, Producers, TimeSlice, time_slices
 from vpipe.report.recording import RecordedAction, Recording, Track, read_recording
-from vpipe.report.steady_state import Window, steady_window
 from vpipe.schedules.action import Action
 from vpipe.schedules.size import Placement
 

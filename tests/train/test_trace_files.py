@@ -14,10 +14,9 @@ from torch import nn
 
 from vpipe import Layer, Model, Pipeline
 from vpipe.errors import RunError, UserError
-from vpipe.report.figures import Figures
+from vpipe.report.figures import Figures, step_ends
 from vpipe.report.idle_causes import Producers
 from vpipe.report.recording import read_recording
-from vpipe.report.steady_state import step_ends
 from vpipe.train.loop import train
 from vpipe.train.trace import TraceWriter
 

@@ -1,16 +1,16 @@
-"""Compute the figures of a recording, of a run or of a simulated plan."""
+"""Compute the figures of a recording, of a run or of a simulated plan, over the steps of its steady state."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
 
 from vpipe.metric_formulas import bubble
-from vpipe.report.idle_causes import Cause, Producers, RankTime, medians, rank_times
+from vpipe.report.idle_causes import Cause, Producers, medians, time_slices
 from vpipe.report.recording import Recording
-from vpipe.report.steady_state import Window, steady_window, step_times
 from vpipe.schedules.action import COMPUTE, RETURNS, Op
 
 WORK = COMPUTE | {Op.STEP}
@@ -18,8 +18,141 @@ Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
+class Window:
+    """A part of a run.
+
+    Attributes:
+        first: its first step.
+        steps: their number; 0 where no whole step was recorded.
+        start_s, end_s: its limits.
+        cut: whether it ends before its only step does.
+    """
+
+    first: int
+    steps: int
+    start_s: float
+    end_s: float
+    cut: bool = False
+
+    @property
+    def span_s(self) -> float:
+        return self.end_s - self.start_s
+
+    @property
+    def step_s(self) -> float:
+        """Return the mean time of one of its steps."""
+        return self.span_s / max(1, self.steps)
+
+
+def step_ends(recording: Recording) -> dict[int, float]:
+    """Return the end of each step on all ranks of stage 0, where its last backward ends; by the number of the step."""
+    rounds, ends, seen = recording.rounds, dict[int, float](), Counter[int]()
+    span, per_step = rounds.per_update(0), rounds.per_step
+    for rank in recording.placement[0]:
+        for done in recording.tracks[rank].actions:
+            if done.op is Op.STEP and done.stage == 0 and (done.number + 1) * span % per_step == 0:
+                step = (done.number + 1) * span // per_step - 1
+                ends[step] = max(done.end_s, ends.get(step, 0.0))
+                seen[step] += 1
+    return {step: ends[step] for step in sorted(ends)
+            if seen[step] == rounds.width(0) and ends[step] <= recording.covered_s}
+
+
+def steady_window(recording: Recording) -> Window:
+    """Return the window to measure: all whole steps but the first ones and, where the pipeline drains, the last ones.
+
+    A run of very few steps is measured as a whole.
+    """
+    ends = step_ends(recording)
+    numbers, stages = list(ends), len(recording.placement)
+    begin = min(stages + 1, len(numbers) // 3)
+    drain = 0 if recording.flush else min(stages, len(numbers) // 3)
+    last = len(numbers) - 1 - drain
+    if begin == 0 or last < begin:
+        return Window(min(numbers, default=0), len(numbers), 0.0, recording.covered_s)
+    return Window(numbers[begin], last - begin + 1, ends[numbers[begin - 1]], ends[numbers[last]])
+
+
+def step_times(recording: Recording) -> list[float]:
+    """Return the times of the steady steps that no evaluation interrupts."""
+    ends, steady = step_ends(recording), steady_window(recording)
+    evaluations = [evaluation for track in recording.tracks for evaluation in track.evaluations]
+    return [end - start for start, end in pairwise(ends.values())
+            if steady.start_s <= start and end <= steady.end_s
+            and not any(begun < end and start < ended for begun, ended in evaluations)]
+
+
+def typical_window(recording: Recording, most_actions: int, steps: int | None = None) -> Window:
+    """Return the window to draw: steady steps in a row that take as long as such steps usually do.
+
+    Args:
+        most_actions: of a rank. One step is drawn even with more, up to twice as many.
+        steps: their number; as many as ``most_actions`` allows when left out.
+    """
+    ends, steady = step_ends(recording), steady_window(recording)
+    if steady.steps == 0 or len(ends) < 2:
+        return _cut(recording, Window(steady.first, len(ends), 0.0, recording.covered_s), most_actions)
+    bounds = [(step, end) for step, end in ends.items() if steady.start_s <= end <= steady.end_s]
+    if steady.start_s == 0.0:
+        bounds.insert(0, (steady.first - 1, 0.0))
+    busiest = max(sum(done.op in COMPUTE and steady.start_s <= done.end_s <= steady.end_s for done in track.actions)
+                  for track in recording.tracks)
+    steps = max(1, min(len(bounds) - 1, steps or int(most_actions / max(1, busiest / steady.steps))))
+    took = step_times(recording)
+    usual = steps * (median(took) if took else steady.step_s)
+    (before, start_s), (_, end_s) = min(zip(bounds, bounds[steps:], strict=False),
+                                        key=lambda pair: abs(pair[1][1] - pair[0][1] - usual))
+    return _cut(recording, Window(before + 1, steps, start_s, end_s), most_actions)
+
+
+def _cut(recording: Recording, window: Window, most_actions: int) -> Window:
+    """Return the window, shorter if it has twice as many actions as wanted."""
+    cuts_s = []
+    for track in recording.tracks:
+        ends = [done.end_s for done in track.actions
+                if done.op in COMPUTE and window.start_s < done.end_s <= window.end_s]
+        if len(ends) > 2 * most_actions:
+            cuts_s.append(ends[2 * most_actions - 1])
+    return replace(window, end_s=min(cuts_s), cut=True) if cuts_s else window
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """A rank's time in seconds: ``work`` by operation and stage and ``idle`` by cause make up ``span``."""
+
+    rank: int
+    span: float
+    work: Mapping[tuple[Op, int], float]
+    idle: Mapping[Cause, float]
+
+    def compute(self, of: frozenset[Op]) -> float:
+        """Return the seconds at work on these operations."""
+        return sum(seconds for (op, _), seconds in self.work.items() if op in of)
+
+
+def rank_times(recording: Recording, window: Window, producers: Producers) -> list[RankTime]:
+    """Return the ranks' times in a window; evaluations are not counted."""
+    times = []
+    for track in recording.tracks:
+        work: dict[tuple[Op, int], float] = defaultdict(float)
+        idle: dict[Cause, float] = defaultdict(float)
+        span = 0.0
+        for start_s, end_s, cause, done in time_slices(recording, track, producers):
+            seconds = min(end_s, window.end_s) - max(start_s, window.start_s)
+            if seconds <= 0 or (cause is None and done is None):
+                continue
+            if cause is not None:
+                idle[cause] += seconds
+            elif done is not None:
+                work[done.op, done.stage] += seconds
+            span += seconds
+        times.append(RankTime(track.rank, span, work, idle))
+    return times
+
+
+@dataclass(frozen=True)
 class StageFigures:
-    """One stage, in seconds: of one microbatch, or of one step on each of its ranks.
+    """The figures of a stage, in seconds: of one microbatch, or of one step on each of its ranks.
 
     Attributes:
         forward_s, backward_s, weight_s, recompute_s: medians, of a microbatch; ``backward_s`` without a half that is in
@@ -67,31 +200,24 @@ class Figures:
     @classmethod
     def from_recording(cls, recording: Recording, producers: Producers) -> Figures:
         window = steady_window(recording)
-        times = rank_times(recording, window, producers)
-        usual, steps = medians(recording), max(1, window.steps)
-        took = step_times(recording)
-        step_s = median(took) if took else window.step_s
-        counted_s = sum(time.span for time in times) / len(times)
+        times, took = rank_times(recording, window, producers), step_times(recording)
+        usual, staleness, memory = medians(recording), _staleness(recording), memory_curves(recording)
         stages = []
-        staleness, memory = _staleness(recording), memory_curves(recording)
         for stage, ranks in enumerate(recording.placement):
             mine = [times[rank] for rank in ranks]
             handing = sum(seconds for time in mine for (op, own), seconds in time.work.items()
                           if op not in WORK and own == stage)
             waiting = sum(time.idle.get(Cause.TRANSFER, 0.0) for time in mine)
             idle = sum(sum(time.idle.values()) for time in mine) - waiting
-            per = steps * len(ranks)
-
-            def of(op: Op, stage: int = stage) -> float:
-                return usual.get((stage, op), 0.0)
-
-            stages.append(StageFigures(
-                of(Op.FORWARD), of(Op.INPUT) or of(Op.BACKWARD), of(Op.WEIGHT), of(Op.RECOMPUTE), of(Op.STEP),
-                (handing + waiting) / per, idle / per,
-                max((held for rank in ranks for _, held in memory.get(rank, ())), default=None), staleness[stage]))
-        whole = window.steps * recording.samples_per_step
-        return cls(window, step_s, whole / counted_s if counted_s else 0.0, bubble(_waiting(recording, window)), times,
-                   stages, memory)
+            per = max(1, window.steps) * len(ranks)
+            forward, backward, split, weight, recompute, update = (usual.get((stage, op), 0.0) for op in (
+                Op.FORWARD, Op.BACKWARD, Op.INPUT, Op.WEIGHT, Op.RECOMPUTE, Op.STEP))
+            kept = max((held for rank in ranks for _, held in memory.get(rank, ())), default=None)
+            stages.append(StageFigures(forward, split or backward, weight, recompute, update,
+                                       (handing + waiting) / per, idle / per, kept, staleness[stage]))
+        samples, span_s = window.steps * recording.samples_per_step, sum(time.span for time in times) / len(times)
+        return cls(window, median(took) if took else window.step_s, samples / span_s if span_s else 0.0,
+                   bubble(_waiting(recording, window)), times, stages, memory)
 
     @property
     def kept_bytes(self) -> dict[int, float]:
@@ -102,11 +228,9 @@ class Figures:
 def _waiting(recording: Recording, window: Window) -> Iterator[tuple[float, float]]:
     """Yield for each rank the seconds of its actions in a window that it waited, and those that it worked."""
     for track in recording.tracks:
-        waited = spent = 0.0
-        for done in track.actions:
-            if window.start_s < done.end_s <= window.end_s:
-                waited, spent = waited + done.waited_s, spent + done.end_s - done.start_s
-        yield waited, spent - waited
+        inside = [done for done in track.actions if window.start_s < done.end_s <= window.end_s]
+        waited = sum(done.waited_s for done in inside)
+        yield waited, sum(done.end_s - done.start_s for done in inside) - waited
 
 
 def _staleness(recording: Recording) -> list[int]:
@@ -117,10 +241,10 @@ def _staleness(recording: Recording) -> list[int]:
     """
     most = [0] * len(recording.placement)
     for track in recording.tracks:
-        made: dict[int, int] = defaultdict(int)  # the latest version
-        for op, stage, index, *_ in reversed(track.actions):
-            if op is Op.STEP:
-                made[stage] = index  # in the end that before the first recorded step
+        made: dict[int, int] = defaultdict(int)  # the latest version; at first that before the first recorded step
+        for op, stage, index, *_ in track.actions:
+            if op is Op.STEP and stage not in made:
+                made[stage] = index
         chosen: dict[int, int] = {}
         used: dict[tuple[int, int], int] = {}
         for op, stage, index, *_ in track.actions:

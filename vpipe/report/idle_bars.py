@@ -7,8 +7,8 @@ from html import escape
 from itertools import accumulate
 
 from vpipe.plan.plan import Prediction
-from vpipe.report.figures import Figures
-from vpipe.report.idle_causes import Cause, RankTime
+from vpipe.report.figures import Figures, RankTime
+from vpipe.report.idle_causes import Cause
 from vpipe.report.report_data import ReportData
 from vpipe.report.style import FILLS
 from vpipe.report.timeline import swatch

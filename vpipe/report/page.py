@@ -9,11 +9,10 @@ from typing import Any
 
 from vpipe.errors import counted
 from vpipe.metric_formulas import averaged_losses, share_text
-from vpipe.report.figures import Points, in_window
+from vpipe.report.figures import Points, Window, in_window, steady_window, typical_window
 from vpipe.report.idle_bars import idle_bars, stage_table
 from vpipe.report.line_chart import Line, chart, is_drawable, smooth, thinned
 from vpipe.report.report_data import ReportData
-from vpipe.report.steady_state import Window, steady_window, typical_window
 from vpipe.report.style import PATTERNS, SCRIPT, css
 from vpipe.report.timeline import Lane, chunks, timeline_figure
 from vpipe.units import parse_size, size_text

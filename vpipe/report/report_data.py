@@ -16,11 +16,10 @@ from vpipe.errors import CheckError, UserError, counted
 from vpipe.plan.plan import Plan, Prediction
 from vpipe.plan.predict import predict
 from vpipe.plan.profile import Profile
-from vpipe.report.figures import Figures
+from vpipe.report.figures import Figures, step_ends
 from vpipe.report.idle_causes import Cause, Producers, medians, time_slices
 from vpipe.report.recording import RecordedAction, Recording, Track, read_recording
 from vpipe.report.run_metrics import History, Totals, read_history
-from vpipe.report.steady_state import step_ends
 from vpipe.schedules.action import COMPUTE, PER_MICROBATCH, Action, Op
 from vpipe.schedules.costs import Costs, Link, StageCosts
 from vpipe.schedules.schedule import Schedule

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from html import escape
 
-from vpipe.report.figures import WORK
+from vpipe.report.figures import WORK, Window, step_ends
 from vpipe.report.idle_causes import Cause, Producers, TimeSlice, time_slices
 from vpipe.report.recording import Recording, describe
-from vpipe.report.steady_state import Window, step_ends
 from vpipe.report.style import FILLS, shade
 from vpipe.schedules.action import Op
 from vpipe.schedules.schedule import stages_of_rank
