@@ -90,21 +90,21 @@ paralel: {}
 trace: 1
 """) == [
         ("the key 'parallel' is missing", "c.yaml:1:1",
-         "add parallel: how the model is cut into stages, and their schedule"),
-        ("model.name must be text, got 3", "c.yaml:1:15", "name: family of the model, such as bert, gpt or llama"),
+         "add parallel: stages, their ranks and their schedule"),
+        ("model.name must be text, got 3", "c.yaml:1:15", "name: model family, such as bert, gpt or llama"),
         ("unknown key 'model.hiden_size'", "c.yaml:1:18", "did you mean 'hidden_size'?"),
         ("the key 'dataset.batch_size' is missing", "c.yaml:2:1",
-         "add batch_size: samples per batch, which is cut into num_microbatches microbatches; with a flush one update "
+         "add batch_size: samples per batch, which is split into num_microbatches microbatches; with a flush, one update "
          "per batch"),
         ("training.learning_rate must be a number, got 'fast'", "c.yaml:4:18",
          "learning_rate: learning rate after the warm-up, such as 1e-3"),
         ("training.lr_policy must be 'constant', 'step', 'polynomial' or 'cosine', got 'cosin'", "c.yaml:5:14",
          "did you mean 'cosine'?"),
         ("training.epochs must be a whole number, got 1.5", "c.yaml:6:11",
-         "epochs: stop after so many passes over the data; 1 when neither max_steps nor max_minutes is given"),
+         "epochs: stop after this many passes over the data; 1 when neither max_steps nor max_minutes is given"),
         ("unknown key 'training.batch_size'", "c.yaml:7:3", "did you mean 'dataset.batch_size'?"),
         ("unknown key 'paralel'", "c.yaml:8:1", "did you mean 'parallel'?"),
-        ("trace must be true or false, got 1", "c.yaml:9:8", "trace: whether the run writes its timeline"),
+        ("trace must be true or false, got 1", "c.yaml:9:8", "trace: write the timeline of the run"),
     ]
 
 
@@ -281,7 +281,7 @@ def test_a_missing_key_is_placed_at_its_section(at: Path) -> None:
     text = "# a comment first\n" + GOOD.replace("model_parallel_size: 4", "update_every: 1")
     assert errors(at, text) == [
         ("the key 'parallel.model_parallel_size' is missing", "c.yaml:5:1",
-         "add model_parallel_size: number of stages; may be left out when partition or stage_to_rank_map tells it")]
+         "add model_parallel_size: number of stages; optional where partition or stage_to_rank_map gives it")]
 
 
 def test_stages_on_any_ranks(at: Path) -> None:
@@ -339,7 +339,7 @@ def test_override_shows_its_place_and_the_nearest_key(at: Path) -> None:
         ("training.seed must be a whole number, got 'x'", "--set training.seed",
          "seed: seed of initial weights and dropout"),
         ("dataset.batch_size must be a whole number, got a mapping", "--set dataset.batch_size.x",
-         "batch_size: samples per batch, which is cut into num_microbatches microbatches; with a flush one update per "
+         "batch_size: samples per batch, which is split into num_microbatches microbatches; with a flush, one update per "
          "batch"),
     ]
 

@@ -208,7 +208,7 @@ def test_overrides_take_native_and_flat_keys(flat: Path) -> None:
          "remove one of the two"),
         ("epochs must be a whole number, got 'x'", "--set epochs", "epochs: passes over the data"),
         ("batch_size must be a whole number, got a mapping", "--set batch_size",
-         "batch_size: samples per minibatch; a minibatch goes through the pipeline at once"),
+         "batch_size: samples per minibatch, which passes the pipeline in one piece"),
     ]
 
 
@@ -223,10 +223,10 @@ def test_all_mistakes_of_the_flat_file_at_once(flat: Path) -> None:
                   "'learning_rte': 1\n'epochs': 3\n") == [
         ("the key 'epochs' is given twice, first at configs/flat.yml:12:1", "configs/flat.yml:18:1",
          "remove one of the two"),
-        ("the key 'model_type' is missing", "configs/flat.yml:1:1", "add model_type: family of the model"),
+        ("the key 'model_type' is missing", "configs/flat.yml:1:1", "add model_type: model family"),
         ("sync_mode must be 'asp' or 'bsp', got 'aps'", "configs/flat.yml:8:14", "did you mean 'asp'?"),
         ("batch_size must be a whole number, got 'many'", "configs/flat.yml:9:15",
-         "batch_size: samples per minibatch; a minibatch goes through the pipeline at once"),
+         "batch_size: samples per minibatch, which passes the pipeline in one piece"),
         ("epochs must be at least 1, got 0", "configs/flat.yml:12:11", "epochs: passes over the data"),
         ("unknown key 'learning_rte'", "configs/flat.yml:17:1", "did you mean 'learning_rate'?"),
     ]
@@ -245,8 +245,7 @@ def test_all_mistakes_of_the_flat_file_at_once(flat: Path) -> None:
     ("machines", "localhost:0", "machines must be a list, got 'localhost:0'", "7:13",
      "machines: host:gpu of each rank, such as localhost:0"),
     ("verbose_frequency", "-1", "verbose_frequency must be at least 0, got -1", "14:22",
-     "verbose_frequency: updates between two reports of where the time of each rank went, and how much it sent; 0 for "
-     "none"),
+     "verbose_frequency: updates between two reports of the time and the traffic of each rank; 0 for none"),
     ("data_dir", "", "data_dir is missing", "1:1", "name the folder of HDF5 shards, or set synthetic_data: true"),
     ("learning_rate_policy", "polynom", "learning_rate_policy must be 'step', 'polynomial' or 'cosine', got 'polynom'",
      "15:25", "did you mean 'polynomial'?"),

@@ -35,23 +35,22 @@ DEEPEST = 8
 class Config(Section):
     """Everything that decides a run. Paths are taken from the current folder."""
 
-    model: ModelSection = Field(description="what is trained")
-    dataset: DatasetSection = Field(description="what it is trained on")
-    training: TrainingSection = Field(description="how long, and with which updates")
-    parallel: ParallelSection = Field(description="how the model is cut into stages, and their schedule")
-    checkpoint: CheckpointSection | None = Field(None, description="when the state of the run is written")
-    launch: LaunchSection = Field(default_factory=lambda: LaunchSection.model_validate({}),
-                                  description="how ranks are started, those of other hosts above all")
-    metrics: MetricsSection = Field(default_factory=lambda: MetricsSection.model_validate({}),
-                                    description="what the run says of itself")
-    machines: Texts | None = Field(None, description="host:gpu of each rank, such as [hostA:0, hostA:1, hostB:0]; the "
-                                                     "first is this host, the others are reached over ssh; null runs "
-                                                     "all ranks here")
-    container: str | None = Field(None, description="image that the ranks run in, with apptainer or singularity")
-    log_directory: FilePath = Field(Path("output"), description="folder in which each run makes a folder of its own")
-    trace: bool = Field(False, description="whether the run writes its timeline")
-    elastic: bool = Field(False, description="whether a run that starts again may do so with fewer ranks, when a host "
-                                             "stays away")
+    model: ModelSection = Field(description="model to train")
+    dataset: DatasetSection = Field(description="training data")
+    training: TrainingSection = Field(description="length of the training, optimizer and numerics")
+    parallel: ParallelSection = Field(description="stages, their ranks and their schedule")
+    checkpoint: CheckpointSection | None = Field(None, description="when checkpoints are written, and where")
+    launch: LaunchSection = Field(default_factory=lambda: LaunchSection.model_validate({}), description=(
+        "start of the ranks, above all on other hosts"))
+    metrics: MetricsSection = Field(default_factory=lambda: MetricsSection.model_validate({}), description=(
+        "metrics beside metrics.jsonl"))
+    machines: Texts | None = Field(None, description=(
+        "host:gpu of each rank, such as [hostA:0, hostA:1, hostB:0]; the first is this host, the others are reached "
+        "over ssh; null runs all ranks on this host"))
+    container: str | None = Field(None, description="container image for the ranks, run with apptainer or singularity")
+    log_directory: FilePath = Field(Path("output"), description="parent folder of the run folders")
+    trace: bool = Field(False, description="write the timeline of the run")
+    elastic: bool = Field(False, description="restart with fewer ranks when a host stays away")
 
     @property
     def saving(self) -> CheckpointSection:

@@ -108,67 +108,64 @@ DeviceName = Annotated[str | None, BeforeValidator(_device)]
 class ParallelSection(Section):
     """The stages, their ranks, their schedule, and the devices."""
 
-    model_parallel_size: int = Field(ge=1, le=MOST_STAGES, description="number of stages; may be left out when "
-                                                                       "partition or stage_to_rank_map tells it")
-    data_parallel_size: int = Field(1, ge=1, le=MOST_RANKS, description="replicas of the whole pipeline, where "
-                                                                        "stage_to_rank_map does not give the ranks of "
-                                                                        "each stage")
-    schedule: str = Field(DEFAULT_SCHEDULE, min_length=1, description="order of forwards, backwards and updates, such "
-                                                                      "as gpipe, 1f1b or pipedream; auto, the fastest "
-                                                                      "with a flush; or a CSV file of actions, from "
-                                                                      "the current folder")
-    chunks: int | None = Field(None, ge=1, le=MOST_STAGES, description="stages per rank, for schedules that may have "
-                                                                       "any number of them (interleaved, looped_bfs, "
-                                                                       "hanayo); null takes the schedule's own")
-    scheduler: Scheduler | None = Field(None, description="OurGPipe's name for schedule gpipe with this executor; "
-                                                          "--scheduler on the command line goes before the config's "
-                                                          "schedule and executor")
-    use_orion_scheduler: bool = Field(False, description="whether Orion shares a GPU between microbatches")
-    executor: Executor = Field("overlapped", description="how a rank does its actions, with the same numbers: "
-                                                         "overlapped sends and receives during compute; naive ends "
-                                                         "each action before the next; async_threaded, for gpipe on "
-                                                         "GPUs, runs the forwards in a thread and a stream per "
-                                                         "microbatch")
+    model_parallel_size: int = Field(ge=1, le=MOST_STAGES, description=(
+        "number of stages; optional where partition or stage_to_rank_map gives it"))
+    data_parallel_size: int = Field(1, ge=1, le=MOST_RANKS, description=(
+        "replicas of the whole pipeline, where stage_to_rank_map does not give the ranks of each stage"))
+    schedule: str = Field(DEFAULT_SCHEDULE, min_length=1, description=(
+        "order of forwards, backwards and updates, such as gpipe, 1f1b or pipedream; auto takes the fastest with a "
+        "flush; or a CSV file of actions, relative to the current folder"))
+    chunks: int | None = Field(None, ge=1, le=MOST_STAGES, description=(
+        "stages per rank, for schedules with a variable number (interleaved, looped_bfs, hanayo); null takes the "
+        "schedule's default"))
+    scheduler: Scheduler | None = Field(None, description=(
+        "OurGPipe's name for schedule gpipe with this executor; --scheduler on the command line overrides the "
+        "schedule and the executor of the config"))
+    use_orion_scheduler: bool = Field(False, description="let Orion share a GPU between microbatches")
+    executor: Executor = Field("overlapped", description=(
+        "how a rank runs its actions, with the same results: overlapped sends and receives during compute; naive ends "
+        "each action before the next; async_threaded, for gpipe on GPUs, runs each microbatch's forwards in a thread "
+        "and a stream of its own"))
     partition: Annotated[tuple[int, ...] | Literal["auto"], BeforeValidator(_layers_or_auto)] = Field(
-        "auto", description="layers per stage; auto measures the layers when the run starts, and takes the fastest; "
-                            "under a schedule from a file it balances the stages by their parameters")
-    recompute: Recomputed = Field(0.0, description="share of a stage's layers, counted from its end, whose activations "
-                                                   "are recomputed in backward; one number, or a list with a share or "
-                                                   "a list of layers per stage; auto takes what the memory asks for")
-    memory: Bytes = Field(None, description="bytes that a rank may use, also as 8GiB or 500MB, where something is "
-                                            "auto; null takes the device's, on a processor the host's divided by its "
-                                            "ranks")
-    plan: FilePath | None = Field(None, description="plan file, as vpipe plan writes it, from the current folder: says "
-                                                    "partition, recompute, stage_to_rank_map, schedule, update_every "
-                                                    "and training.num_microbatches")
-    update_every: int | None = Field(None, ge=1, le=MOST_MICROBATCHES,
-                                     description="microbatches per update of an asynchronous schedule, and per rank of "
-                                                 "a stage; null takes the fewest that it can have")
-    stage_to_rank_map: dict[str, Ints] | None = Field(None, description='ranks of each stage, such as {"0": [0, 1], '
-                                                                        '"1": [2]}: with several, microbatch i goes to '
-                                                                        'replica i mod their number; null places them '
-                                                                        'as the schedule does')
-    backend: Literal["gloo", "nccl"] | None = Field(None, description="what carries tensors between ranks; null takes "
-                                                                      "nccl where every rank has a GPU of its own, "
-                                                                      "else gloo")
-    device: DeviceName = Field(None, description="what a rank computes on: cpu; cuda, the GPU of its number on its "
-                                                 "host, which ranks share where they outnumber GPUs; cuda:1, that "
-                                                 "GPU; null takes cuda where there is a GPU, else cpu")
-    master_port: int | None = Field(None, ge=1, le=65535, description="TCP port where ranks meet; null takes a free "
-                                                                      "one")
-    master_address: str | None = Field(None, min_length=1, description="name or address of the first rank's host, as "
-                                                                       "the others reach it; null finds it")
-    interface: str | None = Field(None, min_length=1, description="network interface between ranks, such as eth0; null "
-                                                                  "takes the one on the route to the first rank's host")
-    compress: Codecs = Field("none", description="how activations and gradients travel between stages on different "
-                                                 "ranks: none as they are, bf16 in half the bytes of fp32, int8 in a "
-                                                 "quarter; one word, or a list with one per cut")
+        "auto", description=(
+        "layers per stage; auto measures the layers when the run starts and takes the fastest partition; under a "
+        "schedule from a file, auto balances the parameters"))
+    recompute: Recomputed = Field(0.0, description=(
+        "share of a stage's layers, counted from its end, whose activations are recomputed in the backward; one "
+        "number, or per stage a share or a list of layers; auto recomputes what the memory requires"))
+    memory: Bytes = Field(None, description=(
+        "bytes that a rank may use where something is auto, also as 8GiB or 500MB; null takes the device's memory, on "
+        "a CPU the host's divided by its ranks"))
+    plan: FilePath | None = Field(None, description=(
+        "plan file of vpipe plan, relative to the current folder; it gives partition, recompute, stage_to_rank_map, "
+        "schedule, update_every and training.num_microbatches"))
+    update_every: int | None = Field(None, ge=1, le=MOST_MICROBATCHES, description=(
+        "microbatches per update of an asynchronous schedule, and per rank of a stage; null takes the smallest "
+        "possible number"))
+    stage_to_rank_map: dict[str, Ints] | None = Field(None, description=(
+        'ranks of each stage, such as {"0": [0, 1], "1": [2]}: with several, microbatch i goes to replica i mod their '
+        "number; null takes the schedule's placement"))
+    backend: Literal["gloo", "nccl"] | None = Field(None, description=(
+        "communication between ranks; null takes nccl where every rank has a GPU of its own, else gloo"))
+    device: DeviceName = Field(None, description=(
+        "device of a rank: cpu; cuda, the GPU with the rank's number on its host, shared where ranks outnumber GPUs; "
+        "cuda:1, that GPU; null takes cuda where there is a GPU, else cpu"))
+    master_port: int | None = Field(None, ge=1, le=65535, description=(
+        "TCP port of the rendezvous; null takes a free one"))
+    master_address: str | None = Field(None, min_length=1, description=(
+        "name or address of rank 0's host, as the others reach it; null finds it"))
+    interface: str | None = Field(None, min_length=1, description=(
+        "network interface between ranks, such as eth0; null takes the one on the route to rank 0's host"))
+    compress: Codecs = Field("none", description=(
+        "encoding of activations and gradients between stages on different ranks: none sends them as they are, bf16 "
+        "takes half the bytes of fp32, int8 a quarter; one word, or a list with one per cut"))
     compress_rounding: Literal["nearest", "stochastic"] = Field("nearest", description="rounding of int8")
     compress_feedback: bool = Field(False, description="always false: error feedback on gradients was removed")
-    timeout_s: float = Field(60.0, gt=0, le=10**6, description="seconds a rank waits for another before the run fails")
-    warmup_depth: Ints | None = Field(None, description="forwards of a rank of each stage before its first backward; "
-                                                        "null takes (ranks of this and later stages - 1) // ranks of "
-                                                        "this stage")
+    timeout_s: float = Field(60.0, gt=0, le=10**6, description=(
+        "seconds that a rank waits for another before the run fails"))
+    warmup_depth: Ints | None = Field(None, description=(
+        "forwards of each stage before its first backward; null takes (ranks of this and later stages - 1) // ranks "
+        "of this stage"))
 
     @property
     def to_plan(self) -> tuple[str, ...]:

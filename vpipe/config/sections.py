@@ -76,27 +76,27 @@ Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 class ModelSection(Section):
     """The model. Sizes given here override those of ``preset`` or ``config_file``."""
 
-    name: str = Field(min_length=1, description="family of the model, such as bert, gpt or llama")
-    preset: str | None = Field(None, description="named sizes of the family; for bert tiny, mini, small, medium, "
-                                                 "base or large; for gpt small, medium, large or xl; for llama 15m, "
-                                                 "110m, 135m, 360m, 1b, 7b or 13b")
-    hidden_size: int | None = Field(None, ge=1, le=LARGEST_SIZE, description="width of a layer's output, in features")
-    num_layers: int | None = Field(None, ge=1, le=MOST_BLOCKS, description="number of transformer blocks; each is cut "
-                                                                           "into two layers")
-    num_heads: int | None = Field(None, ge=1, le=LARGEST_SIZE, description="attention heads per block; must divide "
-                                                                            "hidden_size")
-    num_kv_heads: int | None = Field(None, ge=1, le=LARGEST_SIZE,
-                                     description="heads of keys and values per block, for llama: groups of num_heads "
-                                                 "share one; null gives every head its own")
+    name: str = Field(min_length=1, description="model family, such as bert, gpt or llama")
+    preset: str | None = Field(None, description=(
+        "named sizes of the family: for bert tiny, mini, small, medium, base or large; for gpt small, medium, large "
+        "or xl; for llama 15m, 110m, 135m, 360m, 1b, 7b or 13b"))
+    hidden_size: int | None = Field(None, ge=1, le=LARGEST_SIZE, description=(
+        "hidden size: features of a layer's output"))
+    num_layers: int | None = Field(None, ge=1, le=MOST_BLOCKS, description=(
+        "number of transformer blocks; each is split into two layers"))
+    num_heads: int | None = Field(None, ge=1, le=LARGEST_SIZE, description=(
+        "attention heads per block; must divide hidden_size"))
+    num_kv_heads: int | None = Field(None, ge=1, le=LARGEST_SIZE, description=(
+        "heads of keys and values per block, for llama: groups of num_heads share one; null gives every head its own"))
     sequence_length: int = Field(128, ge=1, le=LARGEST_SIZE, description="tokens per sample")
-    vocab_size: int = Field(-1, ge=-1, le=LARGEST_SIZE, description="tokens in the vocabulary; -1 takes it from "
-                                                                    "config_file, else from the data set")
-    dropout: float | None = Field(None, ge=0, lt=1, description="share of activations dropped in training; null keeps "
-                                                                "the family's own")
-    tie_weights: bool | None = Field(None, description="whether the output layer shares the weights of the word "
-                                                       "embeddings; null keeps the family's own, or config_file's")
-    config_file: FilePath | None = Field(None, description="path of a Hugging Face config such as bert_config.json "
-                                                           "that gives the sizes, from the current folder")
+    vocab_size: int = Field(-1, ge=-1, le=LARGEST_SIZE, description=(
+        "tokens in the vocabulary; -1 takes it from config_file, else from the data set"))
+    dropout: float | None = Field(None, ge=0, lt=1, description="dropout probability; null takes the family's default")
+    tie_weights: bool | None = Field(None, description=(
+        "share the weights of the word embeddings with the output layer; null takes config_file's value, else the "
+        "family's default"))
+    config_file: FilePath | None = Field(None, description=(
+        "Hugging Face config with the sizes, such as bert_config.json, relative to the current folder"))
 
     def mistakes(self) -> Iterator[Mistake]:
         if self.vocab_size == 0:
@@ -113,21 +113,21 @@ class ModelSection(Section):
 class DatasetSection(Section):
     """The data."""
 
-    name: str = Field(min_length=1, description="registered data set, such as text, code_search_net, bert_hdf5, "
-                                                "huggingface or synthetic")
-    path: FilePath | None = Field(None, description="file or folder of the data, from the current folder")
-    batch_size: int = Field(ge=1, le=MOST_SAMPLES, description="samples per batch, which is cut into num_microbatches "
-                                                               "microbatches; with a flush one update per batch")
-    num_workers: int = Field(0, ge=0, le=1024, description="batches that a thread prepares ahead on each rank that "
-                                                           "reads some; 0 prepares each when it is due")
-    samples: int | None = Field(None, ge=1, le=10**12,
-                                description="training samples: at most so many; a synthetic data set makes exactly so "
-                                            "many, for null 1024 or 8 batches")
-    tokenizer: FilePath | None = Field(None, description="tokenizer.json for text, such as that of imported weights, "
-                                                         "from the current folder; null trains one on the data")
-    cache_directory: FilePath | None = Field(None, description="folder for prepared data and tokenizers; null "
-                                                               "takes ~/.cache/vpipe")
-    seed: Seed | None = Field(None, description="seed of the order and of masking; null takes training.seed")
+    name: str = Field(min_length=1, description=(
+        "registered data set, such as text, code_search_net, bert_hdf5, huggingface or synthetic"))
+    path: FilePath | None = Field(None, description="file or folder of the data, relative to the current folder")
+    batch_size: int = Field(ge=1, le=MOST_SAMPLES, description=(
+        "samples per batch, which is split into num_microbatches microbatches; with a flush, one update per batch"))
+    num_workers: int = Field(0, ge=0, le=1024, description=(
+        "batches that a thread prepares ahead on each rank that reads data; 0 prepares each batch when it is needed"))
+    samples: int | None = Field(None, ge=1, le=10**12, description=(
+        "largest number of training samples; a synthetic data set makes exactly as many, with null 1024 or 8 batches"))
+    tokenizer: FilePath | None = Field(None, description=(
+        "tokenizer.json for text, such as that of imported weights, relative to the current folder; null trains one "
+        "on the data"))
+    cache_directory: FilePath | None = Field(None, description=(
+        "folder for prepared data and tokenizers; null takes ~/.cache/vpipe"))
+    seed: Seed | None = Field(None, description="seed of the sample order and of masking; null takes training.seed")
 
 
 class TrainingSection(Section):
@@ -138,42 +138,40 @@ class TrainingSection(Section):
     """
 
     learning_rate: float = Field(gt=0, description="learning rate after the warm-up, such as 1e-3")
-    epochs: int | None = Field(None, ge=1, le=MOST_STEPS, description="stop after so many passes over the data; 1 when "
-                                                                      "neither max_steps nor max_minutes is given")
-    max_steps: int | None = Field(None, ge=1, le=MOST_STEPS, description="stop after so many steps")
-    max_minutes: float | None = Field(None, gt=0, le=MOST_STEPS, description="stop after so many minutes of training")
-    num_microbatches: int = Field(1, ge=1, le=MOST_MICROBATCHES, description="microbatches per batch; must divide "
-                                                                             "dataset.batch_size")
-    optimizer: Literal["sgd", "adam", "adamw", "lamb"] = Field("adamw", description="rule of an update")
+    epochs: int | None = Field(None, ge=1, le=MOST_STEPS, description=(
+        "stop after this many passes over the data; 1 when neither max_steps nor max_minutes is given"))
+    max_steps: int | None = Field(None, ge=1, le=MOST_STEPS, description="stop after this many steps")
+    max_minutes: float | None = Field(None, gt=0, le=MOST_STEPS, description="stop after this many minutes of training")
+    num_microbatches: int = Field(1, ge=1, le=MOST_MICROBATCHES, description=(
+        "microbatches per batch; must divide dataset.batch_size"))
+    optimizer: Literal["sgd", "adam", "adamw", "lamb"] = Field("adamw", description="optimizer")
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd")
-    lr_policy: Literal["constant", "step", "polynomial", "cosine"] = Field(
-        "constant", description="learning rate after the warm-up: constant; step: divided by 10 after each third of "
-                                "the updates; polynomial (a straight line) or cosine: falling to 0 at the last update")
-    warmup_steps: float = Field(0, ge=0, le=MOST_STEPS, description="steps over which the learning rate rises from 0; "
-                                                                    "a value below 1 is the share of all steps of the "
-                                                                    "run")
-    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay (adamw, lamb), or L2 term in the "
-                                                           "gradient (sgd, adam); never of biases and norms")
+    lr_policy: Literal["constant", "step", "polynomial", "cosine"] = Field("constant", description=(
+        "learning rate after the warm-up: constant; step divides it by 10 after each third of the updates; polynomial "
+        "(a straight line) and cosine fall to 0 at the last update"))
+    warmup_steps: float = Field(0, ge=0, le=MOST_STEPS, description=(
+        "steps over which the learning rate rises from 0; a value below 1 is a share of all steps of the run"))
+    weight_decay: float = Field(0.0, ge=0, description=(
+        "decoupled weight decay (adamw, lamb), or L2 term in the gradient (sgd, adam); not applied to biases and "
+        "norms"))
     grad_clip: float | None = Field(None, gt=0, description="largest norm of the gradient over all stages")
-    on_nan: Literal["stop", "skip"] = Field("stop", description="what a loss or gradient that is not finite does: stop "
-                                                                "ends the run; skip leaves out the update, with a "
-                                                                "flush on all stages, without one where it is")
-    precision: PrecisionName = Field("fp32", description="numbers that layers compute with; bf16 and fp16 under "
-                                                         "autocast, bf16_pure with the weights rounded, too, beside "
-                                                         "fp32 masters")
-    loss_scale: LossScale = Field("dynamic", description="by what fp16 multiplies the loss; dynamic finds it while "
-                                                         "training, leaving out updates that overflow")
+    on_nan: Literal["stop", "skip"] = Field("stop", description=(
+        "reaction to a loss or gradient that is not finite: stop ends the run; skip leaves the update out, with a "
+        "flush on all stages, without one on the stage concerned"))
+    precision: PrecisionName = Field("fp32", description=(
+        "arithmetic of the layers; bf16 and fp16 use autocast, bf16_pure also rounds the weights and keeps fp32 "
+        "master weights"))
+    loss_scale: LossScale = Field("dynamic", description=(
+        "factor of the loss in fp16; dynamic finds it while training and skips updates that overflow"))
     seed: Seed = Field(0, description="seed of initial weights and dropout")
-    evaluate_every: int | None = Field(None, ge=1, le=MOST_STEPS, description="steps between evaluations; there is "
-                                                                              "always one at the end")
+    evaluate_every: int | None = Field(None, ge=1, le=MOST_STEPS, description=(
+        "steps between evaluations; the run always ends with one"))
     evaluation_batches: int = Field(8, ge=1, le=MOST_STEPS, description="batches per evaluation")
-    profile_iteration: int | None = Field(None, ge=1, le=MOST_STEPS,
-                                          description="update that torch's profiler records on every rank, counted "
-                                                      "from 1 as in the lines of progress")
-    exit_after_profile: bool = Field(False, description="whether the run ends, in good order, after profile_iteration")
-    print_frequency: int = Field(10, ge=1, le=MOST_STEPS,
-                                 description="updates between two lines of progress in the ranks' logs, and on the "
-                                             "screen where it is no terminal with a progress bar")
+    profile_iteration: int | None = Field(None, ge=1, le=MOST_STEPS, description=(
+        "update to record with torch's profiler on every rank, counted from 1 as in the progress lines"))
+    exit_after_profile: bool = Field(False, description="end the run normally after profile_iteration")
+    print_frequency: int = Field(10, ge=1, le=MOST_STEPS, description=(
+        "updates between two progress lines in the ranks' logs, and on a screen without a progress bar"))
     threads: int = Field(1, ge=1, le=1024, description="CPU threads per rank")
 
     @property
@@ -229,26 +227,26 @@ def neighbours(size: int, divisor: int) -> tuple[int, int]:
 class LaunchSection(Section):
     """The start of ranks, above all those on other hosts."""
 
-    ssh_options: Texts = Field((), description="options for ssh, such as [-p, '2222', -i, /home/me/.ssh/cluster]; ssh "
-                                               "is never let ask for a password")
-    python: str | None = Field(None, min_length=1, description="Python on the other hosts; null takes the path of this "
-                                                               "one")
-    directory: str | None = Field(None, min_length=1, description="folder on the other hosts from which paths are "
-                                                                  "taken; null takes the path of this one")
-    keep_memory: bool = Field(True, description="whether a rank keeps memory that it has freed for its next tensors, "
-                                                "on every host, where the C library is glibc")
+    ssh_options: Texts = Field((), description=(
+        "options for ssh, such as [-p, '2222', -i, /home/me/.ssh/cluster]; ssh never asks for a password"))
+    python: str | None = Field(None, min_length=1, description=(
+        "Python on the other hosts; null takes the path of this one"))
+    directory: str | None = Field(None, min_length=1, description=(
+        "folder on the other hosts that paths are relative to; null takes the path of this one"))
+    keep_memory: bool = Field(True, description=(
+        "keep freed memory for the next tensors of a rank, on every host whose C library is glibc"))
 
 
 class CheckpointSection(Section):
     """The checkpoints of a run."""
 
-    every_steps: int | None = Field(None, ge=1, le=MOST_STEPS, description="steps between two checkpoints; null makes "
-                                                                           "none on the way")
-    keep: int | None = Field(3, ge=1, le=MOST_STEPS, description="newest checkpoints that are kept; null keeps all")
-    at_end: bool = Field(True, description="whether the end of the run, and a stop by a signal, makes a checkpoint")
-    directory: Absolute | None = Field(None, description="folder in which each run makes a folder of its own for its "
-                                                         "checkpoints, on a disk that all hosts see; null takes "
-                                                         "checkpoints in the run's folder")
+    every_steps: int | None = Field(None, ge=1, le=MOST_STEPS, description=(
+        "steps between two checkpoints; null writes none before the end"))
+    keep: int | None = Field(3, ge=1, le=MOST_STEPS, description="number of newest checkpoints to keep; null keeps all")
+    at_end: bool = Field(True, description="write a checkpoint at the end of the run, and when a signal stops it")
+    directory: Absolute | None = Field(None, description=(
+        "parent folder of the runs' checkpoint folders, on a disk that all hosts see; null writes checkpoints into "
+        "the run folder"))
 
     @property
     def makes_any(self) -> bool:
@@ -259,11 +257,9 @@ class CheckpointSection(Section):
 class MetricsSection(Section):
     """The metrics of a run beside ``metrics.jsonl``."""
 
-    peak_tflops: float | None = Field(None, gt=0, le=10**9, description="what one device computes at most, in 10^12 "
-                                                                        "operations per second, for MFU and HFU; null "
-                                                                        "takes it from a table of GPUs, else measures "
-                                                                        "it")
-    rank_times_every: int | None = Field(None, ge=1, le=MOST_STEPS,
-                                         description="updates between two reports of where the time of each rank went, "
-                                                     "and how much it sent; null for none")
-    tensorboard: bool = Field(False, description="whether the run writes events for TensorBoard into its folder")
+    peak_tflops: float | None = Field(None, gt=0, le=10**9, description=(
+        "peak of one device in 10^12 operations per second, for MFU and HFU; null takes it from a table of GPUs, else "
+        "measures it"))
+    rank_times_every: int | None = Field(None, ge=1, le=MOST_STEPS, description=(
+        "updates between two reports of the time and the traffic of each rank; null for none"))
+    tensorboard: bool = Field(False, description="write TensorBoard events into the run folder")

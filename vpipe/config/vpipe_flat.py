@@ -40,42 +40,40 @@ SAME_MEANING = {
 class FlatConfig(Section):
     """The keys of the flat form. Paths are relative to ``directory``."""
 
-    directory: FilePath = Field(description="folder of the model's files, from this file's folder or the current one")
+    directory: FilePath = Field(description=(
+        "folder of the model's files, relative to this file's folder or the current one"))
     partition: FilePath = Field(description='JSON file such as {"partition": [3, 2], "recompute_ratio": [0.3, 0]}')
     config_file: FilePath = Field(description="JSON file with module_to_stage_map and stage_to_rank_map")
-    sync_mode: Literal["asp", "bsp"] = Field(description="asp: every minibatch updates at once (pipedream); bsp: 32 "
-                                                         "minibatches, a flush, one update")
-    model_type: Literal["bert", "translation"] = Field(description="family of the model")
-    batch_size: int = Field(ge=1, le=MOST_SAMPLES // MINIBATCHES_PER_FLUSH,
-                            description="samples per minibatch; a minibatch goes through the pipeline at once")
+    sync_mode: Literal["asp", "bsp"] = Field(description=(
+        "asp: an update after every minibatch (pipedream); bsp: an update after a flush of 32 minibatches"))
+    model_type: Literal["bert", "translation"] = Field(description="model family")
+    batch_size: int = Field(ge=1, le=MOST_SAMPLES // MINIBATCHES_PER_FLUSH, description=(
+        "samples per minibatch, which passes the pipeline in one piece"))
     learning_rate: float = Field(gt=0, description="learning rate after the warm-up, such as 0.03")
     epochs: int = Field(1, ge=1, le=MOST_STEPS, description="passes over the data")
-    learning_rate_policy: Literal["step", "polynomial", "cosine"] = Field(
-        "polynomial", description="step: divided by 10 after each third of the updates; polynomial and cosine: warm-up "
-                                  "over the first fifth of the updates, then falling to 0")
-    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay; never of biases and norms")
-    module: str | None = Field(None, description="VPipe's folder of generated stages, such as vgpus=4; model_type "
-                                                 "and partition say all of it here")
+    learning_rate_policy: Literal["step", "polynomial", "cosine"] = Field("polynomial", description=(
+        "step divides by 10 after each third of the updates; polynomial and cosine warm up over the first fifth of "
+        "the updates, then fall to 0"))
+    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay; not applied to biases and norms")
+    module: str | None = Field(None, description=(
+        "VPipe's folder of generated stages, such as vgpus=4; not read, since model_type and partition replace it"))
     machines: Texts | None = Field(None, description="host:gpu of each rank, such as localhost:0")
-    distributed_backend: Literal["gloo", "nccl"] | None = Field(
-        None, description="what carries tensors between ranks, wherever they are computed: on the GPUs that machines "
-                          "names, else on processors; null takes nccl where every rank has a GPU of its own, else gloo")
-    data_dir: FilePath | None = Field(None, description="folder of HDF5 shards; needed without synthetic_data")
-    synthetic_data: bool = Field(False, description="whether batches are random instead of read from data_dir")
-    log_directory: FilePath = Field(Path("output"), description="folder in which each run makes a folder of its own")
-    schedule: str | None = Field(None, min_length=1, description="another schedule than sync_mode's own")
-    recompute: bool = Field(False, description="true recomputes all layers, whatever recompute_ratio says")
-    macrobatch: bool = Field(False, description="whether an update takes as many minibatches as there are stages")
-    print_frequency: int = Field(10, ge=1, le=MOST_STEPS, description="updates between two lines of progress")
-    verbose_frequency: int = Field(0, ge=0, le=MOST_STEPS,
-                                   description="updates between two reports of where the time of each rank went, and "
-                                               "how much it sent; 0 for none")
-    container: str | None = Field(None, description="image that the ranks run in, with apptainer or singularity")
-    compress_activations: bool = Field(False, description="whether activations and their gradients travel as bf16 "
-                                                          "between stages")
-    compress_in_gpu: bool = Field(False, description="whether they are compressed on the GPU; they are wherever they "
-                                                     "are computed there")
-    trace: bool = Field(False, description="whether the run writes its timeline")
+    distributed_backend: Literal["gloo", "nccl"] | None = Field(None, description=(
+        "communication between ranks, which compute on the GPUs of machines, else on processors; null takes nccl "
+        "where every rank has a GPU of its own, else gloo"))
+    data_dir: FilePath | None = Field(None, description="folder of HDF5 shards; required without synthetic_data")
+    synthetic_data: bool = Field(False, description="random batches instead of those in data_dir")
+    log_directory: FilePath = Field(Path("output"), description="parent folder of the run folders")
+    schedule: str | None = Field(None, min_length=1, description="schedule in place of sync_mode's own")
+    recompute: bool = Field(False, description="recompute all layers, whatever recompute_ratio gives")
+    macrobatch: bool = Field(False, description="update after as many minibatches as there are stages")
+    print_frequency: int = Field(10, ge=1, le=MOST_STEPS, description="updates between two progress lines")
+    verbose_frequency: int = Field(0, ge=0, le=MOST_STEPS, description=(
+        "updates between two reports of the time and the traffic of each rank; 0 for none"))
+    container: str | None = Field(None, description="container image for the ranks, run with apptainer or singularity")
+    compress_activations: bool = Field(False, description="send activations and their gradients between stages as bf16")
+    compress_in_gpu: bool = Field(False, description="compress on the GPU; tensors on a GPU always are")
+    trace: bool = Field(False, description="write the timeline of the run")
 
     def mistakes(self) -> Iterator[Mistake]:
         if self.model_type == "translation":
@@ -100,16 +98,17 @@ class PartitionFile(Section):
 
     partition: Layers = Field(description="layers per stage, such as [12, 13, 13, 11]")
     recompute_ratio: Ratios = Field(0.0, description="share of each stage's layers to recompute, from its end")
-    recompute_layers: tuple[Ints, ...] | None = Field(
-        None, strict=False, description="per stage the layers to recompute, by their numbers in the model, such as "
-                                        "[[0, 2], []]; recompute_ratio is then how many, for VPipe")
+    recompute_layers: tuple[Ints, ...] | None = Field(None, strict=False, description=(
+        "per stage the layers to recompute, by their numbers in the model, such as [[0, 2], []]; recompute_ratio is "
+        "then their share, for VPipe"))
     stage_to_rank_map: dict[str, Ints] | None = Field(None, description="ranks of each stage; as in config_file")
     schedule: str | None = Field(None, description="name of the schedule")
     microbatches: int | None = Field(None, ge=1, description="microbatches per batch")
-    update_every: int | None = Field(None, ge=1, description="microbatches per update of an asynchronous schedule, and "
-                                                             "per rank of a stage")
-    predictions: dict[str, Any] | None = Field(None, description="what vpipe plan expects of a step and of each stage")
-    profile: str | None = Field(None, description="digest of the profile that vpipe plan made it from")
+    update_every: int | None = Field(None, ge=1, description=(
+        "microbatches per update of an asynchronous schedule, and per rank of a stage"))
+    predictions: dict[str, Any] | None = Field(None, description=(
+        "predictions of vpipe plan for a step and for each stage"))
+    profile: str | None = Field(None, description="digest of the profile that the plan was made from")
 
 
 class RankFile(Section):
