@@ -94,8 +94,8 @@ trace: 1
         ("model.name must be text, got 3", "c.yaml:1:15", "name: model family, such as bert, gpt or llama"),
         ("unknown key 'model.hiden_size'", "c.yaml:1:18", "did you mean 'hidden_size'?"),
         ("the key 'dataset.batch_size' is missing", "c.yaml:2:1",
-         "add batch_size: samples per batch, which is split into num_microbatches microbatches; with a flush, one update "
-         "per batch"),
+         "add batch_size: samples per batch, which is split into num_microbatches microbatches; with a flush, one "
+         "update per batch"),
         ("training.learning_rate must be a number, got 'fast'", "c.yaml:4:18",
          "learning_rate: learning rate after the warm-up, such as 1e-3"),
         ("training.lr_policy must be 'constant', 'step', 'polynomial' or 'cosine', got 'cosin'", "c.yaml:5:14",
@@ -339,8 +339,8 @@ def test_override_shows_its_place_and_the_nearest_key(at: Path) -> None:
         ("training.seed must be a whole number, got 'x'", "--set training.seed",
          "seed: seed of initial weights and dropout"),
         ("dataset.batch_size must be a whole number, got a mapping", "--set dataset.batch_size.x",
-         "batch_size: samples per batch, which is split into num_microbatches microbatches; with a flush, one update per "
-         "batch"),
+         "batch_size: samples per batch, which is split into num_microbatches microbatches; with a flush, one "
+         "update per batch"),
     ]
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vpipe import Pipeline
-from vpipe.config.sections import ModelSection
+from vpipe.config.config import ModelSection
 from vpipe.errors import UserError
 from vpipe.model.gpt import GptAttention, GptConfig, GptMlp
 from vpipe.model.layer import Model

@@ -13,7 +13,7 @@ from limits import refusal
 
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.config.config import load_config
-from vpipe.config.yaml_tree import MOST_BYTES, MOST_VALUES, read_json
+from vpipe.config.yaml_tree import MOST_BYTES, MOST_VALUES, read_json_tree
 from vpipe.data.bert_hdf5 import BertHdf5
 from vpipe.data.code_search_net import jsonl_files, read_functions
 from vpipe.data.tokenizers import load_tokenizer
@@ -24,7 +24,7 @@ from vpipe.schedules.prepare import ScheduleSpec
 
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "config": ("c.yaml", load_config),
-    "JSON of a config": ("p.json", read_json),
+    "JSON of a config": ("p.json", read_json_tree),
     "plan": ("plan.json", Plan.load),
     "profile": ("profile.json", Profile.load),
     "schedule": ("s.csv", read_csv),

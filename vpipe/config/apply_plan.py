@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from vpipe.config.yaml_tree import Keys, Tree, describe, read_json
+from vpipe.config.yaml_tree import Keys, Tree, describe, read_json_tree
 from vpipe.errors import Problem, UserError
 from vpipe.plan.plan import MOST_BYTES, MOST_VALUES, Plan
 from vpipe.plan.recompute import Recompute, recomputed_layers
@@ -40,7 +40,7 @@ def apply_plan(tree: Tree, path: str, settings: Iterable[str] = ()) -> None:
     Raises:
         UserError: the file is no plan, or the config contradicts it.
     """
-    found = read_json(Path(path), MOST_BYTES, MOST_VALUES)
+    found = read_json_tree(Path(path), MOST_BYTES, MOST_VALUES)
     if found.problems:
         raise UserError.all_of(found.problems)
     plan = Plan.of_json(found.value, path)

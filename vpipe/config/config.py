@@ -1,35 +1,250 @@
-"""Load the config of a run: one frozen :class:`Config`, from a native or a flat VPipe file and the command line."""
+"""Define the keys of a config, and load the config of a run from a native or a flat VPipe file and the command line.
+
+The description of a field gives its meaning and unit. A key whose feature does not exist is accepted with its neutral
+value only, so that no value that a user writes is ignored.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
+from math import inf
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from vpipe.config.apply_plan import PLAN, apply_plan, drop_derived
 from vpipe.config.machines import machine_mistakes
-from vpipe.config.parallel import SCHEDULE_OF_SCHEDULERS, SCHEDULERS, ParallelSection
-from vpipe.config.sections import (
-    CheckpointSection,
-    DatasetSection,
+from vpipe.config.parallel import SCHEDULE_OF_SCHEDULERS, SCHEDULERS, ParallelSection, used_codecs
+from vpipe.config.validation import (
+    CHECKED,
+    MOST_SAMPLES,
+    MOST_STEPS,
     FilePath,
-    LaunchSection,
-    MetricsSection,
-    ModelSection,
+    Mistake,
+    MistakesError,
+    Section,
     Texts,
-    TrainingSection,
-    neighbours,
+    validated,
 )
-from vpipe.config.validation import CHECKED, Mistake, Section, validated
 from vpipe.config.vpipe_flat import FLAT_KEYS, REPLACED_SECTIONS, to_native
 from vpipe.config.yaml_tree import Place, Tree, describe, parse, read_yaml, write
 from vpipe.errors import UserError
+from vpipe.model import LARGEST_SIZE, MOST_BLOCKS
 from vpipe.runtime.executors.registry import NO_TIMELINE, THREADED
+from vpipe.runtime.precision import Precision, PrecisionName
 from vpipe.schedules.registry import recipe_if_any
+from vpipe.schedules.size import MOST_MICROBATCHES
 
 DEEPEST = 8
 """Largest number of names in a key of ``--set``; keys of a config have at most four."""
+
+
+def _scale(value: Any) -> Any:
+    if value == "dynamic":
+        return value
+    if type(value) not in (int, float) or not 0 < value < inf:
+        raise MistakesError(Mistake((), f"must be a number above 0, or dynamic, got {describe(value)}",
+                                    "loss_scale: by what fp16 multiplies the loss, such as 1024; dynamic finds it"))
+    return float(value)
+
+
+Absolute = Annotated[FilePath, AfterValidator(lambda path: Path(os.path.abspath(path)))]
+LossScale = Annotated[float | Literal["dynamic"], BeforeValidator(_scale)]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
+
+
+def neighbours(size: int, divisor: int) -> tuple[int, int]:
+    """Return the nearest multiples of ``divisor`` below and above ``size``, which is no multiple."""
+    low = size // divisor * divisor
+    return low, low + divisor
+
+
+class ModelSection(Section):
+    """The model. Sizes given here override those of ``preset`` or ``config_file``."""
+
+    name: str = Field(min_length=1, description="model family, such as bert, gpt or llama")
+    preset: str | None = Field(None, description=(
+        "named sizes of the family: for bert tiny, mini, small, medium, base or large; for gpt small, medium, large "
+        "or xl; for llama 15m, 110m, 135m, 360m, 1b, 7b or 13b"))
+    hidden_size: int | None = Field(None, ge=1, le=LARGEST_SIZE, description=(
+        "hidden size: features of a layer's output"))
+    num_layers: int | None = Field(None, ge=1, le=MOST_BLOCKS, description=(
+        "number of transformer blocks; each is split into two layers"))
+    num_heads: int | None = Field(None, ge=1, le=LARGEST_SIZE, description=(
+        "attention heads per block; must divide hidden_size"))
+    num_kv_heads: int | None = Field(None, ge=1, le=LARGEST_SIZE, description=(
+        "heads of keys and values per block, for llama: groups of num_heads share one; null gives every head its own"))
+    sequence_length: int = Field(128, ge=1, le=LARGEST_SIZE, description="tokens per sample")
+    vocab_size: int = Field(-1, ge=-1, le=LARGEST_SIZE, description=(
+        "tokens in the vocabulary; -1 takes it from config_file, else from the data set"))
+    dropout: float | None = Field(None, ge=0, lt=1, description="dropout probability; null takes the family's default")
+    tie_weights: bool | None = Field(None, description=(
+        "share the weights of the word embeddings with the output layer; null takes config_file's value, else the "
+        "family's default"))
+    config_file: FilePath | None = Field(None, description=(
+        "Hugging Face config with the sizes, such as bert_config.json, relative to the current folder"))
+
+    def mistakes(self) -> Iterator[Mistake]:
+        if self.vocab_size == 0:
+            yield Mistake(("vocab_size",), "is 0", "give the number of tokens, or -1 to ask the data set")
+        if self.preset and self.config_file:
+            yield Mistake(("preset",), f"is '{self.preset}', but the sizes also come from the config_file "
+                                       f"'{self.config_file}'", "keep one of the two")
+        if self.hidden_size and self.num_heads and self.hidden_size % self.num_heads:
+            low, high = neighbours(self.hidden_size, self.num_heads)
+            yield Mistake(("hidden_size",), f"is {self.hidden_size}, which {self.num_heads} heads do not divide",
+                          f"the nearest sizes are {low} and {high}" if low else f"the nearest size is {high}")
+
+
+class DatasetSection(Section):
+    """The data."""
+
+    name: str = Field(min_length=1, description=(
+        "registered data set, such as text, code_search_net, bert_hdf5, huggingface or synthetic"))
+    path: FilePath | None = Field(None, description="file or folder of the data, relative to the current folder")
+    batch_size: int = Field(ge=1, le=MOST_SAMPLES, description=(
+        "samples per batch, which is split into num_microbatches microbatches; with a flush, one update per batch"))
+    num_workers: int = Field(0, ge=0, le=1024, description=(
+        "batches that a thread prepares ahead on each rank that reads data; 0 prepares each batch when it is needed"))
+    samples: int | None = Field(None, ge=1, le=10**12, description=(
+        "largest number of training samples; a synthetic data set makes exactly as many, with null 1024 or 8 batches"))
+    tokenizer: FilePath | None = Field(None, description=(
+        "tokenizer.json for text, such as that of imported weights, relative to the current folder; null trains one "
+        "on the data"))
+    cache_directory: FilePath | None = Field(None, description=(
+        "folder for prepared data and tokenizers; null takes ~/.cache/vpipe"))
+    seed: Seed | None = Field(None, description="seed of the sample order and of masking; null takes training.seed")
+
+
+class TrainingSection(Section):
+    """The length of the training, and its updates.
+
+    A run ends at the first of ``epochs``, ``max_steps`` and ``max_minutes`` that it reaches; one that is
+    null does not count, and the data repeat as often as needed. With none of the three it is one epoch.
+    """
+
+    learning_rate: float = Field(gt=0, description="learning rate after the warm-up, such as 1e-3")
+    epochs: int | None = Field(None, ge=1, le=MOST_STEPS, description=(
+        "stop after this many passes over the data; 1 when neither max_steps nor max_minutes is given"))
+    max_steps: int | None = Field(None, ge=1, le=MOST_STEPS, description="stop after this many steps")
+    max_minutes: float | None = Field(None, gt=0, le=MOST_STEPS, description="stop after this many minutes of training")
+    num_microbatches: int = Field(1, ge=1, le=MOST_MICROBATCHES, description=(
+        "microbatches per batch; must divide dataset.batch_size"))
+    optimizer: Literal["sgd", "adam", "adamw", "lamb"] = Field("adamw", description="optimizer")
+    momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd")
+    lr_policy: Literal["constant", "step", "polynomial", "cosine"] = Field("constant", description=(
+        "learning rate after the warm-up: constant; step divides it by 10 after each third of the updates; polynomial "
+        "(a straight line) and cosine fall to 0 at the last update"))
+    warmup_steps: float = Field(0, ge=0, le=MOST_STEPS, description=(
+        "steps over which the learning rate rises from 0; a value below 1 is a share of all steps of the run"))
+    weight_decay: float = Field(0.0, ge=0, description=(
+        "decoupled weight decay (adamw, lamb), or L2 term in the gradient (sgd, adam); not applied to biases and "
+        "norms"))
+    grad_clip: float | None = Field(None, gt=0, description="largest norm of the gradient over all stages")
+    on_nan: Literal["stop", "skip"] = Field("stop", description=(
+        "reaction to a loss or gradient that is not finite: stop ends the run; skip leaves the update out, with a "
+        "flush on all stages, without one on the stage concerned"))
+    precision: PrecisionName = Field("fp32", description=(
+        "arithmetic of the layers; bf16 and fp16 use autocast, bf16_pure also rounds the weights and keeps fp32 "
+        "master weights"))
+    loss_scale: LossScale = Field("dynamic", description=(
+        "factor of the loss in fp16; dynamic finds it while training and skips updates that overflow"))
+    seed: Seed = Field(0, description="seed of initial weights and dropout")
+    evaluate_every: int | None = Field(None, ge=1, le=MOST_STEPS, description=(
+        "steps between evaluations; the run always ends with one"))
+    evaluation_batches: int = Field(8, ge=1, le=MOST_STEPS, description="batches per evaluation")
+    profile_iteration: int | None = Field(None, ge=1, le=MOST_STEPS, description=(
+        "update to record with torch's profiler on every rank, counted from 1 as in the progress lines"))
+    exit_after_profile: bool = Field(False, description="end the run normally after profile_iteration")
+    print_frequency: int = Field(10, ge=1, le=MOST_STEPS, description=(
+        "updates between two progress lines in the ranks' logs, and on a screen without a progress bar"))
+    threads: int = Field(1, ge=1, le=1024, description="CPU threads per rank")
+
+    @property
+    def needs_norms(self) -> bool:
+        """Return whether stages exchange the norms of their gradients, under a schedule with a flush."""
+        return self.grad_clip is not None or self.on_nan == "skip" or self.computed.scaled
+
+    @property
+    def computed(self) -> Precision:
+        """The precision that layers compute in."""
+        return Precision(self.precision, None if self.loss_scale == "dynamic" else self.loss_scale)
+
+    def warmup_updates(self, total: int) -> int:
+        """Return the updates of the warm-up in a run of ``total`` updates."""
+        return int(self.warmup_steps * total if self.warmup_steps < 1 else self.warmup_steps)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_epoch(cls, data: Any) -> Any:
+        limits = ("epochs", "max_steps", "max_minutes")
+        if isinstance(data, dict) and all(data.get(key) is None for key in limits):
+            return {**data, "epochs": 1}
+        return data
+
+    def mistakes(self) -> Iterator[Mistake]:
+        endless = self.epochs is None and self.max_steps is None
+        remedy = "give max_steps or epochs as well; the run still ends at the first limit it reaches"
+        if endless and self.lr_policy != "constant":
+            yield Mistake(("lr_policy",), f"is {self.lr_policy}, which depends on the number of updates, but "
+                                          "max_minutes alone does not tell it", remedy)
+        if 0 < self.warmup_steps < 1 and endless:
+            yield Mistake(("warmup_steps",), f"is {self.warmup_steps}, a share of all updates, but max_minutes "
+                                             "alone does not tell their number", remedy)
+        if self.warmup_steps > 1 and self.warmup_steps % 1:
+            yield Mistake(("warmup_steps",), f"is {self.warmup_steps}", "give whole updates, or a share below 1")
+        if self.loss_scale != "dynamic" and self.precision != "fp16":
+            yield Mistake(("loss_scale",), f"is {self.loss_scale:g}, but the precision is {self.precision}",
+                          "only fp16 scales its loss: leave it out, or set precision: fp16")
+        if self.momentum != 0.9 and self.optimizer != "sgd":
+            yield Mistake(("momentum",), f"is {self.momentum}, but the optimizer is {self.optimizer}",
+                          "momentum belongs to sgd: leave it out, or set optimizer: sgd")
+        if self.exit_after_profile and self.profile_iteration is None:
+            yield Mistake(("exit_after_profile",), "is true, but no profile_iteration says which update is profiled",
+                          "set profile_iteration, or leave it out")
+
+
+class LaunchSection(Section):
+    """The start of ranks, above all those on other hosts."""
+
+    ssh_options: Texts = Field((), description=(
+        "options for ssh, such as [-p, '2222', -i, /home/me/.ssh/cluster]; ssh never asks for a password"))
+    python: str | None = Field(None, min_length=1, description=(
+        "Python on the other hosts; null takes the path of this one"))
+    directory: str | None = Field(None, min_length=1, description=(
+        "folder on the other hosts that paths are relative to; null takes the path of this one"))
+    keep_memory: bool = Field(True, description=(
+        "keep freed memory for the next tensors of a rank, on every host whose C library is glibc"))
+
+
+class CheckpointSection(Section):
+    """The checkpoints of a run."""
+
+    every_steps: int | None = Field(None, ge=1, le=MOST_STEPS, description=(
+        "steps between two checkpoints; null writes none before the end"))
+    keep: int | None = Field(3, ge=1, le=MOST_STEPS, description="number of newest checkpoints to keep; null keeps all")
+    at_end: bool = Field(True, description="write a checkpoint at the end of the run, and when a signal stops it")
+    directory: Absolute | None = Field(None, description=(
+        "parent folder of the runs' checkpoint folders, on a disk that all hosts see; null writes checkpoints into "
+        "the run folder"))
+
+    @property
+    def makes_any(self) -> bool:
+        """Return whether a run writes any checkpoint."""
+        return self.at_end or self.every_steps is not None
+
+
+class MetricsSection(Section):
+    """The metrics of a run beside ``metrics.jsonl``."""
+
+    peak_tflops: float | None = Field(None, gt=0, le=10**9, description=(
+        "peak of one device in 10^12 operations per second, for MFU and HFU; null takes it from a table of GPUs, else "
+        "measures it"))
+    rank_times_every: int | None = Field(None, ge=1, le=MOST_STEPS, description=(
+        "updates between two reports of the time and the traffic of each rank; null for none"))
+    tensorboard: bool = Field(False, description="write TensorBoard events into the run folder")
 
 
 class Config(Section):
@@ -79,8 +294,7 @@ class Config(Section):
                           f"is {every}, which does not divide the {microbatches} microbatches of a batch",
                           f"use one of {divisors}, or make training.num_microbatches a multiple of {every}")
 
-        codecs = self.parallel.compress if isinstance(self.parallel.compress, tuple) else (self.parallel.compress,)
-        for key, what, hint in self.training.computed.refused(codecs):
+        for key, what, hint in self.training.computed.refused(used_codecs(self.parallel.compress)):
             yield Mistake(("parallel", key), what, hint)
 
         if self.trace and self.parallel.executor == THREADED:

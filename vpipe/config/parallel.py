@@ -9,8 +9,16 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from vpipe.config.sections import FilePath, Ints, as_tuple
-from vpipe.config.validation import Mistake, MistakesError, Section, unavailable
+from vpipe.config.validation import (
+    FilePath,
+    Ints,
+    Mistake,
+    MistakesError,
+    Section,
+    check_entries,
+    is_share,
+    unavailable,
+)
 from vpipe.config.yaml_tree import describe
 from vpipe.errors import UserError, nearest
 from vpipe.plan.recompute import MOST_LAYERS, ranges
@@ -35,14 +43,11 @@ def _layers_or_auto(value: Any) -> Any:
     if value == AUTO:
         return value
     if not isinstance(value, (list, tuple)) or not value:
-        raise MistakesError([Mistake((), f"must be a list of whole numbers or auto, got {describe(value)}", hint)])
-    wrong = [Mistake((i,), f"must be a whole number of at least 1, got {describe(layers)}", hint)
-             for i, layers in enumerate(value) if type(layers) is not int or layers < 1]
-    if not wrong and sum(value) > MOST_LAYERS:
-        wrong = [Mistake((), f"has {sum(value):,} layers in all, more than {MOST_LAYERS:,}", hint)]
-    if wrong:
-        raise MistakesError(wrong)
-    return tuple(value)
+        raise MistakesError(Mistake((), f"must be a list of whole numbers or auto, got {describe(value)}", hint))
+    layers = check_entries(value, lambda entry: type(entry) is int and entry >= 1, "a whole number of at least 1", hint)
+    if sum(layers) > MOST_LAYERS:
+        raise MistakesError(Mistake((), f"has {sum(layers):,} layers in all, more than {MOST_LAYERS:,}", hint))
+    return layers
 
 
 def _recompute(value: Any) -> Any:
@@ -51,46 +56,36 @@ def _recompute(value: Any) -> Any:
             "share, or a list of layers, per stage; or auto")
     if value == AUTO:
         return value
-    several = isinstance(value, (list, tuple))
-    wrong: list[Mistake] = []
-    for i, entry in enumerate(value if several else [value]):
-        if several and isinstance(entry, (list, tuple)):
-            wrong += [Mistake((i, j), f"must be the number of a layer, got {describe(layer)}", hint)
-                      for j, layer in enumerate(entry) if type(layer) is not int or layer < 0]
-        elif type(entry) not in (int, float) or not 0 <= entry <= 1:
-            wrong.append(Mistake((i,) if several else (), f"must be a number from 0 to 1, got {describe(entry)}", hint))
+    if not isinstance(value, (list, tuple)):
+        return float(check_entries(value, is_share, "a number from 0 to 1", hint))
+    wrong = [Mistake((i, j), f"must be the number of a layer, got {describe(layer)}", hint)
+             for i, entry in enumerate(value) if isinstance(entry, (list, tuple))
+             for j, layer in enumerate(entry) if type(layer) is not int or layer < 0]
+    wrong += [Mistake((i,), f"must be a number from 0 to 1, got {describe(entry)}", hint)
+              for i, entry in enumerate(value) if not isinstance(entry, (list, tuple)) and not is_share(entry)]
     if wrong:
-        raise MistakesError(wrong)
-    if not several:
-        return float(value)
+        raise MistakesError(*wrong)
     return tuple(tuple(entry) if isinstance(entry, (list, tuple)) else float(entry) for entry in value)
 
 
 def _size(value: Any) -> Any:
-    if value is None:
-        return None
     try:
-        return parse_size(value, "")
+        return None if value is None else parse_size(value, "")
     except UserError as error:
         [problem] = error.problems
-        raise MistakesError([Mistake((), problem.what.lstrip(), problem.hint)]) from None
+        raise MistakesError(Mistake((), problem.what.lstrip(), problem.hint)) from None
 
 
 def _device(value: Any) -> Any:
-    if value is None or value in ("cpu", "cuda") or (isinstance(value, str) and re.fullmatch(r"cuda:\d{1,4}", value)):
+    if value is None or (isinstance(value, str) and re.fullmatch(r"cpu|cuda(:\d{1,4})?", value, re.ASCII)):
         return value
-    raise MistakesError([Mistake((), f"must be cpu, cuda or a GPU such as cuda:1, got {describe(value)}",
-                                 "device: leave it out to compute on GPUs where there are any")])
+    raise MistakesError(Mistake((), f"must be cpu, cuda or a GPU such as cuda:1, got {describe(value)}",
+                                "device: leave it out to compute on GPUs where there are any"))
 
 
 def _codecs(value: Any) -> Any:
-    several = isinstance(value, (list, tuple))
-    wrong = [Mistake((i,) if several else (), f"must be none, bf16 or int8, got {describe(name)}",
-                     "compress: how tensors travel between stages: one word, or a list with one per cut")
-             for i, name in enumerate(value if several else [value]) if name not in get_args(Codec)]
-    if wrong:
-        raise MistakesError(wrong)
-    return as_tuple(value)
+    return check_entries(value, lambda name: name in get_args(Codec), "none, bf16 or int8",
+                         "compress: how tensors travel between stages: one word, or a list with one per cut")
 
 
 def used_codecs(compress: Codec | tuple[Codec, ...]) -> tuple[Codec, ...]:
@@ -224,7 +219,7 @@ class ParallelSection(Section):
         wrong = [Mistake((key,), f"is {describe(data[key])}, but scheduler: {scheduler} means {key}: {value}", hint)
                  for key, value in meant.items() if data.get(key, value) != value]
         if wrong:
-            raise MistakesError(wrong)
+            raise MistakesError(*wrong)
         return {**data, **meant, "scheduler": None}
 
     @model_validator(mode="before")
@@ -239,7 +234,8 @@ class ParallelSection(Section):
         return data
 
     def mistakes(self) -> Iterator[Mistake]:
-        yield from self._unavailable()
+        if self.use_orion_scheduler:
+            yield unavailable("use_orion_scheduler", "the Orion scheduler", "set it to false")
         stages = self.model_parallel_size
         for key, entries in (("partition", self.partition), ("recompute", self.recompute),
                              ("warmup_depth", self.warmup_depth)):
@@ -313,10 +309,6 @@ class ParallelSection(Section):
         if (self.update_every or 1) > 1 and flush:
             yield Mistake(("update_every",), f"is {self.update_every}, but the schedule {self.schedule} updates once "
                           "per batch", "leave it out; training.num_microbatches says how many microbatches a batch has")
-
-    def _unavailable(self) -> Iterator[Mistake]:
-        if self.use_orion_scheduler:
-            yield unavailable("use_orion_scheduler", "the Orion scheduler", "set it to false")
 
 
 def _count(entries: tuple[object, ...]) -> str:

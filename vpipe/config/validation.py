@@ -6,16 +6,33 @@ Pydantic finds wrong types and unknown keys; a section's ``mistakes`` are the ru
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Literal, Self, TypeVar, get_args, get_origin
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from vpipe.config.yaml_tree import Keys, Tree, describe
 from vpipe.errors import Problem, UserError, nearest
+
+MOST_SAMPLES = 1 << 20
+"""Largest batch."""
+
+MOST_STEPS = 10**9
+"""Largest number of steps or epochs."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +52,45 @@ def unavailable(key: str, asks: str, hint: str) -> Mistake:
 class MistakesError(ValueError):
     """Raised by a validator: one or several mistakes."""
 
-    def __init__(self, mistakes: Iterable[Mistake]) -> None:
-        self.mistakes = tuple(mistakes)
-        super().__init__("; ".join(f"{'.'.join(map(str, m.keys))} {m.predicate}" for m in self.mistakes))
+    def __init__(self, *mistakes: Mistake) -> None:
+        self.mistakes = mistakes
+        super().__init__("; ".join(f"{'.'.join(map(str, m.keys))} {m.predicate}" for m in mistakes))
+
+
+def check_entries(value: Any, valid: Callable[[Any], bool], expected: str, hint: str) -> Any:
+    """Return a value, or a list of values as a tuple; raise the mistakes in them."""
+    several = isinstance(value, (list, tuple))
+    wrong = [Mistake((i,) if several else (), f"must be {expected}, got {describe(entry)}", hint)
+             for i, entry in enumerate(value if several else [value]) if not valid(entry)]
+    if wrong:
+        raise MistakesError(*wrong)
+    return as_tuple(value)
+
+
+def is_share(value: Any) -> bool:
+    """Return whether a value is a number from 0 to 1."""
+    return type(value) in (int, float) and 0 <= value <= 1
+
+
+def as_tuple(value: Any) -> Any:
+    """Return a list as the tuple that a frozen section holds."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _path(path: Path) -> Path:
+    try:
+        name = os.fsencode(path)
+    except UnicodeEncodeError:
+        name = b"\0"
+    if b"\0" in name or len(name) > 1024 or max(map(len, name.split(b"/"))) > 255:
+        raise MistakesError(Mistake((), f"is {describe(str(path))}, which is no path of a file",
+                                    "a path has 1,024 bytes at most, each name in it 255, and no character 0"))
+    return path
+
+
+Ints = Annotated[tuple[int, ...], BeforeValidator(as_tuple)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
+FilePath = Annotated[Path, Field(strict=False), AfterValidator(_path)]
 
 
 CHECKED = {"checked": True}
@@ -58,7 +111,7 @@ class Section(BaseModel):
         if info.context is CHECKED:
             return self
         if found := list(self.mistakes()):
-            raise MistakesError(found)
+            raise MistakesError(*found)
         return self
 
 
@@ -105,38 +158,18 @@ def _problems(kind: type[Section], tree: Tree, details: Any) -> Iterator[tuple[K
             yield keys, Problem(f"{name} must be {context['expected']}, got {describe(details['input'])}",
                                 nearest(str(details["input"]), known), where)
         case other:
-            must = _must(other, context) or f"be right ({details['msg']})"
+            bounds = {bound: _plain(context[bound]) for bound in ("gt", "ge", "lt", "le") if bound in context}
+            must = _MUST[other].format(**bounds) if other in _MUST else f"be right ({details['msg']})"
             yield keys, Problem(f"{name} must {must}, got {describe(details['input'])}", described, where)
 
 
-def _must(error: str, context: Mapping[str, Any]) -> str | None:
-    """Describe what a value must do, for an error type of pydantic."""
-    match error:
-        case "int_type" | "int_from_float":
-            return "be a whole number"
-        case "float_type":
-            return "be a number"
-        case "finite_number":
-            return "be finite"
-        case "bool_type":
-            return "be true or false"
-        case "string_type" | "path_type":
-            return "be text"
-        case "string_too_short" | "too_short":
-            return "not be empty"
-        case "dict_type" | "model_type":
-            return "be keys with values"
-        case "tuple_type":
-            return "be a list"
-        case "greater_than":
-            return f"be above {_plain(context['gt'])}"
-        case "greater_than_equal":
-            return f"be at least {_plain(context['ge'])}"
-        case "less_than":
-            return f"be below {_plain(context['lt'])}"
-        case "less_than_equal":
-            return f"be at most {_plain(context['le'])}"
-    return None
+_MUST = {
+    "int_type": "be a whole number", "int_from_float": "be a whole number", "float_type": "be a number",
+    "finite_number": "be finite", "bool_type": "be true or false", "string_type": "be text", "path_type": "be text",
+    "string_too_short": "not be empty", "too_short": "not be empty", "dict_type": "be keys with values",
+    "model_type": "be keys with values", "tuple_type": "be a list", "greater_than": "be above {gt}",
+    "greater_than_equal": "be at least {ge}", "less_than": "be below {lt}", "less_than_equal": "be at most {le}"}
+"""What a value must do, by the error type of pydantic."""
 
 
 def _plain(bound: float) -> str:

@@ -15,14 +15,26 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from vpipe.config.machines import machine_mistakes
-from vpipe.config.sections import MOST_SAMPLES, MOST_STEPS, FilePath, Ints, Layers, Ratios, Texts
-from vpipe.config.validation import Mistake, Section, checked, unavailable
-from vpipe.config.yaml_tree import Place, Tree, read_json
+from vpipe.config.validation import (
+    MOST_SAMPLES,
+    MOST_STEPS,
+    FilePath,
+    Ints,
+    Mistake,
+    Section,
+    Texts,
+    as_tuple,
+    check_entries,
+    checked,
+    is_share,
+    unavailable,
+)
+from vpipe.config.yaml_tree import Place, Tree, read_json_tree
 from vpipe.errors import Problem, UserError
 from vpipe.schedules.registry import DEFAULT_ASYNCHRONOUS, DEFAULT_SCHEDULE, recipe_if_any
 
@@ -30,6 +42,16 @@ MINIBATCHES_PER_FLUSH = 32
 WARMUP_SHARE = 0.2
 """Share of the steps over which VPipe warms up."""
 
+Layers = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(as_tuple), Field(min_length=1)]
+
+
+def _ratios(value: Any) -> Any:
+    valid = check_entries(value, is_share, "a number from 0 to 1", (
+        "recompute: the share of a stage's layers to recompute, counted from its end: 0..1, or a list per stage"))
+    return tuple(map(float, valid)) if isinstance(valid, tuple) else float(valid)
+
+
+Ratios = Annotated[float | tuple[float, ...], BeforeValidator(_ratios)]
 J = TypeVar("J", bound=Section)
 SAME_MEANING = {
     "learning_rate": "training.learning_rate", "weight_decay": "training.weight_decay", "epochs": "training.epochs",
@@ -248,7 +270,7 @@ def _json(kind: type[J], tree: Tree, key: str, path: Path) -> tuple[J | None, Tr
                           "the path is taken from directory", tree.where((key,)))
         return None, tree, [problem]
     try:
-        found = read_json(path)
+        found = read_json_tree(path)
     except UserError as error:
         return None, tree, list(error.problems)
     section, problems = checked(kind, found)

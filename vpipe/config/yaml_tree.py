@@ -173,7 +173,7 @@ def read_yaml(path: Path) -> Tree:
     return _read(path, _text(path), "YAML")
 
 
-def read_json(path: Path, most_bytes: int = MOST_BYTES, most_values: int = MOST_VALUES) -> Tree:
+def read_json_tree(path: Path, most_bytes: int = MOST_BYTES, most_values: int = MOST_VALUES) -> Tree:
     """Read the JSON file at ``path``, which must hold an object, with at most so many bytes and values.
 
     JSON is read as the YAML it nearly is, for its positions. The difference that matters are tabs between

@@ -18,8 +18,8 @@ from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
 from typing import Any
 
+from vpipe.config.config import LaunchSection
 from vpipe.config.machines import Hosts, host_of
-from vpipe.config.sections import LaunchSection
 from vpipe.distributed.network import listening
 from vpipe.errors import Problem, RunError, UserError, VpipeError
 from vpipe.launch.local import GRACE_S, close_all

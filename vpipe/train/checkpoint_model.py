@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vpipe.checkpoint.manifest import Manifest
-from vpipe.config.config import Config, drop_removed
-from vpipe.config.sections import ModelSection
+from vpipe.config.config import Config, ModelSection, drop_removed
 from vpipe.config.validation import validated
 from vpipe.config.yaml_tree import parse, write
 from vpipe.errors import UserError

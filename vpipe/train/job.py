@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vpipe.config.config import Config
-from vpipe.config.sections import ModelSection
-from vpipe.config.yaml_tree import read_json
+from vpipe.config.config import Config, ModelSection
+from vpipe.config.yaml_tree import read_json_tree
 from vpipe.data.dataset import Dataset, DatasetSettings, Tokenized
 from vpipe.data.registry import dataset_named
 from vpipe.distributed.device import DeviceMap, Visible, choose_device, device_name, make_current
@@ -425,7 +424,7 @@ def model_file(section: ModelSection) -> Mapping[str, Any]:
     if not os.path.isfile(path):
         raise UserError(f"model.config_file names '{path}', but there is no such file",
                         hint="it is a JSON file such as bert_config.json, from the current folder")
-    content = read_json(path)
+    content = read_json_tree(path)
     if content.problems:
         raise UserError.all_of(content.problems)
     family, kind = family_named(section.name).huggingface, content.value.get("model_type")

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 from vpipe.checkpoint.directory import Checkpoints, find_checkpoint, step_of
 from vpipe.checkpoint.integrity import newest_intact_before, older_intact_hint
 from vpipe.checkpoint.manifest import Manifest, no_longer_used
-from vpipe.config.config import Config, drop_removed, load_config
+from vpipe.config.config import CheckpointSection, Config, ModelSection, drop_removed, load_config
 from vpipe.config.parallel import AUTO
-from vpipe.config.sections import CheckpointSection, ModelSection
 from vpipe.config.validation import validated
 from vpipe.config.yaml_tree import describe, parse
 from vpipe.data.dataset import Tokenized

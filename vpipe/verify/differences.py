@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vpipe.config.sections import TrainingSection
+from vpipe.config.config import TrainingSection
 from vpipe.errors import RunError, UserError
 from vpipe.model.split import split, ties_between
 from vpipe.pipeline import Pipeline
