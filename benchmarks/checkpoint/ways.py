@@ -13,11 +13,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from vpipe.checkpoint import shards
+from vpipe.checkpoint import load
 from vpipe.checkpoint.agreement import StoreAgreement
-from vpipe.checkpoint.background_saver import Saver
 from vpipe.checkpoint.directory import Checkpoints
 from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
+from vpipe.checkpoint.save import Saver
 from vpipe.distributed.rendezvous import own_store
 
 
@@ -69,7 +69,7 @@ class Ours:
     def load(self, into: dict[str, Tensor]) -> None:
         newest = Checkpoints(self.root).newest()
         assert newest is not None
-        into.update(shards.load_tensors(newest, Manifest.load(newest), into))
+        into.update(load.load_tensors(newest, Manifest.load(newest), into))
 
     def remove_older(self) -> None:
         """Done: the saver keeps one."""

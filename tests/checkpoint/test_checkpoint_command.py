@@ -19,9 +19,9 @@ from small_run import job_of, write_config
 from torch import Tensor
 
 from vpipe import Model, Pipeline
+from vpipe.checkpoint.load import load_tensors
 from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
 from vpipe.checkpoint.save import save_checkpoint
-from vpipe.checkpoint.shards import load_tensors
 from vpipe.cli import main
 from vpipe.data.dataset import Tokenized
 from vpipe.train.job import Job

@@ -8,9 +8,9 @@ import pytest
 from saved_state import about, tensors
 
 from vpipe.checkpoint.integrity import Damage, check_intact, find_damage, newest_intact_before
+from vpipe.checkpoint.load import load_tensors
 from vpipe.checkpoint.manifest import MANIFEST, Manifest
 from vpipe.checkpoint.save import save_checkpoint
-from vpipe.checkpoint.shards import load_tensors
 from vpipe.errors import UserError
 
 FILE = "rank0.safetensors"

@@ -18,11 +18,11 @@ from saved_state import about, same, tensors
 
 from vpipe.checkpoint import shards
 from vpipe.checkpoint.agreement import LocalAgreement
-from vpipe.checkpoint.background_saver import Saver
 from vpipe.checkpoint.directory import LATEST, Checkpoints, find_checkpoint
 from vpipe.checkpoint.integrity import find_damage
+from vpipe.checkpoint.load import load_tensors
 from vpipe.checkpoint.manifest import Manifest
-from vpipe.checkpoint.shards import load_tensors
+from vpipe.checkpoint.save import Saver
 
 KILLED = 9
 CHANGES = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate"}

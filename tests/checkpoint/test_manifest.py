@@ -127,4 +127,4 @@ def test_what_lists_checkpoints_does_not_wait_for_torch(name: str) -> None:
     imported = {node.module for node in ast.walk(ast.parse((room / f"{name}.py").read_text()))
                 if isinstance(node, ast.ImportFrom)}
     assert {module for module in imported if module and module.split(".")[0] in ("torch", "vpipe", "safetensors")} <= {
-        "vpipe.checkpoint.manifest", "vpipe.checkpoint.directory", "vpipe.errors", "vpipe.files"}
+        "vpipe.checkpoint.manifest", "vpipe.checkpoint.directory", "vpipe.errors", "vpipe.files", "vpipe.plugins"}

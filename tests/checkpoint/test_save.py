@@ -14,9 +14,9 @@ from torch._C._distributed_c10d import HashStore
 from vpipe.checkpoint import shards
 from vpipe.checkpoint.agreement import StoreAgreement
 from vpipe.checkpoint.directory import find_checkpoint
+from vpipe.checkpoint.load import load_tensors
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.checkpoint.save import save_checkpoint
-from vpipe.checkpoint.shards import load_tensors
 from vpipe.errors import RunError, UserError
 
 

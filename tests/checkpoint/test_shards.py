@@ -10,9 +10,9 @@ from saved_state import about, of_every_kind, same, tensors
 from torch import Tensor
 
 from vpipe.checkpoint import shards
+from vpipe.checkpoint.load import load_tensors
 from vpipe.checkpoint.manifest import FileEntry, Manifest, TensorEntry
 from vpipe.checkpoint.save import save_checkpoint
-from vpipe.checkpoint.shards import load_tensors
 from vpipe.errors import UserError
 
 

@@ -23,8 +23,9 @@ from limits import refusal
 from made_profile import made_profile
 from mutations import mutated, mutated_bytes
 
+from vpipe.checkpoint.load import load_tensors
 from vpipe.checkpoint.manifest import MANIFEST, CheckpointInfo, Manifest, _checksum
-from vpipe.checkpoint.shards import load_tensors, write_shards
+from vpipe.checkpoint.shards import write_shards
 from vpipe.config.config import load_config
 from vpipe.data.bert_hdf5 import BertHdf5, write_shard
 from vpipe.data.bert_samples import SHAPES, STORAGE, shape_of

@@ -16,8 +16,8 @@ from models import rich_batches
 from world import World
 
 from vpipe.checkpoint.integrity import find_damage
+from vpipe.checkpoint.load import load_tensors
 from vpipe.checkpoint.manifest import Manifest, TensorEntry
-from vpipe.checkpoint.shards import load_tensors
 from vpipe.errors import UserError
 
 ASYNCHRONOUS: dict[str, Any] = {"schedule": "pipedream", "partition": [2, 2, 2, 2], "cadence": 5}

@@ -11,8 +11,8 @@ from small_run import losses, metrics, write_config
 from torch import Tensor
 from world import World
 
+from vpipe.checkpoint.load import load_tensors
 from vpipe.checkpoint.manifest import Manifest
-from vpipe.checkpoint.shards import load_tensors
 from vpipe.config.config import load_config
 from vpipe.train.job import Job
 from vpipe.train.loop import train

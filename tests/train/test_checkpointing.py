@@ -18,9 +18,9 @@ from attempts import begin, go_on
 from small_run import check_updates, metrics, write_config
 from torch import Tensor
 
-from vpipe.checkpoint import background_saver as saver
+from vpipe.checkpoint import save as saver
 from vpipe.checkpoint.directory import Checkpoints
-from vpipe.checkpoint.host_buffer import HostBuffer
+from vpipe.checkpoint.shards import HostBuffer
 from vpipe.config.config import Config, load_config
 from vpipe.distributed.device import DeviceMap
 from vpipe.errors import LastingError, RunError, UserError

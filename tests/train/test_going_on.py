@@ -14,8 +14,8 @@ from attempts import begin, go_on
 from small_run import check_updates, losses, metrics, oracle, write_config
 from torch import Tensor
 
+from vpipe.checkpoint.load import load_tensors
 from vpipe.checkpoint.manifest import Manifest
-from vpipe.checkpoint.shards import load_tensors
 from vpipe.config.config import load_config
 from vpipe.distributed.signals import Stopped
 from vpipe.distributed.watchdog import ask_stop, stop_asked

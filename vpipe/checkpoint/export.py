@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vpipe.checkpoint.directory import check_free, sync_folder
-from vpipe.checkpoint.huggingface import CONFIG, WEIGHTS, export_weights
+from vpipe.checkpoint.import_weights import CONFIG, WEIGHTS
 from vpipe.checkpoint.integrity import Progress, sha256_of
+from vpipe.checkpoint.load import check_compatible, load_tensors, tensor_kinds
 from vpipe.checkpoint.manifest import CheckpointInfo, FileEntry, Manifest, TensorEntry
-from vpipe.checkpoint.model_compatibility import check_compatible, tensor_kinds
-from vpipe.checkpoint.shards import dtype_name, load_tensors, write_shards
+from vpipe.checkpoint.shards import dtype_name, write_shards
 from vpipe.errors import UserError
 from vpipe.model.layer import Model
 from vpipe.model.registry import HuggingFace, ModelSettings
@@ -87,6 +87,26 @@ def export_huggingface(weights: Mapping[str, Tensor], huggingface: HuggingFace, 
         if tokenizer is not None:
             shutil.copyfile(tokenizer, partial / "tokenizer.json")
             _write_json(partial / "tokenizer_config.json", {"tokenizer_class": huggingface.tokenizer, **special})
+
+
+def export_weights(huggingface: HuggingFace, settings: ModelSettings,
+                   weights: Mapping[str, Tensor]) -> tuple[dict[str, object], dict[str, Tensor]]:
+    """Return the contents of ``config.json`` and the tensors of ``model.safetensors``.
+
+    Args:
+        weights: all of the model, ``<layer>.<parameter>``, tied ones under their owner's name.
+    """
+    config = huggingface.config(settings)
+    kinds = {str(tensor.dtype).removeprefix("torch.") for tensor in weights.values() if tensor.is_floating_point()}
+    content = {"architectures": [huggingface.architecture], "model_type": huggingface.model_type, **config,
+               "dtype": kinds.pop() if len(kinds) == 1 else "float32"}
+    tensors: dict[str, Tensor] = {}
+    written: set[str] = set()
+    for theirs, ours in huggingface.names(config).items():
+        tensor = weights[ours].clone() if ours in written else weights[ours]  # tensors of a file share nothing
+        tensors[theirs] = tensor.t().contiguous() if theirs.endswith(huggingface.transposed) else tensor
+        written.add(ours)
+    return content, tensors
 
 
 def make_checkpoint(out: Path, info: CheckpointInfo, model: Model, weights: Mapping[str, Tensor],

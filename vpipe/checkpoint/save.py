@@ -1,22 +1,25 @@
-"""Save one checkpoint to a folder of any name while the caller waits; and what every save has in common."""
+"""Save checkpoints: one while the caller waits (``save_checkpoint``), or a run's while training goes on (``Saver``)."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
+from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from vpipe.checkpoint.agreement import Agreement, LocalAgreement
-from vpipe.checkpoint.directory import recover, replace_folder
-from vpipe.checkpoint.host_buffer import HostBuffer
+from vpipe.checkpoint.directory import Checkpoints, recover, replace_folder, step_of
 from vpipe.checkpoint.manifest import MANIFEST, CheckpointInfo, Manifest
-from vpipe.checkpoint.shards import WriteResult, check_dtypes, write_shards
+from vpipe.checkpoint.shards import HostBuffer, WriteResult, check_dtypes, write_shards
 from vpipe.errors import RunError, UserError
 
 _SHARD = re.compile(r"rank\d+(\.\d+)?\.safetensors", re.ASCII)
@@ -81,6 +84,193 @@ def save_checkpoint(folder: Path, info: CheckpointInfo, tensors: Mapping[str, Te
             partial.rmdir()
         raise RunError(f"could not save a checkpoint to '{folder}': {failed}",
                        hint="what was there before is still there; make room, or give another folder")
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """The result of a save.
+
+    Attributes:
+        step: how many steps of training it holds.
+        pause_s: for how long this rank did not train; a wait for the save before is part of it.
+        seconds: from the call until it was complete, or given up.
+        bytes: of all ranks' files; 0 where it was given up.
+        error: why it was given up; None where it is complete.
+    """
+
+    step: int
+    pause_s: float
+    seconds: float
+    bytes: int
+    error: str | None
+
+
+class Saver:
+    """Write a run's checkpoints; every rank has a saver.
+
+    A save that the disk or any rank cannot do is given up by all: what was written of it is removed, the checkpoints
+    before stay, and training goes on. So is one of weights that are not finite: nobody can go on from those, and the
+    good ones before them would be pruned.
+
+    Args:
+        root: the folder for checkpoints, seen by all ranks.
+        keep: how many of the newest to keep; None keeps all.
+        rank: of this process; rank 0 decides.
+        agreement: of the ranks.
+        first: called on rank 0, in the thread, before a checkpoint gets its name; it does not raise.
+
+    Attributes:
+        results: of the saves so far, in order; complete after :meth:`wait`.
+    """
+
+    def __init__(self, root: Path, keep: int | None, rank: int, agreement: Agreement,
+                 first: Callable[[], None] = lambda: None) -> None:
+        self._folder, self._keep, self._rank, self._agreement = Checkpoints(root), keep, rank, agreement
+        self._first, self._buffer = first, HostBuffer()
+        self._thread: Thread | None = None
+        self._warnings: list[str] = []
+        self._failure: BaseException | None = None
+        self.results: list[SaveResult] = []
+
+    def reserve(self, sizes: Iterable[int], pinned: bool = False) -> None:
+        """Allocate the memory for copies of tensors with so many bytes each, in a thread.
+
+        Else the first pause would be many times as long as the others: a system hands out memory slower than it is
+        filled.
+
+        Args:
+            pinned: where the tensors come from a GPU.
+        """
+        def allocate(own: Sequence[int]) -> None:
+            with suppress(OSError, MemoryError, RuntimeError):  # too little memory: the save will say so
+                self._buffer.reserve(own, pinned)
+
+        self.wait()
+        self._start(allocate, list(sizes))
+
+    def save(self, info: CheckpointInfo, tensors: Mapping[str, Tensor], began: float | None = None) -> None:
+        """Copy the tensors and return; a thread writes them. All ranks call it after the same step.
+
+        Args:
+            info: the same on all ranks; rank 0's is written.
+            tensors: of this rank; their names are unique among all ranks.
+            began: when training paused, by ``perf_counter``; now, when left out.
+
+        Raises:
+            UserError: a tensor is of a dtype that files cannot hold.
+            RunError: see :meth:`wait`.
+        """
+        began = perf_counter() if began is None else began
+        check_dtypes(tensors)
+        self.wait()
+        try:
+            copies: Mapping[str, Tensor] | Exception = self._buffer.copy(tensors)
+        except (OSError, MemoryError, RuntimeError) as error:
+            copies = error  # too little memory on the host: given up as if the disk were full
+        self._start(self._save, info, copies, began, perf_counter() - began)
+
+    def wait(self) -> None:
+        """Wait until the last save is complete or given up.
+
+        Raises:
+            RunError: the ranks could not agree on it, because one is gone.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._failure is not None:
+            raise self._failure
+
+    def warnings(self) -> list[str]:
+        """Return what the user should know of saves that were given up; each is handed out once."""
+        taken, self._warnings = self._warnings, []
+        return taken
+
+    def close(self) -> None:
+        """Wait for the last save, and until the other ranks know of it."""
+        if self._thread is not None:
+            self._thread.join()
+        self._agreement.close()
+
+    def leave(self, seconds: float) -> None:
+        """Wait for the last save, for so long at most, on a rank that fails of itself.
+
+        The others know nothing of the failure yet, so their threads write.
+        """
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def _start(self, work: Callable[..., None], *arguments: object) -> None:
+        # A daemon: a disk that hangs must not keep a process that failed.
+        self._thread = Thread(target=work, args=arguments, name="vpipe-saver", daemon=True)
+        self._thread.start()
+
+    def _save(self, info: CheckpointInfo, copies: Mapping[str, Tensor] | Exception, began: float,
+              pause_s: float) -> None:
+        try:
+            verdict = json.loads(self._agreement.agree(
+                self._write(info.step, copies).as_json(),
+                lambda votes: self._decide(info, list(map(WriteResult.from_json, votes)))))
+        except RuntimeError as error:
+            self._failure = RunError(f"could not save step {info.step}: {str(error).splitlines()[0]}", rank=self._rank,
+                                     hint="rank 0, or who keeps its notes, has ended: see what it said")
+            verdict = {"error": "rank 0 is gone", "bytes": 0}
+        except Exception as error:
+            verdict = {"error": self._error(error), "bytes": 0}
+        self.results.append(SaveResult(info.step, pause_s, perf_counter() - began, verdict["bytes"], verdict["error"]))
+
+    def _write(self, step: int, copies: Mapping[str, Tensor] | Exception) -> WriteResult:
+        if isinstance(copies, Exception):
+            return WriteResult(error=error_text(copies))
+        try:
+            if found := find_not_finite(copies):
+                return WriteResult(error=found)
+            return write_shards(self._folder.partial(step), self._rank, copies)
+        except Exception as error:
+            return WriteResult(error=self._error(error))
+
+    def _decide(self, info: CheckpointInfo, results: Sequence[WriteResult]) -> str:
+        """Put the checkpoint in its place on rank 0, or give it up; return the verdict, whatever the disk does."""
+        step, size, errors = info.step, 0, write_errors(results)
+        if not errors:
+            try:
+                size = write_manifest(info, results, self._folder.partial(step)).bytes
+                self._first()
+                self._folder.commit(step)
+            except Exception as error:
+                errors = [f"{self._error(error)} (rank {self._rank})"]
+        if errors:
+            self._folder.abort(step)
+            self._warnings.append(f"could not save step {step}: {', '.join(errors)}; training goes on, "
+                                  f"{self._newest_text()}")
+        else:
+            self._tidy(step)
+        return json.dumps({"error": ", ".join(errors) or None, "bytes": size})
+
+    def _newest_text(self) -> str:
+        try:
+            newest = self._folder.newest()
+        except OSError as error:
+            return f"and the folder of checkpoints cannot be read: {error_text(error)}"
+        return f"the latest checkpoint is step {step_of(newest)}" if newest else "there is no checkpoint yet"
+
+    def _tidy(self, step: int) -> None:
+        for what, work in (("write the file 'latest'", self._folder.update_latest),
+                           ("remove older checkpoints", self._prune)):  # which makes room, too
+            try:
+                work()
+            except OSError as error:
+                self._warnings.append(f"saved step {step}, but could not {what}: {error_text(error)}")
+
+    def _prune(self) -> None:
+        if self._keep is not None:
+            self._folder.prune(self._keep)
+
+    def _error(self, error: Exception) -> str:
+        """Return the text of an error; a mistake of ours, which no file or memory caused, :meth:`wait` raises."""
+        if not isinstance(error, (OSError, MemoryError)):
+            self._failure = error
+        return error_text(error)
 
 
 def write_manifest(info: CheckpointInfo, results: Sequence[WriteResult], folder: Path) -> Manifest:

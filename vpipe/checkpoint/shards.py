@@ -1,32 +1,84 @@
-"""Write and read the tensors of a checkpoint: safetensors files, described by the manifest; no pickle."""
+"""Write one rank's tensors of a checkpoint: copied into host memory, then as safetensors files; no pickle."""
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vpipe.checkpoint.directory import resume_command
-from vpipe.checkpoint.integrity import Progress, check_intact, older_intact_hint, sha256_of
-from vpipe.checkpoint.manifest import ITEM_BYTES, FileEntry, Manifest, TensorEntry
+from vpipe.checkpoint.integrity import sha256_of
+from vpipe.checkpoint.manifest import ITEM_BYTES, FileEntry, TensorEntry
 from vpipe.errors import UserError
 
 FILE_BYTES = 2 << 30
-"""A file gets no further tensor beyond this, so that who resumes with other ranks need not read all of a rank's."""
+"""A file gets no further tensor beyond this, so that a resume with other ranks need not read all of a rank's."""
 
-_CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
-          "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64",
-          "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL", "complex64": "C64"}
-"""The dtypes as safetensors calls them."""
+_ALIGN = 64
+"""Bytes: more than any kind of number needs, and a line of a processor's cache."""
+
+
+class HostBuffer:
+    """One block of host memory with a place for each tensor, used again by every save; pinned for a GPU's tensors.
+
+    So a save neither waits for pages of memory, which the system hands out slower than they are filled, nor copies
+    through a GPU driver's own buffers.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._places: dict[str, Tensor] = {}
+
+    def reserve(self, sizes: Iterable[int], pinned: bool) -> None:
+        """Allocate memory for tensors of so many bytes each, and have the system hand out its pages now."""
+        self._places = {}
+        self._allocate(sum(map(_aligned, sizes)), pinned)
+        self._memory.zero_()
+
+    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return contiguous copies of ``tensors``, complete on return; they overwrite the copies made before."""
+        gpus = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
+        if self._places.keys() != tensors.keys() or any(
+                place.shape != tensors[name].shape or place.dtype != tensors[name].dtype
+                for name, place in self._places.items()):
+            self._places, end = {}, 0
+            self._allocate(sum(_aligned(tensor.nbytes) for tensor in tensors.values()), pinned=bool(gpus))
+            for name, tensor in tensors.items():
+                self._places[name] = self._memory[end:end + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                end += _aligned(tensor.nbytes)
+        for name, tensor in tensors.items():
+            self._places[name].copy_(tensor.detach(), non_blocking=True)
+        for device in gpus:
+            torch.cuda.synchronize(device)
+        return self._places
+
+    def _allocate(self, count: int, pinned: bool) -> None:
+        if count > len(self._memory) or (pinned and not self._memory.is_pinned()):
+            self._memory = torch.empty(0, dtype=torch.uint8)  # freed before more is allocated
+            self._memory = torch.empty(count, dtype=torch.uint8, pin_memory=True) if pinned else _pages(count)
+
+
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGN) * _ALIGN
+
+
+def _pages(count: int) -> Tensor:
+    """Return bytes on large pages where the system has them: it then hands out 512 times fewer."""
+    if not count:
+        return torch.empty(0, dtype=torch.uint8)
+    memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -53,13 +105,10 @@ class WriteResult:
 def write_shards(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> WriteResult:
     """Write one rank's tensors into ``folder``, which is made, and wait until the disk has them.
 
-    They go to ``rank<K>.safetensors``, to ``rank<K>.<n>.safetensors`` when they are many.
+    They go to ``rank<K>.safetensors``, to ``rank<K>.<n>.safetensors`` when they are many. Raises OSError.
 
     Args:
         tensors: contiguous; no two share memory.
-
-    Raises:
-        OSError: they could not be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     entries, files = {}, {}
@@ -72,52 +121,8 @@ def write_shards(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> Writ
     return WriteResult(entries, files)
 
 
-def load_tensors(folder: Path, manifest: Manifest, names: Iterable[str], device: torch.device | str = "cpu",
-                 progress: Progress | None = None, resume_hint: Callable[[Path], str] = resume_command, *,
-                 checked: bool = False) -> dict[str, Tensor]:
-    """Return the tensors of those names on ``device``; the files that hold them are hashed first, in full.
-
-    Args:
-        manifest: of ``folder``.
-        progress: called with the bytes that were hashed and with all there are.
-        resume_hint: see :func:`~vpipe.checkpoint.directory.find_checkpoint`.
-        checked: the files were hashed already, so they are not now.
-
-    Raises:
-        UserError: a name is not in the checkpoint, a file is missing or not what was written, or holds another shape
-            or dtype than the manifest says.
-    """
-    wanted = list(names)
-    missing = [name for name in wanted if name not in manifest.tensors]
-    if missing:
-        raise UserError(f"the checkpoint '{folder}' has no '{missing[0]}'"
-                        + (f", nor {len(missing) - 1} more that are asked for" if len(missing) > 1 else ""),
-                        hint=f"it has {len(manifest.tensors)} tensors: vpipe checkpoint show {folder} lists them")
-    by_file: dict[str, list[str]] = {}
-    for name in wanted:
-        by_file.setdefault(manifest.tensors[name].file, []).append(name)
-    if not checked:
-        check_intact(folder, progress, manifest=manifest, only=by_file, resume_hint=resume_hint)
-    found: dict[str, Tensor] = {}
-    try:
-        for file, own in by_file.items():
-            with _system_errors(), safe_open(folder / file, framework="pt") as opened:
-                for name in own:
-                    part = opened.get_slice(name)
-                    _check_entry(folder, name, manifest.tensors[name], tuple(part.get_shape()), part.get_dtype())
-                    found[name] = opened.get_tensor(name).to(device, copy=True)
-    except OSError as error:
-        raise UserError(f"cannot read the checkpoint '{folder}': {error.strerror or error}",
-                        hint=older_intact_hint(folder, progress, resume_hint)) from None
-    return {name: found[name] for name in wanted}
-
-
 def check_dtypes(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse tensors that files cannot hold.
-
-    Raises:
-        UserError: there is one.
-    """
+    """Raise UserError for tensors that files cannot hold."""
     for name, tensor in tensors.items():
         if dtype_name(tensor.dtype) not in ITEM_BYTES:
             raise UserError(f"'{name}' is of {tensor.dtype}, which a checkpoint cannot hold",
@@ -131,16 +136,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_entry(folder: Path, name: str, entry: TensorEntry, shape: tuple[int, ...], code: str) -> None:
-    if (shape, code) != (entry.shape, _CODES[entry.dtype]):
-        raise UserError(f"{entry.file} holds '{name}' as {list(shape)} {code}, but the manifest says "
-                        f"{list(entry.shape)} {_CODES[entry.dtype]}", where=str(folder),
-                        hint="bring the folder back from a copy, or resume from an older checkpoint: vpipe checkpoint "
-                        "ls RUN lists them")
-
-
 @contextmanager
-def _system_errors() -> Iterator[None]:
+def safetensors_errors() -> Iterator[None]:
     """Raise the errors of safetensors' library as OSErrors, with the system's number where they have one."""
     try:
         yield
@@ -164,7 +161,7 @@ def _groups(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 
 
 def _write_file(path: Path, tensors: dict[str, Tensor]) -> FileEntry:
-    with _system_errors():
+    with safetensors_errors():
         save_file(tensors, path)
     path.chmod(path.parent.stat().st_mode & 0o666)  # the library lets nobody else read it
     with path.open("rb") as file:

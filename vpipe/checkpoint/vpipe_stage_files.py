@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vpipe.checkpoint.model_compatibility import tensor_kinds
-from vpipe.checkpoint.weight_files import load_torch, tensors_of
+from vpipe.checkpoint.import_weights import load_torch, tensors_of
+from vpipe.checkpoint.load import tensor_kinds
 from vpipe.errors import UserError, counted
 from vpipe.model.layer import Model
 from vpipe.model.registry import Family, ModelSettings

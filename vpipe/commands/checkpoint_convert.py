@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from vpipe.checkpoint.export import export_huggingface, export_safetensors, export_torch, make_checkpoint, weights_of
-from vpipe.checkpoint.huggingface import CONFIG, import_weights, read_model_config
+from vpipe.checkpoint.import_weights import CONFIG, import_weights, read_model_config
 from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
 from vpipe.checkpoint.vpipe_stage_files import find_stage_files, match_weights, read_stage_files
 from vpipe.commands.checkpoint import checkpoints_in, counted_in

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vpipe.checkpoint.directory import find_checkpoint
+from vpipe.checkpoint.load import check_compatible, load_tensors
 from vpipe.checkpoint.manifest import CheckpointInfo, Manifest, no_longer_used
-from vpipe.checkpoint.model_compatibility import check_compatible
 from vpipe.checkpoint.save import save_checkpoint
-from vpipe.checkpoint.shards import check_dtypes, load_tensors
+from vpipe.checkpoint.shards import check_dtypes
 from vpipe.distributed.watchdog import activity
 from vpipe.errors import Problem, UserError
 from vpipe.model.layer import Model

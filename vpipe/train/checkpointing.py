@@ -16,10 +16,10 @@ from types import TracebackType
 import torch.distributed as dist
 
 from vpipe.checkpoint.agreement import Agreement, LocalAgreement, StoreAgreement, check_shared_folder
-from vpipe.checkpoint.background_saver import Saver, SaveResult
 from vpipe.checkpoint.directory import Checkpoints, step_of
+from vpipe.checkpoint.load import load_tensors
 from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
-from vpipe.checkpoint.shards import load_tensors
+from vpipe.checkpoint.save import Saver, SaveResult
 from vpipe.distributed.environment import HOST
 from vpipe.distributed.rendezvous import own_store
 from vpipe.distributed.watchdog import activity

@@ -439,7 +439,7 @@ def check_fits_job(manifest: Manifest, job: Job) -> None:
     Raises:
         UserError: with what differs.
     """
-    from vpipe.checkpoint.model_compatibility import check_compatible  # which needs torch, as a job does
+    from vpipe.checkpoint.load import check_compatible  # which needs torch, as a job does
     from vpipe.runtime.state_dict import Position
 
     was = parse(manifest.config, "", "").get(("model", "name"))

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from vpipe.checkpoint.load import TensorKind, check_compatible, tensor_kinds
 from vpipe.checkpoint.manifest import Manifest, TensorEntry
-from vpipe.checkpoint.model_compatibility import TensorKind, check_compatible, tensor_kinds
 from vpipe.errors import UserError
 from vpipe.model.layer import Layer, Model
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vpipe.checkpoint.export import export_huggingface
-from vpipe.checkpoint.huggingface import import_weights, read_model_config
+from vpipe.checkpoint.import_weights import import_weights, read_model_config
 from vpipe.cli import main
 from vpipe.data.tokenizers import train_wordpiece
 from vpipe.model.layer import Model

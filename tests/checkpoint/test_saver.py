@@ -15,11 +15,11 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from vpipe.checkpoint import agreement, shards
 from vpipe.checkpoint.agreement import LocalAgreement, StoreAgreement
-from vpipe.checkpoint.background_saver import Saver
 from vpipe.checkpoint.directory import LATEST, Checkpoints
 from vpipe.checkpoint.integrity import find_damage
+from vpipe.checkpoint.load import load_tensors
 from vpipe.checkpoint.manifest import Manifest
-from vpipe.checkpoint.shards import load_tensors
+from vpipe.checkpoint.save import Saver
 from vpipe.errors import RunError, UserError
 
 WAIT_S = 30.0

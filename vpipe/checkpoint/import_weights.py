@@ -1,18 +1,23 @@
-"""Convert a model to a folder that ``transformers`` loads, and such a folder to our weights.
+"""Read weights that others wrote, as data and never as code: folders of Hugging Face's, files of ``torch.save``.
 
 Each family gives the names: :class:`vpipe.model.registry.HuggingFace`.
 """
 
 from __future__ import annotations
 
+import pickle
+import re
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
-from vpipe.checkpoint.weight_files import plain_file, read_safetensors, read_torch
 from vpipe.errors import UserError, counted, nearest
 from vpipe.files import read_json
 from vpipe.model.registry import Family, HuggingFace, ModelSettings, family_named, model_names
@@ -26,6 +31,9 @@ MOST_BYTES = 16 << 20
 """Of a description of a model, and of the list of the files that hold its weights."""
 
 _FILES = (WEIGHTS, f"{WEIGHTS}.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+
+_CODE = re.compile(r"[Uu]nsupported (global|class)|not an allowed global", re.ASCII)
+"""Torch's error for a pickle that asks for more than tensors."""
 
 
 @dataclass(frozen=True)
@@ -41,26 +49,6 @@ class HuggingFaceModel:
     family: str
     settings: ModelSettings
     config: Mapping[str, object]
-
-
-def export_weights(huggingface: HuggingFace, settings: ModelSettings,
-                   weights: Mapping[str, Tensor]) -> tuple[dict[str, object], dict[str, Tensor]]:
-    """Return the contents of ``config.json`` and the tensors of ``model.safetensors``.
-
-    Args:
-        weights: all of the model, ``<layer>.<parameter>``, tied ones under their owner's name.
-    """
-    config = huggingface.config(settings)
-    kinds = {str(tensor.dtype).removeprefix("torch.") for tensor in weights.values() if tensor.is_floating_point()}
-    content = {"architectures": [huggingface.architecture], "model_type": huggingface.model_type, **config,
-               "dtype": kinds.pop() if len(kinds) == 1 else "float32"}
-    tensors: dict[str, Tensor] = {}
-    written: set[str] = set()
-    for theirs, ours in huggingface.names(config).items():
-        tensor = weights[ours].clone() if ours in written else weights[ours]  # tensors of a file share nothing
-        tensors[theirs] = tensor.t().contiguous() if theirs.endswith(huggingface.transposed) else tensor
-        written.add(ours)
-    return content, tensors
 
 
 def read_model_config(folder: Path) -> HuggingFaceModel:
@@ -156,3 +144,88 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
 def _some(names: list[str]) -> str:
     more = len(names) - SHOWN
     return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """Return all tensors of a file.
+
+    Raises:
+        UserError: there is no such file, or it is damaged.
+    """
+    try:
+        return load_file(path)
+    except OSError as error:
+        raise UserError(f"cannot read '{path}': {error.strerror or error}", hint="look whether the file is there, "
+                        "and may be read") from None
+    except SafetensorError as error:
+        raise _damaged(path, str(error)) from None
+
+
+def read_torch(path: Path) -> dict[str, Tensor]:
+    """Return all tensors of a state dict that ``torch.save`` wrote; names of nested dicts are joined by dots.
+
+    Raises:
+        UserError: see :func:`load_torch`; or it is no state dict.
+    """
+    return tensors_of(load_torch(path), path)
+
+
+def load_torch(path: Path) -> Any:
+    """Return what ``torch.save`` wrote, as long as it is tensors and plain values: nothing else is unpickled.
+
+    Raises:
+        UserError: there is no such file, it is damaged, or it holds more.
+    """
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise UserError(f"cannot read '{path}': {error.strerror or error}", hint="look whether the file is there, "
+                        "and may be read") from None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # such as of a pickle's protocol: what cannot be read is an error
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged files make all kinds
+        if isinstance(error, pickle.UnpicklingError) and _CODE.search(str(error)):
+            raise UserError(f"'{path}' holds more than weights and plain values, which could run code; it was not "
+                            "loaded", hint="where it is trusted, load it with the program that wrote it, and save its "
+                                           "'state_dict' alone") from None
+        raise _damaged(path, "it was not written by torch.save, or is cut short") from None
+
+
+def tensors_of(content: Any, path: Path, inside: str = "") -> dict[str, Tensor]:
+    """Return the tensors of a state dict in the order in which they stand there.
+
+    Raises:
+        UserError: it is none, or holds something else as well.
+    """
+    if not isinstance(content, Mapping):
+        raise UserError(f"{inside or 'the content'} of '{path}' is of kind {type(content).__name__}",
+                        hint="a dict of names and tensors is needed, as state_dict() gives it")
+    tensors: dict[str, Tensor] = {}
+    for name, value in content.items():
+        if isinstance(value, Tensor):
+            tensors[str(name)] = value.detach()
+        elif isinstance(value, Mapping):
+            within = f"{inside}.{name}" if inside else str(name)
+            tensors |= {f"{name}.{leaf}": tensor for leaf, tensor in tensors_of(value, path, within).items()}
+        else:
+            raise UserError(f"'{name}' in {inside or 'the content'} of '{path}' is of kind {type(value).__name__}, "
+                            "not a tensor", hint="save a state_dict of weights alone")
+    return tensors
+
+
+def plain_file(folder: Path, name: object) -> Path:
+    """Return a file of a folder that another file names; it must lie in the folder itself.
+
+    Raises:
+        UserError: it does not.
+    """
+    if not isinstance(name, str) or not name or Path(name).name != name:
+        raise UserError(f"an index in '{folder}' names the file {name!r}", hint="it must name files beside it")
+    return folder / name
+
+
+def _damaged(path: Path, why: str) -> UserError:
+    return UserError(f"'{path}' cannot be read as weights: {why}", hint="bring it back from a copy, or download it "
+                                                                        "again")

@@ -1,0 +1,140 @@
+"""Load tensors of a checkpoint by their global names, into any partition, schedule or number of ranks.
+
+Before that: is it a checkpoint of this model? The names that a stage asks for: :mod:`vpipe.runtime.state_dict`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from vpipe.checkpoint.directory import resume_command
+from vpipe.checkpoint.integrity import Progress, check_intact, older_intact_hint
+from vpipe.checkpoint.manifest import Manifest, TensorEntry
+from vpipe.checkpoint.shards import dtype_name, safetensors_errors
+from vpipe.errors import UserError
+from vpipe.model.layer import Layer, Model, without_values
+
+SHOWN = 3
+"""Differences that a message names; the others are counted."""
+
+_CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
+          "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64",
+          "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL", "complex64": "C64"}
+"""The dtypes as safetensors calls them."""
+
+
+def load_tensors(folder: Path, manifest: Manifest, names: Iterable[str], device: torch.device | str = "cpu",
+                 progress: Progress | None = None, resume_hint: Callable[[Path], str] = resume_command, *,
+                 checked: bool = False) -> dict[str, Tensor]:
+    """Return the tensors of those names on ``device``; the files that hold them are hashed first, in full.
+
+    Args:
+        manifest: of ``folder``.
+        progress: called with the bytes that were hashed and with all there are.
+        resume_hint: see :func:`~vpipe.checkpoint.directory.find_checkpoint`.
+        checked: the files were hashed already, so they are not now.
+
+    Raises:
+        UserError: a name is not in the checkpoint, a file is missing or not what was written, or holds another shape
+            or dtype than the manifest says.
+    """
+    wanted = list(names)
+    missing = [name for name in wanted if name not in manifest.tensors]
+    if missing:
+        raise UserError(f"the checkpoint '{folder}' has no '{missing[0]}'"
+                        + (f", nor {len(missing) - 1} more that are asked for" if len(missing) > 1 else ""),
+                        hint=f"it has {len(manifest.tensors)} tensors: vpipe checkpoint show {folder} lists them")
+    by_file: dict[str, list[str]] = {}
+    for name in wanted:
+        by_file.setdefault(manifest.tensors[name].file, []).append(name)
+    if not checked:
+        check_intact(folder, progress, manifest=manifest, only=by_file, resume_hint=resume_hint)
+    found: dict[str, Tensor] = {}
+    try:
+        for file, own in by_file.items():
+            with safetensors_errors(), safe_open(folder / file, framework="pt") as opened:
+                for name in own:
+                    part = opened.get_slice(name)
+                    _check_entry(folder, name, manifest.tensors[name], tuple(part.get_shape()), part.get_dtype())
+                    found[name] = opened.get_tensor(name).to(device, copy=True)
+    except OSError as error:
+        raise UserError(f"cannot read the checkpoint '{folder}': {error.strerror or error}",
+                        hint=older_intact_hint(folder, progress, resume_hint)) from None
+    return {name: found[name] for name in wanted}
+
+
+def _check_entry(folder: Path, name: str, entry: TensorEntry, shape: tuple[int, ...], code: str) -> None:
+    if (shape, code) != (entry.shape, _CODES[entry.dtype]):
+        raise UserError(f"{entry.file} holds '{name}' as {list(shape)} {code}, but the manifest says "
+                        f"{list(entry.shape)} {_CODES[entry.dtype]}", where=str(folder),
+                        hint="bring the folder back from a copy, or resume from an older checkpoint: vpipe checkpoint "
+                        "ls RUN lists them")
+
+
+@dataclass(frozen=True)
+class TensorKind:
+    """The shape and dtype of a tensor: ``[30522, 256] float32``."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"[{', '.join(map(str, self.shape))}] {self.dtype}"
+
+
+def check_compatible(manifest: Manifest, model: Model, hint: str = "resume with the model section of the checkpoint's "
+                     "own config: vpipe checkpoint show prints it") -> None:
+    """Refuse the checkpoint of another model, with the first names and shapes that differ.
+
+    Args:
+        hint: the remedy.
+
+    Raises:
+        UserError: a parameter or buffer of the model is not in the checkpoint or is another there, or the checkpoint
+            has one that the model has not.
+    """
+    ours = tensor_kinds(model)
+    theirs = {name.removeprefix("model."): TensorKind(entry.shape, entry.dtype)
+              for name, entry in manifest.tensors.items() if name.startswith("model.")}
+    other = [f"'{name}' is {kind} in the model and {theirs[name]} in the checkpoint"
+             for name, kind in ours.items() if name in theirs and theirs[name] != kind]
+    missing = [f"'{name}' {kind} is not in the checkpoint" for name, kind in ours.items() if name not in theirs]
+    more = [f"'{name}' {kind} of the checkpoint is not in the model"
+            for name, kind in theirs.items() if name not in ours]
+    if parts := [_first_of(differences) for differences in (other, missing, more) if differences]:
+        raise UserError(f"the checkpoint of step {manifest.step} is of another model: {'; '.join(parts)}", hint=hint)
+
+
+def tensor_kinds(model: Model) -> dict[str, TensorKind]:
+    """Return what a checkpoint of the model must have, by ``<layer>.<parameter or buffer>``.
+
+    A tied tensor is there once, under its owner. Nothing is computed and no weights are made, where the layers allow
+    it.
+    """
+    found = {}
+    for number, layer in enumerate(model.layers):
+        state = _empty(layer, number).state_dict()
+        found.update({f"{layer.name}.{name}": TensorKind(tuple(tensor.shape), dtype_name(tensor.dtype))
+                      for name, tensor in state.items() if name not in layer.ties})
+    return found
+
+
+def _empty(layer: Layer, number: int) -> nn.Module:
+    """Build the module without values; with, where its constructor reads some, or fails in a way of its own."""
+    try:
+        with torch.random.fork_rng(devices=[]), without_values():
+            module = layer.make()
+    except Exception:
+        return layer.materialize(number, seed=0)
+    return module if isinstance(module, nn.Module) else layer.materialize(number, seed=0)
+
+
+def _first_of(differences: list[str]) -> str:
+    more = len(differences) - SHOWN
+    return "; ".join(differences[:SHOWN]) + (f"; and {more} more" if more > 0 else "")
