@@ -33,20 +33,17 @@ def _shares(time: RankTime, steps: int) -> list[tuple[str, str, float]]:
 
 def idle_bars(data: ReportData, unit: str) -> str:
     """Return a pair of bars per rank, planned above run, and their numbers as a table."""
-    run = data.figures
-    expected = data.expected.figures if data.expected is not None else None
-    placement = data.recording.placement
-    planned = "planned" if data.expected is not None and data.expected.prediction is not None else "medians"
-    pairs = [(name, figures, height) for name, figures, height in ((planned, expected, 10), ("run", run, 20))
-             if figures is not None]
+    pairs = [("run", data.figures, 20)]
+    if data.expected is not None:
+        pairs.insert(0, ("medians" if data.expected.prediction is None else "planned", data.expected.figures, 10))
     longest = max(time.span / max(1, figures.window.steps) for _, figures, _ in pairs for time in figures.ranks)
     legend: dict[str, str] = {}
     rows = []
-    for time in run.ranks:
+    for time in data.figures.ranks:
         for name, figures, height in pairs:
             parts = _shares(figures.ranks[time.rank], figures.window.steps)
             legend |= {what: fill for what, fill, _ in parts}
-            label = f"{row_name(placement, time.rank)}, " if name == pairs[0][0] else ""
+            label = f"{row_name(data.recording.placement, time.rank)}, " if name == pairs[0][0] else ""
             rows.append(f'<tr><th scope="row">{escape(label)}{name}</th><td>{_bar(parts, longest, height)}</td></tr>')
     order = [*_NAMES.values(), *(f"idle: {cause.value}" for cause in Cause)]
     keys = "".join(swatch([legend[name]], name) for name in order if name in legend)
@@ -62,7 +59,7 @@ def _bar(parts: Sequence[tuple[str, str, float]], longest: float, height: int) -
                      f"<title>{escape(name)}: {milliseconds(seconds)}</title></rect>")
         at += width
     title = ", ".join(f"{name} {milliseconds(seconds)}" for name, _, seconds in parts)
-    return (f'<svg width="100%" height="{height}" role="img"><title>{escape(title)}</title>{"".join(cells)}</svg>')
+    return f'<svg width="100%" height="{height}" role="img"><title>{escape(title)}</title>{"".join(cells)}</svg>'
 
 
 def _numbers(data: ReportData, pairs: Sequence[tuple[str, Figures, int]], unit: str) -> str:
@@ -96,44 +93,40 @@ def stage_table(data: ReportData, unit: str) -> str:
 def _stage_rows(data: ReportData, unit: str) -> Iterator[str]:
     recording, run, expected = data.recording, data.figures, data.expected
     halves = any(stage.weight_s for stage in run.stages)
-    again = any(stage.recompute_s for stage in run.stages)
-    times = ["forward_s", "backward_s", *["weight_s"] * halves, *["recompute_s"] * again, "update_s", "transfers_s",
-             "idle_s"]
-    names = {"forward_s": "forward", "backward_s": "input half" if halves else "backward",
-             "weight_s": "weight half", "recompute_s": "recompute", "update_s": "optimizer step",
-             "transfers_s": "transfers", "idle_s": "other idle"}
-    per = {"update_s": "", "transfers_s": f"per {unit}", "idle_s": f"per {unit}"}
+    heads = {"forward_s": ("forward", "per microbatch"),
+             "backward_s": ("input half" if halves else "backward", "per microbatch")}
+    if halves:
+        heads["weight_s"] = "weight half", "per microbatch"
+    if any(stage.recompute_s for stage in run.stages):
+        heads["recompute_s"] = "recompute", "per microbatch"
+    heads |= {"update_s": ("optimizer step", ""), "transfers_s": ("transfers", f"per {unit}"),
+              "idle_s": ("other idle", f"per {unit}")}
     yield '<thead><tr><th scope="col">stage</th><th scope="col">layers</th><th scope="col">rank</th>'
-    for time in times:
-        below = per.get(time, "per microbatch")
-        yield f'<th scope="col">{names[time]}<br>{below}</th>'
-    yield ('<th scope="col">kept tensors<br>of the rank</th><th scope="col">staleness</th></tr></thead>'
-           "<tbody>")
+    for name, per in heads.values():
+        yield f'<th scope="col">{name}<br>{per}</th>'
+    yield '<th scope="col">kept tensors<br>of the rank</th><th scope="col">staleness</th></tr></thead><tbody>'
     ends = list(accumulate(recording.partition))
     slowest = min(range(len(run.stages)), key=lambda stage: run.stages[stage].idle_s)
-    # A replay of the run's medians cannot say these anew.
-    from_profile = expected is not None and expected.prediction is not None
+    prediction = None if expected is None else expected.prediction
     for stage, measured in enumerate(run.stages):
         first = ends[stage] - recording.partition[stage]
         ranks = ", ".join(map(str, recording.placement[stage]))
         again_here = f"<small>{len(recording.recomputed[stage])} recomputed</small>" * bool(recording.recomputed[stage])
         yield (f'<tr{" class=slow" * (stage == slowest)}><th scope="row">{stage}</th>'
                f"<td>{first}–{ends[stage] - 1}{again_here}</td><td>{ranks}</td>")
-        for time in times:
-            seconds = getattr(measured, time)
-            shown = expected is not None and (from_profile or time in ("transfers_s", "idle_s"))
-            below = ""
-            if shown and expected is not None:
+        for time in heads:
+            seconds, below = getattr(measured, time), ""
+            # A replay at the run's own medians says nothing new of the other times.
+            if expected is not None and (prediction is not None or time in ("transfers_s", "idle_s")):
                 below = _beside(getattr(expected.figures.stages[stage], time), seconds)
             yield f"<td{' class=hot' * (time == 'idle_s')}>{milliseconds(seconds)}{below}</td>"
-        prediction = None if expected is None else expected.prediction
         yield f"<td>{_memory(measured.kept_bytes, prediction, recording.placement, stage)}</td>"
         yield f"<td>{measured.staleness}</td></tr>"
     yield "</tbody>"
 
 
 def _beside(planned: float, measured: float) -> str:
-    """Return ``predicted 12 ms (+3 %)``: the run against it."""
+    """Return the planned time, and how far the run is from it."""
     if planned <= 0:
         return f"<small>{milliseconds(planned)}</small>"
     apart = measured / planned - 1

@@ -109,21 +109,18 @@ def _path(line: Line, x_of: Callable[[float], float], y_of: Callable[[float], fl
 
 
 def _run(line: Line, points: Points) -> str:
-    """Return a part of a line without a break."""
     if line.stepped:
         d = f"M{points[0][0]:.1f} {points[0][1]:.2f}" + "".join(f"H{x:.1f}V{y:.2f}" for x, y in points[1:])
     else:  # a point alone is seen, too
         d = "M" + "L".join(f"{x:.1f} {y:.2f}" for x, y in points) + "h0" * (len(points) == 1)
     style = {"thin": "stroke-width:1;opacity:.5", "dash": "stroke-width:1.5;stroke-dasharray:5 4"}.get(
         line.kind, "stroke-width:2;stroke-linejoin:round")
-    area = ""
-    if line.kind == "area":
-        area = (f'<path d="{d}V100H{points[0][0]:.1f}Z" style="fill:{line.colour};fill-opacity:.18;stroke:none"/>')
-    return f'{area}<path d="{d}" style="stroke:{line.colour};{style}"/>'
+    area = f'<path d="{d}V100H{points[0][0]:.1f}Z" style="fill:{line.colour};fill-opacity:.18;stroke:none"/>'
+    return f'{area * (line.kind == "area")}<path d="{d}" style="stroke:{line.colour};{style}"/>'
 
 
 def thinned(points: Points, most: int = _MOST_POINTS) -> Points:
-    """Return at most so many points, each the mean of its neighbourhood's numbers; NaN where there is none."""
+    """Return at most so many points, each the mean of its neighbours that are numbers; NaN where none is."""
     if len(points) <= most:
         return points
     bounds = [len(points) * at // most for at in range(most + 1)]

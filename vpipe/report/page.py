@@ -186,7 +186,7 @@ class _Page:
         lines.append(Line("evaluation loss", history.evaluations, "var(--eval)", "dot"))
         yield chart("Loss", lines, f"training loss from {_mean(history.losses[:1])} to {_mean(history.losses[-1:])}",
                     unit, compact)
-        speeds: Points = history.seconds
+        speeds = history.speeds
         lines = [Line("tokens/s" + " (smoothed)" * (not few), thinned(speeds) if few else smooth(speeds),
                       "var(--speed)")]
         if not few:

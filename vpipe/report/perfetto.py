@@ -1,7 +1,7 @@
 """Write ``RUN/trace.json``: the run in the trace-event format, which Perfetto opens.
 
-A process per rank with three rows: compute, transfers, idle. A flow leads from every send to the action that uses it; a
-counter shows the kept tensors.
+Each rank is a process with three rows: compute, transfers, idle. A flow leads from every send to the action that uses
+it. A counter shows the kept tensors.
 
 Source: Google, *Trace Event Format* (phases X, M, C, s, f; times in microseconds).
 """
@@ -12,21 +12,22 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from heapq import merge
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from vpipe.report.figures import WORK
 from vpipe.report.idle_causes import Producers, time_slices
 from vpipe.report.recording import RecordedAction, Recording, Track, describe
-from vpipe.schedules.action import COMPUTE, RETURNS, Op
+from vpipe.schedules.action import RETURNS, Op
 from vpipe.visualize.table import row_name
 
 MOST_ACTIONS = 250_000
-"""Limit for all ranks together: about 110 MB of JSON; Perfetto in a browser holds no much larger file."""
+"""Limit for all ranks together: about 110 MB of JSON. Perfetto in a browser holds no much larger file."""
 SHORTEST_IDLE_US = 5.0
 
 _COMPUTE, _TRANSFERS, _IDLE = 1, 2, 3
 _ROWS = {_COMPUTE: "compute", _TRANSFERS: "transfers", _IDLE: "idle"}
-_TIMED = COMPUTE | {Op.STEP}
 Event = tuple[float, dict[str, Any]]
 _Use = tuple[bool, int, int]
 """The action that uses a transfer: whether it is a forward, its stage and microbatch."""
@@ -34,16 +35,14 @@ _Use = tuple[bool, int, int]
 
 def write_trace(recording: Recording, producers: Producers, path: Path, most: int = MOST_ACTIONS,
                 say: Callable[[str], None] = lambda text: None) -> str | None:
-    """Write the file, at once or not at all.
+    """Write the file, whole or not at all; returns a sentence on what was left out, if anything.
 
     Args:
         most: actions; later ones are left out.
         say: called now and then with the progress.
-
-    Returns:
-        A sentence on what was left out, if anything.
     """
-    until_s, note = _until_s(recording, most), None
+    ends = sorted(done.end_s for track in recording.tracks for done in track.actions)
+    until_s, note = ends[most - 1] if len(ends) > most else recording.end_s, None
     if until_s < recording.end_s:
         note = (f"trace.json shows the first {until_s:.1f} s of {recording.end_s:.1f} s, {most:,} actions: Perfetto "
                 "opens no much larger file.")
@@ -53,7 +52,7 @@ def write_trace(recording: Recording, producers: Producers, path: Path, most: in
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         file.write(",\n".join(_dumped(event) for event in _names(recording)))
         ranks = [_of_rank(recording, track, producers, flows, until_s) for track in recording.tracks]
-        for count, (at_us, event) in enumerate(merge(*ranks, key=_when)):
+        for count, (at_us, event) in enumerate(merge(*ranks, key=itemgetter(0))):
             file.write(",\n" + _dumped(event))
             if count % 20_000 == 0:
                 say(f"writing {path.name}, {at_us / 1e6:.1f} of {min(until_s, recording.end_s):.1f} s")
@@ -64,17 +63,7 @@ def write_trace(recording: Recording, producers: Producers, path: Path, most: in
     return note
 
 
-def _until_s(recording: Recording, most: int) -> float:
-    """Return the second until which there are no more than ``most`` actions."""
-    ends = sorted(done.end_s for track in recording.tracks for done in track.actions)
-    return ends[most - 1] if len(ends) > most else recording.end_s
-
-
 _dumped = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True).encode
-
-
-def _when(event: Event) -> float:
-    return event[0]
 
 
 def _names(recording: Recording) -> Iterator[dict[str, Any]]:
@@ -101,7 +90,7 @@ def _of_rank(recording: Recording, track: Track, producers: Producers, flows: Ma
         if end_s > until_s:
             return
         start, end = _us(start_s), _us(end_s)
-        row = _IDLE if cause is not None or done is None else _COMPUTE if done.op in _TIMED else _TRANSFERS
+        row = _IDLE if cause is not None or done is None else _COMPUTE if done.op in WORK else _TRANSFERS
         event = {"ph": "X", "pid": rank, "tid": row, "ts": start, "dur": round(end - start, 3)}
         if cause is not None or done is None:
             if end - start >= SHORTEST_IDLE_US:
@@ -116,7 +105,7 @@ def _of_rank(recording: Recording, track: Track, producers: Producers, flows: Ma
             flow = {"ph": ends[0], "id": number, "pid": rank, "tid": row, "ts": start, "name": "transfer",
                     "cat": "transfer"}
             yield start, flow if ends[0] == "s" else {**flow, "bp": "e"}
-        if done.op in _TIMED:
+        if done.op in WORK:
             if done.stage in versions:
                 versions[done.stage] = done.versions
             held = done.held_bytes, sum(count * track.weight_bytes[stage] for stage, count in versions.items())

@@ -273,11 +273,11 @@ def _read_track(file: Path, stages: int) -> tuple[Track, list[str]]:
                 if not line.endswith("\n"):  # the file ends in the middle of it
                     notes.append(f"{file.name} breaks off in line {number}: the run was ended, or is still going.")
                     break
-                raise _damaged(file, number, line) from None
+                raise damaged_line("record", file, number, line, AGAIN) from None
             if isinstance(entry, list):
                 done = _parse_action(entry, stages, last_s)
                 if done is None:
-                    raise _damaged(file, number, line)
+                    raise damaged_line("record", file, number, line, AGAIN)
                 last_s = done.end_s
                 actions.append(done)
             elif isinstance(entry, dict) and entry.get("truncated") is True:
@@ -287,7 +287,7 @@ def _read_track(file: Path, stages: int) -> tuple[Track, list[str]]:
             elif isinstance(entry, dict) and _pair(entry.get("clock")):
                 clocks.append((entry["clock"][0], entry["clock"][1]))
             else:
-                raise _damaged(file, number, line)
+                raise damaged_line("record", file, number, line, AGAIN)
     if truncated:
         notes.append(f"{file.name} ends after {len(actions):,} actions: recording has a limit. What came later is not "
                      "in this report.")
@@ -351,10 +351,10 @@ def _parse_action(entry: list[Any], stages: int, last_s: float) -> RecordedActio
     return RecordedAction(op, stage, int(match[3]), start_s, end_s, waited_s, held, versions)
 
 
-def _damaged(file: Path, number: int, line: str) -> UserError:
+def damaged_line(what: str, file: Path, number: int, line: str, hint: str) -> UserError:
     shown = line.strip()
-    return UserError(f"line {number} of the record is damaged: {shown[:60]}{'...' if len(shown) > 60 else ''}",
-                     where=f"{file}:{number}", hint=AGAIN)
+    return UserError(f"line {number} of the {what} is damaged: {shown[:60]}{'...' if len(shown) > 60 else ''}",
+                     where=f"{file}:{number}", hint=hint)
 
 
 def _from_zero(tracks: Sequence[Track]) -> tuple[Track, ...]:

@@ -1,11 +1,11 @@
-"""Gather all that a report shows: the run, and beside it what was expected, by the plan or by the run's own medians.
+"""Gather the data of a report: the run, and beside it the expected run, by its plan or by the run's own medians.
 
-What was expected is simulated and has the form of a recording, so that the figures of both are made by the same code.
+The expected run is simulated and has the form of a recording, so that the same code computes the figures of both.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,26 +16,22 @@ from vpipe.errors import CheckError, UserError, counted
 from vpipe.plan.plan import Plan, Prediction
 from vpipe.plan.predict import predict
 from vpipe.plan.profile import Profile
-from vpipe.report.figures import Figures, step_ends
+from vpipe.report.figures import WORK, Figures, Points, step_ends
 from vpipe.report.idle_causes import Cause, Producers, medians, time_slices
 from vpipe.report.recording import RecordedAction, Recording, Track, read_recording
 from vpipe.report.run_metrics import History, Totals, read_history
-from vpipe.schedules.action import COMPUTE, PER_MICROBATCH, Action, Op
+from vpipe.schedules.action import PER_MICROBATCH, Action, Op
 from vpipe.schedules.costs import Costs, Link, StageCosts
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.simulate import simulate
 from vpipe.schedules.simulator.timeline import Timeline
 
 _LONGEST = 24  # steps that are simulated
-_REPLAYED = COMPUTE | {Op.STEP}
+_IN_A_ROW, _FEWEST, _ACTIONS = 8, 4, 60_000  # simulated batches of a schedule with a flush; so many actions are quick
 
 
 def as_recording(timeline: Timeline, like: Recording) -> Recording:
-    """Return a simulated timeline in the form of a recording: a rank that has nothing to do waits for its next action.
-
-    Args:
-        like: the recording that it stands beside: sizes and names come from it.
-    """
+    """Return a simulated timeline as a recording with the sizes of another; idle ranks wait for their next action."""
     schedule, tracks = timeline.schedule, []
     for rank, events in enumerate(timeline.events):
         actions: list[RecordedAction] = []
@@ -43,7 +39,7 @@ def as_recording(timeline: Timeline, like: Recording) -> Recording:
         for event in events:
             start, end = float(event.start_s), float(event.end_s)
             actions.append(RecordedAction(event.action.op, event.action.stage, event.action.microbatch, now, end,
-                                max(0.0, start - now), 0, 0))
+                                          max(0.0, start - now), 0, 0))
             now = end
         tracks.append(Track(rank, "", actions))
     return replace(like, schedule=schedule.name, placement=schedule.placement, flush=schedule.flush,
@@ -55,13 +51,8 @@ def repeat_batches(timeline: Timeline, batches: int) -> Timeline:
     """Return the timeline of so many batches of a schedule with a flush, where ``timeline`` is of one."""
     schedule = timeline.schedule
     count = schedule.microbatches
-
-    def turn(number: int, action: Action) -> Action:
-        return Action(action.op, action.stage,
-                      action.microbatch + number * (count if action.op in PER_MICROBATCH else 1))
-
-    programs = [[turn(number, action) for number in range(batches) for action in program]
-                for program in schedule.programs]
+    programs = [[replace(action, microbatch=action.microbatch + batch * (count if action.op in PER_MICROBATCH else 1))
+                 for batch in range(batches) for action in program] for program in schedule.programs]
     return simulate(replace(schedule.with_programs(programs), microbatches=batches * count), timeline.costs)
 
 
@@ -70,10 +61,12 @@ def replay_medians(recording: Recording, producers: Producers) -> Timeline | Non
 
     None where not even one step was recorded whole.
     """
-    first, steps = _whole_from_start(recording)
+    ends, rounds = step_ends(recording), recording.rounds
+    first = min(ends, default=0)
+    steps = next((number for number in range(len(ends)) if first + number not in ends), len(ends))
+    steps = min(steps, max(_LONGEST, 3 * len(recording.placement)))
     if not steps:
         return None
-    rounds = recording.rounds
     before = first * rounds.per_step  # microbatches of earlier attempts of the run
     last = steps * rounds.per_step
 
@@ -81,20 +74,12 @@ def replay_medians(recording: Recording, producers: Producers) -> Timeline | Non
         return rounds.per_update(done.stage) if done.op is Op.STEP else 1
 
     programs = [[Action(done.op, done.stage, done.number - before // taken(done)) for done in track.actions
-                 if done.op in _REPLAYED and (done.number + 1) * taken(done) <= before + last]
+                 if done.op in WORK and (done.number + 1) * taken(done) <= before + last]
                 for track in recording.tracks]
     ranks, stages = len(programs), len(recording.placement)
     schedule = Schedule(recording.schedule, recording.placement, tuple(map(tuple, programs)), last,
                         rounds.update_every, recording.flush, (last * stages,) * ranks, (last + 1,) * stages, {})
     return simulate(schedule, _median_costs(recording, producers, programs))
-
-
-def _whole_from_start(recording: Recording) -> tuple[int, int]:
-    """Return the first step, and the number of steps from it on that were recorded whole, up to a limit."""
-    ends = step_ends(recording)
-    first = min(ends, default=0)
-    count = next((number for number in range(len(ends)) if first + number not in ends), len(ends))
-    return first, min(count, max(_LONGEST, 3 * len(recording.placement)))
 
 
 def _median_costs(recording: Recording, producers: Producers, programs: Sequence[Sequence[Action]]) -> Costs:
@@ -110,31 +95,9 @@ def _median_costs(recording: Recording, producers: Producers, programs: Sequence
         return StageCosts(of(Op.FORWARD), *halves, recompute_s=of(Op.RECOMPUTE) if number in early else 0.0,
                           step_s=of(Op.STEP))
 
-    waits = list(_transfer_waits(recording, producers))
-    latency = median(waits) if waits else 0.0
-    return Costs(tuple(map(stage, range(len(recording.placement)))), Link(latency))
-
-
-def _transfer_waits(recording: Recording, producers: Producers) -> Iterator[float]:
-    """Yield the seconds that awaited tensors were under way."""
-    for track in recording.tracks:
-        for piece in time_slices(recording, track, producers):
-            if piece.cause is Cause.TRANSFER:
-                yield piece.end_s - piece.start_s
-
-
-def planned_memory(timeline: Timeline, static_bytes: Sequence[float]) -> list[list[tuple[float, float]]]:
-    """Return, per rank, (second, bytes held from then on), with what it holds all the time."""
-    curves: list[list[tuple[float, float]]] = []
-    for curve, static in zip(timeline.memory, static_bytes, strict=True):
-        points: dict[float, float] = defaultdict(float)
-        for second, held in curve:
-            points[float(second)] = float(held) + static
-        curves.append(sorted(points.items()))
-    return curves
-
-
-_IN_A_ROW, _FEWEST, _ACTIONS = 8, 4, 60_000  # simulated batches of a schedule with a flush; so many actions are quick
+    waits = [piece.end_s - piece.start_s for track in recording.tracks
+             for piece in time_slices(recording, track, producers) if piece.cause is Cause.TRANSFER]
+    return Costs(tuple(map(stage, range(len(recording.placement)))), Link(median(waits) if waits else 0.0))
 
 
 @dataclass(frozen=True)
@@ -142,29 +105,27 @@ class ExpectedRun:
     """The run as it was expected.
 
     Attributes:
-        recording: a simulated run.
-        producers: in it.
-        figures: of it.
-        prediction: of the plan; None where it is made from the run's own durations alone.
+        recording, producers, figures: of the simulated run.
+        prediction: of the plan; None where the simulation uses the run's own durations.
         memory: per rank the planned curve (second, bytes); empty without a prediction.
-        basis: its origin, as a sentence.
+        basis: a sentence on what was simulated.
     """
 
     recording: Recording
     producers: Producers
     figures: Figures
     prediction: Prediction | None
-    memory: Sequence[Sequence[tuple[float, float]]]
+    memory: Sequence[Points]
     basis: str
 
 
 @dataclass(frozen=True)
 class ReportData:
-    """All that a report shows.
+    """The data of a report.
 
     Attributes:
         name: of the run's folder.
-        config: as it was resolved, as far as it was read.
+        config: the resolved config; empty where the run has none.
         recording, producers, history: of the run.
         figures: of the steady part of the recording.
         totals: of the whole run.
@@ -185,7 +146,7 @@ class ReportData:
 
 def load_report_data(folder: Path, config: Mapping[str, Any],
                      say: Callable[[str], None] = lambda text: None) -> ReportData:
-    """Return everything about the run in ``folder``.
+    """Read the run in ``folder``, and simulate what was expected of it.
 
     Args:
         config: of the run, as plain values; empty where it has none.
@@ -207,7 +168,7 @@ def load_report_data(folder: Path, config: Mapping[str, Any],
     if totals.doubt is not None:
         notes.append(f"{totals.doubt[0].upper()}{totals.doubt[1:]}.")
     return ReportData(folder.resolve().name, config, recording, producers, figures, history, totals, expected,
-                    (*notes, *expected_notes))
+                      (*notes, *expected_notes))
 
 
 def _unwritten(recording: Recording, history: History) -> Iterator[str]:
@@ -264,11 +225,12 @@ def _made(recording: Recording, timeline: Timeline, prediction: Prediction | Non
         timeline = repeat_batches(timeline, max(_FEWEST, min(_IN_A_ROW, _ACTIONS // sum(map(len, schedule.programs)))))
     simulated = as_recording(timeline, recording)
     producers = Producers.from_recording(simulated, simulated=True)
-    memory: list[list[tuple[float, float]]] = []
+    memory: list[Points] = []
     if prediction is not None:
-        static = [0.0] * schedule.ranks
+        static = Counter[int]()
         for stage in prediction.stages:
             for rank in stage.ranks:
                 static[rank] += stage.memory.gradients + stage.memory.optimizer
-        memory = planned_memory(timeline, static)
+        for rank, curve in enumerate(timeline.memory):  # of equal seconds the last
+            memory.append(sorted({float(second): float(held) + static[rank] for second, held in curve}.items()))
     return ExpectedRun(simulated, producers, Figures.from_recording(simulated, producers), prediction, memory, basis)

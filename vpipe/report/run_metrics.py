@@ -1,4 +1,4 @@
-"""Read ``RUN/metrics.jsonl``: how loss and speed went, and the headline figures of the run."""
+"""Read ``RUN/metrics.jsonl``: losses and speeds, and the headline figures of the run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 from vpipe.errors import UserError, counted
 from vpipe.metric_formulas import counted_updates
-from vpipe.report.figures import Figures
+from vpipe.report.figures import Figures, Points
 from vpipe.report.line_chart import is_drawable
-from vpipe.report.recording import is_number
+from vpipe.report.recording import damaged_line, is_number
 
 _AGAIN = "a line is an object with step, loss, time_s and tokens_per_s; copy the file whole from the run's folder"
 
@@ -26,15 +26,15 @@ class History:
     Attributes:
         losses: (step, loss) in training; of a run that diverged some are no numbers.
         evaluations: (step, loss).
-        seconds: (second of training, tokens per second) of each step.
+        speeds: (second of training, tokens per second) of each step.
         lines: of the steps, as they are in the file.
         summary: the run's summary; None where the last attempt did not end.
         notes: sentences for the reader of the report.
     """
 
-    losses: Sequence[tuple[float, float]] = ()
-    evaluations: Sequence[tuple[float, float]] = ()
-    seconds: Sequence[tuple[float, float]] = ()
+    losses: Points = ()
+    evaluations: Points = ()
+    speeds: Points = ()
     lines: Sequence[Mapping[str, Any]] = ()
     summary: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()
@@ -47,7 +47,7 @@ def read_history(folder: Path) -> History:
         UserError: a line is damaged.
     """
     path = folder / "metrics.jsonl"
-    losses, evaluations, seconds, updates, notes = [], [], [], list[Mapping[str, Any]](), list[str]()
+    losses, evaluations, speeds, updates, notes = [], [], [], list[Mapping[str, Any]](), list[str]()
     summary = None
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -63,41 +63,30 @@ def read_history(folder: Path) -> History:
             if number == len(lines) and not line.endswith("\n"):
                 notes.append(f"metrics.jsonl breaks off in line {number}: the run was ended, or is still going.")
                 break
-            raise _damaged(path, number, line) from None
-        summary = None  # the last line, where the run has ended
-        if isinstance(entry, dict) and ("checkpoint" in entry or "summary" in entry):
-            summary = entry.get("summary")
-            if not isinstance(summary, dict | None):
-                raise _damaged(path, number, line)
+            raise damaged_line("metrics", path, number, line, _AGAIN) from None
+        entry = entry if isinstance(entry, dict) else {}
+        summary = entry.get("summary")  # the last line, where the run has ended
+        if ("checkpoint" in entry or "summary" in entry) and isinstance(summary, dict | None):
             continue
-        if isinstance(entry, dict):  # what is not finite is null
-            entry |= {key: nan for key in ("loss", "evaluation_loss") if key in entry and entry[key] is None}
-        if not (isinstance(entry, dict) and _numbers(entry, "step", "time_s")
-                and is_drawable(entry["step"]) and is_drawable(entry["time_s"])):
-            raise _damaged(path, number, line)
-        if _numbers(entry, "evaluation_loss"):
+        entry |= {key: nan for key in ("loss", "evaluation_loss") if entry.get(key, 0) is None}  # it was not finite
+        placed = _numbers(entry, "step", "time_s") and is_drawable(entry["step"]) and is_drawable(entry["time_s"])
+        if placed and _numbers(entry, "evaluation_loss"):
             evaluations.append((entry["step"], entry["evaluation_loss"]))
-        elif _numbers(entry, "loss", "tokens_per_s"):
+        elif placed and _numbers(entry, "loss", "tokens_per_s"):
             losses.append((entry["step"], entry["loss"]))
-            seconds.append((entry["time_s"], entry["tokens_per_s"]))
+            speeds.append((entry["time_s"], entry["tokens_per_s"]))
             updates.append(entry)
         else:
-            raise _damaged(path, number, line)
+            raise damaged_line("metrics", path, number, line, _AGAIN)
     if wrong := [step for step, loss in (*losses, *evaluations) if not is_drawable(loss)]:
         notes.append(f"Of {counted(len(losses) + len(evaluations), 'loss')} {len(wrong):,} "
                      f"{'is no number' if len(wrong) == 1 else 'are no numbers'} (infinite or NaN), the first in "
                      f"step {min(wrong):,.0f}. The charts leave them out.")
-    return History(losses, evaluations, seconds, updates, summary, tuple(notes))
+    return History(losses, evaluations, speeds, updates, summary, tuple(notes))
 
 
 def _numbers(entry: dict[str, Any], *keys: str) -> bool:
     return all(type(value) is float or (type(value) is int and is_drawable(value)) for value in map(entry.get, keys))
-
-
-def _damaged(path: Path, number: int, line: str) -> UserError:
-    shown = line.strip()
-    return UserError(f"line {number} of the metrics is damaged: {shown[:60]}{'...' if len(shown) > 60 else ''}",
-                     where=f"{path}:{number}", hint=_AGAIN)
 
 
 @dataclass(frozen=True)
@@ -109,8 +98,8 @@ class Totals:
         step_s: median of one.
         bubble, mfu, hfu: shares; None where they are unknown, such as the bubble over nccl.
         memory_bytes: of the fullest rank.
-        peak: of which ``mfu`` and ``hfu`` are shares, as text.
-        doubt: the reason why they cannot be right; None where they can.
+        peak: the peak that ``mfu`` and ``hfu`` are shares of, as text.
+        doubt: the reason why they cannot be right, if there is one.
     """
 
     samples_per_s: float
@@ -125,11 +114,7 @@ class Totals:
 
     @classmethod
     def from_history(cls, history: History, figures: Figures) -> Totals:
-        """Take the figures of the run's summary; without one those of its updates' lines; else those of the recording.
-
-        Args:
-            figures: of the recording.
-        """
+        """Take the figures of the run's summary, else of its updates' lines, else of the recording."""
         summary = history.summary or {}
         lines = [line for line in history.lines if is_number(line.get("step_s")) and line["step_s"] > 0]
         update_s = counted_updates([line["step_s"] for line in lines])

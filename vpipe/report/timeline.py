@@ -23,7 +23,7 @@ _DIGIT, _ZOOMS = 6.8, (1, 2, 4, 8)
 _FITS = {1.0: "", 1.55: "lw", 2.0: "l2", 4.0: "l4", 8.0: "l8"}
 """Classes of labels by the width that they need, as a multiple of the narrowest; lw is that of a wide window."""
 _UNSEEN = 0.0002  # of the width: what is narrower is left out
-_AGAIN_INSET, _HANDED_INSET = 4, 8  # lower, for eyes that see their colours as others'
+_AGAIN_INSET, _HANDED_INSET = 4, 8  # lower than other actions, for colour-blind eyes
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,7 @@ class Lane:
 
 
 def timeline_figure(timelines: Sequence[Lane], unit: str) -> str:
-    """Return the figure as HTML.
-
-    Args:
-        timelines: from top to bottom.
-        unit: name of a step.
-    """
+    """Return the figure as HTML; ``unit`` is the name of a step."""
     return "".join(_Figure(timelines, unit).parts())
 
 
@@ -68,7 +63,7 @@ class _Figure:
         yield '</div><div class="scroll" tabindex="0" role="region" aria-label="timelines; scrolls sideways">'
         yield (f'<svg width="100%" height="{self._height}" role="img" aria-labelledby="tt td">'
                f'<title id="tt">{escape(" and ".join(lane.title for lane in self._lanes))}: timelines</title>'
-               f'<desc id="td">{escape(self._said())}</desc>')
+               f'<desc id="td">{escape(self._description())}</desc>')
         y = 0
         for lane, ranks in zip(self._lanes, self._parts, strict=True):
             yield from self._lane(lane, ranks, y)
@@ -77,7 +72,7 @@ class _Figure:
         yield "</svg></div></div>"
         yield '<output aria-live="polite">Point at an action, or tap it, to read what it is.</output></figure>'
 
-    def _said(self) -> str:
+    def _description(self) -> str:
         return "; ".join(f"{lane.title.lower()}: {lane.window.steps} {self._unit}s in "
                          f"{milliseconds(lane.window.span_s)}" for lane in self._lanes)
 
@@ -102,7 +97,7 @@ class _Figure:
             f'aria-label="zoom {zoom} times">{zoom}×</button>' for zoom in _ZOOMS) + "</li></ul>")
 
     def _x(self, seconds: float) -> float:
-        """Return the place in percent of the width."""
+        """Return the position in percent of the width."""
         return 100 * seconds / self._end_s
 
     def _lane(self, lane: Lane, ranks: Sequence[Sequence[TimeSlice]], y: int) -> Iterator[str]:
@@ -113,13 +108,7 @@ class _Figure:
             row = y + _HEAD + rank * (_ROW + _GAP)
             yield f'<rect x="0" y="{row}" width="{_n(width)}%" height="{_ROW}" fill="var(--idle)"/>'
             stages = stages_of_rank(recording.placement, rank)
-            steps = []
-            for piece in own:
-                if piece.done is not None and piece.done.op is Op.STEP and piece.cause is None:
-                    steps.append(piece)
-                else:
-                    yield from self._piece(lane, piece, stages, row)
-            for piece in steps:  # on top: they are narrow
+            for piece in sorted(own, key=_is_step):  # steps on top: they are narrow
                 yield from self._piece(lane, piece, stages, row)
         # Where its steps begin and end, with their numbers.
         bounds = [(step, end) for step, end in step_ends(recording).items()
@@ -142,8 +131,7 @@ class _Figure:
         start, end = (min(max(second, window.start_s), window.end_s) - window.start_s
                       for second in (piece.start_s, piece.end_s))
         share = (end - start) / self._end_s
-        done = piece.done
-        step = piece.cause is None and done is not None and done.op is Op.STEP
+        done, step = piece.done, _is_step(piece)
         if share < _UNSEEN and not step:
             return
         inset = 0
@@ -169,9 +157,7 @@ class _Figure:
                 yield self._label(lane, done.number, start + (end - start) / 2, share, row)
 
     def _label(self, lane: Lane, index: int, middle: float, share: float, row: int) -> str:
-        """Return the microbatch, from the zoom on at which there is room; of a batch with a flush, else of the
-        window.
-        """
+        """Return the number of a microbatch, in its batch or else in the window, shown from the zoom that has room."""
         recording = lane.recording
         shown = index % recording.microbatches if recording.flush else index
         if not recording.flush:  # so that both timelines count alike
@@ -196,17 +182,20 @@ class _Figure:
                        f'{number(Fraction(tick).limit_denominator(10**6) * index)}{" ms" * (index == 0)}</text>')
 
 
+def _is_step(piece: TimeSlice) -> bool:
+    return piece.cause is None and piece.done is not None and piece.done.op is Op.STEP
+
+
 def chunks(recording: Recording) -> int:
     """Return the most stages that a rank has."""
     return max(len(stages_of_rank(recording.placement, track.rank)) for track in recording.tracks)
 
 
 def swatch(fills: Sequence[str], name: str, inset: int = 0) -> str:
-    """Return an entry of a legend; ``inset`` makes it lower, above and below."""
-    wide = 14 * len(fills)
+    """Return an entry of a legend; ``inset`` takes as much off its top and bottom."""
     cells = "".join(f'<rect x="{14 * at}" y="{inset}" width="14" height="{14 - 2 * inset}" style="fill:{fill}"/>'
                     for at, fill in enumerate(fills))
-    return f'<li><svg width="{wide}" height="14" aria-hidden="true">{cells}</svg>{escape(name)}</li>'
+    return f'<li><svg width="{14 * len(fills)}" height="14" aria-hidden="true">{cells}</svg>{escape(name)}</li>'
 
 
 def _n(value: float) -> str:
