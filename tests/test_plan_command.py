@@ -15,7 +15,7 @@ from small_run import write_config
 from vpipe.cli import main
 from vpipe.commands.plan import limit_of, microbatch_choices, updates_every, with_ranks
 from vpipe.config.config import load_config
-from vpipe.launch.checks import hosts_of, ranks_of
+from vpipe.launch.rank_env import hosts_of, ranks_of
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import LinkProfile, Profile, Seconds
 from vpipe.plan.solver import solve

@@ -13,7 +13,7 @@ from vpipe.config import machines as module
 from vpipe.config.config import Config, load_config
 from vpipe.config.machines import Hosts, Machine
 from vpipe.errors import UserError
-from vpipe.launch.checks import hosts_of, ranks_of
+from vpipe.launch.rank_env import hosts_of, ranks_of
 
 
 @pytest.fixture(autouse=True)

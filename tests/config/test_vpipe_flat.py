@@ -11,8 +11,7 @@ import torch
 
 from vpipe.config.config import Config, load_config
 from vpipe.errors import UserError
-from vpipe.launch.checks import hosts_of
-from vpipe.launch.rank_env import ranks_here
+from vpipe.launch.rank_env import hosts_of, ranks_here
 from vpipe.train.job import device_of
 
 GOOD = """\

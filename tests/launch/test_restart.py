@@ -17,19 +17,18 @@ from vpipe.cli import main
 from vpipe.config.config import Config, load_config
 from vpipe.distributed.environment import RankEnvironment, starter_id
 from vpipe.errors import UserError
-from vpipe.launch.checks import ranks_of
 from vpipe.launch.failure_report import first_report
+from vpipe.launch.rank_env import ranks_of
 from vpipe.launch.restart import (
     FILE,
+    Attempt,
     Failure,
     Starter,
     fitted,
     give_up_reason,
-    newest_intact,
     other_updates,
-    restart_message,
+    restart_point,
 )
-from vpipe.launch.startup import Conclusion
 from vpipe.train import run_folder
 from vpipe.train.job import Job
 from vpipe.train.run_folder import failure_path, last_step, unlock_runs
@@ -77,17 +76,23 @@ def checkpoint(root: Path, step: int) -> Path:
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert newest_intact(tmp_path / "checkpoints") is None
-    assert restart_message("attempt 2 of 4", "rank 2 was killed", None) == \
-        "attempt 2 of 4: rank 2 was killed; beginning anew, since there is no checkpoint yet"
-    older, newer = (checkpoint(tmp_path, step) for step in (20, 40))
-    assert newest_intact(tmp_path) == newer
-    assert restart_message("attempt 2", "rank 2 was killed", newer) == (
-        "attempt 2: rank 2 was killed; going on from step 40")
+    write_config(tmp_path).rename(tmp_path / "config.yaml")
+
+    def next_start(attempt: str) -> tuple[Path | None, list[str]]:
+        point = restart_point(tmp_path, None, attempt, "rank 2 was killed")
+        assert point.folder == tmp_path
+        return point.checkpoint, capsys.readouterr().err.splitlines()
+
+    assert next_start("attempt 2 of 4") == (None, [
+        "attempt 2 of 4: rank 2 was killed; beginning anew, since there is no checkpoint yet"])
+    older, newer = (checkpoint(tmp_path / "checkpoints", step) for step in (20, 40))
+    assert next_start("attempt 2") == (newer, ["attempt 2: rank 2 was killed; going on from step 40"])
     text = (newer / MANIFEST).read_text()
     (newer / MANIFEST).write_text(text[:len(text) // 2])
-    assert newest_intact(tmp_path) == older
-    assert capsys.readouterr().err.startswith("step-40 is passed over: ")
+    found, (passed_over, said) = next_start("attempt 3")
+    assert found == older
+    assert passed_over.startswith("step-40 is passed over: ")
+    assert said == "attempt 3: rank 2 was killed; going on from step 20"
 
 
 def test_a_run_is_found_by_what_started_it(tmp_path: Path) -> None:
@@ -128,10 +133,10 @@ def test_a_config_that_was_edited_while_the_job_waited(tmp_path: Path, capsys: p
 
     def concluded(restarts: int, *settings: str) -> tuple[Path, Config]:
         told = load_config(write_config(tmp_path), settings)
-        found = Conclusion.make(replace(member, restarts=restarts), Job.from_config(told), None, None, ["job 7.0"],
-                              told.resolved_yaml())
-        (tmp_path / "said.yaml").write_text(found.config)
-        return Path(found.folder), load_config(tmp_path / "said.yaml")
+        found = Attempt.find(replace(member, restarts=restarts), Job.from_config(told), None, None, ["job 7.0"],
+                             told.resolved_yaml())
+        (tmp_path / "said.yaml").write_text(found.job.config.resolved_yaml())
+        return found.begin(), load_config(tmp_path / "said.yaml")
 
     folder, first = concluded(0)
     (folder / "config.yaml").write_text(first.with_parallel(partition=(1, 4)).resolved_yaml())  # as it was planned
@@ -150,12 +155,12 @@ def test_what_is_not_started_again_can_be_gone_on_with_only_from_a_checkpoint(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool) -> None:
     member = RankEnvironment("srun", 0, 2, 0, "n1", "127.0.0.1", 1, agent="job 7.0")
     job = Job.from_config(load_config(write_config(tmp_path)))
-    run = Path(Conclusion.make(member, job, None, None, ["job 7.0"]).folder)
+    run = Attempt.find(member, job, None, None, ["job 7.0"]).begin()
     report = {"rank": 0, "blames_peer": False, "time": 1.0, "user": True, "problems": [["x is 3", "use 4", None]]}
     failure_path(run, 0).write_text(json.dumps(report))
     monkeypatch.setattr(Checkpoints, "newest", lambda self: self.root / "step-4" if saved else None)
     with pytest.raises(UserError, match="x is 3; not started again: it would come again") as caught:
-        Conclusion.make(replace(member, restarts=1), job, None, None, ["job 7.0"])
+        Attempt.find(replace(member, restarts=1), job, None, None, ["job 7.0"])
     assert caught.value.problems[0].hint == (f"mend it, then go on with: vpipe train --resume {run}" if saved else
                                              f"mend it, then begin anew: vpipe train {run}/config.yaml")
     unlock_runs()

@@ -79,7 +79,7 @@ def test_torchrun_starts_other_ranks_again_than_the_config_says(tmp_path: Path) 
         out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
     folder = only_run(tmp_path / "runs")
-    assert "elastic: torchrun started 3 processes; the config has 2 ranks, and is cut anew" in err
+    assert "elastic: torchrun started 3 processes; the config has 2 ranks, and is partitioned again" in err
     assert re.search(r"^attempt 2: rank 2 \(stage 2\) ended without a word; .*; going on from step \d+$", err, re.M)
     assert out.count(f"run folder: {folder}") == 3  # of each attempt, and of the end
     assert "3 stages" in out

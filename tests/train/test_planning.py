@@ -11,8 +11,8 @@ from small_run import check_updates, job_of, losses, oracle
 
 from vpipe.config.config import load_config
 from vpipe.errors import PlanningError, RunError, UserError
-from vpipe.launch.checks import ranks_of
 from vpipe.launch.failure_report import first_failure, write_report
+from vpipe.launch.rank_env import ranks_of
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds, TensorBytes
 from vpipe.profiling.cache import store

@@ -14,8 +14,7 @@ from vpipe.config.config import load_config
 from vpipe.config.machines import host_of
 from vpipe.distributed.network import free_port
 from vpipe.errors import RunError, UserError
-from vpipe.launch.checks import hosts_of, ranks_of
-from vpipe.launch.rank_env import HostRanks, ranks_here
+from vpipe.launch.rank_env import HostRanks, hosts_of, ranks_here, ranks_of
 from vpipe.launch.slurm import Nodes, ranks_per_node, slurm_script
 from vpipe.launch.ssh import ssh_command
 

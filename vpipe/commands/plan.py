@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from vpipe.config.config import Config, load_config
 from vpipe.config.parallel import AUTO
 from vpipe.errors import UserError, counted
-from vpipe.launch.checks import check_alone, ranks_of
+from vpipe.launch.rank_env import check_alone, ranks_of
 from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
 from vpipe.plan.profile import Profile

@@ -17,8 +17,7 @@ from vpipe.config.config import load_config
 from vpipe.distributed.network import free_port
 from vpipe.errors import UserError, VpipeError, counted
 from vpipe.launch import local
-from vpipe.launch.checks import check_alone, check_gpus, hosts_of
-from vpipe.launch.rank_env import ranks_here
+from vpipe.launch.rank_env import check_alone, check_gpus, hosts_of, ranks_here
 from vpipe.plan.profile import LinkProfile, Profile, Seconds
 from vpipe.train.csv_rows import check_output
 from vpipe.train.run_folder import CONFIG

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from contextlib import suppress
+from typing import NamedTuple
 
 from vpipe.checkpoint.integrity import check_intact
 from vpipe.config import config as configs
@@ -15,7 +16,7 @@ from vpipe.errors import UserError, VpipeError, counted
 from vpipe.launch.restart import Starter
 from vpipe.progress import byte_progress
 from vpipe.train.resume import ResumePoint, absolute_path, find_resume_point, resumed_config
-from vpipe.train.run_folder import unlock_runs
+from vpipe.train.run_folder import CONFIG, unlock_runs
 
 
 def run_train(options: argparse.Namespace) -> None:
@@ -29,34 +30,60 @@ def run_train(options: argparse.Namespace) -> None:
         unlock_runs()
 
 
+class _MeetingKeys(NamedTuple):
+    """The keys of a config that each rank must read before it meets rank 0, which reads all others for all ranks."""
+
+    container: str | None = None
+    address: str | None = None
+    port: int | None = None
+
+
 def _train(options: argparse.Namespace) -> None:
-    config: Config | VpipeError
-    start = None
+    config: Config | VpipeError | None = None
+    start, keys = None, _MeetingKeys()
     try:
-        start, config = _start_and_config(options)
+        start = _resume_point(options)
+        if {"RANK", "SLURM_PROCID"} & os.environ.keys():
+            keys = _meeting_keys(options, start)
     except VpipeError as error:
         config = error
-    address = () if isinstance(config, VpipeError) else (config.parallel.master_address, config.parallel.master_port)
     try:
-        rank = RankEnvironment.parse(os.environ, *address)
+        rank = RankEnvironment.parse(os.environ, keys.address, keys.port)
     except VpipeError as wrong:
         raise config if isinstance(config, VpipeError) else wrong from None
-    if not isinstance(config, VpipeError) and (rank is None or rank.rank == 0):
-        _note_scheduler(options, config)
+    first = rank is None or rank.rank == 0
+    if config is None and (first or keys.container):
         try:
-            _check_intact(start)
-        except VpipeError as damaged:
-            config = damaged
+            config = _config(options, start)
+            if first:
+                _note_scheduler(options, config)
+                _check_intact(start)
+        except VpipeError as error:
+            config = error
     if rank is not None:
         from vpipe.launch.rank_main import train_rank
 
         train_rank(rank, config, start, options.restarts)
-    elif isinstance(config, VpipeError):
+    elif not isinstance(config, Config):
+        assert config is not None, "the first rank reads it"
         raise config
     else:
         from vpipe.launch.launcher import run
 
         run(config, start, options.restarts)
+
+
+def _meeting_keys(options: argparse.Namespace, start: ResumePoint | None) -> _MeetingKeys:
+    """Return these keys as the config has them; none of one that cannot be read, which rank 0 reports."""
+    path = start.folder / CONFIG if options.config is None and start is not None and start.folder else options.config
+    if path is None:
+        return _MeetingKeys()
+    with suppress(VpipeError):
+        tree = configs.config_tree(path, options.settings, options.scheduler, resolved=options.config is None)
+        address, port = (tree.get(("parallel", key)) for key in ("master_address", "master_port"))
+        return _MeetingKeys(tree.get(("container",)), address if isinstance(address, str) else None,
+                            port if type(port) is int else None)
+    return _MeetingKeys()
 
 
 def _note_scheduler(options: argparse.Namespace, config: Config) -> None:
@@ -73,23 +100,28 @@ def _note_scheduler(options: argparse.Namespace, config: Config) -> None:
                   file=sys.stderr, flush=True)
 
 
-def _start_and_config(options: argparse.Namespace) -> tuple[ResumePoint | None, Config]:
-    """Return the run or checkpoint to resume, if any, and the config."""
+def _resume_point(options: argparse.Namespace) -> ResumePoint | None:
+    """Return the run or checkpoint to resume; None for a new run."""
     if options.restarts is not None and options.restarts < 0:
         raise UserError(f"--restarts is {options.restarts}", hint="give a whole number, 0 or more")
     if options.resume is None:
         if options.config is None:
             raise UserError("vpipe train is given no config", hint="name a YAML file: vpipe train CONFIG; or a run to "
                             "go on with: vpipe train --resume RUN")
-        return None, configs.load_config(options.config, options.settings, options.scheduler)
+        return None
     try:
-        start = find_resume_point(options.resume)
+        return find_resume_point(options.resume)
     except UserError:
         started_before = _run_of_same_starter(options)
         if started_before is None:
             raise
-        start = started_before
-    return start, resumed_config(start, options.config, options.settings, options.scheduler)
+        return started_before
+
+
+def _config(options: argparse.Namespace, start: ResumePoint | None) -> Config:
+    if start is None:
+        return configs.load_config(options.config, options.settings, options.scheduler)
+    return resumed_config(start, options.config, options.settings, options.scheduler)
 
 
 def _run_of_same_starter(options: argparse.Namespace) -> ResumePoint | None:

@@ -12,9 +12,8 @@ from vpipe.commands.profile import folder_unless_failed
 from vpipe.config.config import load_config
 from vpipe.distributed.network import free_port
 from vpipe.errors import RunError, UserError
-from vpipe.launch.checks import check_alone
 from vpipe.launch.local import run_ranks
-from vpipe.launch.rank_env import HostRanks
+from vpipe.launch.rank_env import HostRanks, check_alone
 from vpipe.train.job import Job
 from vpipe.train.run_folder import CONFIG
 from vpipe.verify.differences import (

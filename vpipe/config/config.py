@@ -323,6 +323,12 @@ def load_config(path: Path, overrides: Sequence[str] = (), scheduler: str | None
     Raises:
         UserError: all mistakes in the files and on the command line.
     """
+    return validated(Config, config_tree(path, overrides, scheduler, resolved=resolved))
+
+
+def config_tree(path: Path, overrides: Sequence[str] = (), scheduler: str | None = None, *,
+                resolved: bool = False) -> Tree:
+    """Return the native keys of a config before they are validated; see :func:`load_config`."""
     tree = read_yaml(path)
     settings = [_setting(text) for text in overrides]
     if _is_flat(tree.value):
@@ -349,7 +355,7 @@ def load_config(path: Path, overrides: Sequence[str] = (), scheduler: str | None
         tree.put(tuple(key.split(".")), part)
     if isinstance(plan := tree.get(PLAN), str):
         apply_plan(tree, plan, [key for key, _ in settings])
-    return validated(Config, tree)
+    return tree
 
 
 def load_resolved(path: Path) -> Config:

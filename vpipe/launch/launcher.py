@@ -16,10 +16,9 @@ from vpipe.config.machines import Hosts, Machine
 from vpipe.distributed.network import free_port
 from vpipe.errors import LastingError, Problem, RunError, UserError
 from vpipe.launch import local
-from vpipe.launch.checks import check_gpus, hosts_of, ranks_of
 from vpipe.launch.local import Interrupted, StartNotice, StoppedRanks
-from vpipe.launch.rank_env import ranks_here
-from vpipe.launch.restart import Failure, fitted, give_up_reason, newest_intact, other_updates, restart_message
+from vpipe.launch.rank_env import check_gpus, hosts_of, ranks_here, ranks_of
+from vpipe.launch.restart import Failure, fitted, give_up_reason, restart_point
 from vpipe.launch.ssh import Remote, UnreachableError, connect, prepare
 from vpipe.train.run_folder import checkpoints_root, last_step, why_unsaved
 
@@ -190,7 +189,7 @@ class _Run:
             attempt: ``attempt 2 of 4``.
             what: failed.
         """
-        from vpipe.train.resume import ResumePoint, run_config
+        from vpipe.train.resume import run_config
 
         assert self.folder is not None
         arranged = run_config(self.folder)
@@ -198,11 +197,7 @@ class _Run:
             self._arranged[self._machines] = arranged
         if self._config.parallel.update_every is None:  # so that fewer ranks may keep the samples of an update
             self._config = self._config.with_parallel(update_every=arranged.parallel.update_every)
-        checkpoint = newest_intact(checkpoints_root(arranged, self.folder))
-        if checkpoint is None and self._start is not None:
-            checkpoint = self._start.checkpoint  # which may be from elsewhere
-        self._start, self._restarted = ResumePoint(self.folder, checkpoint), True
-        print(restart_message(attempt, what, checkpoint), file=sys.stderr, flush=True)
+        self._start, self._restarted = restart_point(self.folder, self._start, attempt, what), True
 
     def ended(self, error: RunError, why: str | None) -> RunError:
         """Return the last failure, with how to go on.
@@ -237,7 +232,4 @@ class _Run:
 def _without(config: Config, away: Set[str]) -> Config:
     """Return the config for the hosts that are not away."""
     there = tuple(text for text in config.machines or () if (entry := Machine.parse(text)) and entry.login not in away)
-    fit = fitted(config, len(there))
-    if (change := other_updates(config, fit)) is not None:
-        print(f"elastic: {change}", file=sys.stderr, flush=True)
-    return fit.model_copy(update={"machines": there})
+    return fitted(config, len(there)).model_copy(update={"machines": there})

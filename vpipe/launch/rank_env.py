@@ -1,11 +1,12 @@
-"""The command, environment and memory settings of the ranks of one host."""
+"""Derive the ranks of a config: how many, on which hosts and GPUs, with which command, environment and malloc."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import token_hex
@@ -13,35 +14,96 @@ from typing import Any
 
 from vpipe.config.config import Config
 from vpipe.config.machines import Hosts, host_of
-from vpipe.distributed.environment import HOST, RUN
+from vpipe.distributed.environment import HOST, RUN, RankEnvironment
 from vpipe.distributed.network import interface_towards, meeting_address
+from vpipe.errors import UserError, counted
 from vpipe.launch.container import Container
+from vpipe.schedules.prepare import ScheduleSpec
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Of ``malloc.h``."""
 
-NEVER, MOST_BYTES = -1, 32 << 20
-"""What is free at the end of the heap is never given back. Only blocks of more than this, the most that can be set, are
-still mapped by themselves, and given back: to keep those, too (``M_MMAP_MAX`` 0), leaves holes in the heap, which the
-next one does not fit once a smaller one was put there. It made a rank with logits of 64 MiB half as large again."""
+def ranks_of(config: Config) -> int:
+    """Return the number of ranks of the schedule. Raises UserError if there is no such schedule."""
+    parallel = config.parallel.standing_in
+    return ScheduleSpec(parallel.schedule, parallel.model_parallel_size, config.training.num_microbatches,
+                        parallel.update_every, parallel.placement, parallel.chunks,
+                        replicas=1 if parallel.placement else parallel.data_parallel_size).prepare(proved=True).ranks
 
-TUNABLES = "GLIBC_TUNABLES"
+
+def hosts_of(config: Config) -> Hosts | None:
+    """Return the hosts of ``machines``; None when all ranks are here.
+
+    Raises:
+        UserError: they are not as many as the ranks, or the first is not this host.
+    """
+    if config.machines is None:
+        return None
+    ranks = ranks_of(config)
+    if len(config.machines) != ranks:
+        raise UserError(f"machines lists {len(config.machines)}, but the schedule has {counted(ranks, 'rank')}",
+                        hint="give one host:gpu per rank")
+    hosts = Hosts.from_machines(config.machines)
+    if hosts.logins[0] not in hosts.here:
+        raise UserError(f"the first host of machines, '{hosts.name(0)}', is not this one ('{socket.gethostname()}')",
+                        hint="start vpipe there, or begin the list with this host")
+    return hosts
+
+
+def check_gpus(config: Config, numbers: Iterable[int], started_by_others: bool = False) -> None:
+    """Refuse a config that asks for GPUs which this host lacks, or for nccl where a rank has no GPU of its own.
+
+    Args:
+        numbers: the GPU of each of this host's ranks, or of this rank.
+        started_by_others: whether torchrun or srun started the ranks: then the numbers are not those of ``machines``.
+
+    Raises:
+        UserError: a GPU is missing, or two ranks want the same one.
+    """
+    named = config.machines is not None and config.parallel.device != "cpu" and not started_by_others
+    if not config.parallel.asks_for_gpus and not named:
+        return
+    import torch  # slow to import
+
+    from vpipe.distributed.device import Visible, choose_device
+
+    gpus, numbers = torch.cuda.device_count(), list(numbers)
+    if named and (missing := sorted({number for number in numbers if number >= gpus > 0})):
+        raise UserError(f"machines names GPU {missing[0]}, but this host has {counted(gpus, 'GPU')}, counted from 0",
+                        hint=f"write host:0{f' to host:{gpus - 1}' * (gpus > 1)}: ranks may share a GPU, if not under "
+                        "nccl; device: cpu computes on the processor")
+    if not config.parallel.asks_for_gpus:
+        return
+    chosen = [choose_device(config.parallel.device, config.parallel.backend, Visible(gpus, number)).index
+              for number in numbers]
+    if config.parallel.backend == "nccl" and len(set(chosen)) < len(chosen):
+        what = f": {counted(len(chosen), 'rank')}, {counted(gpus, 'GPU')}" if gpus < len(chosen) else \
+            f", but two ranks of a host are given the same: {chosen}"
+        raise UserError(f"backend nccl needs a GPU per rank{what}", hint="set parallel.backend to gloo (in VPipe's "
+                        "form, 'distributed_backend': 'gloo'), under which ranks may share a GPU, or leave it out")
+
+
+def check_alone(command: str, environment: Mapping[str, str]) -> None:
+    """Refuse to run ``command`` once per process of torchrun or srun."""
+    # The address of rank 0 does not matter here: one at hand saves asking SLURM for it.
+    rank = RankEnvironment.parse({"MASTER_ADDR": "localhost", "MASTER_PORT": "0", **environment})
+    if rank is not None and rank.ranks > 1:
+        raise UserError(f"{command} is one of {counted(rank.ranks, 'process')} of {rank.starter}, but it starts "
+                        "its ranks itself", hint="run it alone, without torchrun or srun")
 
 
 @dataclass(frozen=True)
 class HostRanks:
-    """What one host's launcher must know to start its ranks.
+    """The ranks of one host, as its launcher starts them.
 
     Attributes:
         devices: rank -> the number of its GPU on this host, if it uses one.
         world: ranks on all hosts together.
-        address, port: where the first rank waits for the others.
+        address, port: where rank 0 waits for the others.
         interface: the network interface between ranks; None leaves it to gloo and nccl.
         threads: of the CPU, per rank.
         task: what the ranks do; see :mod:`vpipe.launch.rank_main`.
         host: its name for messages; None when it is the only one.
-        container: the image that ranks run in.
-        python: that runs them without one.
+        container: the image that ranks run in; None without one.
+        python: runs the ranks without one.
         interface_found: whether nobody chose the interface; then this process's environment may.
         run: what tells it from another run at the same port.
     """
@@ -98,7 +160,8 @@ def ranks_here(config: Config, hosts: Hosts | None, ranks: int, port: int) -> Ho
     Raises:
         UserError: there is no container, or no way by which other hosts would reach this one.
     """
-    container, threads, parallel = Container.from_config(config), config.training.threads, config.parallel
+    container = Container.from_config(config) if config.container else None
+    threads, parallel = config.training.threads, config.parallel
     if hosts is None or not hosts.others:
         devices = None if hosts is None else hosts.on(None)
         return HostRanks.alone(ranks, port, threads, devices=devices, container=container,
@@ -113,17 +176,23 @@ def interface_variables(interface: str) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
 
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Of ``malloc.h``."""
+
+NEVER, MOST_BYTES = -1, 32 << 20
+"""Values of the two: the free end of the heap is never given back; only blocks above 32 MiB, the most that can be set,
+are still mapped by themselves. To keep those, too (``M_MMAP_MAX`` 0), leaves holes in the heap: it made a rank with
+logits of 64 MiB half as large again."""
+
+TUNABLES = "GLIBC_TUNABLES"
+
+
 def keep_memory(environment: Mapping[str, str] = os.environ) -> str:
-    """Let this process keep what it frees, if its C library is glibc and nobody has tuned that.
+    """Let this process keep the memory that it frees, if its C library is glibc and the environment does not tune
+    malloc. Returns a line for the log.
 
-    By its defaults glibc takes a large block from the system and gives it back when it is freed. The next tensor of the
-    same size then costs a page fault for each of its pages, which the system fills with zeros. Source: mallopt(3).
-
-    Args:
-        environment: that the process was started with; ``MALLOC_*`` or glibc's tunables for malloc in it go before.
-
-    Returns:
-        What was done, for the log.
+    By default glibc gives a freed large block back to the system. The next tensor of the same size then costs a page
+    fault for each of its pages, which the system fills with zeros. Source: mallopt(3).
     """
     tuned = sorted(name for name in environment if name.startswith("MALLOC_"))
     if "glibc.malloc." in environment.get(TUNABLES, ""):

@@ -1,11 +1,11 @@
 """Run one rank, whatever started it.
 
 vpipe's own launcher, on this host or over ssh, runs ``python -m vpipe.launch.rank_main FOLDER TASK``: it has checked
-the config and made the run's folder. Under torchrun and srun ``vpipe train`` calls :func:`train_rank`: rank 0 makes the
-folder, once all ranks have found that they can train. All describe the job by RANK, WORLD_SIZE, LOCAL_RANK,
-MASTER_ADDR and MASTER_PORT; then all do the same.
+the config and made the run's folder. Under torchrun and srun ``vpipe train`` calls :func:`train_rank`: there rank 0
+reads and checks the config and makes the folder, and hands both out. All describe the job by RANK, WORLD_SIZE,
+LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 
-The tasks: ``train``, with the folder of a checkpoint to go on from, if any; ``verify N``: record N updates;
+The tasks: ``train``, with the folder of a checkpoint to resume, if any; ``verify N``: record N updates;
 ``compare``, with the arguments of :func:`vpipe.compare.run.run_comparison`; ``profile``, with sizes of microbatches.
 """
 
@@ -18,40 +18,43 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from vpipe.config.config import Config, load_resolved
+from vpipe.config.config import Config, load_resolved, parse_resolved
 from vpipe.distributed.environment import HOST, PARENT_PIPE, RankEnvironment
+from vpipe.distributed.failure_detector import WatchdogTiming
 from vpipe.distributed.init import meet
-from vpipe.distributed.network import check_interfaces, interface_towards
+from vpipe.distributed.network import check_interfaces, interface_towards, source_towards_name
 from vpipe.distributed.rendezvous import Rendezvous
 from vpipe.distributed.signals import REPORT_S, Stopped, handle_signal, handle_signals, ignore_signals, stopped_status
 from vpipe.distributed.watchdog import activity, report_failure, report_to
-from vpipe.errors import RunError, VpipeError, counted
-from vpipe.launch.checks import check_gpus, ranks_of
+from vpipe.errors import Problem, RunError, StartError, UserError, VpipeError, counted
 from vpipe.launch.container import enter
 from vpipe.launch.failure_report import reported_error, write_report
-from vpipe.launch.rank_env import interface_variables, keep_memory
-from vpipe.launch.restart import Starter, fitted, other_updates
-from vpipe.launch.startup import Conclusion, address_towards, combined_error, rank_state, starting_timing
+from vpipe.launch.rank_env import check_gpus, interface_variables, keep_memory, ranks_of
+from vpipe.launch.restart import Attempt, Starter, fitted
 from vpipe.train.job import Job, headline
 from vpipe.train.loop import train
-from vpipe.train.resume import ResumePoint
+from vpipe.train.resume import ResumePoint, nothing_left
 from vpipe.train.run_folder import CONFIG, log_path
+
+STARTING = WatchdogTiming(beat_s=0.25, silent_s=60.0, grace_s=5.0, long_s=30.0, join_s=120.0)
+"""Until all ranks begin to train. Preparing a large text takes minutes, in which a rank beats."""
 
 REPORTED_S = 2.0
 """For the rank that reports a failure to end first: torchrun ends all ranks when one has ended."""
+
+T = TypeVar("T")
 
 log = logging.getLogger("vpipe")
 
 
 def main(folder: Path, task: str, *arguments: str) -> int:
-    """Do a task that the launcher has prepared in ``folder``; a failure is written down there for it.
+    """Do a task that the launcher has prepared in ``folder``; a failure is written there for it.
 
     Returns:
-        The exit status; of the first rank, when a signal ended the training in good order, one that tells which
+        The exit status; of the first rank, when a signal ended the training, one that tells which
         (:func:`~vpipe.distributed.signals.status_after`).
     """
     handle_signals()
@@ -65,7 +68,8 @@ def main(folder: Path, task: str, *arguments: str) -> int:
         if task == "train":
             environment = RankEnvironment.parse(os.environ)
             assert environment is not None, "the launcher has described it"
-            stopped[0] = train(_meet_and_check(environment, config, launched=True).job, folder, *map(Path, arguments))
+            startup, start = _Startup(environment), ResumePoint(folder, Path(*arguments)) if arguments else None
+            stopped[0] = _train(startup.agree(config, start), folder, start)
             return
         job = Job.from_config(config, checked=True)
         if task == "verify":
@@ -89,15 +93,15 @@ def main(folder: Path, task: str, *arguments: str) -> int:
     return failure.exit_status if failure is not None else stopped_status(rank, stopped[0])
 
 
-def train_rank(rank: RankEnvironment, config: Config | VpipeError, start: ResumePoint | None = None,
+def train_rank(rank: RankEnvironment, config: Config | VpipeError | None, start: ResumePoint | None = None,
                restarts: int | None = None) -> None:
     """Train as one of the ranks that torchrun or srun started; one of them reports for all.
 
     Args:
-        config: or what is wrong with it.
-        start: the run to go on with, or the checkpoint to begin from; None for a new run. A starter that starts the
-            ranks anew finds its run again, which goes before it.
-        restarts: after how many failures nothing more is tried; None leaves that to the starter.
+        config: or what is wrong with it. None on a rank other than 0 where nothing in it is needed to meet rank 0.
+        start: the run to resume, or the checkpoint to begin from; None for a new run. A starter that starts the
+            ranks again finds its run again, which goes before it.
+        restarts: after how many failures no attempt follows; None leaves that to the starter.
 
     Raises:
         VpipeError: a failure that this rank reports.
@@ -115,40 +119,59 @@ def train_rank(rank: RankEnvironment, config: Config | VpipeError, start: Resume
         ignore_signals()
 
 
-def _train_started(rank: RankEnvironment, config: Config | VpipeError, start: ResumePoint | None,
+def _train_started(rank: RankEnvironment, config: Config | VpipeError | None, start: ResumePoint | None,
                    restarts: int | None) -> None:
     os.environ.update(rank.variables)
     report_to(_print_if_reporter)
-    ranks = _meet_and_check(rank, config, start)
-    job, states = ranks.job, ranks.states
+    error = config if isinstance(config, VpipeError) else None
+    if isinstance(config, Config) and config.container:
+        try:
+            enter(config, [] if start is None else start.folders)
+        except VpipeError as wrong:
+            error = wrong
+    startup = _Startup(rank, error)
+    hosts = startup.exchange("host", {"host": rank.host, "agent": rank.agent,
+                                      "source": source_towards_name(rank.address)})
+    several = len({host["host"] for host in hosts}) > 1
+    attempts: list[Attempt] = []
 
-    def conclude() -> Conclusion:
-        agents = list(dict.fromkeys(state["agent"] for state in states))
-        return Conclusion.make(rank, job, start, restarts, agents, ranks.config)
+    def prepare() -> dict[str, Any]:
+        assert isinstance(config, Config), "else there is an error"
+        attempt = Attempt.find(rank, Job.from_config(_for_ranks(config, rank)), start, restarts,
+                               list(dict.fromkeys(host["agent"] for host in hosts)), config.resolved_yaml())
+        attempts.append(attempt)
+        point = attempt.start
+        checkpoint = None if point is None or point.checkpoint is None else str(point.checkpoint)
+        return {"config": attempt.job.config.resolved_yaml(), "checkpoint": checkpoint,
+                "done": None if point is None else nothing_left(point, attempt.job)}
 
-    concluded = _conclude(ranks, conclude)
-    if concluded.nothing_left is not None:
+    with activity.during("preparing the run"):
+        prepared = startup.from_rank_0("job", prepare)
+    if prepared["done"] is not None:
         if rank.rank == 0:
-            print(concluded.nothing_left, flush=True)
+            print(prepared["done"], flush=True)
         return
-    job = concluded.job(job)
-    hosts = len({state["host"] for state in states})
-    folder = _folder_here(Path(concluded.folder), job)
-    os.environ.update({HOST: rank.host} if hosts > 1 else {})
-    _choose_interface(job.config, address_towards(rank, states))
+    point = None if prepared["checkpoint"] is None else ResumePoint(None, Path(prepared["checkpoint"]))
+    job: Job | Config = parse_resolved(prepared["config"])
+    if attempts:
+        job, point = attempts[0].job, attempts[0].start
+    job = startup.agree(job, point, several)
+    folder = _folder_here(Path(startup.from_rank_0("folder", lambda: str(attempts[0].begin()))), job)
+    os.environ.update({HOST: rank.host} if several else {})
+    _choose_interface(job.config, address_towards(rank, [host["source"] for host in hosts]))
     if rank.rank == 0:
         print(f"run folder: {folder}\n{headline(job)}, started by {rank.starter}"
-              + (f" on {hosts} hosts" if hosts > 1 else ""), flush=True)
+              + (f" on {len({host['host'] for host in hosts})} hosts" if several else ""), flush=True)
     stopped: list[Stopped | None] = [None]
 
     def work() -> None:
         _keep_memory(job.config)
-        stopped[0] = train(job, folder, None if concluded.checkpoint is None else Path(concluded.checkpoint))
+        stopped[0] = _train(job, folder, point)
 
     failure = _run_logged(work, folder, rank.rank)
     if failure is not None:
         report = write_report(folder, rank.rank, failure)
-        if ranks.rendezvous is not None and not ranks.rendezvous.watchdog.is_reporter:
+        if startup.rendezvous is not None and not startup.rendezvous.watchdog.is_reporter:
             time.sleep(REPORTED_S)
             raise SystemExit(failure.exit_status)
         raise reported_error(report, job.describe, folder)
@@ -160,117 +183,171 @@ def _train_started(rank: RankEnvironment, config: Config | VpipeError, start: Re
         raise SystemExit(status)
 
 
-@dataclass(frozen=True)
-class _ReadyRanks:
-    """The ranks of a run, which all can train.
+def _train(job: Job, folder: Path, start: ResumePoint | None) -> Stopped | None:
+    return train(job, folder) if start is None else train(job, folder, start.checkpoint, start.manifest)
 
-    Attributes:
-        rendezvous: None of a rank that is alone.
-        states: by rank, see :func:`~vpipe.launch.startup.rank_state`.
-        config: as YAML, before it was fitted to the ranks that there are.
+
+# -- before the training -------------------------------------------------------------------------------------------
+
+
+class _Startup:
+    """The agreement of all ranks before they train; they watch one another meanwhile.
+
+    Args:
+        error: why this rank cannot train, which the others are told.
+
+    Raises:
+        VpipeError: this rank met nobody.
     """
 
-    rendezvous: Rendezvous | None
-    job: Job
-    states: Sequence[Mapping[str, Any]]
-    config: str
+    def __init__(self, rank: RankEnvironment, error: VpipeError | None = None) -> None:
+        self._rank, self._error = rank, error
+        self.rendezvous: Rendezvous | None = None
+        if rank.ranks > 1:
+            try:
+                self.rendezvous = meet(STARTING)
+            except VpipeError as apart:
+                raise error or apart from None  # a config that cannot be read may be why they look elsewhere
 
     def exchange(self, name: str, value: Any) -> list[Any]:
         """See :meth:`~vpipe.distributed.rendezvous.Rendezvous.exchange`."""
         return [value] if self.rendezvous is None else self.rendezvous.exchange(name, value)
 
+    def from_rank_0(self, name: str, make: Callable[[], T]) -> T:
+        """Return on every rank what rank 0 makes.
 
-def _meet_and_check(rank: RankEnvironment, config: Config | VpipeError, start: ResumePoint | None = None, *,
-                    launched: bool = False) -> _ReadyRanks:
-    """Meet the other ranks; open the data and check this host while the ranks watch one another.
+        Raises:
+            VpipeError: on rank 0, why it cannot.
+            SystemExit: on the others.
+        """
+        made, error = (self._attempt(make) if self._rank.rank == 0 else (None, None))
+        status, value = self.exchange(name, [0 if error is None else error.exit_status, made])[0]
+        if status:
+            raise error or SystemExit(status)
+        found: T = value
+        return found
+
+    def agree(self, job: Job | Config, start: ResumePoint | None, several_hosts: bool | None = None) -> Job:
+        """Build this rank's job, check its host, and agree with the others that all can train.
+
+        Args:
+            job: of rank 0, or its config, with which the other ranks make the same.
+            start: whose checkpoint must be readable here.
+            several_hosts: whether the ranks are on several; None leaves that to the launcher's environment.
+
+        Raises:
+            VpipeError: on rank 0, all that is wrong on any rank.
+            SystemExit: on the others.
+        """
+        launched = several_hosts is None
+
+        def check() -> tuple[Job, str]:
+            config = job if isinstance(job, Config) else job.config
+            check_gpus(config, [self._rank.device], started_by_others=not launched)
+            if interfaces := config.parallel.interface or os.environ.get("GLOO_SOCKET_IFNAME"):
+                check_interfaces(interfaces)
+            own = Job.from_config(job, checked=True) if isinstance(job, Config) else job
+            # On one host all ranks read the same files.
+            return own, own.fingerprint() if several_hosts or (launched and HOST in os.environ) else ""
+
+        with activity.during("opening the data"):
+            found, error = self._attempt(check)
+            if error is None and start is not None:
+                _, error = self._attempt(lambda: start.manifest)
+        problems = [[problem.what, problem.hint, problem.where] for problem in _problems(error)]
+        states = self.exchange("state", {"host": self._rank.host, "data": found[1] if found else "",
+                                         "status": error.exit_status if error else 0, "problems": problems})
+        if (wrong := combined_error(states)) is not None:
+            raise wrong if self._rank.rank == 0 else SystemExit(wrong.exit_status)
+        assert found is not None, "no rank found anything wrong"
+        return found[0]
+
+    def _attempt(self, make: Callable[[], T]) -> tuple[T | None, VpipeError | None]:
+        """Return what is made, or why not."""
+        if self._error is not None:
+            return None, self._error
+        try:
+            return make(), None
+        except VpipeError as error:
+            return None, error
+        except Exception as defect:
+            return None, RunError(f"{type(defect).__name__}: {defect}", rank=self._rank.rank,
+                                  hint="this is a defect of vpipe or of a package it loads")
+
+
+def _problems(error: VpipeError | None) -> Sequence[Problem]:
+    if isinstance(error, RunError):
+        return [Problem(error.located, error.hint)]
+    return error.problems if isinstance(error, UserError) else ()
+
+
+def combined_error(states: Sequence[Mapping[str, Any]]) -> VpipeError | None:
+    """Return all that the ranks found wrong as one error: each thing once, with the ranks that met it if not all did.
 
     Args:
-        launched: by vpipe's own launcher: the config is that of its job.
-
-    Raises:
-        VpipeError: on rank 0, all that is wrong on any rank; on another, why it met nobody.
-        SystemExit: on the others.
+        states: by rank, see :meth:`_Startup.agree`.
     """
-    error = config if isinstance(config, VpipeError) else None
-    if isinstance(config, Config):
-        try:
-            enter(config, [] if start is None else start.folders)
-        except VpipeError as wrong:
-            error = wrong
-    rendezvous = None
-    if rank.ranks > 1:
-        try:
-            rendezvous = meet(starting_timing(config.parallel.timeout_s if isinstance(config, Config) else 60.0))
-        except VpipeError as apart:
-            raise error or apart from None  # a config that cannot be read may be why they look elsewhere
-    job, data, written = None, "", ""
-    if error is None:
-        assert isinstance(config, Config), "else there is an error"
-        written = config.resolved_yaml()
-        try:
-            with activity.during("opening the data"):
-                config = config if launched else _for_ranks(config, rank)
-                check_gpus(config, [rank.device], started_by_others=not launched)
-                if interfaces := config.parallel.interface or os.environ.get("GLOO_SOCKET_IFNAME"):
-                    check_interfaces(interfaces)
-                job = Job.from_config(config, checked=launched, proved=rank.rank > 0)
-                if not launched or HOST in os.environ:  # else all ranks read the files of one host
-                    data = job.fingerprint()
-        except VpipeError as wrong:
-            error = wrong
-        except Exception as defect:
-            error = RunError(f"{type(defect).__name__}: {defect}", hint="this is a defect of vpipe or of a package it "
-                             "loads", rank=rank.rank)
-    state = rank_state(rank, error, data)
-    states = [state] if rendezvous is None else rendezvous.exchange("state", state)
-    found = combined_error(states)
-    if found is not None:
-        raise found if rank.rank == 0 else SystemExit(found.exit_status)
-    assert job is not None, "no rank found anything wrong"
-    return _ReadyRanks(rendezvous, job, states, written)
+    found: dict[tuple[str, str, str | None], list[int]] = {}
+    for rank, state in enumerate(states):
+        for what, hint, where in state["problems"]:
+            found.setdefault((what, hint, where), []).append(rank)
+    problems = [Problem(what + (f" ({_named(ranks, states)})" if len(ranks) < len(states) else ""), hint, where)
+                for (what, hint, where), ranks in found.items()]
+    if not problems:
+        return _different_data(states)
+    if all(state["status"] in (0, UserError.exit_status) for state in states):
+        return StartError.all_of(problems)
+    first, *more = problems
+    return RunError(first.what + (f" ({first.where})" if first.where else ""),
+                    hint="\n".join([first.hint, *map(str, more)]))
 
 
-def _conclude(ranks: _ReadyRanks, conclude: Callable[[], Conclusion]) -> Conclusion:
-    """Return what rank 0 concludes, on every rank.
+def _different_data(states: Sequence[Mapping[str, Any]]) -> UserError | None:
+    """Refuse ranks that read other data than others: they would train, and learn nothing."""
+    by_data: dict[str, list[int]] = {}
+    for rank, state in enumerate(states):
+        by_data.setdefault(state["data"], []).append(rank)
+    if len(by_data) < 2:
+        return None
+    what = "; ".join(f"{_named(ranks, states)} read {data}" for data, ranks in by_data.items())
+    return StartError(f"the ranks do not read the same data: {what} (a hash of the vocabulary's size, the numbers of "
+                     "samples and the first batch)", hint="copy the same files, or the prepared data "
+                     "(dataset.cache_directory), to all hosts")
 
-    Raises:
-        VpipeError: on rank 0, why it cannot.
-        SystemExit: on the others.
+
+def _named(ranks: Sequence[int], states: Sequence[Mapping[str, Any]]) -> str:
+    on = sorted({str(states[rank]["host"]) for rank in ranks})
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} on {', '.join(on)}"
+
+
+def address_towards(rank: RankEnvironment, sources: Sequence[str | None]) -> str:
+    """Return an address on the route to the other hosts: rank 0's, or where that means this very host, another rank's.
+
+    Many systems give a host's own name a loopback address.
+
+    Args:
+        sources: by rank, its address on the route to rank 0; None if there is no route.
     """
-    answer: dict[str, Any] = {}
-    error = None
-    if ranks.rendezvous is None or ranks.rendezvous.rank == 0:
-        try:
-            answer = {"concluded": asdict(conclude())}
-        except VpipeError as own:
-            error, answer = own, {"status": own.exit_status}
-    answer = ranks.exchange("conclusion", answer)[0]
-    if "status" in answer:
-        raise error or SystemExit(answer["status"])
-    return Conclusion(**answer["concluded"])
+    if not (sources[rank.rank] or "").startswith("127."):
+        return rank.address
+    return next((source for source in sources if source is not None and not source.startswith("127.")), rank.address)
 
 
 def _for_ranks(config: Config, rank: RankEnvironment) -> Config:
-    """Return the config for as many ranks as there are.
-
-    Raises:
-        UserError: they are not those of the schedule, and the config does not let that change.
+    """Return the config for as many ranks as there are. Raises UserError unless the schedule has as many or the config
+    is elastic.
     """
     ranks = ranks_of(config)
     if rank.ranks == ranks or not config.elastic:
         rank.check(ranks)
         return config
-    fit = fitted(config, rank.ranks)
-    if rank.rank == 0:
-        print(f"elastic: {rank.starter} started {counted(rank.ranks, 'process')}; the config has "
-              f"{counted(ranks, 'rank')}, and is cut anew", file=sys.stderr, flush=True)
-        if (change := other_updates(config, fit)) is not None:
-            print(f"elastic: {change}", file=sys.stderr, flush=True)
-    return fit
+    print(f"elastic: {rank.starter} started {counted(rank.ranks, 'process')}; the config has "
+          f"{counted(ranks, 'rank')}, and is partitioned again", file=sys.stderr, flush=True)
+    return fitted(config, rank.ranks)
 
 
 def _choose_interface(config: Config, address: str) -> None:
-    """Let gloo and nccl use the config's network interface, or the one that leads to the other hosts."""
+    """Let gloo and nccl use the config's network interface, or the one on the route to the other hosts."""
     interface = config.parallel.interface
     if interface is not None:
         os.environ.update(interface_variables(interface))
@@ -281,7 +358,7 @@ def _choose_interface(config: Config, address: str) -> None:
 
 
 def _folder_here(folder: Path, job: Job) -> Path:
-    """Make the run's folder on this host, unless rank 0 has made it there, too."""
+    """Make the run's folder on this host, unless this host sees the one that rank 0 has made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / CONFIG).exists():
@@ -298,7 +375,7 @@ def _keep_memory(config: Config) -> None:
 
 
 def _run_logged(work: Callable[[], None], folder: Path, rank: int) -> VpipeError | None:
-    """Do a rank's work, with its log in ``folder``; return why it failed."""
+    """Do a rank's work, with its log in ``folder``; return the error if it failed."""
     logging.basicConfig(handlers=[RankLog(log_path(folder, rank))], level=logging.INFO,
                         format="%(asctime)s %(levelname)s %(message)s")
 
@@ -330,12 +407,12 @@ def _print_if_reporter(error: RunError) -> None:
 
 
 class RankLog(logging.FileHandler):
-    """The log of a rank: a file that says once that it cannot be written, the disk being full; training goes on."""
+    """The log of a rank. When the disk is full it warns once, and training goes on."""
 
     _warned = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
-        """Called where a line could not be written, which is tried again with the next one."""
+        """Warn that a line could not be written; the next one tries again."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
@@ -346,8 +423,7 @@ class RankLog(logging.FileHandler):
 
 
 def _follow_launcher() -> None:
-    """End at once when the launcher is gone, whatever this process is waiting for; leave off when it passes a signal
-    on."""
+    """End at once when the launcher is gone, whatever this process waits for; handle the signals that it passes on."""
     pipe = os.environ.get(PARENT_PIPE)
     if pipe is None:
         return

@@ -215,9 +215,10 @@ def _ranks_here(run: dict[str, Any], folder: Path) -> HostRanks:
     chosen = config.parallel.interface
     interface = chosen or interface_towards(address)
     reach(address, port, REACH_S)
+    container = Container.from_config(config) if config.container else None
     devices = {int(rank): int(device) for rank, device in run["devices"].items()}
     return HostRanks(devices, int(run["world"]), address, port, interface, config.training.threads,
-                     tuple(map(str, run["task"])), str(run["host"]), Container.from_config(config),
+                     tuple(map(str, run["task"])), str(run["host"]), container,
                      interface_found=chosen is None, run=str(run["run"]))
 
 

@@ -49,7 +49,7 @@ from vpipe.train.trace import TraceWriter
 log = logging.getLogger("vpipe")
 
 
-def train(job: Job, folder: Path, checkpoint: Path | None = None) -> Stopped | None:
+def train(job: Job, folder: Path, checkpoint: Path | None = None, manifest: Manifest | None = None) -> Stopped | None:
     """Train as the config says; rank 0 shows progress and writes ``metrics.jsonl`` and the summary.
 
     All ranks call this. The run ends with an evaluation, after the steps or the minutes of the config. When any rank
@@ -67,20 +67,20 @@ def train(job: Job, folder: Path, checkpoint: Path | None = None) -> Stopped | N
     """
     torch.set_num_threads(job.config.training.threads)
     try:
-        return _train(job, folder, checkpoint)
+        return _train(job, folder, checkpoint, manifest)
     finally:
         forget_stop()  # a request to stop concerns this run alone, even one from before its first step
 
 
-def _train(job: Job, folder: Path, checkpoint: Path | None) -> Stopped | None:
+def _train(job: Job, folder: Path, checkpoint: Path | None, manifest: Manifest | None) -> Stopped | None:
     devices = join(job.config)
     first = devices.rank == 0
     if first:
         print(devices, flush=True)
     log.info("rank %d computes on %s", devices.rank, devices.own)
     with running(folder) if first else nullcontext():
-        manifest = None if checkpoint is None else Manifest.load(checkpoint)
-        if manifest is not None:
+        if checkpoint is not None:
+            manifest = manifest or Manifest.load(checkpoint)
             job = job.resumed(manifest.step, manifest.samples)
         if job.config.parallel.to_plan:
             from vpipe.train.planning import plan_job  # slow to import

@@ -11,7 +11,7 @@ from small_run import write_config
 
 from vpipe.config.config import load_config
 from vpipe.errors import UserError
-from vpipe.launch.checks import check_gpus
+from vpipe.launch.rank_env import check_gpus
 
 
 @pytest.mark.parametrize(("gpus", "numbers", "refused"), [

@@ -6,11 +6,11 @@ from typing import Any
 
 from vpipe.distributed.environment import RankEnvironment
 from vpipe.errors import RunError, UserError
-from vpipe.launch.startup import address_towards, combined_error, starting_timing
+from vpipe.launch.rank_main import address_towards, combined_error
 
 
 def state(host: str, *problems: str, status: int = 0, data: str = "d0") -> dict[str, Any]:
-    return {"host": host, "source": None, "status": status, "data": data,
+    return {"host": host, "status": status, "data": data,
             "problems": [[what, "mend it", None] for what in problems]}
 
 
@@ -34,12 +34,6 @@ def test_other_data_on_another_host_are_refused() -> None:
 def test_the_interface_is_the_one_that_leads_to_others() -> None:
     """On the first host, whose name may mean a loopback address there, it is not that of its own address."""
     first, second = RankEnvironment("srun", 0, 3, 0, "a", "a", 1), RankEnvironment("srun", 1, 3, 0, "b", "a", 1)
-    several = [{**state("a"), "source": "127.0.1.1"}, *[{**state("b"), "source": "10.0.0.2"}] * 2]
+    several = ["127.0.1.1", "10.0.0.2", "10.0.0.2"]
     assert [address_towards(rank, several) for rank in (first, second)] == ["10.0.0.2", "a"]
-    assert address_towards(first, [{**state("a"), "source": "127.0.0.1"}] * 2) == "a"  # nodes of one machine
-
-
-def test_ranks_that_start_are_given_time() -> None:
-    timing = starting_timing(5.0)
-    assert (timing.beat_s, timing.silent_s, timing.join_s) == (0.25, 60.0, 120.0)
-    assert starting_timing(600.0).silent_s == 585.0
+    assert address_towards(first, ["127.0.0.1"] * 2) == "a"  # nodes of one machine
