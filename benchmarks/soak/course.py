@@ -22,8 +22,7 @@ from vpipe.runtime.transport.compression import Compression
 from vpipe.train.job import Job
 from vpipe.verify.compression import CutCompression
 from vpipe.verify.reference import ReferenceRun, asynchronous_oracle, evaluate_oracle, flush_oracle
-from vpipe.verify.reference_optimizer import TrainingRecipe, uncompressed
-from vpipe.verify.reference_versions import version_rule
+from vpipe.verify.reference_optimizer import TrainingRecipe, uncompressed, version_rule
 from vpipe.verify.trajectory import Trajectory
 
 LAYERS = 9

@@ -27,8 +27,7 @@ from vpipe.verify.reference import (
     flush_oracle,
 )
 from vpipe.verify.reference_model import ReferencePrecision
-from vpipe.verify.reference_optimizer import InitialState
-from vpipe.verify.reference_versions import version_rule
+from vpipe.verify.reference_optimizer import InitialState, version_rule
 
 MICROBATCHES = 4
 REDUCED = ["bf16", "bf16_pure", "fp16"]

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from vpipe import Layer, Model, Pipeline
 from vpipe.errors import UserError
 from vpipe.verify.reference import TrainingRecipe, asynchronous_oracle
-from vpipe.verify.reference_versions import version_rule
+from vpipe.verify.reference_optimizer import version_rule
 
 Call = tuple[str, float]
 """A hook that ran, and the sum of the gradient that it was given."""

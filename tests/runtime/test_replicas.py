@@ -40,7 +40,7 @@ from vpipe.verify.reference import (
     evaluate_oracle,
     flush_oracle,
 )
-from vpipe.verify.reference_versions import version_rule
+from vpipe.verify.reference_optimizer import version_rule
 
 WIDTHS = [(2, 1), (1, 2), (1, 3, 2), (2, 2, 2), (2, 1, 2)]
 FOLDED = [name for name in schedule_names()

@@ -20,8 +20,7 @@ from vpipe.runtime.state_dict import Position
 from vpipe.runtime.step_results import Step
 from vpipe.train.optimizers import OptimizerSettings
 from vpipe.verify.reference import TrainingRecipe, asynchronous_oracle, flush_oracle
-from vpipe.verify.reference_optimizer import InitialState
-from vpipe.verify.reference_versions import version_rule
+from vpipe.verify.reference_optimizer import InitialState, version_rule
 
 Saved = tuple[Position, Mapping[str, Tensor]]
 MICROBATCHES = 4

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from vpipe import Layer, Model
 from vpipe.model.layer import seed_of
 from vpipe.verify.reference import TrainingRecipe, asynchronous_oracle, flush_oracle
-from vpipe.verify.reference_versions import version_rule
+from vpipe.verify.reference_optimizer import version_rule
 from vpipe.verify.trajectory import Trajectory
 
 EPS = torch.finfo(torch.float32).eps

@@ -48,11 +48,9 @@ _DEFECT = "this is a defect of vpipe: please report it"
 
 @dataclass(frozen=True)
 class Reference:
-    """The result of an oracle, and how near a run must come to it.
+    """The name and trajectory of an oracle, and how near a run must come to it.
 
     Attributes:
-        name: of the oracle.
-        trajectory: of the oracle.
         bound: largest relative difference of a loss or a norm; 0: losses, norms and weights must be equal. Above 0 the
             weights are not compared: an adaptive optimizer makes a whole step of the rounding of a gradient near 0.
     """

@@ -32,16 +32,18 @@ from vpipe.verify.reference_optimizer import (
     GradientSums,
     InitialState,
     ReferenceLossScale,
+    StageVersions,
     TrainingRecipe,
     optimizer_tensors,
+    rescale_at_cut,
+    rescaled,
+    version_rule,
 )
-from vpipe.verify.reference_versions import StageVersions, rescale_at_cut, rescaled, version_rule
 from vpipe.verify.trajectory import Trajectory
 
 Batch = Mapping[str, Tensor]
 
 FROM_SCRATCH = InitialState()
-"""The beginning of a run."""
 
 
 @dataclass
@@ -71,13 +73,11 @@ class ReferenceRun:
 
 def flush_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe, partition: Sequence[int] | None = None,
                  widths: Sequence[int] | None = None, start: InitialState = FROM_SCRATCH) -> ReferenceRun:
-    """Train on one device with plain PyTorch: accumulate the gradients of the microbatches, then one optimizer step.
+    """Train on one device with plain PyTorch: accumulate the gradients of the microbatches, then step the optimizer.
 
     Args:
-        partition: layers per stage. Weights tied across its stages get a gradient per copy, summed before the step;
-            see above.
-        widths: replicas per stage, one by default. Gradients are summed per replica, then in the order of the replicas;
-            see above.
+        partition: layers per stage. Weights tied across its stages get a gradient per copy, summed before the step.
+        widths: replicas per stage, one by default. Gradients are summed per replica, then in the order of the replicas.
         start: the state at the end of a batch.
     """
     partition = [len(model)] if partition is None else partition

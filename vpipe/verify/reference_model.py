@@ -1,8 +1,8 @@
 """Run a model on one device for the oracle, with separate buffers of replicas and separate copies of tied weights.
 
-A plain PyTorch program that shares no code with the engine. In ``bf16`` and ``fp16`` every layer runs under a
-``torch.autocast`` of its own; in ``bf16_pure`` the layers and their inputs are bf16. In each of the three, a float32
-tensor is rounded when a layer returns it, except for the loss, which is float32.
+A plain PyTorch program that shares nothing with the engine but the settings of a precision. In ``bf16`` and ``fp16``
+every layer runs under a ``torch.autocast`` of its own; in ``bf16_pure`` the layers and their inputs are bf16. In each
+of the three, a float32 tensor is rounded when a layer returns it, except for the loss, which is float32.
 """
 
 from __future__ import annotations
@@ -17,41 +17,14 @@ from torch import Tensor, nn
 from vpipe.model.layer import LOSS, Model, set_parameter, split_target
 from vpipe.model.sequential import rounded_module
 from vpipe.model.split import split
-
-_REDUCED = {"bf16": torch.bfloat16, "bf16_pure": torch.bfloat16, "fp16": torch.float16}
+from vpipe.runtime.precision import Precision
 
 
 @dataclass(frozen=True)
-class ReferencePrecision:
-    """The precision that a reference computes in.
+class ReferencePrecision(Precision):
+    """The precision that a reference computes in; see :class:`~vpipe.runtime.precision.Precision`."""
 
-    Attributes:
-        precision: the value of ``training.precision``.
-        loss_scale: for fp16, a fixed number; None for a dynamic scale.
-    """
-
-    precision: str = "fp32"
-    loss_scale: float | None = None
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """The reduced dtype; None in fp32."""
-        return _REDUCED.get(self.precision)
-
-    @property
-    def pure(self) -> bool:
-        """Return whether the parameters of the layers are rounded."""
-        return self.precision == "bf16_pure"
-
-    @property
-    def scaled(self) -> bool:
-        """Return whether losses are scaled."""
-        return self.precision == "fp16"
-
-    @property
-    def dynamic(self) -> bool:
-        """Return whether the loss scale is dynamic."""
-        return self.scaled and self.loss_scale is None
+    name: str = "fp32"
 
     @property
     def description(self) -> str:
@@ -79,17 +52,14 @@ class ReferencePrecision:
 
     def outputs(self, names: Sequence[str], call: Callable[[], object]) -> dict[str, Tensor]:
         """Run a layer by ``call`` and return its outputs by name."""
-        autocast = self.dtype is not None and not self.pure
-        with torch.autocast("cpu", dtype=self.dtype) if autocast else nullcontext():
+        with torch.autocast("cpu", dtype=self.dtype) if self.autocasts else nullcontext():
             result = call()
-        made = dict(zip(names, result if isinstance(result, tuple) else (result,), strict=True))
-        return {name: self._loss(tensor) if name == LOSS else self._rounded(tensor) for name, tensor in made.items()}
+        outputs = zip(names, result if isinstance(result, tuple) else (result,), strict=True)
+        return {name: (tensor.float() if tensor.dtype == self.dtype else tensor) if name == LOSS
+                else self._rounded(tensor) for name, tensor in outputs}
 
     def _rounded(self, tensor: Tensor) -> Tensor:
         return tensor if self.dtype is None or tensor.dtype != torch.float32 else tensor.to(self.dtype)
-
-    def _loss(self, tensor: Tensor) -> Tensor:
-        return tensor.float() if tensor.dtype == self.dtype else tensor
 
 
 FP32 = ReferencePrecision()
@@ -137,9 +107,7 @@ class ReferenceModel:
                          for layer, stage in zip(self.layers, self._stage, strict=True)]
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load weights and buffers of a checkpoint, before anything is computed.
-
-        A replica whose buffers are not in it gets those of replica 0. Nothing happens if ``tensors`` is empty.
+        """Load weights and buffers of a checkpoint, if there are any; a replica that it lacks gets replica 0's buffers.
         """
         if not tensors:
             return
@@ -192,10 +160,8 @@ class ReferenceModel:
         self._swap_buffers(microbatch)
 
     def state(self) -> dict[str, Tensor]:
-        """Return copies of parameters (unrounded) and replica 0's buffers, named as in ``Pipeline.state_dict``.
-
-        Each has the dtype that it had before it was rounded.
-        """
+        """Return copies of unrounded parameters and replica 0's buffers, named as in ``Pipeline.state_dict``, in the
+        dtypes that they had before rounding."""
         return {name: self.masters.get(name, value).detach().to(self._dtypes[name], copy=True)
                 for name, value in self._module_tensors().items()}
 

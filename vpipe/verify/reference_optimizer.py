@@ -1,4 +1,4 @@
-"""Make an update of the oracle: sum gradients in the pipeline's order, unscale, clip, step, and return its state.
+"""Make an update of the oracle: sum gradients in the pipeline's order, unscale, clip, step, keep weight versions.
 
 Like the rest of the reference it shares no code with the engine: optimizers are filled and read by torch's own
 ``load_state_dict`` and ``state_dict``.
@@ -10,11 +10,13 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from vpipe.schedules.registry import VersionRule, recipe_named
 from vpipe.verify.reference_model import FP32, ReferencePrecision
 from vpipe.verify.trajectory import Trajectory
 
@@ -26,8 +28,10 @@ CompressAtCut = Callable[[int, int, int, dict[str, Tensor]], None]
 by what compression makes of them."""
 
 
+
 def uncompressed(number: int, microbatch: int, layer: int, tensors: dict[str, Tensor]) -> None:
     """Leave all tensors as they are."""
+
 
 _NUMBERS = {int: ("int", torch.int64), float: ("float", torch.float64)}
 """Type of a number in an optimizer's state -> its suffix and dtype in a checkpoint."""
@@ -178,12 +182,7 @@ def _added(parts: Iterable[Tensor | None]) -> Tensor | None:
 
 
 class UpdateResult(NamedTuple):
-    """The outcome of an update.
-
-    Attributes:
-        norm: of the gradients before clipping; None if they are not clipped.
-        skipped: whether the gradients were not applied.
-    """
+    """The norm of an update's gradients before clipping, if they are clipped, and whether the update was skipped."""
 
     norm: float | None
     skipped: bool
@@ -242,11 +241,10 @@ class TrainingRecipe:
         trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         gradients = {name: None if gradient is None or id(parameters[name]) not in trained
                      else gradient.to(parameters[name].dtype) for name, gradient in gradients.items()}
-        if scale is not None:
-            gradients = {name: None if gradient is None else gradient * (1.0 / scale.value)
-                         for name, gradient in gradients.items()}
         for name, gradient in gradients.items():
-            parameters[name].grad = gradient
+            if scale is not None and gradient is not None:
+                gradients[name] = gradient * (1.0 / scale.value)
+            parameters[name].grad = gradients[name]
         if self.trajectory is not None:
             self.trajectory.gradients(update, gradients)
         overflow = overflow or not all(bool(torch.linalg.vector_norm(gradient).isfinite())
@@ -264,3 +262,86 @@ class TrainingRecipe:
         if scale is not None:
             scale.update(overflow)
         return UpdateResult(norm, skipped)
+
+
+def version_rule(schedule: str) -> VersionRule:
+    """Return the closed form of the weight versions that an asynchronous schedule is registered with."""
+    rule = recipe_named(schedule).version_of
+    assert rule is not None, f"'{schedule}' is registered without version_of"
+    return rule
+
+
+class StageVersions:
+    """The weight versions of one stage, and its optimizer.
+
+    Args:
+        parameters: those that its optimizer steps.
+        every: microbatches of an update per replica.
+        width: replicas.
+        rate: learning rate relative to that of the first stage.
+        layer: first layer of the stage.
+
+    Attributes:
+        span: microbatches of an update, over all replicas.
+        seen: microbatches since the last update.
+        first: the latest version when the pipeline began to fill.
+        scale: the factor of its gradients; None where losses are not scaled.
+        overflow: whether, since the last update, it sent a gradient that is not finite.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], recipe: TrainingRecipe, every: int, width: int,
+                 rate: float, start: InitialState, layer: int = 0) -> None:
+        self.parameters, self.span, self.seen, self.first = parameters, every * width, 0, 0
+        self._recipe, self._every, self._rate = recipe, every, rate
+        self.optimizers = recipe.optimizers(parameters, start)
+        self.scale, self.overflow = ReferenceLossScale.create(recipe.precision, layer, start.tensors), False
+        self._versions = [self._copy()]
+
+    @property
+    def latest(self) -> int:
+        """Return the number of updates made."""
+        return len(self._versions) - 1
+
+    def leaves(self, version: int) -> dict[str, Tensor]:
+        """Return copies of the parameters for one microbatch, ``version`` updates after the first, with their hooks.
+
+        Hooks that run after accumulation see the gradient of this microbatch only.
+        """
+        leaves = {name: value.clone().requires_grad_() for name, value in self._versions[self.first + version].items()}
+        for name, leaf in leaves.items():
+            for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                if hooks := getattr(self.parameters[name], kind):
+                    setattr(leaf, kind, hooks)
+        return leaves
+
+    def update(self, gradients: Mapping[str, Tensor | None], step: int) -> bool:
+        """Apply the mean of gradients that are sums divided by ``every``; return False if the update is skipped."""
+        if self.seen != self._every:
+            share = self._every / self.seen
+            gradients = {name: None if each is None else each.to(self.parameters[name].dtype) * share
+                         for name, each in gradients.items()}
+        made = self._recipe.apply(gradients, self.parameters, self.optimizers, self.latest,
+                                  self._recipe.factor(step) * self._rate, self.scale, self.overflow)
+        self._versions.append(self._copy())
+        self.seen, self.overflow = 0, False
+        return not made.skipped
+
+    def _copy(self) -> dict[str, Tensor]:
+        return {name: self._recipe.precision.weight(p.detach()).clone() for name, p in self.parameters.items()}
+
+
+def rescaled(gradient: Tensor | None, to: StageVersions, of: StageVersions) -> Tensor | None:
+    """Return a gradient of stage ``of`` multiplied by the loss scale of stage ``to``; note an overflow on ``of``."""
+    if gradient is None or to.scale is None or of.scale is None:  # all stages have scales, or none
+        return gradient
+    of.overflow = of.overflow or not bool(gradient.isfinite().all())
+    ratio = to.scale.value / of.scale.value
+    return gradient if ratio == 1 else gradient * ratio
+
+
+def rescale_at_cut(tensors: dict[str, Tensor], before: StageVersions, after: StageVersions) -> None:
+    """At a cut, replace the tensors that require a gradient by ones whose gradient is rescaled in backward."""
+    for name, tensor in tensors.items():
+        if tensor.requires_grad:
+            tensors[name] = view = tensor.view_as(tensor)
+            view.register_hook(partial(rescaled, to=before, of=after))  # type: ignore[no-untyped-call]

@@ -20,12 +20,7 @@ ParameterUpdate = tuple[int, str]
 
 @dataclass(frozen=True)
 class ReplicaMismatch:
-    """The first update after which two replicas of a stage differ; they must be equal to the bit.
-
-    Attributes:
-        update, parameter: the update, and the parameter.
-        rank, other: of the replica that differs, and of the one that it differs from.
-    """
+    """The first update of a parameter after which the replica on ``rank`` differs from the one on ``other``."""
 
     update: int
     parameter: str
@@ -82,16 +77,16 @@ class Trajectory:
         """Write the trajectory of a rank into a folder, for :meth:`load`."""
         arrays: dict[str, Any] = {f"{update}/{name}": value.numpy()
                                   for update, named in self.values.items() for name, value in named.items()}
-        np.savez(_weights_path(folder, rank), **arrays)
-        _numbers_path(folder, rank).write_text(json.dumps({"losses": self.losses, "norms": self.norms}))
+        np.savez(folder / f"rank{rank}.weights.npz", **arrays)
+        (folder / f"rank{rank}.numbers.json").write_text(json.dumps({"losses": self.losses, "norms": self.norms}))
 
     @classmethod
     def load(cls, folder: Path, rank: int) -> Trajectory:
         """Read the trajectory of a rank."""
-        numbers = json.loads(_numbers_path(folder, rank).read_text())
+        numbers = json.loads((folder / f"rank{rank}.numbers.json").read_text())
         trajectory = cls(numbers["losses"])
         trajectory.norms.update({int(update): norms for update, norms in numbers["norms"].items()})
-        with np.load(_weights_path(folder, rank), allow_pickle=False) as arrays:
+        with np.load(folder / f"rank{rank}.weights.npz", allow_pickle=False) as arrays:
             for key in arrays.files:
                 update, _, name = key.partition("/")
                 trajectory.values[int(update)][name] = torch.from_numpy(arrays[key])
@@ -128,11 +123,3 @@ class Trajectory:
         return sorted(mine ^ theirs | {
             update for update in mine & theirs if self.norms[update][name] != other.norms[update][name]
             or not torch.equal(self.values[update][name], other.values[update][name])})
-
-
-def _weights_path(folder: Path, rank: int) -> Path:
-    return folder / f"rank{rank}.weights.npz"
-
-
-def _numbers_path(folder: Path, rank: int) -> Path:
-    return folder / f"rank{rank}.numbers.json"
