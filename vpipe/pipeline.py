@@ -1,4 +1,4 @@
-"""The public face of training: a model, a schedule, and what comes out step by step."""
+"""Train a model in stages under a schedule: the public interface."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class FromNamed(Protocol):
     """An optimizer factory that wants the parameters' names, for weight decay by name."""
 
     def from_named(self, named: Mapping[str, nn.Parameter]) -> Optimizers:
-        """The optimizer of a stage, or several; None when the stage has nothing to train."""
+        """Make the optimizer of a stage, or several; None when the stage has nothing to train."""
 
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizers] | FromNamed
@@ -56,51 +56,50 @@ class Pipeline:
 
     Args:
         model: layers in order.
-        stages: into how many stages to cut it, those of all ranks together; follows from ``partition`` or ``plan``
-            when they are given.
-        schedule: a name that ``vpipe schedule`` knows, such as ``gpipe``, ``1f1b``, ``pipedream``, or the path of
+        stages: number of stages, of all ranks together; follows from ``partition`` or ``plan`` when they are given.
+        schedule: a name that ``vpipe schedule`` lists, such as ``gpipe``, ``1f1b``, ``pipedream``, or the path of
             a schedule as a CSV file.
         microbatches: equal parts into which every batch is cut along dimension 0; 1 when not given.
         partition: layers per stage; balanced by parameters when not given.
-        recompute: which layers are recomputed: a share of each stage's, from its end, as one number or one per stage;
+        recompute: layers that are recomputed: a share of each stage's, from its end, as one number or one per stage;
             for a stage also a list of layers by their numbers in the model.
         optimizer: makes a stage's optimizer, or a list of them, from its parameters; see docs/optimizers.md. Its
             learning rate is the base that ``learning_rate_factor`` multiplies.
         seed: of initialisation and dropout; both are independent of the partition.
         plan: partition and recompute from a file, instead of the arguments; schedule, microbatches, placement and
-            update_every, where the arguments do not say them.
-        placement: ranks per stage; as the schedule holds them when not given. Several ranks are replicas: microbatch i
-            goes to number i mod as many.
+            update_every where the arguments are not given.
+        placement: ranks per stage; those of the schedule when not given. Several ranks are replicas: microbatch i
+            goes to replica i mod their number.
         chunks: stages per rank, for schedules that may have any number of them; when not given, the number that
-            the processes of ``torchrun`` lead to, or the schedule's own.
-        replicas: of every stage, where ``placement`` does not say; stage s is then on ranks ``s * replicas`` and on.
+            follows from the processes of ``torchrun``, or the schedule's own.
+        replicas: of every stage, without a ``placement``; stage s is then on ranks ``s * replicas`` and on.
         update_every: without a flush, microbatches per update, and replica (must divide ``microbatches``); as few as
             the schedule can have when not given.
         learning_rate_factor: step number -> factor.
         grad_clip: greatest gradient norm: over all stages with a flush, of each stage without one.
-        skip_not_finite: leave out an update when a loss or the norm of a gradient in it is not finite: with a flush on
-            all stages, without one on each stage that has such a gradient. Weights and optimizer stay as they were.
+        skip_not_finite: skip an update when a loss or the norm of a gradient in it is not finite: with a flush on all
+            stages, without one on each stage that has such a gradient. Weights and optimizer stay as they were.
         device: of this process: ``cpu``, ``cuda`` or ``cuda:1``. When not given, a GPU where there is one: that of
             ``LOCAL_RANK`` (ranks that outnumber GPUs share them), or the one that ``torch.cuda.set_device`` chose; else
             the processor. ``cuda`` means the same GPU. It becomes the current one of this process.
-        backend: what carries tensors between ranks: ``nccl`` or ``gloo``; when not given, nccl where every rank has a
-            GPU of its own, else gloo. A process group that is there already is used as it is.
+        backend: of transfers between ranks: ``nccl`` or ``gloo``; when not given, nccl where every rank has a GPU of
+            its own, else gloo. A process group that is initialised already is used as it is.
         timeout_s: seconds after which a transfer counts as failed.
-        compress: what activations and gradients between stages on different ranks are sent as: ``none`` (as they are),
-            ``bf16`` or ``int8``; one word, or one for each of the ``stages - 1`` cuts. It changes the numbers.
+        compress: format of activations and gradients sent between ranks: ``none`` (as they are), ``bf16`` or ``int8``;
+            one for all, or one for each of the ``stages - 1`` cuts. It changes the numbers.
         compress_rounding: of ``int8``: ``nearest`` or ``stochastic``.
-        precision: in which numbers layers compute: ``fp32``; ``bf16`` or ``fp16``, each layer under torch.autocast;
-            ``bf16_pure``, weights and gradients in bf16 too, with fp32 masters. In the last three a tensor between
-            layers is rounded, wherever the model is cut. ``fp16`` leaves out an update that overflows.
+        precision: of the layers: ``fp32``; ``bf16`` or ``fp16``, each layer under torch.autocast; ``bf16_pure``,
+            weights and gradients in bf16 too, with fp32 masters. In the last three a tensor between layers is rounded,
+            wherever the model is cut. ``fp16`` skips an update that overflows.
         loss_scale: by which ``fp16`` multiplies losses; found while training when not given.
-        executor: how a rank does its actions: ``overlapped``, ``naive`` (each has ended when the next begins) or, with
-            the schedule ``gpipe``, ``async_threaded``. The numbers are the same; see docs/executors.md.
+        executor: ``overlapped``, ``naive`` (each action has ended when the next begins) or, with the schedule
+            ``gpipe``, ``async_threaded``. The numbers are the same; see docs/executors.md.
 
     Raises:
         UserError: the numbers do not fit the model, the schedule or the processes.
 
     Warns:
-        PerformanceWarning: a schedule with a flush has fewer microbatches than ranks, so that some always wait.
+        PerformanceWarning: a schedule with a flush has fewer microbatches than ranks, so some ranks always wait.
     """
 
     def __init__(self, model: Model, stages: int | None = None, schedule: str | os.PathLike[str] | None = None,
@@ -155,7 +154,7 @@ class Pipeline:
         if plan is not None and sum(plan.partition) != len(model):
             raise UserError(f"the plan is for a model of {counted(sum(plan.partition), 'layer')}, but this one has "
                             f"{len(model)}", hint="give stages or a partition in its place, or a plan of this model")
-        computed = Precision.parse(precision, loss_scale)
+        parsed = Precision.parse(precision, loss_scale)
         self.schedule = schedule or DEFAULT_SCHEDULE
         self.microbatches = microbatches = 1 if microbatches is None else microbatches
         if stages is None and partition is None and places is not None:
@@ -171,15 +170,14 @@ class Pipeline:
             places, chunks, world.ranks if world.ranks > 1 else None, replicas,
             {owner: tuple(borrowers) for owner, borrowers in ties_between(specs).items()},
             [stage for stage, layers in enumerate(self.recomputed) if layers],
-            grad_clip is not None or skip_not_finite or computed.scaled,
+            grad_clip is not None or skip_not_finite or parsed.scaled,
             last_first=reverses_backwards(self.executor, self.schedule)).prepare()
         self.placement, self.update_every = lowered.placement, lowered.update_every
-        if refused := [Problem(f"{name} {what}", hint) for name, what, hint in computed.refused(
+        if refused := [Problem(f"{name} {what}", hint) for name, what, hint in parsed.refused(
                 compression.codecs if compression is not None else ())]:
             raise UserError.all_of(refused)
-        settings = Settings(microbatches, self.recomputed, _factor_of(learning_rate_factor), grad_clip, seed,
-                            world.own, timeout_s, compression, skip_not_finite, computed,
-                            self.executor)
+        settings = Settings(microbatches, self.recomputed, _finite_factor(learning_rate_factor), grad_clip, seed,
+                            world.own, timeout_s, compression, skip_not_finite, parsed, self.executor)
         self._set_up(model, specs, lowered, settings, _from_named(optimizer), world)
         if self.rank == 0 and (slow := few_microbatches(lowered, "microbatches")) is not None:
             warnings.warn(slow, PerformanceWarning, stacklevel=2)
@@ -209,7 +207,7 @@ class Pipeline:
         self.engine = Engine(model, specs, schedule, optimizer, settings, distributed=world.ranks > 1)
 
     def train(self, batches: Iterable[Batch]) -> Iterator[Step]:
-        """Train on batches (dicts of tensors, dimension 0 = samples); yields one :class:`Step` per update, in order.
+        """Train on batches (dicts of tensors, dimension 0 = samples); yield one :class:`Step` per update, in order.
 
         With a flush a batch is an update. Without one every ``update_every`` microbatches are (on every replica; with
         several a step takes the fewest microbatches that are whole updates of every stage), and the pipeline stays full
@@ -224,34 +222,34 @@ class Pipeline:
         return self.engine.train(batches)
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Mean loss over all samples, forward only, modules in evaluation mode; the same number on every rank.
+        """Return the mean loss over all samples, forward only, modules in evaluation mode; the same on every rank.
 
-        Every rank must call it, after the same step. With a flush training goes on undisturbed. An asynchronous
-        pipeline drains first, so the weights are those after all updates of what was in flight, and fills again
-        afterwards: which versions the next microbatches use is then as at the start of training.
+        Every rank must call it, after the same step. With a flush it does not influence training. An asynchronous
+        pipeline drains first, so the weights are those after all updates of the microbatches in flight, and fills again
+        afterwards: the next microbatches use the versions that they would use at the start of training.
         """
         _check_batches(batches)
         return self.engine.evaluate(batches)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The whole model on every rank: ``"<layer name>.<parameter>"``; a tied parameter under its owner's name.
+        """Return the whole model on every rank: ``"<layer>.<parameter>"``; a tied parameter under its owner's name.
 
         Every rank must call it, after the same step; an asynchronous pipeline drains first.
         """
         return self.engine.state()
 
     def save(self, folder: str | Path) -> None:
-        """Write all that training needs to go on from here as if it had not stopped: a checkpoint, at ``folder``.
+        """Save a checkpoint at ``folder``, from which training resumes exactly.
 
-        It has the form of those that ``vpipe train`` saves, and does not depend on the partition, the replicas, the
-        schedule or the transport. Complete when this returns, and never half there: it is written as
-        ``<folder>.tmp``, then renamed; a checkpoint that is there makes way. Every rank must call it, after the same
-        step, with a folder that all see; an asynchronous pipeline drains first, see :meth:`evaluate`.
+        It has the format of those that ``vpipe train`` saves, and does not depend on the partition, the replicas, the
+        schedule or the transport. It is complete when this returns: it is written as ``<folder>.tmp``, then renamed,
+        and replaces a checkpoint that is there. Every rank must call it, after the same step, with a folder that all
+        see; an asynchronous pipeline drains first, see :meth:`evaluate`.
 
         Raises:
-            UserError: an optimizer or a layer keeps what a checkpoint cannot hold, or something that is no checkpoint
-                is in the way.
-            RunError: it could not be written; what was there before still is.
+            UserError: an optimizer or a layer keeps what a checkpoint cannot hold, or ``folder`` is something else than
+                a checkpoint.
+            RunError: it could not be written; a checkpoint that was there before still is.
         """
         self._checkpoint(folder).save({
             "partition": list(self.partition), "placement": [list(ranks) for ranks in self.placement],
@@ -259,16 +257,15 @@ class Pipeline:
             "recompute": [sorted(layers) for layers in self.recomputed], "drained": True})
 
     def load(self, folder: str | Path) -> Position:
-        """Go on from what :meth:`save` saved, or a run (of its folder, the newest): to be called before the first step,
-        by every rank.
+        """Load a checkpoint of :meth:`save`, or the newest one of a run's folder; every rank calls it before training.
 
-        The pipeline may be cut, placed and scheduled in another way; model, seed and optimizer must be those that
-        saved. Steps go on from that number, and so do the learning rate, dropout and stochastic rounding.
+        The pipeline may have another partition, placement and schedule; model, seed and optimizer must be those that
+        saved. Steps are counted on from the checkpoint, and so are the learning rate, dropout and stochastic rounding.
 
         Returns:
-            How far training is. The first batch to give :meth:`train` is the one after those that are done,
-            ``position.microbatches // pipe.microbatches`` when all came from one call of it; when an asynchronous
-            pipeline was saved within a batch, that is the batch, and what is done of it is left out.
+            The position in training. The first batch to give :meth:`train` is the one after those that are done,
+            ``position.microbatches // pipe.microbatches`` when all came from one call of it. When an asynchronous
+            pipeline was saved within a batch, it is that batch, and the microbatches that are done are left out.
 
         Raises:
             UserError: it is no checkpoint, is damaged, of another model, seed or optimizer, or falls within a batch
@@ -300,12 +297,11 @@ def _check_optimizer(given: Arguments, optimizer: object) -> None:
         given.function("optimizer", optimizer, 1, hint)
 
 
-def _factor_of(function: Callable[[int], float]) -> Callable[[int], float]:
-    """What a learning rate is multiplied by, of a step, as a number that is one."""
+def _finite_factor(function: Callable[[int], float]) -> Callable[[int], float]:
+    """Return the learning rate's factor as a function that refuses a number that is not finite."""
     def factor(step: int) -> float:
         value = function(step)
-        number = as_number(value)
-        if number is None or not math.isfinite(number):
+        if (number := as_number(value)) is None or not math.isfinite(number):
             raise UserError(f"learning_rate_factor({step}) is {shown(value)}",
                             hint="let it return a finite number for the number of every step, such as 1.0")
         return number
