@@ -1,10 +1,10 @@
 """Scale the losses of fp16 training, so that small gradients do not become 0 on their way.
 
-With a flush there is one scale for all stages: the norms that they exchange tell all of them alike whether an update
-is skipped. Without one each stage has its own, since nobody waits for the others: a gradient that arrives is brought
-from the sender's scale to the receiver's, and an update is skipped where it is not finite. Then a scale must also fall
-when the gradients that a stage sends overflow, its own being finite: otherwise the stages before would skip all their
-updates.
+With a flush there is one scale for all stages: from the norms that they exchange, all stages know whether an update is
+skipped. Without one each stage has its own scale, since no stage waits for the others: a gradient that arrives is
+brought from the sender's scale to the receiver's, and an update is skipped where it is not finite. A stage whose own
+gradients are finite must also reduce its scale when the gradients that it sends overflow: otherwise the stages before
+would skip all their updates.
 
 Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2; the constants are those of
 :class:`torch.amp.GradScaler`, with a limit.
@@ -31,11 +31,7 @@ GROWTH_UPDATES = 2000
 
 
 class LossScaleState:
-    """A loss scale, and the number of updates in a row that were applied with it.
-
-    Args:
-        fixed: a scale that stays; None: it doubles after many good updates, and an overflow halves it.
-    """
+    """A loss scale, and the number of updates in a row that were applied with it; it does not change if ``fixed``."""
 
     def __init__(self, fixed: float | None) -> None:
         self.dynamic = fixed is None
@@ -43,7 +39,7 @@ class LossScaleState:
         self.good = 0
 
     def update(self, applied: bool) -> None:
-        """Grow or shrink after an update that was applied, or skipped because of an overflow."""
+        """Grow after many applied updates; shrink after one that was skipped because of an overflow."""
         if not self.dynamic:
             return
         self.good = self.good + 1 if applied else 0
@@ -58,14 +54,15 @@ class LossScaler:
 
     Attributes:
         per_stage: whether scales differ from stage to stage, and travel with the gradients.
+        overflowed: stages that, in the update at hand, sent something that is not finite, or have a replica that did.
     """
 
     def __init__(self, precision: Precision, stages: Iterable[int], flush: bool) -> None:
         self.per_stage = precision.dynamic and not flush
         shared = LossScaleState(precision.loss_scale)
         self._scales = {stage: LossScaleState(precision.loss_scale) if self.per_stage else shared for stage in stages}
+        self.overflowed: set[int] = set()
         self._newest = -1  # update, of a scale for all stages
-        self._overflowed: set[int] = set()
 
     @classmethod
     def build(cls, precision: Precision, stages: Mapping[int, Stage], schedule: Schedule) -> LossScaler:
@@ -100,19 +97,7 @@ class LossScaler:
     def check_finite(self, stage: int, sent: Collection[Tensor]) -> None:
         """Note an overflow of the stage if something that it sends of a microbatch is not finite."""
         if not all(bool(tensor.isfinite().all()) for tensor in sent):
-            self._overflowed.add(stage)
-
-    def has_overflowed(self, stage: int) -> bool:
-        """Return whether something that the stage sent, in the update at hand, was not finite."""
-        return stage in self._overflowed
-
-    def note_overflow(self, stage: int) -> None:
-        """Note an overflow of another replica of the stage."""
-        self._overflowed.add(stage)
-
-    def abandon(self) -> None:
-        """Forget the overflows of updates that failed before a step."""
-        self._overflowed.clear()
+            self.overflowed.add(stage)
 
     def update(self, stage: int, number: int, applied: bool) -> float:
         """Update the scale after a stage's update, applied or skipped; return the factor by which it changed."""
@@ -121,5 +106,5 @@ class LossScaler:
         if self.per_stage or number > self._newest:
             scale.update(applied)
             self._newest = number
-        self._overflowed.discard(stage)
+        self.overflowed.discard(stage)
         return scale.value / before

@@ -23,17 +23,17 @@ from vpipe.schedules.action import Action, Op
 from vpipe.schedules.size import Placement
 
 ABSENT = -1.0
-"""Stands in the vector of norms for a parameter without a gradient: no norm is negative."""
+"""Norm of a parameter without a gradient, in the vector of norms: no norm is negative."""
 
 
 class StepObserver(Protocol):
-    """See what every update does to a stage, for comparison with a reference."""
+    """Observe every update of a stage, for comparison with a reference."""
 
     def gradients(self, update: int, named: Mapping[str, Tensor | None]) -> None:
-        """Take the gradients about to be applied, before clipping."""
+        """Observe the gradients before clipping."""
 
     def weights(self, update: int, named: Mapping[str, Tensor]) -> None:
-        """Take the weights that the update made, unrounded; they must not be kept but as copies."""
+        """Observe the unrounded weights after the update; the tensors change later."""
 
 
 class OptimizerSteps:
@@ -47,14 +47,13 @@ class OptimizerSteps:
         transport: of this rank.
         factor: ``step -> learning rate``, relative to the optimizer's own.
         clip: greatest norm of the gradients, or None.
-        skip: whether an update with a norm that is not finite is skipped.
-        scaler: of the losses; with it such an update is skipped, too. None: they are not scaled.
+        skip: whether an update with a norm that is not finite is skipped; with a scaler it always is.
+        scaler: of the losses; None: they are not scaled.
 
     Attributes:
         reducers: of the stages with replicas.
         gradient_norm: of all stages at the latest update, before clipping; None when not clipped globally.
         skipped: steps of which an update was skipped.
-        observer: sees every update, if there is one.
     """
 
     def __init__(self, placement: Placement, stages: Mapping[int, Stage], optimizers: Mapping[int, StageOptimizer],
@@ -102,7 +101,7 @@ class OptimizerSteps:
         for store in (self._completed, self._norms, self._steps):
             store.clear()
         if self.scaler is not None:
-            self.scaler.abandon()
+            self.scaler.overflowed.clear()
         for reducer in self.reducers.values():
             reducer.abandon()
 
@@ -207,7 +206,7 @@ class OptimizerSteps:
             norms = self._norms_of_all(number) if self.global_norms else _gradient_norms(weights)
             if self._clip is not None:
                 self._clip_gradients(weights, norms, self._clip)
-            if (self.scaler is not None and self.scaler.has_overflowed(stage)) or (
+            if (self.scaler is not None and stage in self.scaler.overflowed) or (
                     (self.skip or self.scaler is not None) and not norms.isfinite().all()):
                 weights.pop_gradients()
                 weights.step(None)

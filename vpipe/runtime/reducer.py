@@ -2,7 +2,7 @@
 
 The gradients lie in buckets. As soon as the last backward of an update has made those of a bucket, each replica gets
 its share of them: of w replicas one w-th. REDUCE_GRAD sums the shares in the order of the replicas and sends the sum
-to the others; NORM or STEP puts the sums together. So every replica gets the same numbers, whatever arrives when, and
+to the others; NORM or STEP puts the sums together. So every replica gets the same numbers in any order of arrival, and
 sends 2 (w-1)/w of the gradients' size, the least that is possible (Patarasuk and Yuan, Bandwidth Optimal All-reduce
 Algorithms, 2009, section 3; buckets in the order of backward: Li et al., PyTorch Distributed, VLDB 2020, section 3.2).
 """
@@ -25,14 +25,14 @@ from vpipe.runtime.transport.transport import TensorSpec, TransferKey, Transport
 from vpipe.runtime.weight_versions import WeightVersions
 
 BUCKET_BYTES = 4 << 20
-"""Large enough that a message's fixed costs vanish (gloo: 70 us, the time of 0.2 MB), small enough to start early."""
+"""Size of a bucket: a message's fixed costs are small beside it (gloo: 70 us, as 0.2 MB take), and it starts early."""
 
 
 class _Bucket:
     """Some of a stage's gradients as the rows of a matrix, one per replica.
 
-    Behind the gradients stands a number for each: whether the replica has one, which sums tell of all of them. It is
-    NaN where the replica has lost the update by something else than its gradients.
+    Behind the gradients stands a number for each: 1 if the replica has one, so that the sum counts them. It is NaN
+    where the replica has overflowed by something else than its gradients.
     """
 
     def __init__(self, members: Sequence[int], leaves: Sequence[Tensor], width: int) -> None:
@@ -41,8 +41,8 @@ class _Bucket:
         self._sizes = [leaves[i].numel() for i in members]
         total, like = sum(self._sizes) + len(members), leaves[members[0]]
         self.rows = like.new_empty((width, -(-total // width)))
-        # Of this replica's row. Two in turn: a sum to which few replicas contribute, that of a stream's last round, may
-        # be made while others still want the one before.
+        # Sums of this replica's row, two in turn: the sum of a stream's last round, to which few replicas contribute,
+        # may be made while the one before is still being sent.
         self._sums = like.new_empty((2, self.rows.shape[1]))
 
     @property
@@ -50,28 +50,30 @@ class _Bucket:
         return TensorSpec(tuple(self.rows[0].shape), self.rows.dtype, wants_gradient=False)
 
     def sum(self, update: int) -> Tensor:
-        """Return the memory of this replica's sums of an update."""
+        """Return the memory of this replica's sum of an update."""
         return self._sums[update % 2]
 
-    def fill(self, gradients: Sequence[Tensor | None], names: Sequence[str], lost: bool) -> None:
-        flat = self.rows.view(-1)
-        ends = sum(self._sizes)
-        for part, i in zip(torch.split(flat[:ends], self._sizes), self.members, strict=True):
+    def fill(self, gradients: Sequence[Tensor | None], names: Sequence[str], overflowed: bool) -> None:
+        """Copy this replica's gradients in."""
+        for part, i in zip(self._parts(), self.members, strict=True):
             gradient = gradients[i]
-            if gradient is not None and gradient.layout != torch.strided:
-                raise UserError(f"'{names[i]}' has a gradient in the layout {gradient.layout}: replicas cannot sum it",
-                                hint="make it dense (nn.Embedding(sparse=False)), or give its stage one rank")
             if gradient is None:
                 part.zero_()
-            else:
+            elif gradient.layout == torch.strided:
                 part.copy_(gradient.reshape(-1))
+            else:
+                raise UserError(f"'{names[i]}' has a gradient in the layout {gradient.layout}: replicas cannot sum it",
+                                hint="make it dense (nn.Embedding(sparse=False)), or give its stage one rank")
         there = [float(gradients[i] is not None) for i in self.members]
-        if lost:
+        if overflowed:
             there[there.index(1.0) if 1.0 in there else 0] = nan
         if all(number == 1.0 for number in there):
-            self.present.fill_(1.0)  # without a copy from the host, which a GPU would be waited for
+            self.present.fill_(1.0)  # without a copy from the host, for which a GPU would be synchronized
         else:
             self.present.copy_(torch.tensor(there))
+
+    def _parts(self) -> Sequence[Tensor]:
+        return torch.split(self.rows.view(-1)[:sum(self._sizes)], self._sizes)
 
     @property
     def present(self) -> Tensor:
@@ -81,8 +83,7 @@ class _Bucket:
 
     def gradients(self, present: Sequence[float]) -> Iterator[tuple[int, Tensor | None]]:
         """Yield the members with their gradients, once the rows are sums; None where no replica has one."""
-        parts = torch.split(self.rows.view(-1)[:sum(self._sizes)], self._sizes)
-        for member, part, shape, count in zip(self.members, parts, self._shapes, present, strict=True):
+        for member, part, shape, count in zip(self.members, self._parts(), self._shapes, present, strict=True):
             yield member, part.view(shape) if count else None
 
 
@@ -117,8 +118,8 @@ class Reducer:
 
     @contextmanager
     def during_backward(self, update: int, contributors: Sequence[int]) -> Iterator[None]:
-        """Send what the backward inside makes as soon as it is made, and at its end the rest."""
-        if self._transport.ordered:  # then it is one transfer among others, at its own place
+        """Send gradients as soon as the backward inside has made those of a bucket, and the rest at its end."""
+        if self._transport.ordered:  # transfers have a fixed order: REDUCE_GRAD sends them
             yield
             return
         times: Counter[int] = Counter()
@@ -147,19 +148,19 @@ class Reducer:
 
     @contextmanager
     def after_backward(self, update: int, contributors: Sequence[int]) -> Iterator[None]:
-        """Send all at the end of what is inside."""
+        """Send all gradients at the end of the backward inside."""
         yield
         if not self._transport.ordered:
             self.send(update, contributors)
 
     def send(self, update: int, contributors: Sequence[int]) -> None:
-        """Send what was not sent yet; a replica without a microbatch of the update only gets ready for the others'."""
+        """Send the rest; a replica without a microbatch of the update only posts receives."""
         while self._sent < len(self._buckets):
             self._send_next(update, contributors)
         self._sent = 0
 
     def abandon(self) -> None:
-        """Begin anew with an update that failed."""
+        """Forget what was sent of an update that failed."""
         self._sent = 0
 
     def _send_next(self, update: int, contributors: Sequence[int]) -> None:
@@ -168,14 +169,14 @@ class Reducer:
         contributes = self._transport.rank in contributors
         if contributes:
             bucket.fill(self._weights.gradients, self._weights.names,
-                        self._scaler is not None and self._scaler.has_overflowed(self._stage))
+                        self._scaler is not None and self._stage in self._scaler.overflowed)
         self._exchange(key, {rank: bucket.rows[i] for i, rank in enumerate(self._ranks) if contributes},
                        contributors, bucket.spec)
 
     def _exchange(self, key: TransferKey, rows: dict[int, Tensor], senders: Sequence[int], spec: TensorSpec) -> None:
-        """Send each other replica its row, and get ready for what the ``senders`` send.
+        """Send each other replica its row, and post receives from the ``senders``.
 
-        Of two ranks the lower one sends first: a transport that keeps one order per pair would stand still otherwise.
+        Of two ranks the lower one sends first: a transport that keeps one order per pair would deadlock otherwise.
         """
         for peer in self._others:
             if peer in rows and self._transport.rank < peer:
@@ -215,22 +216,20 @@ class Reducer:
             yield from ((rank, self._key("S", update, number)) for rank in self._others)
 
     def gather(self, update: int) -> None:
-        """Make the sums the gradients of the stage."""
+        """Receive the sums, and make them the gradients of the stage."""
         gradients: dict[int, Tensor | None] = {}
         for number, bucket in enumerate(self._buckets):
             for row, rank in zip(bucket.rows, self._ranks, strict=True):
                 own = rank == self._transport.rank
-                key = self._key("S", update, number)
-                row.copy_(bucket.sum(update) if own else self._transport.receive(rank, key)[0])
-        counts_of_all = [bucket.present.float() for bucket in self._buckets]
-        present = iter(torch.cat(counts_of_all).tolist() if counts_of_all else [])  # a GPU is waited for once
-        lost = False
+                row.copy_(bucket.sum(update) if own else
+                          self._transport.receive(rank, self._key("S", update, number))[0])
+        # One copy to the host for all buckets: a GPU is synchronized once.
+        counts = torch.cat([bucket.present.float() for bucket in self._buckets]).tolist() if self._buckets else []
+        present = iter(counts)
         for bucket in self._buckets:
-            counts = list(islice(present, len(bucket.members)))
-            gradients.update(bucket.gradients(counts))
-            lost = lost or any(map(isnan, counts))
-        if lost and self._scaler is not None:
-            self._scaler.note_overflow(self._stage)
+            gradients.update(bucket.gradients(list(islice(present, len(bucket.members)))))
+        if self._scaler is not None and any(map(isnan, counts)):
+            self._scaler.overflowed.add(self._stage)
         self._weights.put_gradients([gradients[i] for i in range(len(self._weights.names))])
 
     def _refuse_hooks(self) -> None:

@@ -1,15 +1,14 @@
-"""Undo and repeat what layers change in their forward beside outputs: inputs in place, buffers, attributes of modules.
+"""Undo and repeat the side effects of layers' forwards: inputs changed in place, buffers, attributes of modules.
 
 A layer that changes its input in place (``nn.ReLU(inplace=True)``) is given an alias where nobody else needs the input,
 and a copy where somebody does. A recomputed layer finds buffers and attributes as its first forward found them, and
 leaves them as it found them: statistics advance once, and a layer that reads what it changes computes the same again.
 A buffer that a layer changes in place, and that its graph keeps for the backward, is another tensor in each forward:
-several microbatches are in flight.
+several microbatches are in flight. Random numbers of other sources than torch's default generators, which are seeded,
+are drawn again, too.
 
-Random numbers beside those of torch's default generators, which are seeded, are drawn again, too.
-
-The first forwards show what changes: before them everything that could is copied. Later ones copy that alone. Not seen
-is what a layer changes inside of other objects that it keeps, such as a list.
+The first forwards show what changes: before them everything that could change is copied. Later ones copy only what
+changes. Changes inside of other objects that a layer keeps, such as a list, are not found.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +27,7 @@ from vpipe.errors import UserError
 from vpipe.runtime.weight_versions import WeightVersions
 
 WATCHED = 3
-"""So many forwards show what a layer changes: statistics may begin with the second one."""
+"""Number of first forwards that show what a layer changes: statistics may begin with the second one."""
 
 _TORCHS = frozenset(vars(nn.Module())) - {"training"}
 """Attributes of a module that are torch's own tables."""
@@ -38,9 +36,9 @@ _ABSENT = object()
 
 
 class _Slot(NamedTuple):
-    """A place where a module keeps something that a forward may change: a table, a key in it, how errors call it.
+    """A place where a module keeps a value that a forward may change: a table, a key in it, its name in errors.
 
-    ``statistics``: of torch's own normalisations, whose backward does not read what it keeps.
+    ``statistics``: of torch's own normalisations, whose backward does not read the value.
     """
 
     table: dict[str, Any]
@@ -53,20 +51,31 @@ class _Slot(NamedTuple):
         """Return what identifies the slot."""
         return id(self.table), self.key
 
+    def get(self) -> Any:
+        """Return the value, or _ABSENT."""
+        return self.table.get(self.key, _ABSENT)
+
+    def put(self, value: Any) -> None:
+        """Set the value, or remove it if it is _ABSENT."""
+        if value is _ABSENT:
+            self.table.pop(self.key, None)
+        else:
+            self.table[self.key] = value
+
 
 class _SlotValue(NamedTuple):
-    """What a slot held before a forward; of a tensor also its version, how many hold it, and, if it may be changed in
-    place, a copy."""
+    """The value of a slot before a forward; of a tensor also its version, the number of references to it, and a copy if
+    it may be changed in place."""
 
     slot: _Slot
     value: Any
-    copy: Tensor | None
-    version: int
-    holders: int
+    copy: Tensor | None = None
+    version: int = 0
+    references: int = 0
 
     def is_replaced(self) -> bool:
-        """Return whether the slot holds another value by now."""
-        now = self.slot.table.get(self.slot.key, _ABSENT)
+        """Return whether the slot has another value now."""
+        now = self.slot.get()
         return now is not self.value and _is_plain(now)
 
     def is_changed_in_place(self) -> bool:
@@ -74,22 +83,29 @@ class _SlotValue(NamedTuple):
         return self.copy is not None and (self.value._version != self.version or not _equal(self.value, self.copy))
 
 
-class _Source(NamedTuple):
+class _RandomSource(NamedTuple):
     """A source of random numbers: get its state, as a value that can be compared, and put it back."""
 
     get: Callable[[], Any]
-    put: Callable[[Any], None]
+    put: Callable[[Any], object]
 
 
 class StateBefore(NamedTuple):
-    """The state before a forward, as far as the forward changes it: of modules, and of random numbers.
+    """The part of the state before a forward that the forward changes: values of modules, states of random sources.
 
     ``constant``: tensors that no forward has changed so far, and their versions.
     """
 
-    kept: Sequence[_SlotValue] = ()
-    states: Sequence[tuple[_Source, Any]] = ()
+    values: Sequence[_SlotValue] = ()
+    random: Sequence[tuple[_RandomSource, Any]] = ()
     constant: Sequence[tuple[Any, int]] = ()
+
+    def restore(self) -> None:
+        """Set the values, or their copies, and the random states."""
+        for kept in self.values:
+            kept.slot.put(kept.value if kept.copy is None else kept.copy)
+        for source, state in self.random:
+            source.put(state)
 
 
 NOTHING = StateBefore()
@@ -105,7 +121,7 @@ class FirstForward(NamedTuple):
 
 
 class SideEffects:
-    """Track what the forward of consecutive layers of a stage changes.
+    """Track the side effects of the forward of consecutive layers of a stage.
 
     Args:
         layers: their modules, by name.
@@ -114,10 +130,10 @@ class SideEffects:
 
     Attributes:
         inputs: those that are changed in place.
-        walks_its_graph: whether a layer does, within its forward, for gradients of its own.
+        walks_its_graph: whether a layer takes gradients of its own within its forward.
         backwards_left: how many backwards are still to be watched.
-        none: whether nothing has to be done about them from now on: the layers are not recomputed, and their first
-            forwards have changed nothing.
+        none: whether nothing is to be done from now on: the layers are not recomputed, and their first forwards have
+            changed nothing.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module], recomputed: bool, weights: Iterable[WeightVersions]) -> None:
@@ -125,21 +141,17 @@ class SideEffects:
         self._left = WATCHED
         self.inputs: set[str] = set()
         self._changing: dict[tuple[int, str], tuple[_Slot, bool]] = {}  # and whether in place
-        self._saved: dict[tuple[int, str], _Slot] = {}  # of these, what graphs keep
+        self._saved: dict[tuple[int, str], _Slot] = {}  # of these, those that graphs keep
         self._constant: list[_Slot] = []
-        self._sources = list(_sources(part for module in self._layers.values() for part in module.modules()))
-        self._drawn: list[_Source] = []
+        self._sources = list(_random_sources(part for module in layers.values() for part in module.modules()))
+        self._drawn: list[_RandomSource] = []  # those that forwards draw from
         self.backwards_left = WATCHED
         self.walks_its_graph = self.none = False
 
     # -- inputs
 
     def prepare_inputs(self, inputs: Mapping[str, Tensor], again: bool) -> dict[str, Tensor]:
-        """Return the inputs as the layers are given them.
-
-        Args:
-            again: whether a forward on them has shown by now which it changes.
-        """
+        """Return what the layers are given as inputs; ``again``: a forward has shown which of them it changes."""
         if again or not self._left:
             return {name: self._own(t) if name in self.inputs else t for name, t in inputs.items()}
         return {name: _copy(t) if self._recomputed else _alias(t) for name, t in inputs.items()}
@@ -149,14 +161,13 @@ class SideEffects:
 
     def note_changed_inputs(self, inputs: Mapping[str, Tensor], given: Mapping[str, Tensor],
                             changed: Iterable[str]) -> None:
-        """Note which inputs a forward has changed in place.
+        """Note which inputs a forward has changed in place; ``given``: what :meth:`prepare_inputs` returned for them.
 
         Args:
-            given: what :meth:`prepare_inputs` returned for the inputs.
-            changed: those whose versions tell.
+            changed: inputs with another version than before.
         """
         self.inputs.update(changed)
-        if self._left and self._recomputed:  # also those changed behind autograd's back
+        if self._left and self._recomputed:  # also those changed without a new version, as by .data
             self.inputs.update(name for name, tensor in inputs.items()
                                if tensor is not given[name] and not _equal(tensor, given[name]))
 
@@ -165,7 +176,7 @@ class SideEffects:
         copies: dict[int, Tensor] = {}
         for kept in [_slot_value(slot, True, copies) for slot in self._saved.values()]:
             if kept.copy is not None:
-                _put(kept.slot, kept.copy)
+                kept.slot.put(kept.copy)
         if not self._left:
             return None
         copies_of_inputs = {name: tensor.detach().clone() for name, tensor in inputs.items() if not _is_alone(tensor)}
@@ -173,39 +184,39 @@ class SideEffects:
 
     def restore_inputs(self, first: FirstForward) -> bool:
         """Return whether a forward has changed an input that others need; if so, restore the state before it."""
-        spoilt = [name for name, copy in first.copies.items() if not _equal(first.inputs[name].detach(), copy)]
-        self.inputs.update(spoilt)  # also those changed behind autograd's back
-        for name in spoilt:
+        changed = [name for name, copy in first.copies.items() if not _equal(first.inputs[name].detach(), copy)]
+        self.inputs.update(changed)
+        for name in changed:
             first.inputs[name].data.copy_(first.copies[name])
-        if spoilt:
+        if changed:
             self.undo(first.before)
-        return bool(spoilt)
+        return bool(changed)
 
     @contextmanager
     def watched_backward(self, in_flight: int) -> Iterator[None]:
-        """Check one of the first backwards while several microbatches are in flight.
+        """Check that one of the first backwards, with ``in_flight`` microbatches, does not change what forwards change.
 
         Raises:
-            UserError: it changes what forwards change, such as by computing one of them again.
+            UserError: it does, such as by computing a forward again.
         """
         self.backwards_left -= 1
         before = self._everything()
         yield
-        for kept in before.kept:
+        for kept in before.values:
             if kept.slot.place in self._changing and (kept.is_replaced() or kept.is_changed_in_place()):
                 raise UserError(f"'{kept.slot.label}', which forwards change, was changed by a backward, when those of "
                                 f"{in_flight - 1} later microbatches had changed it, too",
                                 hint="leave torch.utils.checkpoint, which computes a forward again, out of the layer: "
                                      "recompute=... does that here; and change it in no hook of a backward")
 
-    # -- what modules keep
+    # -- values of modules
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Check one forward, if it is among the first.
+        """Check what one of the first forwards does to parameters.
 
         Raises:
-            UserError: it does with parameters what cannot be undone or would not be trained.
+            UserError: it changes them so that it cannot be undone, or would not be trained.
         """
         if not self._left:
             yield
@@ -230,51 +241,50 @@ class SideEffects:
                 if not parameter.requires_grad and parameter.layout is torch.strided}
 
     def capture(self) -> StateBefore:
-        """Return what a forward that is about to run will find, as far as it may change it."""
+        """Return the state that the next forward may change."""
         if self._left:
             return self._everything()
         copies: dict[int, Tensor] = {}  # a buffer that stands in two places stays one
         return StateBefore([_slot_value(slot, in_place, copies) for slot, in_place in self._changing.values()],
-                      [(source, source.get()) for source in self._drawn],
-                      [(value := slot.table.get(slot.key), value._version if isinstance(value, Tensor) else 0)
-                       for slot in self._constant])
+                           [(source, source.get()) for source in self._drawn],
+                           [(value := slot.table.get(slot.key), _version(value)) for slot in self._constant])
 
     def _everything(self) -> StateBefore:
         copies: dict[int, Tensor] = {}
         return StateBefore([_slot_value(slot, True, copies) for slot in self._slots()],
-                      [(source, source.get()) for source in self._sources])
+                           [(source, source.get()) for source in self._sources])
 
     def record_changes(self, before: StateBefore) -> StateBefore:
-        """Return of :meth:`capture` what the forward has changed, and note it while it is one of the first.
+        """Return the part of :meth:`capture` that the forward has changed; one of the first shows what changes.
 
         Raises:
             UserError: a buffer changed in place for the first time, but was not copied.
         """
         if not self._left:
             return self._record_later_changes(before)
-        known = {kept.slot.place for kept in before.kept}
-        new = [_SlotValue(slot, _ABSENT, None, 0, 0) for slot in self._slots() if slot.place not in known]
-        for kept in (*before.kept, *new):
+        known = {kept.slot.place for kept in before.values}
+        values = [*before.values, *(_SlotValue(slot, _ABSENT) for slot in self._slots() if slot.place not in known)]
+        for kept in values:
             slot, in_place = kept.slot, kept.is_changed_in_place()
             if in_place or kept.is_replaced():
                 _, was = self._changing.get(slot.place, (slot, False))
                 self._changing[slot.place] = slot, in_place or was
                 if (in_place and not self._recomputed and not slot.statistics
-                        and kept.value._use_count() > kept.holders):
+                        and kept.value._use_count() > kept.references):
                     self._saved[slot.place] = slot
         self._constant = [slot for slot in self._slots() if slot.place not in self._changing
                           and isinstance(slot.table.get(slot.key), Tensor)]
-        self._drawn += [source for source, state in before.states
+        self._drawn += [source for source, state in before.random
                         if source not in self._drawn and source.get() != state]
-        return StateBefore([kept for kept in (*before.kept, *new) if kept.slot.place in self._changing],
-                      [(source, state) for source, state in before.states if source in self._drawn])
+        return StateBefore([kept for kept in values if kept.slot.place in self._changing],
+                           [(source, state) for source, state in before.random if source in self._drawn])
 
     def _record_later_changes(self, before: StateBefore) -> StateBefore:
         replaced = []
         for slot, (value, version) in zip(self._constant, before.constant, strict=True):
-            if slot.table.get(slot.key) is not value:  # such as a table that has grown: what was there is still known
-                replaced.append(_SlotValue(slot, value, None, 0, 0))
-            elif isinstance(value, Tensor) and value._version != version:
+            if slot.table.get(slot.key) is not value:  # such as a table that has grown
+                replaced.append(_SlotValue(slot, value))
+            elif _version(value) != version:
                 raise UserError(f"'{slot.label}' was changed by a forward, which none of the first {WATCHED} forwards "
                                 "did: a recompute would find it changed", hint="leave the layer out of recompute")
         if not replaced:
@@ -282,7 +292,7 @@ class SideEffects:
         for kept in replaced:
             self._changing[kept.slot.place] = kept.slot, False
         self._constant = [slot for slot in self._constant if slot.place not in self._changing]
-        return StateBefore([*before.kept, *replaced], before.states)
+        return StateBefore([*before.values, *replaced], before.random)
 
     @property
     def may_share(self) -> bool:
@@ -302,29 +312,24 @@ class SideEffects:
         """Restore the state before a forward while it runs again, then the present state.
 
         Raises:
-            UserError: what modules keep now was changed meanwhile.
+            UserError: a present value was changed meanwhile.
         """
-        now = [(kept.slot, kept.slot.table.get(kept.slot.key, _ABSENT)) for kept in before.kept]
-        states = [(source, source.get()) for source, _ in before.states]
-        versions = [value._version if isinstance(value, Tensor) else 0 for _, value in now]
-        for kept in before.kept:
-            _put(kept.slot, kept.value if kept.copy is None else kept.copy)
-        _set(before.states)
+        now = StateBefore([_SlotValue(kept.slot, value := kept.slot.get(), version=_version(value))
+                           for kept in before.values], [(source, source.get()) for source, _ in before.random])
+        before.restore()
         try:
             yield
         finally:
-            for slot, value in now:
-                _put(slot, value)
-            _set(states)
-        for (slot, value), version in zip(now, versions, strict=True):
-            if isinstance(value, Tensor) and value._version != version:
-                raise UserError(f"'{slot.label}' is changed by a recompute, which was given another tensor in its "
+            now.restore()
+        for kept in now.values:
+            if _version(kept.value) != kept.version:
+                raise UserError(f"'{kept.slot.label}' is changed by a recompute, which was given another tensor in its "
                                 "place: its layer keeps a reference beside the module's own",
                                 hint="read the buffer from its module in every forward, as in self.mean")
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Restore the present state at the end, whatever was done meanwhile."""
+        """Restore the present state at the end."""
         before = self._everything()
         try:
             yield
@@ -333,16 +338,17 @@ class SideEffects:
 
     def undo(self, before: StateBefore) -> None:
         """Restore the state before a forward that failed."""
-        known = {kept.slot.place for kept in before.kept}
-        for kept in before.kept:
-            _put(kept.slot, kept.value)
+        for kept in before.values:
+            kept.slot.put(kept.value)
             if kept.copy is not None:
                 kept.value.data.copy_(kept.copy)
-        _set(before.states)
+        for source, state in before.random:
+            source.put(state)
         if self._left:
+            known = {kept.slot.place for kept in before.values}
             for slot in list(self._slots()):
                 if slot.place not in known:
-                    _put(slot, _ABSENT)
+                    slot.put(_ABSENT)
 
     def _slots(self) -> Iterator[_Slot]:
         """Yield the places where modules keep buffers, and attributes that are values."""
@@ -366,54 +372,41 @@ def _is_plain(value: Any) -> bool:
     return value is _ABSENT or value is None or isinstance(value, (int, float, complex, str))
 
 
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) else 0
+
+
 def _slot_value(slot: _Slot, in_place: bool, copies: dict[int, Tensor]) -> _SlotValue:
-    value = slot.table.get(slot.key, _ABSENT)
+    value = slot.get()
     if not isinstance(value, Tensor) or value.requires_grad:  # one of an earlier graph may be replaced, not changed
-        return _SlotValue(slot, value, None, 0, 0)
+        return _SlotValue(slot, value)
     if in_place and id(value) not in copies:
         copies[id(value)] = value.detach().clone()
     return _SlotValue(slot, value, copies[id(value)] if in_place else None, value._version,
-                 value._use_count())  # type: ignore[attr-defined]
+                      value._use_count())  # type: ignore[attr-defined]
 
 
-def _sources(modules: Iterable[nn.Module]) -> Iterator[_Source]:
+def _random_sources(modules: Iterable[nn.Module]) -> Iterator[_RandomSource]:
     """Yield the sources of random numbers: Python's, NumPy's, and the generators that modules keep."""
-    yield _Source(random.getstate, random.setstate)
+    yield _RandomSource(random.getstate, random.setstate)
     if (numpy := sys.modules.get("numpy")) is not None:
-        yield _Source(partial(_numpy_state, numpy), partial(_set_numpy_state, numpy))
+        yield _numpy_source(numpy)
     for generator in {id(value): value for module in modules for value in vars(module).values()
                       if isinstance(value, torch.Generator)}.values():
-        yield _Source(partial(_generator_state, generator), partial(_set_generator_state, generator))
+        yield _generator_source(generator)
 
 
-def _numpy_state(numpy: Any) -> Any:
-    kind, numbers, *rest = numpy.random.get_state()
-    return kind, numbers.tobytes(), *rest
+def _numpy_source(numpy: Any) -> _RandomSource:
+    def get() -> Any:
+        kind, numbers, *rest = numpy.random.get_state()
+        return kind, numbers.tolist(), *rest
+
+    return _RandomSource(get, numpy.random.set_state)
 
 
-def _set_numpy_state(numpy: Any, state: Any) -> None:
-    kind, numbers, *rest = state
-    numpy.random.set_state((kind, numpy.frombuffer(numbers, dtype=numpy.uint32), *rest))
-
-
-def _generator_state(generator: torch.Generator) -> bytes:
-    return bytes(generator.get_state().numpy())
-
-
-def _set_generator_state(generator: torch.Generator, state: bytes) -> None:
-    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-
-
-def _set(states: Iterable[tuple[_Source, Any]]) -> None:
-    for source, state in states:
-        source.put(state)
-
-
-def _put(slot: _Slot, value: Any) -> None:
-    if value is _ABSENT:
-        slot.table.pop(slot.key, None)
-    else:
-        slot.table[slot.key] = value
+def _generator_source(generator: torch.Generator) -> _RandomSource:
+    return _RandomSource(lambda: bytes(generator.get_state().numpy()),
+                         lambda state: generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8)))
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -423,17 +416,17 @@ def _equal(one: Tensor, other: Tensor) -> bool:
                                        and torch.equal(one.isnan(), other.isnan()))
 
 
-def _holders(tensor: Tensor) -> int:
-    """Return how many hold a tensor's memory, this call among them."""
+def _references(tensor: Tensor) -> int:
+    """Return the number of references to a tensor's memory, this call's among them."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-_ALONE = _holders(torch.empty(1))
+_ALONE = _references(torch.empty(1))
 
 
 def _is_alone(tensor: Tensor) -> bool:
-    """Return whether nobody else holds a tensor's memory, such as the graph of the stage that made it."""
-    return _holders(tensor) <= _ALONE
+    """Return whether nothing else uses a tensor's memory, such as the graph of the stage that made it."""
+    return _references(tensor) <= _ALONE
 
 
 def _copy(tensor: Tensor) -> Tensor:

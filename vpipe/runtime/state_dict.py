@@ -1,7 +1,7 @@
-"""Return and load the state that a resumed run needs, under names that are independent of the partition.
+"""Save and load the state of training under names that are independent of the partition.
 
-Each kind of state is a :class:`StatePart`: it returns its tensors of this process, and loads those that it wants of
-all there are. So a checkpoint is one flat table, whatever the partition, the widths and the transport:
+Each kind of state is a :class:`StatePart`: it returns its tensors of this process, and loads those of a checkpoint that
+this process needs. So a checkpoint is one flat table, and loads into any other partition, width and transport:
 
     model.<layer>.<parameter or buffer>                 a tied weight once, under its owner's name
     optim.<layer>.<parameter>.<state>                   ...#int and ...#float: a number, without dimensions
@@ -14,9 +14,9 @@ all there are. So a checkpoint is one flat table, whatever the partition, the wi
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -38,9 +38,9 @@ class Position:
     Attributes:
         steps: that are done; the next one has this index.
         microbatches: that are done, counted over all training. Dropout and stochastic rounding follow their number.
-        begun: how many of them are of a batch that has more; training goes on within it. None: what is left over when
-            all batches have equally many.
-        samples: that they had.
+        begun: how many of them are of a batch that is not complete. None: the remainder, as all batches have equally
+            many.
+        samples: of the microbatches that are done.
     """
 
     steps: int
@@ -49,23 +49,23 @@ class Position:
     samples: int = 0
 
     def within(self, batch: int) -> int:
-        """Return how many microbatches are done of the batch that is not complete; it has ``batch``."""
+        """Return how many microbatches are done of the incomplete batch, which has ``batch`` of them."""
         return self.microbatches % batch if self.begun is None else self.begun
 
     def after(self, steps: int, microbatches: int, samples: int, begun: int) -> Position:
-        """Return the position so much later, with ``begun`` microbatches of a batch that has more."""
+        """Return the position that many steps, microbatches and samples later."""
         return Position(self.steps + steps, self.microbatches + microbatches, begun, self.samples + samples)
 
     def as_numbers(self, batch: int) -> dict[str, int]:
-        """Return the manifest's numbers beside the steps and the samples; ``batch``: microbatches of a batch."""
+        """Return the numbers for a manifest that has the steps and samples; ``batch``: microbatches of a batch."""
         return {"microbatches": self.microbatches, "begun": self.within(batch), "batch": batch}
 
     @classmethod
     def from_numbers(cls, steps: int, samples: int, numbers: Mapping[str, Any], batch: int) -> Position:
-        """Return the position of numbers from :meth:`as_numbers`, for batches that now have ``batch`` microbatches.
+        """Return the position from :meth:`as_numbers`, for batches that now have ``batch`` microbatches.
 
         Raises:
-            UserError: it does not fall between two of them, or is not known.
+            UserError: it does not fall between two of these microbatches, or is not known.
         """
         if not steps:  # weights from elsewhere
             return cls(0, 0)
@@ -97,17 +97,17 @@ class StatePart(Protocol):
         """Return the tensors that this process saves, by their names in a checkpoint; no copies.
 
         Raises:
-            UserError: some of it is nothing that a checkpoint can hold.
+            UserError: some of the state is nothing that a checkpoint can hold.
         """
 
     def wants(self, name: str) -> bool:
         """Return whether this process loads the tensor of this name."""
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load those of the wanted tensors that there are; they are copied.
+        """Copy in the wanted tensors.
 
         Raises:
-            UserError: one is missing that cannot be done without.
+            UserError: one is missing that is needed.
         """
 
 
@@ -123,7 +123,8 @@ def state_parts(workers: Mapping[int, Worker], placement: Placement) -> list[Sta
     """Return all parts of the stages on these ranks, in the order in which they are to be loaded."""
     stages = [LocalStage(worker, stage, placement[number].index(rank))
             for rank, worker in workers.items() for number, stage in worker.stages.items()]
-    return [ModelState(stages), OptimizerState(stages), ReplicaBuffers(stages), LossBuffers(stages), LossScales(stages)]
+    return [ModelState(stages), OptimizerState(stages), NamedBuffers(partial(_replica_buffers, stages)),
+            NamedBuffers(partial(_loss_buffers, stages)), LossScales(stages)]
 
 
 class ModelState:
@@ -171,7 +172,7 @@ class OptimizerState:
                     named.update([_as_tensor(f"optim.{name}.{key}", value)])
                 for key in RATES if optimizers.rescheduled else ():
                     if group.get(key) is not None:
-                        named.update([_as_tensor(_rate_name(name, key), float(group[key]))])
+                        named.update([_as_tensor(f"optim.{name}.group.{key}", float(group[key]))])
         return named
 
     def wants(self, name: str) -> bool:
@@ -189,59 +190,51 @@ class OptimizerState:
                         optimizer.state[parameter][key] = value
 
 
-class _Buffers:
+class NamedBuffers:
     """Buffers under names of their own. Those that a checkpoint lacks keep their values."""
 
-    def __init__(self, stages: Sequence[LocalStage]) -> None:
-        self._stages = stages
+    def __init__(self, find: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
+        self._find = find
 
     def state(self) -> dict[str, Tensor]:
-        return dict(self._all())
+        return dict(self._find())
 
     def wants(self, name: str) -> bool:
         return name in self._names
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, buffer in self._all():
+        for name, buffer in self._find():
             if name in tensors:
                 buffer.copy_(tensors[name])
 
     @cached_property
     def _names(self) -> frozenset[str]:
-        return frozenset(name for name, _ in self._all())
-
-    def _all(self) -> Iterator[tuple[str, Tensor]]:
-        raise NotImplementedError
+        return frozenset(name for name, _ in self._find())
 
 
-class ReplicaBuffers(_Buffers):
-    """The buffers of replicas from 1 on: their own microbatches made them. A new replica has those of the first."""
-
-    def _all(self) -> Iterator[tuple[str, Tensor]]:
-        for each in self._stages:
-            if each.replica > 0:
-                kept = each.stage.state()
-                for layer, module in each.stage.modules.items():
-                    for name, buffer in module.named_buffers(prefix=each.stage.layer_names[layer]):
-                        if name in kept:
-                            yield f"buffers.{each.replica}.{name}", buffer
+def _replica_buffers(stages: Sequence[LocalStage]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers of replicas from 1 on: their own microbatches made them. A new replica has those of the first.
+    """
+    for each in stages:
+        if each.replica > 0:
+            saved = each.stage.state()
+            yield from ((f"buffers.{each.replica}.{name}", buffer) for name, buffer in each.stage.named_buffers()
+                        if name in saved)
 
 
-class LossBuffers(_Buffers):
-    """The buffers of the loss of a sequential model, of every replica."""
-
-    def _all(self) -> Iterator[tuple[str, Tensor]]:
-        for each in self._stages:
-            for layer, module in each.stage.modules.items():
-                for name, buffer in loss_buffers(module).items() if isinstance(module, WithLoss) else ():
-                    yield f"loss.{each.replica}.{each.stage.layer_names[layer]}.{name}", buffer
+def _loss_buffers(stages: Sequence[LocalStage]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers of the loss of a sequential model, of every replica."""
+    for each in stages:
+        for layer, module in each.stage.modules.items():
+            for name, buffer in loss_buffers(module).items() if isinstance(module, WithLoss) else ():
+                yield f"loss.{each.replica}.{each.stage.layer_names[layer]}.{name}", buffer
 
 
 class LossScales:
     """Dynamic loss scales, each with the number of good updates in a row.
 
-    Another partition, or a flush where there was none: a stage goes on with that of the last layer at or before its
+    In another partition, or with a flush where there was none, a stage loads that of the last layer at or before its
     first one.
     """
 
@@ -249,9 +242,12 @@ class LossScales:
         self._stages = stages
 
     def state(self) -> dict[str, Tensor]:
-        return {name: tensor for layer, replica, scale in self._all() if replica == 0 for name, tensor in (
-            (f"loss_scale.{layer}.value", torch.tensor(scale.value, dtype=torch.float64)),
-            (f"loss_scale.{layer}.good", torch.tensor(scale.good)))}
+        tensors = {}
+        for layer, replica, scale in self._all():
+            if replica == 0:
+                tensors[f"loss_scale.{layer}.value"] = torch.tensor(scale.value, dtype=torch.float64)
+                tensors[f"loss_scale.{layer}.good"] = torch.tensor(scale.good)
+        return tensors
 
     def wants(self, name: str) -> bool:
         return name.startswith("loss_scale.") and any(True for _ in self._all())
@@ -284,10 +280,6 @@ def _readings(name: str) -> Iterator[tuple[str, str]]:
             yield ".".join(words[:cut]), ".".join(words[cut:])
 
 
-def _rate_name(parameter: str, key: str) -> str:
-    return f"optim.{parameter}.group.{key}"
-
-
 def _load_rates(optimizers: StageOptimizer, tensors: Mapping[str, Tensor]) -> None:
     """Set the learning rates of parameter groups to those that their parameters had, where they had been changed.
 
@@ -297,7 +289,7 @@ def _load_rates(optimizers: StageOptimizer, tensors: Mapping[str, Tensor]) -> No
     for key in RATES:
         found: dict[int, dict[float | None, str]] = defaultdict(dict)
         for name, (optimizer, number) in optimizers.of_parameter.items():
-            rate = tensors.get(f"{_rate_name(name, key)}#float")
+            rate = tensors.get(f"optim.{name}.group.{key}#float")
             found[id(optimizer.param_groups[number])].setdefault(None if rate is None else rate.item(), name)
         for group in optimizers.groups:
             rates = found[id(group)]
