@@ -7,6 +7,7 @@ end in the same state, the one that takes more seconds and more bytes is dropped
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -160,24 +161,28 @@ def extended(sets: SetsByState, layer: LayerTensors, number: int = 0) -> SetsByS
     return {state: merged(several) for state, several in parts.items()}
 
 
-def best_sets(layers: Iterable[LayerTensors]) -> RecomputeSets:
-    """Return the sets of a stage's layers, the fastest first, that may be best for some in-flight count and memory."""
+def traced_sets(layers: Iterable[LayerTensors]) -> SetsByState:
+    """Return the sets of a stage's layers, with the layers of each."""
     sets = empty_set(trace=True)
     for number, layer in enumerate(layers):
         sets = extended(sets, layer, number)
-    return merged(list(sets.values()))
+    return sets
 
 
-def fitting_set(sets: RecomputeSets, first: int, in_flight: int, room: float) -> frozenset[int] | None:
-    """Return the layers to recompute, numbered from ``first`` on, that take the least time; None where none fit.
+def fastest_set(sets: SetsByState, in_flight: int, room: float) -> tuple[float, int]:
+    """Return the least seconds of a set that fits, infinite where none does, and its layers as bits where traced.
 
     Args:
         in_flight: microbatches: all but one hold their kept bytes, one all of its bytes.
         room: bytes for them.
     """
-    fitting = sets.figures[:, 1] + (in_flight - 1) * sets.figures[:, 0] <= room
-    if not fitting.any():
-        return None
-    assert sets.chosen is not None
-    bits = sets.chosen[int(fitting.argmax())]
-    return frozenset(first + number for number in range(bits.bit_length()) if bits >> number & 1)
+    best, chosen = (math.inf, math.inf, math.inf), 0
+    for of_state in sets.values():
+        kept, full, seconds = of_state.figures.T
+        fitting = full + (in_flight - 1) * kept <= room
+        if fitting.any():
+            place = int(fitting.argmax())
+            figures = float(seconds[place]), float(kept[place]), float(full[place])
+            if figures < best:
+                best, chosen = figures, 0 if of_state.chosen is None else of_state.chosen[place]
+    return best[0], chosen

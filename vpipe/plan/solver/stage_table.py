@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,14 +18,13 @@ from vpipe.plan.profile import Profile
 from vpipe.plan.solver.recompute_sets import (
     START,
     PrefixState,
-    RecomputeSets,
     SetsByState,
     add_layer,
-    best_sets,
     empty_set,
     extended,
-    fitting_set,
+    fastest_set,
     layer_tensors,
+    traced_sets,
 )
 from vpipe.plan.stage_costs import step_working
 
@@ -53,12 +52,14 @@ class StageDemand(NamedTuple):
 
 @dataclass
 class _Node:
-    """The bytes of some consecutive layers as a stage."""
+    """The bytes of some consecutive layers as a stage.
+
+    ``figures`` are those of :meth:`StageTable._figures`.
+    """
 
     first: int
     layers: int
     parent: int
-    kind: int
     weights: int = 0
     optimizer: int = 0
     working: int = 0
@@ -67,7 +68,9 @@ class _Node:
     borrowed: dict[int, int] = field(default_factory=dict)
     keeping: tuple[PrefixState, int] = (START, 0)  # nothing recomputed: its state, and bytes of a microbatch
     dropping: tuple[PrefixState, int, int] = (START, 0, 0)  # everything: bytes kept, bytes once recomputed
+    figures: tuple[int, ...] = (0,) * 6
     sets: SetsByState | None = None
+    traced: SetsByState | None = None
 
 
 class StageTable:
@@ -81,7 +84,6 @@ class StageTable:
 
     Attributes:
         layers: of the model.
-        activations: of the profile.
         floor_bytes: running sum over layers of the bytes that a stage holds for each at least.
         forward_bytes, gradient_bytes: through every cut.
     """
@@ -89,16 +91,14 @@ class StageTable:
     def __init__(self, profile: Profile, limit_bytes: int | None, required: frozenset[int] | None = None) -> None:
         self.profile, self.layers = profile, len(profile.layers)
         self.limit_bytes, self._required = limit_bytes, required
-        self.activations = profile.activations
         self._tensors = layer_tensors(profile)
         kinds: dict[object, int] = {}
         self._kinds = [kinds.setdefault(self._kind(number), len(kinds)) for number in range(self.layers)]
-        self._nodes = [_Node(0, 0, -1, -1, sets=empty_set())]
+        self._nodes = [_Node(0, 0, -1, sets=empty_set())]
         self._children: dict[tuple[int, int], int] = {}
         self._ids = np.zeros((self.layers, self.layers + 1), np.int64)  # by first layer and number of layers
         self._reach = np.zeros(self.layers, int)
         self._seconds: dict[StageDemand, Floats] = {}  # of recomputation, by node
-        self._sets: dict[int, RecomputeSets] = {}  # by node
         self._known = np.empty((0, 6))
         sums = {"forward": "forward", "backward": "backward", "input": "input_half", "weight": "weight_half",
                 "step": "step"}
@@ -108,8 +108,8 @@ class StageTable:
                                      for layer in profile.layers])
         self._parameters = _running([layer.parameter_bytes for layer in profile.layers])
         cuts = range(1, self.layers)
-        self.forward_bytes = np.array([0, *map(self.activations.output_bytes, cuts), 0], float)
-        self.gradient_bytes = np.array([0, *map(self.activations.gradient_bytes, cuts), 0], float)
+        self.forward_bytes = np.array([0, *map(profile.activations.output_bytes, cuts), 0], float)
+        self.gradient_bytes = np.array([0, *map(profile.activations.gradient_bytes, cuts), 0], float)
 
     def _kind(self, number: int) -> object:
         """Return everything of a layer that the bytes of a stage depend on; equal layers have the same."""
@@ -133,7 +133,7 @@ class StageTable:
         return self._parameters[stop] - self._parameters[first]
 
     def recompute_s(self, first: Integers, stop: Integers, demand: StageDemand) -> Floats:
-        """Return the least seconds of recomputation per microbatch with which stages fit; infinite where none do.
+        """Return the least seconds of recomputation with which stages fit; infinite where none do.
 
         Args:
             first, stop: of each stage; arrays of one shape.
@@ -155,22 +155,11 @@ class StageTable:
         if self._required is None and demand.share in (None, 0.0):
             *rest, keeping, dropping = self._figures()[ids].T
             kept = keeping if demand.share == 0.0 else np.minimum(keeping, dropping)
-            held: Floats = self._fixed(rest, demand) + keeping + (demand.in_flight - 1) * kept
+            held: Floats = _fixed(rest, demand) + keeping + (demand.in_flight - 1) * kept
             return held.reshape(first.shape)
         wanted, places = np.unique(ids, return_inverse=True)
-        return np.array([float(self._required_bytes(self._nodes[number], demand)) for number in wanted.tolist()])[
-            places].reshape(first.shape)
-
-    def _required_bytes(self, node: _Node, demand: StageDemand) -> int:
-        required = self.required(node.first, node.first + node.layers, demand)
-        assert required is not None
-        return self._peak(node, required, demand)
-
-    @staticmethod
-    def _fixed(rest: Sequence[Floats], demand: StageDemand) -> Floats:
-        """Return the bytes that are there whatever is recomputed, from the first :meth:`_figures`."""
-        fixed, weights, halves, fields = rest
-        return fixed + (demand.versions + 1) * weights + demand.weight_halves * halves + demand.in_flight * fields
+        return np.array([float(self._peak(node, self._required_of(node, demand), demand))
+                         for node in map(self._nodes.__getitem__, wanted.tolist())])[places].reshape(first.shape)
 
     def peak_bytes(self, first: int, stop: int, demand: StageDemand, recomputed: frozenset[int]) -> int:
         """Return what a stage holds at most."""
@@ -184,10 +173,12 @@ class StageTable:
             return required if self._fits(node, required, demand) else None
         if self._fits(node, frozenset(), demand):
             return frozenset()
-        number = self._number_of(first, stop)
-        if number not in self._sets:
-            self._sets[number] = best_sets(self._tensors[first:stop])
-        return fitting_set(self._sets[number], first, demand.in_flight, self._limit(demand) - self._rest(node, demand))
+        if node.traced is None:
+            node.traced = traced_sets(self._tensors[first:stop])
+        room = self._limit(demand) - _fixed(node.figures[:4], demand)
+        seconds, bits = fastest_set(node.traced, demand.in_flight, room)
+        return None if seconds == math.inf else frozenset(
+            first + number for number in range(stop - first) if bits >> number & 1)
 
     def required(self, first: int, stop: int, demand: StageDemand) -> frozenset[int] | None:
         """Return the layers that a stage must recompute; None where that is searched."""
@@ -196,6 +187,11 @@ class StageTable:
         if demand.share is None:
             return None
         return frozenset(range(stop - int(demand.share * (stop - first)), stop))
+
+    def _required_of(self, node: _Node, demand: StageDemand) -> frozenset[int]:
+        required = self.required(node.first, node.first + node.layers, demand)
+        assert required is not None
+        return required
 
     def _fits(self, node: _Node, recomputed: frozenset[int], demand: StageDemand) -> bool:
         return self._peak(node, recomputed, demand) <= self._limit(demand)
@@ -209,34 +205,26 @@ class StageTable:
         elif len(recomputed) == node.layers:
             _, kept, full = node.dropping
         else:
-            layers = range(node.first, node.first + node.layers)
-            fields = sum(self.profile.fields[name] for name in node.fields)
-            kept = self.activations.kept_bytes(layers, recomputed) - fields
-            full = self.activations.full_bytes(layers, recomputed) - fields
-        return self._rest(node, demand) + full + (demand.in_flight - 1) * kept
-
-    def _number_of(self, first: int, stop: int) -> int:
-        return int(self._ids_of(np.array([first]), np.array([stop]))[0])
-
-    def _node_of(self, first: int, stop: int) -> _Node:
-        return self._nodes[self._number_of(first, stop)]
+            layers, fields = range(node.first, node.first + node.layers), node.figures[3]
+            kept = self.profile.activations.kept_bytes(layers, recomputed) - fields
+            full = self.profile.activations.full_bytes(layers, recomputed) - fields
+        return int(_fixed(node.figures[:4], demand) + full + (demand.in_flight - 1) * kept)
 
     def _least_s(self, numbers: Integers, demand: StageDemand) -> Floats:
         """Return the least seconds of recomputation of some nodes."""
         if self._required is not None or demand.share is not None:
             return np.array([self._required_s(self._nodes[number], demand) for number in numbers.tolist()])
         *rest, keeping, dropping = self._figures()[numbers].T
-        others, room = demand.in_flight - 1, self._limit(demand) - self._fixed(rest, demand)
+        others, room = demand.in_flight - 1, self._limit(demand) - _fixed(rest, demand)
         # No set keeps less than all layers do, or has less once recomputed than a stage that keeps everything.
         least = np.where((1 + others) * keeping <= room, 0.0,
                          np.where(others * dropping + keeping > room, np.inf, np.nan))
         for place in np.flatnonzero(np.isnan(least)).tolist():
-            least[place] = _least_fitting_s(self._sets_of(int(numbers[place])), others, float(room[place]))
+            least[place], _ = fastest_set(self._sets_of(int(numbers[place])), demand.in_flight, float(room[place]))
         return least
 
     def _required_s(self, node: _Node, demand: StageDemand) -> float:
-        required = self.required(node.first, node.first + node.layers, demand)
-        assert required is not None
+        required = self._required_of(node, demand)
         if not self._fits(node, required, demand):
             return math.inf
         return sum(self._tensors[layer].recompute_s for layer in sorted(required))
@@ -244,35 +232,21 @@ class StageTable:
     def _figures(self) -> Floats:
         """Return per node the bytes: fixed, of a weight version, of halves, of fields, of a microbatch that keeps all,
         and of one that drops all."""
-        done = len(self._known)
-        if done < len(self._nodes):
-            rows = [(node.optimizer + self._working(node), node.weights + sum(node.borrowed.values()), node.halves,
-                     sum(self.profile.fields[name] for name in node.fields), node.keeping[1], node.dropping[1])
-                    for node in self._nodes[done:]]
-            self._known = np.concatenate([self._known, np.array(rows, float)])
+        if (done := len(self._known)) < len(self._nodes):
+            self._known = np.concatenate([self._known, np.array([node.figures for node in self._nodes[done:]], float)])
         return self._known
-
-    def _rest(self, node: _Node, demand: StageDemand) -> int:
-        """Return the bytes that are there whatever is recomputed."""
-        weights = node.weights + sum(node.borrowed.values())
-        return ((demand.versions + 1) * weights + node.optimizer + self._working(node)
-                + demand.weight_halves * node.halves
-                + sum(self.profile.fields[name] for name in node.fields) * demand.in_flight)
-
-    def _working(self, node: _Node) -> int:
-        return max(node.working, step_working(self.profile, node.weights))
 
     def _sets_of(self, number: int) -> SetsByState:
         chain = []
-        while self._nodes[number].sets is None:
-            chain.append(number)
-            number = self._nodes[number].parent
-        sets = self._nodes[number].sets
-        assert sets is not None
-        for number in reversed(chain):
-            node = self._nodes[number]
+        while (sets := self._nodes[number].sets) is None:
+            chain.append(self._nodes[number])
+            number = chain[-1].parent
+        for node in reversed(chain):
             sets = node.sets = extended(sets, self._tensors[node.first + node.layers - 1])
         return sets
+
+    def _node_of(self, first: int, stop: int) -> _Node:
+        return self._nodes[int(self._ids_of(np.array([first]), np.array([stop]))[0])]
 
     def _ids_of(self, first: Integers, stop: Integers) -> Integers:
         layers = stop - first
@@ -304,22 +278,20 @@ class StageTable:
             borrowed = {**borrowed, **{owner: max(size, borrowed.get(owner, 0)) for owner, size in outside.items()}}
         keeping, added, _ = add_layer(before.keeping[0], tensors, False)
         dropping, kept, full = add_layer(before.dropping[0], tensors, True)
-        return _Node(
-            start, layers, parent, self._kinds[number], before.weights + layer.parameter_bytes,
-            before.optimizer + layer.optimizer_bytes, max(before.working, layer.working_bytes),
-            before.halves + layer.weight_half_bytes, before.fields.union(layer.reads).intersection(self.profile.fields),
-            borrowed, (keeping, before.keeping[1] + added),
-            (dropping, before.dropping[1] + kept, before.dropping[2] + full))
+        weights, optimizer = before.weights + layer.parameter_bytes, before.optimizer + layer.optimizer_bytes
+        working, halves = max(before.working, layer.working_bytes), before.halves + layer.weight_half_bytes
+        fields = before.fields.union(layer.reads).intersection(self.profile.fields)
+        figures = (optimizer + max(working, step_working(self.profile, weights)), weights + sum(borrowed.values()),
+                   halves, sum(self.profile.fields[name] for name in fields), before.keeping[1] + added,
+                   before.dropping[1] + kept)
+        return _Node(start, layers, parent, weights, optimizer, working, halves, fields, borrowed,
+                     (keeping, figures[4]), (dropping, figures[5], before.dropping[2] + full), figures)
 
 
-def _least_fitting_s(sets: SetsByState, others: int, room: float) -> float:
-    least = math.inf
-    for of_state in sets.values():
-        kept, full, seconds = of_state.figures.T
-        fitting = full + others * kept <= room
-        if fitting.any():
-            least = min(least, float(seconds[int(fitting.argmax())]))
-    return least
+def _fixed(figures: Sequence[Any], demand: StageDemand) -> Any:
+    """Return the bytes that are there whatever is recomputed, from the first :meth:`StageTable._figures`."""
+    fixed, weights, halves, fields = figures
+    return fixed + (demand.versions + 1) * weights + demand.weight_halves * halves + demand.in_flight * fields
 
 
 def _running(numbers: Sequence[float]) -> Floats:
