@@ -362,3 +362,14 @@ def test_the_properties_of_a_schedule_are_measured(schedule: str, traits: Schedu
 def test_the_planner_tries_what_is_registered_as_planned() -> None:
     assert planned_schedules(flush=True) == ("1f1b", "gpipe", "interleaved", "zb_h1", "zb_h2", "zb_v")
     assert planned_schedules(flush=False) == ("2bw", "pipedream")
+
+
+def test_a_share_of_equal_layers_is_counted_wherever_the_stage_begins() -> None:
+    made = profile([layer(f"l{number}", saved=64 * KIB) for number in range(10)])
+    demand, firsts = StageDemand(3, 1, 0, share=0.5), (1, 5)
+    [whole] = {stage_memory(made, range(first, first + 4), (first + 2, first + 3), 3, 1).peak for first in firsts}
+    table = StageTable(made, whole)
+    assert table.least_bytes(np.array([1, 5]), np.array([5, 9]), demand).tolist() == [whole, whole]
+    assert [table.peak_bytes(first, first + 4, demand, frozenset((first + 2, first + 3))) for first in firsts] == [
+        whole, whole]
+    assert [table.recompute_set(first, first + 4, demand) for first in firsts] == [{3, 4}, {7, 8}]

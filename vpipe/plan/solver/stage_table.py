@@ -163,14 +163,15 @@ class StageTable:
 
     def peak_bytes(self, first: int, stop: int, demand: StageDemand, recomputed: frozenset[int]) -> int:
         """Return what a stage holds at most."""
-        return self._peak(self._node_of(first, stop), recomputed, demand)
+        node = self._node_of(first, stop)  # whose layers are equal to these, but may be others
+        return self._peak(node, frozenset(number - first + node.first for number in recomputed), demand)
 
     def recompute_set(self, first: int, stop: int, demand: StageDemand) -> frozenset[int] | None:
         """Return the layers whose recomputation takes :meth:`recompute_s`; None where the stage does not fit."""
         node = self._node_of(first, stop)
         required = self.required(first, stop, demand)
         if required is not None:
-            return required if self._fits(node, required, demand) else None
+            return required if self._fits(node, self._required_of(node, demand), demand) else None
         if self._fits(node, frozenset(), demand):
             return frozenset()
         if node.traced is None:
