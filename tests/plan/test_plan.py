@@ -146,11 +146,11 @@ def test_ranks_come_in_the_order_of_stages(tmp_path: Path) -> None:
     ({"partition": [3], "profile": 5},
      "error: profile is 5 ({path})\nhint: leave it out: it is the profile's that vpipe plan took"),
     ({"partition": [3], "predictions": {"step_s": 1}},
-     "error: predictions is damaged: KeyError: 'stages' ({path})\n"
-     "hint: leave predictions out, or let vpipe plan write the file anew"),
+     "error: predictions is damaged: KeyError: 'samples_per_step' ({path})\n"
+     "hint: leave predictions out, or let vpipe plan write the file again"),
     ({"partition": [3], "predictions": PREDICTION.as_json()},
      "error: predictions has 3 stages, but the partition has 1 ({path})\n"
-     "hint: leave predictions out, or let vpipe plan write the file anew"),
+     "hint: leave predictions out, or let vpipe plan write the file again"),
     ({"partition": [3], "schedule": ["1f1b"]},
      "error: schedule is ['1f1b'] ({path})\nhint: give its name, such as 1f1b")])
 def test_a_mistake_is_named_with_its_place_and_remedy(tmp_path: Path, content: object, text: str) -> None:

@@ -21,9 +21,7 @@ from vpipe.schedules.size import MOST_MICROBATCHES
 
 @dataclass(frozen=True)
 class StagePrediction:
-    """The prediction for one stage.
-
-    Where ranks share cores, all times but idle_s are those of a rank with a core to itself.
+    """The prediction for one stage; its times but idle_s are those of a rank with a core to itself.
 
     Attributes:
         first_layer: its number in the model.
@@ -75,7 +73,11 @@ class Prediction:
     @property
     def bottleneck(self) -> int:
         """The slowest stage: on the ranks with the least idle time, the one with the most work."""
-        return min(range(len(self.stages)), key=lambda stage: (self.stages[stage].idle_s, -_work_s(self.stages[stage])))
+        def idle_and_work(number: int) -> tuple[float, float]:
+            stage = self.stages[number]
+            return stage.idle_s, -(stage.forward_s + stage.backward_s + stage.recompute_s)
+
+        return min(range(len(self.stages)), key=idle_and_work)
 
     @property
     def fullest_rank(self) -> tuple[int, int]:
@@ -103,21 +105,15 @@ class Prediction:
             return StagePrediction(**numbers, ranks=tuple(map(count_of, stage["ranks"])), memory=StageMemory(
                 **{key: count_of(value) for key, value in stage["memory"].items()}))
 
-        stages = tuple(map(stage_of, content["stages"]))
-        found = cls(**{**content, "step_s": number_of(content["step_s"]), "bubble": _finite(content["bubble"]),
-                       "samples_per_step": count_of(content["samples_per_step"]), "stages": stages})
-        if not found.samples_per_step:
+        if not count_of(content["samples_per_step"]):
             raise ValueError("a step has 0 samples")
-        return found
+        return cls(**{**content, "step_s": number_of(content["step_s"]), "bubble": _finite(content["bubble"]),
+                      "stages": tuple(map(stage_of, content["stages"]))})
 
 
 def _finite(value: Any) -> float:
     """Return a time; a difference of two may be below 0 by a rounding."""
     return -number_of(-value) if type(value) in (int, float) and value < 0 else number_of(value)
-
-
-def _work_s(stage: StagePrediction) -> float:
-    return stage.forward_s + stage.backward_s + stage.recompute_s
 
 
 @dataclass(frozen=True)
@@ -159,12 +155,13 @@ class Plan:
             problems.append(Problem(f"predictions is {shown(self.predictions)}", "leave it out: vpipe plan makes it"))
         if problems:
             raise UserError.all_of(problems)
-        for key in ("partition", "recompute_ratio", "stage_to_rank_map", "recompute_layers"):
-            object.__setattr__(self, key, _as_tuples(getattr(self, key)))
-        if self.recompute_layers and not self.recompute_ratio:
-            ratios = tuple(ratio_of(len(layers), size)
-                           for layers, size in zip(self.recompute_layers, self.partition, strict=True))
-            object.__setattr__(self, "recompute_ratio", ratios)
+        values = {key: _as_tuples(getattr(self, key)) for key in ("partition", "stage_to_rank_map", "recompute_layers")}
+        values["recompute_ratio"] = tuple(map(float, self.recompute_ratio))
+        if values["recompute_layers"] and not self.recompute_ratio:
+            values["recompute_ratio"] = tuple(ratio_of(len(layers), size) for layers, size in zip(
+                values["recompute_layers"], values["partition"], strict=True))
+        for key, value in values.items():
+            object.__setattr__(self, key, value)
 
     @property
     def recomputed(self) -> tuple[frozenset[int], ...]:
@@ -220,17 +217,14 @@ class Plan:
         Raises:
             UserError: a value is of the wrong kind; all problems at once.
         """
-        problems = list(_problems(content, where))
-        if problems:
+        if problems := _problems(content, where):
             raise UserError.all_of(problems)
-        ranks = content.get("stage_to_rank_map", {})
-        predictions = content.get("predictions")
-        return cls(tuple(content["partition"]), tuple(float(r) for r in content.get("recompute_ratio", ())),
-                   tuple(tuple(ranks[str(s)]) for s in range(len(ranks))), content.get("schedule"),
-                   tuple(tuple(sorted(own)) for own in content.get("recompute_layers", ())),
-                   content.get("microbatches"), content.get("update_every"),
-                   None if predictions is None else Prediction.of_json(predictions), content.get("profile"),
-                   content.get("profiled"))
+        values = {key: value for key, value in content.items() if value is not None}
+        ranks = values.pop("stage_to_rank_map", {})
+        if "predictions" in values:
+            values["predictions"] = Prediction.of_json(values["predictions"])
+        return cls(**values | {"stage_to_rank_map": [ranks[str(stage)] for stage in range(len(ranks))],
+                               "recompute_layers": [sorted(own) for own in values.get("recompute_layers", ())]})
 
     def as_json(self) -> dict[str, Any]:
         """Return JSON values under VPipe's names, without what is None or empty."""
@@ -295,75 +289,70 @@ def _problems(content: Any, where: str | None) -> list[Problem]:
         return [Problem("the plan has no partition", 'write {"partition": [3, 3, 3]}: layers per stage', where)]
     problems = [Problem(f"unknown key '{key}' in the plan", nearest(key, _KEYS), where)
                 for key in content if key not in _KEYS]
+
+    def refuse(what: str, remedy: str) -> None:
+        problems.append(Problem(what, remedy, where))
+
     partition = content["partition"]
     if not isinstance(partition, list) or not all(type(n) is int and n > 0 for n in partition) or not partition:
-        problems.append(Problem(f"partition is {partition!r}",
-                                "write a list of positive integers: layers per stage", where))
+        refuse(f"partition is {partition!r}", "write a list of positive integers: layers per stage")
         return problems
     if sum(partition) > MOST_LAYERS:
-        return [*problems, Problem(f"partition has {sum(partition):,} layers in all", f"use {MOST_LAYERS:,} at most",
-                                   where)]
+        refuse(f"partition has {sum(partition):,} layers in all", f"use {MOST_LAYERS:,} at most")
+        return problems
     stages = len(partition)
     problems += _recompute_problems(content, partition, where)
     ranks = content.get("stage_to_rank_map", {})
     every = f'give the ranks of every stage: {{"0": [0], ..., "{stages - 1}": [{stages - 1}]}}'
     if not isinstance(ranks, dict) or not all(isinstance(own, list) and all(type(r) is int and r >= 0 for r in own)
                                               for own in ranks.values()):
-        problems.append(Problem(f"stage_to_rank_map is {ranks!r}", every, where))
+        refuse(f"stage_to_rank_map is {ranks!r}", every)
     elif ranks and sorted(ranks) != sorted(map(str, range(stages))):
-        problems.append(Problem(f"stage_to_rank_map names {sorted(ranks)} for {stages} stages", every, where))
-    for key, remedy in (("schedule", "give its name, such as 1f1b"),
-                        ("profile", "leave it out: it is the profile's that vpipe plan took")):
-        if content.get(key) is not None and not isinstance(content[key], str):
-            problems.append(Problem(f"{key} is {content[key]!r}", remedy, where))
-    if not isinstance(content.get("profiled"), (dict, type(None))):
-        problems.append(Problem(f"profiled is {content['profiled']!r}", "leave it out: it is what vpipe plan measured",
-                                where))
+        refuse(f"stage_to_rank_map names {sorted(ranks)} for {stages} stages", every)
+    for key, kind, remedy in (("schedule", str, "give its name, such as 1f1b"),
+                              ("profile", str, "leave it out: it is the profile's that vpipe plan took"),
+                              ("profiled", dict, "leave it out: it is what vpipe plan measured")):
+        if not isinstance(content.get(key), (kind, NoneType)):
+            refuse(f"{key} is {content[key]!r}", remedy)
     for key in ("microbatches", "update_every"):
-        if content.get(key) is not None and (type(content[key]) is not int
-                                             or not 1 <= content[key] <= MOST_MICROBATCHES):
-            problems.append(Problem(f"{key} is {content[key]!r}", f"give a whole number, 1 to {MOST_MICROBATCHES:,}",
-                                    where))
-    return problems + _prediction_problems(content.get("predictions"), stages, where)
+        value = content.get(key)
+        if value is not None and (type(value) is not int or not 1 <= value <= MOST_MICROBATCHES):
+            refuse(f"{key} is {value!r}", f"give a whole number, 1 to {MOST_MICROBATCHES:,}")
+    if content.get("predictions") is not None:
+        remedy = "leave predictions out, or let vpipe plan write the file again"
+        try:
+            predicted = len(Prediction.of_json(content["predictions"]).stages)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            refuse(f"predictions is damaged: {type(error).__name__}: {error}", remedy)
+        else:
+            if predicted != stages:
+                refuse(f"predictions has {predicted} stages, but the partition has {stages}", remedy)
+    return problems
 
 
 def _recompute_problems(content: Mapping[str, Any], partition: list[int], where: str | None) -> list[Problem]:
-    problems, stages = [], len(partition)
-    ratios, layers = content.get("recompute_ratio", []), content.get("recompute_layers", [])
-    well = isinstance(ratios, list) and all(type(r) in (int, float) and 0 <= r <= 1 for r in ratios)
-    if not well:
-        problems.append(Problem(f"recompute_ratio is {ratios!r}", "write a list of numbers from 0 to 1", where))
+    stages, ratios, layers = len(partition), content.get("recompute_ratio", []), content.get("recompute_layers", [])
+    found: list[tuple[str, str]] = []
+    are_ratios = isinstance(ratios, list) and all(type(r) in (int, float) and 0 <= r <= 1 for r in ratios)
+    if not are_ratios:
+        found.append((f"recompute_ratio is {ratios!r}", "write a list of numbers from 0 to 1"))
     elif ratios and len(ratios) != stages:
-        problems.append(Problem(f"recompute_ratio has {len(ratios)} entries for {stages} stages",
-                                "give one ratio per stage", where))
+        found.append((f"recompute_ratio has {len(ratios)} entries for {stages} stages", "give one ratio per stage"))
     if not isinstance(layers, list) or not all(isinstance(own, list) and all(type(i) is int for i in own)
                                                for own in layers):
-        problems.append(Problem(f"recompute_layers is {layers!r}",
-                                "write a list per stage of layers of the model, such as [[0, 2], []]", where))
+        found.append((f"recompute_layers is {layers!r}",
+                      "write a list per stage of layers of the model, such as [[0, 2], []]"))
     elif layers and len(layers) != stages:
-        problems.append(Problem(f"recompute_layers has {len(layers)} entries for {stages} stages",
-                                "give one list per stage, [] where nothing is recomputed", where))
-    elif layers:
+        found.append((f"recompute_layers has {len(layers)} entries for {stages} stages",
+                      "give one list per stage, [] where nothing is recomputed"))
+    problems = [Problem(*each, where) for each in found]
+    if layers and not any(what.startswith("recompute_layers") for what, _ in found):
         for stage, (own, here) in enumerate(zip(layers, ranges(partition), strict=True)):
             problems += layers_outside(own, stage, here, where)
-        if well and len(ratios) == stages:
+        if are_ratios and len(ratios) == stages:
             problems += [Problem(f"recompute_ratio {ratio} of stage {stage} means {int(ratio * size)} of its {size} "
                                  f"layers, but recompute_layers names {len(set(own))}",
                                  "leave recompute_ratio out: recompute_layers says it", where)
                          for stage, (ratio, own, size) in enumerate(zip(ratios, layers, partition, strict=True))
                          if int(ratio * size) != len(set(own))]
     return problems
-
-
-def _prediction_problems(content: Any, stages: int, where: str | None) -> list[Problem]:
-    if content is None:
-        return []
-    remedy = "leave predictions out, or let vpipe plan write the file anew"
-    try:
-        prediction = Prediction.of_json(content)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        return [Problem(f"predictions is damaged: {type(error).__name__}: {error}", remedy, where)]
-    if len(prediction.stages) != stages:
-        return [Problem(f"predictions has {len(prediction.stages)} stages, but the partition has {stages}", remedy,
-                        where)]
-    return []
