@@ -129,7 +129,7 @@ def test_what_waits_for_the_weight_half_is_what_the_runtime_holds(model: Model) 
         with kept.counting():
             record = runner.forward(copies, split=True)[1]
         del copies
-        runner.backward_input(record, gradients)
+        runner.backward(record, gradients, split=True)
         assert counts.weight_half_bytes == kept.bytes(record, runner.stage.modules.values()), layer.name
         tensors |= outputs
 

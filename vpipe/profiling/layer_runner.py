@@ -56,7 +56,8 @@ class LayerRunner:
 
     def forward(self, given: LayerInputs, *, split: bool = False) -> tuple[dict[str, Tensor], Record]:
         """Run one forward; return the layer's outputs and the record for its backward."""
-        received = [_leaf(given.inputs[name]) for name in self.reads]
+        # As they arrive from another stage: leaves without a gradient.
+        received = [given.inputs[name].detach().requires_grad_(given.inputs[name].requires_grad) for name in self.reads]
         outputs, record = self.stage.forward(received, given.fields, (0, 0), {}, split=split)
         return dict(zip(self.writes, outputs, strict=True)), record
 
@@ -70,19 +71,11 @@ class LayerRunner:
         self.stage.recomputes = True
         self.stage.recompute(record)
 
-    def backward(self, record: Record, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run one whole backward; return the gradients of the layer's inputs."""
-        names = self._returned(record)
-        return dict(zip(names, self.stage.backward(record, gradients), strict=True))
-
-    def backward_input(self, record: Record, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run the input half of a backward."""
-        names = self._returned(record)
-        return dict(zip(names, self.stage.backward_input(record, gradients), strict=True))
-
-    def backward_weight(self, record: Record) -> None:
-        """Run the weight half of a backward."""
-        self.stage.backward_weight(record)
+    def backward(self, record: Record, gradients: Mapping[str, Tensor], *, split: bool = False) -> dict[str, Tensor]:
+        """Run one backward, or its input half; return the gradients of the layer's inputs."""
+        names = [name for name, leaf in record.spans[0].inputs.items() if leaf.requires_grad]
+        backward = self.stage.backward_input if split else self.stage.backward
+        return dict(zip(names, backward(record, gradients), strict=True))
 
     def step(self, optimizer: StageOptimizer) -> None:
         """Make one update of the layer's own weights; their gradients are there again afterwards."""
@@ -91,9 +84,6 @@ class LayerRunner:
         weights.step(optimizer)
         for leaf, gradient in zip(weights.graded(), gradients, strict=True):
             leaf.grad = gradient
-
-    def _returned(self, record: Record) -> list[str]:
-        return [name for name, leaf in record.spans[0].inputs.items() if leaf.requires_grad]
 
 
 def read_later(model: Model, number: int) -> tuple[str, ...]:
@@ -107,8 +97,3 @@ def gradients_for(outputs: Mapping[str, Tensor], names: Sequence[str]) -> dict[s
     """Return a gradient for each of the outputs that needs one."""
     return {name: torch.full_like(outputs[name], 1.0 if name == LOSS else 1e-3)
             for name in names if outputs[name].requires_grad}
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    """Return the tensor as it arrives from another stage: a leaf without a gradient."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vpipe.errors import RunError, VpipeError
 from vpipe.model.layer import Model
-from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds
+from vpipe.plan.profile import Identity, LayerProfile, Profile, Seconds
 from vpipe.profiling.device import (
     added_bytes_per_s,
     clock_of,
@@ -24,10 +25,10 @@ from vpipe.profiling.device import (
 )
 from vpipe.profiling.fingerprint import structure, tied_owners
 from vpipe.profiling.layer_runner import LayerInputs, LayerRunner, gradients_for, read_later
-from vpipe.profiling.links import Links, measure_links
-from vpipe.profiling.memory import LayerCounts, by_place, count_layer
+from vpipe.profiling.links import measure_links
+from vpipe.profiling.memory import LayerCounts, count_layer
 from vpipe.profiling.rank_group import RankGroup
-from vpipe.profiling.timing import LayerTimer, Overhead, Samples, measure_overhead, run_rounds, summary
+from vpipe.profiling.timing import LayerTimer, Samples, measure_overhead, run_rounds, summary
 from vpipe.runtime.precision import FP32, Precision
 from vpipe.runtime.stage_layers import Rounding
 from vpipe.runtime.stage_optimizer import MakeOptimizer
@@ -146,43 +147,31 @@ def measure(model: Model, microbatches: Sequence[Mapping[str, Tensor]], make_opt
                              Precision.parse(precision)).profiles(microbatches, identities))
 
 
-@dataclass(frozen=True)
-class _Rest:
-    """Figures that do not depend on the microbatch."""
-
-    overhead: Overhead
-    link: LinkProfile
-    links: Links
-    copy_bytes_per_s: float
-    accumulate_bytes_per_s: float
-    peak_flops_per_s: float
-
-
 class _Measurement:
 
     def __init__(self, model: Model, make_optimizer: MakeOptimizer, device: torch.device, seed: int, timeout_s: float,
                  budget_s: float, tell: Tell, precision: Precision = FP32) -> None:
         self._model, self._make_optimizer, self._device, self._seed = model, make_optimizer, device, seed
         self._timeout_s, self._budget_s, self._tell, self._precision = timeout_s, budget_s, tell, precision
-        self._world, self._clock = RankGroup(device), clock_of(device)
+        self._group, self._clock = RankGroup(device), clock_of(device)
         self._structures = [structure(layer) for layer in model.layers]
-        self._cores = self._world.cores()
-        sharing = 1 if self._cores is None else self._world.ranks_per_host
-        self._room_bytes = min(self._world.all_gather(free_bytes(device))) // (2 * sharing)  # equal windows
+        self._cores = self._group.cores()
+        sharing = 1 if self._cores is None else self._group.ranks_per_host
+        self._room_bytes = min(self._group.all_gather(free_bytes(device))) // (2 * sharing)  # equal windows
         self._runners: dict[int, LayerRunner] = {}
         self._steps: list[dict[int, list[float]]] = []  # per rank, by kind: they do not depend on the microbatch
 
     def profiles(self, microbatches: Sequence[Mapping[str, Tensor]],
                  identities: Sequence[Identity]) -> Iterator[Profile]:
         started = perf_counter()
-        rest = self._rest()
+        overhead, shared = self._measured_once()
         for microbatch, identity in zip(microbatches, identities, strict=True):
             self._tell(f"counting what {len(self._model)} layers keep of {identity.microbatch_size} samples")
             seen = survey(self._model, self._structures, microbatch, self._runner, self._device, self._make_optimizer,
                           self._precision)
-            samples = self._times(seen, identity.microbatch_size)
-            profile = self._profile(identity, seen, samples, rest, perf_counter() - started)
-            yield profile
+            layers, checked = self._layers(seen, self._times(seen, identity.microbatch_size), overhead)
+            yield Profile(identity, layers, seen.fields, cores=self._cores, checked=checked,
+                          took_s=max(self._group.all_gather(perf_counter() - started)), **shared)
             started = perf_counter()
 
     def _runner(self, number: int) -> LayerRunner:
@@ -194,18 +183,20 @@ class _Measurement:
             self._runners[number] = runner
         return runner
 
-    def _rest(self) -> _Rest:
-        self._tell("measuring transfers between ranks" if self._world.ranks > 1 else "measuring the device")
-        link, links = measure_links(self._world, self._device, self._timeout_s)
-        overhead = measure_overhead(self._device, self._clock, self._make_optimizer, self._precision)
-        pure, dtype = self._precision.pure, self._precision.dtype or torch.float32
-        shared = self._world.all_gather([dict(overhead.calls), overhead.step,
-                                    0.0 if pure else copied_bytes_per_s(self._device),
-                                    added_bytes_per_s(self._device, dtype if pure else torch.float32),
-                                    matrix_flops_per_s(self._device, dtype)])
-        calls = {figure: median(theirs[0][figure] for theirs in shared) for figure in overhead.calls}
-        step, copied, added = (median(theirs[place] for theirs in shared) for place in (1, 2, 3))
-        return _Rest(Overhead(calls, step), link, links, copied, added, max(theirs[4] for theirs in shared))
+    def _measured_once(self) -> tuple[dict[str, float], dict[str, Any]]:
+        """Return the overhead of calls, and the fields of a profile that do not depend on the microbatch."""
+        self._tell("measuring transfers between ranks" if self._group.ranks > 1 else "measuring the device")
+        device, pure, dtype = self._device, self._precision.pure, self._precision.dtype or torch.float32
+        link, links = measure_links(self._group, device, self._timeout_s)
+        overheads, copied, added, flops = zip(*self._group.all_gather([
+            measure_overhead(device, self._clock, self._make_optimizer, self._precision),
+            0.0 if pure else copied_bytes_per_s(device), added_bytes_per_s(device, dtype if pure else torch.float32),
+            matrix_flops_per_s(device, dtype)]), strict=True)
+        overhead = {figure: median(theirs[figure] for theirs in overheads) for figure in _TIMES}
+        return overhead, {
+            "default_link": link, "links": links, "dispatch_s": (overhead["forward"] + overhead["backward"]) / 2,
+            "copy_bytes_per_s": median(copied), "accumulate_bytes_per_s": median(added), "peak_flops_per_s": max(flops),
+            "device_bytes": min(self._group.all_gather(shared_bytes(device, self._cores)))}
 
     def _times(self, seen: Survey, size: int) -> list[dict[int, Samples]]:
         """Return the samples of every rank, by rank and sampled layer."""
@@ -213,25 +204,23 @@ class _Measurement:
         windows = list(self._windows(seen))
         for place, window in enumerate(windows, 1):
             timer = LayerTimer([self._runner(number) for number in window], [seen.given[number] for number in window],
-                        self._clock, shifted=self._world.rank % 2 == 1)
+                        self._clock, shifted=self._group.rank % 2 == 1)
             what = f"timing {len(window)} of {len(self._model)} layers at {size} samples" + (
                 f", part {place} of {len(windows)}" if len(windows) > 1 else "")
             self._tell(what)
-            run_rounds(timer, self._budget_s / len(windows), self._world, self._cores,
+            run_rounds(timer, self._budget_s / len(windows), self._group, self._cores,
                        lambda rounds, what=what: self._tell(f"{what}: round {rounds}"))  # type: ignore[misc]
             if not self._steps:
                 timer.steps(self._make_optimizer)
             mine |= dict(zip(window, timer.samples, strict=True))
         shared = [{int(number): samples for number, samples in theirs.items()}
-                  for theirs in self._world.all_gather(mine)]
+                  for theirs in self._group.all_gather(mine)]
         if not self._steps:
             self._steps = [_by_kind(seen, theirs, "step") for theirs in shared]
         return shared
 
     def _windows(self, seen: Survey) -> Iterator[list[int]]:
-        """Yield the sampled layers, as many at a time as there is room for, with the microbatches that a timer
-        holds.
-        """
+        """Yield the sampled layers, as many at a time as there is room for with the microbatches that a timer holds."""
         window: list[int] = []
         used = 0
         for number in seen.sampled:
@@ -246,50 +235,38 @@ class _Measurement:
             used += needed
         yield window
 
-    def _profile(self, identity: Identity, seen: Survey, shared: Sequence[Mapping[int, Samples]], rest: _Rest,
-                 took_s: float) -> Profile:
-        pooled: dict[str, dict[int, list[float]]] = {figure: defaultdict(list) for figure in _TIMES}
-        for figure in _TIMES[:-1]:
-            for theirs in shared:
-                for kind, seconds in _by_kind(seen, theirs, figure).items():
-                    pooled[figure][kind] += seconds
-        for of_rank in self._steps:
-            for kind, seconds in of_rank.items():
-                pooled["step"][kind] += seconds
-        layers = []
-        for number, kind in enumerate(seen.like):
-            times = {figure: _net(pooled[figure][kind], rest.overhead.of(figure)) for figure in _TIMES}
-            layers.append(self._layer(number, kind, seen.counts[kind], times))
-        return Profile(
-            identity, tuple(layers), seen.fields, rest.link, rest.links, cores=self._cores,
-            dispatch_s=rest.overhead.dispatch_s, copy_bytes_per_s=rest.copy_bytes_per_s,
-            accumulate_bytes_per_s=rest.accumulate_bytes_per_s,
-            device_bytes=min(self._world.all_gather(shared_bytes(self._device, self._cores))),
-            peak_flops_per_s=rest.peak_flops_per_s,
-            checked=_checked(seen, shared), took_s=max(self._world.all_gather(took_s)))
+    def _layers(self, seen: Survey, shared: Sequence[Mapping[int, Samples]],
+                overhead: Mapping[str, float]) -> tuple[tuple[LayerProfile, ...], float]:
+        """Return the layers of a profile, and the largest difference between equal ones."""
+        times: dict[int, dict[str, Seconds]] = defaultdict(dict)
+        for figure in _TIMES:
+            pooled: dict[int, list[float]] = defaultdict(list)
+            for of_rank in self._steps if figure == "step" else [_by_kind(seen, theirs, figure) for theirs in shared]:
+                for kind, seconds in of_rank.items():
+                    pooled[kind] += seconds
+            for kind in set(seen.like):  # less what a stage takes once, however many layers it has
+                times[kind][figure] = summary([max(0.0, one - overhead[figure]) for one in pooled[kind]])
+        return tuple(self._layer(number, kind, seen.counts[kind], times[kind])
+                     for number, kind in enumerate(seen.like)), _checked(seen, shared)
 
     def _layer(self, number: int, kind: int, counts: LayerCounts, times: Mapping[str, Seconds]) -> LayerProfile:
         layer = self._model.layers[number]
         reads = tuple(dict.fromkeys(layer.inputs))
+        outputs = list(dict.fromkeys(layer.outputs))
+        writes = tuple(replace(tensor, name=name) for tensor, name in zip(counts.writes, outputs, strict=True))
         # The places of what is kept are those of a runner: tensors first, then batch fields.
-        places = sorted(reads, key=lambda name: name in self._model.batch)
-        names = dict(zip((tensor.name for tensor in counts.writes), dict.fromkeys(layer.outputs), strict=True))
-        writes = tuple(type(tensor)(names[tensor.name], tensor.bytes, tensor.wants_gradient)
-                       for tensor in counts.writes)
+        places = {"in": sorted(reads, key=lambda name: name in self._model.batch), "out": outputs}
+        tied: dict[int, int] = defaultdict(int)
+        sizes = {found: counts.tied_bytes[own] for own, found in tied_owners(self._model, number).items()}
+        for (owner, _), size in sizes.items():  # one that is tied twice counts once
+            tied[owner] += size
         return LayerProfile(
             name=layer.name, **times, parameter_bytes=counts.parameter_bytes, optimizer_bytes=counts.optimizer_bytes,
             reads=reads, writes=writes, saved_bytes=counts.saved_bytes,
-            saves=by_place(counts.saves, places, list(names.values())), weight_half_bytes=counts.weight_half_bytes,
-            working_bytes=counts.working_bytes, tied=self._tied(number, counts), forward_flops=counts.forward_flops,
+            saves=tuple(f"{way}:{places[way][place]}" for way, place in counts.saves),
+            weight_half_bytes=counts.weight_half_bytes, working_bytes=counts.working_bytes, tied=dict(tied),
+            forward_flops=counts.forward_flops,
             like=kind, frozen_bytes=counts.frozen_bytes)
-
-    def _tied(self, number: int, counts: LayerCounts) -> dict[int, int]:
-        """Return the bytes of borrowed parameters by the layer that owns them; one that is tied twice counts once."""
-        sizes = {found: counts.tied_bytes[own] for own, found in tied_owners(self._model, number).items()}
-        tied: dict[int, int] = defaultdict(int)
-        for (owner, _), size in sizes.items():
-            tied[owner] += size
-        return dict(tied)
 
 
 def _by_kind(seen: Survey, samples: Mapping[int, Samples], figure: str) -> dict[int, list[float]]:
@@ -297,11 +274,6 @@ def _by_kind(seen: Survey, samples: Mapping[int, Samples], figure: str) -> dict[
     for number, theirs in samples.items():
         found[seen.like[number]] += theirs.get(figure, [])
     return found
-
-
-def _net(seconds: Sequence[float], overhead: float) -> Seconds:
-    """Subtract what a stage takes once, however many layers it has."""
-    return summary([max(0.0, one - overhead) for one in seconds])
 
 
 def _checked(seen: Survey, shared: Sequence[Mapping[int, Samples]]) -> float:

@@ -24,8 +24,9 @@ from vpipe.runtime.stage_optimizer import MakeOptimizer, StageOptimizer
 class LayerCounts:
     """The bytes and operations of a layer for one microbatch; see :class:`vpipe.plan.profile.LayerProfile`.
 
-    ``saves`` has the places of the tensors among those that the layer reads and writes: ``("in", 0)``. ``tied_bytes``
-    are those of every borrowed parameter, by the layer's own name for it.
+    Attributes:
+        saves: the places of the tensors among those that the layer reads and writes: ``("in", 0)``.
+        tied_bytes: of every borrowed parameter, by the layer's own name for it.
     """
 
     parameter_bytes: int
@@ -42,8 +43,7 @@ class LayerCounts:
 
 def count_layer(runner: LayerRunner, given: LayerInputs, make_optimizer: MakeOptimizer) -> LayerCounts:
     """Run a layer a few times and count. Its weights stay as they are."""
-    given = replace(given, inputs={name: _copy(t) for name, t in given.inputs.items()},
-                    fields={name: _copy(t) for name, t in given.fields.items()})
+    given = _copied(given)
     shared = [t for module in runner.stage.modules.values() for t in (*module.parameters(), *module.buffers())]
     own = runner.stage.weights.values(runner.stage.weights.names)
     borrowed = [t for weights in runner.stage.borrowed.values() for t in weights.values(weights.names)]
@@ -76,9 +76,7 @@ def _saved(runner: LayerRunner, given: LayerInputs, shared: Collection[StorageWe
 
 
 def _working(runner: LayerRunner, given: LayerInputs, shared: Sequence[Tensor]) -> int:
-    """Return the most bytes that a backward takes beyond what the forward left, gradients of weights being there
-    already.
-    """
+    """Return the most bytes that a backward takes beyond what the forward left; weights have gradients already."""
     runner.backward(runner.forward(given)[1], given.gradients)
     weights = (runner.stage.weights, *runner.stage.borrowed.values())
     gradients = [g for owned in weights for g in owned.gradients if g is not None]
@@ -86,11 +84,11 @@ def _working(runner: LayerRunner, given: LayerInputs, shared: Sequence[Tensor]) 
     kept = ActivationCounter()
     with kept.counting():
         record = runner.forward(given)[1]
-    if runner.stage.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(runner.stage.device)
-        before = torch.cuda.memory_allocated(runner.stage.device)
+    if (device := runner.stage.device).type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
         runner.backward(record, given.gradients)
-        return max(0, torch.cuda.max_memory_allocated(runner.stage.device) - before) + coming
+        return max(0, torch.cuda.max_memory_allocated(device) - before) + coming
     peak = _PeakMemory(kept, _sizes([*shared, *gradients, *given.gradients.values()]))
     with peak:
         runner.backward(record, given.gradients)
@@ -98,17 +96,14 @@ def _working(runner: LayerRunner, given: LayerInputs, shared: Sequence[Tensor]) 
 
 
 def _between_halves(runner: LayerRunner, given: LayerInputs, shared: Collection[StorageWeakRef]) -> int:
-    """Return the bytes that the input half leaves for the weight half. Nobody else may hold the layer's inputs and
-    outputs.
-    """
+    """Return the bytes that the input half leaves for the weight half, where nobody else holds inputs and outputs."""
     kept = ActivationCounter()
     with kept.counting():
-        record = runner.forward(replace(given, inputs={name: _copy(t) for name, t in given.inputs.items()},
-                                       fields={name: _copy(t) for name, t in given.fields.items()}), split=True)[1]
-    runner.backward_input(record, given.gradients)
+        record = runner.forward(_copied(given), split=True)[1]
+    runner.backward(record, given.gradients, split=True)
     waiting = kept.saved() | _sizes(t for half in record.weight_grads for t in half.waiting())
     size = sum(size for storage, size in waiting.items() if storage not in shared)
-    runner.backward_weight(record)
+    runner.stage.backward_weight(record)
     return size
 
 
@@ -180,11 +175,7 @@ def _total(tensors: Iterable[Tensor]) -> int:
     return sum(_sizes(tensors).values())
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def by_place(saves: Sequence[tuple[str, int]], reads: Sequence[str], writes: Sequence[str]) -> tuple[str, ...]:
-    """Return the marks of a profile for a layer that calls its tensors by these names: ``"in:h"``."""
-    names: Mapping[str, Sequence[str]] = {"in": reads, "out": writes}
-    return tuple(f"{way}:{names[way][place]}" for way, place in saves)
+def _copied(given: LayerInputs) -> LayerInputs:
+    inputs, fields = ({name: t.detach().clone().requires_grad_(t.requires_grad) for name, t in tensors.items()}
+                      for tensors in (given.inputs, given.fields))
+    return replace(given, inputs=inputs, fields=fields)

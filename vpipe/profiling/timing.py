@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from statistics import median, quantiles
@@ -57,14 +56,14 @@ class LayerTimer:
                  shifted: bool) -> None:
         self._runners, self._given, self._clock = runners, given, clock
         self._pending: dict[str, deque[list[Record]]] = {mode: deque() for mode in _MODES}
-        first, *rest = ((work, mode) for mode in _MODES for work in (self._enter, self._leave))
+        first, *rest = ((work, mode) for mode in _MODES for work in (self._forward, self._backward))
         self._ahead, self._order = ([first], [*rest, first]) if shifted else ([], [first, *rest])
         self.samples: list[Samples] = [defaultdict(list) for _ in runners]
 
     def warm_up(self) -> None:
         """Run a round that does not count: memory is allocated, gradients begin."""
         for mode in _MODES:
-            self._enter(mode)
+            self._forward(mode)
         for work, mode in self._ahead:
             work(mode)
         self.round()
@@ -75,12 +74,6 @@ class LayerTimer:
         """Run the forward of one microbatch of each mode, and the backward of another."""
         for work, mode in self._order:
             work(mode)
-
-    def _enter(self, mode: str) -> None:
-        self._pending[mode].append(self._forward(mode))
-
-    def _leave(self, mode: str) -> None:
-        self._return(mode, self._pending[mode].popleft())
 
     def converged(self) -> bool:
         """Return whether all medians are known to the tolerance."""
@@ -97,42 +90,38 @@ class LayerTimer:
                 if again:  # the first makes the optimizer's state
                     samples["step"].append(self._clock() - started)
 
-    def _forward(self, mode: str) -> list[Record]:
+    def _forward(self, mode: str) -> None:
         made: dict[str, Tensor] = {}
         records = []
         for runner, given, samples in zip(self._runners, self._given, self.samples, strict=True):
             inputs = {name: _alike(made.get(name), tensor) for name, tensor in given.inputs.items()}
             here = LayerInputs(inputs, given.fields, given.gradients)
-            outputs, seconds, record = self._timed_forward(runner, here, mode)
+            started = self._clock()
+            outputs, record = runner.forward(here, split=mode == "halves")
+            seconds = self._clock() - started
             if mode != "halves":  # which takes a little longer
                 samples["forward"].append(seconds)
+            if mode == "again":
+                runner.drop(record)
             made.update(outputs)
             records.append(record)
-        return records
+        self._pending[mode].append(records)
 
-    def _timed_forward(self, runner: LayerRunner, given: LayerInputs,
-                       mode: str) -> tuple[dict[str, Tensor], float, Record]:
-        started = self._clock()
-        outputs, record = runner.forward(given, split=mode == "halves")
-        seconds = self._clock() - started
-        if mode == "again":
-            runner.drop(record)
-        return outputs, seconds, record
-
-    def _return(self, mode: str, records: list[Record]) -> None:
+    def _backward(self, mode: str) -> None:
+        records = self._pending[mode].popleft()
         if mode == "again":
             self._timed("recompute", records, lambda runner, record, gradients: runner.recompute(record))
         coming: dict[str, Tensor] = {}
 
         def backward(runner: LayerRunner, record: Record, gradients: Mapping[str, Tensor]) -> None:
             here = {name: _alike(coming.get(name), tensor) for name, tensor in gradients.items()}
-            coming.update((runner.backward_input if mode == "halves" else runner.backward)(record, here))
+            coming.update(runner.backward(record, here, split=mode == "halves"))
 
         # Right after a recompute the activations are still in the cache: that backward does not count.
         figure = {"whole": "backward", "halves": "input_half"}.get(mode)
         self._timed(figure, records, backward, reverse=True)
         if mode == "halves":
-            self._timed("weight_half", records, lambda runner, record, gradients: runner.backward_weight(record),
+            self._timed("weight_half", records, lambda runner, record, gradients: runner.stage.backward_weight(record),
                         reverse=True)
 
     def _timed(self, figure: str | None, records: Sequence[Record],
@@ -189,33 +178,15 @@ def _alike(made: Tensor | None, wanted: Tensor) -> Tensor:
 _TIMES = 40
 
 
-@dataclass(frozen=True)
-class Overhead:
-    """Seconds that every call takes once, however many layers the stage has.
-
-    Attributes:
-        calls: by what is called, in the words of a :class:`~vpipe.plan.profile.LayerProfile`.
-        step: of the optimizer, whatever it steps.
-    """
-
-    calls: Mapping[str, float]
-    step: float
-
-    def of(self, figure: str) -> float:
-        return self.step if figure == "step" else self.calls[figure]
-
-    @property
-    def dispatch_s(self) -> float:
-        """Return the seconds of an action: a forward or a backward."""
-        return (self.calls["forward"] + self.calls["backward"]) / 2
-
-
 def measure_overhead(device: torch.device, clock: Clock, make_optimizer: MakeOptimizer,
-                     precision: Precision) -> Overhead:
-    """Time a stage of one layer that does nothing, less what its layer takes: what a second one adds."""
+                     precision: Precision) -> dict[str, float]:
+    """Return the seconds that every call takes once, however many layers the stage has, by what is called.
+
+    That is a stage of one layer that does nothing, less what its layer takes: what a second one adds.
+    """
     one, two = (_times(layers, device, clock, precision) for layers in (1, 2))
-    return Overhead({figure: max(0.0, 2 * one[figure] - two[figure]) for figure in one},
-                    _step(device, clock, make_optimizer, precision))
+    overhead = {figure: max(0.0, 2 * one[figure] - two[figure]) for figure in one}
+    return overhead | {"step": _step(device, clock, make_optimizer, precision)}
 
 
 def _times(layers: int, device: torch.device, clock: Clock, precision: Precision) -> dict[str, float]:
@@ -224,8 +195,7 @@ def _times(layers: int, device: torch.device, clock: Clock, precision: Precision
     spec = StageSpec(1, range(1, 1 + layers), ("h",), ("h",), (), {})
     stage = Stage(model, spec, seed=0, device=device, recomputed=(), precision=precision)
     gradients = {"h": torch.ones(1, device=device, dtype=precision.dtype)}
-    found: dict[str, list[float]] = {figure: [] for figure in ("forward", "backward", "input_half", "weight_half",
-                                                               "recompute")}
+    found: Samples = defaultdict(list)
     for again in range(_TIMES):
         for split in (False, True):
             received = [torch.ones(1, device=device, dtype=precision.dtype, requires_grad=True)]
