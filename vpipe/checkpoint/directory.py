@@ -78,8 +78,7 @@ class Checkpoints:
     def update_latest(self) -> None:
         """Let ``latest`` name the newest with a manifest; it goes when there is none.
 
-        Raises:
-            OSError: it could not be written.
+        Raises OSError when it could not be written.
         """
         if readable := self._with_manifest():
             write_text(self.root / LATEST, readable[-1].name + "\n")
@@ -98,10 +97,8 @@ class Checkpoints:
     def clear_leftovers(self) -> None:
         """Remove what saves and removals that were cut short have left; nobody may be writing.
 
-        A ``step-N.old`` whose successor did not get the name stays what it is: somebody may go on from it.
-
-        Raises:
-            OSError: the folder cannot be written.
+        A ``step-N.old`` whose successor did not get the name stays what it is: somebody may go on from it. Raises
+        OSError when the folder cannot be written.
         """
         complete = self.all()
         for path in _entries(self.root):
@@ -228,8 +225,7 @@ def previous(folder: Path) -> Path | None:
 def check_free(out: Path) -> None:
     """Refuse to write over something, before any work is done.
 
-    Raises:
-        UserError: ``out`` exists, or the folder it is to be in does not.
+    Raises UserError when ``out`` exists, or the folder it is to be in does not.
     """
     if out.exists():
         raise UserError(f"'{out}' exists already", hint="name another as -o, or remove it first")

@@ -32,8 +32,7 @@ PREFIX = "model."
 def weights_of(folder: Path, manifest: Manifest, progress: Progress | None = None) -> dict[str, Tensor]:
     """Return parameters and buffers of the whole model: ``<layer>.<parameter>``, tied ones under their owner's name.
 
-    Raises:
-        UserError: the checkpoint is damaged.
+    Raises UserError when the checkpoint is damaged.
     """
     names = [name for name in manifest.tensors if name.startswith(PREFIX)]
     found = load_tensors(folder, manifest, names, progress=progress)
@@ -43,8 +42,7 @@ def weights_of(folder: Path, manifest: Manifest, progress: Progress | None = Non
 def export_safetensors(weights: Mapping[str, Tensor], step: int, out: Path) -> None:
     """Write one safetensors file; a tied weight is in it once, under its owner's name.
 
-    Raises:
-        UserError: there is such a file already, or it cannot be written.
+    Raises UserError when there is such a file already, or it cannot be written.
     """
     with _written(out) as partial:
         save_file(dict(weights), partial, metadata={"format": "pt", "step": str(step)})

@@ -54,8 +54,7 @@ class HuggingFaceModel:
 def read_model_config(folder: Path) -> HuggingFaceModel:
     """Return which model is in a folder that ``save_pretrained`` wrote.
 
-    Raises:
-        UserError: it is none, or of a kind of model that is not known here.
+    Raises UserError when it is none, or of a kind of model that is not known here.
     """
     path = folder / CONFIG
     config = read_json(path, MOST_BYTES, f"the model's {CONFIG}",
@@ -147,11 +146,7 @@ def _some(names: list[str]) -> str:
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Return all tensors of a file.
-
-    Raises:
-        UserError: there is no such file, or it is damaged.
-    """
+    """Return all tensors of a file. Raises UserError when there is no such file, or it is damaged."""
     try:
         return load_file(path)
     except OSError as error:
@@ -173,8 +168,7 @@ def read_torch(path: Path) -> dict[str, Tensor]:
 def load_torch(path: Path) -> Any:
     """Return what ``torch.save`` wrote, as long as it is tensors and plain values: nothing else is unpickled.
 
-    Raises:
-        UserError: there is no such file, it is damaged, or it holds more.
+    Raises UserError when there is no such file, it is damaged, or it holds more.
     """
     try:
         path.open("rb").close()
@@ -196,8 +190,7 @@ def load_torch(path: Path) -> Any:
 def tensors_of(content: Any, path: Path, inside: str = "") -> dict[str, Tensor]:
     """Return the tensors of a state dict in the order in which they stand there.
 
-    Raises:
-        UserError: it is none, or holds something else as well.
+    Raises UserError when it is none, or holds something else as well.
     """
     if not isinstance(content, Mapping):
         raise UserError(f"{inside or 'the content'} of '{path}' is of kind {type(content).__name__}",
@@ -218,8 +211,7 @@ def tensors_of(content: Any, path: Path, inside: str = "") -> dict[str, Tensor]:
 def plain_file(folder: Path, name: object) -> Path:
     """Return a file of a folder that another file names; it must lie in the folder itself.
 
-    Raises:
-        UserError: it does not.
+    Raises UserError when it does not.
     """
     if not isinstance(name, str) or not name or Path(name).name != name:
         raise UserError(f"an index in '{folder}' names the file {name!r}", hint="it must name files beside it")

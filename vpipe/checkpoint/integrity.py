@@ -30,13 +30,10 @@ class Damage:
 
 
 def sha256_of(path: Path, heard: Callable[[int], None] = lambda count: None) -> str:
-    """Return the SHA-256 of a file's content.
+    """Return the SHA-256 of a file's content. Raises OSError when it cannot be read.
 
     Args:
         heard: called after each piece with its bytes.
-
-    Raises:
-        OSError: it cannot be read.
     """
     digest, piece = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:

@@ -109,11 +109,7 @@ class Manifest(CheckpointInfo):
         return sum(file.bytes for file in self.files.values())
 
     def save(self, folder: Path) -> None:
-        """Write it into ``folder`` and wait until the disk has it.
-
-        Raises:
-            OSError: it could not be written.
-        """
+        """Write it into ``folder`` and wait until the disk has it. Raises OSError when it could not be written."""
         content = {"format": FORMAT, **asdict(self)}
         with (folder / MANIFEST).open("w") as file:
             file.write(_text({**content, "checksum": _checksum(content)}))
@@ -124,8 +120,7 @@ class Manifest(CheckpointInfo):
     def load(cls, folder: Path) -> Manifest:
         """Read what :meth:`save` wrote.
 
-        Raises:
-            UserError: there is no checkpoint in ``folder``, it is of a newer format, or its manifest is damaged.
+        Raises UserError when there is no checkpoint in ``folder``, it is of a newer format, or its manifest is damaged.
         """
         path = folder / MANIFEST
         try:

@@ -172,8 +172,7 @@ class Saver:
     def wait(self) -> None:
         """Wait until the last save is complete or given up.
 
-        Raises:
-            RunError: the ranks could not agree on it, because one is gone.
+        Raises RunError when the ranks could not agree on it, because one is gone.
         """
         if self._thread is not None:
             self._thread.join()
@@ -276,8 +275,7 @@ class Saver:
 def write_manifest(info: CheckpointInfo, results: Sequence[WriteResult], folder: Path) -> Manifest:
     """Write the manifest of what the ranks wrote into ``folder``, and remove what else is there.
 
-    Raises:
-        OSError: it could not be written, or this rank does not see what another wrote.
+    Raises OSError when it could not be written, or this rank does not see what another wrote.
     """
     tensors = {name: entry for result in results for name, entry in result.tensors.items()}
     files = {name: entry for result in results for name, entry in result.files.items()}

@@ -60,8 +60,7 @@ class MatchedWeights:
 def find_stage_files(folder: Path) -> list[Path]:
     """Return the stage files of a folder, by stage; none if it has none.
 
-    Raises:
-        UserError: a stage between others is missing.
+    Raises UserError when a stage between others is missing.
     """
     found = {int(name[1]): path for path in folder.iterdir() if (name := _NAME.fullmatch(path.name))}
     lacking = [stage for stage in range(len(found)) if stage not in found]
@@ -74,8 +73,7 @@ def find_stage_files(folder: Path) -> list[Path]:
 def read_stage_files(files: Sequence[Path]) -> list[StageWeight]:
     """Return all weights in the order of the files; what else is in them, such as the optimizer's state, is left alone.
 
-    Raises:
-        UserError: a file cannot be read as weights, or has no ``state_dict``.
+    Raises UserError when a file cannot be read as weights, or has no ``state_dict``.
     """
     weights = []
     for path in files:
@@ -96,8 +94,7 @@ def match_weights(found: Sequence[StageWeight], model: Model, family: Family,
                   settings: ModelSettings) -> MatchedWeights:
     """Find the weight of the model that each tensor is.
 
-    Raises:
-        UserError: there is no way in which names, or order and shapes, agree, or more than one.
+    Raises UserError when there is no way in which names, or order and shapes, agree, or more than one.
     """
     shapes = _shapes(model)
     ties = {f"{layer.name}.{own}": resolve_tie(model, target)

@@ -110,7 +110,8 @@ def cached_folder(kind: str, facts: Mapping[str, Any], build: Callable[[Path], M
     """Return the folder of ``kind`` for these ``facts``, found in the cache or built now.
 
     Any number of processes may call it at once: one builds, the others wait. A folder that does not match its manifest
-    is built again, and a line on stderr says so.
+    is built again, and a line on stderr says so. Raises UserError when the cache directory cannot be written; and what
+    ``build`` raises.
 
     Args:
         facts: all that decides the content. A launcher has a ``vocab_size`` of -1 in it and its ranks the resulting
@@ -118,9 +119,6 @@ def cached_folder(kind: str, facts: Mapping[str, Any], build: Callable[[Path], M
             stops there, or is given, is the same one.
         build: writes the files into an empty folder, and returns further entries of the manifest.
         cache_directory: None = ``.cache/vpipe`` in the user's home.
-
-    Raises:
-        UserError: the cache directory cannot be written; and what ``build`` raises.
     """
     directory = Path.home() / ".cache" / "vpipe" if cache_directory is None else cache_directory
     if facts.get("vocab_size", -1) != -1:

@@ -45,9 +45,8 @@ def dataset_names() -> list[str]:
 def dataset_named(name: str) -> Factory:
     """Return the factory registered as ``name``.
 
-    Raises:
-        UserError: there is none, with the nearest known name; or the package that has it cannot be imported, or is not
-            the only one.
+    Raises UserError when there is none, with the nearest known name; or the package that has it cannot be imported, or
+    is not the only one.
     """
     _find_own()
     own = name in _factories and _factories[name].__module__.startswith("vpipe.")

@@ -148,14 +148,12 @@ def train_byte_bpe(texts: Iterable[str], vocab_size: int, *, total: int | None =
     """Train a tokenizer of at most ``vocab_size`` tokens that spells any text: 256 bytes, pairs of them, pairs of
     pairs.
 
-    Sennrich et al. 2016 on bytes, words divided by GPT-2's pattern (Radford et al. 2019, section 2.2). Token 0 is
-    the end of a text. Small texts give fewer tokens. The order of the texts does not matter.
+    Sennrich et al. 2016 on bytes, words divided by GPT-2's pattern (Radford et al. 2019, section 2.2). Token 0 is the
+    end of a text. Small texts give fewer tokens. The order of the texts does not matter. Raises UserError when
+    ``vocab_size`` is too small for the bytes.
 
     Args:
         total: number of texts, for the progress line.
-
-    Raises:
-        UserError: ``vocab_size`` is too small for the bytes.
     """
     if vocab_size < _BYTES + 1:
         raise UserError(f"vocab_size is {vocab_size}, but {_BYTES} bytes and the end of a text are {_BYTES + 1} tokens",

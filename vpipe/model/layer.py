@@ -103,8 +103,7 @@ class Layer:
     def make(self) -> nn.Module:
         """Build the module and check that a stage can hold it.
 
-        Raises:
-            UserError: it is no module, or one that no stage can hold.
+        Raises UserError when it is no module, or one that no stage can hold.
         """
         try:
             module = self.build()
@@ -121,8 +120,7 @@ class Layer:
 def check_module(name: str, module: nn.Module) -> None:
     """Refuse a layer's module that cannot be trained in versions.
 
-    Raises:
-        UserError: it has parameters or buffers without a shape, or that belong to TorchScript.
+    Raises UserError when it has parameters or buffers without a shape, or that belong to TorchScript.
     """
     for own, tensor in chain(module.named_parameters(), module.named_buffers()):
         if is_lazy(tensor):
@@ -174,13 +172,11 @@ class Model:
     def sequential(cls, modules: nn.Sequential, loss: Loss) -> Model:
         """Return an ``nn.Sequential`` as a model of one layer per child; a batch is ``input`` and ``target``.
 
-        The children are already initialised and are copied as they are; ``loss(output, target)`` joins the
-        last child. A parameter that several children share, or a child that stands in several places, becomes tied.
-        A module with buffers that stands in several places (a batch normalisation) must have them all in one stage.
-
-        Raises:
-            UserError: they are something else; there is no child; one is lazy or scripted; a function in it, or the
-                loss, holds a module or a tensor of the ``nn.Sequential``; the loss has parameters to train.
+        The children are already initialised and are copied as they are; ``loss(output, target)`` joins the last child.
+        A parameter that several children share, or a child that stands in several places, becomes tied. A module with
+        buffers that stands in several places (a batch normalisation) must have them all in one stage. Raises UserError
+        when they are something else; there is no child; one is lazy or scripted; a function in it, or the loss, holds a
+        module or a tensor of the ``nn.Sequential``; the loss has parameters to train.
         """
         check_sequential(modules, loss)
         children = {name: child for name, child in modules._modules.items() if child is not None}  # repeated ones too
@@ -220,11 +216,7 @@ class Model:
         return whole
 
     def index(self, name: str) -> int:
-        """Return the position of the layer called ``name``.
-
-        Raises:
-            UserError: there is none.
-        """
+        """Return the position of the layer called ``name``. Raises UserError when there is none."""
         names = [layer.name for layer in self.layers]
         if name not in names:
             raise UserError(f"no layer is called {shown(name)}", hint=nearest(str(name), names))
@@ -255,11 +247,7 @@ def share_modules(modules: dict[str, nn.Module], shared: Mapping[str, Mapping[st
 
 
 def parameter_of(layer: str, module: nn.Module, name: str) -> nn.Parameter:
-    """Return the parameter of a layer that a tie names.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the parameter of a layer that a tie names. Raises UserError when there is none."""
     known = dict(module.named_parameters(remove_duplicate=False))
     if name not in known:
         raise UserError(f"a tie names '{layer}.{name}', but layer '{layer}' has no parameter '{name}'",
@@ -291,11 +279,7 @@ def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 
 def _checked(layers: Any, batch: Any) -> tuple[tuple[Layer, ...], tuple[str, ...]]:
-    """Return both arguments of a model, each as a tuple.
-
-    Raises:
-        UserError: they are something else.
-    """
+    """Return both arguments of a model, each as a tuple. Raises UserError when they are something else."""
     given = Arguments()
     hint = "give a list of layers: Model([Layer('embed', lambda: Embed(), ...), ...], batch=('ids', 'labels'))"
     if isinstance(layers, nn.Sequential):

@@ -76,8 +76,7 @@ class RopeScaling:
     def parse(cls, found: Mapping[str, object] | None) -> RopeScaling | None:
         """Parse ``rope_scaling`` of a ``config.json``; None for no scaling.
 
-        Raises:
-            UserError: it is of another kind, or incomplete.
+        Raises UserError when it is of another kind, or incomplete.
         """
         given: dict[str, Any] = dict(found or {})
         kind = given.pop("rope_type", given.pop("type", "default"))

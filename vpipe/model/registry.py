@@ -129,9 +129,8 @@ def register_model(name: str, *, huggingface: HuggingFace | None = None,
 def family_named(name: str) -> Family:
     """Return the family ``name``.
 
-    Raises:
-        UserError: there is none, with the nearest name; or the package that has it cannot be imported, or is not the
-            only one.
+    Raises UserError when there is none, with the nearest name; or the package that has it cannot be imported, or is not
+    the only one.
     """
     if name not in _families and name.isidentifier() and find_spec(f"vpipe.model.{name}") is not None:
         import_module(f"vpipe.model.{name}")

@@ -178,9 +178,8 @@ def check_sequential(modules: object, loss: object) -> None:
 def check_children(modules: nn.Sequential, children: Mapping[str, nn.Module], loss: Loss) -> None:
     """Refuse children whose copies would not be trained as they are.
 
-    Raises:
-        UserError: a function that copies do not copy (a lambda that a child keeps, its
-            forward, the loss) uses a module or a tensor of the ``nn.Sequential``: it would go on using the original.
+    Raises UserError when a function that copies do not copy (a lambda that a child keeps, its forward, the loss) uses a
+    module or a tensor of the ``nn.Sequential``: it would go on using the original.
     """
     originals = {id(part) for part in chain(modules.modules(), modules.parameters(), modules.buffers())}
 

@@ -57,9 +57,8 @@ def resolve_tie(model: Model, target: str) -> str:
 def split(model: Model, partition: Sequence[int]) -> tuple[StageSpec, ...]:
     """Return the stages of ``model`` when stage s takes ``partition[s]`` layers.
 
-    Raises:
-        UserError: the partition does not add up to the layers, a stage would be empty, or a module that two layers
-            share would be on two.
+    Raises UserError when the partition does not add up to the layers, a stage would be empty, or a module that two
+    layers share would be on two.
     """
     layers = len(model)
     if len(partition) > layers:
@@ -131,10 +130,8 @@ def balanced(weights: Sequence[float], parts: int) -> list[int]:
 
     Dynamic programming over (parts, items); every part gets at least one item. Of equally good cuts it takes the
     earliest. Every item that the cut moves makes the last part lighter and those before it heavier. The best cut is
-    where the two meet, and this place only moves forward as items are added. So it is O(parts * items).
-
-    Raises:
-        UserError: fewer items than parts.
+    where the two meet, and this place only moves forward as items are added. So it is O(parts * items). Raises
+    UserError when fewer items than parts.
     """
     items = len(weights)
     if not 1 <= parts <= items:
