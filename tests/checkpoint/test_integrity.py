@@ -72,5 +72,5 @@ def test_the_newest_intact_one_before_is_offered(root: Path) -> None:
         load_tensors(root / "step-60", Manifest.load(root / "step-60"), ["model.a.row"])
     assert newest_intact_before(root / "step-60") == root / "step-20"
     (root / "step-20" / FILE).unlink()
-    with pytest.raises(UserError, match="hint: no older checkpoint beside it is intact: start the run anew"):
+    with pytest.raises(UserError, match="hint: no older checkpoint beside it is intact: start the run again"):
         check_intact(root / "step-60")

@@ -350,7 +350,7 @@ def test_without_rank_0_the_others_say_so(tmp_path: Path) -> None:
     saver = Saver(tmp_path, None, 1, StoreAgreement(client, 1, 2))
     saver.save(about(1), {})
     del server
-    with pytest.raises(RunError, match=r"could not save step 1: .*\(rank 1\)\nhint: rank 0, or who keeps its notes"):
+    with pytest.raises(RunError, match=r"could not save step 1: .*\(rank 1\)\nhint: rank 0, or the process of"):
         saver.wait()
     assert saver.results[0].error == "rank 0 is gone"
     saver.close()

@@ -94,9 +94,10 @@ def test_what_files_cannot_hold_is_refused_by_name(tmp_path: Path, odd: Tensor) 
 
 
 @pytest.mark.parametrize(("stored", "says"), [
-    (TensorEntry((10**15,), "float32", "rank0.safetensors"), r"as \[4\] F32, but the manifest says \[10{15}\] F32"),
-    (TensorEntry((2, 2), "float32", "rank0.safetensors"), r"as \[4\] F32, but the manifest says \[2, 2\] F32"),
-    (TensorEntry((4,), "int32", "rank0.safetensors"), r"as \[4\] F32, but the manifest says \[4\] I32")])
+    (TensorEntry((10**15,), "float32", "rank0.safetensors"),
+     r"as \[4\] float32, but the manifest says \[10{15}\] float32"),
+    (TensorEntry((2, 2), "float32", "rank0.safetensors"), r"as \[4\] float32, but the manifest says \[2, 2\] float32"),
+    (TensorEntry((4,), "int32", "rank0.safetensors"), r"as \[4\] float32, but the manifest says \[4\] int32")])
 def test_a_manifest_that_says_another_shape_is_refused(tmp_path: Path, stored: TensorEntry, says: str) -> None:
     save_checkpoint(tmp_path / "mine", about(1), tensors())
     manifest = Manifest.load(tmp_path / "mine")

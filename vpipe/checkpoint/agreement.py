@@ -1,4 +1,4 @@
-"""Agree among the ranks on a checkpoint while they train: every rank votes, rank 0 decides, all hear the verdict.
+"""Agree among the ranks on a checkpoint while they train: every rank votes, rank 0 decides, all get the verdict.
 
 No collective: the threads that write call this, and gloo's collectives in a thread can abort a process that ends.
 """
@@ -22,7 +22,7 @@ from vpipe.checkpoint.directory import PROBE
 from vpipe.errors import UserError
 
 LINGER_S = 5.0
-"""For the other ranks to hear the last verdict before rank 0 ends, whose process may hold the store."""
+"""For the other ranks to read the last verdict before rank 0 ends, whose process may hold the store."""
 
 VISIBLE_S = 5.0
 """For a file of rank 0 to be seen by the others: a network's file system may take a moment."""
@@ -43,39 +43,38 @@ class Agreement(Protocol):
     def agree(self, vote: str, decide: Decide) -> str:
         """Return the verdict, when all ranks have voted.
 
+        Raises RuntimeError when rank 0 or the process of the store is gone, or ``decide`` raised on rank 0.
+
         Args:
             vote: any text, such as JSON.
             decide: called on rank 0 alone; what it raises, rank 0 raises.
-
-        Raises:
-            RuntimeError: rank 0 or the process that holds the store is gone, or ``decide`` raised there.
         """
 
     def close(self) -> None:
-        """Wait a moment until all have heard the verdicts, for the store may end with this process."""
+        """Wait a moment until all ranks have read the verdicts, for the store may end with this process."""
 
 
 class LocalAgreement:
     """The agreement of a run in one process."""
 
     def agree(self, vote: str, decide: Decide) -> str:
-        """See :class:`Agreement`."""
+        """Return the verdict on the only vote."""
         return decide([vote])
 
     def close(self) -> None:
-        """Do nothing: nobody else listens."""
+        """Do nothing: there is no other rank."""
 
 
 class StoreAgreement:
-    """Exchange votes and verdicts through a store of torch, over a connection of its own.
+    """Exchange votes and verdicts through a store of torch, over a connection of its own that serves one thread.
 
-    The connection serves one thread, and keeps that waiting. A wait ends when all have voted or the store is gone. How
-    long a rank may take is not judged here: a disk may be slow, and the watchdog sees who died.
+    A wait ends when all have voted or the store is gone. There is no timeout: a disk may be slow, and the watchdog
+    notices dead ranks.
 
     Args:
-        store: such as ``open_store("checkpoints", ...)``; of this attempt of the run alone.
+        store: such as ``own_store("checkpoints", ...)``; of this attempt of the run alone.
         rank: of this process.
-        ranks: how many vote.
+        ranks: number of voters.
     """
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
@@ -83,7 +82,7 @@ class StoreAgreement:
         self._rounds = 0
 
     def agree(self, vote: str, decide: Decide) -> str:
-        """See :class:`Agreement`."""
+        """Vote as :meth:`Agreement.agree` describes."""
         number, self._rounds = self._rounds, self._rounds + 1
         if self._rank:
             self._set(f"vote {number} {self._rank}", vote)
@@ -96,7 +95,7 @@ class StoreAgreement:
         for rank in range(1, self._ranks):
             votes.append(self._wait(f"vote {number} {rank}"))
             self._store.delete_key(f"vote {number} {rank}")
-        self._store.delete_key(f"verdict {number - 1}")  # every rank that votes has heard the one before
+        self._store.delete_key(f"verdict {number - 1}")  # every rank that votes has read the one before
         try:
             verdict = decide(votes)
         except BaseException as error:
@@ -106,7 +105,7 @@ class StoreAgreement:
         return verdict
 
     def close(self) -> None:
-        """See :class:`Agreement`."""
+        """Wait as :meth:`Agreement.close` describes."""
         deadline = time.monotonic() + LINGER_S
         with suppress(RuntimeError):  # the store is gone, and with it the ranks that read it
             while not self._rank and self._store.add("heard", 0) < self._rounds * (self._ranks - 1) \
@@ -129,17 +128,13 @@ class StoreAgreement:
 
 
 def check_shared_folder(root: Path, agreement: Agreement, rank: int, host: str) -> None:
-    """Refuse a folder that some rank does not share with rank 0, before half of a checkpoint is written there.
+    """Raise UserError on all ranks when rank 0 cannot write to ``root``, or a rank does not see what it wrote.
 
-    All ranks call it, and all raise the same.
+    All ranks call it. RuntimeError as :meth:`Agreement.agree`.
 
     Args:
         root: the absolute path of rank 0's folder; it is made there.
         host: of this rank, for the message.
-
-    Raises:
-        UserError: rank 0 cannot write there, or a rank does not see what it wrote.
-        RuntimeError: see :meth:`Agreement.agree`.
     """
     probe = root / f"{PROBE}{secrets.token_hex(8)}"
 
@@ -168,7 +163,6 @@ def check_shared_folder(root: Path, agreement: Agreement, rank: int, host: str) 
 
 
 def _appears(path: Path) -> bool:
-    """Return whether a file can be seen within :data:`VISIBLE_S`."""
     deadline = time.monotonic() + VISIBLE_S
     while not path.exists():
         if time.monotonic() > deadline:

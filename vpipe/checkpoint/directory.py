@@ -1,7 +1,7 @@
 """Find the checkpoints of a run's folder, and put one into it all at once.
 
-A checkpoint is written as ``step-N.tmp`` and renamed when the disk has all of it, so that ``step-N`` is whole at
-whatever moment a process or a host dies.
+A checkpoint is written as ``step-N.tmp`` and renamed when the disk has all of it, so that ``step-N`` is complete
+whenever a process or a host dies.
 """
 
 from __future__ import annotations
@@ -24,29 +24,25 @@ LATEST = "latest"
 """A file with the name of the newest checkpoint, for scripts and people."""
 
 PROBE = "seen-by-all-"
-"""First letters of the file that shows whether all hosts see the folder; there for a moment."""
+"""Prefix of the file that shows whether all hosts see the folder; it exists for a moment."""
 
 _NAME = re.compile(r"step-(\d+)(\.old)?", re.ASCII)
 _PARTIAL = re.compile(r"step-\d+\.tmp", re.ASCII)
 
 
 class Checkpoints:
-    """The checkpoints of one run.
-
-    Args:
-        root: their folder; it need not exist.
-    """
+    """The checkpoints of one run, in the folder ``root``, which need not exist."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def all(self) -> list[Path]:
-        """Return all that got their name, the oldest first; also those that lost files since, which reading finds."""
+        """Return all with a final name, the oldest first; also those that lost files since, which reading finds."""
         found: dict[int, Path] = {}
         for path in sorted(_entries(self.root)):
             name = _NAME.fullmatch(path.name)
             if name and ((path / MANIFEST).is_file() if name[2] else path.is_dir()):
-                # The old one counts where its successor did not get the name any more.
+                # The old one counts where its successor was not renamed any more.
                 found.setdefault(int(name[1]), path)
         return [found[step] for step in sorted(found)]
 
@@ -59,12 +55,9 @@ class Checkpoints:
         return self.root / f"step-{step}.tmp"
 
     def commit(self, step: int) -> Path:
-        """Give a checkpoint its name: its files and its manifest are written and on the disk.
+        """Rename a complete checkpoint to its final name, in place of one of the same step that a resumed run repeats.
 
-        One of the same step, which a resumed run may save again, makes way.
-
-        Raises:
-            OSError: not done; what there was before is still there.
+        Raises OSError when that failed; what there was before is still there.
         """
         final = self.root / f"step-{step}"
         recover(final)
@@ -76,29 +69,21 @@ class Checkpoints:
         shutil.rmtree(self.partial(step), ignore_errors=True)
 
     def update_latest(self) -> None:
-        """Let ``latest`` name the newest with a manifest; it goes when there is none.
-
-        Raises OSError when it could not be written.
-        """
+        """Let ``latest`` name the newest with a manifest; without one the file is removed. Raises OSError."""
         if readable := self._with_manifest():
             write_text(self.root / LATEST, readable[-1].name + "\n")
         else:
             (self.root / LATEST).unlink(missing_ok=True)
 
-    def prune(self, keep: int) -> None:
-        """Remove all but the newest ``keep``; a removal that is cut short leaves a ``.tmp`` behind.
-
-        One without a manifest neither counts nor goes: nobody can resume from it, and somebody may mend it.
-        """
-        assert keep >= 1
-        for path in self._with_manifest()[:-keep]:
+    def prune(self, keep: int | None) -> None:
+        """Remove all but the newest ``keep`` with a manifest; None keeps all. A removal cut short leaves a ``.tmp``."""
+        for path in self._with_manifest()[:-keep] if keep else ():
             _remove(path, self.partial(step_of(path)))
 
     def clear_leftovers(self) -> None:
-        """Remove what saves and removals that were cut short have left; nobody may be writing.
+        """Remove what interrupted saves and removals have left, while no process writes. Raises OSError.
 
-        A ``step-N.old`` whose successor did not get the name stays what it is: somebody may go on from it. Raises
-        OSError when the folder cannot be written.
+        A ``step-N.old`` whose successor was not renamed any more stays: a run can resume from it.
         """
         complete = self.all()
         for path in _entries(self.root):
@@ -113,11 +98,7 @@ class Checkpoints:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file at once or not at all, and wait until the disk has it.
-
-    Raises:
-        OSError: not done.
-    """
+    """Write a small file at once or not at all, and wait until the disk has it. Raises OSError."""
     partial = path.with_name(f"{path.name}.tmp")
     try:
         with partial.open("w") as file:
@@ -132,33 +113,30 @@ def write_text(path: Path, text: str) -> None:
 
 
 def replace_folder(partial: Path, final: Path) -> None:
-    """Rename a complete folder to its name; an older one of that name is then removed.
+    """Rename a complete folder to ``final``, and remove an older one of that name.
 
-    In between the older one is called ``<name>.old``, and counts; that name is free. The names in ``partial`` are on
-    the disk before.
-
-    Raises:
-        OSError: not done; what there was before is still there.
+    In between the older one is called ``<name>.old``, which is free, and counts. Raises OSError when that failed; what
+    there was before is still there.
     """
     sync_folder(partial)
     old = final.with_name(f"{final.name}.old")
-    makes_way = final.exists()
-    if makes_way:
+    replaced = final.exists()
+    if replaced:
         final.rename(old)
     try:
         partial.rename(final)
         sync_folder(final.parent)
     except OSError:
-        if makes_way:
+        if replaced:
             recover(final)
         raise
-    if makes_way:
+    if replaced:
         with suppress(OSError):
             _remove(old, partial)
 
 
 def recover(final: Path) -> None:
-    """Undo or end a :func:`replace_folder` that was cut short: afterwards there is no ``<name>.old``."""
+    """Undo or complete an interrupted :func:`replace_folder`: afterwards there is no ``<name>.old``."""
     old = final.with_name(f"{final.name}.old")
     if old.exists() and final.exists():
         shutil.rmtree(old)
@@ -167,30 +145,29 @@ def recover(final: Path) -> None:
 
 
 def resume_command(folder: Path) -> str:
-    """Return the command line that goes on from a checkpoint."""
+    """Return the command line that resumes from a checkpoint."""
     return f"vpipe train --resume {shlex.quote(str(folder))}"
 
 
 def find_checkpoint(path: Path, resume_hint: Callable[[Path], str] = resume_command) -> Path:
     """Return the newest checkpoint in a run's folder or a folder of checkpoints, or the one that ``path`` is.
 
-    Args:
-        resume_hint: returns how to go on from another one, for messages.
+    Raises UserError when there is none, or the folder cannot be read.
 
-    Raises:
-        UserError: there is no such folder, it cannot be read, or no checkpoint is in it.
+    Args:
+        resume_hint: returns for messages how to resume from another one.
     """
     try:
         found = _find(path)
     except OSError as error:
         raise UserError(f"cannot look for a checkpoint in '{path}': {error.strerror}",
-                        hint="let this user read the folder and what is in it") from None
+                        hint="let this user read the folder and its files") from None
     if found is not None:
         return found
     if path.is_dir() and _PARTIAL.fullmatch(os.path.basename(os.path.abspath(path))):
         rest = Checkpoints(Path(os.path.abspath(path)).parent).newest()
         raise UserError(f"'{path}' is no checkpoint: its writing, or its removal, was cut short",
-                        hint="there is no other beside it: start the run anew" if rest is None else
+                        hint="there is no other beside it: start the run again" if rest is None else
                         f"the newest beside it: {resume_hint(rest)}")
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
@@ -223,10 +200,7 @@ def previous(folder: Path) -> Path | None:
 
 
 def check_free(out: Path) -> None:
-    """Refuse to write over something, before any work is done.
-
-    Raises UserError when ``out`` exists, or the folder it is to be in does not.
-    """
+    """Raise UserError, before any work is done, when ``out`` exists or its folder does not."""
     if out.exists():
         raise UserError(f"'{out}' exists already", hint="name another as -o, or remove it first")
     if not out.absolute().parent.is_dir():

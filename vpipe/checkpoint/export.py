@@ -30,10 +30,7 @@ PREFIX = "model."
 
 
 def weights_of(folder: Path, manifest: Manifest, progress: Progress | None = None) -> dict[str, Tensor]:
-    """Return parameters and buffers of the whole model: ``<layer>.<parameter>``, tied ones under their owner's name.
-
-    Raises UserError when the checkpoint is damaged.
-    """
+    """Return the parameters and buffers of the model: ``<layer>.<parameter>``, tied ones under their owner's name."""
     names = [name for name in manifest.tensors if name.startswith(PREFIX)]
     found = load_tensors(folder, manifest, names, progress=progress)
     return {name.removeprefix(PREFIX): tensor for name, tensor in found.items()}
@@ -51,11 +48,8 @@ def export_safetensors(weights: Mapping[str, Tensor], step: int, out: Path) -> N
 def export_torch(weights: Mapping[str, Tensor], model: Model | None, out: Path) -> None:
     """Write a state dict by ``torch.save``, with the names of ``Model.materialize().state_dict()``.
 
-    Args:
-        model: says what is tied: such a weight has all of its names, and lies in the file once.
-
-    Raises:
-        UserError: as :func:`export_safetensors`.
+    ``model`` states the ties: a tied weight has all of its names, and lies in the file once. Raises UserError as
+    :func:`export_safetensors` does.
     """
     ties = {} if model is None else {f"{layer.name}.{own}": resolve_tie(model, target)
                                      for layer in model.layers for own, target in layer.ties.items()}
@@ -65,14 +59,11 @@ def export_torch(weights: Mapping[str, Tensor], model: Model | None, out: Path) 
 
 def export_huggingface(weights: Mapping[str, Tensor], huggingface: HuggingFace, settings: ModelSettings, out: Path,
                        tokenizer: Path | None = None, end: tuple[str, int] | None = None) -> None:
-    """Write a folder for ``from_pretrained``.
+    """Write a folder for ``from_pretrained``. Raises UserError as :func:`export_safetensors` does.
 
     Args:
         tokenizer: a ``tokenizer.json`` to go with it.
         end: its token between texts, and the id; so a text begins with it, too.
-
-    Raises:
-        UserError: as :func:`export_safetensors`.
     """
     config, tensors = export_weights(huggingface, settings, weights)
     special = {} if end is None else {"bos_token": end[0], "eos_token": end[0]}
@@ -89,10 +80,7 @@ def export_huggingface(weights: Mapping[str, Tensor], huggingface: HuggingFace, 
 
 def export_weights(huggingface: HuggingFace, settings: ModelSettings,
                    weights: Mapping[str, Tensor]) -> tuple[dict[str, object], dict[str, Tensor]]:
-    """Return the contents of ``config.json`` and the tensors of ``model.safetensors``.
-
-    Args:
-        weights: all of the model, ``<layer>.<parameter>``, tied ones under their owner's name.
+    """Return the contents of ``config.json`` and the tensors of ``model.safetensors``, from all weights by our names.
     """
     config = huggingface.config(settings)
     kinds = {str(tensor.dtype).removeprefix("torch.") for tensor in weights.values() if tensor.is_floating_point()}
@@ -109,15 +97,13 @@ def export_weights(huggingface: HuggingFace, settings: ModelSettings,
 
 def make_checkpoint(out: Path, info: CheckpointInfo, model: Model, weights: Mapping[str, Tensor],
                     config: Path | None = None) -> Manifest:
-    """Make a checkpoint of weights alone, from which a run can begin.
+    """Make a checkpoint of weights alone, from which a run can begin; they are cast to the dtypes of training.
+
+    Raises UserError when they are not the model's, and as :func:`export_safetensors` does.
 
     Args:
-        weights: all of the model, ``<layer>.<parameter>``, tied ones once; numbers of another kind are turned into
-            those that training computes with.
+        weights: all of the model, ``<layer>.<parameter>``, tied ones once.
         config: a file to go with it as ``config.json``.
-
-    Raises:
-        UserError: they are not the model's, or as :func:`export_safetensors`.
     """
     kinds = tensor_kinds(model)
     tensors = {PREFIX + name: tensor.to(getattr(torch, kinds[name].dtype)) if name in kinds else tensor

@@ -9,9 +9,9 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vpipe.errors import UserError, counted, nearest
 from vpipe.files import read_json
-from vpipe.model.registry import Family, HuggingFace, ModelSettings, family_named, model_names
+from vpipe.model.registry import HuggingFace, ModelSettings, family_named, model_names
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -36,15 +36,8 @@ _CODE = re.compile(r"[Uu]nsupported (global|class)|not an allowed global", re.AS
 """Torch's error for a pickle that asks for more than tensors."""
 
 
-@dataclass(frozen=True)
-class HuggingFaceModel:
-    """The model in a folder of Hugging Face's.
-
-    Attributes:
-        family: the name of ours that it belongs to.
-        settings: of the model.
-        config: the contents of its ``config.json``.
-    """
+class HuggingFaceModel(NamedTuple):
+    """A model in a folder of Hugging Face's: the name of our family, its settings, its ``config.json``."""
 
     family: str
     settings: ModelSettings
@@ -52,45 +45,33 @@ class HuggingFaceModel:
 
 
 def read_model_config(folder: Path) -> HuggingFaceModel:
-    """Return which model is in a folder that ``save_pretrained`` wrote.
-
-    Raises UserError when it is none, or of a kind of model that is not known here.
-    """
+    """Return the model in a folder that ``save_pretrained`` wrote. Raises UserError for an unknown kind of model."""
     path = folder / CONFIG
     config = read_json(path, MOST_BYTES, f"the model's {CONFIG}",
                        f"a folder of Hugging Face's holds {CONFIG} and {WEIGHTS}: download it again")
     kind = config.get("model_type") if isinstance(config, dict) else None
-    families = {family.huggingface.model_type: name for name in model_names()
-                if (family := _known(name)) is not None and family.huggingface is not None}
+    families: dict[str, tuple[str, HuggingFace]] = {}
+    for name in model_names():
+        with suppress(UserError, ImportError):  # of a package that cannot be imported
+            if huggingface := family_named(name).huggingface:
+                families[huggingface.model_type] = name, huggingface
     if not isinstance(kind, str) or kind not in families:
         raise UserError(f"the model_type in '{path}' is {kind!r}, which is not known here",
                         hint=nearest(str(kind), sorted(families)))
-    huggingface = family_named(families[kind]).huggingface
-    assert huggingface is not None
+    name, huggingface = families[kind]
     try:
-        return HuggingFaceModel(families[kind], huggingface.settings(config), config)
+        return HuggingFaceModel(name, huggingface.settings(config), config)
     except UserError as error:
         first = error.problems[0]
         raise UserError(f"{first.what}, as '{path}' has it", hint=first.hint) from None
-
-
-def _known(name: str) -> Family | None:
-    """Return a family, unless the package that announces it cannot be imported."""
-    try:
-        return family_named(name)
-    except (UserError, ImportError):
-        return None
 
 
 def import_weights(folder: Path, huggingface: HuggingFace, settings: ModelSettings,
                    note: Callable[[str], None] = lambda line: None) -> dict[str, Tensor]:
     """Return the weights in a folder of Hugging Face's under our names, ``<layer>.<parameter>``, tied ones once.
 
-    Args:
-        note: called with a sentence on what is left out.
-
-    Raises:
-        UserError: a weight is missing, or tied weights are not equal, or a file cannot be read.
+    Raises UserError when a weight is missing, or tied weights are not equal, or a file cannot be read. ``note`` is
+    called with a sentence on what is left out.
     """
     config = huggingface.config(settings)
     names, copies = huggingface.names(config), huggingface.copies(config)
@@ -136,7 +117,9 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
                         hint="download the folder again") from None
     tensors: dict[str, Tensor] = {}
     for part in parts:
-        tensors |= read(plain_file(folder, part))
+        if not isinstance(part, str) or not part or Path(part).name != part:
+            raise UserError(f"an index in '{folder}' names the file {part!r}", hint="it must name files beside it")
+        tensors |= read(folder / part)
     return tensors
 
 
@@ -150,18 +133,13 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except OSError as error:
-        raise UserError(f"cannot read '{path}': {error.strerror or error}", hint="look whether the file is there, "
-                        "and may be read") from None
+        raise _unreadable(path, error) from None
     except SafetensorError as error:
         raise _damaged(path, str(error)) from None
 
 
 def read_torch(path: Path) -> dict[str, Tensor]:
-    """Return all tensors of a state dict that ``torch.save`` wrote; names of nested dicts are joined by dots.
-
-    Raises:
-        UserError: see :func:`load_torch`; or it is no state dict.
-    """
+    """Return all tensors of a state dict that ``torch.save`` wrote; names of nested dicts are joined by dots."""
     return tensors_of(load_torch(path), path)
 
 
@@ -173,11 +151,10 @@ def load_torch(path: Path) -> Any:
     try:
         path.open("rb").close()
     except OSError as error:
-        raise UserError(f"cannot read '{path}': {error.strerror or error}", hint="look whether the file is there, "
-                        "and may be read") from None
+        raise _unreadable(path, error) from None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # such as of a pickle's protocol: what cannot be read is an error
+            warnings.simplefilter("ignore")  # such as of a pickle's protocol
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged files make all kinds
         if isinstance(error, pickle.UnpicklingError) and _CODE.search(str(error)):
@@ -208,14 +185,9 @@ def tensors_of(content: Any, path: Path, inside: str = "") -> dict[str, Tensor]:
     return tensors
 
 
-def plain_file(folder: Path, name: object) -> Path:
-    """Return a file of a folder that another file names; it must lie in the folder itself.
-
-    Raises UserError when it does not.
-    """
-    if not isinstance(name, str) or not name or Path(name).name != name:
-        raise UserError(f"an index in '{folder}' names the file {name!r}", hint="it must name files beside it")
-    return folder / name
+def _unreadable(path: Path, error: OSError) -> UserError:
+    return UserError(f"cannot read '{path}': {error.strerror or error}", hint="check that the file exists and may be "
+                                                                              "read")
 
 
 def _damaged(path: Path, why: str) -> UserError:

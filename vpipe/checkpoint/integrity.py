@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,55 +30,48 @@ class Damage:
         return f"{self.file} {self.what}"
 
 
-def sha256_of(path: Path, heard: Callable[[int], None] = lambda count: None) -> str:
-    """Return the SHA-256 of a file's content. Raises OSError when it cannot be read.
-
-    Args:
-        heard: called after each piece with its bytes.
-    """
+def sha256_of(path: Path, advance: Callable[[int], None] = lambda count: None) -> str:
+    """Return the SHA-256 of a file's content; ``advance`` is called after each piece with its bytes. Raises OSError."""
     digest, piece = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(piece):
             digest.update(piece[:count])
-            heard(count)
+            advance(count)
     return digest.hexdigest()
 
 
 def find_damage(folder: Path, progress: Progress | None = None, *, manifest: Manifest | None = None,
                 only: Iterable[str] | None = None) -> list[Damage]:
-    """Return what is wrong with the files of a checkpoint; every byte is read.
+    """Return what is wrong with the files of a checkpoint; every byte is read. Raises as :meth:`Manifest.load` does.
 
     Args:
         manifest: of the checkpoint, where it was read already.
-        only: the names of the files to look at; all when left out.
-
-    Raises:
-        UserError: see :meth:`Manifest.load`.
+        only: the names of the files to check; all when left out.
     """
     files = (manifest or Manifest.load(folder)).files
     chosen = {name: files[name] for name in (files if only is None else sorted(set(only)))}
     total, done, found = sum(file.bytes for file in chosen.values()), 0, []
 
-    def heard(count: int) -> None:
+    def advance(count: int) -> None:
         nonlocal done
         done += count
         if progress is not None:
             progress(done, total)
 
     for name, entry in chosen.items():
-        if what := _damage(folder / name, entry, heard):
+        if what := _damage(folder / name, entry, advance):
             found.append(Damage(name, what))
     return found
 
 
-def _damage(path: Path, entry: FileEntry, heard: Callable[[int], None]) -> str | None:
+def _damage(path: Path, entry: FileEntry, advance: Callable[[int], None]) -> str | None:
     try:
         if not path.is_file():
             return "is missing"
         size = path.stat().st_size
         if size != entry.bytes:
             return f"has {size:,} bytes instead of {entry.bytes:,}"
-        found = sha256_of(path, heard)
+        found = sha256_of(path, advance)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     return None if found == entry.sha256 else f"was changed: its SHA-256 is {found[:12]}..., not {entry.sha256[:12]}..."
@@ -85,14 +79,11 @@ def _damage(path: Path, entry: FileEntry, heard: Callable[[int], None]) -> str |
 
 def check_intact(folder: Path, progress: Progress | None = None, *, manifest: Manifest | None = None,
                  only: Iterable[str] | None = None, resume_hint: Callable[[Path], str] = resume_command) -> None:
-    """Refuse a damaged checkpoint, and offer the newest older one that is intact.
+    """Raise UserError for a damaged checkpoint, with a hint at the newest older one that is intact.
 
     Args:
         progress, manifest, only: see :func:`find_damage`.
         resume_hint: see :func:`~vpipe.checkpoint.directory.find_checkpoint`.
-
-    Raises:
-        UserError: a file is missing or not what was written; or see :meth:`Manifest.load`.
     """
     if found := find_damage(folder, progress, manifest=manifest, only=only):
         raise UserError(f"the checkpoint '{folder}' is damaged: {'; '.join(map(str, found[:4]))}"
@@ -102,21 +93,18 @@ def check_intact(folder: Path, progress: Progress | None = None, *, manifest: Ma
 
 def older_intact_hint(folder: Path, progress: Progress | None = None,
                       resume_hint: Callable[[Path], str] = resume_command) -> str:
-    """Return the hint to go on from the newest older checkpoint that is intact, if there is one."""
+    """Return the hint to resume from the newest older checkpoint that is intact, if there is one."""
     older = newest_intact_before(folder, progress)
     if older is None:
-        return "no older checkpoint beside it is intact: start the run anew, or bring the folder back from a copy"
+        return "no older checkpoint beside it is intact: start the run again, or bring the folder back from a copy"
     return f"resume from step {Manifest.load(older).step} with: {resume_hint(older)}"
 
 
 def newest_intact_before(folder: Path, progress: Progress | None = None) -> Path | None:
     """Return the newest older checkpoint of the same folder of which nothing is damaged, or None."""
-    older = previous(folder)
-    while older is not None:
-        try:
+    while (older := previous(folder)) is not None:
+        with suppress(UserError):
             if not find_damage(older, progress):
                 return older
-        except UserError:
-            pass
-        older = previous(older)
+        folder = older
     return None

@@ -6,27 +6,22 @@ Before that: is it a checkpoint of this model? The names that a stage asks for: 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from vpipe.checkpoint.directory import resume_command
 from vpipe.checkpoint.integrity import Progress, check_intact, older_intact_hint
 from vpipe.checkpoint.manifest import Manifest, TensorEntry
 from vpipe.checkpoint.shards import dtype_name, safetensors_errors
 from vpipe.errors import UserError
-from vpipe.model.layer import Layer, Model, without_values
+from vpipe.model.layer import Model, without_values
 
 SHOWN = 3
 """Differences that a message names; the others are counted."""
-
-_CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
-          "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64",
-          "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL", "complex64": "C64"}
-"""The dtypes as safetensors calls them."""
 
 
 def load_tensors(folder: Path, manifest: Manifest, names: Iterable[str], device: torch.device | str = "cpu",
@@ -41,8 +36,7 @@ def load_tensors(folder: Path, manifest: Manifest, names: Iterable[str], device:
         checked: the files were hashed already, so they are not now.
 
     Raises:
-        UserError: a name is not in the checkpoint, a file is missing or not what was written, or holds another shape
-            or dtype than the manifest says.
+        UserError: a name is not in the checkpoint, or a file is missing or is not the one that was written.
     """
     wanted = list(names)
     missing = [name for name in wanted if name not in manifest.tensors]
@@ -60,29 +54,29 @@ def load_tensors(folder: Path, manifest: Manifest, names: Iterable[str], device:
         for file, own in by_file.items():
             with safetensors_errors(), safe_open(folder / file, framework="pt") as opened:
                 for name in own:
-                    part = opened.get_slice(name)
-                    _check_entry(folder, name, manifest.tensors[name], tuple(part.get_shape()), part.get_dtype())
-                    found[name] = opened.get_tensor(name).to(device, copy=True)
+                    tensor = opened.get_tensor(name)
+                    kind, entry = TensorKind.of(tensor), TensorKind.of(manifest.tensors[name])
+                    if kind != entry:
+                        raise UserError(f"{file} holds '{name}' as {kind}, but the manifest says {entry}",
+                                        where=str(folder), hint="bring the folder back from a copy, or resume from an "
+                                        "older checkpoint: vpipe checkpoint ls RUN lists them")
+                    found[name] = tensor.to(device, copy=True)
     except OSError as error:
         raise UserError(f"cannot read the checkpoint '{folder}': {error.strerror or error}",
                         hint=older_intact_hint(folder, progress, resume_hint)) from None
     return {name: found[name] for name in wanted}
 
 
-def _check_entry(folder: Path, name: str, entry: TensorEntry, shape: tuple[int, ...], code: str) -> None:
-    if (shape, code) != (entry.shape, _CODES[entry.dtype]):
-        raise UserError(f"{entry.file} holds '{name}' as {list(shape)} {code}, but the manifest says "
-                        f"{list(entry.shape)} {_CODES[entry.dtype]}", where=str(folder),
-                        hint="bring the folder back from a copy, or resume from an older checkpoint: vpipe checkpoint "
-                        "ls RUN lists them")
-
-
-@dataclass(frozen=True)
-class TensorKind:
+class TensorKind(NamedTuple):
     """The shape and dtype of a tensor: ``[30522, 256] float32``."""
 
     shape: tuple[int, ...]
     dtype: str
+
+    @classmethod
+    def of(cls, tensor: Tensor | TensorEntry) -> TensorKind:
+        """Return those of a tensor, in memory or as a manifest has it."""
+        return cls(tuple(tensor.shape), dtype_name(tensor.dtype))
 
     def __str__(self) -> str:
         return f"[{', '.join(map(str, self.shape))}] {self.dtype}"
@@ -90,17 +84,12 @@ class TensorKind:
 
 def check_compatible(manifest: Manifest, model: Model, hint: str = "resume with the model section of the checkpoint's "
                      "own config: vpipe checkpoint show prints it") -> None:
-    """Refuse the checkpoint of another model, with the first names and shapes that differ.
+    """Raise UserError for the checkpoint of another model, with the first names and shapes that differ.
 
-    Args:
-        hint: the remedy.
-
-    Raises:
-        UserError: a parameter or buffer of the model is not in the checkpoint or is another there, or the checkpoint
-            has one that the model has not.
+    A parameter or buffer of the model is not in the checkpoint or is another there, or the checkpoint has one more.
     """
     ours = tensor_kinds(model)
-    theirs = {name.removeprefix("model."): TensorKind(entry.shape, entry.dtype)
+    theirs = {name.removeprefix("model."): TensorKind.of(entry)
               for name, entry in manifest.tensors.items() if name.startswith("model.")}
     other = [f"'{name}' is {kind} in the model and {theirs[name]} in the checkpoint"
              for name, kind in ours.items() if name in theirs and theirs[name] != kind]
@@ -112,27 +101,20 @@ def check_compatible(manifest: Manifest, model: Model, hint: str = "resume with 
 
 
 def tensor_kinds(model: Model) -> dict[str, TensorKind]:
-    """Return what a checkpoint of the model must have, by ``<layer>.<parameter or buffer>``.
+    """Return the tensors of a checkpoint of the model, by ``<layer>.<parameter or buffer>``, tied ones once.
 
-    A tied tensor is there once, under its owner. Nothing is computed and no weights are made, where the layers allow
-    it.
+    The modules are built without values where their constructors allow it.
     """
     found = {}
     for number, layer in enumerate(model.layers):
-        state = _empty(layer, number).state_dict()
-        found.update({f"{layer.name}.{name}": TensorKind(tuple(tensor.shape), dtype_name(tensor.dtype))
-                      for name, tensor in state.items() if name not in layer.ties})
+        try:
+            with torch.random.fork_rng(devices=[]), without_values():
+                module = layer.make()
+        except Exception:  # a constructor that reads values fails in a way of its own
+            module = layer.materialize(number, seed=0)
+        found.update({f"{layer.name}.{name}": TensorKind.of(tensor) for name, tensor in module.state_dict().items()
+                      if name not in layer.ties})
     return found
-
-
-def _empty(layer: Layer, number: int) -> nn.Module:
-    """Build the module without values; with, where its constructor reads some, or fails in a way of its own."""
-    try:
-        with torch.random.fork_rng(devices=[]), without_values():
-            module = layer.make()
-    except Exception:
-        return layer.materialize(number, seed=0)
-    return module if isinstance(module, nn.Module) else layer.materialize(number, seed=0)
 
 
 def _first_of(differences: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Write and read ``checkpoint.json``: what a checkpoint holds, and from which run and moment it is."""
+"""Write and read ``checkpoint.json``: the tensors and files of a checkpoint, and the run and step that it is of."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -100,8 +100,7 @@ class Manifest(CheckpointInfo):
     def build(cls, info: CheckpointInfo, tensors: Mapping[str, TensorEntry],
               files: Mapping[str, FileEntry]) -> Manifest:
         """Return the manifest of these tensors and files."""
-        return cls(**{each.name: getattr(info, each.name) for each in fields(CheckpointInfo)}, tensors=tensors,
-                   files=files)
+        return cls(**{**vars(info), "tensors": tensors, "files": files})
 
     @property
     def bytes(self) -> int:
@@ -118,10 +117,7 @@ class Manifest(CheckpointInfo):
 
     @classmethod
     def load(cls, folder: Path) -> Manifest:
-        """Read what :meth:`save` wrote.
-
-        Raises UserError when there is no checkpoint in ``folder``, it is of a newer format, or its manifest is damaged.
-        """
+        """Read a manifest. Raises UserError when there is none, it is of a newer format, or it is damaged."""
         path = folder / MANIFEST
         try:
             content = parse_json(read_bounded(path, MOST_BYTES, "a manifest"))
@@ -142,8 +138,7 @@ class Manifest(CheckpointInfo):
         number = content.get("format")
         if type(number) is int and number > FORMAT:
             raise UserError(f"the checkpoint has format {number}, this vpipe reads up to {FORMAT}", where=str(path),
-                            hint="resume it with the vpipe that wrote it, or a newer one: git pull && make "
-                            "install")
+                            hint="resume it with the vpipe that wrote it, or a newer one: git pull && make install")
         stated = content.pop("checksum", None)
         if stated != _checksum(content):
             raise _damaged(path, f"its content has the checksum {_checksum(content)[:12]}..., it says "
@@ -155,7 +150,7 @@ class Manifest(CheckpointInfo):
 
 
 def no_longer_used(manifest: Manifest) -> str | None:
-    """Return a warning of state in the checkpoint that an older version kept and this one has not, if there is any."""
+    """Return a warning of state in the checkpoint that only older versions have, if there is any."""
     if any(name.startswith("feedback.") for name in manifest.tensors):
         return ("the checkpoint has error feedback of compressed gradients, which this version has not: it is left "
                 "out, so the losses from here on are others")

@@ -27,15 +27,15 @@ _SHARD = re.compile(r"rank\d+(\.\d+)?\.safetensors", re.ASCII)
 
 def save_checkpoint(folder: Path, info: CheckpointInfo, tensors: Mapping[str, Tensor], rank: int = 0,
                     agreement: Agreement | None = None) -> None:
-    """Write a checkpoint at exactly ``folder``, all at once or not at all; one that is there makes way.
+    """Write a checkpoint at exactly ``folder``, all at once or not at all; one that is there is replaced.
 
-    All ranks call it. Nothing but a checkpoint makes way: neither in ``folder``, nor in ``<folder>.tmp``, where it is
-    written, nor ``<folder>.old``, which is what the one that makes way is called for a moment.
+    All ranks call it. Nothing but a checkpoint is replaced: neither in ``folder``, nor in ``<folder>.tmp``, where it is
+    written, nor ``<folder>.old``, which is the name of the replaced one for a moment.
 
     Args:
         info: the same on all ranks; rank 0's is written.
         tensors: of this rank, on any device; their names are unique among all ranks.
-        agreement: of the ranks; may be left out in one process.
+        agreement: of the ranks; None in one process.
 
     Raises:
         UserError: a tensor is of a dtype that files cannot hold, or something that is no checkpoint is in the way.
@@ -48,9 +48,9 @@ def save_checkpoint(folder: Path, info: CheckpointInfo, tensors: Mapping[str, Te
 
     def begin(_: list[str]) -> str:
         try:
-            if found := _in_the_way(folder, partial):
+            if found := _obstacle(folder, partial):
                 return found
-            if _was_cut_short(folder, partial):
+            if _was_interrupted(folder, partial):
                 recover(folder)
             if partial.exists():
                 shutil.rmtree(partial)
@@ -106,11 +106,11 @@ class SaveResult:
 
 
 class Saver:
-    """Write a run's checkpoints; every rank has a saver.
+    """Write a run's checkpoints in a thread; every rank has a saver.
 
     A save that the disk or any rank cannot do is given up by all: what was written of it is removed, the checkpoints
-    before stay, and training goes on. So is one of weights that are not finite: nobody can go on from those, and the
-    good ones before them would be pruned.
+    before stay, and training goes on. So is one of weights that are not finite: no training can go on from those, and
+    the good ones before them would be pruned.
 
     Args:
         root: the folder for checkpoints, seen by all ranks.
@@ -133,16 +133,13 @@ class Saver:
         self.results: list[SaveResult] = []
 
     def reserve(self, sizes: Iterable[int], pinned: bool = False) -> None:
-        """Allocate the memory for copies of tensors with so many bytes each, in a thread.
+        """Allocate the memory for copies of tensors with so many bytes each, in a thread; pinned for those of a GPU.
 
         Else the first pause would be many times as long as the others: a system hands out memory slower than it is
         filled.
-
-        Args:
-            pinned: where the tensors come from a GPU.
         """
         def allocate(own: Sequence[int]) -> None:
-            with suppress(OSError, MemoryError, RuntimeError):  # too little memory: the save will say so
+            with suppress(OSError, MemoryError, RuntimeError):  # too little memory: the save reports it
                 self._buffer.reserve(own, pinned)
 
         self.wait()
@@ -154,7 +151,7 @@ class Saver:
         Args:
             info: the same on all ranks; rank 0's is written.
             tensors: of this rank; their names are unique among all ranks.
-            began: when training paused, by ``perf_counter``; now, when left out.
+            began: when training paused, by ``perf_counter``; None for now.
 
         Raises:
             UserError: a tensor is of a dtype that files cannot hold.
@@ -170,10 +167,7 @@ class Saver:
         self._start(self._save, info, copies, began, perf_counter() - began)
 
     def wait(self) -> None:
-        """Wait until the last save is complete or given up.
-
-        Raises RunError when the ranks could not agree on it, because one is gone.
-        """
+        """Wait until the last save is complete or given up. Raises RunError when a rank is gone, so none can agree."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -181,7 +175,7 @@ class Saver:
             raise self._failure
 
     def warnings(self) -> list[str]:
-        """Return what the user should know of saves that were given up; each is handed out once."""
+        """Return and forget the warnings for the user: saves that were given up, old checkpoints that are left."""
         taken, self._warnings = self._warnings, []
         return taken
 
@@ -192,10 +186,7 @@ class Saver:
         self._agreement.close()
 
     def leave(self, seconds: float) -> None:
-        """Wait for the last save, for so long at most, on a rank that fails of itself.
-
-        The others know nothing of the failure yet, so their threads write.
-        """
+        """Wait up to ``seconds`` for the last save on a rank that fails: the others still write."""
         if self._thread is not None:
             self._thread.join(seconds)
 
@@ -212,7 +203,7 @@ class Saver:
                 lambda votes: self._decide(info, list(map(WriteResult.from_json, votes)))))
         except RuntimeError as error:
             self._failure = RunError(f"could not save step {info.step}: {str(error).splitlines()[0]}", rank=self._rank,
-                                     hint="rank 0, or who keeps its notes, has ended: see what it said")
+                                     hint="rank 0, or the process of its store, has ended: see its message")
             verdict = {"error": "rank 0 is gone", "bytes": 0}
         except Exception as error:
             verdict = {"error": self._error(error), "bytes": 0}
@@ -240,33 +231,26 @@ class Saver:
                 errors = [f"{self._error(error)} (rank {self._rank})"]
         if errors:
             self._folder.abort(step)
-            self._warnings.append(f"could not save step {step}: {', '.join(errors)}; training goes on, "
-                                  f"{self._newest_text()}")
+            try:
+                newest = self._folder.newest()
+                rest = f"the latest checkpoint is step {step_of(newest)}" if newest else "there is no checkpoint yet"
+            except OSError as error:
+                rest = f"and the folder of checkpoints cannot be read: {error_text(error)}"
+            self._warnings.append(f"could not save step {step}: {', '.join(errors)}; training goes on, {rest}")
         else:
             self._tidy(step)
         return json.dumps({"error": ", ".join(errors) or None, "bytes": size})
 
-    def _newest_text(self) -> str:
-        try:
-            newest = self._folder.newest()
-        except OSError as error:
-            return f"and the folder of checkpoints cannot be read: {error_text(error)}"
-        return f"the latest checkpoint is step {step_of(newest)}" if newest else "there is no checkpoint yet"
-
     def _tidy(self, step: int) -> None:
-        for what, work in (("write the file 'latest'", self._folder.update_latest),
-                           ("remove older checkpoints", self._prune)):  # which makes room, too
+        for what, task in (("write the file 'latest'", self._folder.update_latest),
+                           ("remove older checkpoints", lambda: self._folder.prune(self._keep))):  # even if that failed
             try:
-                work()
+                task()
             except OSError as error:
                 self._warnings.append(f"saved step {step}, but could not {what}: {error_text(error)}")
 
-    def _prune(self) -> None:
-        if self._keep is not None:
-            self._folder.prune(self._keep)
-
     def _error(self, error: Exception) -> str:
-        """Return the text of an error; a mistake of ours, which no file or memory caused, :meth:`wait` raises."""
+        """Return the text of an error; :meth:`wait` raises one that no file or memory caused: a mistake of ours."""
         if not isinstance(error, (OSError, MemoryError)):
             self._failure = error
         return error_text(error)
@@ -298,10 +282,9 @@ def write_errors(results: Sequence[WriteResult]) -> list[str]:
 
 
 def find_not_finite(tensors: Mapping[str, Tensor]) -> str:
-    """Return what is wrong with the first weight from which no training can go on, or nothing.
+    """Return what is wrong with the first weight with a NaN, or that is trained and has an infinity; or nothing.
 
-    That is one with a NaN, and one that an optimizer steps with an infinity: a buffer may well hold infinities, such as
-    a mask. One pass over the model's tensors.
+    A buffer may hold infinities, such as a mask.
     """
     stepped = {name.removeprefix("optim.").rpartition(".")[0] for name in tensors if name.startswith("optim.")}
     for name, tensor in tensors.items():
@@ -327,7 +310,7 @@ def error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _in_the_way(folder: Path, partial: Path) -> str:
+def _obstacle(folder: Path, partial: Path) -> str:
     """Return what a save would destroy though it is no checkpoint, or nothing."""
     for path in (folder, partial):
         if not path.exists():
@@ -341,11 +324,11 @@ def _in_the_way(folder: Path, partial: Path) -> str:
         if path == folder and names and MANIFEST not in names:
             return f"'{path}' holds '{min(names)}', but no {MANIFEST}"
     old = Path(f"{folder}.old")
-    if os.path.lexists(old) and not _was_cut_short(folder, partial) and folder.exists():
+    if os.path.lexists(old) and folder.exists():
         return f"'{old}' exists, which is what '{folder}' would be called while another takes its place"
     return ""
 
 
-def _was_cut_short(folder: Path, partial: Path) -> bool:
+def _was_interrupted(folder: Path, partial: Path) -> bool:
     """Return whether a save died after the one before had made way, and before the new one had the name."""
     return not folder.exists() and (partial / MANIFEST).is_file()

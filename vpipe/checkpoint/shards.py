@@ -97,7 +97,7 @@ class WriteResult:
     def from_json(cls, text: str) -> WriteResult:
         """Return the result that :meth:`as_json` wrote."""
         content = json.loads(text)
-        return cls({name: TensorEntry(tuple(entry.pop("shape")), **entry)
+        return cls({name: TensorEntry(tuple(entry["shape"]), entry["dtype"], entry["file"])
                     for name, entry in content["tensors"].items()},
                    {name: FileEntry(**entry) for name, entry in content["files"].items()}, content["error"])
 
@@ -131,7 +131,7 @@ def check_dtypes(tensors: Mapping[str, Tensor]) -> None:
             raise UserError(f"'{name}' is sparse, which a checkpoint cannot hold", hint="make it dense: .to_dense()")
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype | str) -> str:
     """Return ``float32``."""
     return str(dtype).removeprefix("torch.")
 
@@ -166,5 +166,5 @@ def _write_file(path: Path, tensors: dict[str, Tensor]) -> FileEntry:
     path.chmod(path.parent.stat().st_mode & 0o666)  # the library lets nobody else read it
     with path.open("rb") as file:
         os.fsync(file.fileno())
-    # Read again and not hashed on the way: so the sum is of what the file has, and nothing holds up other threads.
+    # Hashed from the disk and not before: so the sum is of the file's content, and other threads can work meanwhile.
     return FileEntry(path.stat().st_size, sha256_of(path))

@@ -44,12 +44,10 @@ class StageWeight:
 
 @dataclass(frozen=True)
 class MatchedWeights:
-    """The tensor of the files that each weight of the model is.
+    """The tensor of the files for each weight of the model.
 
-    Attributes:
-        by: how they were matched, in words.
-        weights: ours, ``<layer>.<parameter>`` -> theirs; in the order of the files, tied ones once.
-        absent: weights of the model that the files have not.
+    ``by``: how they were matched, in words. ``weights``: ours, ``<layer>.<parameter>`` -> theirs, in the order of the
+    files, tied ones once. ``absent``: weights of the model that the files have not.
     """
 
     by: str
@@ -71,7 +69,7 @@ def find_stage_files(folder: Path) -> list[Path]:
 
 
 def read_stage_files(files: Sequence[Path]) -> list[StageWeight]:
-    """Return all weights in the order of the files; what else is in them, such as the optimizer's state, is left alone.
+    """Return all weights in the order of the files, and nothing else, such as the optimizer's state.
 
     Raises UserError when a file cannot be read as weights, or has no ``state_dict``.
     """
@@ -96,7 +94,7 @@ def match_weights(found: Sequence[StageWeight], model: Model, family: Family,
 
     Raises UserError when there is no way in which names, or order and shapes, agree, or more than one.
     """
-    shapes = _shapes(model)
+    shapes = {name: kind.shape for name, kind in tensor_kinds(model).items()}
     ties = {f"{layer.name}.{own}": resolve_tie(model, target)
             for layer in model.layers for own, target in layer.ties.items()}
     by_name = _by_name(found, {name: name for name in shapes} | ties, family, settings)
@@ -121,21 +119,15 @@ def match_weights(found: Sequence[StageWeight], model: Model, family: Family,
     return _checked(what, list(zip(targets, found, strict=True)), shapes)
 
 
-def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
-    return {name: kind.shape for name, kind in tensor_kinds(model).items()}
-
-
 def _by_name(found: Sequence[StageWeight], own: Mapping[str, str], family: Family,
              settings: ModelSettings) -> list[tuple[str, StageWeight]] | None:
     """Match the weights by their names here or at Hugging Face; None where the files have others."""
     known, spelled = dict(own), {}
+    names = [_MODULE.sub("", weight.name) for weight in found]
     if family.huggingface is not None:
         config = family.huggingface.config(settings)
         known |= family.huggingface.names(config) | family.huggingface.copies(config)
-        for weight in found:
-            plain = _MODULE.sub("", weight.name)
-            spelled[plain] = family.huggingface.spelled(plain) or ""
-    names = [_MODULE.sub("", weight.name) for weight in found]
+        spelled = {name: family.huggingface.spelled(name) or "" for name in names}
     targets = [known.get(name, known.get(spelled.get(name, ""))) for name in names]
     if not targets or None in targets:
         return None
@@ -146,7 +138,7 @@ def _orders(model: Model, ties: Mapping[str, str], family: Family,
             settings: ModelSettings) -> list[tuple[str, list[str]]]:
     """Return the orders in which files may hold the weights, with tied ones or without."""
     untied = Model([replace(layer, ties={}) for layer in model.layers], model.batch)
-    orders = [("the model's order", list(_shapes(untied)))]
+    orders = [("the model's order", list(tensor_kinds(untied)))]
     if family.stage_order is not None:
         orders.insert(0, ("the first VPipe's order", family.stage_order(settings)))
     return [(what, list(order)) for what, every in orders
@@ -154,16 +146,16 @@ def _orders(model: Model, ties: Mapping[str, str], family: Family,
 
 
 def _difference(found: Sequence[StageWeight], wanted: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[int, str] | None:
-    """Return after how many tensors files and model differ, and how; None where they agree."""
+    """Return the number of tensors up to the first difference, and the difference; None without one."""
     for place, (weight, (name, shape)) in enumerate(zip(found, wanted, strict=False)):
         leaf, own = weight.name.rpartition(".")[2], name.rpartition(".")[2]
         if tuple(weight.tensor.shape) != shape or leaf != own:
             return place, f"tensor {place} is {weight}, where '{name}' {list(shape)} should be"
+    if len(found) == len(wanted):
+        return None
     shorter = min(len(found), len(wanted))
-    if len(found) > len(wanted):
-        return shorter, f"there are {len(wanted)} of them, and {found[shorter]} is beyond"
-    return (shorter, f"there are {len(wanted)} of them, and '{wanted[shorter][0]}' is missing") if (
-        len(found) < len(wanted)) else None
+    extra = f"{found[shorter]} is beyond" if len(found) > len(wanted) else f"'{wanted[shorter][0]}' is missing"
+    return shorter, f"there are {len(wanted)} of them, and {extra}"
 
 
 def _checked(by: str, pairs: Sequence[tuple[str, StageWeight]],
