@@ -21,9 +21,8 @@ from vpipe.model.layer import Model
 from vpipe.model.split import StageSpec, balanced, parameter_counts, split, ties_between
 from vpipe.plan.plan import Plan
 from vpipe.plan.recompute import Recompute, recomputed_layers
-from vpipe.runtime.build import Settings
-from vpipe.runtime.engine import Engine
-from vpipe.runtime.executors.registry import EXECUTORS, check_executor, reverses_backwards
+from vpipe.runtime.engine import Engine, Settings
+from vpipe.runtime.executors.registry import EXECUTORS, THREADED, check_executor
 from vpipe.runtime.microbatches import Batch
 from vpipe.runtime.pipeline_checkpoint import PipelineCheckpoint
 from vpipe.runtime.precision import PRECISIONS, Precision
@@ -163,7 +162,8 @@ class Pipeline:
         specs = split(model, self.partition)
         self.recomputed = recomputed_layers(recompute, self.partition)
         world = join_world(backend, timeout_s, device)
-        compression = Compression.parse(compress, compress_rounding, len(self.partition), seed)
+        compression = (None if (compress, compress_rounding) == ("none", "nearest") else
+                       Compression.parse(compress, compress_rounding, len(self.partition), seed))
         self.executor = check_executor(executor, self.schedule)
         lowered = ScheduleSpec(
             self.schedule, len(self.partition), microbatches, update_every,
@@ -171,7 +171,7 @@ class Pipeline:
             {owner: tuple(borrowers) for owner, borrowers in ties_between(specs).items()},
             [stage for stage, layers in enumerate(self.recomputed) if layers],
             grad_clip is not None or skip_not_finite or parsed.scaled,
-            last_first=reverses_backwards(self.executor, self.schedule)).prepare()
+            last_first=self.executor == THREADED).prepare()
         self.placement, self.update_every = lowered.placement, lowered.update_every
         if refused := [Problem(f"{name} {what}", hint) for name, what, hint in parsed.refused(
                 compression.codecs if compression is not None else ())]:

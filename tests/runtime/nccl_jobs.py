@@ -19,7 +19,7 @@ from vpipe.profiling.rank_group import RankGroup
 from vpipe.runtime import engine
 from vpipe.runtime.interpreter import RankPrograms
 from vpipe.runtime.p2p import P2PTransfers
-from vpipe.runtime.transport import distributed, process_groups
+from vpipe.runtime.transport import distributed
 
 
 def under(*, run: str, eager: bool = False, buffered: bool = False, **arguments: Any) -> Any:
@@ -34,7 +34,7 @@ def communicators(*, model: str, **arguments: Any) -> list[tuple[str, int]]:
     with nccl_rules(eager=False, buffered=False) as rules:
         pipe = jobs.pipeline(jobs.MODELS[model](), **arguments)
         list(pipe.train(rich_batches(2, 8)))
-        names = list(dict.fromkeys(process_groups.GROUP_OF_KIND.values()))
+        names = list(dict.fromkeys(distributed.GROUP_OF_KIND.values()))
         assert rules.communicators is not None
         return sorted((names[number - 1], peer) for number, peer in rules.communicators)
 
@@ -73,10 +73,10 @@ def one_after_another() -> list[Any]:
         made = []
         first = jobs.pipeline(jobs.MODELS["rich"](), schedule="1f1b", stages=4, microbatches=2)
         list(first.train(rich_batches(1, 4)))
-        made.append(len(process_groups._tensor_groups[dist.group.WORLD].groups))
+        made.append(len(distributed._tensor_groups[dist.group.WORLD].groups))
         second = jobs.pipeline(jobs.MODELS["rich"](), schedule="pipedream", stages=4, microbatches=2)
         next(second.train(rich_batches(8, 4)))
-        made.append(len(process_groups._tensor_groups))
+        made.append(len(distributed._tensor_groups))
         try:
             jobs.pipeline(jobs.MODELS["rich"](), schedule="1f1b", stages=4, microbatches=2)
         except UserError as error:

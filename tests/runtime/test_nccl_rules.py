@@ -20,8 +20,8 @@ from test_replicas_gloo import FOUR, ONE_THREE, TWO_ONE_ONE, TWO_TWO, without_ra
 from world import World
 
 from vpipe.config.config import load_config
-from vpipe.runtime.transport import process_groups
-from vpipe.runtime.transport.distributed import DistributedTransport, _TransferErrors
+from vpipe.runtime.transport import distributed
+from vpipe.runtime.transport.distributed import DistributedTransport, _KeyTransfer
 from vpipe.runtime.transport.transport import TransferKey
 from vpipe.schedules.registry import recipe_named, schedule_names
 from vpipe.train.job import Job
@@ -147,10 +147,10 @@ def test_the_backend_is_that_of_the_device_that_carries_a_tensor(monkeypatch: py
                                                                  cpu: str | None, cuda: str | None) -> None:
     """What the user's group says of itself: made without a backend it is called undefined, its devices are known."""
     monkeypatch.setattr(dist, "get_backend_config", lambda: config)
-    assert process_groups.backend_of(torch.device("cpu")) == cpu
-    assert process_groups.backend_of(torch.device("cuda", 1)) == cuda
-    assert process_groups.is_ordered(torch.device("cuda", 1)) == (cuda == "nccl")
-    assert not process_groups.is_ordered(torch.device("cpu"))
+    assert distributed.backend_of(torch.device("cpu")) == cpu
+    assert distributed.backend_of(torch.device("cuda", 1)) == cuda
+    assert distributed.is_ordered(torch.device("cuda", 1)) == (cuda == "nccl")
+    assert not distributed.is_ordered(torch.device("cpu"))
 
 
 class Work:
@@ -167,7 +167,7 @@ def test_the_host_does_not_wait_for_what_a_stream_waits_for() -> None:
     """Given a timeout, nccl's wait would look for the end on the host."""
     transport = object.__new__(DistributedTransport)
     transport._device, transport._timeout = torch.device("cuda", 0), timedelta(seconds=7)
-    transport._groups = process_groups.TensorGroups({})
+    transport._groups = distributed.TensorGroups({})
     on_stream, on_host = Work(), Work()
     transport._wait([on_stream], on_host=False)
     transport._wait([on_host], on_host=True)
@@ -194,5 +194,5 @@ def test_the_whole_loop_of_a_run_with_evaluations_and_checkpoints(world: World, 
 @pytest.mark.parametrize(("ordered", "limit_s"), [(True, 7.0), (False, None)])
 def test_where_nccl_may_make_a_communicator_the_watch_has_a_limit(ordered: bool, limit_s: float | None) -> None:
     """Nothing else ends a rank whose peer never comes to it; over gloo each wait has a limit."""
-    transport: Any = SimpleNamespace(ordered=ordered, timeout_s=7.0)
-    assert _TransferErrors(transport, 1, TransferKey("F", 1, 0), "sending").limit_s == limit_s
+    transport: Any = SimpleNamespace(ordered=ordered, timeout_s=7.0, watch=None)
+    assert _KeyTransfer(transport, 1, TransferKey("F", 1, 0), "sending").limit_s == limit_s

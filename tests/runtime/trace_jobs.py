@@ -12,7 +12,7 @@ from models import rich_batches, rich_model
 
 from vpipe import Pipeline
 from vpipe.runtime.action_recorder import Recorded
-from vpipe.runtime.transport.broadcast import clock_offset
+from vpipe.runtime.collectives import clock_offset
 
 
 def recorded() -> dict[str, Any]:

@@ -26,7 +26,7 @@ from vpipe.profiling.rank_group import RankGroup
 from vpipe.runtime.action_recorder import Recorded, Recorder
 from vpipe.runtime.collectives import LocalUsage
 from vpipe.runtime.stage_usage import StageUsage
-from vpipe.runtime.transport.process_groups import control_group
+from vpipe.runtime.transport.distributed import control_group
 from vpipe.train.csv_rows import csv_text
 from vpipe.train.job import Job, device_of, join
 from vpipe.train.loop import build_pipeline

@@ -22,7 +22,7 @@ from vpipe.config.validation import (
 from vpipe.config.yaml_tree import describe
 from vpipe.errors import UserError, nearest
 from vpipe.plan.recompute import MOST_LAYERS, ranges
-from vpipe.runtime.executors.registry import Executor, executor_conflict
+from vpipe.runtime.executors.registry import THREADED, Executor, threads_refused
 from vpipe.schedules.prepare import has_flush, is_file
 from vpipe.schedules.registry import DEFAULT_SCHEDULE, recipe_if_any, schedule_names
 from vpipe.schedules.size import MOST_MICROBATCHES, MOST_RANKS, MOST_STAGES, Placement, first_missing
@@ -254,7 +254,7 @@ class ParallelSection(Section):
                               f"stages {', '.join(str(len(own)) for own in self.stage_to_rank_map.values())} ranks",
                               "leave it out: the map says it")
         yield from self._schedule()
-        if refused := executor_conflict(self.executor, self.schedule):
+        if self.executor == THREADED and (refused := threads_refused(self.schedule)):
             yield Mistake(("executor",), f"is {refused[0]}", refused[1])
         named = self.stage_to_rank_map or {}
         widths = [len(named.get(str(stage), ())) or self.data_parallel_size for stage in range(stages)]

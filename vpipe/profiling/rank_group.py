@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from vpipe.distributed.device import gpu_uuid
 from vpipe.profiling.device import usable_cores
-from vpipe.runtime.transport.broadcast import broadcast_tensors, transferring_with
-from vpipe.runtime.transport.process_groups import control_group
+from vpipe.runtime.collectives import broadcast_tensors
+from vpipe.runtime.transport.distributed import PeerTransfer, control_group
 
 PATIENCE_S = 3600.0
 """Time that ranks wait for others that measure; one that is gone is noticed at once all the same."""
@@ -59,7 +59,7 @@ class RankGroup:
         ways = (dist.irecv, dist.isend) if self.rank == 0 else (dist.isend, dist.irecv)
         for way in ways:
             for peer in others:
-                with transferring_with(peer, doing):
+                with PeerTransfer(peer, doing):
                     work = way(token, peer, control_group())
                     assert work is not None, "this rank is in the default group"
                     work.wait(patience)

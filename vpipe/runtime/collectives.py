@@ -1,4 +1,5 @@
-"""Operations that all ranks call together: gather the model and the usage, agree, compare replicas."""
+"""Operations that all ranks call together, outside of any schedule: broadcast tensors, gather the model and the usage,
+agree, compare replicas and clocks."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -17,12 +20,85 @@ from vpipe.model.layer import check_alike, kind_of
 from vpipe.model.split import StageSpec
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_usage import StageUsage
-from vpipe.runtime.transport.broadcast import broadcast_tensors
+from vpipe.runtime.transport.distributed import PeerTransfer, control_group
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.size import Placement
 
 LocalUsage = Mapping[int, Mapping[int, StageUsage]]
 """The usage of the ranks of a process, by rank and stage."""
+
+ROUND_TRIPS = 40
+"""Of the comparison of two clocks."""
+
+
+def broadcast_tensors(tensors: Mapping[str, Tensor], source: int, timeout_s: float | None = None) -> dict[str, Tensor]:
+    """Return the named tensors of one rank on every rank, in host memory. All ranks must call it.
+
+    Sent from rank to rank, as everything else: the worker threads behind gloo's collectives may outlive the
+    interpreter and then abort the process at its exit.
+
+    Args:
+        tensors: of the source; the other ranks give none.
+        source: the rank that has them.
+        timeout_s: how long one tensor may take; None: as long as the process group says.
+
+    Raises:
+        RunError: a rank did not answer in that time, or is gone.
+    """
+    group, doing = control_group(), "sharing what each has"
+    limit = () if timeout_s is None else (timedelta(seconds=timeout_s),)
+
+    def transfer(tensor: Tensor, way: Callable[[Tensor, int, dist.ProcessGroup], dist.Work | None],
+                 peer: int) -> Tensor:
+        if tensor.numel():
+            work = way(tensor, peer, group)
+            assert work is not None, "this rank is in the group"
+            work.wait(*limit)
+        return tensor
+
+    if dist.get_rank() != source:
+        with PeerTransfer(source, doing, timeout_s):
+            size = transfer(torch.empty(1, dtype=torch.int64), dist.irecv, source)
+            text = transfer(torch.empty(int(size), dtype=torch.uint8), dist.irecv, source)
+            return {name: transfer(torch.empty(shape, dtype=getattr(torch, dtype)), dist.irecv, source)
+                    for name, shape, dtype in json.loads(bytes(text.numpy()).decode())}
+    shared = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    content = [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in shared.items()]
+    text = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
+    for peer in (other for other in range(dist.get_world_size()) if other != source):
+        with PeerTransfer(peer, doing, timeout_s):
+            for tensor in (torch.tensor([text.numel()]), text, *shared.values()):
+                transfer(tensor, dist.isend, peer)
+    return {name: t.clone() for name, t in shared.items()}
+
+
+def clock_offset() -> float:
+    """Return what to add to this process's ``perf_counter`` to have that of rank 0. All ranks must call it.
+
+    Rank 0 sends its time in answer to each rank in turn. The quickest of some round trips counts, as if both ways took
+    equally long (Cristian, Probabilistic clock synchronization, 1989); the error is at most half of that round trip.
+
+    Raises:
+        RunError: a rank did not answer in the process group's time, or is gone.
+    """
+    time_s, group = torch.zeros(1, dtype=torch.float64), control_group()
+    if dist.get_rank() == 0:
+        for peer in range(1, dist.get_world_size()):
+            with PeerTransfer(peer, "comparing clocks"):
+                for _ in range(ROUND_TRIPS):
+                    dist.recv(time_s, peer, group)
+                    dist.send(time_s.fill_(perf_counter()), peer, group)
+        return 0.0
+    found = []
+    with PeerTransfer(0, "comparing clocks"):
+        for _ in range(ROUND_TRIPS):
+            asked_s = perf_counter()
+            dist.send(time_s, 0, group)
+            dist.recv(time_s, 0, group)
+            theirs_s = time_s.item()
+            answered_s = perf_counter()
+            found.append((answered_s - asked_s, theirs_s - (asked_s + answered_s) / 2))
+    return min(found)[1]
 
 
 class Collectives:

@@ -30,7 +30,7 @@ from vpipe.plan.plan import Plan
 from vpipe.plan.recompute import recomputed_layers
 from vpipe.profiling.cache import load_by_digest, to_stderr
 from vpipe.profiling.fingerprint import digest, structure
-from vpipe.runtime.executors.registry import reverses_backwards
+from vpipe.runtime.executors.registry import THREADED
 from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.schedule import Schedule, describe_rank
 from vpipe.schedules.size import Placement
@@ -142,7 +142,7 @@ class Job:
             parallel.chunks, None, 1 if parallel.placement else parallel.data_parallel_size,
             {owner: tuple(borrowers) for owner, borrowers in ties_between(specs).items()},
             [stage for stage, layers in enumerate(recomputed) if layers], training.needs_norms,
-            last_first=reverses_backwards(parallel.executor, parallel.schedule)).prepare(proved=proved)
+            last_first=parallel.executor == THREADED).prepare(proved=proved)
         config = config.with_parallel(update_every=None if schedule.flush else schedule.update_every)
         if "partition" not in to_plan:
             config = config.with_parallel(partition=partition)

@@ -26,8 +26,8 @@ from vpipe.metric_formulas import WARM_UP, counted_updates
 from vpipe.pipeline import Pipeline
 from vpipe.profiling.rank_group import broadcast_value
 from vpipe.progress import message_if_slow
-from vpipe.runtime.build import Settings
 from vpipe.runtime.collectives import LocalUsage
+from vpipe.runtime.engine import Settings
 from vpipe.runtime.executors.registry import NO_GAIN, THREADED
 from vpipe.runtime.microbatches import Batch
 from vpipe.runtime.step_results import Step
@@ -309,8 +309,8 @@ def build_pipeline(job: Job) -> Pipeline:
     world = join_world(None, parallel.timeout_s, device_of(config))
     settings = Settings(training.num_microbatches, job.recomputed, job.lr_policy(), training.grad_clip, training.seed,
                         world.own, parallel.timeout_s,
-                        Compression.parse(parallel.compress, parallel.compress_rounding, len(job.partition),
-                                       training.seed),
+                        None if parallel.compress == "none" else Compression.parse(
+                            parallel.compress, parallel.compress_rounding, len(job.partition), training.seed),
                         training.on_nan == "skip", training.computed, parallel.executor)
     return Pipeline.from_schedule(job.model, job.partition, parallel.standing_in.schedule, job.schedule, settings,
                                   job.optimizer().from_named, world)

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.stage_usage import StageUsage
-from vpipe.runtime.transport.broadcast import transferring_with
-from vpipe.runtime.transport.process_groups import control_group
+from vpipe.runtime.transport.distributed import PeerTransfer, control_group
 from vpipe.schedules.schedule import stages_of_rank
 from vpipe.train.job import Job
 from vpipe.train.metrics import LineWriter, finite
@@ -142,7 +141,7 @@ class Gather:
         if len(here) == ranks:
             return  # all ranks are in this process
         for peer in range(1, ranks) if rank == 0 else [0]:
-            with transferring_with(peer, about):
+            with PeerTransfer(peer, about):
                 if rank:
                     work = dist.isend(here[rank], peer, control_group())
                 else:
@@ -158,7 +157,7 @@ class Gather:
             RunError: a rank is gone, or did not send in time.
         """
         for peer, work in self._work.items():
-            with transferring_with(peer, self._about):
+            with PeerTransfer(peer, self._about):
                 work.wait(timedelta(seconds=timeout_s))
         self._work.clear()
         return dict(sorted(self._tensors.items()))

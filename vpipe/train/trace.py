@@ -17,7 +17,7 @@ import torch.distributed as dist
 from vpipe.errors import UserError
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.action_recorder import MOST_ACTIONS, Recorder
-from vpipe.runtime.transport.broadcast import clock_offset
+from vpipe.runtime.collectives import clock_offset
 from vpipe.schedules.prepare import has_flush
 
 log = logging.getLogger("vpipe")

@@ -27,7 +27,7 @@ from vpipe.config.config import TrainingSection
 from vpipe.errors import RunError, UserError
 from vpipe.model.split import split, ties_between
 from vpipe.pipeline import Pipeline
-from vpipe.runtime.executors.registry import reverses_backwards
+from vpipe.runtime.executors.registry import THREADED
 from vpipe.runtime.transport.compression import Compression
 from vpipe.schedules.action import COMPLETES
 from vpipe.schedules.build import build
@@ -107,8 +107,8 @@ def references(job: Job, batches: int) -> Iterator[Reference]:
     data, microbatches = _batches(job, batches), batches * training.num_microbatches
     precision = reference_precision(training)
     rounding = _rounding(precision, training.num_microbatches) * steps_in_batches(job, batches)
-    # The executor that turns the backwards of gpipe round keeps gradients apart and adds them in order.
-    bound = 0.0 if _in_order(schedule) or reverses_backwards(parallel.executor, parallel.schedule) else rounding
+    # async_threaded reverses the backwards of gpipe, but keeps gradients apart and adds them in order.
+    bound = 0.0 if _in_order(schedule) or parallel.executor == THREADED else rounding
     compression = Compression.parse(parallel.compress, parallel.compress_rounding, len(partition), training.seed)
     if compression is not None and bound:
         raise UserError(f"'{parallel.schedule}' completes microbatches out of order, and with parallel.compress there "

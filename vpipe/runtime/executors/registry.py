@@ -1,4 +1,4 @@
-"""Executors by name: ways to execute a rank's actions, whatever these are."""
+"""Name the executors, which are ways to execute a rank's actions."""
 
 from __future__ import annotations
 
@@ -22,37 +22,31 @@ NO_GAIN = ("executor async_threaded: on a CPU it brings no gain over overlapped,
 NO_TIMELINE = (
     "the forwards of the executor async_threaded go on in threads, several at one time: there is no timeline of "
     "actions one after the other", "use the executor overlapped, which computes the same numbers")
-"""What goes wrong with a record of such a run, and what to do instead."""
+"""Why such a run has no timeline, and what to do instead."""
 
 
-def reverses_backwards(executor: Executor, schedule: str) -> bool:
-    """Return whether an executor runs the backwards of a batch from the last microbatch to the first."""
-    return executor == THREADED and _reversible(schedule)
+def threads_refused(schedule: str) -> tuple[str, str] | None:
+    """Return why ``async_threaded`` cannot run a schedule, and what to do instead; None when it can.
 
-
-def executor_conflict(executor: Executor, schedule: str) -> tuple[str, str] | None:
-    """Return why an executor cannot run a schedule, and what to do instead; None when it can."""
-    if executor == THREADED and not _reversible(schedule):
-        possible = " or ".join(reversible_schedules())
-        return (f"{THREADED}, which runs the schedule {possible} alone, but the schedule is {schedule}",
-                f"use the schedule {possible}, or the executor overlapped, which runs any")
-    return None
-
-
-def _reversible(schedule: str) -> bool:
+    It reverses the order of the backwards in a batch (:mod:`vpipe.schedules.passes`).
+    """
     recipe = recipe_if_any(schedule)
-    return recipe is not None and recipe.reversible
+    if recipe is not None and recipe.reversible:
+        return None
+    possible = " or ".join(reversible_schedules())
+    return (f"{THREADED}, which runs the schedule {possible} alone, but the schedule is {schedule}",
+            f"use the schedule {possible}, or the executor overlapped, which runs any")
 
 
 def check_executor(executor: str, schedule: str) -> Executor:
-    """Return the executor of a name, for a schedule that it can run; see :func:`executor_conflict`.
+    """Return the executor of this name.
 
     Raises:
-        UserError: there is none, or it cannot.
+        UserError: there is none, or it cannot run the schedule.
     """
     known = next((each for each in EXECUTORS if each == executor), None)
     if known is None:
         raise UserError(f"no executor is called {executor!r}", hint=nearest(str(executor), EXECUTORS))
-    if refused := executor_conflict(known, schedule):
+    if known == THREADED and (refused := threads_refused(schedule)):
         raise UserError(f"the executor is {refused[0]}", hint=refused[1])
     return known

@@ -1,14 +1,25 @@
-"""Transfer tensors between processes with torch.distributed, over gloo or a backend with nccl's rules."""
+"""Transfer tensors between processes with torch.distributed, over gloo or a backend with nccl's rules.
+
+What the host reads (losses, gradient norms, stop flags, shapes, votes) always goes over gloo in host memory. Tensors
+between stages go there too, unless their device has a backend of its own. Such a backend is taken to keep nccl's
+rules: it knows no tags, and carries out what a group has for a pair of ranks in the order in which it was issued.
+Tensors then have three groups, so that activations, gradients, and what belongs to parameters do not wait for each
+other. nccl makes one communicator for each group and pair of ranks at their first transfer (with ``device_id`` in
+``init_process_group`` one for all ranks of a group), which blocks the first rank until the second one comes. Since
+transfers have an order, so have these (:mod:`vpipe.schedules.transfer_order`).
+"""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from time import perf_counter
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,8 +27,6 @@ from torch import Tensor
 
 from vpipe.distributed.watchdog import current_watchdog
 from vpipe.errors import RunError, UserError
-from vpipe.runtime.transport.broadcast import transfer_error
-from vpipe.runtime.transport.process_groups import GROUP_OF_KIND, as_sent, control_group, is_ordered, tensor_groups
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey
 
 SENDS_UNDER_WAY = 4
@@ -33,9 +42,170 @@ _KINDS = "FBWGLNDSC"
 _HOST = torch.device("cpu")
 _generations = count()
 
+GROUP_OF_KIND = {"F": "activations", "B": "gradients", "W": "parameters", "G": "parameters", "D": "parameters",
+                 "S": "parameters"}
+"""The group of a transfer of tensors between stages, by the kind of its key; the other kinds are read by the host."""
+
+_NCCL_DTYPES = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8,
+                          torch.int32, torch.int64, torch.bool})
+
+
+@dataclass
+class TensorGroups:
+    """The groups for tensors over a backend with nccl's rules, which the pipelines of a process share.
+
+    Attributes:
+        groups: by name, see :data:`GROUP_OF_KIND`.
+        idle: whether all that was issued in them has ended.
+    """
+
+    groups: Mapping[str, dist.ProcessGroup]
+    idle: bool = True
+
+
+_control: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_tensor_groups: WeakKeyDictionary[dist.ProcessGroup, TensorGroups] = WeakKeyDictionary()
+
+
+def backend_of(device: torch.device) -> str | None:
+    """Return the backend that the default process group has for tensors on a device; None when it has none."""
+    entries = (entry.partition(":") for entry in dist.get_backend_config().split(","))
+    return next((name for kind, _, name in entries if kind == device.type), None)
+
+
+def is_ordered(device: torch.device) -> bool:
+    """Return whether tensors on a device go over a backend with nccl's rules."""
+    return backend_of(device) not in (None, "gloo")
+
+
+def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """Return the group for what the host reads: gloo, tensors in host memory.
+
+    It is the default group where that has gloo for the CPU; else one is made, once, by the first call, which all ranks
+    must make together.
+    """
+    default = dist.group.WORLD
+    assert default is not None, "torch.distributed is initialised"
+    if backend_of(_HOST) == "gloo":
+        return default
+    if default not in _control:
+        _control[default] = dist.new_group(backend="gloo", timeout=timeout)
+    return _control[default]
+
+
+def tensor_groups(device: torch.device, timeout: timedelta) -> TensorGroups:
+    """Return the groups for tensors on a device. The first call makes them, and all ranks must make it together.
+
+    Raises:
+        UserError: another pipeline has transfers under way: those of a new one could not be told from them.
+    """
+    default = dist.group.WORLD
+    assert default is not None, "torch.distributed is initialised"
+    if default not in _tensor_groups:
+        backend = backend_of(device)
+        _tensor_groups[default] = TensorGroups({name: dist.new_group(backend=backend, timeout=timeout)
+                                                for name in dict.fromkeys(GROUP_OF_KIND.values())})
+    if not _tensor_groups[default].idle:
+        raise UserError("another pipeline of this process has transfers under way",
+                        hint="let its training come to its end, or call its state_dict(), before you build the next "
+                             "one; after a failure start new processes")
+    return _tensor_groups[default]
+
+
+class PeerTransfer:
+    """The context of a transfer with another rank: the watchdog sees it, and its failure becomes a :class:`RunError`.
+
+    Args:
+        peer: the other rank.
+        doing: what the transfer does, for messages: ``comparing clocks``.
+        timeout_s: how long one transfer may take; None: as long as the process group says.
+    """
+
+    __slots__ = ("_doing", "_timeout_s", "_watch", "peer")
+
+    def __init__(self, peer: int, doing: str, timeout_s: float | None = None) -> None:
+        self.peer, self._doing, self._timeout_s, self._watch = peer, doing, timeout_s, current_watchdog()
+
+    def __enter__(self) -> None:
+        if self._watch is not None:
+            self._watch.transfer = self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+                raise self._failure(error) from error
+        finally:
+            if self._watch is not None:  # not before: the error says what this rank has waited for
+                self._watch.transfer = None
+
+    def _describe(self, rank: int) -> str:
+        return f"rank {rank}"
+
+    @property
+    def _what(self) -> str:
+        return self._doing
+
+    def __str__(self) -> str:
+        return f"{self._what} with {self._describe(self.peer)}"
+
+    @property
+    def limit_s(self) -> float | None:
+        """Return how long the watchdog lets this transfer take; None: each wait has a limit of its own."""
+        return None
+
+    @property
+    def purpose(self) -> str:
+        """Return the words between ``has waited 31 s`` and the other rank."""
+        return f"{self._doing} with"
+
+    def _failure(self, error: RuntimeError) -> RunError:
+        """Return the error: the peer did not answer in time, or is gone. The watchdog knows if another rank failed
+        before; without it the peer is blamed."""
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        timed_out, timeout_s = "imed out" in text or "imeout" in text, self._timeout_s
+        rank, other, watch = dist.get_rank(), self._describe(self.peer), self._watch
+        me = self._describe(rank)
+        gave_up = f"{me} gave up {self}" + (f" after {timeout_s:g} s" if timeout_s else "")
+        if watch is not None:
+            fault = watch.explain(self.peer, (timeout_s or watch.timing.silent_s) if timed_out else None)
+            return watch.error(fault, gave_up if timed_out else f"{me} was {self}")
+        if timed_out:
+            return RunError(gave_up, hint="a rank is stuck or much slower than the others: see what it printed, or its "
+                                          "log; a slow start needs a larger timeout_s", rank=rank, peer=self.peer)
+        return RunError(f"{me} lost {other} while {self._what}: {text}", rank=rank, peer=self.peer,
+                        hint="that rank ended first: see what it printed, or its log")
+
+
+class _KeyTransfer(PeerTransfer):
+    """The context of a scheduled transfer; ``doing`` is ``waiting for``, ``sending`` or ``receiving``."""
+
+    __slots__ = ("_key", "_transport")
+
+    def __init__(self, transport: DistributedTransport, peer: int, key: TransferKey, doing: str) -> None:
+        self.peer, self._doing, self._timeout_s, self._watch = peer, doing, transport.timeout_s, transport.watch
+        self._transport, self._key = transport, key
+
+    def _describe(self, rank: int) -> str:
+        return self._transport.describe(rank)
+
+    @property
+    def _what(self) -> str:
+        return f"{self._doing} {self._key}"
+
+    @property
+    def limit_s(self) -> float | None:
+        """As of :class:`PeerTransfer`; nccl may make a communicator here, for which it waits without end."""
+        return self._transport.timeout_s if self._transport.ordered else None
+
+    @property
+    def purpose(self) -> str:
+        what = str(self._key).removesuffix(f" for stage {self._key.stage}")  # which is the other one, or this one
+        return {"waiting for": f"for {what} from", "sending": f"to send {what} to",
+                "receiving": f"to receive {what} from"}[self._doing]
+
 
 class _Posted(NamedTuple):
-    """A posted receive; without specs it is that of the header that announces them."""
+    """A posted receive; without specs it is that of the header with them."""
 
     specs: Sequence[TensorSpec] | None
     work: list[dist.Work]
@@ -46,7 +216,7 @@ class DistributedTransport:
     """Transfer tensors from and to the one rank of this process.
 
     Attributes:
-        ordered: whether tensors go over a backend with nccl's rules (:mod:`vpipe.runtime.transport.process_groups`).
+        ordered: whether tensors go over a backend with nccl's rules .
             Transfers must then be posted and sent in the order of :mod:`vpipe.schedules.transfer_order`.
         watch: of this process; it shows other ranks which transfer this one is in.
         describe: ``rank -> "rank 2 (stage 2)"``, for messages.
@@ -87,7 +257,7 @@ class DistributedTransport:
         group, device = self._group_and_device(key)
         carried = [t.detach().to(device).contiguous() for t in tensors]
         # Even an empty tensor keeps its number, so that both sides count alike.
-        with _TransferErrors(self, peer, key, "sending"):
+        with _KeyTransfer(self, peer, key, "sending"):
             work = [self._isend(_header(tensors), peer, key, MOST_TENSORS, self._control)] if announce else []
             work += [self._isend(t, peer, key, i, group) for i, t in enumerate(carried) if t.numel()]
         self.bytes_sent += sum(t.nbytes for t in carried)
@@ -99,7 +269,7 @@ class DistributedTransport:
             self._complete(peer, *under_way.popleft())
 
     def post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec] | None) -> None:
-        with _TransferErrors(self, peer, key, "receiving"):
+        with _KeyTransfer(self, peer, key, "receiving"):
             if specs is None:
                 header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
                 posted = _Posted(None, [self._irecv(header, peer, key, MOST_TENSORS, self._control)], [header])
@@ -113,7 +283,7 @@ class DistributedTransport:
     def receive_specs(self, peer: int, key: TransferKey) -> list[TensorSpec]:
         posted = self._posted[peer, key]
         started = perf_counter()
-        with _TransferErrors(self, peer, key, "waiting for"):
+        with _KeyTransfer(self, peer, key, "waiting for"):
             self._wait(posted.work, on_host=True)
             specs = _specs(posted.buffers[0])
             self._posted[peer, key] = self._post(peer, key, specs)
@@ -124,7 +294,7 @@ class DistributedTransport:
         specs, works, buffers = self._posted.pop((peer, key))
         for_host = key.kind not in GROUP_OF_KIND
         started = perf_counter()
-        with _TransferErrors(self, peer, key, "waiting for"):
+        with _KeyTransfer(self, peer, key, "waiting for"):
             self._wait(works, for_host)
         self.wait_s += perf_counter() - started
         if key.kind == "B":
@@ -177,13 +347,13 @@ class DistributedTransport:
         return self._groups.groups[GROUP_OF_KIND[key.kind]], self._device
 
     def _isend(self, tensor: Tensor, peer: int, key: TransferKey, number: int, group: dist.ProcessGroup) -> dist.Work:
-        work = dist.isend(as_sent(tensor) if self.ordered else tensor, peer, group,
+        work = dist.isend(_as_nccl_sends(tensor) if self.ordered else tensor, peer, group,
                           _tag(key, number, tensor.nbytes, self._generation))
         assert work is not None, "this rank is in the group"
         return work
 
     def _irecv(self, tensor: Tensor, peer: int, key: TransferKey, number: int, group: dist.ProcessGroup) -> dist.Work:
-        work = dist.irecv(as_sent(tensor) if self.ordered else tensor, peer, group,
+        work = dist.irecv(_as_nccl_sends(tensor) if self.ordered else tensor, peer, group,
                           _tag(key, number, tensor.nbytes, self._generation))
         assert work is not None, "this rank is in the group"
         return work
@@ -201,52 +371,14 @@ class DistributedTransport:
 
     def _complete(self, peer: int, key: TransferKey, works: list[dist.Work], tensors: list[Tensor]) -> None:
         """Wait for a send and free its tensors."""
-        with _TransferErrors(self, peer, key, "sending"):
+        with _KeyTransfer(self, peer, key, "sending"):
             self._wait(works, on_host=key.kind not in GROUP_OF_KIND)
         tensors.clear()
 
 
-class _TransferErrors:
-    """Show other ranks the transfer that this one is in; turn what torch.distributed raises into a :class:`RunError`
-    that names the transfer and the rank at fault."""
-
-    __slots__ = ("_doing", "_key", "_transport", "peer")
-
-    def __init__(self, transport: DistributedTransport, peer: int, key: TransferKey, doing: str) -> None:
-        self._transport, self.peer, self._key, self._doing = transport, peer, key, doing
-
-    def __enter__(self) -> None:
-        if (watch := self._transport.watch) is not None:
-            watch.transfer = self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        transport = self._transport
-        try:
-            if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
-                raise transfer_error(error, transport.rank, self.peer, f"{self._doing} {self._key}",
-                                     transport.describe, transport.watch, transport.timeout_s) from error
-        finally:
-            if transport.watch is not None:  # not before: it is what this rank has waited for
-                transport.watch.transfer = None
-
-    @property
-    def limit_s(self) -> float | None:
-        """Return how long the watch lets this transfer take; None over gloo, where each wait has a limit.
-
-        nccl may make a communicator here, for which it waits without end.
-        """
-        return self._transport.timeout_s if self._transport.ordered else None
-
-    def __str__(self) -> str:
-        """Return words for when this process is ended in the middle of the transfer."""
-        return f"{self._doing} {self._key} with {self._transport.describe(self.peer)}"
-
-    @property
-    def purpose(self) -> str:
-        """Return words for when it takes long: it has waited ..."""
-        what = str(self._key).removesuffix(f" for stage {self._key.stage}")  # which is the other one, or this one
-        return {"waiting for": f"for {what} from", "sending": f"to send {what} to",
-                "receiving": f"to receive {what} from"}[self._doing]
+def _as_nccl_sends(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor as nccl takes it: of other dtypes than its own the bytes."""
+    return tensor if tensor.dtype in _NCCL_DTYPES else tensor.reshape(-1).view(torch.uint8)
 
 
 def _tag(key: TransferKey, number: int, size: int, generation: int) -> int:
