@@ -24,9 +24,10 @@ from vpipe.plan.predict import SimulatedPlan, predict
 from vpipe.plan.profile import Profile
 from vpipe.profiling.fingerprint import identify
 from vpipe.profiling.measure import measure
-from vpipe.runtime.action_recorder import Recorded, Recorder
+from vpipe.runtime.action_recorder import Recorder
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import Action
+from vpipe.schedules.action_record import RecordedAction
 
 TIMEOUT_S = 120
 MICROBATCHES = 8
@@ -119,7 +120,7 @@ def held(recorder: Recorder, notes: Sequence[object]) -> int:
     """The most that a rank held: activations kept for backwards, and versions of weights; counted, in bytes."""
     weights, versions, most = recorder.weight_bytes(), dict.fromkeys(recorder.weight_bytes(), 1), 0
     for note in notes:
-        if isinstance(note, Recorded):
+        if isinstance(note, RecordedAction):
             if note.stage in versions and note.versions:
                 versions[note.stage] = note.versions
             most = max(most, note.held_bytes + sum(weights[stage] * count for stage, count in versions.items()))

@@ -13,8 +13,9 @@ from made_run import GAP_S, LATENCY_S, SEND_S, make_run
 
 from vpipe.report.figures import Window, rank_times, steady_window
 from vpipe.report.idle_causes import Cause, Producers, TimeSlice, time_slices
-from vpipe.report.recording import RecordedAction, Recording, Track, read_recording
+from vpipe.report.recording import Recording, Track, read_recording
 from vpipe.schedules.action import Action
+from vpipe.schedules.action_record import RecordedAction
 from vpipe.schedules.size import Placement
 
 

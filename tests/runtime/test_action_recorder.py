@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ from vpipe import Layer, Model, Pipeline
 from vpipe.errors import RunError
 from vpipe.runtime import action_recorder as trace
 from vpipe.runtime import activations as kept
-from vpipe.runtime.action_recorder import Evaluated, Recorded
 from vpipe.runtime.microbatches import Batch
 from vpipe.schedules.action import PER_MICROBATCH, Op
+from vpipe.schedules.action_record import RecordedAction, RecordedEvaluation
 
 SETTINGS: list[dict[str, Any]] = [
     {"schedule": "1f1b", "stages": 3, "recompute": [0.5, 1.0, 0.0], "grad_clip": 0.5},
@@ -29,7 +28,8 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def trained(record: bool, **arguments: Any) -> tuple[list[float], Pipeline, dict[int, list[Recorded | Evaluated]]]:
+def trained(record: bool, **arguments: Any
+            ) -> tuple[list[float], Pipeline, dict[int, list[RecordedAction | RecordedEvaluation]]]:
     """Batches of two lengths, an evaluation, more batches."""
     pipe = Pipeline(rich_model(), microbatches=4, optimizer=lambda own: torch.optim.AdamW(own, lr=1e-2), **arguments)
     recorders = pipe.engine.record() if record else {}
@@ -39,8 +39,8 @@ def trained(record: bool, **arguments: Any) -> tuple[list[float], Pipeline, dict
     return losses, pipe, {rank: recorder.pop_records() for rank, recorder in recorders.items()}
 
 
-def actions(notes: Sequence[Recorded | Evaluated]) -> list[Recorded]:
-    return [note for note in notes if isinstance(note, Recorded)]
+def actions(notes: Sequence[RecordedAction | RecordedEvaluation]) -> list[RecordedAction]:
+    return [note for note in notes if isinstance(note, RecordedAction)]
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting["schedule"])
@@ -51,7 +51,7 @@ def test_recording_changes_no_number_and_misses_no_action(setting: dict[str, Any
     assert losses == plain
     for rank, own in notes.items():
         worker = pipe.engine.workers[rank]
-        assert [isinstance(note, Evaluated) for note in own].count(True) == 1
+        assert [isinstance(note, RecordedEvaluation) for note in own].count(True) == 1
         times = [time for note in own for time in (note.start_s, note.end_s)]
         assert times == sorted(times)
         stages = {stage: [note for note in actions(own) if note.stage == stage] for stage in worker.stages}
@@ -134,7 +134,7 @@ class Total(nn.Module):
         return x.sum()
 
 
-def dense_notes(schedule: str, recompute: Any) -> dict[int, list[Recorded]]:
+def dense_notes(schedule: str, recompute: Any) -> dict[int, list[RecordedAction]]:
     """Two stages of two dense layers; each keeps two inputs and two outputs of tanh."""
     model = Model([Layer("first", Dense, ("x",), ("h",)), *(Layer(f"dense{i}", Dense) for i in range(3)),
                    Layer("loss", Total, outputs=("loss",))], batch=("x",))
@@ -145,7 +145,7 @@ def dense_notes(schedule: str, recompute: Any) -> dict[int, list[Recorded]]:
     return {rank: actions(recorder.pop_records()) for rank, recorder in recorders.items()}
 
 
-def held(notes: Sequence[Recorded], *texts: str) -> list[int]:
+def held(notes: Sequence[RecordedAction], *texts: str) -> list[int]:
     by_text = {f"{note.stage}{note.op.value}{note.number}": note.held_bytes for note in notes}
     return [by_text[text] // TENSOR if by_text[text] % TENSOR == 0 else -1 for text in texts]
 
@@ -268,9 +268,3 @@ def test_a_layer_that_refuses_hooks_cannot_be_counted_and_it_is_said() -> None:
     with pytest.raises(RunError, match=r"saved tensor hooks.*\(rank 0, stage 0, microbatch 0, action 0F0\)\n"
                                        "hint: .*: set trace to false"):
         next(iter(pipe.train(data)))
-
-
-def test_notes_are_lines_of_json() -> None:
-    note = Recorded(Op.FORWARD, 2, 17, 1.5, 1.75, 0.125, 4096, 3)
-    assert json.loads(str(note)) == ["2F17", 1.5, 1.75, 0.125, 4096, 3]
-    assert json.loads(str(Evaluated(1.5, 2.0))) == {"evaluation": [1.5, 2.0]}

@@ -13,7 +13,7 @@ from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
 from vpipe.profiling.fingerprint import identify
 from vpipe.profiling.measure import measure
-from vpipe.runtime.action_recorder import Recorded
+from vpipe.schedules.action_record import RecordedAction
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_pure"])
@@ -38,7 +38,8 @@ def test_a_pipeline_holds_what_was_predicted(precision: str) -> None:
         for _ in pipe.train(batches):
             pass
         for stage, recorder in recorders.items():
-            notes = [note for note in recorder.pop_records() if isinstance(note, Recorded) and note.stage == stage]
+            notes = [note for note in recorder.pop_records()
+                     if isinstance(note, RecordedAction) and note.stage == stage]
             held = max(note.held_bytes + note.versions * recorder.weight_bytes()[stage] for note in notes)
             memory = prediction.stages[stage].memory
             expected = memory.activations + memory.weights + memory.stashed

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from models import rich_batches, rich_model
 
 from vpipe import Pipeline
-from vpipe.runtime.action_recorder import Recorded
 from vpipe.runtime.collectives import clock_offset
+from vpipe.schedules.action_record import RecordedAction
 
 
 def recorded() -> dict[str, Any]:
@@ -22,13 +22,13 @@ def recorded() -> dict[str, Any]:
     recorders = pipe.engine.record()
     losses = [step.loss for step in pipe.train(rich_batches(2, 4))]
     notes = {rank: recorder.pop_records() for rank, recorder in recorders.items()}
-    assert all(isinstance(note, Recorded) for own in notes.values() for note in own)
+    assert all(isinstance(note, RecordedAction) for own in notes.values() for note in own)
     offset_s = 0.0
     if dist.is_initialized():
         with patch("vpipe.runtime.transport.broadcast.perf_counter", lambda: perf_counter() + 3600 * dist.get_rank()):
             offset_s = clock_offset()
     return {"losses": losses, "offset_s": offset_s,
             "actions": {rank: [[f"{note.stage}{note.op.value}{note.number}", note.held_bytes, note.versions]
-                               for note in own if isinstance(note, Recorded)] for rank, own in notes.items()},
+                               for note in own if isinstance(note, RecordedAction)] for rank, own in notes.items()},
             "waits_within_actions": all(0 <= note.waited_s <= note.end_s - note.start_s
-                                        for own in notes.values() for note in own if isinstance(note, Recorded))}
+                                        for own in notes.values() for note in own if isinstance(note, RecordedAction))}

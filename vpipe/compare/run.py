@@ -23,10 +23,11 @@ from vpipe.compare.systems import ComparisonRequest
 from vpipe.config.config import load_config
 from vpipe.errors import PlanningError, Problem, UserError, counted
 from vpipe.profiling.rank_group import RankGroup
-from vpipe.runtime.action_recorder import Recorded, Recorder
+from vpipe.runtime.action_recorder import Recorder
 from vpipe.runtime.collectives import LocalUsage
 from vpipe.runtime.stage_usage import StageUsage
 from vpipe.runtime.transport.distributed import control_group
+from vpipe.schedules.action_record import RecordedAction
 from vpipe.train.csv_rows import csv_text
 from vpipe.train.job import Job, device_of, join
 from vpipe.train.loop import build_pipeline
@@ -202,7 +203,7 @@ def _peak_bytes(recorder: Recorder) -> int:
     """Return the most bytes held at once: weights in all versions, gradients, optimizer state, activations."""
     weights, versions, most = recorder.weight_bytes(), dict.fromkeys(recorder.worker.stages, 1), 0
     for note in recorder.pop_records():
-        if isinstance(note, Recorded):
+        if isinstance(note, RecordedAction):
             versions[note.stage] = max(1, note.versions)
             most = max(most, note.held_bytes + sum(versions[stage] * size for stage, size in weights.items()))
     return most + sum(recorder.static_bytes().values())

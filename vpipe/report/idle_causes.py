@@ -16,8 +16,9 @@ from enum import StrEnum
 from statistics import median
 from typing import NamedTuple
 
-from vpipe.report.recording import RecordedAction, Recording, Track
+from vpipe.report.recording import Recording, Track
 from vpipe.schedules.action import COMPLETES, RECEIVES, RETURNS, SENDS, Op
+from vpipe.schedules.action_record import RecordedAction
 
 
 class Cause(StrEnum):

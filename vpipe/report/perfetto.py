@@ -18,8 +18,9 @@ from typing import Any
 
 from vpipe.report.figures import WORK
 from vpipe.report.idle_causes import Producers, time_slices
-from vpipe.report.recording import RecordedAction, Recording, Track, describe
+from vpipe.report.recording import Recording, Track, describe
 from vpipe.schedules.action import RETURNS, Op
+from vpipe.schedules.action_record import RecordedAction
 from vpipe.visualize.table import row_name
 
 MOST_ACTIONS = 250_000

@@ -1,10 +1,4 @@
-"""Read what the ranks of a run recorded: ``RUN/trace/rank<N>.jsonl``.
-
-The first line of a file is the header, an object; every other one an action, ``["2F17", start_s, end_s, waited_s,
-held_bytes, versions]``, or a note: ``{"evaluation": [start_s, end_s]}``, ``{"clock": [at_s, offset_s]}`` (to be added
-for the time of rank 0; one at the start, one at a good end), ``{"truncated": true}``. ``waited_s`` is the part of
-an action, at its beginning, spent waiting for another rank.
-"""
+"""Read the record of a run: ``RUN/trace/rank<N>.jsonl`` (:mod:`vpipe.schedules.action_record`)."""
 
 from __future__ import annotations
 
@@ -15,14 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from vpipe.errors import UserError, counted
-from vpipe.schedules.action import PER_MICROBATCH, Action, Op
+from vpipe.schedules.action import PER_MICROBATCH, Op
+from vpipe.schedules.action_record import FORMAT, RecordedAction
 from vpipe.schedules.schedule import Rounds
 from vpipe.schedules.size import Placement
 
-FORMAT = 1
 AGAIN = "record the run again with 'trace: true' in its config, or copy the file whole"
 
 SHARED = ("schedule", "placement", "flush", "microbatches", "update_every", "partition", "recomputed",
@@ -103,32 +97,6 @@ def open_lines(file: Path) -> Iterator[Iterator[str]]:
 _SLACK_S = 1e-6  # by which rounded times may overlap
 _TEXT = re.compile(r"(\d+)([A-Z_]+)(\d+)")
 _OPS = {op.value: op for op in Op}
-
-
-class RecordedAction(NamedTuple):
-    """An action that was carried out: waiting until ``start_s + waited_s``, at work until ``end_s``.
-
-    ``number`` is the run's number of the microbatch, update or version; ``held_bytes`` (activations of the rank) and
-    ``versions`` (of the stage) are those after it.
-    """
-
-    op: Op
-    stage: int
-    number: int
-    start_s: float
-    end_s: float
-    waited_s: float
-    held_bytes: int
-    versions: int
-
-    @property
-    def begun_s(self) -> float:
-        """Return the end of the waiting."""
-        return self.start_s + self.waited_s
-
-    @property
-    def action(self) -> Action:
-        return Action(self.op, self.stage, self.number)
 
 
 @dataclass(frozen=True)

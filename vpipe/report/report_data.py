@@ -18,9 +18,10 @@ from vpipe.plan.predict import predict
 from vpipe.plan.profile import Profile
 from vpipe.report.figures import WORK, Figures, Points, step_ends
 from vpipe.report.idle_causes import Cause, Producers, medians, time_slices
-from vpipe.report.recording import RecordedAction, Recording, Track, read_recording
+from vpipe.report.recording import Recording, Track, read_recording
 from vpipe.report.run_metrics import History, Totals, read_history
 from vpipe.schedules.action import PER_MICROBATCH, Action, Op
+from vpipe.schedules.action_record import RecordedAction
 from vpipe.schedules.costs import Costs, Link, StageCosts
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.simulate import simulate

@@ -1,4 +1,4 @@
-"""Train and evaluate: run the ranks of this process through the segments of a schedule."""
+"""Train and evaluate: build the workers of this process, and run them through the segments of a schedule."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ CHANGES_HINT = ("give learning rates as learning_rate_factor=lambda step: ..., c
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of an engine beside the model and the schedule.
+    """Settings of an engine besides the model and the schedule.
 
     Attributes:
         microbatches: per batch.
@@ -60,10 +60,10 @@ class Settings:
         seed: of initialisation and dropout.
         device: where this process computes.
         timeout_s: how long a transfer may take.
-        compression: how tensors travel between stages; None: as they are.
+        compression: codecs of tensors between stages; None: there are none.
         skip: whether an update from a loss or a gradient that is not finite is skipped.
-        precision: in which numbers layers compute.
-        executor: how actions are carried out.
+        precision: of the layers' computation.
+        executor: of the actions.
     """
 
     microbatches: int
@@ -87,13 +87,13 @@ class Settings:
 class Engine:
     """Run a lowered schedule over the stages of this process.
 
-    Within one process all ranks take turns in one thread, in the order of dependencies; with
-    torch.distributed this process is one rank. The same programs give the same numbers.
+    Within one process all ranks take turns in one thread, in the order of dependencies; with torch.distributed this
+    process is one rank. The numbers are the same.
 
     Attributes:
         workers: of this process, by rank.
         collectives: operations that all ranks call together.
-        position: how far training is; microbatches in flight are not done.
+        position: of training; microbatches in flight are not counted.
     """
 
     def __init__(self, model: Model, specs: Sequence[StageSpec], schedule: Schedule, make_optimizer: MakeOptimizer,
@@ -122,17 +122,16 @@ class Engine:
               pauses: Pauses = lambda steps: None) -> Iterator[Step]:
         """Train on the batches; yield the steps, in order.
 
-        After :meth:`restore` the first batch is the one that was under way: its microbatches that are done are left
-        out.
+        After :meth:`restore` the first batch is the one that was under way, without its microbatches that are done.
 
         Args:
-            updates: ends the training after so many steps, in the middle of a batch if need be (not under a schedule
-                read from a file, which ends with its batch).
-            stop: is asked where the last stage is, once per step. Its answer comes with the step on every rank, so
-                that all of them can stop after the same one.
+            updates: end after so many steps, in the middle of a batch if need be (not under a schedule read from a
+                file, which ends with its batch).
+            stop: called on the rank of the last stage, once per step. The result comes with the step on every rank, so
+                that all can stop after the same one.
             pauses: must return the same on every rank. Without a flush the pipeline drains exactly there: a
                 :meth:`drain` between that step and the next makes no step, and the next microbatches use the latest
-                weights at every stage, whether or not anybody drained it. With a flush it is empty after every batch.
+                weights at every stage. With a flush it is empty after every batch.
         """
         self._compare_replicas()
         self.drain()
@@ -171,7 +170,7 @@ class Engine:
             if pause is not None:
                 assert pause > done, f"a pause after step {pause}, but {done} are done"
                 loader.end = first + (pause - done) * self._schedule.rounds.per_step
-            rounds = self._programs.rounds(partial(_has, loader, first))
+            rounds = replace(self._schedule.rounds, exists=partial(_has, loader, first))
             segment = self._segment(loader, first, rounds)
             steps = self._steps_of_stream(segment, rounds)
             stream = self._stream = RunningSegment(segment, steps, self._results)
@@ -192,7 +191,7 @@ class Engine:
         self._end_batches(loader)
 
     def _steps_of_stream(self, segment: Segment, rounds: Rounds) -> Iterator[int]:
-        """Yield the step numbers of a stream; after a failure there is nothing left of it to drain."""
+        """Yield the step numbers of a stream; after a failure nothing of it is left to drain."""
         try:
             yield from self._interpreter.run(segment, self._programs.for_stream(rounds))
         except (Exception, KeyboardInterrupt):
@@ -200,31 +199,24 @@ class Engine:
             raise
 
     def _end_batches(self, loader: MicrobatchLoader) -> None:
-        """Raise the error of a batch that could not be read, when the batches before it are done.
-
-        Raises:
-            RunError: another rank has more batches.
-            Exception: the user's own.
-        """
+        """Raise the user's error of a batch that could not be read, when the batches before it are done."""
         self._agree_on_end(loader)
         loader.close()
         if loader.error is not None:
             raise loader.error
         device = self._settings.device
         if device.type == "cuda" and any(worker.transport.ordered for worker in self.workers.values()):
-            torch.cuda.current_stream(device).synchronize()  # the process may end now, and take what it sends along
+            torch.cuda.current_stream(device).synchronize()  # the process may end now, before its sends have
 
     def _agree_on_end(self, loader: MicrobatchLoader) -> None:
-        """Check that the batches end on every rank alike, where they end before a limit and a pause."""
+        """Check that the batches end on every rank alike, if they end before a limit and a pause."""
         for worker in self.workers.values():
             if worker.comparison is not None and loader.ended:
                 worker.comparison.check_end(loader, self.collectives.agree)
 
     def _yield_unchanged(self, step: Step, later_updates: Callable[[Step], bool]) -> Iterator[Step]:
-        """Yield a step; refuse changed parameter groups if updates of later steps are made or under way.
-
-        Stages are then at different updates, so which of them sees a change would depend on the transport.
-        """
+        """Yield a step; refuse changed parameter groups if later updates are made or under way: which stage sees a
+        change would depend on the transport."""
         if self._schedule.flush:
             yield step
             return
@@ -241,26 +233,19 @@ class Engine:
                 for optimizer in worker.optimizer_steps.optimizers.values()]
 
     def _compare_replicas(self) -> None:
-        """Refuse replicas that start with different weights; once, or again after :meth:`restore`.
-
-        Raises:
-            UserError: they do.
-        """
+        """Refuse replicas that start with different weights, once, and again after :meth:`restore`."""
         if not self._replicas_compared:
-            # In a resumed run they have buffers of their own.
+            # In a resumed run replicas have buffers of their own.
             self.collectives.check_replicas_begin(buffers=self.position.microbatches == 0)
             self._replicas_compared = True
 
     def _segment(self, loader: MicrobatchLoader, first: int, rounds: Rounds) -> Segment:
-        """Return the segment that is trained next, from an empty pipeline on."""
+        """Return the segment that is trained next, beginning with an empty pipeline."""
         check_rescheduled(self._optimizers)
         return Segment(loader, first, self.position.microbatches, self.position.steps, rounds, training=True)
 
     def drain(self) -> Sequence[Step]:
-        """Finish what is in flight in an asynchronous pipeline; return the steps that makes.
-
-        Training may go on after it. Every rank drains after the same step.
-        """
+        """Finish the microbatches in flight without a flush; return the steps made. All ranks drain after the same."""
         stream = self._stream
         if stream is None or self._interpreter.broken:
             return tuple(self._made)
@@ -274,25 +259,20 @@ class Engine:
         self._agree_on_end(stream.segment.loader)
 
     def _close(self, segment: Segment, end: int, steps: int) -> None:
-        """Count the steps and microbatches of a segment that is done; ``end``: the loader's next microbatch."""
+        """Count the steps and microbatches of a finished segment; ``end``: the loader's next microbatch."""
         self.position = self.position.after(steps, end - segment.first, segment.loader.samples(segment.first, end),
                                             end % self._settings.microbatches)
         self._interpreter.finish()
 
     def record(self, limit: int = MOST_ACTIONS) -> Mapping[int, Recorder]:
-        """Record the actions of training from now on; return the recorders of this process's ranks.
-
-        To be called before training, or when all that was in flight is drained.
-
-        Args:
-            limit: how many actions of a rank are recorded.
+        """Record the actions of training from now on, at most ``limit`` per rank; return the recorders by rank.
 
         Raises:
-            UserError: forwards go on in threads, so that actions have no times of their own.
+            UserError: forwards run in threads, so that actions have no times of their own.
         """
         if self._settings.executor == THREADED:
             raise UserError(NO_TIMELINE[0], hint=NO_TIMELINE[1])
-        assert self._stream is None, "what is in flight was not recorded"
+        assert self._stream is None, "microbatches in flight were not recorded"
         self._interpreter.recorders = {rank: Recorder(worker, limit) for rank, worker in self.workers.items()}
         return self._interpreter.recorders
 
@@ -302,8 +282,8 @@ class Engine:
         self.drain()
         losses: list[list[float]] = [[] for rank in self._placement[-1] if rank in self.workers]
         samples: list[int] = []
-        # As many batches at a time as keep every stage busy, not all: in one process nothing bounds how far
-        # the first stage runs ahead. Every replica takes equally many of them, so that the next ones are in order.
+        # Only as many batches at a time as keep every stage busy: in one process nothing else bounds how far the first
+        # stage runs ahead. Every replica takes equally many of them, so that the next ones are in order.
         most = (-(-4 * len(self._placement) // self._settings.microbatches) * len(self._placement[-1])
                 * self._settings.microbatches)
         loader, first = self._loader(batches, None, most, copied=True), 0
@@ -344,7 +324,7 @@ class Engine:
         Args:
             period: after how many microbatches they are divided among replicas from the first one on, if ever.
             begun: how many of the first batch are left out.
-            copied: whether fields are copied, since batches are read while others are in use.
+            copied: whether fields are copied, where batches are read while others are in use.
         """
         here = [(stage, rank) for rank, worker in self.workers.items() for stage in worker.stages]
         rounds = self._schedule.rounds
@@ -379,14 +359,13 @@ class Engine:
         return state_parts(self.workers, self._placement)
 
     def checkpoint_state(self) -> dict[str, Tensor]:
-        """Return the state of this process that a resumed run needs, see :mod:`vpipe.runtime.state_dict`.
+        """Return the state of this process that a resumed run needs, without copies (:mod:`vpipe.runtime.state_dict`).
 
-        Every rank calls it after the same step; an asynchronous pipeline drains first. No copies: training goes on in
-        the same memory.
+        Every rank calls it after the same step; without a flush the pipeline drains first.
 
         Raises:
             RunError: the pipeline failed before.
-            UserError: a layer or an optimizer keeps what a checkpoint cannot hold.
+            UserError: a checkpoint cannot hold the state of a layer or an optimizer.
         """
         self._interpreter.check_usable()
         self.drain()
@@ -397,14 +376,10 @@ class Engine:
         return any(part.wants(name) for part in self.parts)
 
     def restore(self, position: Position, tensors: Mapping[str, Tensor]) -> None:
-        """Restore the state of a saved run, whatever its partition, widths and transport.
-
-        Every rank calls it, before it trains. Weights are those of one version per stage, from which versions count
-        anew.
+        """Restore the state of a saved run of any partition, widths and transport, on every rank before it trains.
 
         Args:
-            tensors: what :meth:`checkpoint_state` gave on all ranks together, or the part that this process
-                :meth:`wants`.
+            tensors: the :meth:`checkpoint_state` of all ranks together, or the part that this process :meth:`wants`.
 
         Raises:
             UserError: parameters or buffers are missing; or see :meth:`check_restorable`.
@@ -450,13 +425,12 @@ def build_workers(model: Model, specs: Sequence[StageSpec], schedule: Schedule, 
         distributed: whether there are other processes; then this one has one rank, else all of them take turns.
 
     Raises:
-        UserError: a layer cannot work, or not in this precision under this schedule, or is one with another's.
+        UserError: a layer cannot work, or not in this precision under this schedule, or two stages share one.
     """
     placement, ties = schedule.placement, ties_between(specs)
     ranks = [dist.get_rank()] if distributed else list(range(len(schedule.programs)))
-    kinds: dict[Executor, Callable[..., Worker]] = {
-        "overlapped": Worker, "naive": NaiveWorker,
-        "async_threaded": partial(ThreadedWorker, in_turn=not distributed)}
+    worker_of: dict[Executor, Callable[..., Worker]] = {
+        "overlapped": Worker, "naive": NaiveWorker, "async_threaded": partial(ThreadedWorker, in_turn=not distributed)}
     built = {rank: {spec.index: Stage(model, spec, seed=settings.seed, device=settings.device,
                                       recomputed=settings.recompute[spec.index], precision=settings.precision)
                     for spec in specs if rank in placement[spec.index]} for rank in ranks}
@@ -481,7 +455,7 @@ def build_workers(model: Model, specs: Sequence[StageSpec], schedule: Schedule, 
                            scaler if scaler is not None and scaler.per_stage else None)
         steps = OptimizerSteps(placement, stages, optimizers, tied, transport, settings.factor, settings.clip,
                                settings.skip, scaler)
-        workers[rank] = kinds[settings.executor](
+        workers[rank] = worker_of[settings.executor](
             rank, placement, stages, steps, tied, transport,
             BatchComparison(transport, placement, model.batch) if distributed else None)
     return workers

@@ -18,11 +18,11 @@ from vpipe.errors import UserError
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.action_recorder import MOST_ACTIONS, Recorder
 from vpipe.runtime.collectives import clock_offset
+from vpipe.schedules.action_record import FORMAT
 from vpipe.schedules.prepare import has_flush
 
 log = logging.getLogger("vpipe")
 
-FORMAT = 1
 AT_ONCE, AFTER_S = 4096, 5.0
 """Notes that are written between two steps (in 10 ms), and seconds after which fewer are: a rank that is killed loses
 the notes that are not written."""
@@ -31,11 +31,8 @@ the notes that are not written."""
 class TraceWriter:
     """Record a pipeline: one file for each of its ranks in this process.
 
-    A file begins with an object that describes the run (see :meth:`_header`). The actions and evaluations follow in
-    order, as :mod:`vpipe.runtime.action_recorder` writes them. ``{"clock": [at_s, offset_s]}`` stands where clocks were
-    compared, at the start and at a regular end: the offset turns this rank's time into rank 0's. Where only the
-    beginning of a run is recorded, ``{"truncated": true}`` ends the file. Files are written between steps and at the
-    end, also of a run that fails, in whole lines. A rank that is killed loses the last seconds.
+    :mod:`vpipe.schedules.action_record` describes the lines. Files are written between steps and at the end, also of a
+    run that fails, in whole lines. A rank that is killed loses the last seconds.
 
     Args:
         folder: of the run.
@@ -87,7 +84,8 @@ class TraceWriter:
         file, recorder = self._files[rank], self._recorders[rank]
         try:
             lines = [] if file.tell() else [json.dumps(self._header(rank)), _clock(*self._clocks[0])]
-            file.write("".join(f"{line}\n" for line in [*lines, *recorder.pop_records(), *closing]))
+            records = [record.to_json() for record in recorder.pop_records()]
+            file.write("".join(f"{line}\n" for line in [*lines, *records, *closing]))
             file.flush()
         except OSError as error:
             recorder.stop()
