@@ -347,13 +347,13 @@ class DistributedTransport:
         return self._groups.groups[GROUP_OF_KIND[key.kind]], self._device
 
     def _isend(self, tensor: Tensor, peer: int, key: TransferKey, number: int, group: dist.ProcessGroup) -> dist.Work:
-        work = dist.isend(_as_nccl_sends(tensor) if self.ordered else tensor, peer, group,
+        work = dist.isend(as_sent(tensor) if self.ordered else tensor, peer, group,
                           _tag(key, number, tensor.nbytes, self._generation))
         assert work is not None, "this rank is in the group"
         return work
 
     def _irecv(self, tensor: Tensor, peer: int, key: TransferKey, number: int, group: dist.ProcessGroup) -> dist.Work:
-        work = dist.irecv(_as_nccl_sends(tensor) if self.ordered else tensor, peer, group,
+        work = dist.irecv(as_sent(tensor) if self.ordered else tensor, peer, group,
                           _tag(key, number, tensor.nbytes, self._generation))
         assert work is not None, "this rank is in the group"
         return work
@@ -376,7 +376,7 @@ class DistributedTransport:
         tensors.clear()
 
 
-def _as_nccl_sends(tensor: Tensor) -> Tensor:
+def as_sent(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor as nccl takes it: of other dtypes than its own the bytes."""
     return tensor if tensor.dtype in _NCCL_DTYPES else tensor.reshape(-1).view(torch.uint8)
 
