@@ -67,7 +67,7 @@ def test_recording_changes_no_number_and_misses_no_action(setting: dict[str, Any
             assert max(note.versions for note in there) == worker.stages[stage].weights.most_versions
             assert {note.op for note in there} >= ({Op.RECOMPUTE} if pipe.recomputed[stage] else {Op.FORWARD})
     # Counting every microbatch finds what the first of each shape let expect.
-    monkeypatch.setattr(trace._Kind, "known", property(lambda kind: False, lambda kind, known: None), raising=False)
+    monkeypatch.setattr(trace._Sizes, "known", property(lambda sizes: False, lambda sizes, known: None), raising=False)
     again, _, counted = trained(record=True, **setting)
     assert again == plain
     for rank, own in notes.items():

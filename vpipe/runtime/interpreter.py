@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from vpipe.errors import RunError
 from vpipe.runtime.action_recorder import Recorder
@@ -20,8 +20,7 @@ from vpipe.schedules.schedule import Rounds, Schedule, stages_of_rank
 from vpipe.schedules.transfer_order import TransferOrder, in_one_order
 
 
-@dataclass(frozen=True)
-class RankProgram:
+class RankProgram(NamedTuple):
     """A rank's lowered actions, the versions of borrowed weights they use, and which backwards are split."""
 
     actions: Iterator[Action]
@@ -30,10 +29,9 @@ class RankProgram:
 
 
 class RankPrograms:
-    """The programs of a schedule for batches, streams and evaluations.
+    """Give every rank its program of a lowered schedule: for batches, streams and evaluations.
 
     Args:
-        schedule: lowered.
         recompute: stages that recompute activations.
         ordered: whether transfers must come in one order, see :mod:`vpipe.schedules.transfer_order`.
     """
@@ -47,21 +45,17 @@ class RankPrograms:
         self._versions = Dependencies.from_schedule(schedule).version
         self._evaluations: dict[int, Schedule] = {}  # the latest, by its number of microbatches
 
-    def rounds(self, exists: Callable[[int], bool]) -> Rounds:
-        """Return how microbatches are divided among replicas and updates, given which of them exist."""
-        return replace(self._schedule.rounds, exists=exists)
-
     def for_batch(self, rank: int) -> RankProgram:
-        """Return all of a rank's program: lowered once, the same for every batch."""
+        """Return a rank's program, which is the same for every batch."""
         return RankProgram(iter(self._schedule.programs[rank]),
                            lambda owner, microbatch: self._versions[owner, microbatch],
                            lambda stage, microbatch: (stage, microbatch) in self._split)
 
     def for_stream(self, rounds: Rounds) -> Callable[[int], RankProgram]:
-        """Return what gives a rank's lowered program over the microbatches that come.
+        """Return a function that gives a rank its lowered program over all microbatches that exist.
 
-        It is the program for very many microbatches less the actions on those that never come; see
-        :data:`vpipe.schedules.registry.Program`.
+        The generator yields the program for very many microbatches (:data:`vpipe.schedules.registry.Program`); actions
+        on those that never come are left out.
         """
         split, placement = {stage for stage, _ in self._split}, self._schedule.placement
         recipe = recipe_named(self._schedule.name)
@@ -84,7 +78,7 @@ class RankPrograms:
         return program
 
     def for_evaluation(self, microbatches: int) -> Callable[[int], RankProgram]:
-        """Return what gives a rank's program of an evaluation: every microbatch forward through all stages."""
+        """Return a function that gives a rank its program of an evaluation: forwards through all stages."""
         if microbatches not in self._evaluations:
             schedule = lower(build_evaluation(self._schedule.placement, microbatches))
             if self._ordered:
@@ -100,12 +94,12 @@ class Interpreter:
 
     Args:
         workers: of this process, by rank.
-        results: sends losses as soon as they are known.
+        results: sends losses as soon as they are computed.
         distributed: whether there are other processes; then this one has one rank, which waits where it must.
 
     Attributes:
-        broken: whether a segment was left before its end: the stages may be at different versions.
-        recorders: of the ranks whose actions in training are recorded.
+        broken: whether a segment failed: the stages may be at different versions.
+        recorders: by rank, where actions in training are recorded.
     """
 
     def __init__(self, workers: Mapping[int, Worker], results: StepResults, distributed: bool) -> None:
@@ -137,7 +131,7 @@ class Interpreter:
                 if action.op is Op.STEP:
                     step, left = divmod((action.microbatch + 1) * rounds.per_update(action.stage), rounds.per_step)
                     made[step - 1] += not left
-                    # Not one of fewer microbatches: some stages come to its end only when their programs end.
+                    # A step of fewer microbatches ends with the programs.
                     if made[done] == here and len(rounds.in_step(done)) == rounds.per_step:
                         self.broken = False
                         yield done
@@ -157,9 +151,9 @@ class Interpreter:
 
     def _execute_all(self, programs: Mapping[int, Iterator[Action]],
                      segment: Segment) -> Iterator[tuple[int, Action]]:
-        """Execute the ranks' actions, each as soon as it has what it needs; yield them when done.
+        """Execute each rank's actions as soon as their inputs are there; yield them afterwards.
 
-        With a flush the ranks of one process step when all can: an error before that leaves the weights as they were.
+        With a flush the ranks of one process step when all can: an error before that leaves the weights unchanged.
         """
         executors: Mapping[int, Worker | Recorder] = {
             **self._workers, **(self.recorders if segment.training else {})}
@@ -190,10 +184,8 @@ class Interpreter:
                 raise RunError(f"no rank can go on: {waits}", hint="the schedule deadlocks: this is a defect of vpipe")
 
     def _abandon(self) -> None:
-        """Let training go on after a failure as if its segment had not begun, if no stage has made a step of it.
-
-        Not over processes: what others were sent cannot be called back.
-        """
+        """Undo a failed segment if no stage has stepped in it: training may go on. Over several processes that is
+        impossible, since transfers are under way."""
         if self._stepped or self._distributed:
             return
         for worker in self._workers.values():
@@ -203,7 +195,7 @@ class Interpreter:
         self.broken = False
 
     def exchange_tied_weights(self) -> None:
-        """Send every stage that borrows tied weights their present values."""
+        """Send the present values of tied weights to every stage that borrows them."""
         for worker in self._workers.values():
             worker.tied.exchange_first()
         for worker in self._workers.values():
@@ -211,32 +203,27 @@ class Interpreter:
         self.finish()
 
     def finish(self) -> None:
-        """Wait until what was sent has arrived everywhere: then this process may end."""
+        """Wait until all sends have arrived: then this process may end."""
         for worker in self._workers.values():
             worker.transport.finish()
 
     def check_usable(self) -> None:
-        """Refuse to give away the state of a pipeline that failed.
-
-        Raises:
-            RunError: it did.
-        """
+        """Refuse to return the state of a pipeline that failed in the middle of an update."""
         if self.broken:
             raise RunError("this pipeline failed in the middle of an update: its stages are at different versions",
                            hint="keep a state_dict() from between steps, and build a new pipeline")
 
 
 class RunningSegment:
-    """A segment of an asynchronous pipeline with microbatches in flight; iterate over its steps.
+    """A segment of a pipeline without a flush, with microbatches in flight; iterate over its steps.
 
     Args:
-        segment: how long it is follows from its loader.
-        steps: the numbers of its steps, as they are made.
-        results: of these steps.
+        segment: its loader determines its length.
+        steps: yields the numbers of its steps, as they are made.
 
     Attributes:
-        done: steps finished.
-        drained: those that draining made, to be yielded when training goes on; None before.
+        done: number of finished steps.
+        drained: steps made by :meth:`drain`, to be yielded when training goes on; None before.
     """
 
     def __init__(self, segment: Segment, steps: Iterator[int], results: StepResults) -> None:
@@ -253,13 +240,12 @@ class RunningSegment:
         return self._results.collect(self.segment, step)
 
     def drain(self, schedule: Schedule) -> deque[Step]:
-        """Finish what is in flight; return the steps that makes.
+        """Finish the microbatches in flight; return the steps made.
 
         Every rank drains after the same step, so all must agree on the last microbatch that still enters: the last one
-        before a pause that is known ahead, or else the latest that any rank may have asked for, rounded up to whole
-        steps. Beyond the last finished step these are as many as the replicas of a stage hold in flight, and with
-        several replicas those of the next update, which one may have ended when another ends this one, and the next
-        forward of each.
+        before a known pause, or else the latest that any rank may have begun, rounded up to whole steps. Beyond the
+        last finished step these are as many as the replicas of a stage hold in flight, and with several replicas those
+        of the next update, which one replica may have ended before another ends this one, and the next forward of each.
         """
         segment, placement = self.segment, schedule.placement
         per_step, widest = segment.rounds.per_step, max(len(ranks) for ranks in placement)

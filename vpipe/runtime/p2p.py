@@ -15,14 +15,14 @@ from vpipe.runtime.transport.transport import TensorSpec, TransferKey, Transport
 from vpipe.schedules.size import Placement
 
 SCALE = ""
-"""The name, among those of gradients, of their loss scale, where it travels with them; no tensor is called so."""
+"""The name of the loss scale among gradients, where it is sent with them; no tensor has this name."""
 
 _Channel = tuple[int, int, bool, Signature]
-"""The receiving stage, the peer, whether in training, the batch's shapes: these determine the shapes transferred."""
+"""The receiving stage, the peer, whether in training, the batch's shapes: these determine the transferred shapes."""
 
 
 class _OutputSpecs(NamedTuple):
-    """Specs of a stage's outputs for one batch shape, and names and specs of the gradients that come back."""
+    """Specs of a stage's outputs for one batch shape; names and specs of the gradients that come back."""
 
     outputs: list[TensorSpec]
     gradient_names: list[str]
@@ -37,13 +37,12 @@ class _OutputSpecs(NamedTuple):
 class P2PTransfers:
     """Send and receive activations and gradients between the stages of one rank and their neighbours.
 
-    Stages on the same rank pass tensors without a transfer. The first transfer for a new batch shape announces its
-    specs. Later receives on that channel are posted after these arrive, in send order.
+    Stages on the same rank pass tensors without a transfer. The first transfer for a new batch shape carries a header
+    with its specs. Later receives on that channel are posted after it arrives, in send order.
 
     Args:
-        transport: of this rank.
         placement: ranks per stage; microbatch i goes to rank ``i mod width`` of each.
-        scales: whether the loss scale of gradients travels behind them.
+        scales: whether gradients are sent with their loss scale.
     """
 
     def __init__(self, transport: Transport, placement: Placement, scales: bool = False) -> None:
@@ -54,12 +53,12 @@ class P2PTransfers:
         self._expected: dict[tuple[int, int], _OutputSpecs] = {}  # gradients, by stage and microbatch
         self._announced: dict[_Channel, list[TensorSpec]] = {}
         self._incoming: dict[_Channel, list[TensorSpec]] = {}
-        # Receives in order, by stage and peer: the specs of the first are on their way, others are posted after it.
+        # Receives in order, by stage and peer: the header of the first is posted, the others are posted after it.
         self._queued: dict[tuple[int, int], deque[tuple[TransferKey, _Channel]]] = defaultdict(deque)
         self._segment: Segment
 
     def begin(self, segment: Segment) -> None:
-        """Transfer the tensors of this segment from now on."""
+        """Begin a segment."""
         self._segment = segment
 
     def stores(self) -> Mapping[str, Sized]:
@@ -72,7 +71,7 @@ class P2PTransfers:
         for store in (self._local, self._unsent, self._expected, self._queued):
             store.clear()
 
-    # -- what a forward or backward receives and makes ---------------------------------------------------
+    # -- inputs and outputs of forwards and backwards ----------------------------------------------------
 
     def activation_source(self, stage: int, microbatch: int) -> tuple[int, TransferKey]:
         """Return the rank that sends a stage its input, and the key of the transfer."""
@@ -97,18 +96,13 @@ class P2PTransfers:
         return self._receive(peer, key)
 
     def receive_gradients(self, stage: int, microbatch: int) -> dict[str, Tensor]:
-        """Return the gradients of those outputs that want one, by name."""
+        """Return the gradients of the outputs that want one, by name."""
         names = self._expected.pop((stage, microbatch)).gradient_names
         return dict(zip(names, self._receive(*self.gradient_source(stage, microbatch)), strict=True))
 
     def put_activations(self, stage: int, microbatch: int, signature: Signature, names: Sequence[str],
                         outputs: list[Tensor]) -> None:
-        """Hand a stage's outputs to the next stage if it is on this rank; else store them for their send.
-
-        Args:
-            signature: of the batch that they come from.
-            names: of the outputs.
-        """
+        """Give a stage's outputs to the next stage if it is on this rank; else store them for their send."""
         training = self._segment.training
         specs = self._specs.get((stage, training, signature))
         if specs is None or not specs.match(outputs):
@@ -119,7 +113,7 @@ class P2PTransfers:
         self._put(key, microbatch, outputs, specs.outputs, signature)
 
     def put_gradients(self, stage: int, microbatch: int, gradients: list[Tensor]) -> None:
-        """Hand the gradients of a stage's inputs to the stage before, or store them for their send."""
+        """Give the gradients of a stage's inputs to the stage before, or store them for their send."""
         self._put(TransferKey("B", stage - 1, self._segment.base + microbatch), microbatch, gradients, [], ())
 
     def _specs_of(self, names: Sequence[str], outputs: Sequence[Tensor]) -> _OutputSpecs:
@@ -144,10 +138,10 @@ class P2PTransfers:
         ranks = self._placement[stage]
         return ranks[microbatch % len(ranks)]
 
-    # -- the schedule's transfers --------------------------------------------------------------------------
+    # -- SEND_F, RECV_F, SEND_B, RECV_B --------------------------------------------------------------------
 
     def send_activations(self, stage: int, microbatch: int) -> None:
-        """Send a stage's outputs to the next stage, with their specs if that cannot know them."""
+        """Send a stage's outputs to the next stage, with a header if it does not know their specs."""
         key = TransferKey("F", stage + 1, self._segment.base + microbatch)
         peer, (tensors, specs, signature) = self._rank_of(key.stage, microbatch), self._unsent.pop(key)
         channel = (key.stage, peer, self._segment.training, signature)
@@ -174,10 +168,8 @@ class P2PTransfers:
                 self._receive_specs(peer, queue)
 
     def _receive_specs(self, peer: int, queue: deque[tuple[TransferKey, _Channel]]) -> None:
-        """Wait for the specs at the head of the queue; post the receives behind it, up to the next unknown specs.
-
-        In the order of the program, which is that of sending: a transport without tags knows no other.
-        """
+        """Wait for the header at the head of the queue; post the receives behind it, in send order, up to the next
+        unknown specs."""
         key, channel = queue.popleft()
         self._incoming[channel] = self._transport.receive_specs(peer, key)
         while queue:
