@@ -25,7 +25,7 @@ def recorded() -> dict[str, Any]:
     assert all(isinstance(note, RecordedAction) for own in notes.values() for note in own)
     offset_s = 0.0
     if dist.is_initialized():
-        with patch("vpipe.runtime.transport.broadcast.perf_counter", lambda: perf_counter() + 3600 * dist.get_rank()):
+        with patch("vpipe.runtime.collectives.perf_counter", lambda: perf_counter() + 3600 * dist.get_rank()):
             offset_s = clock_offset()
     return {"losses": losses, "offset_s": offset_s,
             "actions": {rank: [[f"{note.stage}{note.op.value}{note.number}", note.held_bytes, note.versions]

@@ -1,9 +1,8 @@
-"""Compress tensors between stages: codecs, and a transport that codes what it sends.
+"""Compress tensors between stages: codecs, and a transport that encodes and decodes.
 
 ``bf16`` rounds to 16 bits. ``int8`` gives every row (the last dimension) a scale, its largest magnitude over 127, and
-every number a byte. A tensor that would not get smaller goes as it is, and so does whatever is not floating.
-
-What has gone wrong stays visible: with ``int8`` a row that holds a NaN or an infinity arrives as NaN throughout.
+every number a byte. A tensor that would not get smaller, or is not floating, is sent unchanged. With ``int8`` a row
+that holds a NaN or an infinity arrives as NaN throughout.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,42 +26,32 @@ ROUNDINGS = ("nearest", "stochastic")
 SCALE_BYTES = 4
 LARGEST = 127
 LEAST_SCALE = torch.finfo(torch.float32).tiny
-"""Of a row: below it a scale has no exact inverse. Numbers under half of it (6e-39) become 0."""
+"""Of a row: a smaller scale has no exact inverse. Numbers under half of it (6e-39) become 0."""
 CACHED = 2**17
-"""Elements that a processor codes at once, so that what it computes on the way stays in its cache."""
-
-
-class Codec(Protocol):
-    """Encode and decode tensors."""
-
-    def wire(self, spec: TensorSpec) -> TensorSpec | None:
-        """Return the spec of the coded tensor; None where coding saves nothing and the tensor itself is sent."""
-
-    def encode(self, tensor: Tensor, seed: int) -> Tensor:
-        """Return the coded tensor, in memory of its own; ``seed`` is that of stochastic rounding."""
-
-    def decode(self, wire: Tensor, spec: TensorSpec) -> Tensor:
-        """Return the tensor with that spec, in memory of its own; a leaf that requires a gradient if it wants one."""
+"""Elements that a CPU encodes at once, so that intermediate values stay in its cache."""
 
 
 class Bf16:
     """16 bits per number, rounded to the nearest: 8 bits of exponent, 8 significant ones."""
 
     def wire(self, spec: TensorSpec) -> TensorSpec | None:
+        """Return the spec of the encoded tensor; None where encoding saves nothing and the tensor itself is sent."""
         return _if_smaller(TensorSpec(spec.shape, torch.bfloat16, wants_gradient=False), spec)
 
     def encode(self, tensor: Tensor, seed: int) -> Tensor:
+        """Return the encoded tensor, in memory of its own; ``seed`` is that of stochastic rounding."""
         return tensor.detach().to(torch.bfloat16, memory_format=torch.contiguous_format)
 
     def decode(self, wire: Tensor, spec: TensorSpec) -> Tensor:
+        """Return the tensor with that spec, in memory of its own; a leaf that requires a gradient if it wants one."""
         return wire.to(spec.dtype).requires_grad_(spec.wants_gradient)
 
 
 class Int8:
-    """A byte per number and four per row.
+    """A byte per number and four per row; the methods are those of :class:`Bf16`.
 
-    What travels is a tensor of bytes with rows four longer than the original's. In its memory the scales (fp32) of all
-    rows come first, then the codes -127..127 (int8) of all of them. The error of a number is at most half a scale,
+    The encoded tensor has bytes, in rows four longer than the original's. In its memory the scales (fp32) of all rows
+    come first, then the codes -127..127 (int8) of all of them. The error of a number is at most half a scale,
     stochastically rounded one scale, with mean 0.
 
     Args:
@@ -110,13 +98,16 @@ class Int8:
         return codes.float().mul_(scales).view(spec.shape).to(spec.dtype).requires_grad_(spec.wants_gradient)
 
 
+Codec = Bf16 | Int8
+
+
 def _if_smaller(wire: TensorSpec, spec: TensorSpec) -> TensorSpec | None:
     smaller = prod(wire.shape) * wire.dtype.itemsize < prod(spec.shape) * spec.dtype.itemsize
     return wire if spec.dtype.is_floating_point and smaller else None
 
 
 def _parts(wire: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scales ``[rows, 1]`` fp32 and the codes ``[rows, row]`` int8 in the memory of what travels."""
+    """Return the scales ``[rows, 1]`` fp32 and the codes ``[rows, row]`` int8 in the memory of an encoded tensor."""
     row = wire.shape[-1] - SCALE_BYTES
     rows = wire.numel() // wire.shape[-1]
     memory = wire.view(-1)
@@ -132,7 +123,7 @@ def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
 
 @dataclass(frozen=True)
 class Compression:
-    """The codec of every cut: the same on every rank.
+    """The codec of every cut, the same on every rank.
 
     Attributes:
         codecs: a name of :data:`CODECS` per cut; cut c lies between the stages c and c + 1.
@@ -146,10 +137,10 @@ class Compression:
 
     @classmethod
     def parse(cls, codecs: str | Sequence[str], rounding: str, stages: int, seed: int) -> Compression | None:
-        """Build it from what the user wrote, one word for all cuts or one per cut; None when nothing is coded.
+        """Build it from one name for all cuts or one per cut; None when all are ``none``.
 
         Raises:
-            UserError: a name that is none, or not one per cut.
+            UserError: an unknown name, or another number of names than cuts.
         """
         if not isinstance(codecs, (str, list, tuple)) or not all(isinstance(name, str) for name in codecs):
             raise UserError(f"compress is {shown(codecs)}", hint=f"write one of {', '.join(CODECS)}, or a list of them")
@@ -168,14 +159,14 @@ class Compression:
         return cls(named, rounding, seed) if set(named) - {"none"} else None
 
     def codec(self, key: TransferKey) -> Codec | None:
-        """Return the codec of a transfer; None for one that is not coded."""
+        """Return the codec of a transfer; None for one that is sent unchanged."""
         if key.kind not in "FB":
             return None
         name = self.codecs[cut_of(key)]
         return None if name == "none" else Bf16() if name == "bf16" else Int8(self.rounding == "stochastic")
 
     def encode(self, key: TransferKey, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors of a transfer as they travel."""
+        """Return the tensors of a transfer as they are sent."""
         codec = self.codec(key)
         if codec is None:
             return list(tensors)
@@ -190,26 +181,26 @@ def cut_of(key: TransferKey) -> int:
 
 
 def decode(codec: Codec, wires: Sequence[Tensor], specs: Sequence[TensorSpec]) -> list[Tensor]:
-    """Return the tensors of a transfer, with those specs, from what was received."""
+    """Return the tensors of a transfer, with those specs, from the received ones."""
     return [wire if codec.wire(spec) is None else codec.decode(wire, spec)
             for wire, spec in zip(wires, specs, strict=True)]
 
 
 class CompressedTransport:
-    """Encode what is sent and decode what is received; receives are posted by the specs of the tensors themselves.
+    """Encode on sending and decode on receiving; receives are posted by the specs of the decoded tensors.
 
-    A peer that cannot know those specs gets them with the first transfer: ahead of the coded tensors comes one empty
-    tensor for each, with its shape behind a 0, its dtype and its gradient flag.
+    A peer that does not know those specs gets them with the first transfer: ahead of the encoded tensors comes one
+    empty tensor for each, with its shape behind a 0, its dtype and its gradient flag.
     """
 
     def __init__(self, inner: Transport, compression: Compression) -> None:
         self.rank, self.ordered = inner.rank, inner.ordered
         self._inner, self._compression = inner, compression
-        self._expected: dict[tuple[int, TransferKey], Sequence[TensorSpec]] = {}  # of transfers that travel coded
+        self._expected: dict[tuple[int, TransferKey], Sequence[TensorSpec]] = {}  # of encoded transfers
 
     @property
     def bytes_sent(self) -> int:
-        """Return the bytes as coded."""
+        """Return the encoded bytes."""
         return self._inner.bytes_sent
 
     @bytes_sent.setter

@@ -36,8 +36,7 @@ class TransferKey(NamedTuple):
     def __str__(self) -> str:
         if self.kind in "WG":
             return f"{DESCRIPTIONS[self.kind]} {self.number} of tie {self.stage}"
-        preposition = "from" if self.kind in "NLDS" else "for"
-        return f"{DESCRIPTIONS[self.kind]} {self.number} {preposition} stage {self.stage}"
+        return f"{DESCRIPTIONS[self.kind]} {self.number} {'from' if self.kind in 'NLDS' else 'for'} stage {self.stage}"
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class TensorSpec:
 class Transport(Protocol):
     """Transfer tensors from and to one rank. Only ``receive``, ``receive_specs`` and the waits at the end block.
 
-    A tensor that was sent must not be changed until its receiver has it.
+    A tensor must not be changed between its send and its arrival.
 
     Attributes:
         ordered: whether transfers must be issued in the order of :mod:`vpipe.schedules.transfer_order`.
@@ -72,30 +71,29 @@ class Transport(Protocol):
     wait_s: float
 
     def send(self, peer: int, key: TransferKey, tensors: Sequence[Tensor], announce: bool = False) -> None:
-        """Send tensors; with ``announce`` their specs first, where the peer cannot know them."""
+        """Send tensors; with ``announce`` first a header with their specs, which the peer does not know."""
 
     def post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec] | None) -> None:
-        """Post a receive; without specs, the peer announces them."""
+        """Post a receive; without specs, that of the header."""
 
     def receive_specs(self, peer: int, key: TransferKey) -> list[TensorSpec]:
-        """Wait for the specs of a transfer that was posted without them, and post its receive."""
+        """Wait for the header of a transfer that was posted without specs, and post its receive."""
 
     def is_ready(self, peer: int, key: TransferKey) -> bool:
         """Return whether ``receive`` may be called: within one process, when the tensors are there."""
 
     def receive(self, peer: int, key: TransferKey) -> list[Tensor]:
-        """Wait for a posted transfer; its tensors are leaves, which require a gradient where their spec says so."""
+        """Wait for a posted transfer; its tensors are leaves, which require a gradient as their spec says."""
 
     def wait_sent(self, kind: str) -> None:
-        """Wait until all sends of a kind have arrived, but for those whose receiver is still waiting for specs."""
+        """Wait until all sends of a kind have arrived, except those whose receiver still waits for a header."""
 
     def abandon(self) -> None:
         """Drop all transfers under way between ranks of this process."""
 
     def finish(self) -> None:
-        """Wait until all sends have arrived.
-
-        Checksums of batches are left out: the last ones are received when ranks agree that the batches have ended.
+        """Wait until all sends have arrived, except checksums of batches: the last ones are received when ranks agree
+        that the batches have ended.
 
         Raises:
             RunError: a posted transfer was never received.
@@ -107,7 +105,7 @@ Mailbox = dict[tuple[int, int, TransferKey], list[Tensor]]
 
 
 class InProcessTransport:
-    """Transfer tensors between ranks of one process: they change hands without a copy."""
+    """Transfer tensors between ranks of one process, without a copy."""
 
     ordered = False
 
@@ -121,7 +119,7 @@ class InProcessTransport:
         self.bytes_sent += sum(t.nbytes for t in tensors)
 
     def post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec] | None) -> None:
-        """Do nothing: tensors wait in the mailbox."""
+        """Do nothing: tensors are in the mailbox when they are sent."""
 
     def receive_specs(self, peer: int, key: TransferKey) -> list[TensorSpec]:
         return [TensorSpec.from_tensor(tensor) for tensor in self._mailbox[peer, self.rank, key]]
@@ -133,7 +131,7 @@ class InProcessTransport:
         return self._mailbox.pop((peer, self.rank, key))
 
     def wait_sent(self, kind: str) -> None:
-        """Do nothing: what was sent is in the mailbox."""
+        """Do nothing."""
 
     def abandon(self) -> None:
         self._mailbox.clear()
