@@ -330,7 +330,7 @@ def test_streams_are_ordered_where_a_buffer_may_be_written_and_only_there(persis
     monkeypatch.setattr(torch.cuda, "Stream", Clocks)
     monkeypatch.setattr(torch.cuda, "stream", within)
     monkeypatch.setattr(torch.cuda, "current_stream", current)
-    monkeypatch.setattr(threaded, "streams_of", CudaStreams)
+    monkeypatch.setattr(threaded, "Streams", lambda: CudaStreams(torch.device("cpu")))
     model = Model([Layer("kept", lambda: Kept(persistent, counts), ("x",), ("h",)), Layer("loss", Loss, ("h", "target"),
                                                                                   ("loss",))], batch=("x", "target"))
     pipe = out_of_turn(pipeline(model, stages=1, schedule="gpipe", microbatches=4, executor="async_threaded"))

@@ -1,10 +1,10 @@
-"""Compare the batches that ranks read: if one read other samples, inputs would meet the labels of others.
+"""Compare the batches that ranks read: with different ones, inputs would be trained with the labels of others.
 
-A rank makes a checksum of every field whose values it has. It sends those of a batch to the next rank with the first
+A rank computes a checksum of every field whose values it has. It sends those of a batch to the next rank with the first
 microbatch of the batch, ahead of the activations, together with those of fields that only ranks before it have. The
-next rank compares them with its own before it computes with the activations, for which it has to wait in any case. The
-replicas of the last stage send theirs to the first of them, which compares before it waits for their gradients. So
-nobody waits longer than without, and the error comes before an update uses the batch.
+next rank compares them with its own before it computes with the activations, for which it waits in any case. The
+replicas of the last stage send theirs to the first of them, which compares before it waits for their gradients. So no
+rank waits longer than without, and the error comes before an update uses the batch.
 
 At the end of its batches a rank sends a message in the same way, and checks whether the ranks before it have more.
 """
@@ -29,11 +29,11 @@ from vpipe.schedules.schedule import stages_of_rank
 from vpipe.schedules.size import Placement
 
 WHOLE_BYTES = 1 << 18
-"""Of a larger field some values of every sample are taken, not all."""
+"""Of a larger field some values of every sample are compared, not all."""
 
 SPREAD_VALUES = 1 << 15
 FIRST_VALUES = 64
-"""Of every sample, besides those that are spread over it: a short sequence fills only the beginning."""
+"""Of every sample, besides values spread over it: a short sequence fills only the beginning."""
 
 SAME_BATCHES = ("every rank must read the same batches in the same order: give a DataLoader that shuffles a generator "
                 "with the same seed on all ranks, generator=torch.Generator().manual_seed(0), and no "
@@ -41,22 +41,19 @@ SAME_BATCHES = ("every rank must read the same batches in the same order: give a
 _SEE_THERE = "the log of that rank has the traceback"
 
 _TRAINING, _EVALUATION, _ENDED, _FAILED = range(4)
-"""What a message is about: a batch of either kind, the end of the batches, one that could not be read."""
+"""Kinds of messages: a batch of training or evaluation, the end of the batches, a batch that could not be read."""
 
 _NAMES = {_TRAINING: "training batch", _EVALUATION: "evaluation batch"}
 
 Agree = Callable[[str, Callable[[list[str]], str]], str]
-"""Return on every rank what the first process decides from the votes of all."""
+"""Return on every rank the decision of the first process from the votes of all."""
 
-_TEXT_BYTES = 512
+_TEXT_NUMBERS = 64  # of 8 bytes each
 _ABSENT = -1
 
 
 def checksum(field: Tensor) -> int:
-    """Return a checksum of 32 bits of a field's values in their order, whatever their layout in memory.
-
-    Values on a GPU are copied to the host, which waits for them.
-    """
+    """Return a checksum of 32 bits of a field's values, whatever their layout in memory. The host waits for a GPU."""
     total = zlib.crc32(str(field.dtype).encode())
     for part in (field,) if field.nbytes <= WHOLE_BYTES else (_first_values(field), _spread_values(field)):
         on_host = part.detach().cpu().resolve_conj().resolve_neg().contiguous()
@@ -72,7 +69,7 @@ def _first_values(field: Tensor) -> Tensor:
 
 
 def _spread_values(field: Tensor) -> Tensor:
-    """Return every n-th value along each dimension but the samples', n a power of 2 that makes them few enough."""
+    """Return every n-th value along each dimension except the samples', n a power of 2 that leaves few enough."""
     steps = [1] * field.dim()
     sizes = list(field.shape)
     while torch.Size(sizes).numel() > max(SPREAD_VALUES, sizes[0]):
@@ -89,7 +86,6 @@ class BatchComparison:
         posted_until, compared_until: per stage, the microbatch before which nothing is left to post or compare.
 
     Args:
-        transport: of this rank.
         placement: ranks per stage.
         fields: of a batch.
     """
@@ -105,15 +101,15 @@ class BatchComparison:
         self._behind = sorted({behind for before, behind in hops if before == self._rank != behind})
         self._lowest = {rank: stage for stage in reversed(range(len(placement))) for rank in placement[stage]}
         self._messages: Counter[tuple[int, int]] = Counter()  # by source and target
-        self._length = 3 + 3 * len(fields)
+        self._length = 2 + max(1 + 3 * len(fields), _TEXT_NUMBERS)
         self._segment: Segment
         self._loader: MicrobatchLoader | None = None
-        self._ended: MicrobatchLoader | None = None  # the latest whose end all ranks know
+        self._ended: MicrobatchLoader | None = None  # the latest whose end was checked
         self._posted: dict[tuple[int, int], TransferKey] = {}  # by rank and batch, as are the next two
         self._compared: set[tuple[int, int]] = set()
         self._sent: set[tuple[int, int]] = set()
-        self._handed: dict[tuple[int, int], int] = {}  # the latest microbatch that went from a stage to a rank
-        self._ends_sent: set[int] = set()  # that the batches have ended
+        self._forwarded: dict[tuple[int, int], int] = {}  # the latest microbatch sent from a stage to a rank
+        self._ends_sent: set[int] = set()  # ranks behind that know that the batches have ended
 
     def checksums(self, batch: Batch) -> list[int]:
         """Return the number of samples, and of every field the checksum of its shape, that of its values, and the rank
@@ -126,9 +122,9 @@ class BatchComparison:
         return numbers
 
     def begin(self, segment: Segment) -> None:
-        """Compare the batches of this segment from now on."""
+        """Begin a segment."""
         self._segment = segment
-        self._handed.clear()
+        self._forwarded.clear()
         self.posted_until, self.compared_until = dict.fromkeys(self._stages, 0), dict.fromkeys(self._stages, 0)
         if segment.loader is not self._loader:
             self._loader = segment.loader
@@ -144,7 +140,7 @@ class BatchComparison:
             self.posted_until[stage] = self._end_of(batch)
 
     def compare(self, stage: int, microbatch: int) -> None:
-        """Compare a batch with the rank before, if this is its first microbatch from there, and hand its checksums on.
+        """Compare a batch with the rank before, if this is its first microbatch from there; send its checksums on.
 
         Raises:
             RunError: the batches differ; or the rank before has no more, or could not read it.
@@ -162,25 +158,18 @@ class BatchComparison:
         if (peer, batch) not in self._sent:
             self._sent.add((peer, batch))
             self._send(peer, [self._kind, batch, *self._segment.loader.checksums[batch]])
-        self._handed[stage, peer] = microbatch
+        self._forwarded[stage, peer] = microbatch
         self.exhausted(self._segment.loader)
 
     def compare_replicas(self, microbatches: range) -> None:
-        """Compare what the replicas of the last stage have of batches, where this is the first of them.
-
-        Args:
-            microbatches: that all of them together have taken.
-
-        Raises:
-            RunError: as :meth:`compare`.
-        """
+        """Compare the batches of these microbatches between replicas of the last stage, on the first of them."""
         for microbatch in microbatches if self._rank == self._first_of_last else ():
             peer, batch = self._segment.rounds.rank_of(self._last, microbatch), self._batch_of(microbatch)
             if peer != self._rank and (peer, batch) not in self._compared:
                 self._compare(peer, batch, self._post(peer))
 
     def forget(self, microbatch: int) -> None:
-        """Drop the checksums of batches whose microbatches all come before this one."""
+        """Drop the checksums of batches that end before this microbatch."""
         done, known = self._batch_of(microbatch), self._segment.loader.checksums
         for batch in [batch for batch in known if batch < done]:
             del known[batch]
@@ -188,22 +177,22 @@ class BatchComparison:
             pairs -= {pair for pair in pairs if pair[1] < done}
 
     def exhausted(self, loader: MicrobatchLoader) -> None:
-        """Tell ranks behind that the batches have ended, once they have all that there is of them.
+        """Send ranks behind the end of the batches of a stream, once they have all checksums.
 
-        In a stream, which goes on meanwhile: a rank that has more waits there, and this one may wait for it.
+        Otherwise a rank with more batches would wait for this one's, and this one for that rank.
         """
-        if (loader is not self._loader or not loader.ended or not self._segment.training or self._segment.rounds.flush):
+        if loader is not self._loader or not loader.ended or not self._segment.training or self._segment.rounds.flush:
             return
         for peer in self._behind:
-            if all(self._handed.get((stage, peer), -1) >= last for stage, last in self._last_for(peer)):
+            if all(self._forwarded.get((stage, peer), -1) >= last for stage, last in self._last_for(peer)):
                 self._send_end(loader, peer)
 
     def check_end(self, loader: MicrobatchLoader, agree: Agree) -> None:
-        """Check that the batches end on every rank alike, or with an error on one of them.
+        """Check that the batches end alike on every rank, or with an error on one of them.
 
         Raises:
             RunError: another rank has more, or could not read the next one.
-            Exception: what was raised here while a batch was read, if it was read elsewhere.
+            Exception: of reading a batch here, if another rank could read it.
         """
         if loader is self._ended:
             return
@@ -229,17 +218,14 @@ class BatchComparison:
     def _send_end(self, loader: MicrobatchLoader, peer: int) -> None:
         if peer not in self._ends_sent:
             self._ends_sent.add(peer)
-            self._send(peer, [_ENDED if loader.error is None else _FAILED, loader.batches_read])
-            if loader.error is not None:
-                self._send_text(peer, _first_line(loader.error))
+            self._send(peer, [_ENDED, loader.batches_read] if loader.error is None else
+                       [_FAILED, loader.batches_read, *_as_numbers(_first_line(loader.error))])
 
     def _check_ended(self, loader: MicrobatchLoader, peer: int, kind: int) -> None:
-        if kind == _FAILED:
-            self._receive_text(peer)
-        elif kind != _ENDED and loader.error is not None:
-            report_failure(loader.error)
-            raise loader.error
-        elif kind != _ENDED:
+        if kind not in (_FAILED, _ENDED):
+            if loader.error is not None:
+                report_failure(loader.error)
+                raise loader.error
             self._fail(f"batches differ between ranks: there are {loader.batches_read} on rank {self._rank} and more "
                        f"on rank {peer}", SAME_BATCHES)
 
@@ -262,7 +248,7 @@ class BatchComparison:
         return self._segment.loader.batch_of(self._segment.first + microbatch)
 
     def _end_of(self, batch: int) -> int:
-        """Return the segment's first microbatch behind a batch."""
+        """Return the segment's first microbatch after a batch."""
         return self._segment.loader.end_of_batch(batch) - self._segment.first
 
     @property
@@ -273,7 +259,7 @@ class BatchComparison:
         kind, number, *theirs = self._receive(peer, key)
         here = f"rank {self._rank}"
         if kind == _FAILED:
-            self._fail(f"rank {peer} could not read batch {number}: {self._receive_text(peer)}", _SEE_THERE, peer)
+            self._fail(f"rank {peer} could not read batch {number}: {_as_text(theirs)}", _SEE_THERE, peer)
         if kind == _ENDED:
             self._fail(f"batches differ between ranks: there are {number} on rank {peer} and more on {here}",
                        SAME_BATCHES)
@@ -317,17 +303,18 @@ class BatchComparison:
 
     def _receive(self, peer: int, key: TransferKey) -> list[int]:
         (numbers,) = self._transport.receive(peer, key)
-        return [int(number) for number in numbers.tolist()]
+        found: list[int] = numbers.tolist()
+        return found
 
-    def _send_text(self, peer: int, text: str) -> None:
-        padded = bytearray(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES))
-        self._transport.send(peer, self._key(self._rank, peer), [torch.frombuffer(padded, dtype=torch.uint8)])
 
-    def _receive_text(self, peer: int) -> str:
-        key = self._key(peer, self._rank)
-        self._transport.post(peer, key, [TensorSpec((_TEXT_BYTES,), torch.uint8, wants_gradient=False)])
-        (text,) = self._transport.receive(peer, key)
-        return bytes(text.cpu().numpy()).decode(errors="replace").strip()
+def _as_numbers(text: str) -> list[int]:
+    size = 8 * _TEXT_NUMBERS
+    return torch.frombuffer(bytearray(text.encode()[:size].ljust(size)), dtype=torch.int64).tolist()
+
+
+def _as_text(numbers: Sequence[int]) -> str:
+    encoded = torch.tensor(numbers[:_TEXT_NUMBERS]).view(torch.uint8).numpy()
+    return bytes(encoded).decode(errors="replace").strip()
 
 
 def _first_line(error: Exception) -> str:

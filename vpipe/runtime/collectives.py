@@ -106,7 +106,7 @@ class Collectives:
 
     Args:
         specs: of all stages.
-        timeout_s: how long a rank may take to answer.
+        timeout_s: how long one transfer may take.
     """
 
     def __init__(self, workers: Mapping[int, Worker], specs: Sequence[StageSpec], placement: Placement,
@@ -115,7 +115,7 @@ class Collectives:
         self._distributed, self._timeout_s = distributed, timeout_s
 
     def state(self) -> dict[str, Tensor]:
-        """Return parameters and buffers of the whole model, in the order of the layers; of the first replica."""
+        """Return parameters and buffers of the whole model, of first replicas, in the order of the layers."""
         whole: dict[str, Tensor] = {}
         for stage, ranks in enumerate(self._placement):
             here = self._stage(stage, ranks[0])
@@ -124,7 +124,7 @@ class Collectives:
         return whole
 
     def agree(self, vote: str, decide: Callable[[list[str]], str]) -> str:
-        """Return, on every rank, what the first process decides from the votes of all, by rank.
+        """Return the decision of the first process from the votes of all, by rank, on every rank.
 
         This is :class:`vpipe.checkpoint.agreement.Agreement` by sends from rank to rank.
         """
@@ -140,16 +140,12 @@ class Collectives:
         return dict(json.loads(found))
 
     def check_trained(self) -> None:
-        """Refuse to train where no stage has an optimizer, though there are parameters.
-
-        Raises:
-            UserError: nothing would be trained.
-        """
+        """Refuse to train if there are parameters, but no stage has an optimizer."""
         stages = [(worker.optimizer_steps.optimizers[s], stage) for worker in self._workers.values()
                   for s, stage in worker.stages.items()]
         mine = {"parameters": any(stage.weights.names for _, stage in stages),
                 "optimizers": any(optimizer.optimizers for optimizer, _ in stages)}
-        if self.united({what: "" for what, there in mine.items() if there}).keys() == {"parameters"}:
+        if self.united({name: "" for name, exists in mine.items() if exists}).keys() == {"parameters"}:
             raise UserError("the optimizer factory returned None for every stage, so nothing would be trained",
                             hint="let it return what it makes: return torch.optim.AdamW(params, lr=1e-3)")
 
@@ -161,31 +157,27 @@ class Collectives:
         return bytes(self._broadcast(rank, {"text": encoded})["text"].numpy()).decode().strip()
 
     def local_usage(self) -> LocalUsage:
-        """Return the usage so far of the ranks of this process, without asking others."""
+        """Return the usage so far of the ranks of this process, without any transfer."""
         return {rank: {stage: worker.usage(stage) for stage in worker.stages} for rank, worker in self._workers.items()}
 
     def usage(self, before: LocalUsage | None = None) -> list[StageUsage]:
         """Return the usage of every stage, and of each of its replicas.
 
         Args:
-            before: what :meth:`local_usage` gave at the beginning of the time that counts; None: all of it does.
+            before: the :meth:`local_usage` at the beginning of the time that counts; None: all of it does.
         """
         here = self.local_usage()
         if before is not None:
             here = {rank: {stage: usage.since(before[rank][stage]) for stage, usage in stages.items()}
                     for rank, stages in here.items()}
-        return [self._usage(here, stage, rank) for stage, ranks in enumerate(self._placement) for rank in ranks]
-
-    def _usage(self, here: LocalUsage, stage: int, rank: int) -> StageUsage:
-        mine = here[rank][stage] if rank in here else StageUsage.empty()
-        return StageUsage.from_tensor(self._broadcast(rank, {"usage": mine.as_tensor()})["usage"])
+        usages = []
+        for stage, rank in ((stage, rank) for stage, ranks in enumerate(self._placement) for rank in ranks):
+            mine = here[rank][stage] if rank in here else StageUsage.empty()
+            usages.append(StageUsage.from_tensor(self._broadcast(rank, {"usage": mine.as_tensor()})["usage"]))
+        return usages
 
     def check_ties(self) -> None:
-        """Compare the shapes and dtypes of tied parameters that are on different stages; every rank finds the same.
-
-        Raises:
-            UserError: two of them differ.
-        """
+        """Refuse tied parameters of different stages with different shapes or dtypes, on every rank."""
         tied = {own: target for spec in self._specs for own, (_, target) in spec.borrowed.items()}
         if not tied:
             return
@@ -196,7 +188,7 @@ class Collectives:
             check_alike({own: kinds[own], target: kinds[target]})
 
     def agree_on_norms(self) -> None:
-        """Give every rank the number of gradient norms that each stage sends, and the senders and receivers."""
+        """Exchange the number of gradient norms of each stage, and set their senders and receivers on every rank."""
         counts = []
         for stage, ranks in enumerate(self._placement):
             here = self._stage(stage, ranks[0])
@@ -214,7 +206,7 @@ class Collectives:
         """Compare the weights of the replicas of every stage by their checksums.
 
         Raises:
-            RunError: they differ.
+            RunError: some differ.
         """
         for stage, name, first, rank in self._differences(_weights):
             raise RunError(f"stage {stage}: '{name}' on rank {rank} is not what it is on rank {first}",
@@ -223,14 +215,7 @@ class Collectives:
                                 "libraries", rank=rank, stage=stage)
 
     def check_replicas_begin(self, buffers: bool) -> None:
-        """Compare the initial weights of the replicas of every stage; every rank finds the same.
-
-        Args:
-            buffers: whether to compare buffers, too.
-
-        Raises:
-            UserError: something differs.
-        """
+        """Refuse replicas with different initial weights, or with ``buffers`` different buffers, on every rank."""
         for stage, name, first, rank in self._differences(partial(_tensors, buffers=buffers)):
             raise UserError(f"stage {stage}: '{name}' begins with other values on rank {rank} than on rank {first}",
                             hint="replicas must begin alike: call torch.manual_seed with the same number on every rank "
@@ -256,8 +241,8 @@ class Collectives:
 
     @contextmanager
     def first_buffers(self) -> Iterator[None]:
-        """Give every replica the buffers (running statistics) of the first, and its own back at the end."""
-        kept: list[tuple[Tensor, Tensor]] = []
+        """Give every replica the buffers (running statistics) of the first, and restore its own at the end."""
+        own: list[tuple[Tensor, Tensor]] = []
         for stage, ranks in enumerate(self._placement):
             if len(ranks) == 1:
                 continue
@@ -266,12 +251,12 @@ class Collectives:
             for rank in ranks[1:]:
                 if (here := self._stage(stage, rank)) is not None:
                     for name, buffer in here.named_buffers():
-                        kept.append((buffer, buffer.clone()))
+                        own.append((buffer, buffer.clone()))
                         buffer.copy_(shared[name])
         try:
             yield
         finally:
-            for buffer, value in reversed(kept):  # of a buffer under two names the first value is its own
+            for buffer, value in reversed(own):  # of a buffer under two names the first value is its own
                 buffer.copy_(value)
 
     def _stage(self, stage: int, rank: int) -> Stage | None:

@@ -1,9 +1,8 @@
-"""Find and name the layer that raised an error, with the tensors that it was given."""
+"""Find and name the layer that raised an error, and its input tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -32,12 +31,7 @@ def hint_of(error: Exception, otherwise: str = "mend what raised it") -> str:
 
 
 def forward_error(number: int, layer: Layer, inputs: Mapping[str, Tensor], error: Exception) -> RunError:
-    """Return the error of the forward of a layer.
-
-    Args:
-        number: of the layer in the model.
-        inputs: what it was given.
-    """
+    """Return the error of the forward of a layer; ``number`` is the layer's in the model."""
     hint = "make the layer take what it is given, or let what comes before it hand on what it takes"
     return RunError(f"the forward of layer {number} '{layer.name}' on {describe_tensors(inputs)} raised "
                     f"{_raised(error)}", hint=hint_of(error, hint))
@@ -49,7 +43,7 @@ def backward_error(span: Span, gradients: Mapping[str, Tensor], error: Exception
 
     Args:
         gradients: of the outputs of the last one.
-        found: the layer at fault, see :func:`find_layer`; None where it was not found.
+        found: the layer at fault, of :func:`find_layer`.
     """
     if found is not None:
         gradients = {name: t for name, t in zip(found.layer.outputs, found.outputs, strict=True) if t.requires_grad}
@@ -63,8 +57,7 @@ def backward_error(span: Span, gradients: Mapping[str, Tensor], error: Exception
 
 def find_layer(computed: Sequence[LayerOutputs], edges: Mapping[str, GradientEdge], gradients: Mapping[str, Tensor],
                leaves: Iterable[Tensor], error: Exception) -> LayerOutputs | None:
-    """Repeat a backward that raised an error, and return the layer that it had reached when it raises one of that kind
-    again; None when it does not.
+    """Repeat a failed backward; return the layer that it has reached when it raises an error of the same type again.
 
     Autograd takes operations in the reverse order of the forward, so the layer whose output was reached last is at
     fault. No gradient of a parameter is changed.
@@ -72,16 +65,16 @@ def find_layer(computed: Sequence[LayerOutputs], edges: Mapping[str, GradientEdg
     Args:
         computed: of the repeated forward, in order.
         edges: of that forward's outputs.
-        leaves: the inputs and parameters that the original backward gave gradients to.
+        leaves: inputs and parameters of the original backward.
     """
-    makers: dict[Node, LayerOutputs] = {}  # a layer that hands on its input did not make it
+    makers: dict[Node, LayerOutputs] = {}  # a layer that returns its input did not make it
     for one in computed:
         for output in one.outputs:
             if output.grad_fn is not None:
                 makers.setdefault(output.grad_fn, one)
     reached: list[LayerOutputs] = []
     for node, one in makers.items():
-        node.register_prehook(partial(_reach, reached, one))
+        node.register_prehook(lambda _, one=one: reached.append(one))
     names = [name for name in edges if name in gradients]
     try:
         torch.autograd.grad([edges[name] for name in names], [leaf for leaf in leaves if leaf.requires_grad],
@@ -93,7 +86,7 @@ def find_layer(computed: Sequence[LayerOutputs], edges: Mapping[str, GradientEdg
 
 
 def may_repeat(error: Exception) -> bool:
-    """Return whether a computation that raised this may be repeated: not without memory, nor on a broken device."""
+    """Return whether a computation that raised this may be repeated: not after a lack of memory or a device error."""
     return not isinstance(error, (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", ())))
 
 
@@ -111,7 +104,3 @@ def describe_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 def _raised(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _reach(reached: list[LayerOutputs], one: LayerOutputs, _: object) -> None:
-    reached.append(one)

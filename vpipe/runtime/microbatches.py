@@ -19,17 +19,17 @@ Batch = Mapping[str, Tensor]
 """A dict of tensors whose dimension 0 counts samples."""
 
 _END: Batch = {}
-"""Stands for the end of the batches."""
+"""The end of the batches."""
 
 Signature = tuple[tuple[str, tuple[int, ...]], ...]
 """The shapes of a microbatch's fields: the shapes between stages follow from them."""
 
 
 class BatchChecker(Protocol):
-    """Compare batches with those of other ranks."""
+    """Compare batches with those of other ranks (:class:`~vpipe.runtime.batch_comparison.BatchComparison`)."""
 
     def checksums(self, batch: Batch) -> list[int]:
-        """Return what is compared of a batch."""
+        """Return the numbers by which a batch is compared."""
 
     def exhausted(self, loader: MicrobatchLoader) -> None:
         """Note that there are no more batches."""
@@ -37,7 +37,7 @@ class BatchChecker(Protocol):
 
 @dataclass
 class _OpenBatch:
-    """A batch of which some microbatches are still to be used, by so many stages all together."""
+    """A batch in use; ``uses`` counts those that are left, of all its microbatches by all stages."""
 
     chunks: list[dict[str, Tensor]]
     signature: Signature
@@ -45,23 +45,23 @@ class _OpenBatch:
 
 
 class MicrobatchLoader:
-    """Read batches when their microbatches are first asked for; microbatches count from 0.
+    """Read each batch when its first microbatch is needed; microbatches count from 0.
 
     Args:
-        batches: what the user iterates over; a field this process does not need may be on the meta device.
+        batches: of the user; a field this process does not need may be on the meta device.
         microbatches: into how many equal parts a batch is cut along dimension 0.
         fields: names a batch must hold.
-        uses: ``microbatch -> how many stages of this process use it``, each once; 0 before the first one to be used,
-            where training goes on within a batch.
+        uses: ``microbatch -> how many stages of this process use it``, each once; 0 where training resumes within a
+            batch and the microbatch is done.
         limit: after how many microbatches the loader ends, if the batches do not end before.
         used: fields that layers here compute with.
-        copy_to: the device to which these are copied as they are read, where further batches are read while they are
-            in use: the user may fill the same memory with the next one. None: they are not copied.
+        copy_to: the device to which these are copied as they are read, since the user may fill the same memory with the
+            next batch while they are in use. None: they are not copied.
         comparison: with the batches of other ranks; None where there are none.
 
     Attributes:
         end: a microbatch at which to pause.
-        error: what was raised while a batch was read: the microbatches end before it.
+        error: raised while a batch was read: the microbatches end before it.
         checksums: of batches, by number, until the comparison with other ranks drops them.
         batches_read: their number.
     """
@@ -92,7 +92,7 @@ class MicrobatchLoader:
             with activity.during("reading a batch"):
                 batch = next(self._batches, _END)
             fields = None if batch is _END else self._check(batch)
-        except Exception as error:  # kept until what was read before is done
+        except Exception as error:  # raised when the batches before are done
             self.error, fields = error, None
         if fields is None:
             self._exhausted = True
@@ -122,12 +122,12 @@ class MicrobatchLoader:
 
     @property
     def ended(self) -> bool:
-        """Return whether the batches have ended, or one could not be read, before the limit and the pause."""
+        """Return whether the batches have ended, or reading one failed, before the limit and the pause."""
         return self._exhausted and all(end is None or self.batches_read * self._microbatches < end
                                        for end in (self.end, self._limit))
 
     def batch_of(self, microbatch: int) -> int:
-        """Return the number of the batch that a microbatch is of."""
+        """Return the number of a microbatch's batch."""
         return microbatch // self._microbatches
 
     def end_of_batch(self, batch: int) -> int:
@@ -148,7 +148,7 @@ class MicrobatchLoader:
         return batch.chunks[within]
 
     def samples(self, first: int, end: int) -> int:
-        """Return the samples of the microbatches from ``first`` on and before ``end``, all of which were read."""
+        """Return the number of samples of the microbatches from ``first`` until before ``end``, which were read."""
         return self._samples_before(end) - self._samples_before(first)
 
     def _samples_before(self, microbatch: int) -> int:
@@ -156,15 +156,11 @@ class MicrobatchLoader:
         return samples + size * (microbatch - first)
 
     def close(self) -> None:
-        """Drop the reference to what the user iterates over."""
+        """Drop the reference to the user's iterator."""
         self._batches = iter(())
 
     def _check(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the fields of a batch that can be cut.
-
-        Raises:
-            UserError: it is no dict of tensors, lacks a field, or cannot be cut into equal microbatches.
-        """
+        """Return the fields of a batch; refuse one that lacks a field or cannot be cut into equal microbatches."""
         if not isinstance(batch, Mapping):
             names = ", ".join(f"{name!r}: ..." for name in self._fields)
             hint = f"name what it holds: {{{names}}}"
@@ -228,7 +224,7 @@ class Segment:
         return self.base + microbatch
 
     def update_number(self, stage: int, update: int) -> int:
-        """Return the run's number of an update, or version, of a stage, whatever made those before this segment."""
+        """Return the run's number of an update, or version, of a stage."""
         return self.steps_before * self.rounds.per_step // self.rounds.per_update(stage) + update
 
     def signature(self, microbatch: int) -> Signature:

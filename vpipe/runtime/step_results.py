@@ -1,4 +1,4 @@
-"""Exchange the results of each step: every rank gets the losses and the stop flag of the last stage."""
+"""Broadcast the results of each step, losses and the stop flag, from the last stage to all ranks."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from vpipe.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step; without a flush, of a pipeline with replicas, the fewest that are whole on every stage.
+    """One optimizer step; with replicas and no flush, the fewest updates that are complete on every stage.
 
     Attributes:
-        index: its number, from 0.
+        index: from 0.
         loss: mean over its microbatches, on every rank.
         learning_rate: of the first parameter group of this process's first stage that trains, with
             ``learning_rate_factor``; None without.
         gradient_norm: of all stages, before clipping; None when not clipped globally.
-        stop: whether the last stage's rank was asked to stop.
-        skipped: whether an update of it was skipped, since a loss or a gradient was not finite: with a flush on all
-            stages, without one on a stage of this process.
+        stop: whether training should stop, as the rank of the last stage says.
+        skipped: whether an update was skipped, since a loss or a gradient was not finite: with a flush on all stages,
+            without one on a stage of this process.
     """
 
     index: int
@@ -45,22 +45,17 @@ class StepResults:
     Each replica of the last stage sends the losses of its microbatches; every rank puts them in order, so that all
     have the same mean. The first replica sends the stop flag.
 
-    Args:
-        workers: of this process.
-        schedule: lowered.
-        distributed: whether there are other processes.
-
     Attributes:
-        stop: is asked where the last stage is, once per step.
-        last_forwards: by rank, the action after which its losses are known, where a program is one update. Then they
-            are sent at once, long before the update is made: a loss is on every rank before that rank's last backward,
-            so none waits for another between two updates. Empty where they are sent with the step.
+        stop: called once per step on the rank of the last stage.
+        last_forwards: by rank, the last forward of a batch, where a program is one update. The losses are then sent at
+            once, long before the update: they arrive everywhere before the last backward, so no rank waits for another
+            between two updates. Empty where losses are sent with the step.
     """
 
     def __init__(self, workers: Mapping[int, Worker], schedule: Schedule, distributed: bool) -> None:
         self._workers, self._sources, self._distributed = workers, schedule.placement[-1], distributed
         self._last_stage = schedule.stages - 1
-        # To read a loss from a GPU is to wait for the GPU; so it is read when the whole batch has been queued.
+        # Reading a loss waits for the GPU; so it is read when the whole batch has been queued.
         self._on_gpu = any(stage.device.type != "cpu" for worker in workers.values()
                            for stage in worker.stages.values())
         self.stop: Callable[[], bool] = lambda: False
@@ -73,7 +68,7 @@ class StepResults:
             self._post(rank, self._key(segment, step), 1 + len(self._share(segment.rounds.in_step(step), rank)))
 
     def send(self, segment: Segment, step: int, rank: int) -> None:
-        """Send the results of a step, if the last stage is on this rank, to all others."""
+        """Send the results of a step to all others, if the last stage is on this rank."""
         if rank not in self._sources:
             return
         known = self._workers[rank].losses
@@ -83,7 +78,7 @@ class StepResults:
         self._send(self._key(segment, step), self._own[step, rank])
 
     def collect(self, segment: Segment, step: int) -> Step:
-        """Return the results of a step of which this process has made all its updates."""
+        """Return the results of a step whose updates this process has all made."""
         number = segment.steps_before + step
         for worker in self._workers.values():
             worker.drop_checksums(segment.rounds.in_step(step))
@@ -94,7 +89,7 @@ class StepResults:
         loss, stop = self._receive_results(segment, step)
         steps = [worker.optimizer_steps for worker in self._workers.values()]
         norm = steps[0].gradient_norm
-        # Computed anew: within one process a later stage may already have set the rate of its next update.
+        # Computed here: within one process a later stage may already have set the rate of its next update.
         here = sorted((stage, rank) for rank, worker in self._workers.items() for stage in worker.stages)
         rates = (self._workers[rank].optimizer_steps.learning_rate(stage, step) for stage, rank in here)
         rate = next((rate for rate in rates if rate is not None), None)
@@ -139,7 +134,7 @@ class StepResults:
                        if action.op is Op.FORWARD and action.stage == self._last_stage][-1] for rank in self._sources}
 
     def _share(self, microbatches: range, rank: int) -> range:
-        """Return those that a replica of the last stage takes. A step begins with the first replica."""
+        """Return the microbatches of a replica of the last stage; a step begins with the first replica."""
         return microbatches[self._sources.index(rank)::len(self._sources)]
 
     def _in_order(self, parts: Sequence[Tensor], microbatches: range) -> Tensor:
@@ -165,7 +160,7 @@ class StepResults:
         return tensor
 
     def _send(self, key: TransferKey, numbers: Tensor) -> None:
-        """Send from this rank to all others, if there are others."""
+        """Send from this rank to all others."""
         for peer in range(dist.get_world_size() if self._distributed else 0):
             if peer != self._worker.rank and numbers.numel():
                 self._worker.transport.send(peer, key, [numbers])

@@ -36,8 +36,7 @@ IsSplit = Callable[[int, int], bool]
 
 
 class ForwardInputs(NamedTuple):
-    """Inputs of a forward, and the shapes of its batch; ``pins`` are the weight versions in use, None in an
-    evaluation."""
+    """Inputs of a forward; ``pins`` are the weight versions in use, None in an evaluation."""
 
     received: list[Tensor]
     fields: dict[str, Tensor]
@@ -47,14 +46,11 @@ class ForwardInputs(NamedTuple):
 
 
 class Worker:
-    """Execute the actions of one rank.
-
-    Every store (records, tensors on their way, pins) is empty again at the end of a segment.
+    """Execute the actions of one rank. Its stores (records, transfers, pins) are empty at the end of a segment.
 
     Args:
         placement: ranks per stage.
         stages: of this rank.
-        steps: of the optimizers of these stages.
         tied: weights of these stages that other stages share.
         comparison: of batches, where other processes read them, too.
     """
@@ -87,7 +83,7 @@ class Worker:
     # -- what the interpreter calls --------------------------------------------------------------------
 
     def begin(self, segment: Segment, version_of: VersionOf, is_split: IsSplit) -> None:
-        """Execute actions of this segment from now on."""
+        """Begin a segment."""
         self.segment, self._version_of, self.is_split = segment, version_of, is_split
         if segment.training:
             for stage in self.stages.values():
@@ -109,7 +105,7 @@ class Worker:
         try:
             self.operations[action.op](action.stage, action.microbatch)
         except RunError as error:
-            self._announce_failure(error, action)
+            self._report_failure(error, action)
             raise
         except VpipeError as error:
             activity.rest()
@@ -118,24 +114,19 @@ class Worker:
         except Exception as error:
             who = "the optimizer step raised " if action.op is Op.STEP else ""
             failure = RunError(f"{who}{type(error).__name__}: {error}", hint=hint_of(error))
-            self._announce_failure(failure, action)
+            self._report_failure(failure, action)
             raise failure from error
         self.seconds[action.stage, action.op] += perf_counter() - started - (self.transport.wait_s - waited)
 
     def missing(self, action: Action) -> str | None:
-        """Return, in words, what an action waits for; None when it can be executed without waiting."""
+        """Return the name of a transfer that an action waits for; None when it can be executed at once."""
         for peer, key in self._receives_of(action):
-            ready = (self.tied if key.kind in "WG" else self._p2p).is_ready(peer, key)
-            if not ready:
+            if not (self.tied if key.kind in "WG" else self._p2p).is_ready(peer, key):
                 return f"{key} from rank {peer}"
-        return (self.optimizer_steps.missing_norms(action.stage, action.microbatch) if action.op is Op.STEP else None)
+        return self.optimizer_steps.missing_norms(action.stage, action.microbatch) if action.op is Op.STEP else None
 
     def end(self) -> None:
-        """Receive the tied weights still on their way, then check that nothing is left over.
-
-        Raises:
-            RunError: something is.
-        """
+        """End a segment: receive the last tied weights, and check that no transfer, record or pin is left over."""
         self.tied.install_all()
         for stage in self.stages.values():
             stage.weights.choose(None)
@@ -149,7 +140,7 @@ class Worker:
                            hint="this is a defect of the schedule or of vpipe: please report it")
 
     def abandon(self) -> None:
-        """Drop all that is left of a segment that failed before any stage of this process made a step."""
+        """Drop the state of a segment that failed before any stage of this process made a step."""
         self.records.clear()
         self.losses.clear()
         self._activations = dict.fromkeys(self.stages, 0)
@@ -160,14 +151,14 @@ class Worker:
                 weights.abandon()
 
     def drop_checksums(self, microbatches: range) -> None:
-        """Compare what replicas read of the batches of a step that is done, and drop their checksums."""
+        """Compare the batches of a finished step with those of replicas, and drop their checksums."""
         if self.comparison is not None:
             self.comparison.compare_replicas(microbatches)
             self.comparison.forget(microbatches.stop)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Set modules to evaluation mode, and leave the time out of training's."""
+        """Set modules to evaluation mode; count no seconds and bytes."""
         counted = dict(self.seconds), self.transport.wait_s, self.transport.bytes_sent
         try:
             with ExitStack() as stack:
@@ -181,7 +172,7 @@ class Worker:
             self.transport.wait_s, self.transport.bytes_sent = counted[1:]
 
     def usage(self, stage: int) -> StageUsage:
-        """Return the time of training so far by kind; transfers, waiting and memory are those of the whole rank."""
+        """Return a stage's figures of training so far; transfers, waiting and memory are those of the whole rank."""
 
         def spent(*ops: Op) -> float:
             return sum(self.seconds[stage, op] for op in ops)
@@ -191,7 +182,7 @@ class Worker:
             step_s=spent(Op.STEP, Op.NORM),
             communication_s=sum(seconds for (_, op), seconds in self.seconds.items()
                                 if op in SENDS | RECEIVES or op is Op.REDUCE),
-            # Over nccl a stream waits, which the host does not see.
+            # Over nccl a stream waits, which the host does not measure.
             idle_s=math.nan if self.transport.ordered and self.stages[stage].device.type != "cpu" else
             self.transport.wait_s, bytes_sent=self.transport.bytes_sent,
             versions=self.stages[stage].weights.most_versions, staleness=self._staleness[stage],
@@ -216,7 +207,7 @@ class Worker:
         self._p2p.post_activations(stage_index, microbatch)
 
     def _forward_inputs(self, stage_index: int, microbatch: int) -> ForwardInputs:
-        """Return the inputs of a forward; wait for the activations last."""
+        """Return the inputs of a forward; the activations are waited for last."""
         segment, stage = self.segment, self.stages[stage_index]
         number, signature = segment.base + microbatch, segment.signature(microbatch)
         fields = {name: value.to(stage.device, non_blocking=True) for name, value in
@@ -237,7 +228,7 @@ class Worker:
 
     def _end_forward(self, stage_index: int, microbatch: int, inputs: ForwardInputs, outputs: list[Tensor],
                      record: Record | None = None) -> None:
-        """Store the record for the backward, and the loss; hand other outputs to the next stage."""
+        """Store the record for the backward, and the loss or the outputs."""
         if record is not None:
             self.records[stage_index, microbatch] = record
             self._activations[stage_index] += 1
@@ -252,16 +243,12 @@ class Worker:
                                   outputs)
 
     def _check_loss_may_be_constant(self, stage_index: int, microbatch: int, inputs: ForwardInputs) -> None:
-        """Refuse a loss without a gradient where one could have flowed back: nothing would be trained.
-
-        Raises:
-            UserError: it is one.
-        """
+        """Refuse a loss without a gradient if there is something to train."""
         stage = self.stages[stage_index]
         if stage.weights.names or stage.borrowed or any(tensor.requires_grad for tensor in inputs.received):
             raise UserError(f"the loss of microbatch {self.segment.base + microbatch} has no gradient: it does not "
-                            "depend on any parameter", hint="compute it from what the layers return, without "
-                                                            "detach(), item() or torch.no_grad()")
+                            "depend on any parameter",
+                            hint="compute it from what the layers return, without detach(), item() or torch.no_grad()")
 
     def _store_loss(self, number: int, loss: Tensor) -> None:
         if loss.numel() != 1:
@@ -295,7 +282,7 @@ class Worker:
 
     def _backward_watching_overflow(self, stage: Stage, record: Record, gradients: Mapping[str, Tensor],
                                     scaler: LossScaler) -> list[Tensor]:
-        """Run a backward where stages differ in their scales: note when what it sends is not finite."""
+        """Run a backward where each stage has a loss scale; note gradients for other stages that are not finite."""
         with ExitStack() as alone:
             borrowed = stage.borrowed.values()
             for weights in borrowed:
@@ -306,7 +293,7 @@ class Worker:
         return returned
 
     def _completing(self, stage_index: int, microbatch: int, whole: bool) -> AbstractContextManager[None]:
-        """Return the context in which weight gradients are made; ``whole``: by a backward that is not in two halves."""
+        """Return the context that computes weight gradients; ``whole``: by a backward that is not in two halves."""
         if stage_index not in self.optimizer_steps.reducers:
             return nullcontext()
         return self.optimizer_steps.completing(stage_index, microbatch, whole) or nullcontext()
@@ -329,7 +316,7 @@ class Worker:
             loss, steps = self.losses[self.segment.base + microbatch], self.optimizer_steps
             scale = 1 if steps.scaler is None else steps.scaler[stage_index].value
             share = torch.full_like(loss, scale / self.segment.rounds.update_every)
-            # So every stage sees it in its gradients, also where the backward alone would give finite ones.
+            # NaN reaches the gradients of every stage, also where the backward alone would give finite ones.
             return {"loss": share.masked_fill_(~loss.isfinite(), math.nan) if steps.skip else share}
         gradients = self._p2p.receive_gradients(stage_index, microbatch)
         if self._stage_scaler is not None:
@@ -339,7 +326,7 @@ class Worker:
         return gradients
 
     def _end_backward(self, stage_index: int, microbatch: int, returned: list[Tensor]) -> None:
-        """Hand the gradients of a stage's inputs to the stage before."""
+        """Store the gradients of a stage's inputs for the stage before."""
         self._activations[stage_index] -= 1
         if stage_index > 0:
             if self._stage_scaler is not None:
@@ -363,8 +350,8 @@ class Worker:
         else:
             yield from self.optimizer_steps.receives_of(action)
 
-    def _announce_failure(self, error: RunError, action: Action) -> None:
-        """Add to an error where it happened, and announce it to all ranks."""
+    def _report_failure(self, error: RunError, action: Action) -> None:
+        """Add the place to an error, and report it to all ranks."""
         activity.rest()
         error.rank, error.stage, error.action = self.rank, action.stage, str(action)
         if action.op in COMPUTE:

@@ -23,20 +23,20 @@ from vpipe.schedules.action import Action, Op
 
 
 class Streams:
-    """Streams of the CPU: everything is done when its call returns. :class:`CudaStreams` keeps the same contract."""
+    """Streams of the CPU, where everything is done when its call returns; the contract of :class:`CudaStreams`."""
 
     def receiving(self) -> AbstractContextManager[None]:
-        """Return the context of receives and copies to the device, for which the caller's stream waits at the end."""
+        """Return the context of receives and copies to the device; the caller's stream waits for them at its end."""
         return nullcontext()
 
     def begin(self, microbatch: int, given: Iterable[Tensor]) -> None:
-        """Let a microbatch's stream wait for the caller's, in which it was ``given`` tensors."""
+        """Let a microbatch's stream wait for the caller's stream, which made the tensors ``given``."""
 
     def computing(self, microbatch: int, *, ordered: bool) -> AbstractContextManager[None]:
-        """Return the context in which the forward of a microbatch is queued, in whatever thread.
+        """Return the context that queues the forward of a microbatch, in any thread.
 
         Args:
-            ordered: it is computed after the one that was queued before it, whatever the stream.
+            ordered: compute it after the forward that was queued before it, whatever the stream.
         """
         return nullcontext()
 
@@ -44,7 +44,7 @@ class Streams:
         """Note that all of a forward has been queued."""
 
     def prepare_sends(self, tensors: Iterable[Tensor]) -> None:
-        """Let tensors of any stream be sent, and read by the caller."""
+        """Allow tensors of any stream to be sent, and read by the caller."""
 
     def sending(self, microbatch: int | None) -> AbstractContextManager[None]:
         """Return the context of sends: of a microbatch's forward, or for None of what the caller's stream made."""
@@ -57,17 +57,14 @@ class Streams:
 class CudaStreams(Streams):
     """Streams and events of one GPU.
 
-    - A stream waits for another by an event, never the host, so that forwards of several microbatches run at one time.
-    - A tensor that is used in another stream than it was allocated in is recorded there (``Tensor.record_stream``), or
-      its memory could be given away while it is still read.
-    - Forwards of a stage with buffers that are saved (running statistics) have their streams in the order of the
-      microbatches: each writes what the next one reads.
+    - Streams wait for each other by events, never the host, so that forwards of several microbatches run at one time.
+    - A tensor that is used in another stream than that of its allocation is recorded there (``Tensor.record_stream``),
+      or its memory could be reused while it is still read.
+    - Forwards of a stage with saved buffers (running statistics) have their streams in the order of the microbatches:
+      each writes what the next one reads.
     - Autograd runs the backward of an operation in the stream of its forward, waits where tensors cross, and lets the
       stream in which ``backward`` was called wait for the leaves at its end (PyTorch, CUDA semantics: stream semantics
       of backward passes). So gradients may be read where the backward was called.
-
-    Args:
-        device: of this rank.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -76,8 +73,8 @@ class CudaStreams(Streams):
         self._of: dict[int, torch.cuda.Stream] = {}
         self._ends: dict[int, torch.cuda.Event] = {}
         self._newest: torch.cuda.Stream | None = None  # that a forward was queued in
-        # The microbatches' graphs share the nodes that accumulate a weight's gradient; they have the stream of one of
-        # them. Autograd waits there as it should; that it is a mismatch is meant.
+        # The microbatches' graphs share the nodes that accumulate a weight's gradient, which have the stream of one of
+        # them. Autograd waits there, so the mismatch is harmless.
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
 
     @contextmanager
@@ -138,16 +135,11 @@ def _record(tensors: Iterable[Tensor], *streams: torch.cuda.Stream) -> None:
                 tensor.record_stream(stream)
 
 
-def streams_of(device: torch.device) -> Streams:
-    """Return the streams of a rank."""
-    return CudaStreams(device) if device.type == "cuda" else Streams()
-
-
 _Gradients = list[list[Tensor | None]]
 """Of the stage's own weights and of those that it borrows, in order."""
 
-_GOES_ON = frozenset({Op.FORWARD, Op.SEND_F, Op.RECV_F})
-"""Actions that may come while forwards are under way; every other one waits for them."""
+_BESIDE_FORWARDS = frozenset({Op.FORWARD, Op.SEND_F, Op.RECV_F})
+"""Actions that may run while forwards are under way; every other one waits for them."""
 
 
 class _Done(NamedTuple):
@@ -162,37 +154,37 @@ class _Done(NamedTuple):
 class ThreadedWorker(Worker):
     """Execute GPipe with its backwards in reverse order (:func:`vpipe.schedules.build.reverse_backwards`).
 
-    A forward of a batch starts a thread, which queues the microbatch's work, on a GPU in a stream of its own
-    (:class:`CudaStreams`). The threads take turns in the order of the microbatches: random numbers are drawn, and
-    buffers written, in the order in which they are without threads, so each works under the lock of the one before.
-    On a GPU that orders what is queued, not what is computed; so a stage whose layers have buffers that are saved has
-    its streams ordered, too. Those that are not saved (``persistent=False``) are taken for constants.
-    All else is the calling thread's: receiving, sending, which so overlaps the threads' work, and autograd.
+    Each forward of a batch runs in the thread of its microbatch, on a GPU in its own stream (:class:`CudaStreams`). The
+    threads run one after another in the order of the microbatches, so that random numbers are drawn, and buffers
+    written, as without threads. On a GPU that orders the queueing, not the computation; so a stage whose layers have
+    saved buffers has its streams ordered, too. Buffers that are not saved (``persistent=False``) are taken for
+    constants. The calling thread receives, sends (beside the threads' work) and runs autograd.
 
-    Every microbatch's gradients are kept apart until all are there, then added in the order of the microbatches: the
-    operations, and so the bits, of any other executor. Costs as many times the gradients as there are microbatches.
+    The gradients of each microbatch are stored until all are there, then added in the order of the microbatches: the
+    operations, and so the bits, of any other executor. That takes the memory of the gradients once per microbatch.
 
     Args:
-        in_turn: ranks of one process take turns; then a forward ends before the next rank goes on.
+        in_turn: ranks of one process take turns; then a forward ends before the next rank runs.
     """
 
     def __init__(self, *arguments: Any, in_turn: bool, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._in_turn = in_turn
-        self._streams = streams_of(next(iter(self.stages.values())).device)
+        device = next(iter(self.stages.values())).device
+        self._streams = CudaStreams(device) if device.type == "cuda" else Streams()
         self._ordered = {index for index, stage in self.stages.items() if any(map(_keeps, stage.modules.values()))}
         self._threads: dict[int, ThreadPoolExecutor] = {}  # one thread each, by microbatch
         self._latest: Future[_Done] | None = None
         self._under_way: dict[tuple[int, int], tuple[ForwardInputs, Future[_Done]]] = {}
         self._waits: list[tuple[float, float]] = []  # for other ranks, while forwards may have gone on
-        self._deferred: deque[Action] = deque()  # ends of forwards and their sends, in the program's order
+        self._deferred: deque[Action] = deque()  # ends of forwards, and sends, in the program's order
         self._apart: dict[int, dict[int, _Gradients]] = defaultdict(dict)  # by stage and microbatch
-        self._at_fault: Action | None = None  # whose failure shows in a later action
+        self._at_fault: Action | None = None  # its failure shows in a later action
         plain = self.operations
-        self.operations = {op: operation if op in _GOES_ON else partial(self._after_forwards, operation)
+        self.operations = {op: operation if op in _BESIDE_FORWARDS else partial(self._after_forwards, operation)
                            for op, operation in plain.items()}
         self.operations[Op.SEND_F] = self._send_forward
-        if self.transport.ordered:  # sends that were put off come before the receives behind them
+        if self.transport.ordered:  # deferred sends come before the receives behind them
             self.operations[Op.RECV_F] = partial(self._after_sends, plain[Op.RECV_F])
         self.operations[Op.SEND_B] = partial(self._send_backward, self.operations[Op.SEND_B])
 
@@ -203,7 +195,7 @@ class ThreadedWorker(Worker):
             super()._forward(stage_index, microbatch)
             return
         if 0 < stage_index < self._last:
-            self._catch_up()  # what others wait for goes out before this rank waits for them
+            self._catch_up()  # send what others wait for before waiting for them
         waited = self.transport.wait_s
         with self._streams.receiving():
             given = self._forward_inputs(stage_index, microbatch)  # which waits last
@@ -216,11 +208,11 @@ class ThreadedWorker(Worker):
                                                         torch.get_num_threads())
         self._under_way[stage_index, microbatch] = given, self._latest
         self._deferred.append(Action(Op.FORWARD, stage_index, microbatch))
-        if self._in_turn or self._ends_forwards(stage_index, microbatch):
+        if self._in_turn or self._is_last_forward(stage_index, microbatch):
             self._gather()
 
-    def _ends_forwards(self, stage_index: int, microbatch: int) -> bool:
-        """Return whether this is the last forward of a batch, after which its losses are sent."""
+    def _is_last_forward(self, stage_index: int, microbatch: int) -> bool:
+        """Return whether this is the last forward of a batch, after which the losses are sent."""
         return (stage_index == self._last
                 and microbatch == self.segment.rounds.share(stage_index, 0, stage_index, self.rank)[-1])
 
@@ -241,16 +233,16 @@ class ThreadedWorker(Worker):
         return _Done(outputs, record, began, perf_counter())
 
     def _gather(self) -> None:
-        """Wait until all forwards have ended, or on a GPU are queued before all that the calling thread will queue."""
+        """Wait until all forwards have ended, or on a GPU are queued before the calling thread's next work."""
         self._catch_up()
         self._streams.gather()
 
     def _labelled(self, action: Action) -> AbstractContextManager[None]:
-        """Return the context that labels an action, done outside of its place in the program, for torch's profiler."""
+        """Return the context that labels an action for torch's profiler."""
         return record_function(f"{action.stage}{action.op}{self.segment.number(action.microbatch)}")
 
     def _catch_up(self) -> None:
-        """Wait for the threads and do what was deferred until their ends."""
+        """Wait for the threads, end their forwards, and make the deferred sends."""
         while self._deferred:
             action = self._deferred.popleft()
             try:
@@ -266,18 +258,18 @@ class ThreadedWorker(Worker):
     def _finish_forward(self, stage_index: int, microbatch: int) -> None:
         given, future = self._under_way.pop((stage_index, microbatch))
         before, started = activity.now, perf_counter()
-        activity.now = Action(Op.FORWARD, stage_index, microbatch), started  # should it hang, it is this one
+        activity.now = Action(Op.FORWARD, stage_index, microbatch), started  # what the watchdog reports if it hangs
         done = future.result()
         activity.now, waited = before, perf_counter() - started
         if self._latest is future:
-            self._latest = None  # it holds what it gave
+            self._latest = None  # it refers to its result
         self._account(stage_index, done, waited)
         self._streams.computed(microbatch)
         self._streams.prepare_sends(done.outputs)
         self._end_forward(stage_index, microbatch, given, done.outputs, done.record)
 
     def _account(self, stage_index: int, done: _Done, waited: float) -> None:
-        """Count a forward as what its thread took: neither as the action that ``waited`` for it, nor as idle."""
+        """Count the seconds of a forward's thread as the forward's, not as idle or the action's that ``waited``."""
         idle = sum(max(0.0, min(done.ended, end) - max(done.began, begin)) for begin, end in self._waits)
         if not self._under_way:
             self._waits.clear()
@@ -285,7 +277,7 @@ class ThreadedWorker(Worker):
         self.seconds[stage_index, Op.FORWARD] += done.ended - done.began
         now, _ = activity.now
         if isinstance(now, Action):
-            self.seconds[now.stage, now.op] -= waited + idle  # the latter, since it is no wait any more
+            self.seconds[now.stage, now.op] -= waited + idle  # idle: no longer a wait
 
     def _send_forward(self, stage_index: int, microbatch: int) -> None:
         if not self.segment.training:
@@ -344,9 +336,9 @@ class ThreadedWorker(Worker):
 
     # -- failures ----------------------------------------------------------------------------------------
 
-    def _announce_failure(self, error: RunError, action: Action) -> None:
+    def _report_failure(self, error: RunError, action: Action) -> None:
         at_fault, self._at_fault = self._at_fault or action, None
-        super()._announce_failure(error, at_fault)
+        super()._report_failure(error, at_fault)
 
 
 def _keeps(module: nn.Module) -> bool:

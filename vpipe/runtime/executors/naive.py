@@ -18,11 +18,10 @@ _SENT = {Op.SEND_F: "F", Op.SEND_B: "B", Op.SEND_W: "W", Op.SEND_G: "G"}
 class NaiveWorker(Worker):
     """Wait for each send, and on a GPU for the device after every action.
 
-    A receive is posted where the program says, which takes no time; the checker has proved that sends which wait
-    for that never deadlock (:func:`~vpipe.schedules.check.no_deadlock_rendezvous`). While the receiver is
-    still learning shapes it gets ready later, so sends go on behind until the first gradient has come back. What goes
-    along with an update and is no send of the program (norms, losses, sums over replicas) is waited for where it is
-    taken.
+    The checker has proved that sends which wait for their posted receives never deadlock
+    (:func:`~vpipe.schedules.check.no_deadlock_rendezvous`). A receiver that waits for a header posts later, so sends
+    are not waited for until the first gradient has come back. Norms, losses and sums over replicas are no sends of the
+    program; they are waited for where they are received.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
