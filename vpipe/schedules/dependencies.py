@@ -34,12 +34,7 @@ def borrowing_ranks(placement: Placement, owner: int, borrowers: Iterable[int], 
 
 @dataclass(frozen=True)
 class TransferPeers:
-    """Find the other ends of transfers.
-
-    Attributes:
-        rounds: tells which rank takes a microbatch.
-        ties: stages that borrow a stage's tied weights, by owning stage.
-    """
+    """Find the other ends of transfers; ``ties`` are the stages that borrow a stage's tied weights, by owning stage."""
 
     rounds: Rounds
     ties: Mapping[int, Sequence[int]]
@@ -72,7 +67,14 @@ class TransferPeers:
             other, offset = _NEIGHBOUR[op]
             peer = self.rank_of(stage + offset, index)
             return [(Action(other, stage + offset, index), peer)] if peer not in (-1, rank) else []
-        return [(Action(TIED[op], stage, index), peer) for peer in self._tied_peers(op, stage, index, rank)]
+        owners = self.rounds.placement[stage]
+        if op is Op.SEND_W:
+            peers = self.lending.get((stage, rank), ())
+        elif op is Op.RECV_W:
+            peers = [owner for owner in owners if rank in self.lending.get((stage, owner), ())]
+        else:
+            peers = owners if op is Op.SEND_G else self.gradient_senders(stage, index)
+        return [(Action(TIED[op], stage, index), peer) for peer in peers]
 
     def gradient_senders(self, owner: int, update: int) -> list[int]:
         """Return the ranks that send tied gradients of an update to the owner's ranks, in the order of their sends.
@@ -89,28 +91,16 @@ class TransferPeers:
     def _exists(self, stage: int) -> bool:
         return 0 <= stage < len(self.rounds.placement)
 
-    def _tied_peers(self, op: Op, stage: int, index: int, rank: int) -> Sequence[int]:
-        owners = self.rounds.placement[stage]
-        if op is Op.SEND_W:
-            return self.lending.get((stage, rank), ())
-        if op is Op.RECV_W:
-            return [owner for owner in owners if rank in self.lending.get((stage, owner), ())]
-        if op is Op.SEND_G:
-            return owners
-        return self.gradient_senders(stage, index)
-
 
 @dataclass(frozen=True)
 class Dependencies:
     """Hold tables made in one pass over the programs, and answer what the checker's rules ask.
 
     Attributes:
-        schedule: the schedule.
         where: the spots of every action.
         last: by stage, update and rank, the rank's last action (B or W) that makes weight gradients for it.
         version: the weight version that the forward of (stage, microbatch) uses: that of the last USE before it, else
             the number of steps before it.
-        peers: finds the other ends of transfers.
         lowered: there are transfers or sums. Without any, actions wait directly for the actions that make their inputs.
         normed: gradient norms are exchanged before the steps.
     """
@@ -170,7 +160,6 @@ class Dependencies:
                 yield stage, rank
 
     def rank_of(self, stage: int, microbatch: int) -> int:
-        """Return the rank that takes a microbatch through a stage; -1 outside the pipeline."""
         return self.peers.rank_of(stage, microbatch)
 
     def end(self, rank: int) -> Spot:
@@ -189,7 +178,7 @@ class Dependencies:
         return half if half in self.where else Action(Op.BACKWARD, stage, microbatch)
 
     def weight_gradient(self, stage: int, microbatch: int) -> Action:
-        """Return the action that makes the weight gradients of a microbatch: its W where there is one, else its B."""
+        """Return the same for the weight gradients: W or B."""
         half = Action(Op.WEIGHT, stage, microbatch)
         return half if half in self.where else Action(Op.BACKWARD, stage, microbatch)
 
@@ -239,7 +228,6 @@ class Dependencies:
                     yield from self._gradients(stage, index, borrower, rank)
 
     def _gradients(self, owner: int, update: int, stage: int, rank: int) -> Iterator[Action]:
-        """Yield the actions that make a rank's gradients, at ``stage``, of an update of ``owner``."""
         for microbatch in self.schedule.rounds.share(owner, update, stage, rank):
             yield self.weight_gradient(stage, microbatch)
 

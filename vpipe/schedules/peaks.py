@@ -126,20 +126,21 @@ class StageContents:
 
     Attributes:
         in_flight: microbatches between forward and backward.
+        dropped: those of them of which only ``kept_bytes`` are there.
         recomputed: those of them whose dropped activations are recomputed.
         weight_halves: microbatches between the halves of their backward.
         versions: of the weights.
     """
 
     in_flight: int = 0
+    dropped: int = 0
     recomputed: int = 0
     weight_halves: int = 0
     versions: int = 1
 
     def bytes(self, cost: StageCosts) -> Number:
         """Return the bytes of all the microbatches and versions."""
-        kept = cost.kept_bytes if cost.recompute_s else cost.activation_bytes
-        return (kept * (self.in_flight - self.recomputed) + cost.activation_bytes * self.recomputed
+        return (cost.kept_bytes * self.dropped + cost.activation_bytes * (self.in_flight - self.dropped)
                 + cost.weight_half_bytes * self.weight_halves + cost.version_bytes * self.versions)
 
 
@@ -147,41 +148,47 @@ def peak_contents(schedule: Schedule, costs: Costs, rank: int) -> dict[int, Stag
     """Return, by stage of ``rank``, what it holds at the first moment when the rank holds most."""
     most: Number = -1
     found: dict[int, StageContents] = {}
-    for contents, held in _moments(schedule, costs, rank):
+    for _, _, contents, held in moments(schedule, costs, rank):
         if held > most:
             most, found = held, {stage: replace(each) for stage, each in contents.items()}
     return found
 
 
-def _moments(schedule: Schedule, costs: Costs, rank: int) -> Iterator[tuple[dict[int, StageContents], Number]]:
-    """Yield what the stages of a rank hold, and their bytes together, behind each action and in each recomputation."""
+def moments(schedule: Schedule, costs: Costs,
+            rank: int) -> Iterator[tuple[int, bool, dict[int, StageContents], Number]]:
+    """Yield what the stages of a rank hold, and their bytes together, whenever an action may change them.
+
+    Before each stands the action's position in the program, -1 at the beginning, and whether its start changes them:
+    a forward and a recomputation, also one within a backward, take memory as they start.
+    """
     program, stages = schedule.programs[rank], stages_of_rank(schedule.placement, rank)
     versions = {stage: {load.position: load.versions for load in stage_loads(program, stage)} for stage in stages}
-    early = {action.stage for action in program if action.op is Op.RECOMPUTE}
+    early = {(action.stage, action.microbatch) for action in program if action.op is Op.RECOMPUTE}
     contents = {stage: StageContents() for stage in stages}
     held = {stage: each.bytes(costs.stages[stage]) for stage, each in contents.items()}
-    yield contents, sum(held.values())
+    yield -1, True, contents, sum(held.values())
     for position, action in enumerate(program):
         stage, op = action.stage, action.op
         if stage not in contents:  # tied weights of another rank's
             continue
-        own, cost = contents[stage], costs.stages[stage]
+        own, cost, is_early = contents[stage], costs.stages[stage], (stage, action.microbatch) in early
         if op in RETURNS:
-            if cost.recompute_s and stage not in early:  # within the backward: there is more while it lasts
-                own.recomputed = 1
+            if cost.recompute_s and not is_early:
+                own.dropped, own.recomputed = own.dropped - 1, own.recomputed + 1
                 held[stage] = own.bytes(cost)
-                yield contents, sum(held.values())
+                yield position, True, contents, sum(held.values())
             own.in_flight -= 1
             own.recomputed = max(0, own.recomputed - 1)
             own.weight_halves += op is Op.INPUT
         elif op is Op.FORWARD:
             own.in_flight += 1
+            own.dropped += is_early or cost.recompute_s > 0
         elif op is Op.RECOMPUTE:
-            own.recomputed += 1
+            own.dropped, own.recomputed = own.dropped - 1, own.recomputed + 1
         elif op is Op.WEIGHT:
             own.weight_halves -= 1
         elif position not in versions[stage]:
             continue
         own.versions = versions[stage].get(position, own.versions)
         held[stage] = own.bytes(cost)
-        yield contents, sum(held.values())
+        yield position, op in (Op.FORWARD, Op.RECOMPUTE), contents, sum(held.values())

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
-from vpipe.schedules.action import RETURNS, Action, Op
+from vpipe.schedules.action import Action, Op
 from vpipe.schedules.costs import Costs, Number
-from vpipe.schedules.peaks import stage_loads
-from vpipe.schedules.schedule import Schedule, stages_of_rank
+from vpipe.schedules.peaks import moments
+from vpipe.schedules.schedule import Schedule
 
 TIMED = frozenset({Op.FORWARD, Op.BACKWARD, Op.INPUT, Op.WEIGHT, Op.RECOMPUTE, Op.STEP})
 """Operations that keep a rank busy; the others take no time of it."""
@@ -102,7 +101,7 @@ class Timeline:
     def memory(self) -> tuple[Curve, ...]:
         """Per rank, its activations, weight halves and weight versions; see ``StageCosts``.
 
-        A forward holds its activations from its start; everything else changes at the end of an action.
+        A forward and a recomputation take memory at their start; everything else changes at the end of an action.
         """
         return tuple(tuple(self._held(rank)) for rank in range(len(self.events)))
 
@@ -116,52 +115,16 @@ class Timeline:
         return () if self.costs.overlap else self.transfers
 
     def _held(self, rank: int) -> Iterator[tuple[Number, Number]]:
-        program = self.schedule.programs[rank]
-        stages = stages_of_rank(self.schedule.placement, rank)
-        recomputed = recomputations(program)
-        versions = self._version_changes(rank)
-        held: Number = sum((self.costs.stages[stage].version_bytes for stage in stages), start=0)
-        now: Number = 0
-        yield now, held
         events = iter(self.events[rank])
-        for position, action in enumerate(program):
-            change = versions.get(position, 0)
-            if action.op not in TIMED:
-                if change:
-                    held += change
-                    yield now, held
-                continue
-            event, cost = next(events), self.costs.stages[action.stage]
-            now = event.end_s
-            explicit = (action.stage, action.microbatch) in recomputed
-            dropped = explicit or cost.recompute_s > 0
-            if action.op is Op.FORWARD:
-                held += change + (cost.kept_bytes if dropped else cost.activation_bytes)
-                yield event.start_s, held
-                continue
-            if action.op is Op.RECOMPUTE or (action.op in RETURNS and dropped and not explicit):
-                held += cost.activation_bytes - cost.kept_bytes
-                yield event.start_s, held
-            if action.op is Op.INPUT:
-                change += cost.weight_half_bytes - cost.activation_bytes
-            elif action.op is Op.BACKWARD:
-                change -= cost.activation_bytes
-            elif action.op is Op.WEIGHT:
-                change -= cost.weight_half_bytes
-            if change:
-                held += change
-                yield now, held
-
-    def _version_changes(self, rank: int) -> dict[int, Number]:
-        """Return, by position in the program, the bytes of weight versions that are added or, below 0, freed."""
-        changes: dict[int, Number] = {}
-        for stage in stages_of_rank(self.schedule.placement, rank):
-            if size := self.costs.stages[stage].version_bytes:
-                loads = [(-1, 1), *((load.position, load.versions)
-                                    for load in stage_loads(self.schedule.programs[rank], stage))]
-                changes |= {position: (after - before) * size
-                            for (_, before), (position, after) in pairwise(loads) if after != before}
-        return changes
+        timed = [next(events) if action.op in TIMED else None for action in self.schedule.programs[rank]]
+        now: Number = 0
+        before: Number = -1
+        for position, at_start, _, held in moments(self.schedule, self.costs, rank):
+            event = timed[position] if position >= 0 else None
+            now = now if event is None else event.end_s
+            if held != before:
+                yield (event.start_s if at_start and event is not None else now), held
+            before = held
 
 
 def recomputations(program: Sequence[Action]) -> set[tuple[int, int]]:
