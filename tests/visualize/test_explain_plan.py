@@ -11,8 +11,7 @@ from made_profile import MIB, made_profile
 from vpipe.plan.plan import Plan, Prediction, StagePrediction
 from vpipe.plan.solver.request import Alternative
 from vpipe.plan.stage_costs import StageMemory
-from vpipe.visualize.explain_plan import PlanExplanation
-from vpipe.visualize.plan_tables import alternatives_table, memory_table, peak_bytes
+from vpipe.visualize.explain_plan import PlanExplanation, alternatives_table, memory_table, peak_bytes
 from vpipe.visualize.table import Column, columns, filled
 
 

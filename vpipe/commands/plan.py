@@ -23,8 +23,7 @@ from vpipe.schedules.prepare import is_file
 from vpipe.schedules.registry import DEFAULT_ASYNCHRONOUS, DEFAULT_SCHEDULE, planned_schedules
 from vpipe.train.csv_rows import check_output
 from vpipe.units import parse_size, size_text
-from vpipe.visualize.explain_plan import PlanExplanation
-from vpipe.visualize.plan_tables import peak_bytes, predicted
+from vpipe.visualize.explain_plan import PlanExplanation, peak_bytes
 from vpipe.visualize.table import PIPE_COLUMNS, terminal_columns
 
 if TYPE_CHECKING:
@@ -123,7 +122,7 @@ def _own_choice(job: Job, profiles: Mapping[int, Profile], limit_bytes: int | No
     plan = Plan(job.partition, stage_to_rank_map=job.placement, schedule=parallel.schedule, recompute_layers=layers,
                 microbatches=count, update_every=parallel.update_every)
     plan = replace(plan, predictions=predict(profiles[count], plan).prediction)
-    peak, seconds = peak_bytes(plan), predicted(plan).seconds_per_sample
+    peak, seconds = peak_bytes(plan), plan.predicted.seconds_per_sample
     if limit_bytes is not None and peak > limit_bytes:
         return Alternative(name, None, None, True, f"{1 / seconds:.3g} samples/s, but a rank would hold "
                            f"{size_text(peak, up=True)}")

@@ -12,7 +12,6 @@ from vpipe.plan.profile import Profile
 from vpipe.plan.solver import Request, solve
 from vpipe.schedules.registry import recipe_named, schedule_names
 from vpipe.units import parse_size
-from vpipe.visualize.plan_tables import predicted
 
 MOST_SIZES = 8
 """Number of microbatch sizes to try, the smallest ones: each has to be measured."""
@@ -97,7 +96,7 @@ class SystemPlan:
 
     @property
     def prediction(self) -> Prediction:
-        return predicted(self.plan)
+        return self.plan.predicted
 
 
 def microbatch_counts(batch_size: int) -> list[int]:
@@ -130,7 +129,7 @@ def plan_system(system: System, profiles: Mapping[int, Profile], ranks: int, mem
         except UserError as error:
             refusal, seconds[count] = error, None
             continue
-        seconds[count] = predicted(plans[count]).seconds_per_sample
+        seconds[count] = plans[count].predicted.seconds_per_sample
         best = min(plans, key=lambda tried: (seconds[tried], tried))
         if list(plans).index(best) < len(plans) - SLOWER:
             break  # small microbatches are slow, and smaller ones slower

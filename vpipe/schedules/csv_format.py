@@ -17,6 +17,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from vpipe.errors import UserError, counted, nearest
@@ -70,11 +71,13 @@ def read_csv(path: Path) -> Schedule:
     """
     rows, computed = [], 0
     for rank, (line, cells) in enumerate(_lines(path)):
-        rows.append(list(_row(cells, rank, f"{path}:{line}")))
+        where = f"{path}:{line}"
+        rows.append([_Cell(action, rank, column, where) for column, cell in enumerate(cells, 1)
+                     for action in _actions(cell.strip(), f"cell {column} of rank {rank}", where)])
         computed += sum(cell.action.op in COMPUTE for cell in rows[-1])
         if computed > MOST_ACTIONS:
             raise UserError(f"'{path}' has more than {MOST_ACTIONS:,} forwards and backwards",
-                            hint="use fewer microbatches, stages or replicas", where=f"{path}:{line}")
+                            hint="use fewer microbatches, stages or replicas", where=where)
     if not any(rows):
         raise UserError(f"there is no action in '{path}'", hint="write one row per rank, one action per cell, such as "
                         "0F0,0F1,0B0,0B1")
@@ -88,10 +91,8 @@ def read_csv(path: Path) -> Schedule:
     flush, per_update = _updates(placement, programs, microbatches, path)
     return Schedule(
         path.name, placement, tuple(map(tuple, programs)), microbatches, per_update, flush,
-        peak_activations=tuple(max((load.activations for load in rank_loads(program)), default=0)
-                               for program in programs),
-        versions=tuple(max(_versions(programs[rank], stage) for rank in ranks)
-                       for stage, ranks in enumerate(placement)), ties={})
+        tuple(max((load.activations for load in rank_loads(program)), default=0) for program in programs),
+        tuple(max(_versions(programs[rank], stage) for rank in ranks) for stage, ranks in enumerate(placement)), {})
 
 
 def write_csv(schedule: Schedule, *, for_torch: bool = False) -> str:
@@ -143,12 +144,6 @@ def _lines(path: Path) -> list[tuple[int, list[str]]]:
     return lines
 
 
-def _row(cells: Sequence[str], rank: int, where: str) -> Iterator[_Cell]:
-    for column, cell in enumerate(cells, 1):
-        for action in _actions(cell.strip(), f"cell {column} of rank {rank}", where):
-            yield _Cell(action, rank, column, where)
-
-
 def _actions(text: str, place: str, where: str) -> Iterator[Action]:
     """Yield the actions of a cell: none, one, or those of a pair."""
     if not text:
@@ -176,8 +171,7 @@ def _remedy(text: str) -> str | None:
         return "separate actions by commas, such as 0F0,0F1"
     if (almost := _ALMOST.fullmatch(text)) is None:
         return None
-    known = [op.value for op in Op]
-    close = nearest(almost[2].upper(), known)
+    close = nearest(almost[2].upper(), [op.value for op in Op])
     if not close.startswith("did you mean"):
         return None
     return f"did you mean '{almost[1]}{close.split(chr(39))[1]}{almost[3]}'?"
@@ -187,19 +181,17 @@ def _placement(rows: Sequence[Sequence[_Cell]]) -> Placement:
     """Place every stage on the ranks whose rows have its forwards, in the order of their first microbatches."""
     home: dict[int, _Cell] = {}
     firsts: dict[int, dict[int, int]] = defaultdict(dict)  # by stage: the first microbatch of each rank
-    for row in rows:
-        for cell in row:
-            action = cell.action
-            if action.op is Op.FORWARD:
-                home.setdefault(action.stage, cell)
-                there = firsts[action.stage]
-                there[cell.rank] = min(action.microbatch, there.get(cell.rank, action.microbatch))
-    for row in rows:
-        for cell in row:
-            if cell.action.stage not in home:
-                raise UserError(f"{cell} is of stage {cell.action.stage}, which has no forward",
-                                hint=f"add the forwards of that stage, such as {cell.action.stage}F0, to a row",
-                                where=cell.where)
+    cells = list(chain.from_iterable(rows))
+    for cell in cells:
+        action = cell.action
+        if action.op is Op.FORWARD:
+            home.setdefault(action.stage, cell)
+            there = firsts[action.stage]
+            there[cell.rank] = min(action.microbatch, there.get(cell.rank, action.microbatch))
+    for cell in cells:
+        if cell.action.stage not in home:
+            raise UserError(f"{cell} is of stage {cell.action.stage}, which has no forward", where=cell.where,
+                            hint=f"add the forwards of that stage, such as {cell.action.stage}F0, to a row")
     if len(home) > MOST_STAGES:
         raise UserError(f"there are {len(home)} stages", hint=f"use {MOST_STAGES:,} at most", where=rows[0][0].where)
     if (missing := first_missing(home)) < len(home):
@@ -212,7 +204,7 @@ def _placement(rows: Sequence[Sequence[_Cell]]) -> Placement:
 def _microbatches(rows: Sequence[Sequence[_Cell]]) -> int:
     """Return the number of microbatches, which is the most forwards that a stage has."""
     seen: dict[int, set[int]] = defaultdict(set)
-    cells = [cell for row in rows for cell in row if cell.action.op in PER_MICROBATCH]
+    cells = [cell for cell in chain.from_iterable(rows) if cell.action.op in PER_MICROBATCH]
     for cell in cells:
         if cell.action.op is Op.FORWARD:
             seen[cell.action.stage].add(cell.action.microbatch)
@@ -257,7 +249,7 @@ def _numbered(count: int, word: str) -> str:
 
 
 def _versions(program: Sequence[Action], stage: int) -> int:
-    """Return the weight versions that a stage holds at most, and enough for its staleness."""
+    """Return the most weight versions that a stage holds, and enough for its staleness."""
     try:
         return max(max(load.versions, load.staleness + 1) for load in stage_loads(program, stage))
     except KeyError:  # a backward without its forward: the checker stops there, before it looks at versions

@@ -48,7 +48,7 @@ _REMEMBERED = 4096
 
 
 class VersionsUsed:
-    """Read off the program of an owner's rank which version of its weights each microbatch uses."""
+    """Read off the program of an owner's rank which version of its weights each microbatch uses; 0 is its first."""
 
     def __init__(self, owner: int, program: Iterator[Action]) -> None:
         self._owner, self._program = owner, program
@@ -57,30 +57,26 @@ class VersionsUsed:
         self._chosen: int | None = None
 
     def of(self, microbatch: int) -> int:
-        """Return the version (0 = the first of this program) that the owner's forward uses."""
+        """Return the version that the owner's forward uses."""
         while microbatch not in self._used:
-            self._advance(next(self._program))
+            action = next(self._program)
+            if action.stage != self._owner:
+                continue
+            if action.op is Op.FORWARD:
+                self._used[action.microbatch] = self._steps if self._chosen is None else self._chosen
+                if len(self._used) > _REMEMBERED:
+                    del self._used[next(iter(self._used))]
+            elif action.op is Op.STEP:
+                self._steps += 1
+            elif action.op is Op.USE:
+                self._chosen = action.microbatch
         return self._used[microbatch]
-
-    def _advance(self, action: Action) -> None:
-        if action.stage != self._owner:
-            return
-        if action.op is Op.FORWARD:
-            self._used[action.microbatch] = self._steps if self._chosen is None else self._chosen
-            if len(self._used) > _REMEMBERED:
-                del self._used[next(iter(self._used))]
-        elif action.op is Op.STEP:
-            self._steps += 1
-        elif action.op is Op.USE:
-            self._chosen = action.microbatch
 
 
 class Lowering:
     """Lower the program of one rank.
 
     Args:
-        rounds: assigns microbatches to replicas and updates.
-        rank: the rank.
         compute: the compute programs, of this rank and of the owners of weights that it borrows.
         ties: borrowing stages by owning stage.
         norm: add the exchange of gradient norms before every step.
@@ -105,7 +101,7 @@ class Lowering:
                           for replica, rank in enumerate(placement[owner])}
 
     def version_of(self, owner: int, microbatch: int) -> int:
-        """Return the version (0 = the first of this program) of a borrowed weight that a microbatch uses."""
+        """Return the version of a borrowed weight that a microbatch uses."""
         return self._versions[owner, microbatch % self._rounds.width(owner)].of(microbatch)
 
     def program(self) -> Iterator[Action]:
@@ -160,16 +156,10 @@ class Lowering:
             yield Action(Op.SEND_F, stage, index)
         if op in RETURNS and self._elsewhere(stage - 1, index):
             yield Action(Op.SEND_B, stage, index)
-        if op in COMPLETES:
-            yield from self._tied_gradients(stage, index)
-
-    def _tied_gradients(self, stage: int, microbatch: int) -> Iterator[Action]:
-        """Send the gradients of weights borrowed here once the last of the rank's stages has those of an update."""
-        owners = [owner for owner, borrowers in self._borrowers.items() if stage in borrowers]
-        for owner in owners:
-            self._completed[owner, microbatch // self._rounds.per_update(owner), stage] += 1
-            yield from self._close(owner)
-        if owners:
+        if op in COMPLETES and (owners := [owner for owner, here in self._borrowers.items() if stage in here]):
+            for owner in owners:
+                self._completed[owner, index // self._rounds.per_update(owner), stage] += 1
+                yield from self._close(owner)
             yield from self._take_steps()
 
     def _close(self, owner: int, ended: bool = False) -> Iterator[Action]:
@@ -212,13 +202,12 @@ class Lowering:
                 return False
         return True
 
-    def _may_step(self, step: Action) -> bool:
-        """Tell whether the stages of this rank that borrow from the stepping one have their gradients."""
-        return step.microbatch < self._closed.get(step.stage, step.microbatch + 1)
-
     def _take_steps(self) -> Iterator[Action]:
-        """Yield the steps that need not wait any longer, each with its version for the borrowers."""
-        ready = [step for step in self._steps if self._may_step(step)]
+        """Yield the steps that need not wait any longer, each with its version for the borrowers.
+
+        A step waits for the gradients of the stages of this rank that borrow its weights.
+        """
+        ready = [step for step in self._steps if step.microbatch < self._closed.get(step.stage, step.microbatch + 1)]
         if self._norm and len(ready) < len(self._stages):
             return
         yield from (Action(Op.REDUCE, step.stage, step.microbatch) for step in ready
@@ -237,11 +226,15 @@ class Lowering:
 
 def lower(schedule: Schedule, norm: bool = False) -> Schedule:
     """Return the schedule with transfers, sums over replicas, tied exchanges and, with ``norm``, gradient norms."""
+    lowered = add_transfers(schedule, norm)
+    # A stream goes on beyond these programs, where nobody can look ahead, so its receives stay.
+    return lowered if schedule.stream else post_in_time(lowered)
+
+
+def add_transfers(schedule: Schedule, norm: bool = False) -> Schedule:
+    """Return the same, with every receive right before the action that precedes its use."""
     def compute(rank: int) -> Iterator[Action]:
         return iter(schedule.programs[rank])
 
-    lowered = schedule.with_programs([
-        list(Lowering(schedule.rounds, rank, compute, schedule.ties, norm).program())
-        for rank in range(len(schedule.programs))])
-    # A stream goes on beyond these programs, where nobody can look ahead, so its receives stay.
-    return lowered if schedule.stream else post_in_time(lowered)
+    return schedule.with_programs([list(Lowering(schedule.rounds, rank, compute, schedule.ties, norm).program())
+                                   for rank in range(schedule.ranks)])

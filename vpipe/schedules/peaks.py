@@ -13,10 +13,9 @@ from vpipe.schedules.schedule import Schedule, stages_of_rank
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
-    """The contents of a rank behind the action at ``position``.
+    """The contents of a rank behind the action at ``position`` of its program.
 
     Attributes:
-        position: in its program.
         activations: microbatch-stages between their forward and the passing of their gradient (B or I).
         weight_halves: microbatch-stages between their I and their W.
     """
@@ -28,10 +27,9 @@ class RankLoad:
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """The contents of a stage behind the action at ``position``.
+    """The contents of a stage behind the action at ``position`` of its rank's program.
 
     Attributes:
-        position: in the program of its rank.
         versions: weight versions: those from the one in use to the latest, since a later forward may use any of
             them, and those that microbatches in flight use.
         staleness: when a gradient passes, latest version - version used; otherwise 0.
@@ -91,7 +89,7 @@ def stage_loads(program: Sequence[Action], stage: int) -> Iterator[StageLoad]:
 
 @dataclass(frozen=True)
 class RankPeaks:
-    """The most that a rank ever holds: see :class:`RankLoad`."""
+    """The most that a rank ever holds; see :class:`RankLoad`."""
 
     peak_activations: int
     peak_weight_halves: int

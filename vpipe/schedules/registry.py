@@ -21,11 +21,8 @@ from vpipe.schedules.costs import Costs, Number
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Layout, Placement, Size
 
-DEFAULT_SCHEDULE = "1f1b"
-"""The schedule where nobody names one."""
-
-DEFAULT_ASYNCHRONOUS = "pipedream"
-"""The schedule where somebody asks for asynchronous updates and names none."""
+DEFAULT_SCHEDULE, DEFAULT_ASYNCHRONOUS = "1f1b", "pipedream"
+"""The schedules where nobody names one, with a flush and for asynchronous updates."""
 
 Program = Callable[..., Iterator[Action]]
 """``program(rank, ranks, microbatches)`` yields the compute actions and steps of one rank, lazily.
@@ -102,28 +99,12 @@ _OWN = "vpipe.schedules.generators."
 _RECIPES: dict[str, Recipe] = {}
 
 
-def _all_activations(rank: int, size: Size) -> int:
-    return size.microbatches * size.chunks
-
-
-def _one_version(rank: int, size: Size) -> int:
-    return 1
-
-
-def _every_microbatch(ranks: int) -> int:
-    return 1
-
-
-def _any_size(size: Size) -> Problem | None:
-    return None
-
-
 def register_schedule(name: str, *, flush: bool, layout: Layout = Layout.LOOP, chunks: int = 1,
-                      any_chunks: bool = False, peak_activations: Bound = _all_activations,
-                      versions: Bound = _one_version, update_every: Callable[[int], int] = _every_microbatch,
-                      requires: Constraint = _any_size, search: Search | None = None, planned: bool = True,
-                      reversible: bool = False,
-                      version_of: VersionRule | None = None) -> Callable[[Program], Program]:
+                      any_chunks: bool = False,
+                      peak_activations: Bound = lambda rank, size: size.microbatches * size.chunks,
+                      versions: Bound = lambda rank, size: 1, update_every: Callable[[int], int] = lambda ranks: 1,
+                      requires: Constraint = lambda size: None, search: Search | None = None, planned: bool = True,
+                      reversible: bool = False, version_of: VersionRule | None = None) -> Callable[[Program], Program]:
     """Register the decorated generator as ``name``; see :class:`Recipe` for the arguments.
 
     Raises:
@@ -182,7 +163,7 @@ def recipes() -> list[Recipe]:
 
 
 def schedule_names() -> list[str]:
-    """Return every name that :func:`recipe_named` knows, without importing the packages that announce them."""
+    """Return every name of :func:`recipe_named`, without importing the packages that announce them."""
     _import_generators()
     return sorted({*_RECIPES, *announced(ENTRY_POINTS)})
 

@@ -22,7 +22,7 @@ Placement = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Size:
-    """The numbers a schedule is made for.
+    """The numbers that a schedule is made for; for a replica, those of its own pipeline.
 
     Attributes:
         ranks: p, how many work at once.
@@ -30,9 +30,6 @@ class Size:
         chunks: v, stages per rank.
         update_every: microbatches per optimizer step.
         even: all stages have equally many replicas.
-
-    For a replica of a stage these are the numbers of its own pipeline, see
-    :class:`vpipe.schedules.build.ReplicaView`.
     """
 
     ranks: int

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
+from itertools import chain
 
 from vpipe.schedules.action import RECEIVES, RETURNS, SENDS, Action, Op
 from vpipe.schedules.dependencies import Dependencies, OnRank, TransferPeers
@@ -19,7 +20,7 @@ Channel = tuple[int, int, Op]
 
 
 def post_in_time(schedule: Schedule) -> Schedule:
-    """Move receives of a lowered schedule forward where a transport without buffers or tags needs it.
+    """Return a lowered schedule with receives moved forward where a transport without buffers or tags needs it.
 
     Every rank goes as far as it can while sends wait for their receives. When no rank can go on, the receives that
     sends wait for are posted where the receiving ranks stand. So only receives that would deadlock are moved; the
@@ -39,7 +40,7 @@ class _Posting:
         self._done: set[OnRank] = set()
         self._late: dict[int, list[Action]] = defaultdict(list)  # receives that wait for earlier ones of their channel
         self._sleepers: dict[OnRank, list[int]] = defaultdict(list)  # ranks to wake when an action is done
-        self._awake: list[int] = []
+        self._awake = list(range(schedule.ranks))
         self._orders: dict[Channel, list[Action]] = defaultdict(list)  # receives of a channel as they are sent
         self._posted: dict[Channel, int] = defaultdict(int)  # how many of them are posted
         self._places: dict[Action, tuple[Channel, int]] = {}
@@ -51,7 +52,6 @@ class _Posting:
                     self._orders[channel].append(receive)
 
     def moved(self) -> Schedule:
-        self._awake = list(range(self._schedule.ranks))
         while self._awake:
             while self._awake:
                 self._go_on(self._awake.pop())
@@ -71,7 +71,8 @@ class _Posting:
                 if (action, rank) not in self._done:
                     self._post(action, rank)
             else:
-                for awaited in self._needs(action, rank):
+                received = ((receive, rank) for receive in self._deps.receives(action, rank))
+                for awaited in chain(received, self._deps.awaited(action, rank, rendezvous=True)):
                     if awaited not in self._done:
                         self._sleepers[awaited].append(rank)
                         return
@@ -80,10 +81,6 @@ class _Posting:
                     for late in self._late.pop(rank, ()):
                         self._post(late, rank)
             self._cursors[rank] += 1
-
-    def _needs(self, action: Action, rank: int) -> Iterator[OnRank]:
-        yield from ((receive, rank) for receive in self._deps.receives(action, rank))
-        yield from self._deps.awaited(action, rank, rendezvous=True)
 
     def _overdue(self) -> Iterator[OnRank]:
         """Yield the receives that sends wait for."""
@@ -137,8 +134,6 @@ class TransferOrder:
     The sum over the replicas of a stage counts as one transfer in which all of them take part.
 
     Args:
-        rounds: assigns microbatches to replicas and updates.
-        ties: stages that borrow a stage's tied weights, by owning stage.
         programs: of every rank, lowered; their own receives are left out.
         version_of: returns the version of borrowed weights.
         normed: steps wait for the gradient norms of all stages.
@@ -221,7 +216,13 @@ class TransferOrder:
         if action.op in SENDS:
             for receive, peer in self._peers.other_ends(action, rank):
                 self._place(receive, peer)
-                self._deliver(receive, peer)
+                if receive.op is Op.RECV_W:
+                    self._versions[peer, receive.stage] = receive.microbatch
+                elif receive.op is Op.RECV_G:
+                    self._got_tied[receive, peer] += 1
+                else:
+                    self._arrived.add((receive, peer))
+                self._wake(peer)
             if action.op is Op.SEND_G:
                 senders = self._peers.gradient_senders(stage, index)
                 self._tied[stage, index] += 1
@@ -241,15 +242,6 @@ class TransferOrder:
     def _place(self, action: Action, rank: int) -> None:
         if rank in self._placed:
             self._placed[rank].append(action)
-
-    def _deliver(self, receive: Action, rank: int) -> None:
-        if receive.op is Op.RECV_W:
-            self._versions[rank, receive.stage] = receive.microbatch
-        elif receive.op is Op.RECV_G:
-            self._got_tied[receive, rank] += 1
-        else:
-            self._arrived.add((receive, rank))
-        self._wake(rank)
 
     def _wake(self, rank: int) -> None:
         if rank in self._asleep:

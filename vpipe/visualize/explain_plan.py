@@ -1,4 +1,4 @@
-"""Explain a plan in words and tables: its costs, its limits, and how other plans compare."""
+"""Explain a plan in words and tables: its times, memory and limits, and how other plans compare."""
 
 from __future__ import annotations
 
@@ -9,20 +9,13 @@ from vpipe.errors import counted
 from vpipe.plan.plan import Plan, StagePrediction
 from vpipe.plan.profile import Profile
 from vpipe.plan.solver.request import Alternative
+from vpipe.plan.stage_costs import StageMemory, combined_memory
 from vpipe.schedules.registry import recipe_named
 from vpipe.units import size_text
-from vpipe.visualize.plan_tables import (
-    alternatives_table,
-    cut_text,
-    difference,
-    memory_table,
-    predicted,
-    rank_memory,
-    rate_text,
-    stages_by_ranks,
-    times_table,
-)
-from vpipe.visualize.table import filled
+from vpipe.visualize.table import Column, columns, filled, listed, ms_text
+
+BAR = 20
+"""Columns of a bar."""
 
 SATURATED = 0.9
 """Share of the time from which on the cores that ranks share limit a plan."""
@@ -33,6 +26,8 @@ EVEN = 0.05
 _KINDS = {"weights": "weights", "stashed": "older versions of the weights", "gradients": "gradients of the weights",
           "optimizer": "what the optimizer keeps", "activations": "activations",
           "working": "what a backward needs for a while"}
+
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 @dataclass(frozen=True)
@@ -71,7 +66,7 @@ class PlanExplanation:
         return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
 
     def _headline(self) -> list[str]:
-        plan, identity, found = self.plan, self.profile.identity, predicted(self.plan)
+        plan, identity, found = self.plan, self.profile.identity, self.plan.predicted
         limit = "" if self.limit_bytes is None else f" of {size_text(self.limit_bytes)} ({self.limit_from})"
         return [f"{identity.model_name}: {counted(identity.layers, 'layer')} on {counted(plan.ranks, 'rank')}{limit}",
                 f"plan: {plan.schedule}, {counted(len(plan.partition), 'stage')} {cut_text(plan.partition, 60)}, "
@@ -82,22 +77,22 @@ class PlanExplanation:
 
     @property
     def _microbatches(self) -> int:
-        return predicted(self.plan).samples_per_step // self.profile.identity.microbatch_size
+        return self.plan.predicted.samples_per_step // self.profile.identity.microbatch_size
 
     @property
     def _step_name(self) -> str:
-        widths = {len(stage.ranks) for stage in predicted(self.plan).stages}
+        widths = {len(stage.ranks) for stage in self.plan.predicted.stages}
         return "update" if len(widths) == 1 or recipe_named(self.plan.schedule or "").flush else "step"
 
     def _bottleneck(self) -> str:
-        found = predicted(self.plan)
+        found = self.plan.predicted
         if self.plan.ranks == 1:
             return "bottleneck: none, there is one rank"
         if (shared := self._shared_cores()) is not None:
             return shared
         number, stage = found.bottleneck, found.stages[found.bottleneck]
         busy, average = 1 - stage.idle_s / found.step_s, 1 - found.bubble
-        where = f"stage {number} ({_layers(stage)}, {_ranks(stage.ranks)})"
+        where = f"stage {number} (layer{'s' * (stage.layers > 1)} {_layer_range(stage)}, {_ranks(stage.ranks)})"
         together = next(group for group in stages_by_ranks(self.plan) if number in group)
         if len(together) > 1:
             where = f"{_ranks(stage.ranks)} ({_stages(together)})"
@@ -108,7 +103,7 @@ class PlanExplanation:
 
     def _shared_cores(self) -> str | None:
         """Return the text for ranks whose computing fills the cores that they share; None for others."""
-        found, cores, ranks = predicted(self.plan), self.profile.cores, self.profile.identity.ranks_per_host
+        found, cores, ranks = self.plan.predicted, self.profile.cores, self.profile.identity.ranks_per_host
         ranks = min(ranks, self.plan.ranks)
         if cores is None or cores >= ranks:
             return None
@@ -117,10 +112,9 @@ class PlanExplanation:
         if used < SATURATED:
             return None
         left = max(0.0, 1 - used)
+        gain = f"more than the other {100 * left:.0f} %" if left >= 0.005 else "anything"
         return (f"bottleneck: the {counted(cores, 'core')} that {ranks} ranks of a host share, which compute "
-                f"{100 * (1 - left):.0f} % of the time: " +
-                (f"no cut and no schedule gains more than the other {100 * left:.0f} %" if left >= 0.005 else
-                 "no cut and no schedule gains anything"))
+                f"{100 * (1 - left):.0f} % of the time: no cut and no schedule gains {gain}")
 
     def _work_s(self, stage: StagePrediction) -> float:
         """Return the seconds that one of the stage's ranks works in a step, with a core to itself."""
@@ -133,13 +127,12 @@ class PlanExplanation:
         held = [rank_memory(self.plan, group) for group in groups]
         most = max(range(len(groups)), key=lambda number: held[number].peak)
         peak, kind = held[most].peak, max(_KINDS, key=lambda name: int(getattr(held[most], name)))
-        return (f"memory: {_stages(groups[most])} hold{'s' * (len(groups[most]) == 1)} most, {size_text(peak)}"
-                + ("" if self.limit_bytes is None else f" of {size_text(self.limit_bytes)}") + " on a rank, "
-                f"{100 * getattr(held[most], kind) / peak:.0f} % of it "
-                f"{_KINDS[kind]}")
+        limit = "" if self.limit_bytes is None else f" of {size_text(self.limit_bytes)}"
+        return (f"memory: {_stages(groups[most])} hold{'s' * (len(groups[most]) == 1)} most, {size_text(peak)}{limit} "
+                f"on a rank, {100 * getattr(held[most], kind) / peak:.0f} % of it {_KINDS[kind]}")
 
     def _recompute(self) -> str:
-        count, found = sum(map(len, self.plan.recomputed)), predicted(self.plan)
+        count, found = sum(map(len, self.plan.recomputed)), self.plan.predicted
         if not count:
             return "recompute: none, all activations fit"
         again = sum(stage.recompute_s for stage in found.stages)
@@ -148,14 +141,14 @@ class PlanExplanation:
         if self.limit_without_recompute is None:
             return text
         limit, plan = self.limit_without_recompute
-        rate, new_rate = (1 / predicted(each).seconds_per_sample for each in (self.plan, plan))
+        rate, new_rate = (1 / each.predicted.seconds_per_sample for each in (self.plan, plan))
         return (f"{text}; none from {size_text(limit, up=True)} per rank on, which would give "
                 f"{rate_text(new_rate)} samples/s ({difference(new_rate, rate)})")
 
 
-def _layers(stage: StagePrediction) -> str:
-    last = stage.first_layer + stage.layers - 1
-    return f"layers {stage.first_layer}-{last}" if stage.layers > 1 else f"layer {last}"
+def _layer_range(stage: StagePrediction) -> str:
+    first = stage.first_layer
+    return f"{first}-{first + stage.layers - 1}" if stage.layers > 1 else str(first)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -169,3 +162,141 @@ def _stages(stages: Sequence[int]) -> str:
 def _time(seconds: float) -> str:
     value = 1e3 * seconds
     return f"{seconds:,.2f} s" if value >= 9999.5 else f"{value:,.0f} ms" if value >= 99.95 else f"{value:.3g} ms"
+
+
+def times_table(plan: Plan, width: int) -> list[str]:
+    """Return a row per stage: milliseconds of one microbatch, then of one rank in a step."""
+    found = plan.predicted
+    stages = found.stages
+    again = [len(layers) for layers in plan.recomputed]
+    busy = [1 - stage.idle_s / found.step_s for stage in stages]
+    return columns([
+        Column("stage", [str(number) for number in range(len(stages))]),
+        Column("layers", [_layer_range(stage) for stage in stages]),
+        Column("ranks" if any(len(stage.ranks) > 1 for stage in stages) else "rank",
+               [_span(stage.ranks) for stage in stages]),
+        Column("forward", [ms_text(stage.forward_s) for stage in stages]),
+        Column("backward", [ms_text(stage.backward_s) for stage in stages]),
+        Column("recompute", [f"{ms_text(stage.recompute_s)} ({count} of {stage.layers})" if count else "-"
+                             for stage, count in zip(stages, again, strict=True)]),
+        Column("step", [ms_text(stage.step_s) for stage in stages]),
+        Column("comm", [ms_text(stage.communication_s) for stage in stages]),
+        Column("idle", [ms_text(stage.idle_s) for stage in stages]),
+        Column("busy", [f"{100 * share:.0f} %" for share in busy], spare=True),
+        Column("", [bar(share) for share in busy], spare=True)], width)
+
+
+def memory_table(plan: Plan, limit_bytes: int | None, width: int) -> list[str]:
+    """Return a row per stage, or per group of stages that share ranks: the memory of one of its ranks at its peak."""
+    groups = stages_by_ranks(plan)
+    sums = [rank_memory(plan, group) for group in groups]
+    peaks = [memory.peak for memory in sums]
+    unit = next((name for name in reversed(_UNITS) if max(peaks) >= 10 * _UNITS[name]), "KiB")
+    cells = {kind: [_in_unit(getattr(memory, kind) / _UNITS[unit]) for memory in sums] for kind in (*_KINDS, "peak")}
+    shares = [peak / (limit_bytes or max(peaks)) for peak in peaks]
+    of_limit = Column("of limit", [f"{100 * share:.0f} %" for share in shares], spare=True)
+    lines = columns([
+        Column("stage" if all(len(group) == 1 for group in groups) else "stages",
+               [listed(group) for group in groups]),
+        *(Column(kind, cells[kind]) for kind in cells),
+        *([] if limit_bytes is None else [of_limit]), Column("", [bar(share) for share in shares], spare=True)], width)
+    return [f"memory of a rank when it holds most, in {unit}", *lines]
+
+
+def _in_unit(value: float) -> str:
+    return "0" if not value else f"{value:,.0f}" if value >= 999.5 else f"{value:.1f}"
+
+
+def stages_by_ranks(plan: Plan) -> list[list[int]]:
+    """Group stages by the ranks that hold them, in order of the first."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for number, stage in enumerate(plan.predicted.stages):
+        groups.setdefault(tuple(sorted(stage.ranks)), []).append(number)
+    return list(groups.values())
+
+
+def rank_memory(plan: Plan, stages: Sequence[int]) -> StageMemory:
+    """Return the memory of a rank when each of its stages holds most; it works on one at a time."""
+    return combined_memory([plan.predicted.stages[stage].memory for stage in stages])
+
+
+def peak_bytes(plan: Plan) -> int:
+    """Return the bytes of the rank that holds most."""
+    return max(rank_memory(plan, group).peak for group in stages_by_ranks(plan))
+
+
+def alternatives_table(best: Plan, others: Sequence[Alternative], width: int) -> list[str]:
+    """Return the plan and others, by samples per second; below them those that are impossible, with the reason."""
+    rate = 1 / best.predicted.seconds_per_sample
+    rows = [("this plan", best, rate, True)]
+    rows += [(other.what, other.plan, 1 / other.seconds_per_sample, other.simulated) for other in others
+             if other.plan is not None and other.seconds_per_sample is not None]
+    plans = [plan for _, plan, _, _ in rows]
+    lines = columns([
+        Column("", [what for what, _, _, _ in rows], left=True),
+        Column("schedule", [plan.schedule or "" for plan in plans], left=True),
+        Column("layers per stage", [cut_text(plan.partition, 24) for plan in plans], left=True),
+        *([Column("replicas", [_widths_text(plan) for plan in plans])] if any(max(_widths(plan)) > 1 for plan in plans)
+          else []),
+        Column("m", [str(plan.microbatches) for plan in plans]),
+        Column("recompute", [f"{count} of {sum(plan.partition)}" if (count := sum(map(len, plan.recomputed))) else "-"
+                             for plan in plans]),
+        Column("samples/s", [("" if simulated else "~") + rate_text(value) for _, _, value, simulated in rows]),
+        Column("", ["" if plan is best else difference(value, rate) for _, plan, value, _ in rows]),
+        Column("peak", [size_text(peak_bytes(plan)) if plan.predictions else "" for plan in plans], spare=True)], width)
+    if not all(simulated for _, _, _, simulated in rows):
+        lines.append("~ by the solver's formula, not simulated")
+    reasons: dict[str, list[str]] = {}
+    for other in others:
+        if other.plan is None:
+            reasons.setdefault(other.why, []).append(other.what)
+    return lines + [line for why, names in reasons.items() for line in filled(f"{', '.join(names)}: {why}", width)]
+
+
+def cut_text(partition: Sequence[int], room: int) -> str:
+    """Return ``[2, 2, 2, 3]``; a long one in words."""
+    text = str(list(partition))
+    if len(text) <= room:
+        return text
+    low, high = min(partition), max(partition)
+    return f"{len(partition)} stages of {low}" + (f"-{high}" if low < high else "")
+
+
+def _widths(plan: Plan) -> list[int]:
+    """Return the replicas per stage."""
+    return [len(ranks) for ranks in plan.stage_to_rank_map] or [1]
+
+
+def _widths_text(plan: Plan) -> str:
+    widths = _widths(plan)
+    if len(set(widths)) == 1:
+        return "-" if widths[0] == 1 else f"{widths[0]} each" if len(widths) > 1 else str(widths[0])
+    return "-".join(map(str, widths)) if len(widths) <= 8 else f"{min(widths)} to {max(widths)}"
+
+
+def rate_text(per_s: float) -> str:
+    """Return samples per second in three digits."""
+    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
+
+
+def difference(value: float, of: float) -> str:
+    """Return ``+4.2 %``."""
+    percent = 100 * (value / of - 1)
+    return "same" if abs(percent) < 0.05 else f"{percent:+.1f} %" if abs(percent) < 10 else f"{percent:+.0f} %"
+
+
+def bar(share: float) -> str:
+    """Return ``##########..........``."""
+    full = round(BAR * min(1.0, max(0.0, share)))
+    return "#" * full + "." * (BAR - full)
+
+
+def _span(numbers: Sequence[int]) -> str:
+    """Return ``0-3`` for ranks in a row."""
+    first, last = numbers[0], numbers[-1]
+    in_a_row = list(numbers) == list(range(first, last + 1)) and last > first + 1
+    return f"{first}-{last}" if in_a_row else " ".join(map(str, numbers))
+
+
+
+

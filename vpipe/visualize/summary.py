@@ -16,7 +16,7 @@ from vpipe.schedules.schedule import Schedule, stages_of_rank
 from vpipe.schedules.simulator.simulate import simulate
 from vpipe.schedules.simulator.timeline import Timeline
 from vpipe.schedules.size import Placement
-from vpipe.visualize.table import number, percent, plain, sizes, table
+from vpipe.visualize.table import number, percent, plain, table
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,7 @@ class Summary:
 
     @property
     def versions_used(self) -> Mapping[tuple[int, int], int]:
-        """Return the weight version of every (stage, microbatch), in forward and backward; empty for a flush, which has
-        one.
-        """
+        """Return the weight version of every (stage, microbatch), in forward and backward; nothing for a flush."""
         return {} if self.schedule.flush else Dependencies.from_schedule(self.schedule).version
 
     @property
@@ -113,10 +111,6 @@ class Summary:
             chunks.append(before[rank])
             before[rank] += 1
         return chunks
-
-    def title(self) -> str:
-        """Return the sizes that the schedule is for."""
-        return sizes(self.schedule)
 
     def times(self) -> str:
         """Return bubble and makespan as text."""

@@ -12,7 +12,7 @@ from vpipe.schedules.costs import Number
 from vpipe.schedules.schedule import stages_of_rank
 from vpipe.schedules.simulator.timeline import Event
 from vpipe.visualize.summary import Summary
-from vpipe.visualize.table import number, row_name
+from vpipe.visualize.table import number, row_name, sizes
 
 COLOURS: dict[Op, str] = {  # light enough for dark numbers, on either background
     Op.FORWARD: "#6ea8fe",
@@ -80,13 +80,13 @@ class _Drawing:
         summary, width, height = self._summary, math.ceil(self._width), self._bottom + 96
         yield (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
                f'viewBox="0 0 {width} {height}" role="img" font-size="{_FONT}">')
-        yield f"<title>{escape(summary.schedule.name)}: {escape(summary.title())}; {escape(summary.times())}</title>"
+        name, title, times = escape(summary.schedule.name), sizes(summary.schedule), escape(summary.times())
+        yield f"<title>{name}: {title}; {times}</title>"
         yield f"<style>{_STYLE}{self._colours()}</style>"
         yield f'<rect class="bg" width="{width}" height="{height}"/>'
-        yield (f'<text x="14" y="24" font-size="16" font-weight="600">{escape(summary.schedule.name)}'
-               f'<tspan class="soft" dx="10" font-size="12" font-weight="400">{escape(summary.title())}</tspan></text>')
-        yield (f'<text class="soft" x="14" y="42" font-size="12">{escape(summary.times())} '
-               f"({escape(str(summary.costs))})</text>")
+        yield (f'<text x="14" y="24" font-size="16" font-weight="600">{name}'
+               f'<tspan class="soft" dx="10" font-size="12" font-weight="400">{title}</tspan></text>')
+        yield f'<text class="soft" x="14" y="42" font-size="12">{times} ({escape(str(summary.costs))})</text>'
         yield from self._heads()
         for rank, events in enumerate(self._timeline.events):
             yield from self._rank(rank, events)

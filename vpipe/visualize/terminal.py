@@ -10,7 +10,8 @@ from vpipe.schedules.action import Op
 from vpipe.schedules.schedule import stages_of_rank
 from vpipe.schedules.simulator.timeline import Event
 from vpipe.visualize.summary import Summary
-from vpipe.visualize.table import number, replica, row_name, table
+from vpipe.visualize.svg import NAMES
+from vpipe.visualize.table import number, replica, row_name, sizes, table
 
 _SHADES: dict[Op, tuple[str, ...]] = {  # foreground;background of the 256 colours, one per stage of a rank
     Op.FORWARD: ("38;5;255;48;5;26", "38;5;16;48;5;75", "38;5;16;48;5;117", "38;5;16;48;5;153"),
@@ -20,8 +21,6 @@ _SHADES: dict[Op, tuple[str, ...]] = {  # foreground;background of the 256 colou
     Op.RECOMPUTE: ("38;5;255;48;5;97", "38;5;16;48;5;140", "38;5;16;48;5;183", "38;5;16;48;5;189"),
     Op.STEP: ("1;38;5;255;48;5;160",),
 }
-_NAMES = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.INPUT: "input half of a backward",
-          Op.WEIGHT: "weight half", Op.RECOMPUTE: "recompute", Op.STEP: "optimizer step"}
 _IDLE, _DIM = ".", "2"
 _UNSEEN = 100  # of an action that is so many times shorter than the longest there may be nothing to see
 
@@ -42,16 +41,14 @@ def draw_text(summary: Summary, width: int, *, colour: bool) -> str:
     per_unit, cut = _scale(summary, room - 1)  # a column for the last step
     picture = _Picture(summary, per_unit, room)
     rows = picture.rows()
-    lines = [f"{summary.schedule.name}: {summary.title()}", f"{summary.times()}  ({summary.costs})", ""]
-    for name, cells in rows:
-        lines.append(f"{name:{label}}{_styled(cells, colour)}".rstrip())
+    lines = [f"{schedule.name}: {sizes(schedule)}", f"{summary.times()}  ({summary.costs})", "",
+             *(f"{name:{label}}{_styled(cells, colour)}".rstrip() for name, cells in rows)]
     used = {event.action.op for events in summary.timeline.events for event in events}
-    letters = {op: "S" if op is Op.STEP else op.value for op in _NAMES}
-    legend = [_styled([(f"{letters[op]} {name}", _SHADES[op][0])], colour) for op, name in _NAMES.items() if op in used]
+    legend = [_styled([(f"{op.value[0]} {name}", _SHADES[op][0])], colour) for op, name in NAMES.items() if op in used]
     lines += ["", "  ".join([*legend, f"{_IDLE} idle"])]
     if summary.chunks != "1":
         lines.append(f"lower case{' and lighter' * colour}: not the first of the rank's stages")
-    if not summary.schedule.flush:
+    if not schedule.flush:
         lines.append("v: the weight version that a forward or a backward uses")
     if picture.bare:
         lines.append("a letter alone: too narrow for its microbatch; a wider terminal shows it, --format svg all")
@@ -66,28 +63,27 @@ def draw_text(summary: Summary, width: int, *, colour: bool) -> str:
 
 def holdings(summary: Summary) -> list[str]:
     """Return a table of what every rank holds, and how long it waits."""
+    placement, ranks = summary.schedule.placement, range(summary.schedule.ranks)
     halves = any(rank.peak_weight_halves for rank in summary.ranks)
-    placement = summary.schedule.placement
-    which = [replica(placement, rank) or "" for rank in range(summary.schedule.ranks)]
-    head = ["rank", "stages", *(["replica"] if any(which) else []), "peak activations",
-            *(["weight halves"] if halves else []), "versions", "staleness", "idle"]
-    rows = []
-    for rank, facts in enumerate(summary.ranks):
-        stages = stages_of_rank(placement, rank)
-        rows.append([str(rank), " ".join(map(str, stages)), *([which[rank]] if any(which) else []),
-                     str(facts.peak_activations),
-                     *([str(facts.peak_weight_halves)] if halves else []),
-                     " ".join(str(summary.stages[stage].versions) for stage in stages),
-                     " ".join(str(summary.stages[stage].staleness) for stage in stages),
-                     number(summary.timeline.idle_s[rank])])
+    which = [replica(placement, rank) or "" for rank in ranks]
+    stages = [stages_of_rank(placement, rank) for rank in ranks]
+    columns = {"rank": ranks, "stages": [" ".join(map(str, here)) for here in stages],
+               "replica": which if any(which) else None,
+               "peak activations": [rank.peak_activations for rank in summary.ranks],
+               "weight halves": [rank.peak_weight_halves for rank in summary.ranks] if halves else None,
+               "versions": [" ".join(str(summary.stages[stage].versions) for stage in here) for here in stages],
+               "staleness": [" ".join(str(summary.stages[stage].staleness) for stage in here) for here in stages],
+               "idle": map(number, summary.timeline.idle_s)}
+    shown = {head: map(str, cells) for head, cells in columns.items() if cells is not None}
     unit = "microbatches" if summary.chunks == "1" else "microbatches of one stage"
-    return [*table(head, rows), f"(activations{' and weight halves' * halves} in {unit})"]
+    return [*table(list(shown), list(zip(*shown.values(), strict=True))),
+            f"(activations{' and weight halves' * halves} in {unit})"]
 
 
 def _label(event: Event, chunk: int) -> str:
     """Return ``F3``; ``f3`` on a later stage of the rank."""
-    letter = event.action.op.value
-    return f"{letter.lower() if chunk else letter}{event.action.microbatch}"
+    label = f"{event.action.op.value}{event.action.microbatch}"
+    return label.lower() if chunk else label
 
 
 def _scale(summary: Summary, room: int) -> tuple[Fraction, bool]:

@@ -1,7 +1,5 @@
 """Auto: the best order that a search finds for the costs and the memory there are."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 

@@ -1,7 +1,5 @@
 """DualPipeV: a V of two stages per rank whose forwards run beside backwards of the other stage."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from vpipe.errors import Problem

@@ -1,7 +1,5 @@
 """GPipe: all forwards, then all backwards, then the step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from vpipe.schedules.action import Action, backward, forward, step

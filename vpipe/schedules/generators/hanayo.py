@@ -1,7 +1,5 @@
 """Hanayo: waves. Microbatches run down and up the ranks, once or several times, in the manner of 1F1B."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from vpipe.errors import Problem

@@ -1,7 +1,5 @@
 """Interleaved 1F1B: several stages per rank, so that the pipeline fills in smaller pieces."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from vpipe.errors import Problem

@@ -1,7 +1,5 @@
 """Looped breadth-first: every microbatch through a rank's first stage, then through its second, and back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from vpipe.schedules.action import Action, backward, forward, step

@@ -1,7 +1,5 @@
 """1F1B: one forward, one backward, with a flush."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from vpipe.schedules.action import Action, backward, forward, step

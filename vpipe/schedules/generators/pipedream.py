@@ -1,7 +1,5 @@
 """PipeDream: 1F1B without a flush; every microbatch, or every few, updates at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 from vpipe.errors import Problem

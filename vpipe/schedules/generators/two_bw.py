@@ -1,7 +1,5 @@
 """PipeDream-2BW: 1F1B without a flush that holds two weight versions, however deep the pipeline."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from vpipe.schedules.action import Action

@@ -1,7 +1,5 @@
 """V-Half: half the memory of 1F1B and half its bubble, with two stages per rank in the shape of a V."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from vpipe.schedules.action import Action

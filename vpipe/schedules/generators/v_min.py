@@ -1,7 +1,5 @@
 """V-Min: a third of the memory of 1F1B, with two stages per rank in the shape of a V."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from vpipe.schedules.action import Action

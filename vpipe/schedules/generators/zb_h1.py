@@ -1,7 +1,5 @@
 """ZB-H1: 1F1B whose weight gradients wait until the rank has nothing else to do."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from vpipe.schedules.action import Action, forward, input_half, step, weight_half

@@ -1,7 +1,5 @@
 """ZB-H2: more forwards ahead than 1F1B, so that weight gradients can fill the whole cooldown."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from vpipe.schedules.action import Action

@@ -1,7 +1,5 @@
 """ZB-V: two stages per rank in the shape of a V, and no bubble at the memory of 1F1B."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from vpipe.schedules.action import Action

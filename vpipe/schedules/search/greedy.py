@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from heapq import heappop, heappush
@@ -41,7 +41,7 @@ class GreedyRules:
 
     Attributes:
         in_flight: per rank, microbatch-stages that may be between their forward and the passing of their gradient.
-        held: per rank, those and the ones that wait for their weight half, together.
+        held: per rank, those together with the ones that wait for their weight half.
         first: forward or backward.
         deep: of several forwards that of the latest stage goes first, not that of the earliest.
         patience: a weight half starts in a gap that is known to be shorter by at most this share of it.
@@ -129,37 +129,28 @@ class Workload:
 
         Until a gradient is back a rank can do forwards only, and only as many as it can hold.
         """
-        spans = [self.work_s[rank] + max(0.0, self._lead_s(stages) - self._forwards_s(rank))
-                 for rank, stages in enumerate(self.stages_of)]
-        starts = [sum(self.forward_s[:stages[0]]) + sum(self.down_s[:stages[0]]) for stages in self.stages_of]
-        return max(spans), max(start + span for start, span in zip(starts, spans, strict=True))
-
-    def _lead_s(self, stages: Sequence[int]) -> float:
-        """Return the time from the start of a microbatch on a rank until its gradient can be back there."""
-        first, last = stages[0], stages[-1]
-        return (sum(self.forward_s[first:]) + sum(self.down_s[first:])
-                + sum(self.input_s[last + 1:]) + sum(self.up_s[last + 1:]))
-
-    def _forwards_s(self, rank: int) -> float:
-        """Return the time of all forwards, or of the most for which ``rank`` has memory."""
-        stages = self.stages_of[rank]
-        every = self.microbatches * sum(self.forward_s[stage] for stage in stages)
-        smallest = min(self.forward_bytes[stage] for stage in stages)
-        if self.limits[rank] == math.inf or smallest <= 0:
-            return every
-        return min(every, self.limits[rank] // smallest * max(self.forward_s[stage] for stage in stages))
+        spans, ends = [], []
+        for rank, stages in enumerate(self.stages_of):
+            first, last = stages[0], stages[-1]
+            return_s = (sum(self.forward_s[first:]) + sum(self.down_s[first:])  # from a forward until its gradient
+                        + sum(self.input_s[last + 1:]) + sum(self.up_s[last + 1:]))
+            forwards_s = self.microbatches * sum(self.forward_s[stage] for stage in stages)
+            smallest = min(self.forward_bytes[stage] for stage in stages)
+            if self.limits[rank] < math.inf and smallest > 0:
+                forwards_s = min(forwards_s,
+                                 self.limits[rank] // smallest * max(self.forward_s[stage] for stage in stages))
+            spans.append(self.work_s[rank] + max(0.0, return_s - forwards_s))
+            ends.append(sum(self.forward_s[:first]) + sum(self.down_s[:first]) + spans[-1])
+        return max(spans), max(ends)
 
     def least_bytes(self, rank: int) -> float:
         """Return the smallest limit that ``rank`` can keep: one microbatch in flight, no backward split."""
         return self._room(self.stages_of[rank]) + self.versions_bytes[rank]
 
 
-def greedy(work: Workload, rules: GreedyRules) -> GreedyOrder | None:
-    """Return the order that ``rules`` make of ``work``; None when it gets stuck."""
-    return _GreedyRun(work, rules).order()
+class GreedyRun:
+    """One run of list scheduling, of ``work`` by ``rules``."""
 
-
-class _GreedyRun:
     def __init__(self, work: Workload, rules: GreedyRules) -> None:
         self._work, self._rules = work, rules
         stages, ranks = len(work.rank_of), work.ranks
@@ -179,6 +170,7 @@ class _GreedyRun:
         self._events = [(0.0, rank) for rank in range(ranks)]  # a heap of times to look at a rank
 
     def order(self) -> GreedyOrder | None:
+        """Return the order that the rules make of the work; None when it gets stuck."""
         while self._events:
             now, rank = heappop(self._events)
             if self._free[rank] <= now + self._hair and (turn := self._choice(rank, now)) is not None:
@@ -203,7 +195,9 @@ class _GreedyRun:
         if backward is not None:
             if not self._rules.split and not halves:
                 return Op.BACKWARD, backward
-            if self._fits_half(rank, backward):
+            work = self._work
+            if (self._bytes[rank] + work.recomputed_bytes[backward] - work.activation_bytes[backward]
+                    + work.half_bytes[backward] <= work.limits[rank]):
                 return Op.INPUT, backward
             return (Op.WEIGHT, halves[0]) if halves else (Op.BACKWARD, backward)
         if halves and soonest - now >= self._work.weight_s[halves[0]] * (1 - self._rules.patience) - self._hair:
@@ -246,11 +240,6 @@ class _GreedyRun:
                 else:
                     blocked = True
         return forward, backward, soonest, blocked
-
-    def _fits_half(self, rank: int, stage: int) -> bool:
-        work = self._work
-        return (self._bytes[rank] + work.recomputed_bytes[stage] - work.activation_bytes[stage]
-                + work.half_bytes[stage] <= work.limits[rank])
 
     def _do(self, rank: int, now: float, op: Op, stage: int) -> None:
         work = self._work
@@ -297,15 +286,13 @@ class _GreedyRun:
         heappush(self._events, (when, self._work.rank_of[stage]))
 
 
-def _fused(order: Sequence[Action]) -> Iterator[Action]:
+def _fused(order: Sequence[Action]) -> list[Action]:
     """Fuse both halves of a backward of stage 0 where they follow each other: nobody waits for the first."""
-    before: Action | None = None
+    fused: list[Action] = []
     for action in order:
-        if before is not None:
-            if before.op is Op.INPUT and before.stage == 0 and action == Action(Op.WEIGHT, 0, before.microbatch):
-                before = Action(Op.BACKWARD, 0, before.microbatch)
-                continue
-            yield before
-        before = action
-    if before is not None:
-        yield before
+        is_weight = action.op is Op.WEIGHT and action.stage == 0
+        if is_weight and fused and fused[-1] == Action(Op.INPUT, 0, action.microbatch):
+            fused[-1] = Action(Op.BACKWARD, 0, action.microbatch)
+        else:
+            fused.append(action)
+    return fused

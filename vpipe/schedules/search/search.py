@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from operator import itemgetter
 
 from vpipe.errors import CheckError, UserError, counted
 from vpipe.schedules.action import RETURNS, Action, Op
@@ -20,7 +21,7 @@ from vpipe.schedules.costs import Costs, Number
 from vpipe.schedules.peaks import rank_peaks
 from vpipe.schedules.registry import Limits, recipe_if_any, schedule_names
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.search.greedy import HAIR, ROUNDING, GreedyRules, Priority, Turn, Workload, greedy
+from vpipe.schedules.search.greedy import HAIR, ROUNDING, GreedyRules, GreedyRun, Priority, Turn, Workload
 from vpipe.schedules.simulator.simulate import simulate
 from vpipe.schedules.size import Layout, Placement, Size
 
@@ -53,7 +54,7 @@ def search(placement: Placement, microbatches: int, costs: Costs | None = None, 
     Raises:
         UserError: no order keeps the limits, or the costs or limits are for another placement.
     """
-    return min(_Problem(placement, microbatches, costs, limits).candidates(), key=_score)[1]
+    return min(_Problem(placement, microbatches, costs, limits).candidates(), key=itemgetter(0))[1]
 
 
 def search_placements(ranks: int, microbatches: int, chunks: int | None = None,
@@ -80,11 +81,7 @@ def search_placements(ranks: int, microbatches: int, chunks: int | None = None,
             problems.append(error)
     if not found:
         raise problems[0]
-    return min(found, key=_score)[1]
-
-
-def _score(scored: tuple[Score, Schedule]) -> Score:
-    return scored[0]
+    return min(found, key=itemgetter(0))[1]
 
 
 class _Problem:
@@ -105,12 +102,8 @@ class _Problem:
             raise UserError(f"there are {len(each)} memory limits for {ranks} ranks",
                             hint="give one per rank, or one number for all")
         self._limits: list[Number] = [math.inf if limit is None else limit for limit in each]
-        self._whole = self._work(microbatches)
-        self._goal = self._whole.goal()
-        self._check_limits()
-
-    def _check_limits(self) -> None:
-        work = self._whole
+        self._whole = work = self._work(microbatches)
+        self._goal = work.goal()
         least = [work.least_bytes(rank) for rank in range(work.ranks)]
         short = [rank for rank, limit in enumerate(self._limits) if limit < least[rank] * (1 - ROUNDING)]
         if short:
@@ -137,7 +130,10 @@ class _Problem:
                 yield found
                 if self._perfect(found[0]):
                     return
-        if not any_fits and (last := self._ordered(_one_by_one(self._whole))) is not None:
+        # One microbatch in flight and no backward split keep every limit that can be kept.
+        one_by_one = replace(_without_limits(self._whole), split=False,
+                             in_flight=tuple(float(len(stages)) for stages in self._whole.stages_of))
+        if not any_fits and (last := self._ordered(one_by_one)) is not None:
             yield last
 
     def _perfect(self, score: Score) -> bool:
@@ -145,7 +141,7 @@ class _Problem:
         return _reaches((float(score[0]) + max(self._whole.work_s), float(score[1])), self._goal)
 
     def _ordered(self, rules: GreedyRules) -> tuple[Score, Schedule] | None:
-        found = greedy(self._whole, rules)
+        found = GreedyRun(self._whole, rules).order()
         return None if found is None else self._scored(self._schedule(found.programs))
 
     def _scored(self, schedule: Schedule) -> tuple[Score, Schedule] | None:
@@ -175,11 +171,12 @@ class _Problem:
         trial = _Trial(self._whole if few >= self._microbatches else self._work(few))
         trial.run(rules)
         for one in trial.best():
-            trial.run(_varied(one))
+            trial.run([replace(one, deep=not one.deep), replace(one, patience=1.0 - one.patience),
+                       replace(one, split=not one.split)])
         trial.climb()
         yield from trial.best()
         for schedule in hand_made:
-            yield replace(_freely(self._whole), turns=tuple(map(_turns, schedule.programs)))
+            yield replace(_without_limits(self._whole), turns=tuple(map(_turns, schedule.programs)))
 
     def _schedule(self, programs: Sequence[Sequence[Action]]) -> Schedule:
         """Return these programs as the schedule ``auto``, with its peaks as bounds."""
@@ -194,13 +191,8 @@ def _turns(program: Iterable[Action]) -> tuple[Turn, ...]:
                  for action in program if action.op is Op.FORWARD or action.op in RETURNS)
 
 
-def _freely(work: Workload) -> GreedyRules:
+def _without_limits(work: Workload) -> GreedyRules:
     return GreedyRules((math.inf,) * work.ranks, (math.inf,) * work.ranks)
-
-
-def _one_by_one(work: Workload) -> GreedyRules:
-    """Return rules with one microbatch in flight and no backward split: they keep every limit that can be kept."""
-    return replace(_freely(work), in_flight=tuple(float(len(stages)) for stages in work.stages_of), split=False)
 
 
 def _rules(work: Workload) -> Iterator[GreedyRules]:
@@ -208,13 +200,6 @@ def _rules(work: Workload) -> Iterator[GreedyRules]:
     for in_flight, held in sorted(set(_allowances(work)), key=lambda one: (sum(one[1]), sum(one[0]), one)):
         for first in Priority:
             yield GreedyRules(in_flight, held, first)
-
-
-def _varied(rules: GreedyRules) -> Iterator[GreedyRules]:
-    """Yield ``rules`` with one of the others changed."""
-    yield replace(rules, deep=not rules.deep)
-    yield replace(rules, patience=1.0 - rules.patience)
-    yield replace(rules, split=not rules.split)
 
 
 def _allowances(work: Workload) -> Iterator[tuple[tuple[float, ...], tuple[float, ...]]]:
@@ -259,7 +244,7 @@ class _Trial:
         for one in rules:
             if self._perfect:
                 return
-            found = greedy(self._work, one)
+            found = GreedyRun(self._work, one).order()
             self._times[one] = (math.inf, math.inf) if found is None else (found.span_s, found.makespan_s)
             self._perfect = _reaches(self._times[one], self._goal)
 
@@ -278,6 +263,5 @@ class _Trial:
                 if left <= 0:
                     return
                 left -= 1
-                self.run([replace(one, in_flight=tuple(count + more * (rank == other)
-                                                       for other, count in enumerate(one.in_flight)))
-                          for one in self.best()[:1]])
+                self.run([replace(one, in_flight=(*one.in_flight[:rank], one.in_flight[rank] + more,
+                                                  *one.in_flight[rank + 1:])) for one in self.best()[:1]])

@@ -12,9 +12,18 @@ from math import lcm
 from vpipe.schedules.action import COMPLETES, PER_MICROBATCH, RETURNS, SENDS, Action, Op
 from vpipe.schedules.costs import Costs, Number, ratio
 from vpipe.schedules.dependencies import borrowing_ranks
-from vpipe.schedules.lower import Lowering, VersionsUsed
+from vpipe.schedules.lower import VersionsUsed, add_transfers
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import recomputations
+
+_NEIGHBOUR: dict[Op, tuple[Op, int, tuple[Op, ...]]] = {
+    Op.SEND_F: (Op.RECV_F, 1, (Op.FORWARD,)),
+    Op.SEND_B: (Op.RECV_B, -1, (Op.BACKWARD, Op.INPUT)),
+}
+"""The receive of a send, its stage seen from the send's, and the operations that wait for it."""
+
+_LOWERED = SENDS | {Op.REDUCE}
+"""Operations that no compute-only schedule has."""
 
 
 @dataclass(slots=True)
@@ -70,47 +79,39 @@ class SimulationTables:
         """Tabulate ``schedule``, compute-only (then its receives are posted from the beginning) or lowered."""
         posted = not any(action.op in _LOWERED for program in schedule.programs for action in program)
         if posted:
-            schedule = _with_sends(schedule)
-        unit = _ticks_per_second(costs, [schedule.rounds.width(stage) for stage in range(schedule.stages)])
+            schedule = add_transfers(schedule)
+        widths = [len(ranks) for ranks in schedule.placement]
+        unit = _ticks_per_second(costs, widths)
         sizes = [len(program) for program in schedule.programs]
         ends = [sum(sizes[:rank + 1]) for rank in range(len(sizes))]
         tables = cls(schedule, unit, [end - size for end, size in zip(ends, sizes, strict=True)], ends,
                      [rank for rank, size in enumerate(sizes) for _ in range(size)],
                      list(_ticks(schedule, costs, unit)))
-        tables._fill(costs, posted)
-        return tables
-
-    def _fill(self, costs: Costs, posted: bool) -> None:
-        """Add the messages."""
-        schedule, numbers = self.schedule, _Numbers(self.schedule, self.firsts)
-        widths = [schedule.rounds.width(stage) for stage in range(schedule.stages)]
 
         @cache
         def ticks(op: Op, stage: int, source: int, target: int) -> Number:
             cost = costs.stages[stage]
             size = (ratio(cost.reduce_bytes, widths[stage]) if op is Op.REDUCE else
                     {Op.SEND_F: cost.output_bytes, Op.SEND_B: cost.gradient_bytes}.get(op, cost.tied_bytes))
-            return 0 if source == target else _whole(costs.link(source, target).transfer_s(size) * self.unit)
+            return 0 if source == target else ratio(costs.link(source, target).transfer_s(size) * unit, 1)
 
-        for rank, (first, program) in enumerate(zip(self.firsts, schedule.programs, strict=True)):
+        numbers = _Numbers(schedule, tables.firsts)
+        for rank, (first, program) in enumerate(zip(tables.firsts, schedule.programs, strict=True)):
             for number, action in enumerate(program, start=first):
-                if action.op in SENDS:
+                op, stage = action.op, action.stage
+                if op in SENDS:
                     for receive, users in numbers.receives(action, rank):
-                        target = self.rank_of[receive]
-                        taken = ticks(action.op, action.stage, rank, target)
-                        self._add(Message(action, rank, target, taken, users, 1 if posted else 2),
-                                  number, *(() if posted else (receive,)))
-                elif action.op not in _OF_UPDATES:
-                    continue
-                elif action.op is Op.REDUCE:
+                        target = tables.rank_of[receive]
+                        tables._add(Message(action, rank, target, ticks(op, stage, rank, target), users,
+                                            1 if posted else 2), number, *(() if posted else (receive,)))
+                elif op is Op.REDUCE:
                     for other, made, summed in numbers.replicas(action, rank):
                         if made is not None:
-                            self._add(Message(action, other, rank, ticks(action.op, action.stage, other, rank),
-                                              (number,), 1), made)
-                        self._add(Message(action, rank, other, ticks(action.op, action.stage, rank, other), summed, 1),
-                                  number)
-                elif rank == schedule.placement[action.stage][0]:  # a norm; the stage's other ranks have the same
-                    self._add(Message(action, rank, rank, 0, tuple(numbers.steps(action)), 1), number)
+                            tables._add(Message(action, other, rank, ticks(op, stage, other, rank), (number,), 1), made)
+                        tables._add(Message(action, rank, other, ticks(op, stage, rank, other), summed, 1), number)
+                elif op is Op.NORM and rank == schedule.placement[stage][0]:  # the stage's other ranks have the same
+                    tables._add(Message(action, rank, rank, 0, tuple(numbers.steps(action)), 1), number)
+        return tables
 
     def _add(self, message: Message, *openers: int) -> None:
         for opener in openers:
@@ -164,13 +165,12 @@ class _Numbers:
         stage, update = reduce.stage, reduce.microbatch
         for other in self._schedule.placement[stage]:
             if other != rank:
-                yield (other, self._last.get((stage, update, other)),
-                       self._of((Op.NORM, Op.STEP), stage, update, other))
+                yield other, self._last.get((stage, update, other)), self._of((Op.NORM, Op.STEP), stage, update, other)
 
     def receives(self, send: Action, rank: int) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Yield for every rank that receives ``send`` the receive, and what waits for it."""
         stage, index, schedule = send.stage, send.microbatch, self._schedule
-        if (neighbour := _OTHER_END.get(send.op)) is not None:
+        if (neighbour := _NEIGHBOUR.get(send.op)) is not None:
             receiving, offset, users = neighbour
             there = self._where[receiving].get((stage + offset, index))
             if there is not None:
@@ -185,29 +185,6 @@ class _Numbers:
                     yield receive, self._of((Op.NORM, Op.STEP), stage, index, target)
 
 
-_OTHER_END: dict[Op, tuple[Op, int, tuple[Op, ...]]] = {
-    Op.SEND_F: (Op.RECV_F, 1, (Op.FORWARD,)),
-    Op.SEND_B: (Op.RECV_B, -1, (Op.BACKWARD, Op.INPUT)),
-}
-"""The receive of a send, its stage seen from the send's, and the operations that wait for it."""
-
-_LOWERED = SENDS | {Op.REDUCE}
-"""Operations that no compute-only schedule has."""
-
-_OF_UPDATES = frozenset({Op.NORM, Op.REDUCE})
-"""Operations that publish or sum."""
-
-
-def _with_sends(schedule: Schedule) -> Schedule:
-    """Lower a schedule for its sends; where its receives stand makes no difference here."""
-    def compute(rank: int) -> Iterator[Action]:
-        return iter(schedule.programs[rank])
-
-    return schedule.with_programs([
-        tuple(Lowering(schedule.rounds, rank, compute, schedule.ties).program())
-        for rank in range(schedule.ranks)])
-
-
 def _ticks(schedule: Schedule, costs: Costs, unit: int) -> Iterator[Number | None]:
     """Yield the ticks of each action, rank after rank; None when it takes no time of its rank."""
     times: dict[tuple[Op, int], Number] = {}
@@ -216,8 +193,8 @@ def _ticks(schedule: Schedule, costs: Costs, unit: int) -> Iterator[Number | Non
         for op, time in ((Op.FORWARD, cost.forward_s), (Op.BACKWARD, cost.input_s + cost.weight_s),
                          (Op.INPUT, cost.input_s), (Op.WEIGHT, cost.weight_s), (Op.RECOMPUTE, cost.recompute_s),
                          (Op.STEP, cost.step_s)):
-            times[op, stage] = _whole(time * unit)
-            alone[op, stage] = _whole((time + cost.recompute_s) * unit)
+            times[op, stage] = ratio(time * unit, 1)  # an int for a whole number, unless it is a float
+            alone[op, stage] = ratio((time + cost.recompute_s) * unit, 1)
     for program in schedule.programs:
         recomputed = recomputations(program)
         for action in program:
@@ -238,8 +215,3 @@ def _ticks_per_second(costs: Costs, widths: Sequence[int]) -> int:
                                ratio(cost.reduce_bytes, width))}
     exact = not any(isinstance(time, float) for time in times)
     return lcm(*(Fraction(time).denominator for time in times)) if exact else 1
-
-
-def _whole(ticks: Number) -> Number:
-    """Return an ``int`` for a whole number, unless it is a ``float``."""
-    return ratio(ticks, 1)

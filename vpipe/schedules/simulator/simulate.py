@@ -60,7 +60,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
                     if (ticks := tables.ticks[number]) is not None)
               for first, program in zip(tables.firsts, tables.schedule.programs, strict=True)]
     transfers = [TransferEvent(message.action, message.source, message.target, seconds(loop.began(number, end)),
-                          seconds(end)) for number, end in loop.arrivals
+                               seconds(end)) for number, end in loop.arrivals
                  if (message := tables.messages[number]).source != message.target]
     return Timeline(tables.schedule, costs, tuple(events), tuple(transfers))
 
@@ -142,8 +142,7 @@ class EventLoop:
             return
         rank = self._tables.rank_of[number]
         self._busy[rank] = False
-        if number in self._tables.opened:
-            self._pass(number, rank)
+        self._pass(number, rank)
         self._awake.append(rank)
 
     def _skip_instant(self, rank: int) -> None:
@@ -156,8 +155,7 @@ class EventLoop:
             if tables.ticks[cursor] is not None:
                 self._ready.add(rank)
                 break
-            if cursor in tables.opened:
-                self._pass(cursor, rank)
+            self._pass(cursor, rank)
             cursor += 1
         self.cursors[rank] = cursor
 
@@ -175,18 +173,16 @@ class EventLoop:
                 self._busy[rank] = True
                 self._engage(cursor, ticks)
             else:
-                if cursor in self._tables.opened:
-                    self._pass(cursor, rank)
+                self._pass(cursor, rank)
                 self._awake.append(rank)
         self._ready.clear()
 
     def _engage(self, number: int, ticks: Number) -> None:
-        """Schedule the end of an action."""
         heappush(self._ending, (self._now + ticks, number))
 
     def _pass(self, action: int, rank: int) -> None:
         """Open the messages that begin behind an action."""
-        for number in self._tables.opened[action]:
+        for number in self._tables.opened.get(action, ()):
             message = self._tables.messages[number]
             if not self._overlap and message.ticks and message.source == rank:
                 self._sending[rank] += 1
