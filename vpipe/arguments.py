@@ -1,4 +1,4 @@
-"""Check the arguments that people pass from Python: the type and range of each, and report all mistakes at once."""
+"""Check type and range of the arguments of a call from Python, and report all mistakes at once."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ INT64_LIMIT = 2**63
 
 
 class Arguments:
-    """The arguments of a call and the problems found in them, which are raised together.
+    """Collect the problems of a call's arguments, to raise them together.
 
-    The methods note a problem and return the value, converted to one type. None passes where ``or_none``. After a
+    The methods note a problem and return the value, converted to one type. None is valid where ``or_none``. After a
     problem the returned value serves only to check the next argument.
     """
 
@@ -30,11 +30,7 @@ class Arguments:
         self._problems.append(Problem(what, hint))
 
     def check(self) -> None:
-        """Raise the problems that were noted.
-
-        Raises:
-            UserError: there is one.
-        """
+        """Raise a UserError with the problems that were noted, if there are any."""
         if self._problems:
             raise UserError.all_of(self._problems)
 
@@ -127,11 +123,7 @@ def as_number(value: object) -> float | None:
 
 
 def check_path(name: str, value: object, example: str) -> None:
-    """Refuse a value that is no path.
-
-    Raises:
-        UserError: it is neither a text nor a path.
-    """
+    """Refuse, by a UserError, a value that is neither a text nor a path."""
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value) or "\0" in os.fsdecode(value):
         raise UserError(f"{name} is {shown(value)}", hint=f"give a path, such as '{example}'")
 
@@ -156,10 +148,6 @@ def shown(value: object) -> str:
 
 def _items(value: object) -> list[Any] | None:
     """Return the elements of a list, a tuple, a range or an array of one dimension; None for anything else."""
-    if isinstance(value, (str, bytes)):
-        return None
-    if isinstance(value, Sequence):
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return list(value)
-    if isinstance(value, Iterable) and getattr(value, "ndim", None) == 1:
-        return list(value)
-    return None
+    return list(value) if isinstance(value, Iterable) and getattr(value, "ndim", None) == 1 else None

@@ -1,4 +1,4 @@
-"""Save a pipeline to a folder of the caller's while training waits, and load it."""
+"""Save a pipeline to a folder and load it; training waits."""
 
 from __future__ import annotations
 
@@ -26,25 +26,19 @@ from vpipe.runtime.state_dict import Position
 
 
 class PipelineCheckpoint:
-    """A folder with the state of a pipeline.
+    """A folder with the state of a pipeline; every rank makes the same calls.
 
     Args:
-        engine: every rank has its own, and calls the same of this.
         batch: microbatches of a batch.
         seed: of the run.
-        folder: a checkpoint's, of any name.
+        folder: of a checkpoint, with any name.
     """
 
     def __init__(self, engine: Engine, batch: int, seed: int, folder: Path) -> None:
         self._engine, self._batch, self._seed, self._folder = engine, batch, seed, folder
 
     def save(self, arrangement: Mapping[str, Any]) -> None:
-        """Write the checkpoint, in place of one that is there.
-
-        Raises:
-            UserError: some of the state is nothing that a checkpoint can hold.
-            RunError: a rank could not write. What was there before still is.
-        """
+        """Write the checkpoint; see :meth:`vpipe.Pipeline.save`."""
         tensors: Mapping[str, Tensor] = {}
         with activity.during("saving a checkpoint"), self._problems_of_all() as problems:
             try:
@@ -59,10 +53,10 @@ class PipelineCheckpoint:
             save_checkpoint(self._folder, info, tensors, self._rank, self._engine.collectives)
 
     def load(self, model: Model) -> Position:
-        """Load the checkpoint, or the newest of the run whose folder it is; return its position.
+        """Load the checkpoint, or the newest of a run's folder; return its position. See :meth:`vpipe.Pipeline.load`.
 
         Raises:
-            UserError: it does not fit, or is damaged; on every rank the problems of the first that has any.
+            UserError: it does not fit, or is damaged; on every rank with the problems of the first that has any.
         """
         with activity.during("loading a checkpoint"), self._problems_of_all() as problems:
             try:
@@ -95,7 +89,7 @@ class PipelineCheckpoint:
         return dist.get_rank() if dist.is_initialized() else 0
 
     def _optimizers(self) -> dict[str, Any]:
-        """Return the classes of all ranks' optimizers; if they are several, also the one that steps each parameter."""
+        """Return the classes of all ranks' optimizers; of several, also the one that steps each parameter."""
         kind_of = self._engine.collectives.united(self._own_kinds())
         kinds = sorted(set(kind_of.values()))
         return {"optimizers": kinds, **({"optimizer_of": kind_of} if len(kinds) > 1 else {})}

@@ -1,4 +1,4 @@
-"""Precisions: the dtypes in which layers compute and return.
+"""Describe precisions: the dtypes in which layers compute and return.
 
 Rounding goes with the layer, not with the stage: a tensor between two layers has the reduced precision wherever the
 model is cut, so every partition computes the same numbers, and transfers take half the bytes.
@@ -30,22 +30,17 @@ _DTYPES = {"bf16": "bfloat16", "bf16_pure": "bfloat16", "fp16": "float16"}
 
 @dataclass(frozen=True)
 class Precision:
-    """The precision of a pipeline.
-
-    Attributes:
-        name: a :data:`PrecisionName`.
-        loss_scale: by which ``fp16`` multiplies the loss; None: found while training.
-    """
+    """The precision of a pipeline; ``loss_scale``: factor of the loss in ``fp16``; None: found while training."""
 
     name: str
     loss_scale: float | None = None
 
     @classmethod
     def parse(cls, name: str, loss_scale: float | None = None) -> Precision:
-        """Build a precision from what the user wrote.
+        """Check the user's values and build a precision.
 
         Raises:
-            UserError: no such precision, or a loss scale that means nothing.
+            UserError: no such precision, or a loss scale that is no positive number or not used.
         """
         if name not in PRECISIONS:
             raise UserError(f"precision is {shown(name)}", hint=nearest(name, PRECISIONS))
@@ -62,7 +57,7 @@ class Precision:
     @cached_property
     def dtype(self) -> torch.dtype | None:
         """Return the reduced dtype; None for fp32."""
-        import torch  # not for those who only read a config
+        import torch  # here, for a config is read without torch
 
         return getattr(torch, _DTYPES[self.name]) if self.name in _DTYPES else None
 

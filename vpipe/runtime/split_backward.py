@@ -6,20 +6,19 @@ parameter to a :class:`~vpipe.runtime.weight_grad_store.WeightGradStore` (Qi et 
 by hand in Megatron's linear layer). Torch's own split walks the graph and computes much twice; this costs a few
 microseconds per operation and keeps what the weights need alone: the operation's input and its output's gradient.
 
-What waits: the gradients of parameters that are direct arguments of the functions in :data:`PUT_OFF`, one of them a
-matrix. What is computed with the input half, because it comes for free there or cannot be told apart cheaply:
-normalisation; recurrent layers (their weight half would walk through time again); parameters that reach the operation
-through another one (weight_norm, ``x @ self.w.t()``, slices, the packed projection of cross attention); what custom
-autograd Functions, scripted modules and compiled code do inside; what runs under hooks for saved tensors
-(:mod:`torch.utils.checkpoint`, ``save_on_cpu``) or in a transform (``torch.vmap``); parameters that also take part in
-any of these where it can be seen.
+Gradients of parameters that are direct arguments of the functions in :data:`DEFERRED`, one of them a matrix, are
+computed later. Computed with the input half, because it costs nothing there or cannot be separated cheaply, are those
+of normalisation; recurrent layers (their weight half would walk through time again); parameters that reach the
+operation through another one (weight_norm, ``x @ self.w.t()``, slices, the packed projection of cross attention);
+custom autograd Functions, scripted modules and compiled code; operations under hooks for saved tensors
+(:mod:`torch.utils.checkpoint`, ``save_on_cpu``) or in a transform (``torch.vmap``); and parameters that are also used
+in any of these where it can be seen.
 
-The gradients are those of the whole backward bit for bit, except for rounding, because a sum has another order, of a
-parameter that (1) is in ``PUT_OFF`` and at least twice where nobody sees it, in a custom Function or scripted module,
-under autocast at least once; (2) is used several times in an autocast that a layer opens itself, outside that of its
-precision (summed in its own precision, not in the lower one); (3) is used in several
-reentrant checkpoints (summed before it is added to earlier microbatches); (4) has a part in a gradient of a gradient
-that a layer takes in its forward (torch sums both parts where they meet).
+The gradients are those of the whole backward bit for bit. They differ by rounding, because a sum has another order, for
+a parameter that (1) is used in ``DEFERRED`` and at least twice inside a custom Function or scripted module, under
+autocast at least once; (2) is used several times in an autocast that a layer opens itself (summed in its own precision,
+not in the lower one); (3) is used in several reentrant checkpoints (summed before it is added to earlier microbatches);
+(4) takes part in a gradient of a gradient that a layer takes in its forward (torch sums both parts where they meet).
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class SplitBackwardMode(TorchFunctionMode):
         return result
 
     def _cast(self, argument: Any) -> Any:
-        """Return an argument as autocast, where it is on, gives it to an operation of :data:`CASTS`."""
+        """Return an argument as autocast, where it is on, gives it to an operation of :data:`AUTOCAST`."""
         if not isinstance(argument, Tensor) or not torch.is_autocast_enabled(argument.device.type):
             return argument
         dtype = torch.get_autocast_dtype(argument.device.type)
@@ -158,17 +157,13 @@ def _opened(func: Function) -> Function | None:
     """
     if not isinstance(func, FunctionType):
         return None
-    asks = [name for name in func.__code__.co_names if name.startswith("has_torch_function")]
-    if not asks:
+    checks = [name for name in func.__code__.co_names if name.startswith("has_torch_function")]
+    if not checks:
         return None
-    opened = FunctionType(func.__code__, {**func.__globals__, **dict.fromkeys(asks, _nobody)}, func.__name__,
+    opened = FunctionType(func.__code__, {**func.__globals__, **dict.fromkeys(checks, lambda *_: False)}, func.__name__,
                           func.__defaults__, func.__closure__)
     opened.__kwdefaults__ = func.__kwdefaults__
     return opened
-
-
-def _nobody(*_: Any) -> bool:
-    return False
 
 
 def _linear(store: WeightGradStore, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:  # noqa: A002

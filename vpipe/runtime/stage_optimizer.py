@@ -1,4 +1,4 @@
-"""The torch optimizers of a stage, made of its parameters by the user's factory.
+"""Make the torch optimizers of a stage by the user's factory, check them, and step them.
 
 A parameter is stepped by at most one optimizer. A parameter of no optimizer is not trained: its gradient is dropped,
 and counts in no norm. With several optimizers every parameter must be in one of them.
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from vpipe.errors import Problem, UserError, VpipeError, counted
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer | None] | None
-"""What an optimizer factory may return: an optimizer, a list of them, or None where nothing is to be trained."""
+"""Result of an optimizer factory: an optimizer, a list of them, or None where nothing is to be trained."""
 
 MakeOptimizer = Callable[[Mapping[str, nn.Parameter]], Optimizers]
 """Named parameters of a stage -> its optimizers."""
@@ -30,16 +30,15 @@ _LIST_HINT = "return a torch.optim.Optimizer, or a list of them: [Muon(matrices)
 
 
 class StageOptimizer:
-    """The optimizers of one stage, each parameter in at most one of them.
+    """The optimizers of one stage; :meth:`build` checks them.
 
     Args:
         optimizers: in the order in which they step.
-        parameters: of the stage, by name; see :meth:`build` for what must hold.
+        parameters: of the stage, by name.
 
     Attributes:
-        of_parameter: the optimizer that steps a parameter and the number of its parameter group there, by the
-            parameter's name.
-        untrained: positions, among the parameters, of those that no optimizer steps.
+        of_parameter: by the name of a parameter, the optimizer that steps it and the number of its group there.
+        untrained: positions of the parameters that no optimizer steps.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
@@ -54,10 +53,10 @@ class StageOptimizer:
 
     @classmethod
     def build(cls, make: MakeOptimizer, parameters: Mapping[str, nn.Parameter], stage: int) -> StageOptimizer:
-        """Call a factory, and check what it returns.
+        """Call a factory, and check the optimizers that it returns.
 
         Raises:
-            UserError: it fails; or what it returns would not train the stage's parameters, each once, or would keep
+            UserError: it fails; or the optimizers would not train each of the stage's parameters once, or would keep
                 state where no checkpoint finds it.
         """
         try:
@@ -92,9 +91,7 @@ class StageOptimizer:
 
     @contextmanager
     def at_rate(self, factor: float) -> Iterator[None]:
-        """Multiply the learning rate of every group by ``factor`` meanwhile.
-
-        Between steps a group has the learning rate that the user gave it, where a scheduler of torch's finds its own.
+        """Multiply the learning rates by ``factor`` meanwhile; between steps they are the user's or a scheduler's.
 
         Raises:
             UserError: a group has no learning rate, or an optimizer changes its own.
@@ -121,7 +118,7 @@ class StageOptimizer:
                 group["lr"] = rate
 
     def fix_rates(self) -> None:
-        """Step at the present learning rates from now on: changes count from the next call on."""
+        """Step at the present learning rates until the next call."""
         self._fixed_rates = [rate.clone() if isinstance(rate := group.get("lr"), Tensor) else rate
                              for group in self.groups]
 
@@ -135,10 +132,7 @@ class StageOptimizer:
         return [group.get("lr") for group in self.groups] if self._fixed_rates is None else self._fixed_rates
 
     def options(self) -> list[dict[str, Any]]:
-        """Return the entries of the parameter groups beside the parameters, for comparison.
-
-        A tensor stands there by its identity and version.
-        """
+        """Return the other entries of the parameter groups, to compare: a tensor by identity and version."""
         return [{key: _mark(value) for key, value in group.items() if key != "params"} for group in self.groups]
 
     def _other_numbers(self) -> list[tuple[str, dict[str, Any]]]:
@@ -183,12 +177,9 @@ class StageOptimizer:
 
 
 def check_rescheduled(optimizers: Sequence[StageOptimizer]) -> None:
-    """Refuse a scheduler that drives the optimizer of one stage alone, where this process has several.
+    """Refuse changed learning rates of exactly one of several optimizers of this process.
 
     A script that keeps only the optimizer that its factory made last would train otherwise under torchrun.
-
-    Raises:
-        UserError: the learning rates of exactly one of them were changed.
     """
     training = [each for each in optimizers if each.optimizers]
     if len(training) > 1 and sum(each.rescheduled for each in training) == 1:
@@ -199,7 +190,7 @@ def check_rescheduled(optimizers: Sequence[StageOptimizer]) -> None:
 
 
 def _mark(value: object) -> object:
-    """Return what to compare a value by; no tensor is read, which would make a GPU wait."""
+    """Return a value to compare; of a tensor identity and version, since to read it would synchronize a GPU."""
     return (id(value), value._version) if isinstance(value, Tensor) else value
 
 
@@ -213,7 +204,7 @@ def _failure_hint(error: Exception, parameters: Mapping[str, nn.Parameter]) -> s
 
 
 def _kind_problems(made: object, stage: int) -> Iterator[Problem]:
-    """Yield why an entry is no optimizer, or one that vpipe cannot step or save."""
+    """Yield the problems of an entry that is no optimizer, or one that vpipe cannot step or save."""
     kind = type(made).__name__
     if not isinstance(made, Optimizer):
         yield Problem(f"the optimizer of stage {stage} is of the kind {kind}, which is no torch.optim.Optimizer",

@@ -1,4 +1,4 @@
-"""Usage of a stage in training: time, bytes, memory."""
+"""Measure the usage of a stage in training: time, bytes, memory."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ class StageUsage:
 
     @property
     def working_s(self) -> float:
-        """Return the seconds of work of a rank with this stage only: all that it did but waiting."""
+        """Return the seconds in which a rank with this stage alone did not wait."""
         return self.forward_s + self.backward_s + self.step_s + self.communication_s
 
     def since(self, before: StageUsage) -> StageUsage:
-        """Return the times and bytes since ``before``; what was most, was most of all."""
+        """Return the times and bytes since ``before``; maxima stay those of all training."""
         return replace(self, **{name: getattr(self, name) - getattr(before, name) for name in (*_OF_STAGE, *_OF_RANK)})
 
     @classmethod
     def of_rank(cls, stages: Sequence[StageUsage]) -> StageUsage:
-        """Return that of a rank with these stages."""
+        """Return the usage of a rank with these stages."""
         return cls(**{field.name: sum(getattr(stage, field.name) for stage in stages) if field.name in _OF_STAGE
                       else max(getattr(stage, field.name) for stage in stages) for field in fields(cls)})
 

@@ -1,14 +1,14 @@
 """Exchange weights tied across stages: versions travel to the borrower, gradients to the owner.
 
-The first stage that uses a tied weight owns it: it alone steps it and counts it in a norm. Another stage borrows
-it: its forward of a microbatch uses the version that the owner's forward of that microbatch used, and its gradients
-of an update are summed and sent to the owner, which adds them to its own before the step. Versions and updates are
-those of the owner. Where both stages live on one rank, tensors change hands there, without a copy: the
-owner holds a version until its own backward of a microbatch, which comes after the borrower's.
+The first stage that uses a tied weight owns it: it alone steps it and counts it in a norm. Another stage borrows it:
+its forward of a microbatch uses the version that the owner's forward of that microbatch used, and its gradients of an
+update are summed and sent to the owner, which adds them to its own before the step. Versions and updates are those of
+the owner. Between stages of one rank tensors are passed on without a copy: the owner keeps a version until its own
+backward of a microbatch, which comes after the borrower's.
 
 With replicas each rank that borrows gets its versions from one of the owner's ranks, and sends its gradients to all of
-them: every replica of the owner adds the same numbers in the same order. Where each stage scales its losses by a number
-of its own, gradients travel unscaled.
+them: every replica of the owner adds the same numbers in the same order. Where stages have loss scales of their own,
+gradients travel unscaled.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class TiedWeights:
         self._lender = {owner: next(rank for rank in placement[owner]
                                     if transport.rank in borrowing_ranks(placement, owner, ties[owner], rank))
                         for stage in stages.values() for owner in stage.borrowed}
-        self._posted: dict[int, deque[int]] = defaultdict(deque)  # versions on their way, by owner
+        self._posted: dict[int, deque[int]] = defaultdict(deque)  # versions whose receives are posted, by owner
         self._here: dict[TransferKey, list[Tensor]] = {}  # from this rank to itself
         self._rounds: Rounds
-        self._senders: dict[tuple[int, int], list[int]] = {}  # whose gradients of an update are still to be posted
+        self._senders: dict[tuple[int, int], list[int]] = {}  # ranks whose gradients of an update are not posted yet
         self._begun: dict[int, int] = defaultdict(int)  # the owner's updates before those that are counted
         for owner in set(ties) & set(stages):
             names = {name for borrowed in ties[owner].values() for name in borrowed}
@@ -69,7 +69,7 @@ class TiedWeights:
             self._begun.update({owner: weights.latest for owner, weights in stage.borrowed.items()})
 
     def abandon(self) -> None:
-        """Drop what is on its way."""
+        """Drop all transfers that were not received."""
         for store in (self._posted, self._here, self._senders):
             store.clear()
 
@@ -88,14 +88,14 @@ class TiedWeights:
     # -- the owner's side
 
     def send_version(self, owner: int, version: int) -> None:
-        """Send the latest version, which is this one, to every borrower."""
+        """Send this version, the latest, to every borrower."""
         for borrower, names in sorted(self._ties[owner].items()):
             key, values = self._key("W", owner, borrower, version), self._stages[owner].weights.values(names)
             for rank in borrowing_ranks(self._placement, owner, [borrower], self._transport.rank):
                 self._send(rank, key, values)
 
     def post_gradients(self, owner: int, update: int) -> None:
-        """Post the receives of an update's gradients of borrowers; if transfers are ordered, of one rank at a time."""
+        """Post the receives of borrowers' gradients of an update; if transfers are ordered, of one rank per call."""
         senders = self._senders.pop((owner, update), None) or self._partners.gradient_senders(owner, update)
         if self._transport.ordered and len(senders) > 1:
             self._senders[owner, update] = senders[1:]
@@ -145,7 +145,7 @@ class TiedWeights:
                     yield self._lender[owner], self._key("W", owner, borrower, posted)
 
     def install(self, owner: int, version: int | None = None) -> None:
-        """Receive and install what was posted, up to a version, or all of it."""
+        """Receive and install the posted versions, up to ``version`` or all."""
         posted = self._posted[owner]
         while posted and (version is None or posted[0] <= version):
             arrived = posted.popleft()
@@ -154,7 +154,7 @@ class TiedWeights:
                 weights.install(self._begun[owner] + arrived, tensors)
 
     def install_all(self) -> None:
-        """Receive and install everything posted, of every owner."""
+        """Receive and install all posted versions."""
         for owner in self._posted:
             self.install(owner)
 
@@ -163,7 +163,7 @@ class TiedWeights:
         return self._begun[owner] + version
 
     def send_gradients(self, owner: int, update: int) -> None:
-        """Send what was accumulated for an update, and start from nothing again."""
+        """Send the gradients accumulated for an update, and reset them."""
         for borrower, weights in self._borrowed(owner):
             _refuse_hooks(weights, weights.names)
             gradients = [torch.zeros_like(value) if gradient is None else gradient for value, gradient in

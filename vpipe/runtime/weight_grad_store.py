@@ -1,9 +1,9 @@
 """Store the weight half of a backward: weight gradients that are computed later.
 
 A backward computes, operation by operation, the gradient of the input, which the stage before waits for, and that of
-the weights, which nobody needs before the optimizer steps. Zero-bubble schedules run the second when the device
-would idle (Qi et al., arXiv:2401.10241, section 2). :mod:`vpipe.runtime.split_backward` makes operations leave
-their weight gradients here.
+the weights, which are not needed before the optimizer steps. Zero-bubble schedules run the second when the device would
+idle (Qi et al., arXiv:2401.10241, section 2). :mod:`vpipe.runtime.split_backward` makes operations put their weight
+gradients here.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 @dataclass(slots=True, eq=False)
 class CastParameter:
-    """A parameter in the precision of autocast, which a layer casts once for all its operations. Their gradients are
-    summed in that precision, and the sum is one contribution to the parameter's."""
+    """A parameter that a layer under autocast casts once for all its operations; their gradients are summed in that
+    precision, and the sum is one contribution to the parameter's."""
 
     parameter: nn.Parameter
 
@@ -29,10 +29,10 @@ class DeferredGradients:
     """The deferred weight gradients of one operation.
 
     Attributes:
-        leaves: whose gradients.
-        compute: gives them, in that order; None where the operation did not use one.
-        operands: what it computes them from, detached; must not change until then.
-        versions: of the operands, as counted by autograd, when they were kept.
+        leaves: parameters that they are of.
+        compute: returns them, in that order; None where the operation did not use one.
+        operands: detached tensors that they are computed from; must not change until then.
+        versions: autograd's versions of the operands when they were stored.
     """
 
     leaves: Sequence[nn.Parameter | CastParameter]
@@ -67,7 +67,7 @@ class WeightGradStore:
         return len(self._later)
 
     def waiting(self) -> Iterator[Tensor]:
-        """Yield the tensors that are kept for it, as far as known: an operation may keep a graph of its own."""
+        """Yield the known tensors that the store holds; an operation may hold a graph of its own."""
         for deferred in self._later:
             yield from deferred.operands
         for _, gradient in self._now:
@@ -84,11 +84,11 @@ class WeightGradStore:
         return tensor
 
     def begin(self) -> None:
-        """Begin the input half: gradients wait. They do not in a backward that a layer runs in its forward."""
+        """Begin the input half, in which gradients wait; they do not in a backward that a layer runs in its forward."""
         self._gathering = True
 
     def end(self, now: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
-        """End the input half; the weight half adds these gradients, too, which did not wait."""
+        """End the input half; ``now``: gradients that did not wait, which the weight half adds."""
         self._gathering = False
         self._now += now
         self._casts.clear()
@@ -111,7 +111,7 @@ class WeightGradStore:
         self._later.append(DeferredGradients(targets, compute, operands, [t._version for t in operands]))
 
     def accumulate(self) -> None:
-        """Compute what was deferred and add it to the gradients; free each operation's memory as soon as it is used."""
+        """Compute the deferred gradients and add them; free each operation's memory as soon as it is used."""
         waiting = Counter(id(leaf) for deferred in self._later for leaf in deferred.leaves)
         casts = {id(leaf): leaf for deferred in self._later for leaf in deferred.leaves
                  if isinstance(leaf, CastParameter)}
