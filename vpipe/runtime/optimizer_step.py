@@ -108,7 +108,7 @@ class OptimizerSteps:
     # -- gradients -------------------------------------------------------------------------------------
 
     def completing(self, stage: int, microbatch: int, whole: bool) -> AbstractContextManager[None] | None:
-        """Return the context of a replica's last backward of an update: it sends the gradients; None for another one.
+        """Return the context of a replica's last backward of an update, which sends the gradients; None for others.
 
         Args:
             whole: whether the backward is not in two halves: then gradients are sent as they are made.
@@ -128,7 +128,7 @@ class OptimizerSteps:
         self.reducers[stage].reduce(self._number(stage, update), self._contributors(stage, update))
 
     def _complete_gradients(self, stage: int, update: int) -> None:
-        """Add those of all replicas and borrowers; without a flush take their mean over the microbatches there are."""
+        """Add the gradients of all replicas and borrowers; an incomplete update takes the mean of its microbatches."""
         if stage in self.reducers:
             self.reducers[stage].gather(self._number(stage, update))
         self._tied.add_gradients(stage, update)
@@ -156,7 +156,7 @@ class OptimizerSteps:
             self._transport.send(rank, TransferKey("N", stage, number), [norms])
 
     def missing_norms(self, stage: int, update: int) -> str | None:
-        """Return, in words, the norms of other ranks that a step waits for; None when it needs not wait."""
+        """Return, in words, the norms of other ranks that a step waits for; None when it does not wait."""
         number = self._number(stage, update)
         if not self.global_norms or self._steps[number] > 0 or (
                 all(own in self._norms[number] for own in self.optimizers)
@@ -200,7 +200,7 @@ class OptimizerSteps:
     def _apply(self, stage: int, weights: WeightVersions, number: int, rate: float) -> bool:
         """Step the optimizers at their own learning rates times ``rate``; return False if the update is skipped.
 
-        A version that skips its gradients equals the one before, and so does the state of the optimizers.
+        A skipped update makes a version that equals the one before; so does the state of the optimizers.
         """
         if self.global_norms or self._clip is not None or self.skip or self.scaler is not None:
             norms = self._norms_of_all(number) if self.global_norms else _gradient_norms(weights)
@@ -216,7 +216,7 @@ class OptimizerSteps:
         return True
 
     def _clip_gradients(self, weights: WeightVersions, norms: Tensor, clip: float) -> None:
-        """Clip in the operations of ``torch.nn.utils.clip_grad_norm_``, so that the result is the same number."""
+        """Clip by the operations of ``torch.nn.utils.clip_grad_norm_``, to get the same numbers."""
         gradients = [g for g in weights.gradients if g is not None]
         dtype = gradients[0].dtype if gradients else torch.float32
         norm = torch.linalg.vector_norm(norms[norms != ABSENT].to(dtype))
@@ -228,14 +228,14 @@ class OptimizerSteps:
     def _rate(self, stage: int, step: int) -> float:
         """Return the learning rate of a step at a stage, relative to the optimizer's own.
 
-        Without a flush a stage with more replicas makes fewer updates, from more microbatches: larger ones, then.
+        Without a flush a stage with more replicas makes fewer updates, each from more microbatches, at a higher rate.
         Source: PipeDream's code, which multiplies by the replicas of the stage over those of the first.
         """
         share = 1 if self._rounds.flush else self._rounds.width(stage) / self._rounds.width(0)
         return self._factor(self._segment.steps_before + step) * share
 
     def learning_rate(self, stage: int, step: int) -> float | None:
-        """Return that of a step, in the stage's first parameter group; None where nothing is trained."""
+        """Return the learning rate of the stage's first parameter group; None where nothing is trained."""
         rate = self.optimizers[stage].learning_rate
         return None if rate is None else rate * self._rate(stage, step)
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from vpipe.checkpoint.directory import find_checkpoint
 from vpipe.checkpoint.load import check_compatible, load_tensors
@@ -39,13 +38,9 @@ class PipelineCheckpoint:
 
     def save(self, arrangement: Mapping[str, Any]) -> None:
         """Write the checkpoint; see :meth:`vpipe.Pipeline.save`."""
-        tensors: Mapping[str, Tensor] = {}
-        with activity.during("saving a checkpoint"), self._problems_of_all() as problems:
-            try:
-                tensors = self._engine.checkpoint_state()
-                check_dtypes(tensors)
-            except UserError as error:
-                problems += error.problems
+        with activity.during("saving a checkpoint"), self._problems_of_all():
+            tensors = self._engine.checkpoint_state()
+            check_dtypes(tensors)
         position = self._engine.position
         info = CheckpointInfo(position.steps, position.samples, self._seed, numbers=position.as_numbers(self._batch),
                               arrangement={**arrangement, **self._optimizers()})
@@ -58,31 +53,31 @@ class PipelineCheckpoint:
         Raises:
             UserError: it does not fit, or is damaged; on every rank with the problems of the first that has any.
         """
-        with activity.during("loading a checkpoint"), self._problems_of_all() as problems:
-            try:
-                folder = find_checkpoint(self._folder, _load_call)
-                manifest = Manifest.load(folder)
-                check_compatible(manifest, model, "load it into a pipeline of the model that saved it")
-                self._check_run(manifest)
-                if self._rank == 0 and (lost := no_longer_used(manifest)) is not None:
-                    warnings.warn(lost, stacklevel=3)
-                position = Position.from_numbers(manifest.step, manifest.samples, manifest.numbers, self._batch)
-                self._engine.check_restorable(position)
-                tensors = load_tensors(folder, manifest, filter(self._engine.wants, manifest.tensors),
-                                       resume_hint=_load_call)
-            except UserError as error:
-                problems += error.problems
+        with activity.during("loading a checkpoint"), self._problems_of_all():
+            folder = find_checkpoint(self._folder, _load_call)
+            manifest = Manifest.load(folder)
+            check_compatible(manifest, model, "load it into a pipeline of the model that saved it")
+            self._check_run(manifest)
+            if self._rank == 0 and (lost := no_longer_used(manifest)) is not None:
+                warnings.warn(lost, stacklevel=3)
+            position = Position.from_numbers(manifest.step, manifest.samples, manifest.numbers, self._batch)
+            self._engine.check_restorable(position)
+            tensors = load_tensors(folder, manifest, filter(self._engine.wants, manifest.tensors),
+                                   resume_hint=_load_call)
         self._engine.restore(position, tensors)
         return position
 
     @contextmanager
-    def _problems_of_all(self) -> Iterator[list[Problem]]:
+    def _problems_of_all(self) -> Iterator[None]:
         """Raise on all ranks the problems of the first rank that has any, before any goes on."""
-        mine: list[Problem] = []
-        yield mine
-        found = self._engine.collectives.agree(json.dumps([asdict(problem) for problem in mine]), _first)
-        if json.loads(found):
-            raise UserError.all_of([Problem(**problem) for problem in json.loads(found)])
+        mine: Sequence[Problem] = ()
+        try:
+            yield
+        except UserError as error:
+            mine = error.problems
+        found = json.loads(self._engine.collectives.agree(json.dumps([asdict(problem) for problem in mine]), _first))
+        if found:
+            raise UserError.all_of([Problem(**problem) for problem in found])
 
     @property
     def _rank(self) -> int:

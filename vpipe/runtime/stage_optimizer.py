@@ -7,13 +7,14 @@ and counts in no norm. With several optimizers every parameter must be in one of
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from vpipe.errors import Problem, UserError, VpipeError, counted
 
@@ -198,7 +199,7 @@ def _failure_hint(error: Exception, parameters: Mapping[str, nn.Parameter]) -> s
     if isinstance(error, ValueError) and "empty parameter list" in str(error):
         return ("a stage may have no parameters of a kind: leave that optimizer out there, such as "
                 "[Muon(matrices)] * bool(matrices) + [AdamW(others)] * bool(others)")
-    shapes = ", ".join(str(list(p.shape)) for p in list(parameters.values())[:4]) + ", ..." * (len(parameters) > 4)
+    shapes = first_of([str(list(p.shape)) for p in parameters.values()], 4)
     return (f"it is called once per stage, with the list of the stage's parameters: here "
             f"{counted(len(parameters), 'tensor')} of shape {shapes}")
 
@@ -210,7 +211,8 @@ def _kind_problems(made: object, stage: int) -> Iterator[Problem]:
         yield Problem(f"the optimizer of stage {stage} is of the kind {kind}, which is no torch.optim.Optimizer",
                       _LIST_HINT)
         return
-    inner = next((found for found in _optimizers_inside(made) if found.state is not made.state), None)
+    inner = next((found for found in tree_leaves(vars(made)) if isinstance(found, Optimizer)
+                  and found.state is not made.state), None)
     if inner is not None:
         yield Problem(f"the optimizer {kind} of stage {stage} wraps {type(inner).__name__}, whose state is not its own "
                       "and would not be saved", _LIST_HINT)
@@ -221,45 +223,39 @@ def _kind_problems(made: object, stage: int) -> Iterator[Problem]:
                       "pipeline does not have", "choose an optimizer whose step() takes no arguments")
 
 
-def _optimizers_inside(optimizer: Optimizer) -> Iterator[Optimizer]:
-    for value in vars(optimizer).values():
-        values: Iterable[object] = (value.values() if isinstance(value, Mapping) else
-                                    value if isinstance(value, (list, tuple)) else (value,))
-        yield from (each for each in values if isinstance(each, Optimizer))
-
-
-def _first(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:3])}{', ...' * (len(names) > 3)}"
+def first_of(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names in words."""
+    return f"{', '.join(names[:most])}{', ...' * (len(names) > most)}"
 
 
 def _share_problems(optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter],
                     stage: int) -> Iterator[Problem]:
     """Yield the parameters of several optimizers, of none, or of another stage."""
     names = {id(parameter): name for name, parameter in parameters.items()}
-    first: dict[str, Optimizer] = {}
+    first: dict[str, str] = {}  # parameter -> its first optimizer
     twice: list[str] = []
     strange: list[str] = []
     for optimizer in optimizers:
+        kind = type(optimizer).__name__
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             name = names.get(id(parameter))
             if name is None:
                 strange.append(str(list(parameter.shape)))
             elif name in first:
-                twice.append(f"'{name}' ({type(first[name]).__name__} and {type(optimizer).__name__})")
+                twice.append(f"'{name}' ({first[name]} and {kind})")
             else:
-                first[name] = optimizer
+                first[name] = kind
     if twice:
-        yield Problem(f"{counted(len(twice), 'parameter')} of stage {stage} given to two optimizers: {_first(twice)}",
+        yield Problem(f"{counted(len(twice), 'parameter')} of stage {stage} given to two optimizers: {first_of(twice)}",
                       "give every parameter to one of them")
     if strange:
         yield Problem(f"the optimizer of stage {stage} has {counted(len(strange), 'tensor')} that are no parameters of "
-                      f"this stage, of shape {_first(strange)}",
+                      f"this stage, of shape {first_of(strange)}",
                       "make it of the parameters that the factory is given, a new one for every stage: "
                       "optimizer=lambda params: torch.optim.SGD(params, lr=0.1)")
-    elif len(optimizers) > 1:
-        left = [f"'{name}' {list(p.shape)}" for name, p in parameters.items() if name not in first]
-        if left:
-            yield Problem(f"{counted(len(left), 'parameter')} of stage {stage} in none of its {len(optimizers)} "
-                          f"optimizers: {_first(left)}",
-                          "give every parameter to one of them; one that is not to be trained gets "
-                          "requires_grad_(False) where its layer is built")
+    elif len(optimizers) > 1 and (left := [f"'{name}' {list(p.shape)}" for name, p in parameters.items()
+                                           if name not in first]):
+        yield Problem(f"{counted(len(left), 'parameter')} of stage {stage} in none of its {len(optimizers)} "
+                      f"optimizers: {first_of(left)}",
+                      "give every parameter to one of them; one that is not to be trained gets "
+                      "requires_grad_(False) where its layer is built")

@@ -26,7 +26,7 @@ from vpipe.errors import UserError, counted
 from vpipe.model.sequential import WithLoss, loss_buffers
 from vpipe.runtime.loss_scaler import LossScaleState
 from vpipe.runtime.stage import Stage
-from vpipe.runtime.stage_optimizer import RATES, StageOptimizer
+from vpipe.runtime.stage_optimizer import RATES, StageOptimizer, first_of
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.size import Placement
 
@@ -141,11 +141,9 @@ class ModelState:
         return name in self._names
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        missing = [name.removeprefix("model.") for name in self._names if name not in tensors]
-        if missing:
+        if missing := [name.removeprefix("model.") for name in self._names if name not in tensors]:
             raise UserError(f"{counted(len(missing), 'tensor')} of the model missing in the checkpoint: "
-                            f"{', '.join(missing[:3])}{', ...' * (len(missing) > 3)}",
-                            hint="it was made of another model")
+                            f"{first_of(missing)}", hint="it was made of another model")
         for each in self._stages:
             each.stage.load({name: tensors[f"model.{name}"] for name in each.stage.state()})
 
@@ -243,8 +241,8 @@ class LossScales:
 
     def state(self) -> dict[str, Tensor]:
         tensors = {}
-        for layer, replica, scale in self._all():
-            if replica == 0:
+        for layer, saves, scale in self._all():
+            if saves:
                 tensors[f"loss_scale.{layer}.value"] = torch.tensor(scale.value, dtype=torch.float64)
                 tensors[f"loss_scale.{layer}.good"] = torch.tensor(scale.good)
         return tensors
@@ -259,17 +257,13 @@ class LossScales:
                 scale.value = float(tensors[f"loss_scale.{before[-1]}.value"])
                 scale.good = int(tensors[f"loss_scale.{before[-1]}.good"])
 
-    def _all(self) -> Iterator[tuple[int, int, LossScaleState]]:
-        """Yield layers, replicas and scales. A scale for all stages belongs to the first one; on ranks without that the
-        replica is -1."""
+    def _all(self) -> Iterator[tuple[int, bool, LossScaleState]]:
+        """Yield layers, whether this process saves their scale, and the scales; stage 0 saves one for all stages."""
         for each in self._stages:
-            scaler = each.worker.optimizer_steps.scaler
-            if scaler is not None and scaler[each.stage.spec.index].dynamic:
-                number, first = each.stage.spec.index, each.stage.spec.layers.start
-                if scaler.per_stage:
-                    yield first, each.replica, scaler[number]
-                else:
-                    yield 0, each.replica if number == 0 else -1, scaler[number]
+            scaler, spec = each.worker.optimizer_steps.scaler, each.stage.spec
+            if scaler is not None and scaler[spec.index].dynamic:
+                saves = each.replica == 0 and (scaler.per_stage or spec.index == 0)
+                yield spec.layers.start if scaler.per_stage else 0, saves, scaler[spec.index]
 
 
 def _readings(name: str) -> Iterator[tuple[str, str]]:
