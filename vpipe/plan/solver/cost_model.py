@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate, chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vpipe.plan.profile import LinkProfile
 from vpipe.plan.solver.choice import Choice
 from vpipe.plan.solver.partition_search import (
     BestCut,
@@ -35,27 +35,34 @@ class CostModel:
 
     Args:
         table: of the profile.
-        choice: of the schedule.
-        widths: by ranks in and behind a stage, the replicas that it may have.
-        ranks: their numbers in the order of the stages.
-        shares: per stage, the share of its layers that must be recomputed; only where the ranks behind a stage
-            determine its number.
+        choice: of schedule, microbatches and replicas.
+        shares: for all stages or per stage, the share of its layers that must be recomputed; per stage only where the
+            ranks behind a stage determine its number.
         partition: layers per stage, where they are fixed.
     """
 
-    def __init__(self, table: StageTable, choice: Choice, widths: Mapping[int, Sequence[int]],
-                 ranks: Sequence[int], shares: Sequence[float] | float | None = None,
+    def __init__(self, table: StageTable, choice: Choice, shares: Sequence[float] | float | None = None,
                  partition: Sequence[int] | None = None) -> None:
-        self.table, self.choice, self._widths, self._ranks, self._shares = table, choice, widths, ranks, shares
-        self._stage_of = {behind: stage for stage, behind in enumerate(sorted(widths, reverse=True))}
+        self.table, self.choice, self._shares, ranks = table, choice, shares, choice.ranks
+        self._widths: dict[int, Sequence[int]]  # by ranks in and behind a stage, the replicas that it may have
+        if choice.placement is None:
+            # A replica with one microbatch pipelines nothing; a whole model on every rank is a choice of its own.
+            most = max(1, choice.microbatches // 2) if choice.flush else ranks
+            self._widths = {behind: range(1, min(behind, most) + 1) for behind in range(1, ranks + 1)}
+        else:
+            sizes = list(map(len, choice.placement))
+            self._widths = {ranks - end + width: (width,)
+                            for end, width in zip(accumulate(sizes), sizes, strict=True)}
+        self._order = list(chain.from_iterable(choice.placement or [range(ranks)]))  # of the ranks, by stage
+        self._stage_of = {behind: stage for stage, behind in enumerate(sorted(self._widths, reverse=True))}
         self._fixed_stop: Integers | None = None  # of the fixed stage that begins with a layer; 0 where none does
         if partition is not None:
             stops = np.cumsum(partition)
             self._fixed_stop = np.zeros(table.layers, int)
             self._fixed_stop[stops - partition] = stops
         profile = table.profile
-        hosts = -(-choice.ranks // max(1, profile.identity.ranks_per_host))
-        self._cores = np.inf if profile.cores is None else min(choice.ranks, profile.cores * hosts)
+        hosts = -(-ranks // max(1, profile.identity.ranks_per_host))
+        self._cores = np.inf if profile.cores is None else min(ranks, profile.cores * hosts)
 
     def demand(self, behind: int, width: int) -> StageDemand:
         """Return what a replica of a stage with ``behind`` ranks in and behind it must hold."""
@@ -162,8 +169,9 @@ class CostModel:
         """Return per cut the seconds of a microbatch to the next stage and of its gradient back."""
         if not behind:
             return np.zeros(self.table.layers + 1)
-        source, target = self._ranks[-behind - 1], self._ranks[-behind]
-        there, back = self._link(source, target), self._link(target, source)
+        source, target = self._order[-behind - 1], self._order[-behind]
+        profile = self.table.profile
+        there, back = (profile.links.get(ends, profile.default_link) for ends in ((source, target), (target, source)))
         return (there.latency_s + self.table.forward_bytes / there.bytes_per_s
                 + back.latency_s + self.table.gradient_bytes / back.bytes_per_s)
 
@@ -173,9 +181,6 @@ class CostModel:
             return np.zeros(first.shape)
         link = self.table.profile.default_link
         return 2 * (link.latency_s + (width - 1) / width * self.table.parameter_bytes(first, stop) / link.bytes_per_s)
-
-    def _link(self, source: int, target: int) -> LinkProfile:
-        return self.table.profile.links.get((source, target), self.table.profile.default_link)
 
     def cost(self, cut: Cut) -> float:
         """Return the seconds of a step with a flush, of a microbatch without."""

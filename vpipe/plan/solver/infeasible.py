@@ -156,7 +156,7 @@ def _enough_ranks(costs: CostModel, choice: Choice, limit: int) -> int | None:
         wider = replace(choice, ranks=ranks, placement=equal_widths(choice.schedule, ranks, 1))
         if wider.refusal is not None:
             return False
-        found = CostModel(costs.table, wider, dict.fromkeys(range(1, ranks + 1), (1,)), list(range(ranks))).leanest()
+        found = CostModel(costs.table, wider).leanest()
         return found is not None and found.greatest <= limit
 
     low, high, most = choice.ranks, 2 * choice.ranks, costs.table.layers

@@ -264,9 +264,7 @@ def smallest_cost(problem: CutProblem, start: Cut, cost: Callable[[Cut], float],
         cut = tried(middle)
         shown.append(cut.sum + cut.greatest)
         ahead += [(lower + cut.sum, lower, cut), (middle + upper.sum, middle, upper)]
-    best = min(found, key=cost)
-    bound = min(cost(best), max(floor, min([*shown, *(part[0] for part in ahead)])))
-    return BestCut(best, cost(best), bound, tuple(cut for cut in dict.fromkeys(found) if cut.slices != best.slices))
+    return _best_cut(found, cost, max(floor, min([*shown, *(part[0] for part in ahead)])))
 
 
 def smallest_greatest_or_share(problem: CutProblem, start: Cut, cores: float) -> BestCut:
@@ -292,14 +290,18 @@ def smallest_greatest_or_share(problem: CutProblem, start: Cut, cores: float) ->
         cut = options.smallest_sum(middle)
         assert cut is not None, "the start is within every bound"
         found.append(cut)
+        upper = min(upper, cost(cut))
         if cut.sum / cores > middle:  # and so it is with every smaller bound
             lower = middle
-        upper = min(upper, cost(cut))
-        if cut.sum / cores <= middle:
+        else:
             upper = min(upper, middle)
+    return _best_cut(found, cost, max(lower, least))
+
+
+def _best_cut(found: Sequence[Cut], cost: Callable[[Cut], float], bound: float) -> BestCut:
     best = min(found, key=cost)
-    others = tuple(cut for cut in dict.fromkeys(found) if cut.slices != best.slices)
-    return BestCut(best, cost(best), min(cost(best), max(lower, least)), others)
+    return BestCut(best, cost(best), min(cost(best), bound),
+                   tuple(cut for cut in dict.fromkeys(found) if cut.slices != best.slices))
 
 
 def evenly(weights: Sequence[float], parts: int) -> tuple[int, ...]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 from vpipe.plan.recompute import recomputed_layers
 from vpipe.plan.solver.choice import Candidate, Choice, Stages, equal_widths, traits_of
@@ -38,7 +37,20 @@ class SearchSpace:
     tried: dict[Choice, None] = field(default_factory=dict)
     refusals: dict[Choice, str] = field(default_factory=dict)
     considered: int = 0
+    _shares: Sequence[float] | float | None = None  # of a stage's layers that the request says are recomputed
+    _required: frozenset[int] | None = None  # layers that the request says are recomputed, and no others
     _tables: dict[tuple[int, int | None, bool], StageTable] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        recompute, partition = self.request.recompute, self.request.partition
+        if recompute is None or isinstance(recompute, (int, float)):
+            self._shares = recompute
+        elif partition is not None:
+            self._required = frozenset[int]().union(*recomputed_layers(recompute, partition))
+        elif shares := [entry for entry in recompute if isinstance(entry, (int, float))]:
+            self._shares = shares
+        else:
+            self._required = frozenset(number for entry in recompute if isinstance(entry, Sequence) for number in entry)
 
     def choices(self) -> Iterator[Choice]:
         """Yield every choice that the schedules can have; note why others are refused."""
@@ -83,9 +95,8 @@ class SearchSpace:
 
     def _allows(self, stages: int) -> bool:
         """Tell whether the request allows so many stages."""
-        recompute, partition = self.request.recompute, self.request.partition
-        entries = None if recompute is None or isinstance(recompute, (int, float)) else len(recompute)
-        return (entries or stages) == stages and (len(partition) if partition else stages) == stages
+        lists = [each for each in (self.request.partition, self.request.recompute) if isinstance(each, Sequence)]
+        return all(len(each) in (0, stages) for each in lists)
 
     @property
     def searches_widths(self) -> bool:
@@ -102,27 +113,9 @@ class SearchSpace:
         """
         key = microbatches, limit_bytes, free
         if key not in self._tables:
-            required = None if free else self._required_layers()
+            required = None if free else self._required
             self._tables[key] = StageTable(self.request.profiles[microbatches], limit_bytes, required)
         return self._tables[key]
-
-    def _required_layers(self) -> frozenset[int] | None:
-        """Return the layers that the request says are recomputed; None where it gives shares, or nothing."""
-        recompute, partition = self.request.recompute, self.request.partition
-        if recompute is None or isinstance(recompute, (int, float)):
-            return None
-        if partition is not None:
-            return frozenset[int]().union(*recomputed_layers(recompute, partition))
-        listed = [entry for entry in recompute if not isinstance(entry, (int, float))]
-        return frozenset(number for entry in listed for number in entry) if listed else None
-
-    def _shares(self) -> Sequence[float] | float | None:
-        """Return the share of a stage's layers that the request says is recomputed, one for all or per stage."""
-        recompute = self.request.recompute
-        if recompute is None or isinstance(recompute, (int, float)):
-            return recompute
-        shares = [entry for entry in recompute if isinstance(entry, (int, float))]
-        return None if self._required_layers() is not None else shares
 
     def cost_model(self, choice: Choice, limit_bytes: int | None, share: float | None = None) -> CostModel:
         """Return the cost model of a choice.
@@ -130,19 +123,8 @@ class SearchSpace:
         Args:
             share: of the layers of each stage to recompute, instead of what the request says.
         """
-        widths: Mapping[int, Sequence[int]]
-        ranks = choice.ranks
-        if choice.placement is not None:
-            order = [rank for group in choice.placement for rank in group]
-            sizes = list(map(len, choice.placement))
-            widths = {ranks - end + width: (width,) for end, width in zip(accumulate(sizes), sizes, strict=True)}
-        else:
-            order = list(range(ranks))
-            # A replica with one microbatch pipelines nothing; a whole model on every rank is a choice of its own.
-            most = choice.microbatches // 2 if choice.flush else ranks
-            widths = {behind: range(1, min(behind, max(1, most)) + 1) for behind in range(1, ranks + 1)}
-        return CostModel(self._table(choice.microbatches, limit_bytes, share is not None), choice, widths, order,
-                         self._shares() if share is None else share, self.request.partition)
+        return CostModel(self._table(choice.microbatches, limit_bytes, share is not None), choice,
+                         self._shares if share is None else share, self.request.partition)
 
     def solve(self, choice: Choice, share: float | None = None) -> Candidate | None:
         """Return the best partition of a choice, with what it recomputes; None when nothing fits.
@@ -154,7 +136,7 @@ class SearchSpace:
         limit = self.request.memory_bytes
         if choice.chunked:
             return chunked_candidate(self._table(choice.microbatches, limit, share is not None), choice,
-                                     self._shares() if share is None else share, self.request.partition)
+                                     self._shares if share is None else share, self.request.partition)
         costs = self.cost_model(choice, limit, share)
         best = costs.best()
         if best is None:
@@ -174,7 +156,7 @@ class SearchSpace:
 
     def leanest_chunked(self, choice: Choice) -> Iterator[Candidate]:
         """Yield partitions of a chunked choice that hold as little as possible, whatever the limit."""
-        for share in (1.0, 0.0) if self.request.recompute is None else (self._shares(),):
+        for share in (1.0, 0.0) if self.request.recompute is None else (self._shares,):
             candidate = chunked_candidate(self._table(choice.microbatches, None), choice, share,
                                           self.request.partition)
             if candidate is not None:
