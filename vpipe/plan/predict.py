@@ -24,15 +24,11 @@ from vpipe.schedules.simulator.timeline import Event, Timeline
 
 @dataclass(frozen=True)
 class SimulatedPlan:
-    """A plan's prediction, with the timeline that it comes from.
+    """A plan's prediction, with the timeline that it comes from."""
 
-    Attributes:
-        prediction: in numbers.
-        timeline: with a flush, or of a schedule from a file, of one batch from an empty pipeline to an empty one;
-            without, of the first microbatches, enough to contain a steady state.
-    """
-
-    prediction: Prediction
+    prediction: Prediction  # in numbers
+    # with a flush, or of a schedule from a file, of one batch from an empty pipeline to an empty one; without, of the
+    # first microbatches, enough to contain a steady state
     timeline: Timeline
 
 
@@ -112,17 +108,11 @@ def _stream_steps(schedule: Schedule) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class _SimulatedSteps:
-    """Simulated steps.
+    """Simulated steps."""
 
-    Attributes:
-        timeline: see :class:`SimulatedPlan`.
-        step_s: the time from step to step.
-        working_s: per rank and step, how long it computes or steps, at the speed that it has.
-    """
-
-    timeline: Timeline
-    step_s: float
-    working_s: tuple[float, ...]
+    timeline: Timeline  # see SimulatedPlan
+    step_s: float  # the time from step to step
+    working_s: tuple[float, ...]  # per rank and step, how long it computes or steps, at the speed that it has
 
 
 def _simulate_batches(schedule: Schedule, costs: Costs) -> _SimulatedSteps:

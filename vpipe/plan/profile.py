@@ -26,77 +26,45 @@ MOST_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Seconds:
-    """A measured time.
+    """A measured time."""
 
-    Attributes:
-        median: in seconds.
-        spread: half the distance between the quartiles, relative to the median.
-    """
-
-    median: float
-    spread: float = 0.0
+    median: float  # in seconds
+    spread: float = 0.0  # half the distance between the quartiles, relative to the median
 
 
 @dataclass(frozen=True)
 class TensorBytes:
-    """A named tensor that a layer writes, or a field of the batch, for one microbatch.
+    """A named tensor that a layer writes, or a field of the batch, for one microbatch."""
 
-    Attributes:
-        name: as layers call it.
-        bytes: of its storage.
-        wants_gradient: whether a gradient of the same size comes back.
-    """
-
-    name: str
-    bytes: int
-    wants_gradient: bool
+    name: str  # as layers call it
+    bytes: int  # of its storage
+    wants_gradient: bool  # whether a gradient of the same size comes back
 
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """The costs of one microbatch in one layer.
-
-    Attributes:
-        name: of the layer.
-        forward: one forward that keeps a graph.
-        backward: one whole backward.
-        input_half: the half of a split backward that makes the gradients of the inputs.
-        weight_half: the half that makes the gradients of the weights.
-        recompute: a dropped forward again.
-        step: one optimizer step of the layer's own parameters.
-        parameter_bytes: of its own parameters that are trained; a tied one counts where it is owned.
-        optimizer_bytes: of what the optimizer keeps for them, master weights among it where the layers' are rounded.
-        reads: the names of the tensors and batch fields that it reads.
-        writes: the tensors that it writes.
-        saved_bytes: kept for backward by this layer's graph, each storage once, without weights and without what
-            it reads or writes.
-        saves: which of the tensors that it reads or writes its graph keeps: ``"in:h"``, ``"out:h"``.
-        weight_half_bytes: kept between the two halves of a backward, each storage once, without weights.
-        working_bytes: the most that a backward holds for a while on top of what was kept and of gradients of weights.
-        tied: borrowed parameters, in bytes by the number of the layer that owns them.
-        forward_flops: floating-point operations of a forward; a backward takes twice as many.
-        like: the number of the equal layer that was measured in its place; its own where it was measured.
-        frozen_bytes: of its parameters that are not trained, and of its buffers: held once, whatever the versions.
-    """
+    """The costs of one microbatch in one layer."""
 
     name: str
-    forward: Seconds
-    backward: Seconds
-    input_half: Seconds
-    weight_half: Seconds
-    recompute: Seconds
-    step: Seconds
-    parameter_bytes: int
-    optimizer_bytes: int
-    reads: tuple[str, ...]
-    writes: tuple[TensorBytes, ...]
+    forward: Seconds  # one forward that keeps a graph
+    backward: Seconds  # one whole backward
+    input_half: Seconds  # the half of a split backward that makes the gradients of the inputs
+    weight_half: Seconds  # the half that makes the gradients of the weights
+    recompute: Seconds  # a dropped forward again
+    step: Seconds  # one optimizer step of the layer's own parameters
+    parameter_bytes: int  # of its own parameters that are trained; a tied one counts where it is owned
+    optimizer_bytes: int  # of what the optimizer keeps for them, master weights among it where the layers' are rounded
+    reads: tuple[str, ...]  # the names of the tensors and batch fields that it reads
+    writes: tuple[TensorBytes, ...]  # the tensors that it writes
+    # kept for backward by this layer's graph, each storage once, without weights and without what it reads or writes
     saved_bytes: int
-    saves: tuple[str, ...]
-    weight_half_bytes: int
-    working_bytes: int
-    tied: Mapping[int, int]
-    forward_flops: int
-    like: int
+    saves: tuple[str, ...]  # which of the tensors that it reads or writes its graph keeps: "in:h", "out:h"
+    weight_half_bytes: int  # kept between the two halves of a backward, each storage once, without weights
+    working_bytes: int  # the most that a backward holds for a while on top of what was kept and of gradients of weights
+    tied: Mapping[int, int]  # borrowed parameters, in bytes by the number of the layer that owns them
+    forward_flops: int  # floating-point operations of a forward; a backward takes twice as many
+    like: int  # the number of the equal layer that was measured in its place; its own where it was measured
+    # of its parameters that are not trained, and of its buffers: held once, whatever the versions
     frozen_bytes: int = 0
 
 
@@ -111,46 +79,27 @@ class LinkProfile:
 
 @dataclass(frozen=True)
 class Identity:
-    """The model, device and settings of a profile. If any of these differs, another profile is needed.
+    """The model, device and settings of a profile. If any of these differs, another profile is needed."""
 
-    Attributes:
-        model: a digest of the layers: names, classes, shapes of parameters and tensors.
-        model_name: family and size, for people.
-        layers: how many.
-        microbatch_size: samples.
-        optimizer: its name, and the settings that change what it keeps and does.
-        device: name of the processor or GPU.
-        threads: of the processor, per rank.
-        ranks_per_host: how many ranks were busy on a host.
-        backend: gloo or nccl.
-        torch: its version.
-        ranks: how many measured together.
-        hosts: on how many hosts they were.
-        cores: how many ranks of a host can compute at once; None where each has a device of its own.
-        device_bytes: memory of a device.
-        vpipe: its version.
-        code: a digest of the source of the layers' classes; None where it cannot be read, or where a layer has an
-            object among its settings that does not say what is in it. Such a profile is not kept for other processes.
-        precision: of its numbers, as ``training.precision`` says.
-    """
-
-    model: str
-    model_name: str
-    layers: int
-    microbatch_size: int
-    optimizer: str
-    device: str
-    threads: int
-    ranks_per_host: int
-    backend: str
-    torch: str
-    ranks: int = 0
-    hosts: int = 1
-    cores: int | None = None
-    device_bytes: int = 0
-    vpipe: str = ""
+    model: str  # a digest of the layers: names, classes, shapes of parameters and tensors
+    model_name: str  # family and size, for people
+    layers: int  # how many
+    microbatch_size: int  # samples
+    optimizer: str  # its name, and the settings that change what it keeps and does
+    device: str  # name of the processor or GPU
+    threads: int  # of the processor, per rank
+    ranks_per_host: int  # how many ranks were busy on a host
+    backend: str  # gloo or nccl
+    torch: str  # its version
+    ranks: int = 0  # how many measured together
+    hosts: int = 1  # on how many hosts they were
+    cores: int | None = None  # how many ranks of a host can compute at once; None where each has a device of its own
+    device_bytes: int = 0  # memory of a device
+    vpipe: str = ""  # its version
+    # a digest of the source of the layers' classes; None where it cannot be read, or where a layer has an object
+    # among its settings that does not say what is in it. Such a profile is not kept for other processes.
     code: str | None = ""
-    precision: str = "fp32"
+    precision: str = "fp32"  # of its numbers, as training.precision says
 
     @property
     def pure(self) -> bool:
@@ -165,41 +114,30 @@ class Identity:
 
 @dataclass(frozen=True)
 class Profile:
-    """The measured costs of a model, see the top of the file.
+    """The measured costs of a model, see the top of the file."""
 
-    Attributes:
-        identity: what was measured, on what.
-        layers: in order.
-        fields: batch fields: bytes of one microbatch.
-        default_link: between two ranks of one host.
-        links: between certain ranks, where they were measured; by (source, target).
-        cores: how many ranks of a host can compute at once without slowing each other; None where each has a device of
-            its own.
-        dispatch_s: what carrying out one action takes beside what is computed.
-        copy_bytes_per_s: of weights, when an update needs a further version of them: bytes of the version per second;
-            0 where a step makes its version from master weights, so that a further one takes no longer.
-        accumulate_bytes_per_s: of gradients of weights that are added to what was accumulated before. ``backward`` and
-            ``weight_half`` hold it; the first microbatch after an update does not need it.
-        device_bytes: memory of a device; that of the host, where its ranks share cores or GPUs.
-        peak_flops_per_s: the most that the device reached in a large product of matrices in the run's precision, one
-            rank alone on its core or device.
-        checked: the largest difference found between a layer and the equal one measured in its place, relative.
-        took_s: how long measuring took.
-    """
-
-    identity: Identity
+    identity: Identity  # what was measured, on what
     layers: tuple[LayerProfile, ...]
-    fields: Mapping[str, int]
-    default_link: LinkProfile
+    fields: Mapping[str, int]  # batch fields: bytes of one microbatch
+    default_link: LinkProfile  # between two ranks of one host
+    # between certain ranks, where they were measured; by (source, target)
     links: Mapping[tuple[int, int], LinkProfile] = field(default_factory=dict)
+    # how many ranks of a host can compute at once without slowing each other; None where each has a device of its own
     cores: int | None = None
-    dispatch_s: float = 0.0
+    dispatch_s: float = 0.0  # what carrying out one action takes beside what is computed
+    # of weights, when an update needs a further version of them: bytes of the version per second; 0 where a step
+    # makes its version from master weights, so that a further one takes no longer
     copy_bytes_per_s: float = 0.0
+    # of gradients of weights that are added to what was accumulated before. backward and weight_half hold it;
+    # the first microbatch after an update does not need it.
     accumulate_bytes_per_s: float = 0.0
-    device_bytes: int = 0
+    device_bytes: int = 0  # memory of a device; that of the host, where its ranks share cores or GPUs
+    # the most that the device reached in a large product of matrices in the run's precision, one rank alone on its
+    # core or device
     peak_flops_per_s: float = 0.0
+    # the largest difference found between a layer and the equal one measured in its place, relative
     checked: float = 0.0
-    took_s: float = 0.0
+    took_s: float = 0.0  # how long measuring took
 
     @cached_property
     def activations(self) -> ActivationMemory:

@@ -84,23 +84,14 @@ def _tied_bytes(profile: Profile, layers: range, lent: bool = False) -> int:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """The bytes of one replica of a stage at its peak.
+    """The bytes of one replica of a stage at its peak."""
 
-    Attributes:
-        weights: the latest version, which is also the optimizer's, and what is never trained.
-        stashed: older versions that microbatches in flight still use.
-        gradients: of the weights.
-        optimizer: its state beside the weights, with master weights where the weights are rounded.
-        activations: of all microbatches in flight, with what is held between the halves of backwards.
-        working: the most that one backward, or one step, needs for a while.
-    """
-
-    weights: int
-    stashed: int
-    gradients: int
-    optimizer: int
-    activations: int
-    working: int
+    weights: int  # the latest version, which is also the optimizer's, and what is never trained
+    stashed: int  # older versions that microbatches in flight still use
+    gradients: int  # of the weights
+    optimizer: int  # its state beside the weights, with master weights where the weights are rounded
+    activations: int  # of all microbatches in flight, with what is held between the halves of backwards
+    working: int  # the most that one backward, or one step, needs for a while
 
     @property
     def peak(self) -> int:

@@ -19,17 +19,12 @@ from vpipe.runtime.stage_optimizer import StageOptimizer
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """The inputs of a layer, as a run would have them.
+    """The inputs of a layer, as a run would have them."""
 
-    Attributes:
-        inputs: the tensors that it reads, by name; ``requires_grad`` is set on those that need a gradient.
-        fields: the batch fields that it reads.
-        gradients: of the tensors that it writes and a later layer reads, where they need one.
-    """
-
+    # the tensors that it reads, by name; requires_grad is set on those that need a gradient
     inputs: Mapping[str, Tensor]
-    fields: Mapping[str, Tensor]
-    gradients: Mapping[str, Tensor]
+    fields: Mapping[str, Tensor]  # the batch fields that it reads
+    gradients: Mapping[str, Tensor]  # of the tensors that it writes and a later layer reads, where they need one
 
 
 class LayerRunner:

@@ -39,21 +39,13 @@ INSTANCES = 2
 
 @dataclass(frozen=True)
 class Survey:
-    """One microbatch's way through the layers.
+    """One microbatch's way through the layers."""
 
-    Attributes:
-        like: per layer the number of the first that is equal to it.
-        sampled: the layers to be timed, in order; of every kind at most :data:`INSTANCES`.
-        given: inputs by sampled layer.
-        counts: by the first layer of a kind.
-        fields: bytes of the batch fields.
-    """
-
-    like: Sequence[int]
-    sampled: Sequence[int]
-    given: Mapping[int, LayerInputs]
-    counts: Mapping[int, LayerCounts]
-    fields: Mapping[str, int]
+    like: Sequence[int]  # per layer the number of the first that is equal to it
+    sampled: Sequence[int]  # the layers to be timed, in order; of every kind at most INSTANCES
+    given: Mapping[int, LayerInputs]  # inputs by sampled layer
+    counts: Mapping[int, LayerCounts]  # by the first layer of a kind
+    fields: Mapping[str, int]  # bytes of the batch fields
 
 
 def survey(model: Model, structures: Sequence[str], microbatch: Mapping[str, Tensor],

@@ -22,23 +22,19 @@ from vpipe.runtime.stage_optimizer import MakeOptimizer, StageOptimizer
 
 @dataclass(frozen=True)
 class LayerCounts:
-    """The bytes and operations of a layer for one microbatch; see :class:`vpipe.plan.profile.LayerProfile`.
-
-    Attributes:
-        saves: the places of the tensors among those that the layer reads and writes: ``("in", 0)``.
-        tied_bytes: of every borrowed parameter, by the layer's own name for it.
-    """
+    """The bytes and operations of a layer for one microbatch; see :class:`vpipe.plan.profile.LayerProfile`."""
 
     parameter_bytes: int
     frozen_bytes: int
     optimizer_bytes: int
     writes: tuple[TensorBytes, ...]
     saved_bytes: int
+    # the places of the tensors among those that the layer reads and writes: ("in", 0)
     saves: tuple[tuple[str, int], ...]
     weight_half_bytes: int
     working_bytes: int
     forward_flops: int
-    tied_bytes: Mapping[str, int]
+    tied_bytes: Mapping[str, int]  # of every borrowed parameter, by the layer's own name for it
 
 
 def count_layer(runner: LayerRunner, given: LayerInputs, make_optimizer: MakeOptimizer) -> LayerCounts:

@@ -19,23 +19,16 @@ from vpipe.profiling.rank_group import RankGroup
 
 @dataclass(frozen=True)
 class Gpu:
-    """A line of the table, in TFLOP/s of products of dense matrices.
+    """A line of the table, in TFLOP/s of products of dense matrices."""
 
-    Attributes:
-        name: of the driver, without ``NVIDIA`` before it, as a regular expression for all of it. A part of a
-            GPU (MIG) and a laptop's have names of their own, and are not in the table.
-        fp32: products in fp32.
-        tf32: the same with TF32 allowed; None where the GPU has none.
-        bf16, fp16: with sums in fp32, as training needs them; None where the data sheet has none.
-        source: the manufacturer's document.
-    """
-
+    # of the driver, without NVIDIA before it, as a regular expression for all of it. A part of a GPU (MIG) and a
+    # laptop's have names of their own, and are not in the table.
     name: str
-    fp32: float | None
-    tf32: float | None
-    bf16: float | None
+    fp32: float | None  # products in fp32
+    tf32: float | None  # the same with TF32 allowed; None where the GPU has none
+    bf16: float | None  # as fp16, with sums in fp32, as training needs them; None where the data sheet has none
     fp16: float | None
-    source: str
+    source: str  # the manufacturer's document
 
 
 GPUS = (
@@ -88,19 +81,12 @@ _SHORT_S = 0.002
 
 @dataclass(frozen=True)
 class PeakFlops:
-    """The peak of a run's devices.
+    """The peak of a run's devices."""
 
-    Attributes:
-        tflops: of one device, in 10^12 operations per second; where they were measured, the mean.
-        devices: number of ranks, but a GPU that several ranks share counts once.
-        kind: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
-        source: of the number, for people.
-    """
-
-    tflops: float
-    devices: int
-    kind: str
-    source: str
+    tflops: float  # of one device, in 10^12 operations per second; where they were measured, the mean
+    devices: int  # number of ranks, but a GPU that several ranks share counts once
+    kind: str  # fp32, tf32, bf16 or fp16
+    source: str  # of the number, for people
 
     @property
     def flops_per_s(self) -> float:

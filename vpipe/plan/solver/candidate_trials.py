@@ -25,15 +25,10 @@ ALIKE = 1e-4
 
 @dataclass
 class Trials:
-    """The simulations of one request.
+    """The simulations of one request."""
 
-    Attributes:
-        space: of the request.
-        left: actions that may still be simulated.
-    """
-
-    space: SearchSpace
-    left: int = MOST_ACTIONS
+    space: SearchSpace  # of the request
+    left: int = MOST_ACTIONS  # actions that may still be simulated
     _results: dict[tuple[object, ...], Plan | str] = field(default_factory=dict)  # a plan, or why it cannot run
 
     def simulated(self, candidate: Candidate, urgent: bool = False) -> Plan | None:

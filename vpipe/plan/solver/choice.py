@@ -31,24 +31,18 @@ from vpipe.schedules.size import Placement, Size, widened
 
 @dataclass(frozen=True)
 class ScheduleTraits:
-    """Properties of a schedule, measured on small pipelines. The defaults are the cautious ones.
+    """Properties of a schedule, measured on small pipelines. The defaults are the cautious ones."""
 
-    Attributes:
-        split: its backwards come in halves.
-        filling_halves: weight halves per stage and step that run while others wait. ZB-H1, whose bubble is
-            (p-1)(F+I-W), has 2, ZB-H2 with (p-1)(F+I-2W) has 3, a schedule with 1F1B's bubble none.
-        tight: every microbatch waits for its transfers, not only the first and the last. That is so where too few
-            microbatches are in flight to hide a transfer that takes as long as a forward.
-        by_depth: what a stage holds depends only on the ranks in and behind it. Then stages may have unequal numbers of
-            replicas.
-        problem: why it cannot run, where the checker refuses it on a small pipeline; else empty.
-    """
-
-    split: bool = False
+    split: bool = False  # its backwards come in halves
+    # weight halves per stage and step that run while others wait. ZB-H1, whose bubble is (p-1)(F+I-W), has 2, ZB-H2
+    # with (p-1)(F+I-2W) has 3, a schedule with 1F1B's bubble none.
     filling_halves: float = 0.0
+    # every microbatch waits for its transfers, not only the first and the last. That is so where too few microbatches
+    # are in flight to hide a transfer that takes as long as a forward.
     tight: bool = True
+    # what a stage holds depends only on the ranks in and behind it. Then stages may have unequal numbers of replicas.
     by_depth: bool = False
-    problem: str = ""
+    problem: str = ""  # why it cannot run, where the checker refuses it on a small pipeline; else empty
 
 
 @cache
@@ -102,21 +96,13 @@ Stages = tuple[tuple[int, ...], tuple[frozenset[int], ...]]
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice of schedule, microbatches and replicas, for which a partition is searched.
-
-    Attributes:
-        schedule: its name.
-        microbatches: of a batch.
-        update_every: without a flush, microbatches per update and replica; the fewest possible when None.
-        ranks: in all.
-        placement: ranks per stage; None where every stage may have any number of replicas.
-    """
+    """A choice of schedule, microbatches and replicas, for which a partition is searched."""
 
     schedule: str
-    microbatches: int
-    update_every: int | None
-    ranks: int
-    placement: Placement | None
+    microbatches: int  # of a batch
+    update_every: int | None  # without a flush, microbatches per update and replica; the fewest possible when None
+    ranks: int  # in all
+    placement: Placement | None  # ranks per stage; None where every stage may have any number of replicas
 
     @property
     def groups(self) -> Placement:
@@ -223,23 +209,14 @@ def equal_widths(schedule: str, ranks: int, width: int) -> Placement:
 
 @dataclass(frozen=True)
 class Candidate:
-    """The plan that the solver finds for a choice, before it is simulated, and the cost model's figures for it.
+    """The plan that the solver finds for a choice, before it is simulated, and the cost model's figures for it."""
 
-    Attributes:
-        choice: with its placement.
-        partition: layers per stage.
-        recomputed: per stage the numbers of its recomputed layers.
-        seconds_per_sample: by the cost model.
-        bound: no plan of this choice takes less, by the cost model; None where that is unknown.
-        others: further stages that a simulation may find better.
-    """
-
-    choice: Choice
-    partition: tuple[int, ...]
-    recomputed: tuple[frozenset[int], ...]
-    seconds_per_sample: float
-    bound: float | None = None
-    others: Sequence[Stages] = ()
+    choice: Choice  # with its placement
+    partition: tuple[int, ...]  # layers per stage
+    recomputed: tuple[frozenset[int], ...]  # per stage the numbers of its recomputed layers
+    seconds_per_sample: float  # by the cost model
+    bound: float | None = None  # no plan of this choice takes less, by the cost model; None where that is unknown
+    others: Sequence[Stages] = ()  # further stages that a simulation may find better
 
     def plan(self, profile: Profile) -> Plan:
         """Return the plan without predictions."""

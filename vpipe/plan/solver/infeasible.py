@@ -29,19 +29,12 @@ Fits = Callable[[Request], bool]
 
 @dataclass(frozen=True)
 class _Leanest:
-    """The plan of a choice that holds least, or nearly.
-
-    Attributes:
-        choice: the choice.
-        place: of its fullest rank, for messages.
-        memory: of that rank.
-        costs: of the choice; None where ranks hold several stages.
-    """
+    """The plan of a choice that holds least, or nearly."""
 
     choice: Choice
-    place: str
-    memory: StageMemory
-    costs: CostModel | None
+    place: str  # of its fullest rank, for messages
+    memory: StageMemory  # of that rank
+    costs: CostModel | None  # of the choice; None where ranks hold several stages
 
 
 def infeasible(space: SearchSpace, fits: Fits) -> UserError:

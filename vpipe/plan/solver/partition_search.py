@@ -57,19 +57,12 @@ class Cut(NamedTuple):
 
 
 class BestCut(NamedTuple):
-    """The best cut.
-
-    Attributes:
-        cut: the best cut.
-        cost: of it.
-        bound: no cut costs less.
-        others: further good cuts, in the order in which they were found.
-    """
+    """The best cut."""
 
     cut: Cut
     cost: float
-    bound: float
-    others: tuple[Cut, ...]
+    bound: float  # no cut costs less
+    others: tuple[Cut, ...]  # further good cuts, in the order in which they were found
 
 
 Evaluate = Callable[[int, int, Integers, Integers], tuple[Floats, Floats]]
@@ -79,39 +72,25 @@ what each adds to the sum, and its own cost; infinite where the stage is impossi
 
 @dataclass(frozen=True)
 class _StageGrid:
-    """All stages of one width with the same number of ranks in and behind them.
-
-    Attributes:
-        first: first layers, a column.
-        lengths: numbers of layers, a row.
-        sums, costs: of each stage, by first layer and length.
-    """
+    """All stages of one width with the same number of ranks in and behind them."""
 
     width: int
-    first: Integers
-    lengths: Integers
-    sums: Floats
+    first: Integers  # first layers, a column
+    lengths: Integers  # numbers of layers, a row
+    sums: Floats  # of each stage, by first layer and length
     costs: Floats
 
 
 @dataclass(frozen=True)
 class CutProblem:
-    """A model to cut.
+    """A model to cut."""
 
-    Attributes:
-        layers: of the model.
-        widths: by the ranks in and behind a stage, the replicas it may have; a number that is missing never occurs.
-        ranks: in all.
-        floor: running sum over layers of their least cost, one entry more than there are layers.
-        room: by width, how much of that fits into a stage of cost 1.
-        evaluate: see :data:`Evaluate`.
-    """
-
-    layers: int
+    layers: int  # of the model
+    # by the ranks in and behind a stage, the replicas it may have; a number that is missing never occurs
     widths: Mapping[int, Sequence[int]]
-    ranks: int
-    floor: Floats
-    room: Mapping[int, float]
+    ranks: int  # in all
+    floor: Floats  # running sum over layers of their least cost, one entry more than there are layers
+    room: Mapping[int, float]  # by width, how much of that fits into a stage of cost 1
     evaluate: Evaluate
 
     def least(self) -> float:
@@ -158,17 +137,11 @@ class CutProblem:
 
 @dataclass(frozen=True)
 class StageOptions:
-    """The stages from which a cut is made.
-
-    Attributes:
-        problem: the model to cut.
-        grids: stages by the ranks in and behind them.
-        everything: these are all possible stages.
-    """
+    """The stages from which a cut is made."""
 
     problem: CutProblem
-    grids: Mapping[int, Sequence[_StageGrid]]
-    everything: bool
+    grids: Mapping[int, Sequence[_StageGrid]]  # stages by the ranks in and behind them
+    everything: bool  # these are all possible stages
 
     def smallest_greatest(self) -> Cut | None:
         """Return the cut with the smallest greatest cost; None when there is none."""

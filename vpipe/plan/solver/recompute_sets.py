@@ -26,25 +26,15 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class LayerTensors:
-    """The tensors around a layer, as far as the bytes of a stage depend on them; equal ones stand for each other.
+    """The tensors around a layer, as far as the bytes of a stage depend on them; equal ones stand for each other."""
 
-    Attributes:
-        before: names of the tensors that are alive before the layer, with their bytes.
-        after: names alive behind it.
-        saved: bytes that its graph keeps besides named tensors.
-        saves_in: tensors alive before it that its graph keeps.
-        saves_out: tensors that it writes and its graph keeps, with their bytes.
-        writes: names.
-        recompute_s: its forward again.
-    """
-
-    before: tuple[tuple[str, int], ...]
-    after: frozenset[str]
-    saved: int
-    saves_in: tuple[str, ...]
-    saves_out: tuple[tuple[str, int], ...]
-    writes: frozenset[str]
-    recompute_s: float
+    before: tuple[tuple[str, int], ...]  # names of the tensors that are alive before the layer, with their bytes
+    after: frozenset[str]  # names alive behind it
+    saved: int  # bytes that its graph keeps besides named tensors
+    saves_in: tuple[str, ...]  # tensors alive before it that its graph keeps
+    saves_out: tuple[tuple[str, int], ...]  # tensors that it writes and its graph keeps, with their bytes
+    writes: frozenset[str]  # names
+    recompute_s: float  # its forward again
 
 
 def layer_tensors(profile: Profile) -> list[LayerTensors]:
@@ -64,17 +54,11 @@ def layer_tensors(profile: Profile) -> list[LayerTensors]:
 
 
 class PrefixState(NamedTuple):
-    """The state in which a set over the first layers of a stage ends, as far as later layers depend on it.
+    """The state in which a set over the first layers of a stage ends, as far as later layers depend on it."""
 
-    Attributes:
-        recomputed: its last layer is recomputed; None before the first layer.
-        held: tensors alive here that are held already.
-        remade: tensors that the recomputation of the last run of layers makes and keeps.
-    """
-
-    recomputed: bool | None
-    held: frozenset[str]
-    remade: frozenset[str]
+    recomputed: bool | None  # its last layer is recomputed; None before the first layer
+    held: frozenset[str]  # tensors alive here that are held already
+    remade: frozenset[str]  # tensors that the recomputation of the last run of layers makes and keeps
 
 
 START = PrefixState(None, frozenset(), frozenset())
@@ -105,14 +89,10 @@ def add_layer(state: PrefixState, layer: LayerTensors, recompute: bool) -> tuple
 
 @dataclass(frozen=True)
 class RecomputeSets:
-    """Sets of layers that end in one state, the fastest first.
+    """Sets of layers that end in one state, the fastest first."""
 
-    Attributes:
-        figures: per set: bytes kept, bytes once recomputed, seconds of recomputation.
-        chosen: per set its layers as bits, the first layer of the stage lowest; None where nobody asks.
-    """
-
-    figures: Floats
+    figures: Floats  # per set: bytes kept, bytes once recomputed, seconds of recomputation
+    # per set its layers as bits, the first layer of the stage lowest; None where nobody asks
     chosen: Sequence[int] | None
 
     def with_layer(self, kept: int, full: int, seconds: float, bit: int) -> RecomputeSets:

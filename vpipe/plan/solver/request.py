@@ -16,32 +16,23 @@ from vpipe.schedules.size import Placement
 
 @dataclass(frozen=True)
 class Request:
-    """A request for a plan. What is None is searched; what is given stays.
+    """A request for a plan. What is None is searched; what is given stays."""
 
-    Attributes:
-        profiles: of one model, by the number of microbatches of a batch, each at the size of its microbatches.
-        ranks: how many there are; all are used.
-        memory_bytes: that each rank may hold; None is no limit.
-        schedules: the names to choose from, all with a flush or all without; by default all with a flush that are
-            registered as ``planned``.
-        update_every: microbatches per update, and replica, of schedules without a flush, by number of microbatches;
-            the fewest possible where one is not named.
-        placement: ranks per stage.
-        partition: layers per stage.
-        recompute: a share, or per stage a share or layers, as in a config.
-        known: plans that the answer must not be slower than, such as the one a config says.
-        solver: ``exact``, or ``vpipe``: the heuristic of the VPipe paper, see :mod:`vpipe.plan.solver.vpipe_heuristic`.
-    """
-
+    # of one model, by the number of microbatches of a batch, each at the size of its microbatches
     profiles: Mapping[int, Profile]
-    ranks: int
-    memory_bytes: int | None = None
+    ranks: int  # how many there are; all are used
+    memory_bytes: int | None = None  # that each rank may hold; None is no limit
+    # the names to choose from, all with a flush or all without; by default all with a flush that are registered as
+    # planned
     schedules: tuple[str, ...] = field(default_factory=lambda: planned_schedules(flush=True))
+    # microbatches per update, and replica, of schedules without a flush, by number of microbatches; the fewest
+    # possible where one is not named
     update_every: Mapping[int, int | None] = field(default_factory=dict)
-    placement: Placement | None = None
-    partition: tuple[int, ...] | None = None
-    recompute: Recompute | None = None
-    known: tuple[Plan, ...] = ()
+    placement: Placement | None = None  # ranks per stage
+    partition: tuple[int, ...] | None = None  # layers per stage
+    recompute: Recompute | None = None  # a share, or per stage a share or layers, as in a config
+    known: tuple[Plan, ...] = ()  # plans that the answer must not be slower than, such as the one a config says
+    # exact, or vpipe: the heuristic of the VPipe paper, see vpipe.plan.solver.vpipe_heuristic
     solver: Literal["exact", "vpipe"] = "exact"
 
     def __post_init__(self) -> None:
@@ -77,41 +68,25 @@ class Request:
 
 @dataclass(frozen=True)
 class Alternative:
-    """The best plan with another choice in one respect.
+    """The best plan with another choice in one respect."""
 
-    Attributes:
-        what: the other choice, for messages: ``schedule gpipe``.
-        plan: with its predictions where it was simulated; None when nothing fits.
-        seconds_per_sample: predicted; None when nothing fits.
-        simulated: predicted by simulation, as the chosen plan, or by the cost model, which is coarser.
-        why: there is no plan.
-    """
-
-    what: str
-    plan: Plan | None
-    seconds_per_sample: float | None
-    simulated: bool
-    why: str = ""
+    what: str  # the other choice, for messages: schedule gpipe
+    plan: Plan | None  # with its predictions where it was simulated; None when nothing fits
+    seconds_per_sample: float | None  # predicted; None when nothing fits
+    simulated: bool  # predicted by simulation, as the chosen plan, or by the cost model, which is coarser
+    why: str = ""  # there is no plan
 
 
 @dataclass(frozen=True)
 class Solution:
-    """The plan, and how it was found.
+    """The plan, and how it was found."""
 
-    Attributes:
-        plan: the best found, with its predictions.
-        alternatives: the next best in every respect, best first.
-        exact: by the cost model, no partition and no recomputation with the same schedule, microbatches and replicas is
-            better by more than twice the tolerance of :mod:`vpipe.plan.solver.partition_search`. (Simulation may have
-            moved a few layers since.) It says nothing of other schedules, microbatches and replicas.
-        note: what was not searched exhaustively; empty when everything was.
-        considered: choices of schedule, microbatches and replicas that were solved.
-        seconds: that the search took.
-    """
-
-    plan: Plan
-    alternatives: tuple[Alternative, ...]
+    plan: Plan  # the best found, with its predictions
+    alternatives: tuple[Alternative, ...]  # the next best in every respect, best first
+    # by the cost model, no partition and no recomputation with the same schedule, microbatches and replicas is better
+    # by more than twice the tolerance of vpipe.plan.solver.partition_search. (Simulation may have moved a few
+    # layers since.) It says nothing of other schedules, microbatches and replicas.
     exact: bool
-    note: str
-    considered: int
-    seconds: float
+    note: str  # what was not searched exhaustively; empty when everything was
+    considered: int  # choices of schedule, microbatches and replicas that were solved
+    seconds: float  # that the search took

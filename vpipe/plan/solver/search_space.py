@@ -24,19 +24,12 @@ MOST_OTHERS = 2
 
 @dataclass
 class SearchSpace:
-    """The choices of a request, with the tables that they share.
-
-    Attributes:
-        request: the request.
-        tried: all choices so far.
-        refusals: why some of them are impossible, whatever the memory.
-        considered: how many choices were solved.
-    """
+    """The choices of a request, with the tables that they share."""
 
     request: Request
-    tried: dict[Choice, None] = field(default_factory=dict)
-    refusals: dict[Choice, str] = field(default_factory=dict)
-    considered: int = 0
+    tried: dict[Choice, None] = field(default_factory=dict)  # all choices so far
+    refusals: dict[Choice, str] = field(default_factory=dict)  # why some of them are impossible, whatever the memory
+    considered: int = 0  # how many choices were solved
     _shares: Sequence[float] | float | None = None  # of a stage's layers that the request says are recomputed
     _required: frozenset[int] | None = None  # layers that the request says are recomputed, and no others
     _tables: dict[tuple[int, int | None, bool], StageTable] = field(default_factory=dict)

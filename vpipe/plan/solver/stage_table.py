@@ -33,21 +33,13 @@ Floats = NDArray[np.float64]
 
 
 class StageDemand(NamedTuple):
-    """The most that a stage must hold, and the conditions that it must keep.
+    """The most that a stage must hold, and the conditions that it must keep."""
 
-    Attributes:
-        in_flight: microbatches between forward and backward.
-        versions: of the weights, the latest among them.
-        weight_halves: microbatches between the halves of their backward.
-        share: of its layers, from the end, that are recomputed; None where that is searched.
-        part: of the memory of its rank that it may use.
-    """
-
-    in_flight: int
-    versions: int
-    weight_halves: int
-    share: float | None = None
-    part: float = 1.0
+    in_flight: int  # microbatches between forward and backward
+    versions: int  # of the weights, the latest among them
+    weight_halves: int  # microbatches between the halves of their backward
+    share: float | None = None  # of its layers, from the end, that are recomputed; None where that is searched
+    part: float = 1.0  # of the memory of its rank that it may use
 
 
 @dataclass
