@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from vpipe.errors import UserError
-from vpipe.train.lamb import Lamb
-from vpipe.train.optimizers import OPTIMIZERS, POLICIES, LearningRatePolicy, OptimizerSettings, decays
+from vpipe.train.optimizers import Lamb, LearningRatePolicy, OptimizerSettings, decays
+
+OPTIMIZERS = ("sgd", "adam", "adamw", "lamb")
+POLICIES = ("constant", "step", "polynomial", "cosine")
 
 
 def named_parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
@@ -187,26 +189,10 @@ def test_lamb_settings_follow_its_authors() -> None:
     assert built(OptimizerSettings("adam", 0.05), named_parameters()).param_groups[0]["eps"] == 1e-8
 
 
-@pytest.mark.parametrize(("wrong", "text"), [
-    ({"name": "lambda"}, "error: there is no optimizer 'lambda'\nhint: did you mean 'lamb'?"),
-    ({"learning_rate": 0.0}, "error: the learning rate is 0.0\nhint: it must be greater than 0"),
-    ({"weight_decay": -0.1}, "error: the weight decay is -0.1\nhint: it must be at least 0"),
-    ({"eps": 0.0}, "error: the optimizer's eps is 0.0\nhint: it must be greater than 0"),
-    ({"betas": (0.9, 1.0)},
-     "error: the optimizer's second beta is 1.0\nhint: it must be from 0 up to, not including, 1"),
-    ({"momentum": 1.5}, "error: the optimizer's momentum is 1.5\nhint: it must be from 0 up to, not including, 1")])
-def test_mistakes(wrong: dict[str, object], text: str) -> None:
-    with pytest.raises(UserError) as error:
-        OptimizerSettings(**{"name": "sgd", "learning_rate": 0.1, **wrong})
-    assert str(error.value) == text
-
-
 @st.composite
 def policies(draw: st.DrawFn) -> LearningRatePolicy:
     total = draw(st.integers(1, 10_000))
-    return LearningRatePolicy(draw(st.sampled_from(POLICIES)), total, draw(st.integers(0, total)),
-                  power=draw(st.floats(0.1, 4.0)), step_every=draw(st.none() | st.integers(1, total)),
-                  gamma=draw(st.floats(0.01, 1.0)))
+    return LearningRatePolicy(draw(st.sampled_from(POLICIES)), total, draw(st.integers(0, total)))
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -231,16 +217,9 @@ def test_step_decays_every_third_by_default() -> None:
     assert [policy(step) for step in (100, 130)] == pytest.approx([0.001, 0.0001])
 
 
-def test_step_every() -> None:
-    policy = LearningRatePolicy("step", 100, step_every=7, gamma=0.5)
-    assert [policy(step) for step in (0, 6, 7, 13, 14, 99)] == [1, 1, 0.5, 0.5, 0.25, 0.5**14]
-
-
 def test_polynomial() -> None:
     policy = LearningRatePolicy("polynomial", 110, warmup_steps=10)
     assert [policy(step) for step in (35, 60, 109, 110, 500)] == pytest.approx([0.75, 0.5, 0.01, 0, 0])
-    assert LearningRatePolicy("polynomial", 100, power=0.5)(75) == 0.5
-    assert LearningRatePolicy("polynomial", 100, power=2.0)(75) == 0.0625
 
 
 def test_cosine() -> None:
@@ -271,17 +250,8 @@ def test_rises_in_the_warm_up_and_never_after(policy: LearningRatePolicy, step: 
         assert policy(step) >= policy(step + 1)
 
 
-@pytest.mark.parametrize(("wrong", "text"), [
-    ({"name": "polinomial"}, "error: there is no learning-rate policy 'polinomial'\nhint: did you mean 'polynomial'?"),
-    ({"total_steps": 0}, "error: the learning-rate policy has 0 steps in all\nhint: give it at least 1"),
-    ({"warmup_steps": -1}, "error: the learning rate warms up over -1 steps\nhint: give it 0 or more"),
-    ({"warmup_steps": 11}, "error: the learning rate warms up over 11 steps of a run of 10\n"
-                           "hint: warm up over at most 10 steps, or train longer"),
-    ({"power": 0.0}, "error: the power of the polynomial policy is 0.0\nhint: it must be greater than 0"),
-    ({"step_every": 0}, "error: the learning rate decays every 0 steps\nhint: give it at least 1"),
-    ({"gamma": 2.0}, "error: the learning rate is multiplied by 2.0 at each decay\n"
-                     "hint: it must be greater than 0 and at most 1")])
-def test_mistakes_in_a_policy(wrong: dict[str, object], text: str) -> None:
+def test_a_warm_up_longer_than_the_run() -> None:
     with pytest.raises(UserError) as error:
-        LearningRatePolicy(**{"name": "constant", "total_steps": 10, **wrong})
-    assert str(error.value) == text
+        LearningRatePolicy("constant", 10, 11)
+    assert str(error.value) == ("error: the learning rate warms up over 11 steps of a run of 10\n"
+                                "hint: warm up over at most 10 steps, or train longer")

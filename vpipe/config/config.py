@@ -350,7 +350,8 @@ def config_tree(path: Path, overrides: Sequence[str] = (), scheduler: str | None
             drop_derived(tree, {"parallel.schedule": SCHEDULE_OF_SCHEDULERS})
     if resolved:
         drop_removed(tree)
-        drop_derived(tree, {key: part.value for key, part in settings})
+        if settings:
+            drop_derived(tree, {key: part.value for key, part in settings})
     for key, part in settings:
         tree.put(tuple(key.split(".")), part)
     if isinstance(plan := tree.get(PLAN), str):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from datetime import timedelta
 from typing import Any
@@ -12,20 +11,11 @@ import torch.distributed as dist
 
 from vpipe.distributed.device import gpu_uuid
 from vpipe.profiling.device import usable_cores
-from vpipe.runtime.collectives import broadcast_tensors
+from vpipe.runtime.collectives import broadcast_value
 from vpipe.runtime.transport.distributed import PeerTransfer, control_group
 
 PATIENCE_S = 3600.0
 """Time that ranks wait for others that measure; one that is gone is noticed at once all the same."""
-
-
-def broadcast_value(value: Any, source: int = 0) -> Any:
-    """Return the value of one rank (anything that JSON holds) on every rank. All must call it."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return value
-    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    shared = broadcast_tensors({"value": text} if dist.get_rank() == source else {}, source)
-    return json.loads(bytes(shared["value"].numpy()).decode())
 
 
 class RankGroup:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,6 +71,15 @@ def broadcast_tensors(tensors: Mapping[str, Tensor], source: int, timeout_s: flo
             for tensor in (torch.tensor([text.numel()]), text, *shared.values()):
                 transfer(tensor, dist.isend, peer)
     return {name: t.clone() for name, t in shared.items()}
+
+
+def broadcast_value(value: Any, source: int = 0) -> Any:
+    """Return the value of one rank (anything that JSON holds) on every rank. All must call it."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    shared = broadcast_tensors({"value": text} if dist.get_rank() == source else {}, source)
+    return json.loads(bytes(shared["value"].numpy()).decode())
 
 
 def clock_offset() -> float:

@@ -25,7 +25,7 @@ from vpipe.distributed.rendezvous import own_store
 from vpipe.distributed.watchdog import activity
 from vpipe.errors import RunError, UserError, counted
 from vpipe.pipeline import Pipeline
-from vpipe.profiling.rank_group import broadcast_value
+from vpipe.runtime.collectives import broadcast_value
 from vpipe.runtime.state_dict import Position
 from vpipe.train.job import Job, device_of
 from vpipe.train.metrics import Metrics

@@ -46,8 +46,7 @@ _STAND_IN = 8192
 class Job:
     """A config with its data, model and schedule.
 
-    Keys that are planned when the run starts have stand-ins until then: stages balanced by parameters, no
-    recomputation, 1F1B, on as many ranks as the plan will have.
+    Keys that are planned when the run starts have stand-ins until then: balanced stages, no recomputation, 1F1B.
 
     Attributes:
         config: resolved: values from the data and the plan file are filled in; keys to be planned are still ``auto``.
@@ -77,19 +76,18 @@ class Job:
         """Open the data, describe the model, cut it, and prove the schedule.
 
         Args:
-            checked: another process has made a job from the same config: ``config`` is that job's :attr:`config`, and
-                neither it nor the schedule is checked again.
+            checked: ``config`` is the :attr:`config` of a job that another process has made and checked.
             proved: another process proves the same schedule at the same time.
 
         Raises:
-            UserError: something in the config does not fit the data, the model or this machine.
+            UserError: the config does not fit the data, the model or this machine.
         """
         if config.metrics.tensorboard and not checked:
             check_tensorboard()
         overrides = model_file(config.model)
         vocab_size = config.model.vocab_size
-        if vocab_size == -1:
-            vocab_size = _integer(overrides.get("vocab_size", -1))
+        if vocab_size == -1 and type(vocab_size := overrides.get("vocab_size", -1)) is not int:
+            raise UserError(f"vocab_size is {vocab_size!r}", hint="give a whole number")
         describe = model_named(config.model.name)
         model = describe(model_settings(config.model, _STAND_IN if vocab_size == -1 else vocab_size, overrides))
         dataset = dataset_named(config.dataset.name)(DatasetSettings(
@@ -98,14 +96,13 @@ class Job:
             fields=model.batch, batch_size=config.dataset.batch_size, tokenizer=config.dataset.tokenizer))
         if checked:
             return cls._prepare(config, dataset, model, None, proved=True)
-        _check_tokenizer(dataset, config)
         if vocab_size == -1:
             vocab_size = dataset.vocab_size
             model = describe(model_settings(config.model, vocab_size, overrides))
         elif dataset.vocab_size > vocab_size:
             raise UserError(f"the data set has {dataset.vocab_size} tokens, but the model only {vocab_size}",
                             hint=f"set model.vocab_size to {dataset.vocab_size} or more, or to -1")
-        _check_fields(model, dataset, config)
+        _check_data(model, dataset, config)
         config = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": vocab_size})})
         plan = None
         if config.parallel.plan is not None:
@@ -119,7 +116,10 @@ class Job:
     def _check(self) -> None:
         """Check what else could fail in a rank: plan, profiled step, FLOPs, learning rate, evaluation, first batch."""
         check_plan(self)
-        self._check_profile_iteration()
+        profiled, last = self.config.training.profile_iteration, self.updates
+        if profiled is not None and last is not None and profiled > last:
+            raise UserError(f"training.profile_iteration is {profiled}, but the run ends after {self.step_name} {last}",
+                            hint=f"profile one of the {self.step_name}s 1 to {last}, or let the run be longer")
         model_flops(self.config.model, len(self.model))
         self.lr_policy()
         self.evaluation_batches(())
@@ -128,7 +128,7 @@ class Job:
     @classmethod
     def _prepare(cls, config: Config, dataset: Dataset, model: Model, plan: Plan | None, *,
                  proved: bool = False) -> Job:
-        """Cut the model and prepare the schedule, which is proved unless another process has done so."""
+        """Cut the model and prepare the schedule."""
         to_plan, parallel, training = config.parallel.to_plan, config.parallel.standing_in, config.training
         partition = parallel.partition
         if isinstance(partition, str):
@@ -149,10 +149,7 @@ class Job:
         return cls(config, dataset, model, partition, recomputed, schedule, _updates(config, dataset, schedule), plan)
 
     def with_plan(self, plan: Plan, *, proved: bool = False) -> Job:
-        """Return this job under a plan: same model and data, with its partition, schedule and microbatches.
-
-        Args:
-            proved: another process has proved its schedule.
+        """Return this job with the partition, schedule and microbatches of a plan.
 
         Raises:
             UserError: the plan is for another model, or its numbers do not fit the batch.
@@ -201,7 +198,7 @@ class Job:
         return self.schedule.placement
 
     def describe(self, rank: int) -> str:
-        """Describe a rank with its stages, for messages."""
+        """Describe a rank with its stages."""
         return describe_rank(self.placement, rank)
 
     @property
@@ -224,17 +221,6 @@ class Job:
         mine, theirs = ((job.partition, job.recomputed, job.config.microbatch_size, job.config.parallel.executor,
                          replace(job.schedule, name="", peak_activations=(), versions=())) for job in (self, other))
         return mine == theirs
-
-    def _check_profile_iteration(self) -> None:
-        """Refuse to profile a step that the run never reaches.
-
-        Raises:
-            UserError: with both numbers.
-        """
-        wanted, last = self.config.training.profile_iteration, self.updates
-        if wanted is not None and last is not None and wanted > last:
-            raise UserError(f"training.profile_iteration is {wanted}, but the run ends after {self.step_name} {last}",
-                            hint=f"profile one of the {self.step_name}s 1 to {last}, or let the run be longer")
 
     def lr_policy(self) -> LearningRatePolicy:
         """Return the factor of ``training.learning_rate`` as a function of the step."""
@@ -259,8 +245,8 @@ class Job:
 
     def _epoch(self, epoch: int, fields: tuple[str, ...], first: int = 0) -> Iterator[Mapping[str, Tensor]]:
         """Return an epoch from batch ``first`` on; earlier ones are read only if the data set cannot skip them."""
-        size, seed, batches = self.config.dataset.batch_size, seed_of(_data_seed(self.config), epoch), \
-            self.dataset.batches
+        size, seed = self.config.dataset.batch_size, seed_of(_data_seed(self.config), epoch)
+        batches = self.dataset.batches
         if "first" in signature(batches).parameters:
             return batches("train", size, fields=fields, seed=seed, first=first)
         return islice(batches("train", size, fields=fields, seed=seed), first, None)
@@ -298,26 +284,15 @@ def _updates(config: Config, dataset: Dataset, schedule: Schedule, steps_done: i
     return steps_done + min(limits) if limits else None
 
 
-def _check_tokenizer(dataset: Dataset, config: Config) -> None:
+def _check_data(model: Model, dataset: Dataset, config: Config) -> None:
     name, given = config.dataset.name, config.dataset.tokenizer
     if given is not None and (not isinstance(dataset, Tokenized) or dataset.tokenizer_path is None):
         raise UserError(f"dataset.tokenizer is '{given}', but the data set '{name}' holds no text that it could cut",
                         hint="leave it out, or choose a data set of text")
-
-
-def _check_fields(model: Model, dataset: Dataset, config: Config) -> None:
-    missing = [name for name in model.batch if name not in dataset.fields]
-    if missing:
-        raise UserError(f"the model '{config.model.name}' reads {missing}, which the data set '{config.dataset.name}' "
-                        f"does not hold (it holds {sorted(dataset.fields)})",
-                        hint="choose a data set made for this model"
+    if missing := [field for field in model.batch if field not in dataset.fields]:
+        raise UserError(f"the model '{config.model.name}' reads {missing}, which the data set '{name}' does not hold "
+                        f"(it holds {sorted(dataset.fields)})", hint="choose a data set made for this model"
                         + (", such as text or synthetic" if "input_ids" in model.batch else ""))
-
-
-def _integer(value: Any) -> int:
-    if type(value) is not int:
-        raise UserError(f"vocab_size is {value!r}", hint="give a whole number")
-    return value
 
 
 def _data_seed(config: Config) -> int:
@@ -347,7 +322,7 @@ def join(config: Config) -> DeviceMap:
 
 
 def check_plan(job: Job, warn: Callable[[str], None] = to_stderr) -> None:
-    """Check that the plan of a job, if it has one, was made for it; warn where its predictions do not hold.
+    """Check that the plan of a job was made for it; warn where its predictions do not hold.
 
     Raises:
         UserError: the plan is for another model.

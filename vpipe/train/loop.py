@@ -24,9 +24,8 @@ from vpipe.distributed.watchdog import activity, forget_stop, note_to, stop_aske
 from vpipe.errors import LastingError, RunError, UserError, counted
 from vpipe.metric_formulas import WARM_UP, counted_updates
 from vpipe.pipeline import Pipeline
-from vpipe.profiling.rank_group import broadcast_value
 from vpipe.progress import message_if_slow
-from vpipe.runtime.collectives import LocalUsage
+from vpipe.runtime.collectives import LocalUsage, broadcast_value
 from vpipe.runtime.engine import Settings
 from vpipe.runtime.executors.registry import NO_GAIN, THREADED
 from vpipe.runtime.microbatches import Batch

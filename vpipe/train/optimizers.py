@@ -1,53 +1,33 @@
-"""Optimizers by name, with two parameter groups (with and without weight decay), and learning-rate policies.
-
-A learning-rate policy maps a step (from 0) to a factor in [0, 1]. All policies warm up linearly,
-``(step + 1) / warmup_steps`` for ``step < warmup_steps``: no step has rate 0, and the last step of the warm-up has the
-full rate. With T total steps, W warm-up steps and progress ``x = min(1, (step - W) / (T - W))`` after the warm-up:
-
-    constant      1
-    step          gamma ^ floor((step - W) / step_every)
-    polynomial    (1 - x) ^ power
-    cosine        (1 + cos(pi x)) / 2
-"""
+"""Make optimizers by name, with two parameter groups (with and without weight decay), and learning-rate policies."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, ParamsT
 
-from vpipe.errors import Problem, UserError, nearest
-from vpipe.train.lamb import Lamb
+from vpipe.errors import UserError
 
-OPTIMIZERS = ("sgd", "adam", "adamw", "lamb")
 _FUSED_DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """An optimizer's name and hyperparameters; raises one UserError that names every value out of range.
+    """An optimizer's name (sgd, adam, adamw or lamb) and hyperparameters, as the config has checked them.
 
     ``weight_decay`` is an L2 term in the gradient for ``sgd`` and ``adam``, and decoupled from it for ``adamw``
-    and ``lamb``. ``momentum`` is read by ``sgd``, ``betas`` and ``eps`` by the others. ``eps=None`` means the
-    usual 1e-8, and for LAMB the 1e-6 of its authors.
+    and ``lamb``. Only ``sgd`` reads ``momentum``.
     """
 
     name: str
     learning_rate: float
     weight_decay: float = 0.0
     momentum: float = 0.9
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float | None = None
-
-    def __post_init__(self) -> None:
-        problems = list(_problems(self))
-        if problems:
-            raise UserError.all_of(problems)
 
     def from_named(self, named: Mapping[str, nn.Parameter]) -> Optimizer | None:
         """Create the optimizer of these parameters; None without any, as for a stage without weights.
@@ -60,22 +40,18 @@ class OptimizerSettings:
         first_names: dict[nn.Parameter, str] = {}
         for name, parameter in named.items():
             first_names.setdefault(parameter, name)
-        pairs = [(name, parameter) for parameter, name in first_names.items()]
-        if not pairs:
+        if not first_names:
             return None
-        plain: dict[str, Any] = {"weight_decay": 0.0}
-        if self.name == "lamb":
-            plain["trust_ratio"] = False
+        plain = {"weight_decay": 0.0} | ({"trust_ratio": False} if self.name == "lamb" else {})
         groups: list[dict[str, Any]] = [
-            {"params": [p for name, p in pairs if decays(name)], "weight_decay": self.weight_decay},
-            {"params": [p for name, p in pairs if not decays(name)]} | plain]
+            {"params": [p for p, name in first_names.items() if decays(name)], "weight_decay": self.weight_decay},
+            {"params": [p for p, name in first_names.items() if not decays(name)]} | plain]
         groups = [group for group in groups if group["params"]]
-        rate, eps = self.learning_rate, 1e-8 if self.eps is None else self.eps
         # None, not False: torch then still picks its foreach kernels.
-        fused = all(p.is_floating_point() and p.device.type in _FUSED_DEVICES for _, p in pairs) or None
+        fused = all(p.is_floating_point() and p.device.type in _FUSED_DEVICES for p in first_names) or None
         match self.name:
             case "sgd":
-                sgd = torch.optim.SGD(groups, lr=rate, momentum=self.momentum, fused=fused)
+                sgd = torch.optim.SGD(groups, lr=self.learning_rate, momentum=self.momentum, fused=fused)
                 if self.momentum:
                     # torch's fused kernel makes the buffers in one go and raises when a parameter gets its first
                     # gradient later than another; from zeros the first step is the same.
@@ -83,65 +59,52 @@ class OptimizerSettings:
                         sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
                 return sgd
             case "adam":
-                return torch.optim.Adam(groups, lr=rate, betas=self.betas, eps=eps, fused=fused)
+                return torch.optim.Adam(groups, lr=self.learning_rate, fused=fused)
             case "adamw":
-                return torch.optim.AdamW(groups, lr=rate, betas=self.betas, eps=eps, fused=fused)
+                return torch.optim.AdamW(groups, lr=self.learning_rate, fused=fused)
             case _:
-                return Lamb(groups, lr=rate, betas=self.betas, eps=1e-6 if self.eps is None else self.eps)
+                return Lamb(groups, lr=self.learning_rate)
 
 
 def decays(name: str) -> bool:
     """Return whether weight decay applies to the parameter called ``name``.
 
     It does not to biases (the name ends with "bias") and norms (it contains "norm", whatever the case, as in
-    "LayerNorm"). Devlin et al. 2019 (BERT's own code).
+    "LayerNorm"). Source: Devlin et al. 2019 (BERT's own code).
     """
     return not name.endswith("bias") and "norm" not in name.lower()
 
 
-def _problems(settings: OptimizerSettings) -> Iterable[Problem]:
-    if settings.name not in OPTIMIZERS:
-        yield Problem(f"there is no optimizer '{settings.name}'", nearest(settings.name, OPTIMIZERS))
-    if not settings.learning_rate > 0:
-        yield Problem(f"the learning rate is {settings.learning_rate}", "it must be greater than 0")
-    if not settings.weight_decay >= 0:
-        yield Problem(f"the weight decay is {settings.weight_decay}", "it must be at least 0")
-    if settings.eps is not None and not settings.eps > 0:
-        yield Problem(f"the optimizer's eps is {settings.eps}", "it must be greater than 0")
-    for name, value in (("momentum", settings.momentum), ("first beta", settings.betas[0]),
-                        ("second beta", settings.betas[1])):
-        if not 0 <= value < 1:
-            yield Problem(f"the optimizer's {name} is {value}", "it must be from 0 up to, not including, 1")
-
-
-POLICIES = ("constant", "step", "polynomial", "cosine")
-
-
 @dataclass(frozen=True)
 class LearningRatePolicy:
-    """A learning-rate policy: a function of the step; raises one UserError that names every value out of range.
+    """A learning-rate policy: map a step (from 0) to a factor in [0, 1].
 
-    ``polynomial`` is a straight line to 0 by default, as BERT was trained (Devlin et al. 2019, appendix A.2);
-    NVIDIA's LAMB recipe takes ``power=0.5``. ``step`` divides by 10 every ``step_every`` steps; None means a third of
-    the steps after the warm-up, rounded up: PipeDream and VPipe decay every 30 epochs of ImageNet's usual 90.
-    ``cosine``: Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5 without restarts.
+    The warm-up is a line, ``(step + 1) / warmup_steps`` for ``step < warmup_steps``: no step has rate 0, and its last
+    step has the full rate. With T total steps, W warm-up steps and progress ``x = min(1, (step - W) / (T - W))``:
+
+        constant      1
+        step          0.1 ^ floor((step - W) / third), third = ceil((T - W) / 3)
+        polynomial    1 - x
+        cosine        (1 + cos(pi x)) / 2
+
+    Sources: ``polynomial``: Devlin et al. 2019 (BERT). ``step``: PipeDream and VPipe, which decay every 30
+    epochs of ImageNet's usual 90. ``cosine``: Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5.
+
+    Raises:
+        UserError: the warm-up is longer than the run.
     """
 
     name: str
     total_steps: int
     warmup_steps: int = 0
-    power: float = 1.0
-    step_every: int | None = None
-    gamma: float = 0.1
 
     def __post_init__(self) -> None:
-        problems = list(_policy_problems(self))
-        if problems:
-            raise UserError.all_of(problems)
+        if self.warmup_steps > self.total_steps:
+            raise UserError(f"the learning rate warms up over {self.warmup_steps} steps of a run of {self.total_steps}",
+                            hint=f"warm up over at most {self.total_steps} steps, or train longer")
 
     def __call__(self, step: int) -> float:
-        """Return the factor of the learning rate at ``step`` (from 0); past ``total_steps`` the formulas go on."""
-        assert step >= 0, f"step {step} of a run that starts at step 0"
+        """Return the factor of the learning rate at ``step``; past ``total_steps`` the formulas go on."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         after, span = step - self.warmup_steps, max(1, self.total_steps - self.warmup_steps)
@@ -150,28 +113,89 @@ class LearningRatePolicy:
             case "constant":
                 return 1.0
             case "step":
-                every = math.ceil(span / 3) if self.step_every is None else self.step_every
-                return float(self.gamma ** (after // every))
+                return float(0.1 ** (after // math.ceil(span / 3)))
             case "polynomial":
-                return float((1 - progress) ** self.power)
+                return 1 - progress
             case _:
                 return (1 + math.cos(math.pi * progress)) / 2
 
 
-def _policy_problems(policy: LearningRatePolicy) -> Iterable[Problem]:
-    if policy.name not in POLICIES:
-        yield Problem(f"there is no learning-rate policy '{policy.name}'", nearest(policy.name, POLICIES))
-    if policy.total_steps < 1:
-        yield Problem(f"the learning-rate policy has {policy.total_steps} steps in all", "give it at least 1")
-    if policy.warmup_steps < 0:
-        yield Problem(f"the learning rate warms up over {policy.warmup_steps} steps", "give it 0 or more")
-    elif policy.warmup_steps > policy.total_steps >= 1:
-        yield Problem(f"the learning rate warms up over {policy.warmup_steps} steps of a run of {policy.total_steps}",
-                      f"warm up over at most {policy.total_steps} steps, or train longer")
-    if not policy.power > 0:
-        yield Problem(f"the power of the polynomial policy is {policy.power}", "it must be greater than 0")
-    if policy.step_every is not None and policy.step_every < 1:
-        yield Problem(f"the learning rate decays every {policy.step_every} steps", "give it at least 1")
-    if not 0 < policy.gamma <= 1:
-        yield Problem(f"the learning rate is multiplied by {policy.gamma} at each decay",
-                      "it must be greater than 0 and at most 1")
+class Lamb(Optimizer):
+    """LAMB: Adam whose update is scaled, tensor by tensor, to the size of the weights.
+
+    It computes whole lists of tensors at once; the parameters of a group share a device. For a tensor x with gradient g
+    at step t (from 1)::
+
+        m = beta1 m + (1 - beta1) g                 v = beta2 v + (1 - beta2) g^2
+        u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay x
+        x = x - lr (|x| / |u|) u                    |x| / |u| is taken as 1 when either norm is 0
+
+    Source: You et al. 2020, "Large Batch Optimization for Deep Learning", arXiv:1904.00962, algorithm 2, phi(z) = z.
+
+    ``trust_ratio=False`` in a parameter group leaves the factor |x| / |u| out there: the authors' code does so for
+    biases and norms. State per parameter: ``step`` (scalar on the CPU), ``exp_avg`` and ``exp_avg_sq`` (like the
+    parameter).
+    """
+
+    def __init__(self, params: ParamsT, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+                 eps: float = 1e-6, weight_decay: float = 0.0, trust_ratio: bool = True) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
+                                  "trust_ratio": trust_ratio})
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient; return what ``closure`` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                self._update(params, group)
+        return loss
+
+    def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        states = [self._state_of(p) for p in params]
+        means = [state["exp_avg"] for state in states]
+        squares = [state["exp_avg_sq"] for state in states]
+        grads = [p.grad for p in params if p.grad is not None]
+        beta1, beta2 = group["betas"]
+        for state in states:
+            state["step"] += 1
+        steps = [state["step"].item() for state in states]
+
+        torch._foreach_lerp_(means, grads, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+        scales = torch._foreach_sqrt(squares)
+        torch._foreach_div_(scales, [(1 - beta2**t) ** 0.5 for t in steps])
+        torch._foreach_add_(scales, group["eps"])
+        updates = list(torch._foreach_div(means, [1 - beta1**t for t in steps]))
+        torch._foreach_div_(updates, scales)
+        if group["weight_decay"]:
+            torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+        if group["trust_ratio"]:
+            torch._foreach_mul_(updates, _trust_ratios(params, updates))
+        torch._foreach_add_(params, updates, alpha=-group["lr"])
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        return state
+
+
+def _trust_ratios(params: list[Tensor], updates: list[Tensor]) -> list[Tensor]:
+    """Return |x| / |u| of each pair, as scalars on the parameters' device: no value travels to the host."""
+    weights = torch.stack(torch._foreach_norm(params))
+    sizes = torch.stack(torch._foreach_norm(updates))
+    return list(torch.where((weights > 0) & (sizes > 0), weights / sizes, 1.0).unbind())
