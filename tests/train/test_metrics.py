@@ -17,7 +17,7 @@ from vpipe.errors import LastingError, UserError
 from vpipe.profiling.peak_flops import PeakFlops
 from vpipe.runtime.step_results import Step
 from vpipe.train import metrics as module
-from vpipe.train.metrics import Efficiency, LineWriter, Metrics, PastMetrics, ProgressBar, StepSize, mean
+from vpipe.train.metrics import Efficiency, LineWriter, Metrics, PastMetrics, ProgressBar, StepSize
 
 
 class Clock:
@@ -154,10 +154,6 @@ def test_lines_that_a_crash_lost_are_noticed(tmp_path: Path) -> None:
     path.write_text("".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in (2, 3, 6, 8)) + '{"step": 9, "lo')
     assert PastMetrics.read(path, 4).missing == []
     assert PastMetrics.read(path, 11).missing == [(4, 5), (7, 7), (9, 10)]
-
-
-def test_mean() -> None:
-    assert mean(iter([1.0, 2.0, 6.0])) == 3.0
 
 
 @pytest.mark.parametrize(("steps", "minutes", "left"), [

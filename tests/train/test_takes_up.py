@@ -101,7 +101,7 @@ def test_of_two_that_would_go_on_only_one_touches_the_run(run: Path) -> None:
 def test_what_is_made_anew_and_what_was_changed_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ready(find_resume_point(run / "checkpoints" / "step-4"), "training.max_steps=8", "training.num_microbatches=2")
     assert capsys.readouterr().err.splitlines() == [
-        "updates 5 to 6 are made anew; their lines and step-6 are in earlier/1",
+        "updates 5 to 6 are repeated; their lines and step-6 are in earlier/1",
         "changed since step 4: training.max_steps 6 -> 8 (the learning rate follows the new end); "
         "training.num_microbatches 4 -> 2 (other losses from here on)"]
     ready(find_resume_point(run), "training.lr_policy=constant", "training.max_steps=9", "parallel.schedule=pipedream",

@@ -12,6 +12,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from time import perf_counter
 from types import TracebackType
 from typing import Any
@@ -38,14 +39,14 @@ RECENT = 20
 
 @dataclass
 class PastMetrics:
-    """The lines that earlier attempts of a run wrote about steps that this attempt does not repeat.
+    """The lines of earlier attempts about steps that this attempt does not repeat.
 
     Attributes:
-        lines: which stay in the file.
+        lines: to keep in the file.
         losses: of every step; NaN where the loss was not finite.
         evaluations: step and loss of each.
         time_s: seconds of training.
-        missing: steps without a line, as first and last of each gap.
+        missing: first and last step of each gap without lines.
     """
 
     lines: list[str] = field(default_factory=list)
@@ -86,12 +87,7 @@ class PastMetrics:
 
 @dataclass(frozen=True)
 class StepSize:
-    """The work of a step.
-
-    Attributes:
-        samples, tokens: that it trains on.
-        efficiency: FLOPs and peak; None for a model family that does not give its FLOPs.
-    """
+    """The samples and tokens of a step; and its efficiency, None for a model family that does not give its FLOPs."""
 
     samples: int
     tokens: int
@@ -99,13 +95,9 @@ class StepSize:
 
 
 class Metrics:
-    """Write a line per update at once, and collect what the summary needs.
+    """Write a line per update at once, and collect the figures of the summary; docs/metrics.md defines the keys.
 
-    Keys: ``step`` (from 0), ``loss``, ``learning_rate``, ``time_s`` (of training, without evaluations); of this update
-    ``step_s``, ``samples_per_s``, ``tokens_per_s``, and ``mfu`` and ``hfu`` if known; ``gradient_norm`` if it is
-    computed over all stages, and ``skipped`` if the update was skipped. A number that is not finite is ``null``. The
-    line of an evaluation has ``step``, ``evaluation_loss`` and ``time_s``; for others see :meth:`checkpoint` and
-    :meth:`summary`.
+    A number that is not finite is ``null``.
 
     Args:
         path: of the file, which is continued; None writes nothing. While it cannot be written, lines wait.
@@ -116,7 +108,7 @@ class Metrics:
     Attributes:
         size: of a step.
         update_s, losses: of the updates of this attempt.
-        skipped: how many of those were skipped.
+        skipped: number of those that were skipped.
         evaluations: of this attempt, step and loss.
     """
 
@@ -137,28 +129,27 @@ class Metrics:
 
     @property
     def steps(self) -> int:
-        """Steps done, those of earlier attempts included."""
+        """Return the steps done, those of earlier attempts included."""
         return self._first + len(self.losses)
 
     @property
     def time_s(self) -> float:
-        """Seconds of training up to the last update, those of earlier attempts included."""
+        """Return the seconds of training up to the last update, those of earlier attempts included."""
         return self._last - self._started
 
     @property
     def attempt_s(self) -> float:
-        """Seconds of training up to the last update in this attempt."""
+        """Return the seconds of training up to the last update in this attempt."""
         return self.time_s - self.past.time_s
 
     @property
     def recent_update_s(self) -> float:
-        """Mean seconds of the last updates; 0 before the first."""
-        recent = self.update_s[-RECENT:]
-        return sum(recent) / len(recent) if recent else 0.0
+        """Return the mean seconds of the last updates; 0 before the first."""
+        return fmean(self.update_s[-RECENT:]) if self.update_s else 0.0
 
     @property
     def recent_tokens_per_s(self) -> float:
-        """Tokens per second over the last updates."""
+        """Return the tokens per second over the last updates."""
         return self.size.tokens / self.recent_update_s if self.update_s else 0.0
 
     def update(self, *steps: Step) -> None:
@@ -197,8 +188,7 @@ class Metrics:
         self._write({"step": step, "evaluation_loss": finite(loss), "time_s": round(self.time_s, 4)})
 
     def checkpoint(self, step: int, name: str, **facts: float | str) -> None:
-        """Record a checkpoint after update ``step``: ``pause_s`` of training, ``save_s`` until it was complete,
-        ``bytes`` and ``drain_s``; or ``error``, the reason why there is none."""
+        """Record a checkpoint after update ``step`` with its times and bytes, or the ``error`` that prevented it."""
         self._write({"step": step, "checkpoint": name, **facts})
 
     def summary(self, figures: Mapping[str, Any]) -> None:
@@ -270,7 +260,7 @@ class ProgressBar:
         show: whether this rank prints.
         name: of a step.
         done: steps of earlier attempts of the run.
-        minutes: after which the run ends; None without such a limit.
+        minutes: limit of the run; None without one.
     """
 
     def __init__(self, steps: int | None, every: int, show: bool, name: str, done: int = 0,
@@ -326,17 +316,10 @@ def _number(value: Number) -> float:
     return math.nan if value is None else value
 
 
-def mean(values: Iterable[float]) -> float:
-    """Return the mean of at least one value."""
-    numbers = list(values)
-    return sum(numbers) / len(numbers)
-
-
 class LineWriter:
-    """Append lines to a file at once. If the disk is full, lines wait in memory for the next try: the run goes on.
+    """Append lines to a file at once. If the disk is full, lines wait in memory for the next try.
 
     Args:
-        path: of the file.
         truncate: whether the file begins empty.
 
     Attributes:
@@ -357,7 +340,7 @@ class LineWriter:
 
     @property
     def waiting(self) -> int:
-        """LineWriter that are not in the file, or not completely."""
+        """Return the number of lines that are not in the file, or not completely."""
         return self._waiting.count(b"\n")
 
     def write(self, line: str) -> None:
@@ -395,12 +378,11 @@ class LineWriter:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The FLOPs of a token and the peak of the devices: with the tokens per second they give MFU and HFU.
+    """The FLOPs of a token and the peak of the devices, from which MFU and HFU follow.
 
     Attributes:
         layer_flops: of a token's forward, per layer.
-        recompute_flops: of a token's forward in the layers that are recomputed.
-        peak: of the devices.
+        recompute_flops: of a token's forward in the recomputed layers.
     """
 
     layer_flops: tuple[float, ...]

@@ -66,8 +66,8 @@ class ResumePoint:
     """The run and the checkpoint from which training resumes.
 
     Attributes:
-        folder: of the run that goes on; None for a new one that takes a checkpoint from elsewhere.
-        checkpoint: the absolute path of one; None to go on from the beginning, when a run ended before its first.
+        folder: of the run; None for a new run that takes a checkpoint from elsewhere.
+        checkpoint: its absolute path; None for the beginning, when a run ended before its first checkpoint.
     """
 
     folder: Path | None
@@ -79,7 +79,7 @@ class ResumePoint:
         """Return the manifest of the checkpoint; it is loaded once.
 
         Raises:
-            UserError: it is damaged or too new; with an older one in its place, if there is one.
+            UserError: it is damaged or too new; the hint names an older checkpoint, if there is one.
         """
         if self.checkpoint is None or self._loaded is not None:
             return self._loaded
@@ -99,7 +99,7 @@ class ResumePoint:
 
 
 def find_resume_point(path: Path) -> ResumePoint:
-    """Return where ``--resume`` leads: to the folder of a run, its checkpoints, or one of them.
+    """Find the run and the checkpoint that ``--resume`` names: the folder of a run, its checkpoints, or one of them.
 
     Raises:
         UserError: there is no checkpoint.
@@ -108,9 +108,13 @@ def find_resume_point(path: Path) -> ResumePoint:
     if (path / CONFIG).is_file():
         roots = list(checkpoint_roots(path))
         newest = next((found for root in roots if (found := Checkpoints(root).newest()) is not None), None)
-        if newest is None:
-            raise _unsaved(path, roots)
-        return ResumePoint(path, newest)
+        if newest is not None:
+            return ResumePoint(path, newest)
+        config = run_config(path)
+        every = "" if config.saving.every_steps is not None else " --set checkpoint.every_steps=N"
+        raise UserError(f"there is no checkpoint of the run in '{path}': {why_unsaved(config, path)}",
+                        where=f"looked in {', '.join(map(str, roots))}",
+                        hint=f"begin anew: vpipe train {quote(str(path / CONFIG))}{every}")
     elsewhere = ResumePoint(None, absolute_path(find_checkpoint(path)))
     checkpoint, manifest = elsewhere.checkpoint, elsewhere.manifest
     assert checkpoint is not None
@@ -126,21 +130,9 @@ def find_resume_point(path: Path) -> ResumePoint:
     return elsewhere
 
 
-def _unsaved(run: Path, roots: Sequence[Path]) -> UserError:
-    """Return the error of a run that has no checkpoint."""
-    config = run_config(run)
-    every = "" if config.saving.every_steps is not None else " --set checkpoint.every_steps=N"
-    return UserError(f"there is no checkpoint of the run in '{run}': {why_unsaved(config, run)}",
-                     where=f"looked in {', '.join(map(str, roots))}",
-                     hint=f"begin anew: vpipe train {quote(str(run / CONFIG))}{every}")
-
-
 def absolute_path(path: Path) -> Path:
     """Return the same path from anywhere, links as they are."""
     return Path(os.path.abspath(path))
-
-
-# -- configs -------------------------------------------------------------------------------------------------------
 
 
 def run_config(folder: Path) -> Config:
@@ -153,7 +145,7 @@ def run_config(folder: Path) -> Config:
 
 
 def resumed_config(start: ResumePoint, path: Path | None, settings: Sequence[str], scheduler: str | None) -> Config:
-    """Return the config of a resumed run: a file's, or when none is named the run's own, with what is set over it.
+    """Return the config of a resumed run: that of ``path``, or else the run's own, with ``settings`` over it.
 
     Raises:
         UserError: it is no config, or it contradicts the checkpoint.
@@ -174,7 +166,7 @@ def resumed_config(start: ResumePoint, path: Path | None, settings: Sequence[str
 
 
 def _still_holds(plan: Plan, config: Config, settings: Sequence[str]) -> bool:
-    """Return whether the plan of a run fills what its config leaves to be planned, and no setting says otherwise."""
+    """Return whether the plan of a run fits its config and the settings."""
     parallel = config.parallel
     if not parallel.to_plan or any(text.startswith(f"parallel.{key}") for text in settings
                                    for key in ("partition", "recompute", "schedule", "plan")):
@@ -190,7 +182,7 @@ def _still_holds(plan: Plan, config: Config, settings: Sequence[str]) -> bool:
 
 
 def check_config(config: Config, manifest: Manifest) -> None:
-    """Refuse a config that would make other steps of the past than the checkpoint has.
+    """Refuse a config with which the steps of the checkpoint would have been others.
 
     Raises:
         UserError: each entry that differs, with both values.
@@ -210,10 +202,9 @@ def check_config(config: Config, manifest: Manifest) -> None:
 
 
 def changed_keys(manifest: Manifest, config: Config) -> list[str]:
-    """Return every key that differs from the checkpoint's config, with both values and the effect.
+    """Return the keys that differ from the checkpoint's config, with both values and the effect.
 
-    Such as ``training.max_steps 60 -> 80 (the learning rate follows the new end)``. Of a checkpoint that a script made,
-    none.
+    Such as ``training.max_steps 60 -> 80 (the learning rate follows the new end)``. None for a script's checkpoint.
     """
     before = parse(manifest.config, "", "the checkpoint's config")
     drop_removed(before)
@@ -240,7 +231,7 @@ def _leaves(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _effect(key: str, config: Config, *, had_flush: bool) -> str:
-    """Return what another value does to losses and weights from here on; nothing where they stay as they would be."""
+    """Return the effect of another value on the losses from here on; empty without one."""
     training, flush = config.training, not config.parallel.asynchronous
     if key in ("training.max_steps", "training.epochs"):
         return "the learning rate follows the new end" if training.lr_policy != "constant" or \
@@ -254,14 +245,11 @@ def _effect(key: str, config: Config, *, had_flush: bool) -> str:
     return ""
 
 
-# -- folders of checkpoints ----------------------------------------------------------------------------------------
-
-
 def checkpoint_roots(run: Path) -> Iterator[Path]:
-    """Yield where the checkpoints of a run may be, absolute: the latest attempt's folder first.
+    """Yield the absolute folders in which checkpoints of a run may be, the latest attempt's first.
 
     Raises:
-        UserError: its ``config.yaml`` cannot be read.
+        UserError: the run's ``config.yaml`` cannot be read.
     """
     root = absolute_path(checkpoints_root(run_config(run), run))
     yield root
@@ -280,10 +268,10 @@ def checkpoint_roots(run: Path) -> Iterator[Path]:
 
 
 def _next_root(config: Config, run: Path) -> Path:
-    """Return where the checkpoints of a run go from now on.
+    """Return the folder for the next checkpoints of a run.
 
     Raises:
-        UserError: those of another run are there, which would be removed and overwritten.
+        UserError: it holds checkpoints of another run, which would be overwritten.
     """
     root = absolute_path(checkpoints_root(config, run))
     other = None if root.is_relative_to(run) else _made_by(root)
@@ -294,7 +282,7 @@ def _next_root(config: Config, run: Path) -> Path:
 
 
 def _made_by(root: Path) -> Path | None:
-    """Return the run that made the checkpoints in a folder, by the newest one that can be read."""
+    """Return the run that made the newest readable checkpoint in a folder."""
     for path in reversed(Checkpoints(root).all()):
         with suppress(UserError):
             made_by = Manifest.load(path).arrangement.get(RUN)
@@ -303,20 +291,16 @@ def _made_by(root: Path) -> Path | None:
 
 
 def _move_later(root: Path, steps: int, attempt: str) -> list[str]:
-    """Move checkpoints of later steps to ``earlier/<attempt>``, the newest first; remove what was cut short.
+    """Move checkpoints of later steps to ``earlier/<attempt>``; return their names, the oldest first.
 
-    However soon it is killed, the newest that is left is one that may be gone on from.
-
-    Returns:
-        The names of those that were moved, the oldest first.
+    The newest is moved first: if this process is killed, a run can resume from the newest that is left.
 
     Raises:
         UserError: the folder cannot be written.
     """
-    folder = Checkpoints(root)
+    folder, moved = Checkpoints(root), list[str]()
     if not root.is_dir():
-        return []
-    moved: list[str] = []
+        return moved
     try:
         folder.clear_leftovers()
         for path in reversed(folder.all()):
@@ -332,11 +316,8 @@ def _move_later(root: Path, steps: int, attempt: str) -> list[str]:
     return moved
 
 
-# -- the attempt ---------------------------------------------------------------------------------------------------
-
-
 def nothing_left(start: ResumePoint, job: Job) -> str | None:
-    """Return what to tell instead of starting ranks, for a run that has made all its steps and its last evaluation.
+    """Return a message for a run that has made all its steps and its last evaluation; None for another.
 
     Raises:
         UserError: the run is still going; the checkpoint does not fit the job.
@@ -361,11 +342,10 @@ def nothing_left(start: ResumePoint, job: Job) -> str | None:
 
 
 def prepare_run(start: ResumePoint, job: Job) -> Path:
-    """Make a run's folder ready for the attempt that begins now; a new one, where none goes on.
+    """Prepare and lock the folder of a run for its next attempt; a new folder for a checkpoint from elsewhere.
 
-    What earlier attempts left moves to ``earlier/<n>/``, so do checkpoints after the one to go on from: they belong to
-    steps that will be made anew. What is done again, and otherwise than before, is said on stderr. To be called once,
-    when all ranks can start; this process then holds the run.
+    The files of earlier attempts move to ``earlier/<n>/``, and so do checkpoints after the one to resume from: their
+    steps are repeated. A note on stderr names the repeated steps and the changed keys.
 
     Raises:
         UserError: the run is still going; the checkpoint does not fit the job; a folder cannot be written.
@@ -379,14 +359,13 @@ def prepare_run(start: ResumePoint, job: Job) -> Path:
         steps = manifest.step
         if lost := no_longer_used(manifest):
             print(f"warning: {lost}", file=sys.stderr, flush=True)
-    if start.folder is None:
+    if (folder := start.folder) is None:
         folder = new_run(job)
         if manifest is not None:
             print(_begins_with(manifest, start), file=sys.stderr, flush=True)
             if warning := other_tokens(manifest, job):
                 print(f"warning: {warning}", file=sys.stderr, flush=True)
         return folder
-    folder = start.folder
     lock_run(folder)
     roots = list(dict.fromkeys([_next_root(job.config, folder), *checkpoint_roots(folder)]))
     attempt, last = next_attempt([folder, *roots]), last_step(folder)
@@ -395,9 +374,9 @@ def prepare_run(start: ResumePoint, job: Job) -> Path:
     begin_attempt(folder, attempt, job.config.resolved_yaml(), PastMetrics.read(folder / METRICS, steps).lines)
     job.keep_plan(folder)
     if (folder / PLAN).exists() and Plan.load(folder / PLAN).partition != job.partition:
-        (folder / PLAN).unlink()  # this attempt follows it no more
+        (folder / PLAN).unlink()  # this attempt does not follow it
     if (last is not None and last >= steps) or moved:
-        print(_anew(job.step_name, steps, last, moved, attempt), file=sys.stderr, flush=True)
+        print(_repeated(job.step_name, steps, last, moved, attempt), file=sys.stderr, flush=True)
     if manifest is not None and (changed := changed_keys(manifest, job.config)):
         print(f"changed since step {steps}: {'; '.join(changed)}", file=sys.stderr, flush=True)
     return folder
@@ -412,7 +391,7 @@ def _begins_with(manifest: Manifest, start: ResumePoint) -> str:
 
 
 def other_tokens(manifest: Manifest, job: Job) -> str | None:
-    """Return a warning for imported weights whose tokenizer nobody gave the data."""
+    """Return a warning about imported weights whose tokenizer the data do not use."""
     data, given = job.dataset, job.config.dataset.tokenizer
     own = data.tokenizer_path if isinstance(data, Tokenized) else None
     if not manifest.arrangement.get(IMPORTED) or given is not None or own is None:
@@ -421,8 +400,8 @@ def other_tokens(manifest: Manifest, job: Job) -> str | None:
             "another word to them: for text, give theirs with --set dataset.tokenizer=FOLDER/tokenizer.json")
 
 
-def _anew(step: str, steps: int, last: int | None, moved: Sequence[str], attempt: str) -> str:
-    """Return ``updates 41 to 60 are made anew; their lines and step-60 are in earlier/1``."""
+def _repeated(step: str, steps: int, last: int | None, moved: Sequence[str], attempt: str) -> str:
+    """Return ``updates 41 to 60 are repeated; their lines and step-60 are in earlier/1``."""
     aside = [*(["their lines"] if last is not None and last >= steps else []), *moved]
     listed = " and ".join(filter(None, [", ".join(aside[:-1]), aside[-1]]))
     where = f"earlier/{attempt}"
@@ -430,7 +409,7 @@ def _anew(step: str, steps: int, last: int | None, moved: Sequence[str], attempt
     if last is None or last < steps:
         return f"put aside: {text}"
     return (f"{step} {steps + 1} is" if last == steps else f"{step}s {steps + 1} to {last + 1} are") + \
-        f" made anew; {text}"
+        f" repeated; {text}"
 
 
 def check_fits_job(manifest: Manifest, job: Job) -> None:
@@ -474,7 +453,7 @@ def _differences(manifest: Manifest, job: Job) -> Iterator[Problem]:
 
 
 def _other_model(manifest: Manifest, job: Job) -> list[str]:
-    """Return what names and shapes do not show, such as the number of attention heads."""
+    """Return differences that names and shapes do not show, such as the number of attention heads."""
     from vpipe.train.checkpoint_model import model_differences
     from vpipe.train.job import model_file, model_settings
 
@@ -484,6 +463,6 @@ def _other_model(manifest: Manifest, job: Job) -> list[str]:
     with suppress(UserError):  # its config_file may be gone by now
         theirs = validated(ModelSection, before.at(("model",)))
         if theirs.name == ours.name:
-            return model_differences(ours.name, model_settings(ours, ours.vocab_size, model_file(ours)),
-                                     model_settings(theirs, theirs.vocab_size, model_file(theirs)))
+            return model_differences(ours.name, *(model_settings(section, section.vocab_size, model_file(section))
+                                                  for section in (ours, theirs)))
     return []

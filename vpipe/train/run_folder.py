@@ -21,44 +21,25 @@ if TYPE_CHECKING:  # commands that list checkpoints need no pydantic
     from vpipe.config.config import Config
 
 CONFIG = "config.yaml"
-
-PLAN = "plan.json"
-"""The plan that a run follows."""
-
-PROFILE = "profile.json"
-"""The profile that it was made from."""
-
-METRICS = "metrics.jsonl"
-"""A line per step."""
-
-SUMMARY = "summary.csv"
-"""The config and the figures of the run that has ended, on one row."""
-
-RANK_TIMES = "rank_times.jsonl"
-"""Where the time of every rank went, a line per some updates; of runs that were asked for it."""
-
-EARLIER = "earlier"
-"""What earlier attempts left: ``earlier/1`` is that of the first."""
-
-RUNNING = "running"
-"""Locked while a run is going; names the process."""
-
-LAUNCHED = "launched"
-"""Locked by the process that started a run, from before its ranks start until it ends; names it."""
-
+PLAN = "plan.json"  # that the run follows
+PROFILE = "profile.json"  # that the plan was made from
+METRICS = "metrics.jsonl"  # a line per step
+SUMMARY = "summary.csv"  # the config and the figures of a run that has ended, on one row
+RANK_TIMES = "rank_times.jsonl"  # the times of every rank, a line per metrics.rank_times_every updates
+EARLIER = "earlier"  # the files of earlier attempts: earlier/1 has those of the first
+RUNNING = "running"  # locked while a run is going; names the process
+LAUNCHED = "launched"  # the same for the process that started the run, from before its ranks start until it ends
 
 TAIL_BYTES = 1 << 16
-"""Of metrics.jsonl, in which its last step is looked for."""
+"""End of metrics.jsonl that is searched for the last step."""
 
 
-def make_run_folder(log_directory: Path, resolved_config: str, checkpoints: Path | None = None, *,
-                    file: str = CONFIG) -> Path:
+def make_run_folder(log_directory: Path, resolved_config: str, checkpoints: Path | None = None) -> Path:
     """Make ``<log_directory>/<timestamp>/`` with the resolved config in it.
 
     Args:
-        checkpoints: ``checkpoint.directory``, in which the folder of this name is made, too: runs of other log
-            directories may share it, and begin in the same second.
-        file: name of the file that holds the config.
+        checkpoints: ``checkpoint.directory``; a folder of the same name is made there. Runs of other log directories
+            may share it and begin in the same second.
 
     Raises:
         UserError: a folder cannot be made or written.
@@ -75,7 +56,7 @@ def make_run_folder(log_directory: Path, resolved_config: str, checkpoints: Path
                 raise
             if checkpoints is not None and not _make_checkpoints(checkpoints / folder.name, folder):
                 continue
-            (folder / file).write_text(resolved_config)
+            (folder / CONFIG).write_text(resolved_config)
             return folder
     except OSError as error:
         raise UserError(f"cannot make the run's folder in '{log_directory}': {error.strerror}",
@@ -84,11 +65,7 @@ def make_run_folder(log_directory: Path, resolved_config: str, checkpoints: Path
 
 
 def _make_checkpoints(checkpoints: Path, run: Path) -> bool:
-    """Make the folder of a run's checkpoints; if it exists, remove the run's own, which is empty, and return False.
-
-    Raises:
-        UserError: it cannot be made.
-    """
+    """Make the folder of a run's checkpoints; if it exists, remove the run's own, which is empty, and return False."""
     try:
         checkpoints.mkdir(parents=True)
     except OSError as error:
@@ -107,16 +84,16 @@ def checkpoints_root(config: Config, folder: Path) -> Path:
 
 
 def next_attempt(folders: Iterable[Path]) -> str:
-    """Return the name in ``earlier`` for what is moved away now: the same in all of these folders, new in each."""
+    """Return a name in ``earlier`` that none of these folders has yet."""
     before = [int(found.name) for folder in folders for found in (folder / EARLIER).glob("*") if found.name.isdecimal()]
     return str(max(before, default=0) + 1)
 
 
 def begin_attempt(folder: Path, attempt: str, config: str, lines: Iterable[str]) -> None:
-    """Make a run's folder ready for another attempt: files of the one before move to ``earlier/<attempt>/``.
+    """Prepare a run's folder for another attempt: files of the one before move to ``earlier/<attempt>/``.
 
-    The logs stay, and go on. A process that is killed meanwhile leaves a folder that can be made ready again, if no
-    checkpoint has done more steps than ``lines``.
+    The logs stay and are continued. If the process is killed meanwhile, the folder can be prepared again, unless a
+    checkpoint has more steps than ``lines``.
 
     Args:
         attempt: see :func:`next_attempt`.
@@ -155,7 +132,7 @@ def _replace(path: Path, text: str) -> None:
 
 @contextmanager
 def running(folder: Path) -> Iterator[None]:
-    """Lock a run that is going on; the system unlocks it when this process ends.
+    """Lock a run while it trains; the system unlocks it when this process ends.
 
     Raises:
         UserError: another process has locked it.
@@ -195,9 +172,9 @@ def unlock_runs() -> None:
 
 
 def lock_run(folder: Path) -> None:
-    """Lock a run before its ranks start, so that of two processes that resume it only one touches it.
+    """Lock a run before its ranks start, so that only one of two processes resumes it.
 
-    This process may do so again; :func:`unlock_runs` or its end unlocks it.
+    A process may lock it twice; :func:`unlock_runs` or the end of the process unlocks it.
 
     Raises:
         UserError: another process has locked it, or the run is still going.

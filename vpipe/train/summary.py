@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import accumulate
 from math import isfinite
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from vpipe.errors import counted
@@ -15,7 +15,7 @@ from vpipe.profiling.peak_flops import PeakFlops
 from vpipe.runtime.stage_usage import StageUsage
 from vpipe.schedules.size import Placement
 from vpipe.train.job import Job, on_processors
-from vpipe.train.metrics import Metrics, finite, mean
+from vpipe.train.metrics import Metrics, finite
 from vpipe.units import size_text
 from vpipe.visualize.table import filled, fitted, milliseconds, ms_text, terminal_columns
 
@@ -175,7 +175,7 @@ class RunFigures:
             memory_bytes=max(usage.peak_memory_bytes for usage in usages),
             sent_bytes=sum(rank.bytes_sent for rank in ranks) / usage_steps,
             versions=max(usage.versions for usage in usages), staleness=max(usage.staleness for usage in usages),
-            first_loss=mean(losses[:few]) if losses else None, last_loss=mean(losses[-few:]) if losses else None,
+            first_loss=fmean(losses[:few]) if losses else None, last_loss=fmean(losses[-few:]) if losses else None,
             evaluation_loss=evaluated[0] if evaluated and isfinite(evaluated[0]) else None,
             doubt=None if efficiency is None or used is None else efficiency.warning(used), stages=tuple(usages),
             usage_steps=usage_steps)
