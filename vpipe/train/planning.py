@@ -1,7 +1,4 @@
-"""Profile and plan a job in the ranks of its run: all measure the layers, rank 0 plans, all follow the plan.
-
-It works alike for ranks that vpipe, torchrun or srun started, on one host or several.
-"""
+"""Profile and plan a job in the ranks of its run: all measure the layers, rank 0 plans, all follow the plan."""
 
 from __future__ import annotations
 
@@ -26,6 +23,8 @@ from vpipe.profiling.cache import cached, store
 from vpipe.profiling.fingerprint import identify
 from vpipe.profiling.measure import measure
 from vpipe.profiling.rank_group import RankGroup
+from vpipe.progress import message_if_slow
+from vpipe.runtime.transport.broadcast import broadcast_value
 from vpipe.schedules.registry import planned_schedules
 from vpipe.train.job import Job, device_of, join, microbatch_of, model_name
 from vpipe.train.optimizers import OptimizerSettings
@@ -37,41 +36,50 @@ log = logging.getLogger("vpipe")
 def plan_job(job: Job, folder: Path) -> Job:
     """Return the job with a plan for the keys that its config leaves open; the same job if it leaves none.
 
-    All ranks of the run call this and get the same. Rank 0 writes the plan, the profile and the resolved config into
-    the run folder.
+    All ranks call this and get the same job. Rank 0 writes the plan, the profile and the resolved config into the run
+    folder.
 
     Raises:
         PlanningError: no plan fits into the memory; on every rank.
     """
     if not job.config.parallel.to_plan:
         return job
-    world = RankGroup(device_of(job.config))
-
-    def report(line: str) -> None:
-        log.info(line)
-        if world.rank == 0:
-            print(line, file=sys.stderr, flush=True)
-
-    profile = profile_job(job, [job.config.microbatch_size], report=report)[job.config.microbatch_size]
+    first, size = is_first_rank(), job.config.microbatch_size
+    profile = profile_job(job, [size], report=show_line)[size]
     outcome: dict[str, Any] = {}
-    if world.rank == 0:
+    if first:
         try:
-            solution = solve(request_of(job, {job.config.training.num_microbatches: profile}))
-            planned = job.with_plan(solution.plan)
+            with message_if_slow("planning"):
+                solution = solve(request_of(job, {job.config.training.num_microbatches: profile}))
+                planned = job.with_plan(solution.plan)
         except UserError as error:
             outcome = {"problems": [[problem.what, problem.hint] for problem in error.problems]}
         else:
             outcome = {"plan": solution.plan.as_json()}
-            report(_plan_summary(job, solution))
-    plan = _broadcast_plan(world, outcome)
-    job = planned if world.rank == 0 else job.with_plan(plan, proved=True)
-    if world.rank == 0:
-        job.keep_plan(folder)
-        profile.save(folder / PROFILE)
-        partial = folder / f"{CONFIG}.tmp"
-        partial.write_text(job.config.resolved_yaml())
-        partial.replace(folder / CONFIG)
-    return job
+            show_line(_plan_summary(job, solution))
+    outcome = broadcast_value(outcome)
+    if "problems" in outcome:
+        raise PlanningError.all_of([Problem(what, hint) for what, hint in outcome["problems"]])
+    if not first:
+        return job.with_plan(Plan.of_json(outcome["plan"]), proved=True)
+    planned.keep_plan(folder)
+    profile.save(folder / PROFILE)
+    partial = folder / f"{CONFIG}.tmp"
+    partial.write_text(planned.config.resolved_yaml())
+    partial.replace(folder / CONFIG)
+    return planned
+
+
+def is_first_rank() -> bool:
+    """Return whether this process is rank 0."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def show_line(line: str) -> None:
+    """Write a line to the log, and on rank 0 to stderr."""
+    log.info(line)
+    if is_first_rank():
+        print(line, file=sys.stderr, flush=True)
 
 
 def memory_limit(config: Config, profile: Profile) -> int | None:
@@ -110,17 +118,6 @@ def _plan_summary(job: Job, solution: Solution) -> str:
             + f", schedule {plan.schedule}; expected are {1e3 * plan.predictions.step_s:.0f} ms per {job.step_name}")
 
 
-def _broadcast_plan(world: RankGroup, outcome: Mapping[str, Any]) -> Plan:
-    """Return the plan of rank 0 on every rank."""
-    found = world.all_gather(outcome)[0]
-    if "problems" in found:
-        raise PlanningError.all_of([Problem(what, hint) for what, hint in found["problems"]])
-    return Plan.of_json(found["plan"])
-
-
-
-Report = Callable[[str], None]
-
 PROGRESS_S = 2.0
 """Seconds between two lines of progress."""
 
@@ -136,24 +133,17 @@ def profile_rank(job: Job, folder: Path, words: Sequence[str]) -> None:
     Args:
         words: microbatch sizes; ``again`` among them ignores the cache.
     """
-    config = job.config
-    torch.set_num_threads(config.training.threads)
-    join(config)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-
-    def report(line: str) -> None:
-        log.info(line)
-        if rank == 0:
-            print(line, file=sys.stderr, flush=True)
-
-    found = profile_job(job, [int(word) for word in words if word != "again"], again="again" in words, report=report)
-    if rank == 0:
+    torch.set_num_threads(job.config.training.threads)
+    join(job.config)
+    found = profile_job(job, [int(word) for word in words if word != "again"], again="again" in words,
+                        report=show_line)
+    if is_first_rank():
         for size, profile in found.items():
             profile.save(folder / file_of(size))
 
 
 def profile_job(job: Job, sizes: Sequence[int] | None = None, *, again: bool = False,
-                report: Report = lambda line: None) -> dict[int, Profile]:
+                report: Callable[[str], None] = lambda line: None) -> dict[int, Profile]:
     """Return the profiles of a job for several microbatch sizes; measure and cache those that are not cached.
 
     Every rank of the world calls this; a process alone measures no transfers.
