@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline
-from vpipe.train.trace import TraceWriter
+from vpipe.train.trace_writer import TraceWriter
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "throughput"))
 

@@ -18,7 +18,7 @@ from vpipe.report.figures import Figures, step_ends
 from vpipe.report.idle_causes import Producers
 from vpipe.report.recording import read_recording
 from vpipe.train.loop import train
-from vpipe.train.trace import TraceWriter
+from vpipe.train.trace_writer import TraceWriter
 
 
 def recorded_run(folder: Path, trace: bool, **changes: Any) -> None:
@@ -120,8 +120,8 @@ def test_a_record_has_a_limit_and_says_so(tmp_path: Path, caplog: pytest.LogCapt
     (15, 1e9, [1, 1, 3, 3, 5]), (10**6, -1.0, [1, 2, 3, 4, 5]), (10**6, 1e9, [1] * 5)])
 def test_many_notes_or_old_ones_are_written_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                           at_once: int, after_s: float, written: list[int]) -> None:
-    monkeypatch.setattr("vpipe.train.trace.AT_ONCE", at_once)
-    monkeypatch.setattr("vpipe.train.trace.AFTER_S", after_s)
+    monkeypatch.setattr("vpipe.train.trace_writer.AT_ONCE", at_once)
+    monkeypatch.setattr("vpipe.train.trace_writer.AFTER_S", after_s)
     pipe, file, sizes = pipeline(), tmp_path / "trace" / "rank0.jsonl", []
     with TraceWriter(tmp_path, pipe, 4) as trace:
         for _ in pipe.train([{"x": torch.ones(4, 2)}] * 5):
@@ -161,7 +161,7 @@ def test_staleness_is_what_the_run_counted(tmp_path: Path, schedule: str) -> Non
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_full_disk_ends_the_record_and_not_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int,
                                                           caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("vpipe.train.trace.AT_ONCE", 1)
+    monkeypatch.setattr("vpipe.train.trace_writer.AT_ONCE", 1)
     pipe, losses = pipeline(), list[float]()
     with Path("/dev/full").open("w", encoding="utf-8") as full, TraceWriter(tmp_path, pipe, 4) as trace:
         for step in pipe.train([{"x": torch.ones(4, 2)}] * 4):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,13 +24,13 @@ from vpipe.train.run_folder import PLAN, PROFILE
 from vpipe.units import size_text
 
 WARM_UP = 10
-"""Steps before the measured ones: memory pools fill, and so does a pipeline without a flush."""
+"""Steps before the measured ones, in which memory pools and a pipeline without a flush fill."""
 
 MEASURED = 20
-"""Steps over which work is work."""
+"""Steps whose work is compared."""
 
 ALLOWED = 0.15
-"""Share by which the slowest rank may work longer than the mean before a warning."""
+"""Share above the mean that the slowest rank may work without a warning."""
 
 WORTH = 0.01
 """Least share of a step that another partition must save to be named."""
@@ -43,8 +44,7 @@ log = logging.getLogger("vpipe")
 class BalanceCheck:
     """Compare the work of all ranks on rank 0. All ranks make one, and call it after the same steps.
 
-    No rank waits for another: after the measured steps each sends its times and goes on, and rank 0 receives them when
-    all must have sent.
+    No rank waits for another: each sends its times after the measured steps, and rank 0 receives them later.
 
     Args:
         folder: of the run; it may hold a plan and a profile.
@@ -77,11 +77,9 @@ class BalanceCheck:
             self._until_end -= 1
             if self._until_end == 0:
                 self.report()
-        elif self._draining:
-            pass
-        elif self._steps == self._warm_up:
+        elif not self._draining and self._steps == self._warm_up:
             self._before = self._spent()
-        elif self._steps == self._warm_up + self._measured:
+        elif not self._draining and self._steps == self._warm_up + self._measured:
             spent = self._spent()
             self._send({rank: spent[rank] - before for rank, before in self._before.items()}, self._measured)
 
@@ -185,12 +183,12 @@ class RankWork:
 
     @property
     def slowest(self) -> int:
-        """The rank that works longest."""
+        """Return the rank that works longest."""
         return max(range(len(self.rank_s)), key=self.rank_s.__getitem__)
 
     @property
     def imbalance(self) -> float:
-        """Share by which the slowest rank works longer than the mean of all: 0.15 is 15 %."""
+        """Return the share by which the slowest rank works longer than the mean: 0.15 is 15 %."""
         return self.rank_s[self.slowest] * len(self.rank_s) / sum(self.rank_s) - 1
 
 
@@ -199,7 +197,7 @@ def warning(work: RankWork, job: Job, profile: Callable[[], Profile | None], pla
     """Return a warning if the ranks are out of balance; None if they are balanced, or as unbalanced as planned.
 
     Args:
-        profile: finds the profile of the job; called only when needed.
+        profile: finds the profile of the job.
         plan: that the run follows.
         from_file: whether the config names that plan.
     """
@@ -264,8 +262,7 @@ def _advice(microbatch_s: Sequence[float], job: Job, profile: Profile | None, *,
 def _fullest_bytes(plan: Plan) -> int:
     """Return the largest predicted peak memory of any rank of a plan."""
     assert plan.predictions is not None, "a solution's plan has them"
-    peaks: dict[int, int] = {}
+    peaks = Counter[int]()
     for stage in plan.predictions.stages:
-        for rank in stage.ranks:
-            peaks[rank] = peaks.get(rank, 0) + stage.memory.peak
+        peaks.update(dict.fromkeys(stage.ranks, stage.memory.peak))
     return max(peaks.values())

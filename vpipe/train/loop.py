@@ -42,8 +42,8 @@ from vpipe.train.rank_times import RankTimes
 from vpipe.train.run_folder import METRICS, SUMMARY, running
 from vpipe.train.summary import RunFigures, summary
 from vpipe.train.tensorboard import TensorBoardWriter
-from vpipe.train.torch_profile import TorchProfile
-from vpipe.train.trace import TraceWriter
+from vpipe.train.torch_profiler import TorchProfiler
+from vpipe.train.trace_writer import TraceWriter
 
 log = logging.getLogger("vpipe")
 
@@ -150,7 +150,7 @@ class _TrainingRun:
             self._rank_times = RankTimes(job, pipe, self._folder, note)
             self._exits.callback(self._rank_times.close)
         profiled = config.training.profile_iteration
-        self._profile = enter(TorchProfile(job, pipe, self._folder, note)) \
+        self._profile = enter(TorchProfiler(job, pipe, self._folder, note)) \
             if profiled is not None and profiled > job.steps_done else None
         self._saving = enter(Checkpointing(job, pipe, self._hosts, self._folder, self._metrics, note))
         enter(graceful_stop())

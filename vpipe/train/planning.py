@@ -24,7 +24,7 @@ from vpipe.profiling.fingerprint import identify
 from vpipe.profiling.measure import measure
 from vpipe.profiling.rank_group import RankGroup
 from vpipe.progress import message_if_slow
-from vpipe.runtime.transport.broadcast import broadcast_value
+from vpipe.runtime.collectives import broadcast_value
 from vpipe.schedules.registry import planned_schedules
 from vpipe.train.job import Job, device_of, join, microbatch_of, model_name
 from vpipe.train.optimizers import OptimizerSettings

@@ -6,9 +6,9 @@ import json
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,15 +32,8 @@ _HEADS = ("forward", "backward", "step", "comm", "idle", "sent")
 log = logging.getLogger("vpipe")
 
 
-@dataclass(frozen=True)
-class _Report:
-    """The figures of several updates on their way to rank 0.
-
-    Attributes:
-        first, last: updates, counted from 1.
-        gathered: the figures.
-        due: after this update every rank has sent them.
-    """
+class _Report(NamedTuple):
+    """The figures of several updates on their way to rank 0: all ranks have sent them after update ``due``."""
 
     first: int
     last: int
@@ -49,10 +42,9 @@ class _Report:
 
 
 class RankTimes:
-    """Report every ``metrics.rank_times_every`` updates, which must not be None.
+    """Report every ``metrics.rank_times_every`` updates. All ranks make one, and call it after the same updates.
 
-    All ranks make one, and call it after the same updates. No rank waits for another: each sends its figures to rank 0
-    and goes on; rank 0 shows them when every rank must have sent them.
+    No rank waits for another: each sends its figures to rank 0, which shows them when all must have arrived.
 
     Args:
         note: shows lines on rank 0.

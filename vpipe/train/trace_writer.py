@@ -24,8 +24,7 @@ from vpipe.schedules.prepare import has_flush
 log = logging.getLogger("vpipe")
 
 AT_ONCE, AFTER_S = 4096, 5.0
-"""Notes that are written between two steps (in 10 ms), and seconds after which fewer are: a rank that is killed loses
-the notes that are not written."""
+"""Records that are written between two steps (in 10 ms), and seconds after which fewer are written."""
 
 
 class TraceWriter:
@@ -56,11 +55,11 @@ class TraceWriter:
         except OSError as error:
             raise UserError(f"cannot write the timeline of the run in '{folder / 'trace'}': {error.strerror}",
                             hint="make room there, or set trace to false") from None
-        self._clocks = [self._compare_clocks()]
+        self._clocks = [_compare_clocks()]
         self._wrote_s = dict.fromkeys(self._files, float("-inf"))
 
     def step(self) -> None:
-        """Write the notes that wait, if they are many or old; called between two steps."""
+        """Write the waiting records, if they are many or old; called between two steps."""
         for rank in list(self._files):
             recorder = self._recorders[rank]
             if recorder.waiting >= AT_ONCE or (recorder.waiting and perf_counter() - self._wrote_s[rank] > AFTER_S):
@@ -72,12 +71,7 @@ class TraceWriter:
 
     def end(self) -> None:
         """Compare the clocks once more at a regular end; all ranks call this."""
-        self._clocks.append(self._compare_clocks())
-
-    def _compare_clocks(self) -> tuple[float, float]:
-        """Return the time on this rank's clock, and the offset to rank 0's."""
-        offset_s = clock_offset() if dist.is_initialized() else 0.0
-        return perf_counter(), offset_s
+        self._clocks.append(_compare_clocks())
 
     def _write(self, rank: int, *closing: str) -> None:
         """Write in one piece, so that a killed rank leaves whole lines. A full disk ends the record, not the run."""
@@ -119,6 +113,12 @@ class TraceWriter:
             self._write(rank, *clocks, *(['{"truncated": true}'] if self._recorders[rank].full else []))
         for file in self._files.values():
             file.close()
+
+
+def _compare_clocks() -> tuple[float, float]:
+    """Return the time on this rank's clock, and the offset to rank 0's."""
+    offset_s = clock_offset() if dist.is_initialized() else 0.0
+    return perf_counter(), offset_s
 
 
 def _clock(at_s: float, offset_s: float) -> str:

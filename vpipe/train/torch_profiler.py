@@ -25,18 +25,12 @@ from vpipe.train.job import Job
 
 log = logging.getLogger("vpipe")
 
-OVERLAPPED = "overlapped"
-"""The default executor."""
 
-LOG_LEVEL = "KINETO_LOG_LEVEL"
-SILENT = "99"
-
-
-class TorchProfile:
-    """Record step ``training.profile_iteration`` on this rank, from the end of the step before to its own end.
+class TorchProfiler:
+    """Record step ``training.profile_iteration`` on this rank, with the names of its actions.
 
     Without a flush, ranks are at different microbatches, but each records the work of one step. With a schedule from a
-    file, all steps of a batch end at once, so the batch is recorded. Every action has its name in the profile.
+    file, all steps of a batch end at once, so the batch is recorded.
 
     Args:
         job: its profiled step is not done yet.
@@ -44,7 +38,7 @@ class TorchProfile:
         note: shows a line.
 
     Attributes:
-        made: whether the step was recorded in this attempt; the same on every rank after the same step.
+        made: whether the step was recorded in this attempt.
 
     Raises:
         UserError: the folder cannot be written.
@@ -52,10 +46,9 @@ class TorchProfile:
 
     def __init__(self, job: Job, pipe: Pipeline, folder: Path, note: Callable[[str], None]) -> None:
         training = job.config.training
-        self.made = False
-        self._pipe, self._note, self._word, self._exit = pipe, note, job.step_name, training.exit_after_profile
-        assert training.profile_iteration is not None, "a run without a profiled step makes no TorchProfile"
-        self._step = training.profile_iteration
+        self._pipe, self._note, self._step_name, self._exit = pipe, note, job.step_name, training.exit_after_profile
+        assert training.profile_iteration is not None, "a run without a profiled step makes no TorchProfiler"
+        self._step, self.made = training.profile_iteration, False
         # All steps of a schedule from a file are done before the first of them is reported.
         at_once = 1 if job.schedule.stream else job.schedule.microbatches // job.schedule.rounds.per_step
         self._gpu = pipe.engine.local_stages[0].device.type == "cuda"
@@ -68,7 +61,7 @@ class TorchProfile:
         except OSError as error:
             raise UserError(f"cannot write the profile '{self._file}': {error.strerror}",
                             hint="make room there, or leave training.profile_iteration out") from None
-        os.environ.setdefault(LOG_LEVEL, SILENT)  # else torch's profiler prints a line as it starts
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler prints a line as it starts
         with self._recorder():
             pass  # on a GPU the first start takes seconds, which the step would seem to take
 
@@ -93,12 +86,11 @@ class TorchProfile:
         """End the record if its step has ended; return whether that took time that is not training."""
         if self._recording is None or steps < self._step:
             return False
-        recorder = self._end()
         self.made = True
         with activity.during("writing a profile"), message_if_slow("writing the profile", self._pipe.rank == 0):
-            self._export(recorder)
-        self._note(f"{self._word} {self._step} is profiled: TensorBoard and Perfetto open {self._root}, a folder per "
-                   "rank" + ("; the run ends here (training.exit_after_profile)" if self._exit else ""))
+            self._export(self._end())
+        self._note(f"{self._step_name} {self._step} is profiled: TensorBoard and Perfetto open {self._root}, a folder "
+                   "per rank" + ("; the run ends here (training.exit_after_profile)" if self._exit else ""))
         return True
 
     @property
@@ -120,14 +112,13 @@ class TorchProfile:
     def _export(self, recorder: profile) -> None:
         """Write the file completely or not at all, since a reader may be open. A full disk costs only the profile."""
         partial = self._file.with_name(f"{self._file.name}.tmp")
-        write: Callable[[str], object] = recorder.export_chrome_trace
         try:
-            write(str(partial))
+            recorder.export_chrome_trace(str(partial))  # type: ignore[no-untyped-call]
             partial.replace(self._file)
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError
             self._note(f"warning: the profile '{self._file}' could not be written: {error}; training goes on")
 
-    def __enter__(self) -> TorchProfile:
+    def __enter__(self) -> TorchProfiler:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
@@ -139,11 +130,11 @@ class TorchProfile:
                 self._file.parent.rmdir()
                 self._file.parents[1].rmdir()
             if error is None:
-                self._note(f"no profile was made: the run ended before {self._word} {self._step} did")
+                self._note(f"no profile was made: the run ended before {self._step_name} {self._step} did")
 
 
 def profile_name(config: Config, schedule: str) -> str:
-    """Return what a profile is named after: the executor, or with the default executor the schedule."""
+    """Return the name of a profile: the executor, or with the default executor the schedule."""
     executor = config.parallel.executor
-    named = executor if executor != OVERLAPPED else Path(schedule).stem if is_file(schedule) else schedule
+    named = executor if executor != "overlapped" else Path(schedule).stem if is_file(schedule) else schedule
     return re.sub(r"[^\w.-]+", "_", named)

@@ -18,7 +18,7 @@ from vpipe.schedules.build import build
 from vpipe.schedules.csv_format import write_csv
 from vpipe.schedules.size import default_placement
 from vpipe.train.loop import train
-from vpipe.train.torch_profile import profile_name
+from vpipe.train.torch_profiler import profile_name
 
 TINY = {"training__evaluation_batches": 1, "model__num_layers": 1, "parallel__partition": [2, 1]}
 
@@ -53,7 +53,7 @@ def labelled_workers(monkeypatch: pytest.MonkeyPatch) -> list[Worker]:
         found.append(worker)
         return labels.label_actions(worker)
 
-    monkeypatch.setattr("vpipe.train.torch_profile.label_actions", put)
+    monkeypatch.setattr("vpipe.train.torch_profiler.label_actions", put)
     return found
 
 
