@@ -15,7 +15,7 @@ from attempts import begin, go_on
 from small_run import metrics, write_config
 
 from vpipe.checkpoint.manifest import Manifest
-from vpipe.commands.train import _note_scheduler, _start_and_config
+from vpipe.commands.train import _note_scheduler, _resume_point
 from vpipe.config.config import load_config
 from vpipe.errors import UserError
 from vpipe.launch.launcher import run as launch
@@ -188,12 +188,12 @@ def test_a_checkpoint_that_a_later_attempt_finds_removed(run: Path, monkeypatch:
     told = argparse.Namespace(restarts=None, resume=run / "checkpoints" / "step-2", config=None, settings=[],
                               scheduler=None)
     with pytest.raises(UserError, match="it does not exist"):
-        _start_and_config(told)
+        _resume_point(told)
     Starter("torchrun", ("process 7",)).write(run)
-    assert _start_and_config(told)[0] == ResumePoint(run, run / "checkpoints" / "step-6")
+    assert _resume_point(told) == ResumePoint(run, run / "checkpoints" / "step-6")
     told.resume = run / "checkpoint" / "step-2"
     with pytest.raises(UserError, match="it does not exist"):
-        _start_and_config(told)
+        _resume_point(told)
 
 
 def test_a_checkpoint_of_another_family_is_told_by_name(run: Path, tmp_path: Path) -> None:
