@@ -1,9 +1,8 @@
 """A model is an ordered list of layers that pass named tensors on.
 
-A :class:`Layer` holds a function that builds its module, and the tensors that it reads and writes; nothing is
-built until a rank needs it. Names work like variables in a program: a later layer may write a name
-again (``h`` in, ``h`` out), and a name stays readable until then, so a tensor may skip any number of
-layers.
+A :class:`Layer` holds a function that builds its module, and the names of the tensors that it reads and writes;
+nothing is built until a rank needs it. Names work like variables in a program: a later layer may write a name again
+(``h`` in, ``h`` out), and a name stays readable until then, so a tensor may skip any number of layers.
 """
 
 from __future__ import annotations
@@ -91,8 +90,7 @@ class Layer:
     def materialize(self, index: int, seed: int) -> nn.Module:
         """Return the module, initialised under a seed made from the run's seed and the layer's index alone.
 
-        So a layer starts from the same weights whichever rank builds it, also one that builds them on the current GPU.
-        The caller's random state is left as it was.
+        So a layer starts from the same weights on whichever rank, and on a GPU too. The caller's random state stays.
         """
         gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
         with torch.random.fork_rng(devices=gpus):
@@ -101,10 +99,7 @@ class Layer:
             return self.make()
 
     def make(self) -> nn.Module:
-        """Build the module and check that a stage can hold it.
-
-        Raises UserError when it is no module, or one that no stage can hold.
-        """
+        """Build the module. Raises UserError when it is no module, or one that no stage can hold."""
         try:
             module = self.build()
         except Exception as error:
@@ -118,10 +113,7 @@ class Layer:
 
 
 def check_module(name: str, module: nn.Module) -> None:
-    """Refuse a layer's module that cannot be trained in versions.
-
-    Raises UserError when it has parameters or buffers without a shape, or that belong to TorchScript.
-    """
+    """Raise UserError for a module with parameters or buffers without a shape, or that belong to TorchScript."""
     for own, tensor in chain(module.named_parameters(), module.named_buffers()):
         if is_lazy(tensor):
             raise UserError(f"'{name}.{own}' has no shape yet: its module is lazy",
@@ -233,12 +225,7 @@ def split_target(target: str, layers: Sequence[Layer]) -> tuple[str, str]:
 
 
 def share_modules(modules: dict[str, nn.Module], shared: Mapping[str, Mapping[str, str]]) -> None:
-    """Make submodules that are to be the same one object, by the names of their layers.
-
-    Args:
-        modules: of the layers that are here; changed.
-        shared: per layer, see :attr:`Layer.shared`.
-    """
+    """Make shared submodules one object in ``modules``, the layers here by name; ``shared``: see :class:`Layer`."""
     for name, same in shared.items():
         for path, target in same.items():
             owner = next((other for other in modules if f"{target}.".startswith(f"{other}.")), None)
@@ -261,11 +248,7 @@ def kind_of(parameter: Tensor) -> str:
 
 
 def check_alike(tied: Mapping[str, str]) -> None:
-    """Refuse to tie parameters of different shapes or dtypes.
-
-    Args:
-        tied: two names, each with the text of :func:`kind_of`.
-    """
+    """Raise UserError for tied parameters, two names with their :func:`kind_of`, of different shapes or dtypes."""
     (own, one), (target, other) = tied.items()
     if one != other:
         raise UserError(f"'{own}' {one} is tied to '{target}' {other}",

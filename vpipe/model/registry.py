@@ -51,8 +51,7 @@ Factory = Callable[[ModelSettings], Model]
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """Convert a family's config and weights from and to Hugging Face's; a weight is called ``<layer>.<parameter>``
-    here.
+    """Convert a family's config and weights from and to Hugging Face's; a weight is ``<layer>.<parameter>`` here.
 
     Attributes:
         model_type: that a ``config.json`` names.
@@ -63,11 +62,9 @@ class HuggingFace:
         config: settings -> all keys of ``config.json`` that give the sizes and the computation.
         names: such a config -> their name of every weight -> ours, in their order. Where several lead to one of
             ours, all are written, and the last is read.
-        copies: such a config -> further names that a file may have for weights that are tied: not written, and equal
-            where they are read.
+        copies: such a config -> further names that a file may have for tied weights: not written, and equal where read.
         spelled: a name in a file -> as ``names`` has it; None for what is no weight of this computation.
-        transposed: suffixes of their names of the matrices that they store the other way round: [inputs, outputs],
-            where ours are [outputs, inputs].
+        transposed: suffixes of their names of the matrices that they store as [inputs, outputs].
     """
 
     model_type: str
@@ -89,13 +86,11 @@ class Family:
         factory: settings -> model.
         huggingface: its names there; None for a family that is not exported to, nor imported from, Hugging Face.
         stage_order: settings -> weights, as ``<layer>.<parameter>``, in the order of the files
-            ``checkpoint.<stage>.pth.tar`` that the first VPipe wrote of this family, all stages behind each other.
-            Weights that it had not are left out. None for a family that it had not.
-        flops: settings -> floating-point operations of the forward per token, of every layer, for samples of
-            ``sequence_length`` tokens (of as many as the model has positions for where that is None): 2 for each weight
-            that a token is multiplied with, biases and norms too, look-up tables not, and 4 H S for the scores and the
-            mixing of attention (H = the width of all heads together, S = tokens; nothing is taken off for a causal
-            mask). A backward has twice as many. None for a family that does not say.
+            ``checkpoint.<stage>.pth.tar`` of the first VPipe; None for a family that it had not.
+        flops: settings -> floating-point operations of the forward per token, of every layer: 2 for each weight that a
+            token is multiplied with, biases and norms too, look-up tables not, and 4 H S for the scores and the mixing
+            of attention (H = the width of all heads together, S = ``sequence_length``, else the model's positions;
+            nothing is taken off for a causal mask). A backward has twice as many. None for a family without.
     """
 
     factory: Factory
@@ -129,8 +124,7 @@ def register_model(name: str, *, huggingface: HuggingFace | None = None,
 def family_named(name: str) -> Family:
     """Return the family ``name``.
 
-    Raises UserError when there is none, with the nearest name; or the package that has it cannot be imported, or is not
-    the only one.
+    Raises UserError when there is none, or the package that has it cannot be imported, or is not the only one.
     """
     if name not in _families and name.isidentifier() and find_spec(f"vpipe.model.{name}") is not None:
         import_module(f"vpipe.model.{name}")

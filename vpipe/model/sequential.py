@@ -51,9 +51,7 @@ class WithLoss(nn.Module):
 
     def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "",
                       remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
-        """Return the submodules and the child, which has a mode of its own; without the child where duplicates are
-        asked for.
-        """
+        """Yield the submodules and, without duplicates, the child, which has a mode of its own."""
         yield from super().named_modules(memo, prefix, remove_duplicate)
         if remove_duplicate:
             yield prefix, _child_of(self)
@@ -68,13 +66,11 @@ class WithLoss(nn.Module):
 
 
 def _child_of(module: WithLoss) -> nn.Module:
-    """Return the last child."""
     child: nn.Module = module.__dict__["_vpipe_child"]
     return child
 
 
 def _loss_of(module: WithLoss) -> Loss:
-    """Return the loss that is called with the child's output and the target."""
     loss: Loss = module.__dict__["_vpipe_loss"]
     return loss
 
@@ -112,9 +108,7 @@ def copy_module(module: nn.Module) -> nn.Module:
 
 
 def shared_parameters(children: Mapping[str, nn.Module]) -> dict[str, dict[str, str]]:
-    """Return the ties of every child: its trainable parameters that an earlier child holds as well, and their place
-    there.
-    """
+    """Return the ties of every child: its trainable parameters that an earlier child has too -> their place there."""
     owners: dict[int, tuple[str, str]] = {}
     ties: dict[str, dict[str, str]] = {name: {} for name in children}
     for name, child in children.items():
@@ -149,11 +143,7 @@ def put_module(layer: nn.Module, path: str, module: nn.Module) -> nn.Module:
 
 
 def check_sequential(modules: object, loss: object) -> None:
-    """Refuse arguments that are no plain ``nn.Sequential``, or no loss.
-
-    Raises:
-        UserError: it is something else; or an ``nn.Sequential`` that does more than call one child after the other.
-    """
+    """Raise UserError for no plain ``nn.Sequential``, which does more than call its children in order, or no loss."""
     given = Arguments()
     if not isinstance(modules, nn.Sequential):
         given.refuse(f"Model.sequential is given {shown(modules)}, not an nn.Sequential",
@@ -176,10 +166,10 @@ def check_sequential(modules: object, loss: object) -> None:
 
 
 def check_children(modules: nn.Sequential, children: Mapping[str, nn.Module], loss: Loss) -> None:
-    """Refuse children whose copies would not be trained as they are.
+    """Raise UserError for children whose copies would not be trained as they are.
 
-    Raises UserError when a function that copies do not copy (a lambda that a child keeps, its forward, the loss) uses a
-    module or a tensor of the ``nn.Sequential``: it would go on using the original.
+    A function that is not copied (a lambda in a child, its forward, the loss) uses a module or a tensor of the
+    ``nn.Sequential``: it would go on using the original.
     """
     originals = {id(part) for part in chain(modules.modules(), modules.parameters(), modules.buffers())}
 
@@ -212,9 +202,7 @@ def _settings(module: nn.Module) -> Iterator[tuple[str, object]]:
 
 
 def _captured_objects(value: object) -> Iterator[object]:
-    """Yield the objects that functions among a value hold or name: copying a module copies neither functions nor
-    these.
-    """
+    """Yield the objects that functions among a value refer to: copying a module copies neither."""
     seen: set[int] = set()
     waiting: list[tuple[object, FunctionType | None]] = [(value, None)]
     while waiting:
@@ -258,5 +246,4 @@ def _leave_loss_alone(module: WithLoss, state: dict[str, Any], prefix: str, *_: 
 
 
 def _at_least_fp32(value: Tensor) -> Tensor:
-    """Return the tensor in fp32, if it has less."""
     return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value

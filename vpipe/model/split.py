@@ -14,14 +14,9 @@ from vpipe.model.layer import LOSS, Layer, Model, split_target, without_values
 class StageSpec:
     """The layers of a stage and the tensors at its borders, before anything is built.
 
-    Attributes:
-        index: its number.
-        layers: the range of layers.
-        inputs: tensors that arrive from the previous stage: those a later layer, here or beyond, still reads.
-        outputs: tensors that leave for the next stage; ``("loss",)`` on the last.
-        fields: batch fields that its layers read.
-        borrowed: parameters tied to another stage's: own name -> (owning stage, owner's name), names
-            being ``"<layer>.<parameter>"``.
+    ``inputs`` arrive from the previous stage: those that a later layer, here or beyond, still reads; ``outputs`` leave
+    for the next one, ``("loss",)`` on the last. ``fields`` of the batch are those that its layers read. ``borrowed``
+    are parameters tied to another stage's: own name -> (owning stage, owner's name), each ``"<layer>.<parameter>"``.
     """
 
     index: int
@@ -33,9 +28,7 @@ class StageSpec:
 
 
 def alive(model: Model, cut: int) -> tuple[str, ...]:
-    """Return the tensors that cross the cut before layer ``cut``: written before it and read after it, before being
-    rewritten.
-    """
+    """Return the tensors that cross the cut before layer ``cut``: written before it, and read next after it."""
     written = {name for layer in model.layers[:cut] for name in layer.outputs}
     crossing: dict[str, None] = {}
     for layer in model.layers[cut:]:
@@ -57,8 +50,7 @@ def resolve_tie(model: Model, target: str) -> str:
 def split(model: Model, partition: Sequence[int]) -> tuple[StageSpec, ...]:
     """Return the stages of ``model`` when stage s takes ``partition[s]`` layers.
 
-    Raises UserError when the partition does not add up to the layers, a stage would be empty, or a module that two
-    layers share would be on two.
+    Raises UserError for a partition that does not fit the model, or that separates two layers that share a module.
     """
     layers = len(model)
     if len(partition) > layers:
@@ -128,10 +120,9 @@ def parameter_counts(model: Model) -> list[int]:
 def balanced(weights: Sequence[float], parts: int) -> list[int]:
     """Cut items into consecutive parts with the smallest possible heaviest part; return the number of items in each.
 
-    Dynamic programming over (parts, items); every part gets at least one item. Of equally good cuts it takes the
-    earliest. Every item that the cut moves makes the last part lighter and those before it heavier. The best cut is
-    where the two meet, and this place only moves forward as items are added. So it is O(parts * items). Raises
-    UserError when fewer items than parts.
+    Dynamic programming over (parts, items); every part gets at least one item; of equally good cuts the earliest. Every
+    item that a cut moves makes the last part lighter and those before it heavier. The best cut is where the two meet,
+    which only moves forward as items are added: O(parts * items). Raises UserError for fewer items than parts.
     """
     items = len(weights)
     if not 1 <= parts <= items:

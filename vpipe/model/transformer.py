@@ -58,14 +58,9 @@ class ConfigKeys:
 
     def merge(self, config: type[Any], preset: str | None, overrides: Mapping[str, object],
               own: Mapping[str, object]) -> dict[str, Any]:
-        """Merge the values of the fields of ``config`` from the preset, ``overrides`` and ``own``; the later wins.
+        """Merge the fields of ``config`` from the preset, a ``config.json`` and the settings; the later wins.
 
-        Args:
-            overrides: the contents of a ``config.json``.
-            own: from settings; None = not set.
-
-        Raises:
-            UserError: an unknown preset; keys that are unknown, or ask for what the family does not compute.
+        Raises UserError for an unknown preset, and for keys that are unknown or that the family does not compute.
         """
         if preset is not None and preset not in self.presets:
             raise UserError(f"{self.family} has no preset '{preset}'", hint=nearest(preset, list(self.presets)))
@@ -82,14 +77,7 @@ class ConfigKeys:
                 **{key: value for key, value in own.items() if value is not None}}
 
     def check(self, config: Any, heads: str) -> None:
-        """Check the type of every field, and that the heads divide the hidden size.
-
-        Args:
-            heads: the names of both fields, such as ``n_embd n_head``.
-
-        Raises:
-            UserError: naming every value that is wrong.
-        """
+        """Raise UserError for fields of wrong types, and heads that do not divide the width (``n_embd n_head``)."""
         problems = [problem for field in fields(config) for problem in self._wrong(field, getattr(config, field.name))]
         width, number = (getattr(config, name) for name in heads.split())
         if not problems and width % number:
