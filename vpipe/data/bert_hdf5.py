@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".hdf5", ".h5")
 _SMALL_BYTES, _MOST_PACKED = 64 << 20, 100  # a shard is read whole: compressed 10 times is usual, 1000 times is a bomb
+_OWN_ARRAYS = "a shard holds its six arrays itself: build it again"
 _AXES = {"N": "rows", "S": "tokens per row", "P": "predictions per row"}
 _MOST_WORDS_BYTES = 64 << 20
 _HELD_OUT = 20  # one row in so many of the last shard, when there are no test files
@@ -64,6 +65,11 @@ def open_shard(path: Path) -> Shard:
 
     Raises :class:`UserError` when the file is no HDF5 or truncated, a key is missing, or sizes disagree.
     """
+    import h5py
+
+    def wrong(name: str, what: str, hint: str) -> UserError:
+        return UserError(f"'{name}' in the shard {path.name} {what}", hint=hint, where=str(path))
+
     with _opened(path) as file:
         missing = [name for name in SHAPES if name not in file]
         if missing:
@@ -71,51 +77,34 @@ def open_shard(path: Path) -> Shard:
                             f"{', '.join(sorted(map(str, file))) or 'none'}",
                             hint=f"BERT shards have {', '.join(SHAPES)}", where=str(path))
         for name in SHAPES:
-            _check_dataset(file, name, path)
+            found = file[name]
+            if not isinstance(found, h5py.Dataset) or found.shape is None:
+                raise wrong(name, "is no array", _OWN_ARRAYS)
+            if isinstance(file.get(name, getlink=True), h5py.ExternalLink) or found.external or found.is_virtual:
+                raise wrong(name, "leads to another file", _OWN_ARRAYS)
         shapes: dict[str, tuple[int, ...]] = {name: file[name].shape for name in SHAPES}
         types = {name: file[name].dtype for name in SHAPES}
         # Also of a chunk, which may be larger than what is used of it.
-        sizes_bytes = [max(prod(file[name].shape), prod(file[name].chunks or ())) * types[name].itemsize
-                       for name in SHAPES]
+        stated = sum(max(prod(shapes[name]), prod(file[name].chunks or ())) * types[name].itemsize for name in SHAPES)
     most = max(_SMALL_BYTES, _MOST_PACKED * path.stat().st_size)
-    if sum(sizes_bytes) > most:
+    if stated > most:
         raise UserError(f"the shard {path.name} has {path.stat().st_size:,} bytes, but says that it holds "
-                        f"{sum(sizes_bytes):,}, more than {most:,}", hint="copy or build it again", where=str(path))
+                        f"{stated:,}, more than {most:,}", hint="copy or build it again", where=str(path))
+    texts = {name: f"[{', '.join(('N', *axes))}]" for name, axes in SHAPES.items()}
     sizes: dict[str, tuple[int, str]] = {}  # of N, S, P: the number, and the first key that has it
     for name, axes in SHAPES.items():
         if len(shapes[name]) != 1 + len(axes):
-            raise UserError(f"'{name}' in the shard {path.name} has {len(shapes[name])} dimensions instead of "
-                            f"{1 + len(axes)}", hint=f"its shape is {list(shapes[name])}, not {_text(axes)}",
-                            where=str(path))
+            raise wrong(name, f"has {len(shapes[name])} dimensions instead of {1 + len(axes)}",
+                        f"its shape is {list(shapes[name])}, not {texts[name]}")
         if types[name].kind not in "iub":
-            raise UserError(f"'{name}' in the shard {path.name} holds {types[name]}, not integers",
-                            hint="token ids, positions, masks and labels are integers", where=str(path))
+            raise wrong(name, f"holds {types[name]}, not integers",
+                        "token ids, positions, masks and labels are integers")
         for axis, size in zip(("N", *axes), shapes[name], strict=True):
             expected, first = sizes.setdefault(axis, (size, name))
             if size != expected:
-                raise UserError(f"'{name}' in the shard {path.name} has {size} {_AXES[axis]}, but '{first}' has "
-                                f"{expected}", hint=f"the shapes must be {_text(SHAPES[first])} and {_text(axes)} "
-                                f"with the same {axis}", where=str(path))
+                raise wrong(name, f"has {size} {_AXES[axis]}, but '{first}' has {expected}",
+                            f"the shapes must be {texts[first]} and {texts[name]} with the same {axis}")
     return Shard(path, 0, sizes["N"][0], sizes["S"][0], sizes["P"][0])
-
-
-def _check_dataset(file: h5py.File, name: str, path: Path) -> None:
-    """Refuse a key that is no array in the file itself."""
-    import h5py
-
-    found = file[name]
-    what = None
-    if not isinstance(found, h5py.Dataset) or found.shape is None:
-        what = "is no array"
-    elif isinstance(file.get(name, getlink=True), h5py.ExternalLink) or found.external or found.is_virtual:
-        what = "leads to another file"
-    if what:
-        raise UserError(f"'{name}' in the shard {path.name} {what}", where=str(path),
-                        hint="a shard holds its six arrays itself: build it again")
-
-
-def _text(axes: tuple[str, ...]) -> str:
-    return f"[{', '.join(('N', *axes))}]"
 
 
 def write_shard(path: Path, samples: Samples) -> None:
@@ -148,21 +137,16 @@ def wrong_value(samples: Samples, vocab_size: int, sequence_length: int) -> str 
     """Return the first mistake in the values of a shard, or None: every field has a range."""
     for name, array in samples.items():
         least, largest = (int(array.min()), int(array.max())) if array.size else (0, 0)
-        ids, positions = name in ("input_ids", "masked_lm_ids"), name == "masked_lm_positions"
-        if least >= 0 and largest < (vocab_size if ids else sequence_length if positions else 2):
-            continue
         wrong = least if least < 0 else largest
-        if ids:
-            return f"the token id {wrong}, but vocab_size is {vocab_size}"
-        return f"the masked position {wrong} in a row of {sequence_length} tokens" if positions else \
-            f"{wrong} in '{name}', which is 0 or 1"
+        if name in ("input_ids", "masked_lm_ids"):
+            end, text = vocab_size, f"the token id {wrong}, but vocab_size is {vocab_size}"
+        elif name == "masked_lm_positions":
+            end, text = sequence_length, f"the masked position {wrong} in a row of {sequence_length} tokens"
+        else:
+            end, text = 2, f"{wrong} in '{name}', which is 0 or 1"
+        if not 0 <= wrong < end:
+            return text
     return None
-
-
-def largest_id(samples: Samples) -> int:
-    """Return the largest token id among the fields that hold token ids; -1 without such a field."""
-    ids = [samples[name] for name in ("input_ids", "masked_lm_ids") if name in samples]
-    return max((int(array.max()) for array in ids if array.size), default=-1)
 
 
 def write_shards(folder: Path, name: str, samples: Samples, samples_per_shard: int) -> list[Path]:
@@ -267,10 +251,8 @@ def find_shards(folder: Path) -> tuple[list[Shard], list[Shard]]:
     if not train_files:
         raise UserError(f"no file named *training*.hdf5 or *training*.h5 in {folder} ({len(files)} other HDF5 files)",
                         hint="download or build shards: vpipe data build-bert --text FOLDER --out FOLDER")
-    shards, problems = _checked([*train_files, *(path for path in files
-                                                 if "test" in path.name and "training" not in path.name)])
-    if problems:
-        raise UserError.all_of(problems)
+    test_files = [path for path in files if "test" in path.name and "training" not in path.name]
+    shards = _open_all([*train_files, *test_files])
     train, test = shards[:len(train_files)], shards[len(train_files):]
     if not test and len(train[-1]) >= 2:
         last = train[-1]
@@ -279,24 +261,25 @@ def find_shards(folder: Path) -> tuple[list[Shard], list[Shard]]:
     return train, test
 
 
-def _checked(paths: Sequence[Path]) -> tuple[list[Shard], list[Problem]]:
-    """Return the shards in those files, and all mistakes in them."""
+def _open_all(paths: Sequence[Path]) -> list[Shard]:
+    """Open those files. Raises one :class:`UserError` with all mistakes in them."""
     shards: list[Shard] = []
     problems: list[Problem] = []
     for path in progress(paths, "checking shards", unit="shard"):
         try:
-            shard = open_shard(path)
+            shards.append(shard := open_shard(path))
         except UserError as error:
             problems.extend(error.problems)
             continue
-        shards.append(shard)
         first = shards[0]
         for what, here, there in (("tokens", shard.sequence_length, first.sequence_length),
                                   ("predictions", shard.max_predictions, first.max_predictions)):
             if here != there:
                 problems.append(Problem(f"the samples in {path.name} have {here} {what}, those in {first.path.name} "
                                         f"have {there}", "keep shards of one length in a folder", str(path)))
-    return shards, problems
+    if problems:
+        raise UserError.all_of(problems)
+    return shards
 
 
 def _first_rows(shards: Sequence[Shard], most: int) -> list[Shard]:
@@ -314,8 +297,8 @@ def _vocab_size(folder: Path, shards: Sequence[Shard], wanted: int) -> int:
     size, by = _vocab_size_beside(folder)
     if wanted == -1:
         if not size:
-            largest = max(largest_id(shard.read(["input_ids", "masked_lm_ids"]))
-                          for shard in progress(shards, "looking for the largest token id", unit="shard"))
+            largest = max((int(ids.max()) for shard in progress(shards, "finding the largest token id", unit="shard")
+                           for ids in shard.read(["input_ids", "masked_lm_ids"]).values() if ids.size), default=-1)
             size, by = -(-(largest + 1) // 8) * 8, "the largest token id"
         if not 0 < size <= LARGEST_VOCAB_SIZE:
             raise UserError(f"{by} makes {size:,} tokens, more than {LARGEST_VOCAB_SIZE:,}", where=str(folder),
@@ -352,10 +335,7 @@ def _vocab_size_beside(folder: Path) -> tuple[int, str]:
 
 @register_dataset("bert_hdf5")
 def bert_hdf5(settings: DatasetSettings) -> BertHdf5:
-    """Return the data set of the shards in the folder ``path``; P is theirs, whatever ``settings`` say.
-
-    Raises :class:`UserError` without a path or with a tokenizer, and as :class:`BertHdf5` does.
-    """
+    """Return the data set of the shards in the folder ``path``; P is theirs. Raises as :class:`BertHdf5` does."""
     if settings.path is None:
         raise UserError("the data set 'bert_hdf5' has no path", hint="name the folder of the shards as dataset.path")
     if settings.tokenizer is not None:

@@ -14,11 +14,10 @@ are 0 where there is no token; in ``masked_lm_ids`` a 0 marks an unused predicti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,9 +112,7 @@ def mask_tokens(samples: Samples, max_predictions: int, *, special: NDArray[np.i
 
 def _choose(candidate: NDArray[np.bool_], length: NDArray[np.int64], most: int,
             rng: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return positions [n, P] of random candidates, ascending in each row, and a mask of the used slots; the rest hold
-    0.
-    """
+    """Return positions [n, P] of random candidates, ascending in each row and else 0, and a mask of the used slots."""
     rows, width = candidate.shape
     wanted = np.clip(np.rint(MASKED_SHARE * length), 1, most)
     wanted = np.minimum(wanted, candidate.sum(axis=1)).astype(np.int64)
@@ -131,8 +128,7 @@ _SHORT_SHARE = 0.1  # of samples that aim at a random shorter length, so that al
 _SENTENCES_AT_ONCE = 4096
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """Token ids of two passages; ``is_random``: B is from another document instead of following A."""
 
     a: Sentence
@@ -172,8 +168,7 @@ def encode(documents: Sequence[Sequence[str]], tokenizer: Tokenizer) -> list[lis
 
 def sentence_pairs(documents: Sequence[Sequence[Sentence]], sequence_length: int,
                    rng: np.random.Generator) -> Iterator[Pair]:
-    """Yield pairs of passages that fill ``sequence_length`` tokens with their three special ones, or as much as there
-    is.
+    """Yield pairs of passages that fill ``sequence_length`` tokens with their three special ones, where there is text.
 
     When B is taken from elsewhere, the sentences that it replaced are used again for the next pair.
     Raises :class:`UserError` for fewer than two documents.
@@ -211,17 +206,13 @@ class _Passages:
                              for left in reversed(list(accumulate(map(len, reversed(document)))))]
 
     def draw(self, length: int, not_from: int, rng: np.random.Generator) -> Sentence:
-        """Return at most ``length`` tokens from the start of some sentence of another document; ten tries for all of
-        them.
-        """
+        """Return at most ``length`` tokens from the start of a random sentence of another document, in ten tries."""
         best = None
         for place in rng.integers(len(self._places), size=10):
             if self._places[place][0] != not_from and (best is None or self._tokens_left[best] < length):
                 best = place if best is None or self._tokens_left[place] > self._tokens_left[best] else best
-        if best is None:  # this document is nearly all there is
-            number, start = (not_from + 1) % len(self._documents), 0
-        else:
-            number, start = self._places[best]
+        # Without a best one this document is nearly all there is.
+        number, start = self._places[best] if best is not None else ((not_from + 1) % len(self._documents), 0)
         return list(chain.from_iterable(self._documents[number][start:]))[:length]
 
 

@@ -38,10 +38,7 @@ _LONGEST_LINE = 4 << 20
 
 
 def jsonl_files(path: Path) -> list[Path]:
-    """Return the file itself, or those in the folder and below, sorted.
-
-    Raises :class:`UserError` when there are none, or one is a broken link.
-    """
+    """Return the file itself, or those in the folder and below, sorted. Raises :class:`UserError` without any."""
     if not path.exists():
         raise UserError(f"{path} does not exist", hint="name a file or a folder of *.jsonl or *.jsonl.gz files as "
                                                        "dataset.path")
@@ -60,11 +57,8 @@ def jsonl_files(path: Path) -> list[Path]:
 def read_functions(files: Sequence[Path], root: Path) -> Iterator[Document]:
     """Yield the function of every line, in order; blank lines are skipped.
 
-    Args:
-        root: folder below which the names of files and folders give the part.
-
-    Raises:
-        UserError: at the end, or after ten, names the lines that are no such objects, as ``file:line``.
+    Names of files and folders below ``root`` give the part. Raises one :class:`UserError` at the end, or after ten
+    mistakes, that names the wrong lines as ``file:line``.
     """
     problems: list[Problem] = []
     for file in files:
@@ -89,9 +83,8 @@ def _lines(file: Path, problems: list[Problem]) -> Iterator[tuple[int, bytes]]:
         with gzip.open(file) if file.name.endswith(".gz") else file.open("rb") as lines:
             for number, line in enumerate(iter(partial(lines.readline, _LONGEST_LINE + 1), b""), 1):
                 if len(line) > _LONGEST_LINE:
-                    problems.append(Problem(
-                        f"the line has more than {_LONGEST_LINE >> 20} MiB; the file is not read on",
-                        "mend the line, or remove it", f"{file}:{number}"))
+                    problems.append(Problem(f"the line has more than {_LONGEST_LINE >> 20} MiB; the file is not read "
+                                            "on", "mend the line, or remove it", f"{file}:{number}"))
                     return
                 line = line.removeprefix(BOM_UTF8) if number == 1 else line
                 if line.strip():
@@ -125,9 +118,7 @@ def _document(line: bytes, part_of_file: Part | None) -> Document:
 
 
 def with_documentation(code: str, documentation: str | None) -> str:
-    """Return the code, with its documentation before it where that is no part of the code already, as in Python it
-    is.
-    """
+    """Return the code, with its documentation before it unless that is part of the code already, as in Python."""
     opening = documentation.strip().split("\n", 1)[0].rstrip() if documentation else ""
     return code if opening in code else f"{documentation}\n{code}"
 
@@ -150,11 +141,9 @@ def _text(record: Mapping[str, Any], keys: Sequence[str]) -> str | None:
 
 def _part(record: Mapping[str, Any]) -> Part | None:
     name = _text(record, PARTITION)
-    if name is None:
-        return None
-    if name.lower() not in PARTS:
+    if name is not None and name.lower() not in PARTS:
         raise ValueError(f"the part is '{name}', not train, valid or test")
-    return PARTS[name.lower()]
+    return None if name is None else PARTS[name.lower()]
 
 
 def _part_of_path(path: Path) -> Part | None:
@@ -170,26 +159,13 @@ def _part_of_path(path: Path) -> Part | None:
 
 
 def _kind(value: Any) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int() | float():
-            return "number"
-        case str():
-            return "string"
-        case list():
-            return "array"
-    return "object"
+    kinds = {type(None): "null", bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
+    return kinds.get(type(value), "object")
 
 
 @register_dataset("code_search_net")
 def code_search_net(settings: DatasetSettings) -> TokenDataset:
-    """Return the functions in the file or folder ``path``; without one, those of the standard library and torch.
-
-    Raises :class:`UserError` for files that cannot work; see :func:`read_functions`.
-    """
+    """Return the functions in the file or folder ``path``; without one, those of the standard library and torch."""
     if settings.path is None:
         found = machine_functions(settings.cache_directory)
         name, facts, root = "the sources of this machine", {"functions": found.manifest["files"]}, found.folder

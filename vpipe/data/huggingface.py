@@ -29,8 +29,7 @@ def huggingface(settings: DatasetSettings) -> TokenDataset:
     """Return the texts of a folder: the column ``text``, ``content``, ``func_code_string`` or ``code`` of every row.
 
     Splits called train, validation and test are divided as :class:`~vpipe.data.corpus.SplitCorpus` describes. Raises
-    :class:`UserError` for a folder that is none, or has other splits or columns, and where ``datasets`` is needed but
-    missing.
+    :class:`UserError` for another folder, other splits or columns, and where ``datasets`` is needed but missing.
     """
     path = settings.path
     if path is None:

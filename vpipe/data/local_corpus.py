@@ -85,18 +85,28 @@ class Function:
 
     @property
     def chosen(self) -> bool:
-        """Return whether CodeSearchNet's rule takes it; the caller drops equal ones."""
+        """Return whether CodeSearchNet takes it (Husain et al. 2019, section 2); the caller drops equal ones.
+
+        Its docstring's first paragraph has three words or more; it has four lines or more; there is no ``test`` in its
+        name; it is no method such as ``__init__``.
+        """
         name = self.name.rpartition(".")[2]
         first_paragraph = re.split(r"\n\s*\n", self.docstring.strip(), maxsplit=1)[0]
         return (len(first_paragraph.split()) >= _FEWEST_DOCSTRING_WORDS and self.code.count("\n") + 1 >= _FEWEST_LINES
                 and "test" not in name.lower() and not (name.startswith("__") and name.endswith("__")))
 
+    def as_json(self, part: str) -> str:
+        """Return a line in the layout of CodeSearchNet."""
+        record = {"repo": self.package, "path": self.path, "func_name": self.name, "language": "python",
+                  "code": self.code, "docstring": self.docstring, "partition": part}
+        return json.dumps(record, ensure_ascii=False) + "\n"
+
 
 def machine_functions(cache_directory: Path | None = None, packages: Sequence[str] = FUNCTION_PACKAGES) -> CachedFolder:
-    """Return a folder of the cache with the functions of installed packages, in the public layout.
+    """Return a folder of the cache with the functions of installed packages, gathered now if need be (about 15 s).
 
-    It holds ``train.jsonl`` and ``test.jsonl``, which has the functions of a twentieth of the modules. They are
-    gathered now if they are not there (about 15 s). Raises :class:`UserError` where no function is found.
+    It holds ``train.jsonl`` and ``test.jsonl``, which has the functions of a twentieth of the modules. Raises
+    :class:`UserError` where no function is found.
     """
     facts = {"packages": packages, "versions": package_versions(packages), "python": platform.python_version(),
              "format": _FORMAT}
@@ -116,13 +126,14 @@ def _build_functions(packages: Sequence[str], folder: Path) -> dict[str, Any]:
     if len(chosen) < 2:
         raise UserError(f"{len(chosen)} modules with functions to learn from in the sources of {', '.join(packages)}",
                         hint="name a folder of *.jsonl files as dataset.path")
-    held_out = set(sorted(chosen, key=_digest)[:max(1, len(chosen) // _HELD_OUT)])
+    by_digest = sorted(chosen, key=lambda module: sha256("/".join(module).encode()).digest())
+    held_out = set(by_digest[:max(1, len(chosen) // _HELD_OUT)])
     counts = {"functions_found": found, "functions": len(seen), "modules": len(chosen)}
     for split in ("train", "test"):
         with (folder / f"{split}.jsonl").open("w", encoding="utf-8") as file:
             for module, functions in chosen.items():
                 if (module in held_out) == (split == "test"):
-                    file.writelines(_line(function, split) for function in functions)
+                    file.writelines(function.as_json(split) for function in functions)
     return {"packages": package_versions(packages), "counts": counts}
 
 
@@ -146,9 +157,7 @@ def _functions(packages: Sequence[str]) -> Iterator[Function]:
 
 def _definitions(body: Iterable[ast.stmt], prefix: str = "",
                  ) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """Yield functions and methods with their names, such as ``Thread.run``; nested functions belong to the outer
-    ones.
-    """
+    """Yield functions and methods with their names, such as ``Thread.run``, but not functions within functions."""
     for statement in body:
         match statement:
             case ast.FunctionDef() | ast.AsyncFunctionDef():
@@ -157,16 +166,6 @@ def _definitions(body: Iterable[ast.stmt], prefix: str = "",
                 yield from _definitions(statement.body, f"{prefix}{statement.name}.")
             case ast.If() | ast.Try():
                 yield from _definitions([*statement.body, *statement.orelse], prefix)
-
-
-def _line(function: Function, part: str) -> str:
-    record = {"repo": function.package, "path": function.path, "func_name": function.name, "language": "python",
-              "code": function.code, "docstring": function.docstring, "partition": part}
-    return json.dumps(record, ensure_ascii=False) + "\n"
-
-
-def _digest(module: tuple[str, str]) -> bytes:
-    return sha256("/".join(module).encode()).digest()
 
 
 # Sections of the numpydoc style that hold code or names only. (Parameters, Returns, ... hold descriptions.)
@@ -238,9 +237,7 @@ def _without_markup(paragraph: str) -> str:
 
 
 def is_prose(paragraph: str) -> bool:
-    """Return whether a paragraph reads as English: it opens with a capital, ends as a sentence does, and is mostly
-    words.
-    """
+    """Return whether a paragraph opens with a capital, ends as a sentence does, and is mostly words."""
     if not _OPENING.match(paragraph) or not _ENDING.search(paragraph):
         return False
     letters = sum(character.isalpha() or character in " ,.'’-" for character in paragraph)
@@ -250,9 +247,9 @@ def is_prose(paragraph: str) -> bool:
 def machine_prose(packages: Sequence[str] = PROSE_PACKAGES) -> list[Sentences]:
     """Return the prose of installed ``packages``, in a fixed order; packages that are not installed are skipped.
 
-    A package is named as in ``import``; ``"stdlib"`` stands for the whole standard library. A repeated paragraph
-    (licences, inherited docstrings) is dropped, as is a document left with fewer than two sentences.
-    Raises :class:`UserError` when nothing at all is found.
+    A document is a list of sentences in their order, from a docstring or an article of ``pydoc_data.topics`` (chapters
+    of the Python manual). A repeated paragraph (licences, inherited docstrings) is dropped, and so is a document with
+    fewer than two sentences. Raises :class:`UserError` when nothing at all is found.
     """
     files = [source for package in packages for source in sources(package)]
     documents: list[Sentences] = []
@@ -282,9 +279,7 @@ def _texts(source: Path) -> Iterator[str]:
 
 
 def _docstrings(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
-    """Yield docstrings of a module, its classes and functions, and texts attached by calls (``add_docstr(f,
-    "...")``).
-    """
+    """Yield docstrings of a module, its classes and functions, and texts in calls (``add_docstr(f, "...")``)."""
     text = ast.get_docstring(node, clean=False)
     if text:
         yield text

@@ -46,32 +46,22 @@ def _is_abbreviated(before: str) -> bool:
     return word.lower() in _ABBREVIATIONS or (len(word) == 1 and word.isupper() and word != "I")
 
 
-_PATTERN = "*.txt"
-
-
 def text_files(folder: Path) -> list[Path]:
-    """Return the .txt files in ``folder`` and below, sorted.
-
-    Raises :class:`UserError` when there are none, or one is a broken link.
-    """
+    """Return the .txt files in ``folder`` and below, sorted. Raises :class:`UserError` without any."""
     if not folder.exists():
-        raise UserError(f"the folder {folder} does not exist", hint=f"name a folder that holds {_PATTERN} files")
+        raise UserError(f"the folder {folder} does not exist", hint="name a folder that holds *.txt files")
     if not folder.is_dir():
-        raise UserError(f"{folder} is a file, not a folder", hint=f"name the folder that holds the {_PATTERN} files")
-    files = existing_files(folder.rglob(_PATTERN))
+        raise UserError(f"{folder} is a file, not a folder", hint="name the folder that holds the *.txt files")
+    files = existing_files(folder.rglob("*.txt"))
     if not files:
         others = sum(1 for _ in folder.iterdir())
-        raise UserError(f"no {_PATTERN} file in {folder} or below it ({others} other entries)",
+        raise UserError(f"no *.txt file in {folder} or below it ({others} other entries)",
                         hint="put text there, documents separated by blank lines, in files that end in .txt")
     return files
 
 
 def read_documents(folder: Path) -> list[list[str]]:
-    """Return documents of at least two sentences, in the order of the files' names.
-
-    Lines within a document are joined, so they may be wrapped or hold one sentence each. Raises as
-    :func:`read_blocks` does.
-    """
+    """Return documents of at least two sentences, in the order of the files' names. Lines may be wrapped."""
     documents = (split_sentences(" ".join(block)) for block in read_blocks(folder))
     return [document for document in documents if len(document) >= 2]
 

@@ -25,12 +25,10 @@ from vpipe.errors import UserError
 
 
 def synthetic_tokens(vocab_size: int, sequence_length: int, train: int, test: int, *, seed: int = 0) -> TokenDataset:
-    """Return ``train`` and ``test`` samples of S tokens, each drawn evenly from the vocabulary and independent of the
-    others.
+    """Return samples of S tokens, each drawn evenly from the vocabulary and independent of the others.
 
     So no model gets below a loss of ln(vocab_size) on the test split. The arguments decide every value. Values are made
-    when an epoch first needs one, and kept in memory: 4 S bytes a sample. Raises :class:`UserError` for sizes that no
-    sample can have.
+    when an epoch first needs one, and kept in memory: 4 S bytes a sample. Raises :class:`UserError` for wrong sizes.
     """
     if vocab_size < 2:
         raise UserError(f"vocab_size is {vocab_size}", hint="use at least 2, so that there is something to predict")
@@ -53,11 +51,11 @@ _TEST_SHARE = 8  # one test sample for so many training samples
 
 def synthetic_bert(vocab_size: int, sequence_length: int, samples: int = _DEFAULT_SAMPLES, *, seed: int = 0,
                    max_predictions: int | None = None, batch_size: int = 1) -> BertDataset:
-    """Return ``samples`` training samples of random words, half a length to a full one, and an eighth as many test
-    samples, but no fewer than ``batch_size``.
+    """Return ``samples`` training samples of random words, half a length to a full one, and some test samples.
 
-    The arguments decide every value. Values are made when an epoch first needs one, and kept in memory:
-    6 S + 8 P + 1 bytes a sample. Raises :class:`UserError` for sizes that no sample can have.
+    Those are an eighth as many, but no fewer than ``batch_size``. The arguments decide every value. Values are made
+    when an epoch first needs one, and kept in memory: 6 S + 8 P + 1 bytes a sample. Raises :class:`UserError` for wrong
+    sizes.
     """
     predictions = default_max_predictions(sequence_length) if max_predictions is None else max_predictions
     check_lengths(sequence_length, predictions)
@@ -75,10 +73,7 @@ def synthetic_bert(vocab_size: int, sequence_length: int, samples: int = _DEFAUL
                     words=np.arange(_SPECIAL, vocab_size, dtype=np.int32), rng=rng)
         return fields
 
-    def load(split: Split, field: str) -> Array:
-        return made(split)[field]
-
-    return BertDataset(vocab_size, sequence_length, predictions, counts, load)
+    return BertDataset(vocab_size, sequence_length, predictions, counts, lambda split, field: made(split)[field])
 
 
 def random_pairs(count: int, vocab_size: int, sequence_length: int, rng: np.random.Generator) -> list[Pair]:

@@ -25,10 +25,7 @@ LARGEST_VOCAB_SIZE = 1 << 24
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Load a tokenizer that neither truncates nor pads, whatever the file says: samples are made from whole texts.
-
-    Raises :class:`UserError` when the file is none.
-    """
+    """Load a tokenizer that neither truncates nor pads, whatever the file states. Raises :class:`UserError`."""
     from tokenizers import Tokenizer
 
     try:
@@ -61,12 +58,7 @@ def ids_in(tokenizer: Tokenizer) -> int:
 def model_vocab_size(asked: int, words: int, tokenizer: Path | None) -> int:
     """Return the size asked for; for -1 that of the tokenizer, rounded up to a multiple of 8 for the matrix units.
 
-    Args:
-        words: tokens of the tokenizer.
-        tokenizer: the file that was given; None for one that was trained to fit.
-
-    Raises:
-        UserError: fewer were asked for than the tokenizer has.
+    Raises :class:`UserError` when fewer were asked for than the ``words`` of the tokenizer; ``tokenizer``: its file.
     """
     if asked == -1:
         return -(-words // 8) * 8
@@ -145,15 +137,11 @@ _FEWEST = 2  # a pair that occurs once is not worth a token
 
 
 def train_byte_bpe(texts: Iterable[str], vocab_size: int, *, total: int | None = None) -> Tokenizer:
-    """Train a tokenizer of at most ``vocab_size`` tokens that spells any text: 256 bytes, pairs of them, pairs of
-    pairs.
+    """Train a byte-level BPE tokenizer (Sennrich et al. 2016) of at most ``vocab_size`` tokens: it spells any text.
 
-    Sennrich et al. 2016 on bytes, words divided by GPT-2's pattern (Radford et al. 2019, section 2.2). Token 0 is the
-    end of a text. Small texts give fewer tokens. The order of the texts does not matter. Raises UserError when
-    ``vocab_size`` is too small for the bytes.
-
-    Args:
-        total: number of texts, for the progress line.
+    Words are divided by GPT-2's pattern (Radford et al. 2019, section 2.2). Token 0 is the end of a text. Small texts
+    give fewer tokens. The order of the texts does not matter. ``total``: number of texts, for the progress line. Raises
+    UserError when ``vocab_size`` is too small for the bytes.
     """
     if vocab_size < _BYTES + 1:
         raise UserError(f"vocab_size is {vocab_size}, but {_BYTES} bytes and the end of a text are {_BYTES + 1} tokens",
