@@ -97,8 +97,8 @@ def test_the_cache_gives_back_what_it_was_given(tmp_path: Path) -> None:
     replace(MADE, identity=replace(MADE.identity, device="H100")).save(path)
     assert cached(MADE.identity, tmp_path, said.append) is None
     assert [line.partition(" (")[0] for line in said] == [
-        "measured anew: the profile is not JSON: Expecting ',' delimiter",
-        "measured anew: the file holds the profile of something else"]
+        "measured again: the profile is not JSON: Expecting ',' delimiter",
+        "measured again: the file holds the profile of something else"]
     assert load_by_digest("../../etc", tmp_path) is None
 
 

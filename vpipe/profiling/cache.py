@@ -19,10 +19,7 @@ def to_stderr(line: str) -> None:
 
 
 def profile_path(identity: Identity, directory: Path | None = None) -> Path:
-    """Return the path of a profile.
-
-    ``directory`` is the one for prepared data, ``.cache/vpipe`` in the user's home if none is chosen.
-    """
+    """Return the path of a profile in the directory for prepared data, by default ``~/.cache/vpipe``."""
     return _folder(directory) / f"{identity.digest}.json"
 
 
@@ -35,13 +32,13 @@ def cached(identity: Identity, directory: Path | None = None, say: Say = to_stde
         return None
     try:
         profile = Profile.load(path)
+        if profile.identity == identity:
+            return profile
+        why = "the file holds the profile of something else"
     except UserError as error:
-        say(f"measured anew: {error.problems[0].what} ({path})")
-        return None
-    if profile.identity != identity:
-        say(f"measured anew: the file holds the profile of something else ({path})")
-        return None
-    return profile
+        why = error.problems[0].what
+    say(f"measured again: {why} ({path})")
+    return None
 
 
 def load_by_digest(digest: str, directory: Path | None = None) -> Profile | None:

@@ -1,6 +1,4 @@
-"""Compare layers, models and profiles by what they compute: equal layers are measured once, a profile is used again for
-an equal model.
-"""
+"""Tell equal layers and models: equal layers are measured once, a profile is used again for an equal model."""
 
 from __future__ import annotations
 
@@ -26,8 +24,7 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 def structure(layer: Layer) -> str:
-    """Describe all that decides what a layer computes, as text: its modules with their settings, parameters and
-    buffers.
+    """Describe all that decides what a layer computes: its modules with their settings, parameters and buffers.
 
     Built on the meta device: no memory. Two layers with the same text are taken for equal. An object among the settings
     whose content cannot be read counts as different in every layer: rather measured twice than mistaken.
@@ -45,9 +42,7 @@ def structure(layer: Layer) -> str:
 
 
 def _points(value: object) -> bool:
-    """Return whether a setting only refers to what is described elsewhere, as a list of weak references to
-    parameters.
-    """
+    """Tell whether a setting only refers to what is described elsewhere, as a list of weak references does."""
     return isinstance(value, (list, tuple)) and any(isinstance(one, weakref.ref) for one in value)
 
 
@@ -67,12 +62,8 @@ def digest(model: Model, structures: list[str], batch: Mapping[str, Tensor]) -> 
 def code_digest(model: Model, structures: list[str]) -> str | None:
     """Return a digest of the source of the layers' classes and functions, except torch's, which has its version.
 
-    Args:
-        structures: of its layers.
-
-    Returns:
-        None where two processes cannot compare it: a class without source, a function made within
-        another, an object among the settings whose content cannot be read.
+    None where two processes cannot compare it: a class without source, a function made within another, an object among
+    the settings whose content cannot be read.
     """
     sources: dict[str, str] = {}
     for layer in dict(zip(structures, model.layers, strict=True)).values():
@@ -113,7 +104,6 @@ def _spec(tensor: Tensor) -> str:
 
 
 
-
 def identify(model: Model, microbatch: Mapping[str, Tensor], *, model_name: str, optimizer: str,
              device: torch.device | str, ranks_per_host: int, backend: str, threads: int | None = None,
              ranks: int | None = None, hosts: int = 1, cores: int | None = None,
@@ -126,9 +116,7 @@ def identify(model: Model, microbatch: Mapping[str, Tensor], *, model_name: str,
         optimizer: its name, and its settings that cost time or memory.
         threads: per rank; those of this process when left out.
         ranks: of all hosts; those of one when left out.
-        cores: number of ranks of a host that can compute at once; on a processor the cores of this process when left
-            out.
-        precision: of the numbers.
+        cores: ranks of a host that can compute at once; on a processor the cores of this process when left out.
     """
     device, structures = torch.device(device), [structure(layer) for layer in model.layers]
     threads = threads or torch.get_num_threads()

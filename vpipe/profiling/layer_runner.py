@@ -1,20 +1,27 @@
-"""Run one layer as a stage of its own, so that measurements use the code of the runtime."""
+"""Run one layer as a stage of its own, with the code of the runtime, and count the bytes and operations that it takes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from vpipe.model.layer import LOSS, Model
 from vpipe.model.split import StageSpec, alive
+from vpipe.plan.profile import TensorBytes
 from vpipe.profiling.fingerprint import tied_owners
-from vpipe.runtime.activations import Record
+from vpipe.runtime.activations import ActivationCounter, Record
 from vpipe.runtime.precision import FP32, Precision
 from vpipe.runtime.stage import Stage
-from vpipe.runtime.stage_optimizer import StageOptimizer
+from vpipe.runtime.stage_optimizer import MakeOptimizer, StageOptimizer
 
 
 @dataclass(frozen=True)
@@ -92,3 +99,160 @@ def gradients_for(outputs: Mapping[str, Tensor], names: Sequence[str]) -> dict[s
     """Return a gradient for each of the outputs that needs one."""
     return {name: torch.full_like(outputs[name], 1.0 if name == LOSS else 1e-3)
             for name in names if outputs[name].requires_grad}
+
+
+@dataclass(frozen=True)
+class LayerCounts:
+    """The bytes and operations of a layer for one microbatch; see :class:`vpipe.plan.profile.LayerProfile`."""
+
+    parameter_bytes: int
+    frozen_bytes: int
+    optimizer_bytes: int
+    writes: tuple[TensorBytes, ...]
+    saved_bytes: int
+    # the places of the tensors among those that the layer reads and writes: ("in", 0)
+    saves: tuple[tuple[str, int], ...]
+    weight_half_bytes: int
+    working_bytes: int
+    forward_flops: int
+    tied_bytes: Mapping[str, int]  # of every borrowed parameter, by the layer's own name for it
+
+
+def count_layer(runner: LayerRunner, given: LayerInputs, make_optimizer: MakeOptimizer) -> LayerCounts:
+    """Run a layer a few times and count. Its weights stay as they are."""
+    given = _copied(given)
+    shared = [t for module in runner.stage.modules.values() for t in (*module.parameters(), *module.buffers())]
+    own = runner.stage.weights.values(runner.stage.weights.names)
+    borrowed = [t for weights in runner.stage.borrowed.values() for t in weights.values(weights.names)]
+    trained = _sizes([*own, *borrowed])
+    written, saves, saved_bytes = _saved(runner, given, _sizes(shared))
+    return LayerCounts(
+        parameter_bytes=_total(own), frozen_bytes=_total(shared) - sum(trained.values()),
+        working_bytes=_working(runner, given, shared), weight_half_bytes=_between_halves(runner, given, _sizes(shared)),
+        optimizer_bytes=_optimizer_bytes(runner, given, make_optimizer), writes=written, saved_bytes=saved_bytes,
+        saves=saves, forward_flops=_flops(runner, given), tied_bytes=runner.tied_bytes)
+
+
+def _saved(runner: LayerRunner, given: LayerInputs, shared: Collection[StorageWeakRef]
+           ) -> tuple[tuple[TensorBytes, ...], tuple[tuple[str, int], ...], int]:
+    """Return the layer's outputs, the inputs and outputs that its graph keeps, and the bytes besides."""
+    kept = ActivationCounter()
+    with kept.counting():
+        outputs, _record = runner.forward(given)
+    saved = {storage: size for storage, size in kept.saved().items() if storage not in shared}
+    saves: dict[tuple[str, int], None] = {}
+    places = [("in", [*(given.inputs[name] for name in runner.reads), *(given.fields[name] for name in runner.fields)]),
+              ("out", [outputs[name] for name in runner.writes])]
+    for way, tensors in places:
+        for place, tensor in enumerate(tensors):
+            for storage in _sizes([tensor]):
+                if saved.pop(storage, None) is not None:
+                    saves[way, place] = None
+    written = tuple(TensorBytes(name, max(t.nbytes, _total([t])), t.requires_grad) for name, t in outputs.items())
+    return written, tuple(saves), sum(saved.values())
+
+
+def _working(runner: LayerRunner, given: LayerInputs, shared: Sequence[Tensor]) -> int:
+    """Return the most bytes that a backward takes beyond what the forward left; weights have gradients already."""
+    runner.backward(runner.forward(given)[1], given.gradients)
+    weights = (runner.stage.weights, *runner.stage.borrowed.values())
+    gradients = [g for owned in weights for g in owned.gradients if g is not None]
+    coming = _total(given.gradients.values())
+    kept = ActivationCounter()
+    with kept.counting():
+        record = runner.forward(given)[1]
+    if (device := runner.stage.device).type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        runner.backward(record, given.gradients)
+        return max(0, torch.cuda.max_memory_allocated(device) - before) + coming
+    peak = _PeakMemory(kept, _sizes([*shared, *gradients, *given.gradients.values()]))
+    with peak:
+        runner.backward(record, given.gradients)
+    return peak.bytes + coming
+
+
+def _between_halves(runner: LayerRunner, given: LayerInputs, shared: Collection[StorageWeakRef]) -> int:
+    """Return the bytes that the input half leaves for the weight half, where nobody else holds inputs and outputs."""
+    kept = ActivationCounter()
+    with kept.counting():
+        record = runner.forward(_copied(given), split=True)[1]
+    runner.backward(record, given.gradients, split=True)
+    waiting = kept.saved() | _sizes(t for half in record.weight_grads for t in half.waiting())
+    size = sum(size for storage, size in waiting.items() if storage not in shared)
+    runner.stage.backward_weight(record)
+    return size
+
+
+def _optimizer_bytes(runner: LayerRunner, given: LayerInputs, make_optimizer: MakeOptimizer) -> int:
+    optimizer = zero_rate_optimizer(make_optimizer, runner.stage)
+    runner.backward(runner.forward(given)[1], given.gradients)
+    runner.step(optimizer)
+    weights = runner.stage.weights
+    masters = list(weights.masters.values())  # of rounded weights they have memory of their own
+    own = _sizes([*masters, *optimizer.state_tensors()])
+    return sum(size for storage, size in own.items() if storage not in _sizes(weights.values(weights.names)))
+
+
+def zero_rate_optimizer(make_optimizer: MakeOptimizer, stage: Stage) -> StageOptimizer:
+    """Return an optimizer whose steps do all the work at a learning rate of 0: weights stay as they were."""
+    optimizer = StageOptimizer.build(make_optimizer, stage.weights.masters, stage.spec.index)
+    for group in optimizer.groups:
+        group["lr"] = group["lr"] * 0
+    return optimizer
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+
+
+_attention_flops._get_raw = True  # type: ignore[attr-defined]
+
+
+def _flops(runner: LayerRunner, given: LayerInputs) -> int:
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # which the counter does not know
+    counter = FlopCounterMode(display=False, custom_mapping={attention: _attention_flops})
+    with counter:
+        runner.stage.evaluate([given.inputs[name].detach() for name in runner.reads], given.fields, (0, 0))
+    return int(counter.get_total_flops())
+
+
+class _PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Track the peak of bytes beyond those at the beginning: what operations allocated, less what was freed."""
+
+    def __init__(self, kept: ActivationCounter, ignored: Collection[StorageWeakRef]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ignored, self._before = ignored, kept.saved()
+        self._made: dict[StorageWeakRef, int] = {}
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._made |= {storage: size for storage, size in _sizes(t for t in tree_leaves(result)
+                                                                 if isinstance(t, Tensor)).items()
+                       if storage not in self._ignored and storage not in self._before}
+        self._made = _there(self._made)
+        freed = sum(self._before.values()) - sum(_there(self._before).values())
+        self.bytes = max(self.bytes, sum(self._made.values()) - freed)
+        return result
+
+
+def _sizes(tensors: Iterable[Tensor]) -> dict[StorageWeakRef, int]:
+    """Return bytes by storage, of tensors that have one."""
+    storages = (t.untyped_storage() for t in tensors if t.layout is torch.strided)
+    return {StorageWeakRef(storage): storage.nbytes() for storage in storages}  # type: ignore[no-untyped-call]
+
+
+def _there(sizes: Mapping[StorageWeakRef, int]) -> dict[StorageWeakRef, int]:
+    """Return the storages that were not freed."""
+    return {storage: size for storage, size in sizes.items() if not storage.expired()}  # type: ignore[no-untyped-call]
+
+
+def _total(tensors: Iterable[Tensor]) -> int:
+    return sum(_sizes(tensors).values())
+
+
+def _copied(given: LayerInputs) -> LayerInputs:
+    inputs, fields = ({name: t.detach().clone().requires_grad_(t.requires_grad) for name, t in tensors.items()}
+                      for tensors in (given.inputs, given.fields))
+    return replace(given, inputs=inputs, fields=fields)

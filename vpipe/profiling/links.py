@@ -24,7 +24,7 @@ TIMES = 7
 Links = dict[tuple[int, int], LinkProfile]
 
 
-def measure_links(world: RankGroup, device: torch.device, timeout_s: float) -> tuple[LinkProfile, Links]:
+def measure_links(group: RankGroup, device: torch.device, timeout_s: float) -> tuple[LinkProfile, Links]:
     """Return the link between two ranks of one host, and those between certain ranks, by (source, target).
 
     Neighbours send a tensor back and forth; half of that is a transfer. On a processor one pair of a host does so at a
@@ -32,29 +32,29 @@ def measure_links(world: RankGroup, device: torch.device, timeout_s: float) -> t
     that can at the same time. Ranks of different hosts that are no neighbours get the median of those that are. Alone,
     tensors are handed over in memory.
     """
-    if world.ranks == 1:
+    if group.ranks == 1:
         return LinkProfile(0.0, copied_bytes_per_s(device)), {}
-    rounds = _rounds(world.ranks, range(world.ranks) if device.type == "cuda" else world.hosts)
+    rounds = _rounds(group.ranks, range(group.ranks) if device.type == "cuda" else group.hosts)
     transport = DistributedTransport(device, timeout_s, 1, lambda rank: f"rank {rank}", 1)
     mine: dict[int, list[list[float]]] = {}
     for pairs in rounds:
-        world.all_gather(None)
+        group.all_gather(None)
         for first, second in pairs:
-            if world.rank in (first, second):
-                peer = second if world.rank == first else first
+            if group.rank in (first, second):
+                peer = second if group.rank == first else first
                 numbers = count()
                 mine[peer] = [_back_and_forth(transport, peer, size, numbers, device) for size in SIZES]
-    world.all_gather(None)
+    group.all_gather(None)
     transport.finish()
     # What the peer sent is what was waited for: the link is towards this rank.
     found = {(peer, rank): _fitted(times)
-             for rank, theirs in enumerate(world.all_gather([[peer, times] for peer, times in mine.items()]))
+             for rank, theirs in enumerate(group.all_gather([[peer, times] for peer, times in mine.items()]))
              for peer, times in theirs}
-    near = [link for (a, b), link in found.items() if world.hosts[a] == world.hosts[b]]
-    far = [link for (a, b), link in found.items() if world.hosts[a] != world.hosts[b]]
+    near = [link for (a, b), link in found.items() if group.hosts[a] == group.hosts[b]]
+    far = [link for (a, b), link in found.items() if group.hosts[a] != group.hosts[b]]
     if far:
-        others = {(a, b): _typical(far) for a in range(world.ranks) for b in range(world.ranks)
-                  if world.hosts[a] != world.hosts[b]}
+        others = {(a, b): _typical(far) for a in range(group.ranks) for b in range(group.ranks)
+                  if group.hosts[a] != group.hosts[b]}
         found = others | found
     return _typical(near or far), found
 

@@ -24,9 +24,15 @@ from vpipe.profiling.device import (
     shared_bytes,
 )
 from vpipe.profiling.fingerprint import structure, tied_owners
-from vpipe.profiling.layer_runner import LayerInputs, LayerRunner, gradients_for, read_later
+from vpipe.profiling.layer_runner import (
+    LayerCounts,
+    LayerInputs,
+    LayerRunner,
+    count_layer,
+    gradients_for,
+    read_later,
+)
 from vpipe.profiling.links import measure_links
-from vpipe.profiling.memory import LayerCounts, count_layer
 from vpipe.profiling.rank_group import RankGroup
 from vpipe.profiling.timing import LayerTimer, Samples, measure_overhead, run_rounds, summary
 from vpipe.runtime.precision import FP32, Precision
@@ -86,9 +92,9 @@ def survey(model: Model, structures: Sequence[str], microbatch: Mapping[str, Ten
             except VpipeError:
                 raise
             except Exception as error:
-                raise RunError(f"layer '{layer.name}' fails on a microbatch of {_shapes(fields)}: "
-                               f"{type(error).__name__}: {error}",
-                               hint="a layer that does not fit into memory needs smaller microbatches") from error
+                shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in fields.items())
+                what = f"layer '{layer.name}' fails on a microbatch of {shapes}: {type(error).__name__}: {error}"
+                raise RunError(what, hint="a layer that does not fit into memory needs smaller microbatches") from error
             made[number] = [outputs[name] for name in layer.outputs]
         tensors.update(zip(layer.outputs, made[first], strict=True))
         if like.count(first) <= INSTANCES:
@@ -97,11 +103,7 @@ def survey(model: Model, structures: Sequence[str], microbatch: Mapping[str, Ten
 
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:
-    return (tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
-
-
-def _shapes(fields: Mapping[str, Tensor]) -> str:
-    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in fields.items())
+    return tensor.dtype, tuple(tensor.shape), tensor.requires_grad
 
 
 BUDGET_S = 8.0
@@ -257,8 +259,7 @@ class _Measurement:
             reads=reads, writes=writes, saved_bytes=counts.saved_bytes,
             saves=tuple(f"{way}:{places[way][place]}" for way, place in counts.saves),
             weight_half_bytes=counts.weight_half_bytes, working_bytes=counts.working_bytes, tied=dict(tied),
-            forward_flops=counts.forward_flops,
-            like=kind, frozen_bytes=counts.frozen_bytes)
+            forward_flops=counts.forward_flops, like=kind, frozen_bytes=counts.frozen_bytes)
 
 
 def _by_kind(seen: Survey, samples: Mapping[int, Samples], figure: str) -> dict[int, list[float]]:

@@ -39,9 +39,7 @@ class RankGroup:
         return [broadcast_value(value, rank) for rank in range(self.ranks)]
 
     def barrier(self, doing: str = "measuring layers") -> None:
-        """Wait for all, longer than the process group would: measurements of others may take longer than its
-        timeout.
-        """
+        """Wait for all, longer than the process group would: others may measure for longer than its timeout."""
         if self.ranks == 1:
             return
         token, patience = torch.zeros(1), timedelta(seconds=PATIENCE_S)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from statistics import median, quantiles
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,7 @@ from vpipe.model.layer import Layer, Model
 from vpipe.model.split import StageSpec
 from vpipe.plan.profile import Seconds
 from vpipe.profiling.device import Clock
-from vpipe.profiling.layer_runner import LayerInputs, LayerRunner
-from vpipe.profiling.memory import zero_rate_optimizer
+from vpipe.profiling.layer_runner import LayerInputs, LayerRunner, zero_rate_optimizer
 from vpipe.profiling.rank_group import RankGroup
 from vpipe.runtime.activations import Record
 from vpipe.runtime.precision import Precision
@@ -40,16 +39,15 @@ of the number of samples.
 class LayerTimer:
     """Time layers while one microbatch after another passes them forward and backward.
 
-    Measuring one layer again and again would find its weights and its activations in the cache, and memory that was
-    just freed. Here every layer comes after the others, and the backward of a microbatch after the forward of
-    the next one of its mode, as in the middle of a pipeline. The modes take turns: whole backwards, those after a
-    recompute, and halves. The weights' gradients are there already, as after the first microbatch of an update.
+    Measured again and again, one layer would find its weights and its activations in the cache, and memory that was
+    just freed. Here every layer comes after the others, and the backward of a microbatch after the forward of the next
+    one of its mode, as in the middle of a pipeline. The modes take turns: whole backwards, those after a recompute, and
+    halves. The weights' gradients are there already, as after the first microbatch of an update.
 
     Args:
         runners: in the order of the model.
         given: each one's inputs in a run. Another layer's outputs take their place where they are alike.
-        shifted: whether to begin a round with a backward. Of ranks that measure at the same time every other one does:
-            in a pipeline, too, neighbours do different things at a time.
+        shifted: begin a round with a backward, as every other rank does: in a pipeline neighbours do different things.
     """
 
     def __init__(self, runners: Sequence[LayerRunner], given: Sequence[LayerInputs], clock: Clock,
@@ -134,7 +132,7 @@ class LayerTimer:
                 samples[figure].append(self._clock() - started)
 
 
-def run_rounds(timer: LayerTimer, budget_s: float, world: RankGroup, at_once: int | None,
+def run_rounds(timer: LayerTimer, budget_s: float, group: RankGroup, at_once: int | None,
                tell: Callable[[int], None] = lambda rounds: None) -> None:
     """Run rounds on all ranks at the same time, until all figures are known well or the time is over.
 
@@ -142,19 +140,19 @@ def run_rounds(timer: LayerTimer, budget_s: float, world: RankGroup, at_once: in
         at_once: number of ranks of a host that may work; where there are more, they take turns. None: all.
         tell: called with the number of rounds that are done.
     """
-    mine, turns = world.turn(at_once)
+    mine, turns = group.turn(at_once)
     timer.warm_up()
     started, rounds = perf_counter(), 0
     while True:
-        world.barrier()
+        group.barrier()
         over = perf_counter() - started > budget_s and rounds >= 3
-        if all(world.all_gather(over or rounds >= MOST or (rounds >= LEAST and timer.converged()))):
+        if all(group.all_gather(over or rounds >= MOST or (rounds >= LEAST and timer.converged()))):
             return
         for turn in range(turns):
             if turn == mine:
                 timer.round()
             if turn + 1 < turns:
-                world.barrier()
+                group.barrier()
         rounds += 1
         tell(rounds)
 
@@ -175,7 +173,8 @@ def _alike(made: Tensor | None, wanted: Tensor) -> Tensor:
     return made if made.shape == wanted.shape and made.device == wanted.device else wanted
 
 
-_TIMES = 40
+_TIMES, _WARM_UP = 40, 4
+"""Calls by which overhead is measured, and how many at first do not count."""
 
 
 def measure_overhead(device: torch.device, clock: Clock, make_optimizer: MakeOptimizer,
@@ -186,7 +185,15 @@ def measure_overhead(device: torch.device, clock: Clock, make_optimizer: MakeOpt
     """
     one, two = (_times(layers, device, clock, precision) for layers in (1, 2))
     overhead = {figure: max(0.0, 2 * one[figure] - two[figure]) for figure in one}
-    return overhead | {"step": _step(device, clock, make_optimizer, precision)}
+    model = Model([Layer("tiny", partial(nn.Linear, 1, 1), ("x",), ("loss",))], batch=("x",))
+    runner = LayerRunner(model, 0, device, 0, precision)
+    optimizer = zero_rate_optimizer(make_optimizer, runner.stage)
+    for leaf in runner.stage.weights.graded():
+        leaf.grad = torch.ones_like(leaf)
+    steps: list[float] = []
+    for _ in range(_TIMES):
+        _timed(clock, steps, runner.step, optimizer)
+    return overhead | {"step": median(steps[_WARM_UP:])}
 
 
 def _times(layers: int, device: torch.device, clock: Clock, precision: Precision) -> dict[str, float]:
@@ -194,42 +201,27 @@ def _times(layers: int, device: torch.device, clock: Clock, precision: Precision
                    Layer("last", nn.Identity, outputs=("loss",))], batch=("x",))
     spec = StageSpec(1, range(1, 1 + layers), ("h",), ("h",), (), {})
     stage = Stage(model, spec, seed=0, device=device, recomputed=(), precision=precision)
+    stage.recomputes = True
     gradients = {"h": torch.ones(1, device=device, dtype=precision.dtype)}
     found: Samples = defaultdict(list)
-    for again in range(_TIMES):
+    for _ in range(_TIMES):
         for split in (False, True):
             received = [torch.ones(1, device=device, dtype=precision.dtype, requires_grad=True)]
-            marks = [clock()]
-            _, record = stage.forward(received, {}, (0, 0), {}, split=split)
-            marks.append(clock())
+            _, record = _timed(clock, found["forward"], partial(stage.forward, split=split), received, {}, (0, 0), {})
             if split:
-                stage.backward_input(record, gradients)
-                marks.append(clock())
-                stage.backward_weight(record)
+                _timed(clock, found["input_half"], stage.backward_input, record, gradients)
+                _timed(clock, found["weight_half"], stage.backward_weight, record)
             else:
                 for saved in record.spans:
                     saved.graph = None
-                stage.recomputes = True
-                stage.recompute(record)
-                marks.append(clock())
-                stage.backward(record, gradients)
-            marks.append(clock())
-            if again > 3:
-                names = ("input_half", "weight_half") if split else ("recompute", "backward")
-                for name, (start, end) in zip(("forward", *names), pairwise(marks), strict=True):
-                    found[name].append(end - start)
-    return {figure: median(seconds) for figure, seconds in found.items()}
+                _timed(clock, found["recompute"], stage.recompute, record)
+                _timed(clock, found["backward"], stage.backward, record, gradients)
+    return {figure: median(seconds[_WARM_UP:]) for figure, seconds in found.items()}
 
 
-def _step(device: torch.device, clock: Clock, make_optimizer: MakeOptimizer, precision: Precision) -> float:
-    model = Model([Layer("tiny", partial(nn.Linear, 1, 1), ("x",), ("loss",))], batch=("x",))
-    runner = LayerRunner(model, 0, device, 0, precision)
-    optimizer = zero_rate_optimizer(make_optimizer, runner.stage)
-    for leaf in runner.stage.weights.graded():
-        leaf.grad = torch.ones_like(leaf)
-    seconds = []
-    for _ in range(_TIMES):
-        started = clock()
-        runner.step(optimizer)
-        seconds.append(clock() - started)
-    return median(seconds[3:])
+def _timed(clock: Clock, seconds: list[float], work: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function, note how long that takes, and return its result."""
+    started = clock()
+    result = work(*arguments)
+    seconds.append(clock() - started)
+    return result

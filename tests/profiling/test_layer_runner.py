@@ -16,8 +16,14 @@ from vpipe import Layer, Model
 from vpipe.model.split import StageSpec, alive, split
 from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds
 from vpipe.plan.stage_costs import stage_memory
-from vpipe.profiling.layer_runner import LayerInputs, LayerRunner, gradients_for, read_later
-from vpipe.profiling.memory import LayerCounts, count_layer
+from vpipe.profiling.layer_runner import (
+    LayerCounts,
+    LayerInputs,
+    LayerRunner,
+    count_layer,
+    gradients_for,
+    read_later,
+)
 from vpipe.runtime.activations import ActivationCounter
 from vpipe.runtime.precision import Precision
 from vpipe.runtime.stage import Stage
