@@ -181,6 +181,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(verify)
     verify.add_argument("--steps", type=int, default=3, metavar="N", help="updates to compare (default: 3; a schedule "
                         "without a flush runs more if it needs them to use every weight version)")
+    verify.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="compute on the processors, where the "
+                        "numbers are equal to the last bit (default), or on a GPU that all ranks share")
 
     compare = _add(commands, "compare", "compare.run_compare", "train models, systems or schedules in turns in the "
                    "same processes, and compare speed, memory and loss in a table and a CSV")

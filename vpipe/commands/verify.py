@@ -41,8 +41,8 @@ def run_verify(options: argparse.Namespace) -> None:
         raise UserError(f"--steps is {options.steps}", hint="compare 1 update or more" if options.steps < 1 else
                         f"compare {MOST_STEPS:,} updates at most: the weights of each are kept")
     torch.set_num_threads(1)
-    # On this machine's processors, whatever the config trains on: there the numbers are the same to the bit.
-    settings = [*options.settings, "parallel.backend=gloo", "parallel.device=cpu"]
+    # By default on processors, whatever the config trains on: there the numbers are the same to the bit.
+    settings = [*options.settings, "parallel.backend=gloo", f"parallel.device={options.device}"]
     job = Job.from_config(load_config(options.config, settings, options.scheduler))
     batches, ranks = batches_for_steps(job, options.steps), job.schedule.ranks
     steps = steps_in_batches(job, batches)

@@ -15,6 +15,7 @@ where a sum differs in its last bit, a number between two codes becomes another 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -35,7 +36,7 @@ from vpipe.schedules.dependencies import Dependencies
 from vpipe.schedules.prepare import is_file
 from vpipe.schedules.registry import VersionRule, recipe_named
 from vpipe.schedules.schedule import Schedule
-from vpipe.train.job import Job, join
+from vpipe.train.job import Job, device_of, join
 from vpipe.train.loop import build_pipeline
 from vpipe.verify.compression import CutCompression
 from vpipe.verify.reference import asynchronous_oracle, flush_oracle
@@ -100,7 +101,8 @@ def steps_in_batches(job: Job, batches: int) -> int:
 
 
 def references(job: Job, batches: int) -> Iterator[Reference]:
-    """Yield the oracles of a job, the exact one first."""
+    """Yield the oracles of a job, the exact one first, computed on the job's device."""
+    device = make_deterministic(job)
     config, model, schedule = job.config, job.model, job.schedule
     parallel, training, partition = config.parallel.standing_in, config.training, job.partition
     widths = [len(ranks) for ranks in job.placement]
@@ -117,7 +119,7 @@ def references(job: Job, batches: int) -> Iterator[Reference]:
 
     def recipe(trajectory: Trajectory) -> TrainingRecipe:
         return TrainingRecipe(job.optimizer().from_named, training.num_microbatches, training.seed, job.lr_policy(),
-                        training.grad_clip, trajectory, compress, training.on_nan == "skip", precision)
+                        training.grad_clip, trajectory, compress, training.on_nan == "skip", precision, device)
 
     trajectory = Trajectory()
     if schedule.flush:
@@ -168,9 +170,19 @@ def run_in_process(job: Job, batches: int) -> Trajectory:
     return Trajectory.join(_recorded(build_pipeline(job), job, batches))
 
 
+def make_deterministic(job: Job) -> torch.device:
+    """Return the device of a job in this process; on a GPU, let torch choose kernels that add in a fixed order."""
+    device = device_of(job.config)
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product is computed
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    return device
+
+
 def record_rank(job: Job, folder: Path, batches: int) -> None:
     """Run one rank of a job, and save its trajectory in the folder."""
     torch.set_num_threads(1)
+    make_deterministic(job)
     join(job.config)
     for rank, trajectory in _recorded(build_pipeline(job), job, batches).items():
         trajectory.save(folder, rank)

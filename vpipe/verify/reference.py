@@ -82,7 +82,8 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe,
     """
     partition = [len(model)] if partition is None else partition
     precision = recipe.precision
-    reference = ReferenceModel(model, recipe.seed, partition, widths or [1] * len(partition), precision)
+    reference = ReferenceModel(model, recipe.seed, partition, widths or [1] * len(partition), precision,
+                               recipe.device)
     reference.load(start.tensors)
     copies = reference.separate_tied_weights()
     parameters, masters = reference.parameters, reference.masters
@@ -91,7 +92,7 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe,
     run, scale = ReferenceRun(), ReferenceLossScale.create(precision, 0, start.tensors)
     for update, batch in enumerate(batches):
         losses, number = [], update + start.microbatches // recipe.microbatches
-        for m, fields in enumerate(_microbatches(batch, recipe.microbatches)):
+        for m, fields in enumerate(_microbatches(batch, recipe.microbatches, recipe.device)):
             with reference.replica(m):
                 loss = _forward(model, fields, lambda i, arguments: reference.layers[i](*arguments),
                                 (recipe.seed, number, m), partial(recipe.compress, number * recipe.microbatches + m, m),
@@ -140,7 +141,8 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
     """
     version_of = version_of or version_rule(DEFAULT_ASYNCHRONOUS)
     precision = recipe.precision
-    reference = ReferenceModel(model, recipe.seed, partition, widths or [1] * len(partition), precision)
+    reference = ReferenceModel(model, recipe.seed, partition, widths or [1] * len(partition), precision,
+                               recipe.device)
     reference.load(start.tensors)
     sums, layers = GradientSums(reference.stage_of, reference.owners, reference.widths), _CallInside(reference.layers)
     first = [0, *accumulate(partition)]  # layers
@@ -163,7 +165,7 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
             run.end_step(losses, recipe.trajectory)
             losses.clear()
 
-    stream = (fields for batch in batches for fields in _microbatches(batch, recipe.microbatches))
+    stream = (fields for batch in batches for fields in _microbatches(batch, recipe.microbatches, recipe.device))
     for i, fields in enumerate(islice(stream, start.begun, None), start.microbatches):
         if i in drained_at:
             complete(ending=True)
@@ -247,12 +249,12 @@ def _forward(model: Model, fields: Batch, call: Callable[[int, list[Tensor]], ob
              key: tuple[int, int, int], compress: Callable[[int, dict[str, Tensor]], None] = lambda *_: None,
              precision: ReferencePrecision = FP32) -> Tensor:
     """Run all layers in order, each under its own seed, and return the loss."""
-    tensors = precision.fields(fields)
+    tensors, device = precision.fields(fields), next(iter(fields.values())).device.type
     for i, layer in enumerate(model.layers):
         compress(i, tensors)
         _seed(seed_of(*key, i))
         arguments = [tensors[name] for name in layer.inputs]
-        tensors |= precision.outputs(layer.outputs, partial(call, i, arguments))
+        tensors |= precision.outputs(layer.outputs, partial(call, i, arguments), device)
     return tensors[LOSS]
 
 
@@ -271,8 +273,8 @@ def _scale_tensors(scales: Iterable[ReferenceLossScale | None]) -> dict[str, Ten
             tensor in scale.checkpoint_tensors().items()}
 
 
-def _microbatches(batch: Batch, microbatches: int) -> Iterator[dict[str, Tensor]]:
-    parts = {name: tensor.chunk(microbatches) for name, tensor in batch.items()}
+def _microbatches(batch: Batch, microbatches: int, device: torch.device | str = "cpu") -> Iterator[dict[str, Tensor]]:
+    parts = {name: tensor.to(device).chunk(microbatches) for name, tensor in batch.items()}
     for m in range(microbatches):
         yield {name: part[m] for name, part in parts.items()}
 

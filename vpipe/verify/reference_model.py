@@ -50,9 +50,9 @@ class ReferencePrecision(Precision):
         """Return the fields of a batch as layers read them."""
         return {name: self.weight(value) for name, value in batch.items()}
 
-    def outputs(self, names: Sequence[str], call: Callable[[], object]) -> dict[str, Tensor]:
-        """Run a layer by ``call`` and return its outputs by name."""
-        with torch.autocast("cpu", dtype=self.dtype) if self.autocasts else nullcontext():
+    def outputs(self, names: Sequence[str], call: Callable[[], object], device: str = "cpu") -> dict[str, Tensor]:
+        """Run a layer by ``call`` on a type of device and return its outputs by name."""
+        with torch.autocast(device, dtype=self.dtype) if self.autocasts else nullcontext():
             result = call()
         outputs = zip(names, result if isinstance(result, tuple) else (result,), strict=True)
         return {name: (tensor.float() if tensor.dtype == self.dtype else tensor) if name == LOSS
@@ -73,6 +73,7 @@ class ReferenceModel:
         partition: layers per stage.
         widths: replicas per stage.
         precision: decides whether layers are rounded.
+        device: of the layers.
 
     Attributes:
         layers: modules, in order.
@@ -85,8 +86,8 @@ class ReferenceModel:
     """
 
     def __init__(self, model: Model, seed: int, partition: Sequence[int], widths: Sequence[int],
-                 precision: ReferencePrecision = FP32) -> None:
-        self._model, self._modules, self.widths = model, model.materialize(seed), tuple(widths)
+                 precision: ReferencePrecision = FP32, device: torch.device | str = "cpu") -> None:
+        self._model, self._modules, self.widths = model, model.materialize(seed).to(device), tuple(widths)
         self.layers = [self._modules[layer.name] for layer in model.layers]
         specs = split(model, partition)
         assert len(specs) == len(widths), "one width per stage"

@@ -197,6 +197,7 @@ class TrainingRecipe:
         clip: largest norm of the gradients.
         trajectory: records every update.
         skip: whether to skip an update whose loss or gradient norms are not all finite.
+        device: of the layers; batches are moved there.
     """
 
     optimizer: MakeOptimizer
@@ -208,6 +209,7 @@ class TrainingRecipe:
     compress: CompressAtCut = uncompressed
     skip: bool = False
     precision: ReferencePrecision = FP32
+    device: torch.device | str = "cpu"
 
     def optimizers(self, parameters: Mapping[str, nn.Parameter], start: InitialState) -> list[torch.optim.Optimizer]:
         """Create the optimizers of some parameters, in their initial state."""
