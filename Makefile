@@ -3,6 +3,7 @@
 # make soak    an hour of training with random kills, resumes and re-splits against the oracle; SOAK_MINUTES=5 for less
 # make test-system    every failure at every moment of a run; over several hosts: ssh between network namespaces, a
 #              SLURM; installs both when root on Debian
+# make gpu     on a machine with a GPU, with the Python that is there: tests and measures, under 9 minutes; installs nothing
 
 PYTHON ?= python3
 SOAK_MINUTES ?= 60
@@ -12,7 +13,7 @@ INSTALLED := .venv/installed
 # An import compiles a file once, not in every process of the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test mypy pytest test-system soak install
+.PHONY: train test mypy pytest test-system soak gpu install
 
 train: $(INSTALLED)
 	$(BIN)/vpipe train configs/bert_mini_4stage.yaml
@@ -39,6 +40,9 @@ test-system: $(INSTALLED)
 
 soak: $(INSTALLED)
 	$(BIN)/python benchmarks/soak/run.py --minutes $(SOAK_MINUTES)
+
+gpu:
+	@$(PYTHON) benchmarks/gpu/run.py $(GPU)
 
 install: $(INSTALLED)
 

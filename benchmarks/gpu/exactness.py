@@ -1,0 +1,98 @@
+"""Train every schedule in one process on the device, beside its oracle on the same device.
+
+The oracle is plain PyTorch with gradient accumulation, or, without a flush, the sequential program of
+``vpipe.verify.reference``; it uses the same dropout masks. torch is told to be deterministic. On one processor thread
+both are equal to the last bit; on a GPU that is reported, and a relative difference of 1e-5 of a loss is allowed in
+fp32 (1e-2 in reduced precision), because a kernel may add in another order.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from findings import Part
+from models import CONFIGS, small_batches, small_model
+
+from vpipe import Pipeline
+from vpipe.errors import PerformanceWarning
+from vpipe.schedules.registry import Recipe, recipes
+from vpipe.verify.reference import asynchronous_oracle, flush_oracle
+from vpipe.verify.reference_model import ReferencePrecision
+from vpipe.verify.reference_optimizer import TrainingRecipe
+
+RANKS, MICROBATCHES, STEPS, SAMPLES = 4, 8, 3, 16
+FP32, REDUCED = 1e-5, 1e-2
+
+
+def trained(schedule: Recipe, device: torch.device, **settings: Any) -> tuple[Pipeline, list[float]]:
+    """Train on the small model, and return the pipeline and its losses."""
+    pipe = Pipeline(small_model(), stages=RANKS * schedule.chunks, schedule=schedule.name, microbatches=MICROBATCHES,
+                    device=device, seed=1, optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+                    **settings)
+    return pipe, [step.loss for step in pipe.train(small_batches(STEPS, SAMPLES))]
+
+
+def expected(schedule: Recipe, pipe: Pipeline, device: torch.device, precision: str) -> list[float]:
+    """Return the losses of the oracle."""
+    recipe = TrainingRecipe(lambda named: torch.optim.SGD(list(named.values()), lr=0.1, momentum=0.9), MICROBATCHES, 1,
+                            precision=ReferencePrecision(precision), device=device)
+    batches = small_batches(STEPS, SAMPLES)
+    if schedule.flush:
+        return flush_oracle(small_model(), batches, recipe, pipe.partition).losses
+    return asynchronous_oracle(small_model(), batches, recipe, pipe.partition, pipe.update_every or 1,
+                               version_of=schedule.version_of).losses
+
+
+def add(part: Part, subject: str, ours: list[float], theirs: list[float], bound: float) -> None:
+    """Write how far losses are from those that they must be."""
+    off = max(abs(one - other) / abs(other) for one, other in zip(ours, theirs, strict=True))
+    part.add(subject, f"{len(ours)} losses equal to the last bit" if off == 0 else
+             f"{len(ours)} losses, the largest relative difference is {off:.1e} (allowed {bound:.0e})", off <= bound)
+
+
+def verify(part: Part, precision: str) -> None:
+    """Run ``vpipe verify`` on the device, in one process and in four that share it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "vpipe", "verify", CONFIGS / "gpt_small.yaml", "--device", part.device.type, "--steps",
+         "2", "--set", "dataset.name=synthetic", "--set", "dataset.path=null", "--set", "model.vocab_size=512", "--set",
+         f"training.precision={precision}"], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    end = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()[-3:]
+    part.add(f"vpipe verify configs/gpt_small.yaml, {precision}", " / ".join(end), done.returncode == 0)
+
+
+def main() -> None:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic products ask for
+    part = Part(__doc__)
+    warnings.simplefilter("ignore", PerformanceWarning)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    known = {schedule.name: schedule for schedule in recipes() if schedule.search is None}
+    for name, schedule in known.items():
+        pipe, losses = trained(schedule, part.device)
+        add(part, f"{name}, fp32", losses, expected(schedule, pipe, part.device, "fp32"), FP32)
+    for precision in ("bf16", "bf16_pure", "fp16"):
+        for name in ("1f1b", "pipedream"):
+            pipe, losses = trained(known[name], part.device, precision=precision)
+            add(part, f"{name}, {precision}", losses, expected(known[name], pipe, part.device, precision), REDUCED)
+    for name in ("1f1b", "zb_h1", "pipedream"):
+        add(part, f"{name}, everything recomputed: the same dropout", trained(known[name], part.device,
+            recompute=1.0)[1], trained(known[name], part.device)[1], FP32)
+    indices = range(torch.cuda.device_count()) if part.device.type == "cuda" else ()
+    for index in indices:
+        torch.cuda.set_device(index)
+        for device in (torch.device("cuda"), torch.device("cuda", index)):
+            add(part, f"current GPU {index}, device={device}: the same dropout", trained(known["1f1b"], device,
+                recompute=1.0)[1], trained(known["1f1b"], torch.device("cuda", 0))[1], FP32)
+    if not indices:
+        part.add("dropout by the index of the GPU", "needs a GPU")
+    for precision in ("fp32", "bf16"):
+        verify(part, precision)
+
+
+if __name__ == "__main__":
+    main()

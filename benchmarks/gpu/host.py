@@ -1,0 +1,104 @@
+"""Measure what vpipe costs beside the kernels: an action on the host, gaps between kernels, one executor or another.
+
+The host's cost is that of 4 stages of 8 x 8 linear layers in one process, 32 microbatches: kernels that take no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from findings import Part
+from models import published_jobs
+from torch import Tensor, nn
+
+from vpipe import Model, Pipeline
+
+STAGES, MICROBATCHES, GOAL_US = 4, 32, 100.0
+
+
+def seconds_per_batch(part: Part, pipes: dict[str, Pipeline], batch: dict[str, Tensor], batches: int,
+                      rounds: int) -> dict[str, float]:
+    """Train in turns and return the median seconds per batch of each pipeline."""
+    seconds: dict[str, list[float]] = {name: [] for name in pipes}
+    for number in range(rounds + 1):
+        for name, pipe in pipes.items():
+            part.wait()
+            started = perf_counter()
+            for _ in pipe.train([batch] * batches):
+                pass
+            part.wait()
+            if number:  # the first warms up
+                seconds[name].append((perf_counter() - started) / batches)
+    return {name: median(values) for name, values in seconds.items()}
+
+
+def cost_of_actions(part: Part) -> None:
+    """Time batches of layers so small that only the host's work takes time."""
+    model = Model.sequential(nn.Sequential(*(nn.Linear(8, 8) for _ in range(STAGES))), loss=nn.MSELoss())
+    pipes = {schedule: Pipeline(model, partition=[1] * STAGES, schedule=schedule, microbatches=MICROBATCHES,
+                                device=part.device, optimizer=lambda params: torch.optim.SGD(params, lr=0.01))
+             for schedule in ("1f1b", "pipedream")}
+    batch = {"input": torch.randn(MICROBATCHES, 8), "target": torch.randn(MICROBATCHES, 8)}
+    for schedule, seconds in seconds_per_batch(part, pipes, batch, 4, 5).items():
+        pairs, actions = STAGES * MICROBATCHES, STAGES * MICROBATCHES * (3 if schedule == "pipedream" else 2)
+        each = 1e6 * seconds / actions
+        part.add(f"host, {schedule}", f"{1e6 * seconds / pairs:.0f} us per microbatch and stage (F, B"
+                 f"{', STEP' if schedule == 'pipedream' else ''}), {each:.0f} us per action (goal {GOAL_US:.0f})",
+                 None if part.small else each <= GOAL_US)
+
+
+def busy_share(kernels: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the share of the time from the first start to the last end in which a kernel runs, and the longest gap.
+
+    Args:
+        kernels: start and end of each, in one unit.
+    """
+    ordered = sorted(kernels)
+    first, end, busy, longest = ordered[0][0], ordered[0][0], 0.0, 0.0
+    for start, stop in ordered:
+        longest = max(longest, start - end)
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return busy / (end - first), longest
+
+
+def gaps(part: Part, pipe: Pipeline, batch: dict[str, Tensor]) -> None:
+    """Profile two batches and say how much of the time kernels run."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    kind = DeviceType.CPU if part.small else DeviceType.CUDA
+    list(pipe.train([batch]))
+    part.wait()
+    with profile(activities=[ProfilerActivity.CPU, *([] if part.small else [ProfilerActivity.CUDA])]) as profiled:
+        list(pipe.train([batch] * 2))
+        part.wait()
+    events: list[Any] = [event for event in profiled.events() or () if event.device_type == kind]
+    share, longest = busy_share([(event.time_range.start, event.time_range.end) for event in events])
+    part.add("kernels of successive actions" + " (here operators on the processor)" * part.small,
+             f"{len(events):,} in two batches; one runs {share:.1%} of the time, the longest gap is {longest:.0f} us")
+
+
+def main() -> None:
+    part = Part(__doc__)
+    cost_of_actions(part)
+    job = published_jobs(part.small)["GPT 124M"]
+    batch = {name: value.to(part.device) for name, value in next(job.training_batches(job.model.batch)).items()}
+    pipes = {executor: Pipeline(job.model, stages=1, schedule="gpipe", device=part.device, executor=executor,
+                                microbatches=job.config.training.num_microbatches,
+                                precision=job.config.training.precision,
+                                optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4, fused=True))
+             for executor in ("overlapped", "async_threaded", "naive")}
+    gaps(part, pipes["overlapped"], batch)
+    seconds = seconds_per_batch(part, pipes, batch, 3, 4)
+    for executor, each in seconds.items():
+        part.add(f"executor {executor}, GPT 124M, gpipe, one stage",
+                 f"{1e3 * each:.1f} ms per batch, {seconds['overlapped'] / each:.2f} of overlapped's speed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Compare predictions with what happens: the memory and the step time of GPT 124M and BERT-large, one stage.
+
+A profile is measured as ``vpipe profile`` does, each plan is predicted from it and trained. Memory is that which
+torch's allocator had given out at most (``torch.cuda.max_memory_allocated``) during the steps.
+"""
+
+from __future__ import annotations
+
+import resource
+from itertools import repeat
+from statistics import median
+from time import perf_counter
+
+import torch
+from findings import Part
+from models import published_jobs
+
+from vpipe import Pipeline, Plan
+from vpipe.plan.predict import predict
+from vpipe.profiling.fingerprint import identify
+from vpipe.profiling.measure import measure
+from vpipe.train.job import Job, microbatch_of
+
+BUDGET_S, BATCHES, WITHIN = 8.0, 6, 0.2
+
+
+def compare(part: Part, name: str, job: Job) -> None:
+    """Measure a profile, then predict and train the model with nothing, half and all of it recomputed."""
+    training, factory = job.config.training, job.optimizer()
+    microbatch = microbatch_of(job, job.config.microbatch_size)
+    identity = identify(job.model, microbatch, model_name=name, optimizer=training.optimizer, device=part.device,
+                        ranks_per_host=1, backend="none", precision=training.precision)
+    started = perf_counter()
+    profile, = measure(job.model, [microbatch], factory.from_named, identities=[identity], device=part.device,
+                       budget_s=BUDGET_S)
+    part.add(f"{name}: profile", f"{len(profile.layers)} layers in {perf_counter() - started:.0f} s")
+    batch = next(job.training_batches(job.model.batch))
+    for recompute in (0.0, 0.5, 1.0):
+        plan = Plan((len(job.model),), (recompute,), schedule="1f1b", microbatches=training.num_microbatches)
+        predicted = predict(profile, plan).prediction
+        before = torch.cuda.memory_allocated() if part.device.type == "cuda" else 0
+        pipe = Pipeline(job.model, plan=plan, optimizer=factory, device=part.device, precision=training.precision)
+        steps = pipe.train(repeat(batch))
+        next(steps), next(steps)  # warm up
+        part.wait()
+        if part.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        seconds = []
+        for _ in range(BATCHES):
+            started = perf_counter()
+            next(steps)
+            part.wait()
+            seconds.append(perf_counter() - started)
+        step_s, expected = median(seconds), predicted.stages[0].memory.peak
+        if part.device.type == "cuda":
+            used = torch.cuda.max_memory_allocated() - before
+            memory, near = f"{used / 2**20:,.0f} MiB ({expected / used - 1:+.0%})", abs(expected / used - 1) <= WITHIN
+        else:
+            process = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            memory, near = f"{process / 2**20:,.0f} MiB of the whole process, not comparable", True
+        off = predicted.step_s / step_s - 1
+        part.add(f"{name}: {recompute:.0%} recomputed",
+                 f"step {1e3 * predicted.step_s:.1f} ms predicted, {1e3 * step_s:.1f} ms measured ({off:+.0%}); "
+                 f"memory {expected / 2**20:,.0f} MiB predicted, {memory}",
+                 None if part.small else near and abs(off) <= WITHIN)
+        del pipe, steps
+        if part.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def main() -> None:
+    part = Part(__doc__)
+    for name, job in published_jobs(part.small).items():
+        compare(part, name, job)
+
+
+if __name__ == "__main__":
+    main()
