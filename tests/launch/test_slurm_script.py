@@ -18,31 +18,29 @@ CONFIG = "configs/bert_mini_4stage.yaml"
 TWO_NODES = """\
 #!/bin/bash
 # Written by: vpipe slurm configs/bert_mini_4stage.yaml --nodes 2 --time 2:00:00
-# Submit it with sbatch, from the folder where its paths start, with vpipe on PATH (its environment activated).
+# Submit it with sbatch from the folder where its relative paths start, with vpipe on PATH (its environment activated).
 # The ranks compute on GPUs where there are any, else cpu; nccl where each has a GPU, else gloo between them.
-# SLURM is asked for no GPUs; with parallel.device: cuda it is, for one per rank.
+# The job requests no GPUs; with parallel.device: cuda it requests one per rank.
 
 #SBATCH --job-name=bert_mini_4stage
-#SBATCH --output=%x-%j.out           # <job name>-<job id>.out: what rank 0 shows; all logs are in the run's folder
+#SBATCH --output=%x-%j.out           # <job name>-<job id>.out: output of rank 0; all logs are in the run's folder
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=2          # a task is a rank: 4 in all
 #SBATCH --cpus-per-task=1            # training.threads
-#SBATCH --time=2:00:00               # then SLURM ends the job
+#SBATCH --time=2:00:00               # SLURM ends the job after it
 
 set -euo pipefail
 
-# One srun starts the ranks on all nodes and tells each its number; they meet on the first node. When one fails, srun
-# ends the others; they have a few seconds to say what they saw. Since SLURM 22.05 the processors per task must be said
-# again: srun does not take them from above.
+# srun starts the ranks on all nodes; they meet on the first node. When a rank fails, srun ends the others, which have a
+# few seconds to report what they saw. --cpus-per-task is repeated: since SLURM 22.05 srun does not inherit it.
 srun --cpus-per-task=1 --kill-on-bad-exit=1 vpipe train configs/bert_mini_4stage.yaml
 """
 
 AGAIN = """\
 srun --cpus-per-task=1 --kill-on-bad-exit=1 vpipe train configs/bert_mini_4stage.yaml --restarts 2 || status=$?
 
-# Back into the queue, where the run goes on from its newest checkpoint: after status 138, which it ends with only
-# when it has saved before the time limit; and after up to 2 failures, counted in a file, but never
-# after 2, a mistake that would be made again.
+# Requeue the job, which then resumes from its newest checkpoint: after status 138 (it saved before the time limit)
+# and after up to 2 failures, counted in a file; never after status 2, a mistake in the config or the data.
 """
 
 SBATCH = """\
@@ -115,7 +113,7 @@ def test_what_is_asked_for_is_in_the_script(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_list_of_machines_is_said_to_have_no_part(capsys: pytest.CaptureFixture[str]) -> None:
-    line = "# SLURM chooses the hosts: the config's list of machines is not used.\n"
+    line = "# SLURM chooses the hosts; the config's machines are not used.\n"
     assert line in written(capsys, "configs/bert_4vpipe_tiny.yml", "--nodes", "2")
     assert line not in written(capsys, CONFIG, "--nodes", "2")
 

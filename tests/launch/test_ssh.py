@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -180,7 +182,7 @@ def test_every_refusal_at_once_with_host_and_remedy(here: Path, capsys: pytest.C
     ({"directory": "/no/folder"}, "host hostB has no folder '/no/folder'", "make it, or set launch.directory"),
     ({"python": "{here}/bin/bare"}, "host hostB has no vpipe for '{here}/bin/bare': ", "install vpipe there"),
     ({"python": "{here}/bin/older"}, "host hostB has vpipe 0.0.1 (files 0), but this host 0.", "install the same"),
-    ({"python": "/bin/false"}, "host hostB: the launcher there ended with exit status 1: it said nothing", "try what "),
+    ({"python": "/bin/false"}, "host hostB: the launcher there ended with exit status 1: it printed nothing", "try "),
 ])
 def test_a_host_that_cannot_run_vpipe(here: Path, launch: dict[str, str], what: str, hint: str) -> None:
     for name, text in (("bare", f"exec {sys.executable} -S -I \"$@\""),
@@ -233,6 +235,34 @@ def test_a_host_that_falls_silent_before_the_run(here: Path, monkeypatch: pytest
     finally:
         os.kill(int((here / "record" / "holder").read_text()), signal.SIGKILL)
         close_all(remotes)  # which closes its pipes, too, now that no thread is in them
+
+
+@pytest.mark.parametrize("alive", [False, True])
+def test_an_agent_whose_launcher_falls_silent_before_the_run_ends(here: Path, alive: bool) -> None:
+    """As after a cut, which neither sshd nor the agent would notice: its input stays open."""
+    program = "import sys; from vpipe.launch import remote_agent as agent; agent.SILENT_S = 0.8; sys.exit(agent.main())"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
+        assert agent.stdin is not None
+        assert agent.stdout is not None
+        assert b"hello" in agent.stdout.readline()
+        for _ in range(8 if alive else 0):  # for twice as long
+            time.sleep(0.2)
+            agent.stdin.write(encoded(alive=True))
+            agent.stdin.flush()
+            assert agent.poll() is None
+        assert agent.wait(20) == 1
+    assert not list((here / "temporary").iterdir())
+
+
+def test_a_launcher_that_is_busy_sends_signs_of_life(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssh_module, "ALIVE_S", 0.05)
+    config = load(here, "hostA:0", "hostB:0")
+    sent: list[dict[str, object]] = []
+    monkeypatch.setattr(Remote, "_send", lambda remote, **message: sent.append(message))
+    remotes = connect(Hosts.from_machines(config.machines or ()), config.launch, container=False)
+    until(lambda: sent.count({"alive": True}) > 2, 20, "signs of life")
+    monkeypatch.undo()
+    close_all(remotes)
 
 
 def test_a_host_without_room(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

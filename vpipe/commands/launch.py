@@ -65,7 +65,7 @@ def run_slurm(options: argparse.Namespace) -> None:
     per_node = ranks_per_node(ranks_of(config), options.nodes, options.ranks_per_node)
     parallel, devices = config.parallel, [f"The {config.parallel.devices}."]
     if parallel.device is None and not parallel.asks_for_gpus:
-        devices.append("SLURM is asked for no GPUs; with parallel.device: cuda it is, for one per rank.")
+        devices.append("The job requests no GPUs; with parallel.device: cuda it requests one per rank.")
     nodes = Nodes(options.nodes, per_node, config.training.threads, parallel.asks_for_gpus, devices,
                   options.partition, options.time, config.machines is not None, options.restarts)
     overrides = [word for setting in options.settings for word in ("--set", setting)]

@@ -1,4 +1,4 @@
-"""Running in an image: the command of a rank inside ``apptainer exec``.
+"""Run ranks in an image with apptainer.
 
 The image has a ``python3`` with what vpipe needs. vpipe itself comes from the image when this host has it as an
 installed package; from a checkout, the checkout is bound and goes before what the image has.
@@ -20,15 +20,15 @@ PROGRAMS = ("apptainer", "singularity")
 """In the order in which they are looked for; the second is the first's old name."""
 
 INSIDE = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER", "VPIPE_IN_CONTAINER")
-"""Environment variables that say this process runs in an image already; the programs set the first two."""
+"""Environment variables of a process in an image; the programs set the first two."""
 
 NVIDIA = Path("/dev/nvidiactl")
-"""Is there where NVIDIA's driver is."""
+"""Exists where NVIDIA's driver is."""
 
 
 @dataclass(frozen=True)
 class Container:
-    """An image on this host, and how it is run.
+    """An image on this host, and the program that runs it.
 
     Attributes:
         program: the path of apptainer or singularity.
@@ -47,7 +47,7 @@ class Container:
         """Return the image of ``container``, found on this host; None without one, or when this process is inside.
 
         Raises:
-            UserError: no program is on the path that runs images, or there is no image.
+            UserError: no program on the path runs images, or there is no image.
         """
         image = config.container
         if not image or inside_container():
@@ -61,17 +61,19 @@ class Container:
                 raise UserError(f"container names the image '{image}', but there is no such file",
                                 hint=f"copy it to {os.path.abspath(image)}, or write the path that it has")
             image = os.path.abspath(image)
-        return cls(program, image, _sees_gpus(config), tuple(_bound(config)))
+        # Found out without torch, which may be in the image alone.
+        gpus = config.parallel.asks_for_gpus or (config.parallel.device is None and NVIDIA.exists())
+        return cls(program, image, gpus, tuple(_bound(config)))
 
     @property
     def environment(self) -> dict[str, str]:
-        """What is set for the program, which hands it on to what runs inside."""
+        """The variables for the program, which passes them on to what runs inside."""
         package = _checkout()
         paths = [str(package or ""), os.environ.get("PYTHONPATH", "")]
         return {INSIDE[-1]: "1"} | ({} if package is None else {"PYTHONPATH": os.pathsep.join(filter(None, paths))})
 
     def wrapped(self, command: Sequence[str], bound: Sequence[Path] = ()) -> list[str]:
-        """``command``, run in the image, which also sees ``bound``."""
+        """Return the command that runs ``command`` in the image, which also sees ``bound``."""
         binds = [part for path in _outermost([*self.bound, *bound]) for part in ("--bind", str(path))]
         return [self.program, "exec", *(["--nv"] if self.gpus else []), *binds, "--pwd", os.getcwd(), self.image,
                 *command]
@@ -82,13 +84,8 @@ def inside_container() -> bool:
     return any(os.environ.get(name) for name in INSIDE)
 
 
-def _sees_gpus(config: Config) -> bool:
-    """Return whether ranks on this host compute on GPUs; found out without torch, which may be in the image alone."""
-    return config.parallel.asks_for_gpus or (config.parallel.device is None and NVIDIA.exists())
-
-
 def _bound(config: Config) -> list[Path]:
-    """Return the working folder, what the config names, and vpipe itself where it is no installed package."""
+    """Return the working folder, the paths in the config, and vpipe itself where it is no installed package."""
     cache = config.dataset.cache_directory or Path.home() / ".cache" / "vpipe"
     for folder in filter(None, (cache, config.saving.directory)):
         folder.mkdir(parents=True, exist_ok=True)
@@ -99,33 +96,28 @@ def _bound(config: Config) -> list[Path]:
 
 
 def _checkout() -> Path | None:
-    """Return the folder that holds this package, where it is a checkout."""
+    """Return the folder that holds this package, if it is a checkout."""
     folder = Path(__file__).parents[2]
     return None if {"site-packages", "dist-packages"} & set(folder.parts) else folder
 
 
 def _outermost(paths: Sequence[Path]) -> list[Path]:
-    """Absolute, each once, none inside another."""
-    whole = sorted({Path(os.path.abspath(path)) for path in paths})
-    for path in whole:
+    """Return the paths, absolute, without those inside another."""
+    absolute = sorted({Path(os.path.abspath(path)) for path in paths})
+    for path in absolute:
         if set(",:") & set(str(path)):
             raise UserError(f"'{path}' cannot be bound into a container: it holds a comma or a colon",
                             hint="rename it, or leave container out")
-    return [path for path in whole if not any(other != path and path.is_relative_to(other) for other in whole)]
-
-
-def _folders_of(words: Sequence[str]) -> list[Path]:
-    """Return the folders of the files that a command names: a flat config names others beside it."""
-    return [Path(word).parent for word in words if os.path.isfile(word)]
+    return [path for path in absolute if not any(other != path and path.is_relative_to(other) for other in absolute)]
 
 
 def enter(config: Config, resumed: Sequence[Path] = ()) -> None:
-    """Start this very command anew in the image that the config names; returns when there is nothing to do.
+    """Replace this process by the same command in the image of the config; return when there is nothing to do.
 
-    For processes that torchrun or srun started, which a launcher of ours cannot wrap.
+    For processes that torchrun or srun started, which no launcher of vpipe's can wrap.
 
     Args:
-        resumed: folders of the run and the checkpoint to go on from.
+        resumed: folders of the run and the checkpoint to resume.
 
     Raises:
         UserError: see :meth:`Container.from_config`.
@@ -134,6 +126,7 @@ def enter(config: Config, resumed: Sequence[Path] = ()) -> None:
     if container is None:
         return
     config.log_directory.mkdir(parents=True, exist_ok=True)
+    files = [Path(word).parent for word in sys.argv[1:] if os.path.isfile(word)]  # a flat config names others beside it
     command = container.wrapped(["python3", "-m", "vpipe", *sys.argv[1:]],
-                                bound=[config.log_directory, *resumed, *_folders_of(sys.argv[1:])])
+                                bound=[config.log_directory, *resumed, *files])
     os.execvpe(command[0], command, {**os.environ, **container.environment})

@@ -1,4 +1,4 @@
-"""Why a run failed, as its ranks wrote it down: a report per rank that fails, and which of them is the cause."""
+"""Write a report per rank that fails, and find the cause of a failed run among the reports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vpipe.train.run_folder import failure_path, log_path
 
 
 def write_report(folder: Path, rank: int, error: VpipeError) -> dict[str, Any]:
-    """Write down why a rank fails, for its launcher, or where there is no room print it; returns what is to be told."""
+    """Write the report of a rank that fails, for its launcher, and return it; printed if the disk is full."""
     if isinstance(error, UserError):
         problems = [[p.what, p.hint, p.where] for p in error.problems]
         blames = False
@@ -66,13 +66,13 @@ def first_report(folder: Path) -> dict[str, Any] | None:
     """Return, of the reports of a run, that of the rank to blame; None where nothing failed."""
     reports = [report for path in folder.glob("rank*.failure.json")
                if (report := read_report(folder, int(path.name[4:].partition(".")[0]))) is not None]
-    return min(reports, key=lambda report: (report["blames_peer"], report["time"]), default=None)
+    return min(reports, key=_priority, default=None)
 
 
 def first_failure(statuses: Mapping[int, int | None], lost: list[VpipeError], folder: Path,
                   describe: Callable[[int], str]) -> VpipeError:
-    """Return the cause of a failed run: what a rank reports of itself, then a rank or a host that ended in silence,
-    then what others report of them.
+    """Return the cause of a failed run: the error that a rank reports of itself, else a rank or a host that ended
+    without a report, else what others report of them.
 
     Args:
         statuses: per rank its exit status, negative for a signal; None for one that still runs or was on a lost host.
@@ -80,13 +80,21 @@ def first_failure(statuses: Mapping[int, int | None], lost: list[VpipeError], fo
         describe: ``rank -> "rank 2 (stage 2)"``.
     """
     reports = {rank: report for rank in statuses if (report := read_report(folder, rank)) is not None}
-    said = sorted(reports.values(), key=lambda report: (report["blames_peer"], report["time"]))
-    if said and not said[0]["blames_peer"]:
-        return reported_error(said[0], describe, folder)
+    first = min(reports.values(), key=_priority, default=None)
+    if first is not None and not first["blames_peer"]:
+        return reported_error(first, describe, folder)
     for rank, status in statuses.items():
         if status and rank not in reports:
             return _silent(rank, status, log_path(folder, rank), describe)
-    return lost[0] if lost else reported_error(said[0], describe, folder)
+    if lost:
+        return lost[0]
+    assert first is not None, "else nothing has failed"
+    return reported_error(first, describe, folder)
+
+
+def _priority(report: Mapping[str, Any]) -> tuple[bool, float]:
+    """Return the order in which reports are believed: those that blame no other rank first, then by time."""
+    return report["blames_peer"], report["time"]
 
 
 def _silent(rank: int, status: int, log: Path, describe: Callable[[int], str]) -> RunError:
@@ -100,7 +108,7 @@ def _silent(rank: int, status: int, log: Path, describe: Callable[[int], str]) -
 
 
 def signal_name(number: int) -> str:
-    """``signal 9 (SIGKILL)``."""
+    """Return ``signal 9 (SIGKILL)``."""
     try:
         return f"signal {number} ({signal.Signals(number).name})"
     except ValueError:  # a real-time signal

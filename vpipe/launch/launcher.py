@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Set
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
 
 from vpipe.checkpoint.directory import Checkpoints
 from vpipe.config.config import Config
@@ -20,16 +18,14 @@ from vpipe.launch.local import Interrupted, StartNotice, StoppedRanks
 from vpipe.launch.rank_env import check_gpus, hosts_of, ranks_here, ranks_of
 from vpipe.launch.restart import Failure, fitted, give_up_reason, restart_point
 from vpipe.launch.ssh import Remote, UnreachableError, connect, prepare
+from vpipe.train.resume import ResumePoint, nothing_left, prepare_run, run_config
 from vpipe.train.run_folder import checkpoints_root, last_step, why_unsaved
-
-if TYPE_CHECKING:
-    from vpipe.train.resume import ResumePoint
 
 PAUSE_S = 10.0
 """Before hosts that could not be reached are tried again."""
 
 STOP_S = 600.0
-"""For ranks that are asked to leave off: a step, or an evaluation, that is under way, and the save."""
+"""For ranks that are asked to stop: a step, or an evaluation, that is under way, and the save."""
 
 
 def run(config: Config, start: ResumePoint | None, restarts: int | None) -> None:
@@ -38,7 +34,7 @@ def run(config: Config, start: ResumePoint | None, restarts: int | None) -> None
     A user's mistake, a failure that would come again and a signal end the run at once.
 
     Args:
-        start: the run to go on with, or the checkpoint to begin from; None for a new run.
+        start: the run to resume, or the checkpoint to begin from; None for a new run.
         restarts: how often it may be started again; never when None.
 
     Raises:
@@ -60,8 +56,8 @@ def run(config: Config, start: ResumePoint | None, restarts: int | None) -> None
             except UnreachableError as error:
                 if not failures:
                     raise
-                said = error.problems[0].what
-                failures.append(Failure(said, None, f"try {len(failures)}"))
+                what = error.problems[0].what
+                failures.append(Failure(what, None, f"try {len(failures)}"))
                 if give_up_reason(failures, allowed) is not None:
                     raise
                 time.sleep(PAUSE_S)
@@ -72,11 +68,11 @@ def run(config: Config, start: ResumePoint | None, restarts: int | None) -> None
             except RunError as error:
                 if launched.folder is None:
                     raise
-                said = error.located
-                failures.append(launched.failure(said))
+                what = error.located
+                failures.append(launched.failure(what))
                 if (why := give_up_reason(failures, allowed)) is not None:
                     raise launched.ended(error, why if allowed else None) from None
-            launched.restart(f"attempt {len(failures) + 1} of {1 + allowed}", said)
+            launched.restart(f"attempt {len(failures) + 1} of {1 + allowed}", what)
     finally:
         if launched.folder is not None:
             print(f"run folder: {launched.folder}", flush=True)
@@ -97,38 +93,41 @@ class _Run:
         self.folder: Path | None = None
         self._restarted = False
         self._machines = config.machines  # of the attempt at hand
-        self._arranged: dict[tuple[str, ...] | None, Config] = {}  # by machines, with what was planned for them
+        self._planned: dict[tuple[str, ...] | None, Config] = {}  # by machines, with what was planned for them
 
     def attempt(self) -> None:
-        """Start all ranks, here and on the other hosts, and wait for their end.
+        """Start all ranks, here and on the other hosts, and wait for their end; an elastic run that was started again
+        goes on without hosts that do not answer.
 
         Raises:
             UnreachableError: hosts do not answer.
             VpipeError: the config, a host or the run is at fault.
             Interrupted: by a signal.
         """
-        away: frozenset[str] = frozenset()
+        away: frozenset[str] = frozenset()  # logins of hosts that do not take part
         while True:
             try:
                 return self._attempt(away)
             except UnreachableError as error:
-                away |= self._left_out(error)
+                if not self._restarted:
+                    raise
+                if not self._config.elastic:
+                    raise UnreachableError.because({
+                        login: [Problem(problem.what, f"{problem.hint}; elastic: true goes on without it",
+                                        problem.where) for problem in problems]
+                        for login, problems in error.by_login.items()}) from None
+                for problems in error.by_login.values():
+                    print(f"elastic: going on without a host: {problems[0].what}", file=sys.stderr, flush=True)
+                away |= error.by_login.keys()
 
     def _attempt(self, away: frozenset[str]) -> None:
-        """See :meth:`attempt`.
-
-        Args:
-            away: logins of hosts that do not take part.
-        """
         config, hosts, remotes = self._connected(away)
         try:
             # torch is slow to import: only when the config is worth it.
             from vpipe.train.job import Job, headline, new_run
-            from vpipe.train.resume import nothing_left, prepare_run
 
-            job = Job.from_config(config)
+            job, start = Job.from_config(config), self._start
             config = job.config
-            start = self._start
             if start is not None and (done := nothing_left(start, job)) is not None:
                 return print(done, flush=True)
             checkpoint = None if start is None else start.checkpoint
@@ -149,32 +148,19 @@ class _Run:
             local.close_all(remotes)
 
     def _connected(self, away: frozenset[str]) -> tuple[Config, Hosts | None, list[Remote]]:
-        """Return the config with the hosts that take part, and the launchers of the others."""
-        config = self._config if not away else _without(self._config, away)
-        config = self._arranged.get(config.machines, config)
+        """Return the config with the hosts that take part, and the agents of the others."""
+        config = self._config
+        if away:
+            machines = tuple(text for text in config.machines or ()
+                             if (entry := Machine.parse(text)) and entry.login not in away)
+            config = fitted(config, len(machines)).model_copy(update={"machines": machines})
+        config = self._planned.get(config.machines, config)
         hosts = hosts_of(config)
         free_port(config.parallel.master_port)  # refuses early; preparing data may take minutes
         if config.parallel.asks_for_gpus:  # else torch is not needed yet
             check_gpus(config, range(ranks_of(config)) if hosts is None else hosts.on(None).values())
-        if hosts is None:
-            return config, None, []
-        return config, hosts, connect(hosts, config.launch, container=bool(config.container))
-
-    def _left_out(self, error: UnreachableError) -> frozenset[str]:
-        """Return the hosts that cannot take part, if the run may go on without them.
-
-        Raises:
-            UnreachableError: it may not.
-        """
-        if not self._restarted:
-            raise error
-        if not self._config.elastic:
-            raise UnreachableError.because({
-                login: [Problem(problem.what, f"{problem.hint}; elastic: true goes on without it", problem.where)
-                        for problem in problems] for login, problems in error.by_login.items()}) from None
-        for problems in error.by_login.values():
-            print(f"elastic: going on without a host: {problems[0].what}", file=sys.stderr, flush=True)
-        return frozenset(error.by_login)
+        return config, hosts, [] if hosts is None else \
+            connect(hosts, config.launch, container=bool(config.container))
 
     def failure(self, what: str) -> Failure:
         """Return the failure that ended the attempt."""
@@ -183,27 +169,20 @@ class _Run:
         return Failure(what, last_step(self.folder), "" if checkpoint is None else checkpoint.name)
 
     def restart(self, attempt: str, what: str) -> None:
-        """Prepare another attempt, and print so.
-
-        Args:
-            attempt: ``attempt 2 of 4``.
-            what: failed.
-        """
-        from vpipe.train.resume import run_config
-
+        """Prepare another attempt; arguments as in :func:`~vpipe.launch.restart.restart_point`."""
         assert self.folder is not None
-        arranged = run_config(self.folder)
-        if arranged.machines == self._machines:
-            self._arranged[self._machines] = arranged
+        planned = run_config(self.folder)
+        if planned.machines == self._machines:
+            self._planned[self._machines] = planned
         if self._config.parallel.update_every is None:  # so that fewer ranks may keep the samples of an update
-            self._config = self._config.with_parallel(update_every=arranged.parallel.update_every)
+            self._config = self._config.with_parallel(update_every=planned.parallel.update_every)
         self._start, self._restarted = restart_point(self.folder, self._start, attempt, what), True
 
     def ended(self, error: RunError, why: str | None) -> RunError:
-        """Return the last failure, with how to go on.
+        """Return the last failure, with how to resume.
 
         Args:
-            why: nothing is started again; None where nobody asked for that.
+            why: no attempt follows; None where none was allowed.
         """
         hints = [error.hint, *([] if why is None else [f"not started again: {why}"])]
         if self.folder is not None and "checkpoint" not in error.hint:
@@ -212,24 +191,12 @@ class _Run:
         return error
 
     def print_resume_command(self) -> None:
-        """Print from where a run that was ended in the middle may go on."""
+        """Print the command that resumes a run which was ended in the middle."""
         if self.folder is not None:
             print(self._resume_hint(self.folder), file=sys.stderr, flush=True)
 
     def _resume_hint(self, folder: Path) -> str:
-        newest = self._newest
+        newest = Checkpoints(checkpoints_root(self._config, folder)).newest()
         if newest is not None:
             return f"go on from {newest.name} with: vpipe train --resume {quote(str(folder))}"
         return f"no checkpoint was made: {why_unsaved(self._config, folder)}"
-
-    @property
-    def _newest(self) -> Path | None:
-        if self.folder is None:
-            return None
-        return Checkpoints(checkpoints_root(self._config, self.folder)).newest()
-
-
-def _without(config: Config, away: Set[str]) -> Config:
-    """Return the config for the hosts that are not away."""
-    there = tuple(text for text in config.machines or () if (entry := Machine.parse(text)) and entry.login not in away)
-    return fitted(config, len(there)).model_copy(update={"machines": there})

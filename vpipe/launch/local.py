@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -25,12 +25,15 @@ from vpipe.launch.rank_env import HostRanks
 from vpipe.train.run_folder import RUNNING, log_path
 
 GRACE_S = 2.0
-"""After a failure: for the other ranks to say what they saw, then again for them to end."""
+"""After a failure: for the other ranks to report what they saw, then again for them to end."""
 
 LEAVE_S = 30.0
 """For the other ranks to end, once the first has after a signal to one of them: all has been saved by then."""
 
 POLL_S = 0.05
+
+ENDED = (*(-number for number in STOPS), *(base + number for base in (128, UNSAVED) for number in STOPS))
+"""Exit statuses of a rank that one of these signals ended."""
 
 
 class Interrupted(Exception):  # noqa: N818 - it is no error, as KeyboardInterrupt is none
@@ -38,7 +41,7 @@ class Interrupted(Exception):  # noqa: N818 - it is no error, as KeyboardInterru
 
     Args:
         number: of the signal.
-        saved: whether the ranks left off by themselves, and the state after their last step is in a checkpoint.
+        saved: whether the ranks stopped by themselves, and the state after their last step is in a checkpoint.
     """
 
     def __init__(self, number: int, *, saved: bool = False) -> None:
@@ -47,7 +50,7 @@ class Interrupted(Exception):  # noqa: N818 - it is no error, as KeyboardInterru
 
     @property
     def exit_status(self) -> int:
-        """128 + the signal's number; but for SIGUSR1 that says that the run was saved, else it is 1."""
+        """See :func:`~vpipe.distributed.signals.status_after`."""
         return status_after(self.number, saved=self.saved)
 
 
@@ -55,7 +58,7 @@ class RemoteRanks(Protocol):
     """The ranks of another host, as the launcher of this one sees them."""
 
     def start(self, folder: Path) -> None:
-        """Start them; what they write comes into ``folder``."""
+        """Start them; what they write is copied into ``folder``."""
 
     @property
     def statuses(self) -> Mapping[int, int | None]:
@@ -63,10 +66,10 @@ class RemoteRanks(Protocol):
 
     @property
     def lost(self) -> VpipeError | None:
-        """Why the host is out of reach, when it is."""
+        """The error of a host that is out of reach."""
 
     def stop(self, number: int) -> None:
-        """Ask them to leave off in good order, as if each had got this signal."""
+        """As :meth:`Processes.stop`."""
 
     def close(self) -> None:
         """End them; wait until they have ended and all that they wrote is here, or the host is lost."""
@@ -76,76 +79,74 @@ class Processes:
     """The ranks of this host. When this process dies, they end by themselves.
 
     Args:
-        ranks: which.
-        folder: the run's folder, which tells them everything.
+        folder: the run's, which has their config.
+
+    Attributes:
+        by_rank: the process of each.
     """
 
     def __init__(self, ranks: HostRanks, folder: Path) -> None:
-        self._ranks, self.folder = ranks, folder
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._ranks, self._folder = ranks, folder
+        self.by_rank: dict[int, Popen[bytes]] = {}
         self._pipes: dict[int, int] = {}  # to each of them
 
-    def start(self, ranks: Iterable[int] | None = None) -> None:
-        """Start them all, or some."""
-        for rank in self._ranks.devices if ranks is None else ranks:
+    def start(self) -> None:
+        """Start them all."""
+        for rank in self._ranks.devices:
             reader, self._pipes[rank] = os.pipe()
             try:
-                self._processes[rank] = self._start(rank, reader)
+                self.by_rank[rank] = self._start(rank, reader)
             finally:
                 os.close(reader)
 
-    def _start(self, rank: int, pipe: int) -> subprocess.Popen[bytes]:
+    def _start(self, rank: int, pipe: int) -> Popen[bytes]:
         # The pipe is standard input, which every program hands on to what it wraps. A session of its own keeps
         # Ctrl-C from a rank: the launcher ends it.
         environment = {**os.environ, **self._ranks.environment(rank), PARENT_PIPE: "0"}
-        command = self._ranks.command(self.folder)
+        command = self._ranks.command(self._folder)
         # Rank 0 shows progress and the summary on the terminal; what others print goes to their logs.
         if rank == 0:
             return subprocess.Popen(command, env=environment, start_new_session=True, stdin=pipe)
-        with log_path(self.folder, rank).open("ab") as output:
+        with log_path(self._folder, rank).open("ab") as output:
             return subprocess.Popen(command, env=environment, start_new_session=True, stdin=pipe,
                                     stdout=output, stderr=output)
 
     @property
     def statuses(self) -> Mapping[int, int | None]:
         """Per rank its exit status, negative for the signal that killed it; None while it runs."""
-        return {rank: _status(process) for rank, process in self._processes.items()}
+        return {rank: _status(process) for rank, process in self.by_rank.items()}
 
     def stop(self, number: int) -> None:
-        """Ask them to leave off in good order, as if each had got this signal."""
+        """Ask them to stop and save, as if each had got this signal."""
         for pipe in self._pipes.values():
             with suppress(BrokenPipeError):  # it has ended
                 os.write(pipe, bytes([number]))
 
-    def stopped_ranks(self, stopped_ranks: StoppedRanks) -> RunError | None:
-        """Return the error of a rank that has been stopped for too long."""
-        return stopped_ranks.update(self._processes)
-
     def close(self) -> None:
         """End what still runs, with all it started."""
         for number in (signal.SIGTERM, signal.SIGKILL):
-            for process in self._processes.values():
+            for process in self.by_rank.values():
                 if _status(process) is None:
                     _signal_group(process, number)
             deadline = time.monotonic() + GRACE_S
             while time.monotonic() < deadline and None in self.statuses.values():
                 time.sleep(0.02)
-        for process in self._processes.values():
+        for process in self.by_rank.values():
             process.wait()
         for pipe in self._pipes.values():
             os.close(pipe)
         self._pipes.clear()
 
 
-def _status(process: subprocess.Popen[bytes]) -> int | None:
+def _status(process: Popen[bytes]) -> int | None:
     """Return the exit status of a rank, None while it runs; what it started and left behind is killed."""
     ended_before = process.returncode is not None
     if process.poll() is not None and not ended_before:
-        _signal_group(process, signal.SIGKILL)  # the number of a group is not given anew while it has members
+        _signal_group(process, signal.SIGKILL)  # the number of a group is not reused while it has members
     return process.returncode
 
 
-def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
+def _signal_group(process: Popen[bytes], number: int) -> None:
     with suppress(ProcessLookupError, PermissionError):  # there is none, or on some systems only the dead
         os.killpg(process.pid, number)
 
@@ -161,18 +162,18 @@ def run_ranks(here: HostRanks, folder: Path, describe: Callable[[int], str],
               waiting: Callable[[], None] = lambda: None, stopped_ranks: StoppedRanks | None = None) -> None:
     """Run one process per rank, here and on other hosts, until all have ended.
 
-    The first failure ends all of them. A signal (Ctrl-C, SIGTERM, SIGUSR1) asks them to leave off, which they do
-    after the same step and when they have saved; a second one, or the end of ``stop_s``, ends them as they are.
+    The first failure ends all of them. A signal (Ctrl-C, SIGTERM, SIGUSR1) asks them to stop: after the same step, once
+    they have saved. A second one, or the end of ``stop_s``, ends them as they are.
 
     Args:
         describe: ``rank -> "rank 2 (stage 2)"``.
         elsewhere: the ranks of other hosts, which are ready to start.
-        stop_s: how long they may take to leave off; 0 where there is nothing to save: they are ended at once.
+        stop_s: how long they may take to stop; 0 where there is nothing to save: they are ended at once.
         waiting: called often while they run.
-        stopped_ranks: notices ranks that a signal has stopped; None where nobody minds.
+        stopped_ranks: notices ranks that SIGSTOP has stopped.
 
     Raises:
-        LastingError: a rank failed when it was asked to leave off: whoever asks for an end wants no other attempt.
+        LastingError: a rank failed when it was asked to stop: no other attempt is wanted then.
         VpipeError: a rank failed.
         Interrupted: by a signal, to this process or to a rank.
     """
@@ -190,8 +191,8 @@ def run_ranks(here: HostRanks, folder: Path, describe: Callable[[int], str],
                         frames, failure = failure.frames, LastingError(failure.located, hint=failure.hint)
                         failure.frames = frames
                     raise failure
-                if stopped_ranks is not None and (still := mine.stopped_ranks(stopped_ranks)) is not None:
-                    raise still
+                if stopped_ranks is not None and (stopped := stopped_ranks.update(mine.by_rank)) is not None:
+                    raise stopped
                 waiting()
                 time.sleep(POLL_S)
         finally:
@@ -200,7 +201,7 @@ def run_ranks(here: HostRanks, folder: Path, describe: Callable[[int], str],
 
 
 def _go_on(groups: Sequence[Processes | RemoteRanks], signals: Signals, stop_s: float, folder: Path) -> bool:
-    """Return whether to wait for the ranks; passes a signal on."""
+    """Return whether to wait for the ranks; pass a signal on."""
     statuses = _statuses(groups)
     if signals.first is None:
         return None in statuses.values() or any(statuses.values())
@@ -225,7 +226,7 @@ class Signals:
     """SIGINT, SIGTERM and SIGUSR1 to this process, as a context: they raise :class:`Interrupted`.
 
     Args:
-        passed_on: whether the first one is only noted, for who passes it on.
+        passed_on: whether the first one is only noted, to be passed on.
 
     Attributes:
         first: the one that was noted.
@@ -239,20 +240,20 @@ class Signals:
         self.passed_at: float | None = None
 
     def __enter__(self) -> Signals:
-        self._before = {number: signal.signal(number, self._take) for number in STOPS}
+        self._before = {number: signal.signal(number, self._handle) for number in STOPS}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self._passed_on or self.first is not None:
             raise Interrupted(number)
         self.first = signal.Signals(number)
 
     def ignore(self) -> None:
-        """From now on."""
+        """Ignore these signals until the context ends."""
         for number in self._before:
             signal.signal(number, signal.SIG_IGN)
 
@@ -261,37 +262,31 @@ def _failed(statuses: Mapping[int, int | None], folder: Path, asked: bool) -> bo
     """Return whether a rank has failed.
 
     Args:
-        asked: whether all were asked to leave off: then it is no failure to be ended by that before the training, nor
-            to lose a rank that was.
+        asked: whether all were asked to stop: then it is no failure to be ended by that before the training, nor to
+            lose a rank that was.
     """
     bad = [rank for rank, status in statuses.items() if status]
     if not asked:
         return bool(bad)
-    for rank in bad:
-        report = read_report(folder, rank)
-        if statuses[rank] not in ENDED and (report is None or not report["blames_peer"]):
-            return True
-    return False
-
-
-ENDED = (*(-number for number in STOPS), *(said + number for said in (128, UNSAVED) for number in STOPS))
-"""Exit statuses of a rank that one of these signals ended."""
+    reports = {rank: read_report(folder, rank) for rank in bad if statuses[rank] not in ENDED}
+    return any(report is None or not report["blames_peer"] for report in reports.values())
 
 
 def _stopped(statuses: Mapping[int, int | None]) -> Interrupted | None:
-    """Return the signal after which all ranks stop in good order, from the first rank's status, once it has one."""
+    """Return the signal after which all ranks stop, from the first rank's status, once it has one."""
     if any(status for rank, status in statuses.items() if rank != 0):
         return None
-    for said in (128, UNSAVED):
-        if (number := (statuses.get(0) or 0) - said) in STOPS:
-            return Interrupted(number, saved=said == 128)
+    for base in (128, UNSAVED):
+        if (number := (statuses.get(0) or 0) - base) in STOPS:
+            return Interrupted(number, saved=base == 128)
     return None
 
 
 def _failure(groups: Sequence[Processes | RemoteRanks], elsewhere: Sequence[RemoteRanks], folder: Path,
              describe: Callable[[int], str]) -> VpipeError | Interrupted:
-    """Return a failure, once the other ranks had time to report what they saw; or the signal to a rank for which all
-    stopped."""
+    """Return the failure of the run, once the other ranks had time to report what they saw; or the signal to a rank
+    for which all stopped.
+    """
     began, statuses = time.monotonic(), _statuses(groups)
     while None in statuses.values() and time.monotonic() - began < (LEAVE_S if _stopped(statuses) else GRACE_S):
         time.sleep(POLL_S)
@@ -299,8 +294,7 @@ def _failure(groups: Sequence[Processes | RemoteRanks], elsewhere: Sequence[Remo
     stopped = None if None in statuses.values() else _stopped(statuses)
     if stopped is not None:
         return stopped
-    lost = [other.lost for other in elsewhere if other.lost is not None]
-    return first_failure(_statuses(groups), lost, folder, describe)
+    return first_failure(statuses, [other.lost for other in elsewhere if other.lost is not None], folder, describe)
 
 
 def _statuses(groups: Sequence[Processes | RemoteRanks]) -> dict[int, int | None]:
@@ -308,9 +302,9 @@ def _statuses(groups: Sequence[Processes | RemoteRanks]) -> dict[int, int | None
 
 
 class StoppedRanks:
-    """Notice children of this process that have been stopped for long.
+    """Notice child processes that SIGSTOP or a debugger has stopped for long.
 
-    Several ranks watch one another, and say more; one alone has nobody but its launcher.
+    Several ranks watch one another, and report more; one alone has nobody but its launcher.
 
     Args:
         most_s: how long a rank may be stopped.
@@ -321,11 +315,7 @@ class StoppedRanks:
         self._since: dict[int, float] = {}
 
     def update(self, processes: Mapping[int, Popen[bytes]]) -> RunError | None:
-        """Return the error of a rank that has been stopped for too long; to be called often.
-
-        Args:
-            processes: by rank.
-        """
+        """Return the error of a rank that has been stopped for too long; to be called often."""
         now = time.monotonic()
         for rank, process in processes.items():
             if not _is_stopped(process):
@@ -344,7 +334,7 @@ def _is_stopped(process: Popen[bytes]) -> bool:
 
 
 SLOW_S, AGAIN_S = 2.0, 10.0
-"""From when on it is said, and how often."""
+"""When a start is first shown, and how often again."""
 
 
 class StartNotice:
@@ -353,26 +343,25 @@ class StartNotice:
     Args:
         folder: of the run.
         ranks: on all hosts.
-        checkpoint: the one to go on from, if any.
+        checkpoint: the one to resume, if any.
     """
 
     def __init__(self, folder: Path, ranks: int, checkpoint: Path | None) -> None:
         self._file = folder / RUNNING
-        self._before = self._taken_at()  # by an attempt that was killed
+        self._before = self._locked_at()  # by an attempt that was killed
         self._began, self._next_s, self._over = monotonic(), SLOW_S, False
         self._what = f"starting {counted(ranks, 'rank')}" + ("" if checkpoint is None else f", from {checkpoint.name}")
 
     def update(self) -> None:
         """Print the line, if it is time; to be called often."""
         seconds = monotonic() - self._began
-        # Looked at every time: a short run has ended, and let go of the file, before the next line is due.
-        self._over = self._over or self._taken_at() != self._before
+        # Asked every time: a short run may end, and remove the file, before the next line is due.
+        self._over = self._over or self._locked_at() != self._before
         if not self._over and seconds >= self._next_s:
-            so_far = "" if self._next_s == SLOW_S else f": {seconds:.0f} s"
-            print(self._what + so_far, file=sys.stderr, flush=True)
+            print(self._what + ("" if self._next_s == SLOW_S else f": {seconds:.0f} s"), file=sys.stderr, flush=True)
             self._next_s += AGAIN_S
 
-    def _taken_at(self) -> int:
+    def _locked_at(self) -> int:
         with suppress(FileNotFoundError):
             return self._file.stat().st_mtime_ns
         return 0

@@ -1,13 +1,14 @@
 """Start the ranks of another host: ``python -m vpipe.launch.remote_agent``, run over ssh by the first host's launcher.
 
-The launcher tells the agent over standard input what to run. The agent checks that this host reaches the first one,
-starts the ranks when told, and sends back all that they write. They and it end when the launcher says so, and when the
+The launcher sends over standard input what to run. The agent checks that this host reaches the first one, starts the
+ranks when told, and sends back all that they write. They and it end when the launcher asks for it, and when the
 connection is lost. The ranks' files are in a temporary folder, so that no file system need be shared; it is removed at
 the end.
 
 Each message is a line of JSON. To the agent: ``run`` (what is to be run), ``start`` (the run's folder), ``stop`` (the
-ranks are to leave off in good order, with the number of a signal), ``end``. From it: ``hello`` (what it is), ``ready``
-or ``refused`` (what is wrong), ``file`` with ``data`` (more of a file), ``ended`` (a rank and its status).
+ranks are to stop and save, with the number of a signal), ``end``; until ``start`` the launcher also sends ``alive``, so
+that an agent whose connection was cut ends after :data:`SILENT_S`. From it: ``hello`` (its versions), ``ready`` or
+``refused`` (what is wrong), ``file`` with ``data`` (more of a file), ``ended`` (a rank and its status).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 
 from vpipe.config.config import load_config
 from vpipe.distributed.network import interface_towards, reach
-from vpipe.errors import Problem, UserError
+from vpipe.errors import UserError
 from vpipe.launch.container import Container
 from vpipe.launch.local import GRACE_S, POLL_S, Interrupted, Processes, Signals
 from vpipe.launch.rank_env import HostRanks
@@ -38,6 +39,12 @@ from vpipe.train.run_folder import CONFIG, failure_path
 
 REACH_S = 5.0
 CHUNK_BYTES = 1 << 20
+
+ALIVE_S = 15
+"""Between two signs of life of a connection."""
+
+SILENT_S = 4 * ALIVE_S
+"""Without a message before the ranks start, after which the agent ends: sshd here does not notice a cut for hours."""
 
 _MARK = b"vpipe: "
 """Before each message: what a login shell prints by itself must not be taken for one."""
@@ -60,7 +67,7 @@ def decoded(line: bytes) -> dict[str, Any] | None:
 
 
 def identity() -> dict[str, str]:
-    """Return what must be the same on all hosts: vpipe, down to its files, and torch."""
+    """Return the versions that must be the same on all hosts: of vpipe, down to its files, and of torch."""
     content = hashlib.sha256()
     package = Path(__file__).parents[1]
     for file in sorted(package.rglob("*.py")):
@@ -71,15 +78,15 @@ def identity() -> dict[str, str]:
 
 
 class Gone(Exception):  # noqa: N818 - it is no error of this host
-    """The launcher wants no more, or the connection to it is lost."""
+    """The launcher asks for the end, or the connection to it is lost."""
 
 
 class Launcher:
     """The launcher on the first host, over standard input and output.
 
     Attributes:
-        gone: whether it wants no more, or the connection is lost: the ranks must end.
-        stop_signal: for which the ranks are to leave off in good order; None as long as they are not.
+        gone: whether it asks for the end, or the connection is lost: the ranks must end.
+        stop_signal: for which the ranks are to stop and save; None as long as they are not.
         finished: whether no rank runs any more. This process then ends soon, even if it hangs in a write because the
             network is cut.
     """
@@ -89,17 +96,13 @@ class Launcher:
         self.stop_signal: int | None = None
         self._folder = folder
         self._sent: dict[Path, int] = {}
-        self._sent_at = time.monotonic()
+        self._sent_at = self._heard_at = time.monotonic()
         self._messages: SimpleQueue[dict[str, Any]] = SimpleQueue()
         Thread(target=self._read, daemon=True).start()
         Thread(target=self._end_late, daemon=True).start()
 
     def send(self, **message: Any) -> None:
-        """Send a message at once.
-
-        Raises:
-            Gone: nobody listens.
-        """
+        """Send a message at once. Raises Gone if the connection is lost."""
         try:
             sys.stdout.buffer.write(encoded(**message))
             sys.stdout.buffer.flush()
@@ -120,12 +123,8 @@ class Launcher:
                     self._sent[path] = file.tell()
 
     def receive(self, key: str) -> Any:
-        """Wait for the message ``key``.
-
-        Raises:
-            Gone: it never comes.
-        """
-        while not self.gone:
+        """Wait for the message ``key``. Raises Gone if it never comes."""
+        while not self.gone and time.monotonic() - self._heard_at < SILENT_S:
             with suppress(Empty):
                 message = self._messages.get(timeout=POLL_S)
                 if key in message:
@@ -133,16 +132,16 @@ class Launcher:
         raise Gone
 
     def _read(self) -> None:
-        unended = b""
+        partial = b""
         try:
             # Not through sys.stdin: its lock, held by a thread that waits, aborts a Python that ends.
             while more := os.read(0, CHUNK_BYTES):
-                *lines, unended = (unended + more).split(b"\n")
-                for line in lines:
-                    if message := decoded(line):
-                        self._messages.put(message)
-                        self.stop_signal = self.stop_signal or message.get("stop")
-                        self.gone = self.gone or "end" in message
+                self._heard_at = time.monotonic()
+                *lines, partial = (partial + more).split(b"\n")
+                for message in filter(None, map(decoded, lines)):
+                    self._messages.put(message)
+                    self.stop_signal = self.stop_signal or message.get("stop")
+                    self.gone = self.gone or "end" in message
         finally:
             self.gone = True
 
@@ -158,7 +157,7 @@ class Launcher:
 
 def main() -> int:
     """Serve one run; return the exit status."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the end of the input says it
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the end of the input tells it
     try:
         with tempfile.TemporaryDirectory(prefix="vpipe-", ignore_cleanup_errors=True) as name, \
                 Signals(passed_on=False) as signals:
@@ -175,8 +174,9 @@ def _run(folder: Path, signals: Signals) -> int:
     launcher.send(hello=identity())
     try:
         ranks = _ranks_here(launcher.receive("run"), folder)
-    except UserError as error:
-        launcher.send(refused=[[problem.what, problem.hint, _place(problem, str(folder))]
+    except UserError as error:  # places in the config, which is the first host's, are left out
+        launcher.send(refused=[[problem.what, problem.hint,
+                                None if (problem.where or "").startswith(str(folder)) else problem.where]
                                for problem in error.problems])
         return 2
     except OSError as error:
@@ -188,18 +188,13 @@ def _run(folder: Path, signals: Signals) -> int:
     processes = Processes(ranks, folder)
     try:
         processes.start()
-        _serve(processes, launcher, run_folder)
+        _serve(processes, launcher, folder, run_folder)
     finally:
         signals.ignore()
         processes.close()
         launcher.finished = True
     launcher.send_files(run_folder, "*")
     return 0
-
-
-def _place(problem: Problem, folder: str) -> str | None:
-    """Return where a problem is, unless it is in the config, which is the first host's."""
-    return None if problem.where is None or problem.where.startswith(folder) else problem.where
 
 
 def _ranks_here(run: dict[str, Any], folder: Path) -> HostRanks:
@@ -212,17 +207,15 @@ def _ranks_here(run: dict[str, Any], folder: Path) -> HostRanks:
     (folder / CONFIG).write_text(run["config"])
     config = load_config(folder / CONFIG)
     address, port = str(run["address"]), int(run["port"])
-    chosen = config.parallel.interface
-    interface = chosen or interface_towards(address)
+    interface = config.parallel.interface or interface_towards(address)
     reach(address, port, REACH_S)
-    container = Container.from_config(config) if config.container else None
-    devices = {int(rank): int(device) for rank, device in run["devices"].items()}
-    return HostRanks(devices, int(run["world"]), address, port, interface, config.training.threads,
-                     tuple(map(str, run["task"])), str(run["host"]), container,
-                     interface_found=chosen is None, run=str(run["run"]))
+    return HostRanks({int(rank): int(device) for rank, device in run["devices"].items()}, int(run["world"]), address,
+                     port, interface, config.training.threads, tuple(map(str, run["task"])), str(run["host"]),
+                     Container.from_config(config) if config.container else None,
+                     interface_found=config.parallel.interface is None, run=str(run["run"]))
 
 
-def _serve(processes: Processes, launcher: Launcher, run_folder: str) -> None:
+def _serve(processes: Processes, launcher: Launcher, folder: Path, run_folder: str) -> None:
     """Send what the ranks write, until all have ended or must."""
     reported: set[int] = set()
     stopped = False
@@ -233,12 +226,10 @@ def _serve(processes: Processes, launcher: Launcher, run_folder: str) -> None:
         ended = {rank: status for rank, status in processes.statuses.items() if status is not None}
         launcher.finished = len(ended) == len(processes.statuses)
         launcher.send_files(run_folder, "rank*.log")
-        for rank, status in ended.items():
-            if rank not in reported:
-                if failure_path(Path(processes.folder), rank).exists():
-                    launcher.send_files(run_folder, failure_path(Path(), rank).name)
-                launcher.send(ended=rank, status=status)
-                reported.add(rank)
+        for rank in ended.keys() - reported:
+            launcher.send_files(run_folder, failure_path(folder, rank).name)
+            launcher.send(ended=rank, status=ended[rank])
+            reported.add(rank)
         if launcher.finished:
             return
         time.sleep(POLL_S)

@@ -24,18 +24,18 @@ _PARTITION = re.compile(r"[\w.+-]+(,[\w.+-]+)*")
 
 @dataclass(frozen=True)
 class Nodes:
-    """What a job asks SLURM for.
+    """The request of a job to SLURM.
 
     Attributes:
         nodes: how many.
         ranks_per_node: tasks on each; their product is the ranks of the schedule.
         threads: processors per rank.
         gpus: whether each rank must have a GPU.
-        devices: lines on what ranks compute on.
+        devices: comment lines about the devices of the ranks.
         partition: SLURM's default one when None.
         time: as sbatch writes it; the partition's default when None.
-        machines: whether the config names hosts, which says nothing here.
-        restarts: how often the job goes back into the queue after a failure; None leaves that to the cluster.
+        machines: whether the config names hosts, which are not used.
+        restarts: how often the job is requeued after a failure; None leaves that to the cluster.
     """
 
     nodes: int
@@ -59,11 +59,7 @@ class Nodes:
 
 
 def ranks_per_node(ranks: int, nodes: int, wanted: int | None) -> int:
-    """Return how many ranks go on each node; all nodes have equally many.
-
-    Raises:
-        UserError: nodes x ranks on each are not the ranks there are.
-    """
+    """Return the ranks on each node, the same on all. Raises UserError if ``ranks`` cannot be divided so."""
     for option, value in (("--nodes", nodes), ("--ranks-per-node", wanted)):
         if value is not None and value < 1:
             raise UserError(f"{option} is {value}", hint="give a whole number, 1 or more")
@@ -96,7 +92,7 @@ def slurm_script(name: str, train: Sequence[str], wanted: Nodes, written_by: Seq
     ranks, job = wanted.nodes * wanted.ranks_per_node, re.sub(r"[^\w.-]", "_", name)
     directives = [
         (f"--job-name={job}", ""),
-        ("--output=%x-%j.out", "<job name>-<job id>.out: what rank 0 shows; all logs are in the run's folder"),
+        ("--output=%x-%j.out", "<job name>-<job id>.out: output of rank 0; all logs are in the run's folder"),
         (f"--nodes={wanted.nodes}", ""),
         (f"--ntasks-per-node={wanted.ranks_per_node}", f"a task is a rank: {ranks} in all"),
         (f"--cpus-per-task={wanted.threads}", "training.threads")]
@@ -105,14 +101,14 @@ def slurm_script(name: str, train: Sequence[str], wanted: Nodes, written_by: Seq
     if wanted.partition is not None:
         directives.append((f"--partition={wanted.partition}", ""))
     if wanted.time is not None:
-        directives.append((f"--time={wanted.time}", "then SLURM ends the job"))
+        directives.append((f"--time={wanted.time}", "SLURM ends the job after it"))
     if wanted.restarts is not None:
-        directives += [("--requeue", "the job may go back into the queue, under its number"),
-                       ("--open-mode=append", "and goes on with the file above"),
+        directives += [("--requeue", "the job may be requeued under its number"),
+                       ("--open-mode=append", "then it appends to --output"),
                        (f"--signal=USR1@{SAVE_S}", f"{SAVE_S} s before the time limit the ranks save and end")]
     width = max(len(option) for option, _ in directives) + 2
     lines = [f"#SBATCH {option:{width}}# {why}" if why else f"#SBATCH {option}" for option, why in directives]
-    hosts = "# SLURM chooses the hosts: the config's list of machines is not used.\n" if wanted.machines else ""
+    hosts = "# SLURM chooses the hosts; the config's machines are not used.\n" if wanted.machines else ""
     script = _SCRIPT.format(
         devices="".join(f"# {line}\n" for line in wanted.devices),
         written_by=f"{WRITTEN_BY}{shlex.join(written_by)}", hosts=hosts, directives="\n".join(lines),
@@ -124,23 +120,21 @@ def slurm_script(name: str, train: Sequence[str], wanted: Nodes, written_by: Seq
 _SCRIPT = """\
 #!/bin/bash
 {written_by}
-# Submit it with sbatch, from the folder where its paths start, with vpipe on PATH (its environment activated).
+# Submit it with sbatch from the folder where its relative paths start, with vpipe on PATH (its environment activated).
 {devices}{hosts}
 {directives}
 
 set -euo pipefail
 
-# One srun starts the ranks on all nodes and tells each its number; they meet on the first node. When one fails, srun
-# ends the others; they have a few seconds to say what they saw. Since SLURM 22.05 the processors per task must be said
-# again: srun does not take them from above.
+# srun starts the ranks on all nodes; they meet on the first node. When a rank fails, srun ends the others, which have a
+# few seconds to report what they saw. --cpus-per-task is repeated: since SLURM 22.05 srun does not inherit it.
 srun --cpus-per-task={threads} --kill-on-bad-exit=1 {train}
 """
 
 _AGAIN = """ || status=$?
 
-# Back into the queue, where the run goes on from its newest checkpoint: after status {saved}, which it ends with only
-# when it has saved before the time limit; and after up to {restarts} failures, counted in a file, but never
-# after 2, a mistake that would be made again.
+# Requeue the job, which then resumes from its newest checkpoint: after status {saved} (it saved before the time limit)
+# and after up to {restarts} failures, counted in a file; never after status 2, a mistake in the config or the data.
 failures="$SLURM_JOB_NAME-$SLURM_JOB_ID.failures"
 case ${{status:=0}} in
     0|2) ;;

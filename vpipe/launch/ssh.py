@@ -24,41 +24,39 @@ from vpipe.distributed.network import listening
 from vpipe.errors import Problem, RunError, UserError, VpipeError
 from vpipe.launch.local import GRACE_S, close_all
 from vpipe.launch.rank_env import HostRanks
-from vpipe.launch.remote_agent import decoded, encoded, identity
+from vpipe.launch.remote_agent import ALIVE_S, SILENT_S, decoded, encoded, identity
 
 CONNECT_S = 10
 HELLO_S = 20.0
-"""For a host to say what it is, after the connection; Python starts slowly from a cold network folder."""
+"""For a host to send its versions, after the connection; Python starts slowly from a cold network folder."""
 
 READY_S = 60.0
 """For a host to check the way to the first one."""
 
-ALIVE_S = 15
 NO_DIRECTORY = 96
-"""Exit status of the remote shell."""
+"""Exit status of the remote shell that finds no ``launch.directory``."""
 
 
 def ssh_command(login: str, settings: LaunchSection) -> list[str]:
-    """Return the command that starts the agent of another host.
-
-    It may not ask for anything: ssh in batch mode, with no terminal and no input but the launcher's.
-    """
+    """Return the command that starts the agent of another host; ssh in batch mode asks for nothing."""
     script = (f"cd {shlex.quote(settings.directory or os.getcwd())} || exit {NO_DIRECTORY}; "
               f"exec {shlex.quote(settings.python or sys.executable)} -m vpipe.launch.remote_agent")
-    # The first value that ssh is given holds: the user's options go before ours, but for the batch mode.
-    return ["ssh", "-T", "-o", "BatchMode=yes", *settings.ssh_options, "-o", f"ConnectTimeout={CONNECT_S}",
-            "-o", "ControlMaster=no", "-o", f"ServerAliveInterval={ALIVE_S}", "-o", "ServerAliveCountMax=4", login,
+    # ssh takes the first value of an option: the user's go before ours, but for the batch mode.
+    ours = {"ConnectTimeout": CONNECT_S, "ControlMaster": "no", "ServerAliveInterval": ALIVE_S,
+            "ServerAliveCountMax": SILENT_S // ALIVE_S}
+    return ["ssh", "-T", "-o", "BatchMode=yes", *settings.ssh_options,
+            *(word for key, value in ours.items() for word in ("-o", f"{key}={value}")), login,
             f"exec sh -c {shlex.quote(script)}"]
 
 
 def hello_s(settings: LaunchSection) -> float:
-    """Seconds for a host to say what it is, with the connection, for which the user may allow more."""
+    """Return the seconds for a host to connect, for which the user may allow more, and to send its versions."""
     chosen = re.search(r"ConnectTimeout[ =]+(\d+)", " ".join(settings.ssh_options), re.IGNORECASE)
     return HELLO_S + (CONNECT_S if chosen is None else int(chosen[1]))
 
 
 class Remote:
-    """The agent on another host, from the moment that ssh is started.
+    """The agent on another host, from the start of ssh on.
 
     Args:
         login: as ssh takes it.
@@ -87,17 +85,13 @@ class Remote:
         assert self._ssh.stdin is not None
         os.set_blocking(self._ssh.stdin.fileno(), False)
         self._threads = [Thread(target=work, daemon=True) for work in (self._read, self._read_errors)]
-        for thread in self._threads:
+        for thread in (*self._threads, Thread(target=self._send_alive, daemon=True)):
             thread.start()
 
     # -- before the run --------------------------------------------------------------------------------
 
     def problems(self, key: str, within_s: float) -> list[Problem]:
-        """Wait for the answer ``key``; return what is wrong with this host, if it does not come.
-
-        Args:
-            within_s: since it was asked.
-        """
+        """Wait for the answer ``key``; return what is wrong with this host, if it does not come in time."""
         while True:
             with suppress(Empty):
                 self.answer = self._answers.get(timeout=0.05)
@@ -114,7 +108,7 @@ class Remote:
                                 f"look whether it is up and its disks answer; try {self._trial('true')}")]
 
     def differs(self, container: bool) -> list[Problem]:
-        """Return what this host has in another version than the first, after its hello."""
+        """Return the packages that this host has in another version than the first, after its hello."""
         ours, theirs = identity(), self.answer["hello"]
         return [Problem(f"host {self.host} has {name} {theirs.get(name)}, but this host {ours[name]}",
                         f"install the same there, for {self._python}" +
@@ -124,9 +118,8 @@ class Remote:
     def _refusal(self) -> Problem:
         """Return why ssh, or what it started, ended at once."""
         status = self._ssh.wait()
-        said = [line for line in self._errors if line]
-        last = said[-1] if said else "it said nothing"
-        text = " ".join(said)
+        lines = [line for line in self._errors if line]
+        text, last = " ".join(lines), lines[-1] if lines else "it printed nothing"
         if status == NO_DIRECTORY:
             folder = self._settings.directory or os.getcwd()
             return Problem(f"host {self.host} has no folder '{folder}'",
@@ -158,7 +151,7 @@ class Remote:
         return shlex.join(["ssh", "-o", "BatchMode=yes", *self._settings.ssh_options, self.login, command])
 
     def send_run(self, config: str, here: HostRanks) -> None:
-        """Say what is to be run; it answers ``ready`` or ``refused``."""
+        """Send what is to be run; it answers ``ready`` or ``refused``."""
         self._asked_at = time.monotonic()
         self._send(run={"config": config, "world": here.world, "address": here.address, "port": here.port,
                         "run": here.run, "task": list(here.task), "host": self.host, "devices": self._devices})
@@ -166,7 +159,7 @@ class Remote:
     # -- the run ---------------------------------------------------------------------------------------
 
     def start(self, folder: Path) -> None:
-        """Start the ranks; what they write comes into ``folder``."""
+        """Start its ranks; what they write is copied into ``folder``."""
         self._folder = folder
         self._send(start=str(folder))
 
@@ -176,7 +169,7 @@ class Remote:
         return dict(self._statuses)
 
     def stop(self, number: int) -> None:
-        """Ask its ranks to leave off in good order, as if each had got this signal."""
+        """Ask its ranks to stop and save, as if each had got this signal."""
         self._send(stop=int(number))
 
     def close(self) -> None:
@@ -197,10 +190,15 @@ class Remote:
             if not any(thread.is_alive() for thread in self._threads):  # a shared connection may outlive ssh
                 pipe.close()
 
-    # -- saying and hearing ----------------------------------------------------------------------------
+    # -- messages --------------------------------------------------------------------------------------
+
+    def _send_alive(self) -> None:
+        """Send signs of life until the ranks start and watch one another."""
+        while not self._closed.wait(ALIVE_S) and self._folder is None:
+            self._send(alive=True)
 
     def _send(self, **message: Any) -> None:
-        """Say it, unless nobody listens: that is found by the reader."""
+        """Send a message; the reader finds out if nobody receives it."""
         assert self._ssh.stdin is not None
         data = encoded(**message)
         deadline = time.monotonic() + CONNECT_S
@@ -228,9 +226,9 @@ class Remote:
                     hint="look whether there is room")
         status = self._ssh.wait()
         if None in self._statuses.values() and self._folder is not None and self.lost is None:
-            time.sleep(0.1)  # for its last words on the other pipe
-            said = next((f": {line}" for line in reversed(self._errors) if line), "")
-            self.lost = RunError(f"host {self.host} was lost: ssh ended with exit status {status}{said}",
+            time.sleep(0.1)  # for its last lines on the other pipe
+            last = next((f": {line}" for line in reversed(self._errors) if line), "")
+            self.lost = RunError(f"host {self.host} was lost: ssh ended with exit status {status}{last}",
                                  hint="look whether it is up; its ranks end by themselves")
         self._closed.set()
 
@@ -259,11 +257,7 @@ class Remote:
 
 
 class UnreachableError(UserError):
-    """Hosts that cannot take part.
-
-    Attributes:
-        by_login: what is wrong with each.
-    """
+    """Hosts that cannot take part; ``by_login`` is what is wrong with each."""
 
     by_login: Mapping[str, Sequence[Problem]]
 
@@ -276,21 +270,24 @@ class UnreachableError(UserError):
         return error
 
 
+def _check(found: Mapping[str, Sequence[Problem]]) -> None:
+    if any(found.values()):
+        raise UnreachableError.because({login: problems for login, problems in found.items() if problems})
+
+
 def connect(hosts: Hosts, settings: LaunchSection, *, container: bool) -> list[Remote]:
     """Return the agents of other hosts, all reached at the same time.
 
     Raises:
-        UnreachableError: all that keeps any of them from it.
+        UnreachableError: all that is wrong with any of them.
         UserError: there is no ssh here.
     """
     remotes: list[Remote] = []
     try:
         for login in hosts.others:
             remotes.append(Remote(login, hosts.on(login), settings))
-        found = {remote.login: remote.problems("hello", hello_s(settings)) or remote.differs(container)
-                 for remote in remotes}
-        if any(found.values()):
-            raise UnreachableError.because({login: problems for login, problems in found.items() if problems})
+        _check({remote.login: remote.problems("hello", hello_s(settings)) or remote.differs(container)
+                for remote in remotes})
     except BaseException:
         close_all(remotes)
         raise
@@ -298,7 +295,7 @@ def connect(hosts: Hosts, settings: LaunchSection, *, container: bool) -> list[R
 
 
 def prepare(remotes: Sequence[Remote], config: str, here: HostRanks) -> None:
-    """Tell other hosts what is to be run, and wait until all reach this one.
+    """Send other hosts what is to be run, and wait until all reach this one.
 
     Raises:
         UnreachableError: all that keeps any of them from it.
@@ -307,5 +304,4 @@ def prepare(remotes: Sequence[Remote], config: str, here: HostRanks) -> None:
         for remote in remotes:
             remote.send_run(config, here)
         found = {remote.login: remote.problems("ready", READY_S) for remote in remotes}
-    if any(found.values()):
-        raise UnreachableError.because({login: problems for login, problems in found.items() if problems})
+    _check(found)
