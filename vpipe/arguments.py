@@ -86,7 +86,7 @@ class Arguments:
         except TypeError as error:
             self.refuse(f"{name} is {shown(value)}, which cannot be called with "
                         f"{counted(arguments, 'argument') if arguments else 'no arguments'}: {error}", hint)
-        except ValueError:  # of some functions in C nobody knows the arguments
+        except ValueError:  # some functions in C have no signature
             pass
 
     def names(self, what: str, value: Any, example: str) -> tuple[str, ...]:

@@ -54,7 +54,7 @@ class LossScaler:
 
     Attributes:
         per_stage: whether scales differ from stage to stage, and travel with the gradients.
-        overflowed: stages that, in the update at hand, sent something that is not finite, or have a replica that did.
+        overflowed: stages that sent gradients that are not finite in the update at hand, or have a replica that did.
     """
 
     def __init__(self, precision: Precision, stages: Iterable[int], flush: bool) -> None:
@@ -91,7 +91,7 @@ class LossScaler:
         return torch.tensor([self._scales[stage].value], device=device)
 
     def factor(self, stage: int, received: float) -> float:
-        """Return what brings a gradient from a received scale to that of a stage."""
+        """Return the factor from a received scale to that of a stage."""
         return self._scales[stage].value / received
 
     def check_finite(self, stage: int, sent: Collection[Tensor]) -> None:

@@ -97,7 +97,7 @@ class OptimizerSteps:
                 optimizer.fix_rates()
 
     def abandon(self) -> None:
-        """Drop what is there of an update that failed before a step."""
+        """Drop an update that failed before a step."""
         for store in (self._completed, self._norms, self._steps):
             store.clear()
         if self.scaler is not None:
@@ -195,7 +195,7 @@ class OptimizerSteps:
                 borrowed.scale_gradients(factor)
         if self.observer is not None:
             self.observer.weights(number, {name: master.data for name, master in weights.masters.items()})
-        activity.rest()  # what follows a step may be the program that runs the pipeline
+        activity.rest()  # the caller's code may run next
 
     def _apply(self, stage: int, weights: WeightVersions, number: int, rate: float) -> bool:
         """Step the optimizers at their own learning rates times ``rate``; return False if the update is skipped.
@@ -243,7 +243,7 @@ class OptimizerSteps:
         """Give the following microbatches this version."""
         self._stages[stage].weights.choose(self._number(stage, version))
 
-    # -- what actions wait for -------------------------------------------------------------------------
+    # -- transfers that actions wait for ---------------------------------------------------------------
 
     def receives_of(self, action: Action) -> Iterator[tuple[int, TransferKey]]:
         """Yield the transfers that an action receives, with the ranks that send them."""

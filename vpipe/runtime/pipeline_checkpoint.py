@@ -115,7 +115,7 @@ class PipelineCheckpoint:
 
 
 def _load_call(folder: Path) -> str:
-    """Return the call that goes on from a checkpoint."""
+    """Return the call that resumes from a checkpoint."""
     return f"pipe.load({str(folder)!r})"
 
 

@@ -82,7 +82,7 @@ class Precision:
         return self.scaled and self.loss_scale is None
 
     def refused(self, codecs: Collection[str]) -> Iterator[tuple[str, str, str]]:
-        """Yield conflicts with codecs between stages: the argument, what is wrong with it, the remedy."""
+        """Yield conflicts with codecs between stages: the argument, the problem, the remedy."""
         if self.dtype is not None and "bf16" in codecs:
             yield ("compress", f"is bf16, but in precision {self.name} tensors between stages have 16 bits already",
                    "leave it out, or send them as int8")

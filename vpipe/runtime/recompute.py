@@ -21,7 +21,7 @@ def forward_without_activations(effects: SideEffects, before: StateBefore,
     """Run the forward of a span that is recomputed, and return its outputs, by name.
 
     Its graph saves nothing. Without a graph some layers would compute other numbers (nn.LSTM does). A layer that walks
-    the graph within its forward, for gradients of its own, gets one that saves what it needs.
+    the graph within its forward, for gradients of its own, runs again with one that does.
 
     Args:
         before: the state to repeat the forward from.
@@ -61,7 +61,7 @@ def recompute_span(span: Span, saved: SpanActivations,
 
 
 def _save_nothing(saved: Tensor) -> None:
-    """Drop what a graph that nobody will walk would keep."""
+    """Drop a tensor that the graph would save: no backward will use it."""
 
 
 class _NothingSavedError(Exception):

@@ -133,7 +133,7 @@ class Reducer:
                 raise RunError(f"'{self._weights.names[i]}' got a second gradient in one backward of stage "
                                f"{self._stage}, which it never did before, when the first had been sent",
                                hint="use it in one part of the model that is recomputed, or in none")
-            self._missing[self._bucket_of[i]] -= 1 if times[i] == 1 else -1  # now it waits for the end
+            self._missing[self._bucket_of[i]] -= 1 if times[i] == 1 else -1  # then it is sent at the end
             while self._sent < len(self._buckets) and not self._missing[self._sent]:
                 self._send_next(update, contributors)
 
@@ -160,7 +160,7 @@ class Reducer:
         self._sent = 0
 
     def abandon(self) -> None:
-        """Forget what was sent of an update that failed."""
+        """Reset after an update that failed."""
         self._sent = 0
 
     def _send_next(self, update: int, contributors: Sequence[int]) -> None:

@@ -48,7 +48,7 @@ class _Slot(NamedTuple):
 
     @property
     def place(self) -> tuple[int, str]:
-        """Return what identifies the slot."""
+        """Return the identity of the slot."""
         return id(self.table), self.key
 
     def get(self) -> Any:
@@ -102,8 +102,8 @@ class StateBefore(NamedTuple):
 
     def restore(self) -> None:
         """Set the values, or their copies, and the random states."""
-        for kept in self.values:
-            kept.slot.put(kept.value if kept.copy is None else kept.copy)
+        for old in self.values:
+            old.slot.put(old.value if old.copy is None else old.copy)
         for source, state in self.random:
             source.put(state)
 
@@ -151,7 +151,7 @@ class SideEffects:
     # -- inputs
 
     def prepare_inputs(self, inputs: Mapping[str, Tensor], again: bool) -> dict[str, Tensor]:
-        """Return what the layers are given as inputs; ``again``: a forward has shown which of them it changes."""
+        """Return the inputs to call the layers with; ``again``: a forward has shown which of them it changes."""
         if again or not self._left:
             return {name: self._own(t) if name in self.inputs else t for name, t in inputs.items()}
         return {name: _copy(t) if self._recomputed else _alias(t) for name, t in inputs.items()}
@@ -172,11 +172,11 @@ class SideEffects:
                                if tensor is not given[name] and not _equal(tensor, given[name]))
 
     def begin_first_forward(self, inputs: Mapping[str, Tensor]) -> FirstForward | None:
-        """Prepare a forward with a graph that is kept; return the state before it, if it is one of the first."""
+        """Prepare a forward whose graph stays; return the state before it, if it is one of the first."""
         copies: dict[int, Tensor] = {}
-        for kept in [_slot_value(slot, True, copies) for slot in self._saved.values()]:
-            if kept.copy is not None:
-                kept.slot.put(kept.copy)
+        for old in [_slot_value(slot, True, copies) for slot in self._saved.values()]:
+            if old.copy is not None:
+                old.slot.put(old.copy)
         if not self._left:
             return None
         copies_of_inputs = {name: tensor.detach().clone() for name, tensor in inputs.items() if not _is_alone(tensor)}
@@ -194,7 +194,7 @@ class SideEffects:
 
     @contextmanager
     def watched_backward(self, in_flight: int) -> Iterator[None]:
-        """Check that one of the first backwards, with ``in_flight`` microbatches, does not change what forwards change.
+        """Check that one of the first backwards changes no value that forwards of ``in_flight`` microbatches change.
 
         Raises:
             UserError: it does, such as by computing a forward again.
@@ -202,9 +202,9 @@ class SideEffects:
         self.backwards_left -= 1
         before = self._everything()
         yield
-        for kept in before.values:
-            if kept.slot.place in self._changing and (kept.is_replaced() or kept.is_changed_in_place()):
-                raise UserError(f"'{kept.slot.label}', which forwards change, was changed by a backward, when those of "
+        for old in before.values:
+            if old.slot.place in self._changing and (old.is_replaced() or old.is_changed_in_place()):
+                raise UserError(f"'{old.slot.label}', which forwards change, was changed by a backward, when those of "
                                 f"{in_flight - 1} later microbatches had changed it, too",
                                 hint="leave torch.utils.checkpoint, which computes a forward again, out of the layer: "
                                      "recompute=... does that here; and change it in no hook of a backward")
@@ -213,7 +213,7 @@ class SideEffects:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Check what one of the first forwards does to parameters.
+        """Check the effect of one of the first forwards on parameters.
 
         Raises:
             UserError: it changes them so that it cannot be undone, or would not be trained.
@@ -262,21 +262,21 @@ class SideEffects:
         """
         if not self._left:
             return self._record_later_changes(before)
-        known = {kept.slot.place for kept in before.values}
+        known = {old.slot.place for old in before.values}
         values = [*before.values, *(_SlotValue(slot, _ABSENT) for slot in self._slots() if slot.place not in known)]
-        for kept in values:
-            slot, in_place = kept.slot, kept.is_changed_in_place()
-            if in_place or kept.is_replaced():
+        for old in values:
+            slot, in_place = old.slot, old.is_changed_in_place()
+            if in_place or old.is_replaced():
                 _, was = self._changing.get(slot.place, (slot, False))
                 self._changing[slot.place] = slot, in_place or was
                 if (in_place and not self._recomputed and not slot.statistics
-                        and kept.value._use_count() > kept.references):
+                        and old.value._use_count() > old.references):
                     self._saved[slot.place] = slot
         self._constant = [slot for slot in self._slots() if slot.place not in self._changing
                           and isinstance(slot.table.get(slot.key), Tensor)]
         self._drawn += [source for source, state in before.random
                         if source not in self._drawn and source.get() != state]
-        return StateBefore([kept for kept in values if kept.slot.place in self._changing],
+        return StateBefore([old for old in values if old.slot.place in self._changing],
                            [(source, state) for source, state in before.random if source in self._drawn])
 
     def _record_later_changes(self, before: StateBefore) -> StateBefore:
@@ -289,8 +289,8 @@ class SideEffects:
                                 "did: a recompute would find it changed", hint="leave the layer out of recompute")
         if not replaced:
             return before
-        for kept in replaced:
-            self._changing[kept.slot.place] = kept.slot, False
+        for old in replaced:
+            self._changing[old.slot.place] = old.slot, False
         self._constant = [slot for slot in self._constant if slot.place not in self._changing]
         return StateBefore([*before.values, *replaced], before.random)
 
@@ -300,10 +300,10 @@ class SideEffects:
         return bool(self._left or self._changing)
 
     def unshare(self, output: Tensor) -> Tensor:
-        """Return an output, or a copy of one that lies in what the next forward may change in place."""
+        """Return an output, or a copy if it shares memory that the next forward may change in place."""
         slots = self._slots() if self._left else (slot for slot, in_place in self._changing.values() if in_place)
-        mine = {kept.untyped_storage().data_ptr() for slot in slots
-                if isinstance(kept := slot.table.get(slot.key), Tensor) and kept.layout is torch.strided}
+        mine = {old.untyped_storage().data_ptr() for slot in slots
+                if isinstance(old := slot.table.get(slot.key), Tensor) and old.layout is torch.strided}
         shares = mine and output.layout is torch.strided and output.untyped_storage().data_ptr() in mine
         return output.clone() if shares else output
 
@@ -312,18 +312,18 @@ class SideEffects:
         """Restore the state before a forward while it runs again, then the present state.
 
         Raises:
-            UserError: a present value was changed meanwhile.
+            UserError: the forward changes a present value.
         """
-        now = StateBefore([_SlotValue(kept.slot, value := kept.slot.get(), version=_version(value))
-                           for kept in before.values], [(source, source.get()) for source, _ in before.random])
+        now = StateBefore([_SlotValue(old.slot, value := old.slot.get(), version=_version(value))
+                           for old in before.values], [(source, source.get()) for source, _ in before.random])
         before.restore()
         try:
             yield
         finally:
             now.restore()
-        for kept in now.values:
-            if _version(kept.value) != kept.version:
-                raise UserError(f"'{kept.slot.label}' is changed by a recompute, which was given another tensor in its "
+        for old in now.values:
+            if _version(old.value) != old.version:
+                raise UserError(f"'{old.slot.label}' is changed by a recompute, which was given another tensor in its "
                                 "place: its layer keeps a reference beside the module's own",
                                 hint="read the buffer from its module in every forward, as in self.mean")
 
@@ -338,14 +338,14 @@ class SideEffects:
 
     def undo(self, before: StateBefore) -> None:
         """Restore the state before a forward that failed."""
-        for kept in before.values:
-            kept.slot.put(kept.value)
-            if kept.copy is not None:
-                kept.value.data.copy_(kept.copy)
+        for old in before.values:
+            old.slot.put(old.value)
+            if old.copy is not None:
+                old.value.data.copy_(old.copy)
         for source, state in before.random:
             source.put(state)
         if self._left:
-            known = {kept.slot.place for kept in before.values}
+            known = {old.slot.place for old in before.values}
             for slot in list(self._slots()):
                 if slot.place not in known:
                     slot.put(_ABSENT)
@@ -411,7 +411,7 @@ def _generator_source(generator: torch.Generator) -> _RandomSource:
 
 def _equal(one: Tensor, other: Tensor) -> bool:
     if one.layout is not torch.strided:
-        return True  # what has no strides is not copied
+        return True  # there is no copy of a tensor without strides
     return torch.equal(one, other) or (one.is_floating_point() and torch.equal(one.nan_to_num(), other.nan_to_num())
                                        and torch.equal(one.isnan(), other.isnan()))
 

@@ -49,7 +49,7 @@ DEFERRED: frozenset[Function] = frozenset({
 
 
 AUTOCAST: frozenset[Function] = DEFERRED - {F.bilinear, torch.embedding, torch.einsum, torch.tensordot}
-"""Autocast casts what they are given; a parameter once for all of them."""
+"""Autocast casts their arguments; a parameter once for all of them."""
 
 
 class SplitBackwardMode(TorchFunctionMode):
@@ -167,7 +167,7 @@ def _opened(func: Function) -> Function | None:
 
 
 def _linear(store: WeightGradStore, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:  # noqa: A002
-    """Apply ``input [N, in] or [N, M, in], weight [out, in], bias [out]``; None for what torch computes otherwise."""
+    """Apply ``input [N, in] or [N, M, in], weight [out, in], bias [out]``; None for others."""
     if (input.dim() not in (2, 3) or weight.dim() != 2 or not input.is_contiguous()
             or (bias is not None and bias.dim() != 1)
             or (torch.is_autocast_enabled(input.device.type)
@@ -196,12 +196,12 @@ class _Linear(torch.autograd.Function):
         (x, weight), store = ctx.saved_tensors, ctx.store
         _, wants_x, wants_weight, wants_bias = ctx.needs_input_grad
         dx = gradient.matmul(weight) if wants_x else None
-        leaf = ctx.weight  # itself: hooks for saved tensors hand back another object
+        leaf = ctx.weight  # itself: hooks for saved tensors return another object
         leaves = [t for t in (leaf, ctx.bias) if t is not None and store.defers(t)]
         if leaves:
-            kept = x.detach()  # not x itself, which would hold the graph behind it
+            operand = x.detach()  # not x itself, which would hold the graph before it
             makes = [_dw if t is leaf else _db for t in leaves]  # not t itself, which may be a cast
-            store.put(leaves, lambda: [make(kept, gradient) for make in makes], (kept, gradient))
+            store.put(leaves, lambda: [make(operand, gradient) for make in makes], (operand, gradient))
         later = set(map(id, leaves))
         return (None, dx, _dw(x, gradient) if wants_weight and id(leaf) not in later else None,
                 _db(x, gradient) if wants_bias and id(ctx.bias) not in later else None)
@@ -216,10 +216,10 @@ def _db(_: Tensor, gradient: Tensor) -> Tensor:
 
 
 class _AnyOperation(torch.autograd.Function):
-    """Any operation with one output: a graph of its own, cut off from what is before and after it.
+    """Any operation with one output: a graph of its own, cut off from the graph around it.
 
     The input half walks it for the inputs alone, the weight half for the parameters alone, so that either computes
-    what autograd would have computed for them.
+    the same numbers as autograd.
     """
 
     @staticmethod

@@ -33,7 +33,7 @@ from vpipe.runtime.precision import FP32, Precision
 from vpipe.runtime.recompute import forward_without_activations, recompute_span
 from vpipe.runtime.side_effects import SideEffects
 from vpipe.runtime.split_backward import SplitBackwardMode
-from vpipe.runtime.stage_layers import KeptRandomState, StageLayers
+from vpipe.runtime.stage_layers import PreserveRandomState, StageLayers
 from vpipe.runtime.weight_grad_store import WeightGradStore
 from vpipe.runtime.weight_versions import WeightVersions
 
@@ -56,7 +56,7 @@ class Stage(StageLayers):
         self._splittable = {i for i, module in self.modules.items()
                             if any(p.requires_grad for p in module.parameters())
                             and not any(map(_sees_its_operation, module.modules()))}
-        self._observed: list[LayerOutputs] | None = None  # what each layer returns, while a failure is repeated
+        self._observed: list[LayerOutputs] | None = None  # outputs of each layer, while a failure is repeated
         self._spans = list(self._cut_into_spans(model, recomputed))
         self.recomputes = bool(recomputed)
         self._shared = [(weights, names) for weights in self.all_weights if (names := self._in_several_spans(weights))]
@@ -101,8 +101,8 @@ class Stage(StageLayers):
         Args:
             received: the tensors of ``spec.inputs``; those that want a gradient require it.
             fields: the batch fields this stage reads.
-            key: what dropout depends on.
-            pins: the weight versions in use, kept for the backward.
+            key: of the random numbers of dropout.
+            pins: the weight versions in use, for the backward.
             split: whether the backward will come in two halves. Without it the first half computes nearly all.
 
         Returns:
@@ -111,7 +111,7 @@ class Stage(StageLayers):
         """
         tensors = dict(zip(self.spec.inputs, received, strict=True))
         record = Record([], self._read_fields(fields), key, pins, split)
-        with KeptRandomState(self.generators):
+        with PreserveRandomState(self.generators):
             for span in self._spans:
                 saved, tensors = self._forward_span(span, {name: tensors[name] for name in span.inputs}, record)
                 record.spans.append(saved)
@@ -122,7 +122,7 @@ class Stage(StageLayers):
         """Run one microbatch forward with the latest weights, keeping nothing. As :meth:`forward` otherwise."""
         tensors = dict(zip(self.spec.inputs, received, strict=True))
         record = Record([], self._read_fields(fields), key, {}, split=False)
-        with KeptRandomState(self.generators):
+        with PreserveRandomState(self.generators):
             for span in self._spans:
                 tensors = self._run(span, {name: tensors[name] for name in span.inputs}, record)
         return [_contiguous(tensors[name]) for name in self.spec.outputs]
@@ -299,7 +299,7 @@ class Stage(StageLayers):
 
     @contextmanager
     def _added_at_once(self) -> Iterator[None]:
-        """Add what several spans contribute to a parameter once, as one backward of a whole graph does."""
+        """Add the sum of several spans' gradients of a parameter at once, as one backward of a whole graph does."""
         with ExitStack() as stack:
             for weights, names in self._shared:
                 stack.enter_context(weights.added_at_once(names))
@@ -345,7 +345,7 @@ class Stage(StageLayers):
             return find_layer(observed, graph.edges, gradients, leaves, error)
 
     def _recompute_span(self, span: Span, saved: SpanActivations, record: Record) -> SpanGraph:
-        with KeptRandomState(self.generators):
+        with PreserveRandomState(self.generators):
             return recompute_span(span, saved, partial(self._with_graph, span, saved.inputs, record, again=True))
 
     # -- weight versions -------------------------------------------------------------------------------

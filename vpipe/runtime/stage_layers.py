@@ -56,11 +56,11 @@ class StageLayers:
         borrowed: versions of parameters tied to those of other stages, by owner.
         all_weights: both.
         generators: of random numbers, that the layers draw from.
-        rounding: of what layers return; None in fp32.
+        rounding: of the layers' outputs; None in fp32.
 
     Args:
         model: the whole model; only this stage's layers are built.
-        spec: which layers, which tensors come and go.
+        spec: its layers, inputs and outputs.
         seed: the run's seed.
         device: where to compute.
         precision: in which numbers they compute.
@@ -238,7 +238,7 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
     return [torch.default_generator, torch.cuda.default_generators[device.index]]
 
 
-class KeptRandomState:
+class PreserveRandomState:
     """Context that leaves the random state of the process as it was: data loading must not depend on the partition."""
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:

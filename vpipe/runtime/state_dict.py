@@ -87,7 +87,7 @@ class Position:
 
 
 NUMBERS = {"int": torch.int64, "float": torch.float64}
-"""Kinds of numbers in an optimizer's state, and what holds each exactly."""
+"""Kinds of numbers in an optimizer's state, and the dtype that holds each exactly."""
 
 
 class StatePart(Protocol):
@@ -181,10 +181,10 @@ class OptimizerState:
         for optimizers, _ in self._of_replicas:
             _load_rates(optimizers, tensors)
             for name, tensor in tensors.items():
-                for owner, kept in _readings(name):
-                    if owner in optimizers.of_parameter and not kept.startswith("group."):
+                for owner, entry in _readings(name):
+                    if owner in optimizers.of_parameter and not entry.startswith("group."):
                         parameter, (optimizer, number) = optimizers.parameters[owner], optimizers.of_parameter[owner]
-                        key, value = _as_value(kept, tensor, parameter, optimizer.param_groups[number])
+                        key, value = _as_value(entry, tensor, parameter, optimizer.param_groups[number])
                         optimizer.state[parameter][key] = value
 
 

@@ -60,7 +60,7 @@ class WeightVersions:
     Args:
         parameters: the first version, by name.
         slots: for every name, the places in modules that hold the parameter.
-        unrounded: where versions are rounded, what the first one is the rounding of, by name.
+        unrounded: where versions are rounded, the unrounded values of the first one, by name.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], slots: Mapping[str, Sequence[Slot]],
@@ -72,9 +72,9 @@ class WeightVersions:
         self._active = self._graded = self._first = self._leaves[0]
         self._parted = False  # from the parameters that the modules were built with
         self._moves = False  # whether forwards put the parameters into other memory
-        self._hooked: list[int] | None = None  # whose leaves have hooks, once looked for since the last step
+        self._hooked: list[int] | None = None  # positions of leaves with hooks; None: not known since the last step
         self._unrounded = unrounded
-        self._widened: list[nn.Parameter] | None = None  # that have the gradients of the step at hand
+        self._widened: list[nn.Parameter] | None = None  # masters, while they have the gradients of a step
         self._pins: Counter[int] = Counter()
         self._chosen: int | None = None
         self._free: list[list[nn.Parameter]] = []
@@ -118,7 +118,7 @@ class WeightVersions:
         """Check what a forward, which is ``recomputed`` or not, did to the parameters since :meth:`marks`.
 
         Raises:
-            UserError: it did what would be lost, or would not be trained.
+            UserError: the change would be lost, or would not be trained.
         """
         for name, leaf, before, now in zip(self.names, self._active, marks, self.marks(), strict=True):
             places = self.slots[name]
@@ -207,11 +207,11 @@ class WeightVersions:
     def choose(self, version: int | None) -> None:
         """Give the following microbatches this version; None: the latest, whichever that is by then.
 
-        From now on later versions are kept, too: they will be chosen in their turn.
+        Later versions stay from now on: they will be chosen in their turn.
         """
         self._chosen = version
-        for held in list(self._leaves):
-            self._drop_unused(held)
+        for made in list(self._leaves):
+            self._drop_unused(made)
 
     @property
     def pinned(self) -> int:
@@ -266,7 +266,7 @@ class WeightVersions:
 
     @contextmanager
     def added_at_once(self, names: Sequence[str]) -> Iterator[None]:
-        """Sum what several backwards contribute to these parameters, then add the sum; hooks run with the sum."""
+        """Sum the gradients of several backwards for these parameters, then add the sum; hooks run with the sum."""
         leaves = [self._graded[self.names.index(name)] for name in names]
         before = [leaf.grad for leaf in leaves]
         for leaf in leaves:
@@ -286,7 +286,7 @@ class WeightVersions:
 
     @contextmanager
     def kept_apart(self, into: list[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
-        """Put what backwards contribute into a list, with its leaf, instead of adding it to the gradients."""
+        """Put new gradients into a list, with their leaves, instead of adding them to those before."""
         before = self.pop_gradients()
         with self.without_hooks():
             yield

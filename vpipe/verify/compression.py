@@ -1,4 +1,4 @@
-"""Compress the tensors at the cuts of a sequential program, as a pipeline compresses what it sends."""
+"""Compress the tensors at the cuts of a sequential program, as a pipeline compresses its transfers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vpipe.schedules.size import Placement
 
 
 class CutCompression:
-    """Encodes and at once decodes the tensors and gradients that a pipeline would send between ranks.
+    """Encode and at once decode the tensors and gradients that a pipeline would send between ranks.
 
     It uses the pipeline's codecs. Where both sides of a cut are on the same rank for a microbatch, its
     tensors are not compressed.
@@ -31,7 +31,7 @@ class CutCompression:
         self._cuts = {spec.layers.start: spec for spec in split(model, partition)[1:]}
 
     def __call__(self, number: int, microbatch: int, layer: int, tensors: dict[str, Tensor]) -> None:
-        """Replace the inputs of a layer by what arrives after compression, if a cut lies before it.
+        """Replace the inputs of a layer by their values after compression, if a cut lies before it.
 
         Args:
             number: of the microbatch in the run.
@@ -55,7 +55,7 @@ class CutCompression:
         tensors.update(zip(spec.inputs, arrived, strict=True))
 
     def transfer(self, key: TransferKey, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return what arrives when these tensors are sent."""
+        """Return the tensors as they arrive."""
         codec = self._compression.codec(key)
         if codec is None:
             return list(tensors)
