@@ -18,7 +18,7 @@ from vpipe.distributed.device import DeviceMap
 from vpipe.distributed.init import join_world
 from vpipe.errors import PerformanceWarning, Problem, UserError, counted
 from vpipe.model.layer import Model
-from vpipe.model.split import StageSpec, balanced, parameter_counts, split, ties_between
+from vpipe.model.split import balanced, parameter_counts, split, ties_between
 from vpipe.plan.plan import Plan
 from vpipe.plan.recompute import Recompute, recomputed_layers
 from vpipe.runtime.engine import Engine, Settings
@@ -154,31 +154,27 @@ class Pipeline:
             raise UserError(f"the plan is for a model of {counted(sum(plan.partition), 'layer')}, but this one has "
                             f"{len(model)}", hint="give stages or a partition in its place, or a plan of this model")
         parsed = Precision.parse(precision, loss_scale)
-        self.schedule = schedule or DEFAULT_SCHEDULE
-        self.microbatches = microbatches = 1 if microbatches is None else microbatches
+        schedule, microbatches = schedule or DEFAULT_SCHEDULE, 1 if microbatches is None else microbatches
         if stages is None and partition is None and places is not None:
             stages = len(places)
-        self.partition = _partition(model, stages, partition)
-        specs = split(model, self.partition)
-        self.recomputed = recomputed_layers(recompute, self.partition)
+        partition = _partition(model, stages, partition)
+        recomputed = recomputed_layers(recompute, partition)
         world = join_world(backend, timeout_s, device)
         compression = (None if (compress, compress_rounding) == ("none", "nearest") else
-                       Compression.parse(compress, compress_rounding, len(self.partition), seed))
-        self.executor = check_executor(executor, self.schedule)
+                       Compression.parse(compress, compress_rounding, len(partition), seed))
+        checked = check_executor(executor, schedule)
         lowered = ScheduleSpec(
-            self.schedule, len(self.partition), microbatches, update_every,
+            schedule, len(partition), microbatches, update_every,
             places, chunks, world.ranks if world.ranks > 1 else None, replicas,
-            {owner: tuple(borrowers) for owner, borrowers in ties_between(specs).items()},
-            [stage for stage, layers in enumerate(self.recomputed) if layers],
-            grad_clip is not None or skip_not_finite or parsed.scaled,
-            last_first=self.executor == THREADED).prepare()
-        self.placement, self.update_every = lowered.placement, lowered.update_every
+            {owner: tuple(borrowers) for owner, borrowers in ties_between(split(model, partition)).items()},
+            [stage for stage, layers in enumerate(recomputed) if layers],
+            grad_clip is not None or skip_not_finite or parsed.scaled, last_first=checked == THREADED).prepare()
         if refused := [Problem(f"{name} {what}", hint) for name, what, hint in parsed.refused(
                 compression.codecs if compression is not None else ())]:
             raise UserError.all_of(refused)
-        settings = Settings(microbatches, self.recomputed, _finite_factor(learning_rate_factor), grad_clip, seed,
-                            world.own, timeout_s, compression, skip_not_finite, parsed, self.executor)
-        self._set_up(model, specs, lowered, settings, _from_named(optimizer), world)
+        settings = Settings(microbatches, recomputed, _finite_factor(learning_rate_factor), grad_clip, seed,
+                            world.own, timeout_s, compression, skip_not_finite, parsed, checked)
+        self._set_up(model, partition, schedule, lowered, settings, _from_named(optimizer), world)
         if self.rank == 0 and (slow := few_microbatches(lowered, "microbatches")) is not None:
             warnings.warn(slow, PerformanceWarning, stacklevel=2)
 
@@ -195,16 +191,17 @@ class Pipeline:
         excepthook.install()
         assert world.ranks in (1, schedule.ranks), f"{world.ranks} processes for {schedule.ranks} ranks"
         pipe = cls.__new__(cls)
-        pipe.schedule, pipe.microbatches, pipe.partition = name, settings.microbatches, tuple(partition)
-        pipe.recomputed, pipe.executor = tuple(settings.recompute), settings.executor
-        pipe.placement, pipe.update_every = schedule.placement, schedule.update_every
-        pipe._set_up(model, split(model, partition), schedule, settings, optimizer, world)
+        pipe._set_up(model, partition, name, schedule, settings, optimizer, world)
         return pipe
 
-    def _set_up(self, model: Model, specs: Sequence[StageSpec], schedule: Schedule, settings: Settings,
+    def _set_up(self, model: Model, partition: Sequence[int], name: str, schedule: Schedule, settings: Settings,
                 optimizer: MakeOptimizer, world: DeviceMap) -> None:
         self._model, self._seed, self._trained, self.rank = model, settings.seed, False, world.rank
-        self.engine = Engine(model, specs, schedule, optimizer, settings, distributed=world.ranks > 1)
+        self.schedule, self.microbatches, self.partition = name, settings.microbatches, tuple(partition)
+        self.recomputed, self.executor = tuple(settings.recompute), settings.executor
+        self.placement, self.update_every = schedule.placement, schedule.update_every
+        self.engine = Engine(model, split(model, partition), schedule, optimizer, settings,
+                             distributed=world.ranks > 1)
 
     def train(self, batches: Iterable[Batch]) -> Iterator[Step]:
         """Train on batches (dicts of tensors, dimension 0 = samples); yield one :class:`Step` per update, in order.
