@@ -55,24 +55,22 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     def seconds(ticks: Number) -> Number:
         return ratio(ticks, tables.unit)
 
-    events = [tuple(Event(action, seconds(loop.starts[number]), seconds(loop.end(number, ticks)))
-                    for number, action in enumerate(program, start=first)
-                    if (ticks := tables.ticks[number]) is not None)
+    events = [tuple(Event(action, seconds(loop.starts[number]), seconds(loop.ends[number]))
+                    for number, action in enumerate(program, start=first) if tables.ticks[number] is not None)
               for first, program in zip(tables.firsts, tables.schedule.programs, strict=True)]
-    transfers = [TransferEvent(message.action, message.source, message.target, seconds(loop.began(number, end)),
-                               seconds(end)) for number, end in loop.arrivals
+    transfers = [TransferEvent(message.action, message.source, message.target, seconds(start), seconds(end))
+                 for number, start, end in loop.arrivals
                  if (message := tables.messages[number]).source != message.target]
     return Timeline(tables.schedule, costs, tuple(events), tuple(transfers))
 
 
 def _blocked(tables: SimulationTables, cursors: Sequence[int]) -> CheckError:
-    spots = [(rank, cursor - first) for rank, (cursor, first, end)
-             in enumerate(zip(cursors, tables.firsts, tables.ends, strict=True)) if cursor < end]
-    standing = "; ".join(f"rank {rank} stands before {tables.schedule.programs[rank][position]}"
-                         for rank, position in spots)
+    positions = [cursor - first for cursor, first in zip(cursors, tables.firsts, strict=True)]
+    programs = tables.schedule.programs
+    spots = [(rank, position) for rank, position in enumerate(positions) if position < len(programs[rank])]
+    standing = "; ".join(f"rank {rank} stands before {programs[rank][position]}" for rank, position in spots)
     return rule_error(tables.schedule, f"the simulation cannot go on: {standing}",
-                      "check the schedule first: it says what each of them waits for", *spots,
-                      cursors=[cursor - first for cursor, first in zip(cursors, tables.firsts, strict=True)])
+                      "check the schedule first: it says what each of them waits for", *spots, cursors=positions)
 
 
 class EventLoop:
@@ -80,8 +78,8 @@ class EventLoop:
 
     Attributes:
         cursors: per rank, the number of the action before which it stands.
-        starts: per action that takes time, its start.
-        arrivals: (number of the message, time of its arrival), in order.
+        starts, ends: per action that takes time of its rank.
+        arrivals: (number of the message, its start, its arrival), in order.
     """
 
     def __init__(self, tables: SimulationTables, overlap: bool) -> None:
@@ -89,7 +87,9 @@ class EventLoop:
         ranks, actions = len(tables.firsts), len(tables.ticks)
         self.cursors = list(tables.firsts)
         self.starts: list[Number] = [0] * actions
-        self.arrivals: list[tuple[int, Number]] = []
+        self.ends: list[Number] = [0] * actions
+        self.arrivals: list[tuple[int, Number, Number]] = []
+        self._began: dict[int, Number] = {}  # by message
         self._now: Number = 0
         self._awaited = [0] * actions  # messages that each action still waits for
         for message in tables.messages:
@@ -120,14 +120,6 @@ class EventLoop:
             while ending and ending[0][0] == self._now:
                 self._finish(heappop(ending)[1])
 
-    def end(self, number: int, ticks: Number) -> Number:
-        """Return the end of an action, which takes ``ticks`` where nobody slows it down."""
-        return self.starts[number] + ticks
-
-    def began(self, message: int, end: Number) -> Number:
-        """Return the start of a message that arrives at ``end``."""
-        return end - self._tables.messages[message].ticks
-
     def _go_on(self) -> bool:
         """Go to the next moment at which something ends, if there is one."""
         if self._ending:
@@ -141,6 +133,7 @@ class EventLoop:
             self._close(number - actions)
             return
         rank = self._tables.rank_of[number]
+        self.ends[number] = self._now
         self._busy[rank] = False
         self._pass(number, rank)
         self._awake.append(rank)
@@ -167,7 +160,7 @@ class EventLoop:
             cursor = self.cursors[rank]
             ticks = self._tables.ticks[cursor]
             assert ticks is not None
-            self.starts[cursor] = self._now
+            self.starts[cursor] = self.ends[cursor] = self._now
             self.cursors[rank] = cursor + 1
             if ticks:
                 self._busy[rank] = True
@@ -214,6 +207,7 @@ class EventLoop:
                 self._start(number)
 
     def _start(self, number: int) -> None:
+        self._began[number] = self._now
         heappush(self._ending, (self._now + self._tables.messages[number].ticks, len(self.starts) + number))
 
     def _close(self, number: int) -> None:
@@ -231,7 +225,7 @@ class EventLoop:
         self._arrive(number)
 
     def _arrive(self, number: int) -> None:
-        self.arrivals.append((number, self._now))
+        self.arrivals.append((number, self._began.get(number, self._now), self._now))
         for user in self._tables.messages[number].users:
             self._awaited[user] -= 1
             if not self._awaited[user]:
@@ -284,15 +278,7 @@ class SharedCoresLoop(EventLoop):
         hosts = {name: SharedCores(costs.cores) for name in names}
         self._hosts = list(hosts.values())
         self._host_of = [hosts[names[rank]] for rank in range(ranks)]
-        self._ends: dict[int, Number] = {}
-        self._began: dict[int, Number] = {}  # by message
         self._half_done: set[int] = set()  # messages of which one end is done
-
-    def began(self, message: int, end: Number) -> Number:
-        return self._began.get(message, end)
-
-    def end(self, number: int, ticks: Number) -> Number:
-        return self._ends.get(number, self.starts[number])  # one that takes nothing ends as it starts
 
     def _engage(self, number: int, ticks: Number) -> None:
         self._host_of[self._tables.rank_of[number]].begin(self._now, number, ticks)
@@ -305,20 +291,15 @@ class SharedCoresLoop(EventLoop):
 
     def _go_on(self) -> bool:
         ends = [(end, host) for host in self._hosts if (end := host.next_end()) is not None]
-        if not ends:
-            return False
-        self._now = min(end for end, _ in ends)
+        self._now = min((end for end, _ in ends), default=self._now)
         for end, host in ends:
             if end == self._now:
                 for number in host.finished(end):
                     self._finish(number)
-        return True
+        return bool(ends)
 
     def _finish(self, number: int) -> None:
-        message = number - len(self.starts)
-        if message < 0:
-            self._ends[number] = self._now
-        elif message not in self._half_done:
-            self._half_done.add(message)
-            return
-        super()._finish(number)
+        if number < len(self.starts) or number in self._half_done:
+            super()._finish(number)
+        else:
+            self._half_done.add(number)
