@@ -73,7 +73,6 @@ class Costs:
     """The costs of all stages, and the hardware.
 
     Attributes:
-        stages: one entry per stage.
         default_link: between any two ranks that ``links`` does not name.
         links: by (source rank, target rank).
         overlap: ranks compute while they transfer. If not, both ranks are busy for the whole of a transfer:

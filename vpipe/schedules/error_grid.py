@@ -37,7 +37,10 @@ def draw_grid(programs: Sequence[Sequence[Action]], marks: Collection[Spot],
     if longest <= 2 * SIDE + 1:
         cells = [[*row, *[""] * (longest - len(row))] for row in rows]
     else:
-        cells = [_window(row, middle) for row, middle in zip(rows, cursors or _abreast(rows, marks), strict=True)]
+        rank, position = min(marks, default=(0, 0))
+        abreast = [position * len(row) // max(1, len(rows[rank])) for row in rows]
+        middles = cursors or [dict(marks).get(rank, middle) for rank, middle in enumerate(abreast)]
+        cells = [_window(row, middle) for row, middle in zip(rows, middles, strict=True)]
     shown = list(range(ranks))
     if ranks > MOST_ROWS:
         near = {rank for marked, _ in marks for rank in range(marked - NEAR, marked + NEAR + 1)} & set(shown)
@@ -50,13 +53,6 @@ def draw_grid(programs: Sequence[Sequence[Action]], marks: Collection[Spot],
             line = " ".join(cell.ljust(width) for cell, width in zip(cells[rank], widths, strict=True))
             lines.append(f"{f'rank {rank}':{label}} {line}".rstrip())
     return "\n".join(lines)
-
-
-def _abreast(rows: Sequence[Sequence[str]], marks: Collection[Spot]) -> list[int]:
-    """Return per rank the position as far through its row as the first mark is through its own."""
-    rank, position = min(marks, default=(0, 0))
-    middles = [position * len(row) // max(1, len(rows[rank])) for row in rows]
-    return [dict(marks).get(rank, middle) for rank, middle in enumerate(middles)]
 
 
 def _window(row: Sequence[str], middle: int) -> list[str]:

@@ -111,7 +111,7 @@ def rank_peaks(schedule: Schedule) -> tuple[RankPeaks, ...]:
 
 
 def stage_peaks(schedule: Schedule) -> tuple[StagePeaks, ...]:
-    """Return the peaks of every stage; ``schedule`` must have passed :func:`~vpipe.schedules.check.check`."""
+    """Return the peaks of every stage of such a schedule."""
     loads = [[load for rank in ranks for load in stage_loads(schedule.programs[rank], stage)]
             for stage, ranks in enumerate(schedule.placement)]
     return tuple(StagePeaks(max(load.versions for load in stage), max(load.staleness for load in stage))

@@ -133,8 +133,7 @@ def recipe_named(name: str) -> Recipe:
     """Return the schedule called ``name``.
 
     Raises:
-        UserError: there is none, and the hint names the nearest; or the package that has it cannot be imported, or is
-            not the only one.
+        UserError: there is none (the hint names the nearest), or several, or its package cannot be imported.
     """
     if not isinstance(name, str):
         raise UserError(f"the schedule is {name!r}, which is no name",

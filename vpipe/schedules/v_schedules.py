@@ -139,19 +139,19 @@ class VPhases:
         operations = [(Op(word[0]), [int(chunk) for chunk in word[1:]]) for word in turn.split()]
         for _ in range(times):
             for op, chunks in operations:
-                yield from self._weight(chunks) if op is Op.WEIGHT else self._next(op, *chunks)
+                if op is not Op.WEIGHT:
+                    yield from self._next(op, *chunks)
+                    continue
+                stages = [self._stages[chunk] for chunk in chunks] or self._stages
+                half = next((half for half in self._waiting if half.stage in stages), None)
+                if half is not None:
+                    self._waiting.remove(half)
+                    yield half
 
     def finish(self) -> Iterator[Action]:
         """Yield every weight half that still waits, and the steps."""
         yield from self._waiting
         yield from (step(stage, 0) for stage in self._stages)
-
-    def _weight(self, chunks: list[int]) -> Iterator[Action]:
-        stages = [self._stages[chunk] for chunk in chunks] or self._stages
-        half = next((half for half in self._waiting if half.stage in stages), None)
-        if half is not None:
-            self._waiting.remove(half)
-            yield half
 
     def _next(self, op: Op, chunk: int) -> Iterator[Action]:
         is_forward = op is Op.FORWARD

@@ -12,7 +12,7 @@ from vpipe.plan.solver.request import Alternative
 from vpipe.plan.stage_costs import StageMemory, combined_memory
 from vpipe.schedules.registry import recipe_named
 from vpipe.units import size_text
-from vpipe.visualize.table import Column, columns, filled, listed, ms_text
+from vpipe.visualize.table import Column, columns, compact, filled, listed, ms_text
 
 BAR = 20
 """Columns of a bar."""
@@ -32,11 +32,9 @@ _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 @dataclass(frozen=True)
 class PlanExplanation:
-    """A plan with all that its explanation needs.
+    """A plan with predictions, the profile that it was made from, and all else that its explanation needs.
 
     Attributes:
-        plan: with predictions.
-        profile: that it was made from.
         limit_bytes: that a rank may hold; None without a limit.
         limit_from: the origin of the limit, such as ``--memory``.
         solver: a text on how good the plan is.
@@ -73,7 +71,7 @@ class PlanExplanation:
                 f"{counted(self._microbatches, 'microbatch')} of {counted(identity.microbatch_size, 'sample')} per "
                 f"{self._step_name}",
                 f"predicted: {_time(found.step_s)} per {self._step_name}, "
-                f"{rate_text(1 / found.seconds_per_sample)} samples/s, bubble {100 * found.bubble:.0f} %"]
+                f"{compact(1 / found.seconds_per_sample)} samples/s, bubble {100 * found.bubble:.0f} %"]
 
     @property
     def _microbatches(self) -> int:
@@ -92,10 +90,11 @@ class PlanExplanation:
             return shared
         number, stage = found.bottleneck, found.stages[found.bottleneck]
         busy, average = 1 - stage.idle_s / found.step_s, 1 - found.bubble
-        where = f"stage {number} (layer{'s' * (stage.layers > 1)} {_layer_range(stage)}, {_ranks(stage.ranks)})"
+        ranks = _numbered("rank", stage.ranks)
+        where = f"stage {number} (layer{'s' * (stage.layers > 1)} {_layer_range(stage)}, {ranks})"
         together = next(group for group in stages_by_ranks(self.plan) if number in group)
         if len(together) > 1:
-            where = f"{_ranks(stage.ranks)} ({_stages(together)})"
+            where = f"{ranks} ({_numbered('stage', together)})"
         if busy <= (1 + EVEN) * average:
             return (f"bottleneck: none, the ranks are even, busy {100 * average:.0f} % of the time; most {where}")
         return (f"bottleneck: {where}, busy {_time(busy * found.step_s)} of {_time(found.step_s)}, "
@@ -128,8 +127,9 @@ class PlanExplanation:
         most = max(range(len(groups)), key=lambda number: held[number].peak)
         peak, kind = held[most].peak, max(_KINDS, key=lambda name: int(getattr(held[most], name)))
         limit = "" if self.limit_bytes is None else f" of {size_text(self.limit_bytes)}"
-        return (f"memory: {_stages(groups[most])} hold{'s' * (len(groups[most]) == 1)} most, {size_text(peak)}{limit} "
-                f"on a rank, {100 * getattr(held[most], kind) / peak:.0f} % of it {_KINDS[kind]}")
+        return (f"memory: {_numbered('stage', groups[most])} hold{'s' * (len(groups[most]) == 1)} most, "
+                f"{size_text(peak)}{limit} on a rank, {100 * getattr(held[most], kind) / peak:.0f} % of it "
+                f"{_KINDS[kind]}")
 
     def _recompute(self) -> str:
         count, found = sum(map(len, self.plan.recomputed)), self.plan.predicted
@@ -143,7 +143,7 @@ class PlanExplanation:
         limit, plan = self.limit_without_recompute
         rate, new_rate = (1 / each.predicted.seconds_per_sample for each in (self.plan, plan))
         return (f"{text}; none from {size_text(limit, up=True)} per rank on, which would give "
-                f"{rate_text(new_rate)} samples/s ({difference(new_rate, rate)})")
+                f"{compact(new_rate)} samples/s ({difference(new_rate, rate)})")
 
 
 def _layer_range(stage: StagePrediction) -> str:
@@ -151,17 +151,12 @@ def _layer_range(stage: StagePrediction) -> str:
     return f"{first}-{first + stage.layers - 1}" if stage.layers > 1 else str(first)
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
-def _stages(stages: Sequence[int]) -> str:
-    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+def _numbered(word: str, numbers: Sequence[int]) -> str:
+    return f"{word}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def _time(seconds: float) -> str:
-    value = 1e3 * seconds
-    return f"{seconds:,.2f} s" if value >= 9999.5 else f"{value:,.0f} ms" if value >= 99.95 else f"{value:.3g} ms"
+    return f"{seconds:,.2f} s" if seconds >= 9.9995 else f"{compact(1e3 * seconds)} ms"
 
 
 def times_table(plan: Plan, width: int) -> list[str]:
@@ -232,16 +227,16 @@ def alternatives_table(best: Plan, others: Sequence[Alternative], width: int) ->
     rows += [(other.what, other.plan, 1 / other.seconds_per_sample, other.simulated) for other in others
              if other.plan is not None and other.seconds_per_sample is not None]
     plans = [plan for _, plan, _, _ in rows]
+    widths = [[len(ranks) for ranks in plan.stage_to_rank_map] or [1] for plan in plans]
     lines = columns([
         Column("", [what for what, _, _, _ in rows], left=True),
         Column("schedule", [plan.schedule or "" for plan in plans], left=True),
         Column("layers per stage", [cut_text(plan.partition, 24) for plan in plans], left=True),
-        *([Column("replicas", [_widths_text(plan) for plan in plans])] if any(max(_widths(plan)) > 1 for plan in plans)
-          else []),
+        *([Column("replicas", list(map(_widths_text, widths)))] if max(map(max, widths)) > 1 else []),
         Column("m", [str(plan.microbatches) for plan in plans]),
         Column("recompute", [f"{count} of {sum(plan.partition)}" if (count := sum(map(len, plan.recomputed))) else "-"
                              for plan in plans]),
-        Column("samples/s", [("" if simulated else "~") + rate_text(value) for _, _, value, simulated in rows]),
+        Column("samples/s", [("" if simulated else "~") + compact(value) for _, _, value, simulated in rows]),
         Column("", ["" if plan is best else difference(value, rate) for _, plan, value, _ in rows]),
         Column("peak", [size_text(peak_bytes(plan)) if plan.predictions else "" for plan in plans], spare=True)], width)
     if not all(simulated for _, _, _, simulated in rows):
@@ -262,21 +257,10 @@ def cut_text(partition: Sequence[int], room: int) -> str:
     return f"{len(partition)} stages of {low}" + (f"-{high}" if low < high else "")
 
 
-def _widths(plan: Plan) -> list[int]:
-    """Return the replicas per stage."""
-    return [len(ranks) for ranks in plan.stage_to_rank_map] or [1]
-
-
-def _widths_text(plan: Plan) -> str:
-    widths = _widths(plan)
+def _widths_text(widths: Sequence[int]) -> str:
     if len(set(widths)) == 1:
         return "-" if widths[0] == 1 else f"{widths[0]} each" if len(widths) > 1 else str(widths[0])
     return "-".join(map(str, widths)) if len(widths) <= 8 else f"{min(widths)} to {max(widths)}"
-
-
-def rate_text(per_s: float) -> str:
-    """Return samples per second in three digits."""
-    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
 
 
 def difference(value: float, of: float) -> str:

@@ -55,15 +55,7 @@ class RankCosts:
 
 @dataclass(frozen=True)
 class Summary:
-    """A schedule that has passed every rule, with its costs and memory.
-
-    Attributes:
-        schedule: compute actions and steps only.
-        costs: of a whole rank.
-        timeline: the simulated run.
-        ranks: peaks of each rank.
-        stages: peaks of each stage.
-    """
+    """A schedule of compute actions and steps that has passed every rule, its simulated run, and its peaks."""
 
     schedule: Schedule
     costs: RankCosts
@@ -80,8 +72,7 @@ class Summary:
         """
         computed = schedule.compute_only()
         check(computed)
-        recomputing = {action.stage for program in computed.programs for action in program
-                       if action.op is Op.RECOMPUTE}
+        recomputing = {action.stage for program in computed.programs for action in program if action.op is Op.RECOMPUTE}
         timeline = simulate(computed, costs.of(computed.placement, recomputing))
         return cls(computed, costs, timeline, rank_peaks(computed), stage_peaks(computed))
 
@@ -105,12 +96,8 @@ class Summary:
     @cached_property
     def chunk_of(self) -> Sequence[int]:
         """Return, by stage, which of its rank's stages it is, from 0."""
-        before: Counter[int] = Counter()
-        chunks = []
-        for rank, *_ in self.schedule.placement:
-            chunks.append(before[rank])
-            before[rank] += 1
-        return chunks
+        placement = self.schedule.placement
+        return [stages_of_rank(placement, ranks[0]).index(stage) for stage, ranks in enumerate(placement)]
 
     def times(self) -> str:
         """Return bubble and makespan as text."""
@@ -146,7 +133,7 @@ def compare(found: Mapping[str, Summary | str]) -> str:
              str(max(stage.staleness for stage in one.stages))] for one in summaries]
     lines = table(head, rows, left=1)
     reasons = [(name, why) for name, why in sorted(found.items()) if isinstance(why, str)]
-    longest = max([len(name) for name in found], default=0)
+    longest = max(map(len, found), default=0)
     lines += [f"{name:{longest}}  not possible: {why}" for name, why in reasons]
     lines += ["", "peak activations: of the rank that holds most, in microbatches of a whole rank (of one stage);",
               "versions, staleness: of the stage with most"]

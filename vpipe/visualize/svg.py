@@ -15,13 +15,8 @@ from vpipe.visualize.summary import Summary
 from vpipe.visualize.table import number, row_name, sizes
 
 COLOURS: dict[Op, str] = {  # light enough for dark numbers, on either background
-    Op.FORWARD: "#6ea8fe",
-    Op.BACKWARD: "#63c48d",
-    Op.INPUT: "#4fc4c4",
-    Op.WEIGHT: "#f4b860",
-    Op.RECOMPUTE: "#b79cf0",
-    Op.STEP: "#d6336c",
-}
+    Op.FORWARD: "#6ea8fe", Op.BACKWARD: "#63c48d", Op.INPUT: "#4fc4c4", Op.WEIGHT: "#f4b860", Op.RECOMPUTE: "#b79cf0",
+    Op.STEP: "#d6336c"}
 NAMES = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.INPUT: "input half of backward",
           Op.WEIGHT: "weight half", Op.RECOMPUTE: "recompute", Op.STEP: "optimizer step"}
 _STYLE = """
@@ -42,11 +37,10 @@ _UNSEEN = 20  # an action that is so many times shorter than the longest may be 
 
 
 def draw_svg(summary: Summary) -> str:
-    """Return the picture as the text of an SVG file.
+    """Return the picture as the text of an SVG file: a row per rank, time from left to right.
 
-    A row per rank, time from left to right; the numbers are microbatches (where there is no room, every second, fifth
-    or so), the shade tells which of its rank's stages computes. Without a flush the numbers below are the weight
-    versions in use. Hovering an action shows all of it.
+    The numbers are microbatches (where there is no room, every second, fifth or so). The shade tells which of its
+    rank's stages computes. Without a flush the numbers below are the weight versions in use.
     """
     return "\n".join(_Drawing(summary).lines()) + "\n"
 

@@ -15,8 +15,6 @@ from vpipe.schedules.costs import Number
 from vpipe.schedules.schedule import Schedule, stages_of_rank
 from vpipe.schedules.size import Placement
 
-_LISTED = 16
-
 
 def sizes(schedule: Schedule) -> str:
     """Return ``4 ranks, 8 stages, 8 microbatches, flush``; of replicated stages also the number of replicas."""
@@ -53,7 +51,7 @@ def replica(placement: Placement, rank: int) -> str | None:
 
 def listed(values: Sequence[int]) -> str:
     """Return all values; of many only their range."""
-    if len(values) <= _LISTED:
+    if len(values) <= 16:
         return " ".join(map(str, values))
     return f"{min(values)} to {max(values)}" if min(values) < max(values) else str(values[0])
 
@@ -84,12 +82,8 @@ def percent(share: Number) -> str:
     return f"{value:.1f} %" if 0 < abs(value) < 9.95 else f"{value:.0f} %"
 
 
-FILE_COLUMNS = 100
-"""Width of tables where there is no terminal: in logs, pipes and files."""
-
-
-PIPE_COLUMNS = 200
-"""Width of what a command prints to a file or a pipe."""
+FILE_COLUMNS, PIPE_COLUMNS = 100, 200
+"""Widths where there is no terminal: of tables in logs and files, and of what a command prints to a file or a pipe."""
 
 
 def terminal_columns(otherwise: int = FILE_COLUMNS) -> int:
@@ -107,12 +101,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 0) -> 
 
 @dataclass(frozen=True)
 class Column:
-    """Cells under a head.
-
-    Attributes:
-        spare: whether it is left out where the table would be too wide.
-        left: whether it is aligned to the left.
-    """
+    """Cells under a head, left out where the table would be too wide if ``spare``, aligned to the left if ``left``."""
 
     head: str
     cells: Sequence[str]
@@ -124,19 +113,15 @@ def columns(all_of_them: Sequence[Column], width: int) -> list[str]:
     """Lay out a table no wider than ``width`` as long as there are spare columns to leave out, the last first."""
     kept = list(all_of_them)
     while True:
-        head, *rows = zip(*map(_aligned, kept), strict=True)
+        cells = [[column.head, *column.cells] for column in kept]
+        widest = [max(map(len, each)) * column.left for each, column in zip(cells, kept, strict=True)]
+        head, *rows = zip(*([cell.ljust(least) for cell in each] for each, least in zip(cells, widest, strict=True)),
+                          strict=True)
         lines = table(head, rows)
         spare = [number for number, column in enumerate(kept) if column.spare]
         if not spare or max(map(len, lines)) <= width:
             return lines
         del kept[spare[-1]]
-
-
-def _aligned(column: Column) -> list[str]:
-    """Return head and cells, padded to one width in a column that is aligned to the left."""
-    cells = [column.head, *column.cells]
-    widest = max(map(len, cells))
-    return [cell.ljust(widest) for cell in cells] if column.left else cells
 
 
 def fitted(head: Sequence[str], rows: Sequence[Sequence[str]], width: int, left: int = 0,
@@ -186,6 +171,4 @@ def milliseconds(seconds: float) -> str:
 
 def compact(value: float) -> str:
     """Return a number in about three digits: ``1,234``, ``12.3``, ``0.0042``."""
-    if value == 0:
-        return "0"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

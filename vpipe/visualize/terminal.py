@@ -31,9 +31,8 @@ Cell = tuple[str, str]
 def draw_text(summary: Summary, width: int, *, colour: bool) -> str:
     """Return the picture with its legend, the numbers and a table of what every rank holds.
 
-    The scale is the widest, up to one that separates all actions, at which the whole schedule fits; if their labels
-    do not fit at any, narrow ones lose their numbers; if that is not enough, the picture ends at ``width`` and
-    a line tells so.
+    The scale is the widest, up to one that separates all actions, at which the whole schedule fits. Where labels do not
+    fit, narrow ones lose their numbers. Where that is not enough, the picture ends at ``width``, and a line says so.
     """
     schedule = summary.schedule
     label = max(len(row_name(schedule.placement, rank)) for rank in range(schedule.ranks)) + 2
@@ -155,8 +154,8 @@ class _Picture:
                 self.bare = self.bare or last < self._columns
                 text = text[0]
             text = text.ljust(last - first, "-" if op is Op.BACKWARD else " ")
-            for column, character in enumerate(text[:max(0, last - first)], first):
-                row[column] = (character, style)
+            text = text[:max(0, last - first)]
+            row[first:first + len(text)] = [(character, style) for character in text]
             busy = max(busy, last)
         return row[:busy] if busy < self._columns else row
 
@@ -167,11 +166,10 @@ class _Picture:
             if event.action.op is Op.STEP or used is None:
                 continue
             width = self._column(event.end_s) - self._column(event.start_s)
-            label = f"v{used}"
-            for column, character in enumerate(label if len(label) <= width else "", self._column(event.start_s)):
-                if column < self._columns:
-                    row[column] = (character, _DIM)
-        return row
+            first, label = self._column(event.start_s), f"v{used}"
+            if len(label) <= width:
+                row[first:first + len(label)] = [(character, _DIM) for character in label]
+        return row[:self._columns]
 
 
 def _styled(cells: Sequence[Cell], colour: bool) -> str:
