@@ -65,7 +65,16 @@ def export_huggingface(weights: Mapping[str, Tensor], huggingface: HuggingFace, 
         tokenizer: a ``tokenizer.json`` to go with it.
         end: its token between texts, and the id; so a text begins with it, too.
     """
-    config, tensors = export_weights(huggingface, settings, weights)
+    sizes = huggingface.config(settings)
+    kinds = {dtype_name(tensor.dtype) for tensor in weights.values() if tensor.is_floating_point()}
+    config = {"architectures": [huggingface.architecture], "model_type": huggingface.model_type, **sizes,
+              "dtype": kinds.pop() if len(kinds) == 1 else "float32"}
+    tensors: dict[str, Tensor] = {}
+    written: set[str] = set()
+    for theirs, ours in huggingface.names(sizes).items():
+        tensor = weights[ours].clone() if ours in written else weights[ours]  # tensors of a file share nothing
+        tensors[theirs] = tensor.t().contiguous() if theirs.endswith(huggingface.transposed) else tensor
+        written.add(ours)
     special = {} if end is None else {"bos_token": end[0], "eos_token": end[0]}
     if end is not None:
         config |= {"bos_token_id": end[1], "eos_token_id": end[1]}
@@ -76,23 +85,6 @@ def export_huggingface(weights: Mapping[str, Tensor], huggingface: HuggingFace, 
         if tokenizer is not None:
             shutil.copyfile(tokenizer, partial / "tokenizer.json")
             _write_json(partial / "tokenizer_config.json", {"tokenizer_class": huggingface.tokenizer, **special})
-
-
-def export_weights(huggingface: HuggingFace, settings: ModelSettings,
-                   weights: Mapping[str, Tensor]) -> tuple[dict[str, object], dict[str, Tensor]]:
-    """Return the contents of ``config.json`` and the tensors of ``model.safetensors``, from all weights by our names.
-    """
-    config = huggingface.config(settings)
-    kinds = {str(tensor.dtype).removeprefix("torch.") for tensor in weights.values() if tensor.is_floating_point()}
-    content = {"architectures": [huggingface.architecture], "model_type": huggingface.model_type, **config,
-               "dtype": kinds.pop() if len(kinds) == 1 else "float32"}
-    tensors: dict[str, Tensor] = {}
-    written: set[str] = set()
-    for theirs, ours in huggingface.names(config).items():
-        tensor = weights[ours].clone() if ours in written else weights[ours]  # tensors of a file share nothing
-        tensors[theirs] = tensor.t().contiguous() if theirs.endswith(huggingface.transposed) else tensor
-        written.add(ours)
-    return content, tensors
 
 
 def make_checkpoint(out: Path, info: CheckpointInfo, model: Model, weights: Mapping[str, Tensor],

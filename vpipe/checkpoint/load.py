@@ -96,7 +96,11 @@ def check_compatible(manifest: Manifest, model: Model, hint: str = "resume with 
     missing = [f"'{name}' {kind} is not in the checkpoint" for name, kind in ours.items() if name not in theirs]
     more = [f"'{name}' {kind} of the checkpoint is not in the model"
             for name, kind in theirs.items() if name not in ours]
-    if parts := [_first_of(differences) for differences in (other, missing, more) if differences]:
+    parts = []
+    for differences in filter(None, (other, missing, more)):
+        rest = len(differences) - SHOWN
+        parts.append("; ".join(differences[:SHOWN]) + (f"; and {rest} more" if rest > 0 else ""))
+    if parts:
         raise UserError(f"the checkpoint of step {manifest.step} is of another model: {'; '.join(parts)}", hint=hint)
 
 
@@ -115,8 +119,3 @@ def tensor_kinds(model: Model) -> dict[str, TensorKind]:
         found.update({f"{layer.name}.{name}": TensorKind.of(tensor) for name, tensor in module.state_dict().items()
                       if name not in layer.ties})
     return found
-
-
-def _first_of(differences: list[str]) -> str:
-    more = len(differences) - SHOWN
-    return "; ".join(differences[:SHOWN]) + (f"; and {more} more" if more > 0 else "")

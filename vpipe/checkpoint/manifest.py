@@ -214,10 +214,9 @@ def _manifest(content: Mapping[str, Any]) -> Manifest:
 
 
 def _tensor_entry(content: Mapping[str, Any]) -> TensorEntry:
-    dtype = text_of(content["dtype"])
-    if dtype not in ITEM_BYTES:
-        raise ValueError(f"unknown kind of numbers '{dtype}'")
-    entry = TensorEntry(tuple(count_of(size) for size in content["shape"]), dtype, _plain_name(content["file"]))
+    if text_of(content["dtype"]) not in ITEM_BYTES:
+        raise ValueError(f"unknown kind of numbers '{content['dtype']}'")
+    entry = TensorEntry(tuple(map(count_of, content["shape"])), content["dtype"], _plain_name(content["file"]))
     count_of(entry.bytes)
     return entry
 

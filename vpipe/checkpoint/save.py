@@ -50,7 +50,7 @@ def save_checkpoint(folder: Path, info: CheckpointInfo, tensors: Mapping[str, Te
         try:
             if found := _obstacle(folder, partial):
                 return found
-            if _was_interrupted(folder, partial):
+            if not folder.exists() and (partial / MANIFEST).is_file():  # a save died while it replaced the one before
                 recover(folder)
             if partial.exists():
                 shutil.rmtree(partial)
@@ -327,8 +327,3 @@ def _obstacle(folder: Path, partial: Path) -> str:
     if os.path.lexists(old) and folder.exists():
         return f"'{old}' exists, which is what '{folder}' would be called while another takes its place"
     return ""
-
-
-def _was_interrupted(folder: Path, partial: Path) -> bool:
-    """Return whether a save died after the one before had made way, and before the new one had the name."""
-    return not folder.exists() and (partial / MANIFEST).is_file()

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -179,8 +180,11 @@ class BertHdf5:
         self.max_predictions = first.max_predictions
         self.vocab_size = _vocab_size(folder, [*train, *test], vocab_size)
         self.tokenizer_path = folder / "tokenizer.json" if (folder / "tokenizer.json").is_file() else None
-        self._shards: dict[Split, list[Shard]] = {
-            "train": train if samples is None else _first_rows(train, samples), "test": test}
+        if samples is not None:
+            before = [0, *accumulate(map(len, train))]
+            train = [replace(shard, stop=min(shard.stop, shard.start + samples - rows))
+                     for shard, rows in zip(train, before, strict=False) if rows < samples]
+        self._shards: dict[Split, list[Shard]] = {"train": train, "test": test}
 
     @cached_property
     def fields(self) -> Mapping[str, Field]:
@@ -280,16 +284,6 @@ def _open_all(paths: Sequence[Path]) -> list[Shard]:
     if problems:
         raise UserError.all_of(problems)
     return shards
-
-
-def _first_rows(shards: Sequence[Shard], most: int) -> list[Shard]:
-    """Return the first ``most`` rows of all shards."""
-    kept: list[Shard] = []
-    for shard in shards:
-        left = most - sum(map(len, kept))
-        if left > 0:
-            kept.append(replace(shard, stop=min(shard.stop, shard.start + left)))
-    return kept
 
 
 def _vocab_size(folder: Path, shards: Sequence[Shard], wanted: int) -> int:

@@ -113,8 +113,11 @@ def _document(line: bytes, part_of_file: Part | None) -> Document:
         keys = ", ".join(sorted(key for key, value in record.items() if value is not None)) or "none"
         raise ValueError(f"the line has no '{CODE[0]}' or '{CODE[1]}' (its keys: {keys})" if code is None else
                          "the code is empty")
-    return Document(with_documentation(code, _text(record, DOCUMENTATION)), _part(record) or part_of_file,
-                    _text(record, ("language",)) or "")
+    name = _text(record, PARTITION)
+    if name is not None and name.lower() not in PARTS:
+        raise ValueError(f"the part is '{name}', not train, valid or test")
+    return Document(with_documentation(code, _text(record, DOCUMENTATION)),
+                    part_of_file if name is None else PARTS[name.lower()], _text(record, ("language",)) or "")
 
 
 def with_documentation(code: str, documentation: str | None) -> str:
@@ -137,13 +140,6 @@ def _text(record: Mapping[str, Any], keys: Sequence[str]) -> str | None:
             raise ValueError(f"'{key}' holds half of a surrogate pair (character {error.start})") from error
         return value
     return None
-
-
-def _part(record: Mapping[str, Any]) -> Part | None:
-    name = _text(record, PARTITION)
-    if name is not None and name.lower() not in PARTS:
-        raise ValueError(f"the part is '{name}', not train, valid or test")
-    return None if name is None else PARTS[name.lower()]
 
 
 def _part_of_path(path: Path) -> Part | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -124,13 +124,6 @@ def for_language_model(fields: Collection[str]) -> bool:
     return LABELS in fields
 
 
-def token_fields(sequence_length: int) -> dict[str, Field]:
-    """Return the fields by name, both [S] and int64: ``labels[t]`` is the token after ``input_ids[t]``."""
-    import torch
-
-    return {name: Field((sequence_length,), torch.int64) for name in (INPUT_IDS, LABELS)}
-
-
 def samples_in(tokens: int, sequence_length: int) -> int:
     """Return the number of samples in so many tokens. Raises :class:`UserError` for a length that no sample can have.
     """
@@ -140,13 +133,14 @@ def samples_in(tokens: int, sequence_length: int) -> int:
 
 
 class TokenDataset(ArrayDataset):
-    """A language model's data set: ``input_ids`` and ``labels`` [S], cut from one long row of tokens per split.
+    """A language model's data set: ``input_ids`` and ``labels`` [S], int64, cut from one long row of tokens per split.
+
+    ``labels[t]`` is the token after ``input_ids[t]``. A batch with a token out of the vocabulary raises
+    :class:`UserError`.
 
     Args:
         counts: samples of each split, at most as many as its tokens have (:func:`samples_in`).
         tokens: split -> its tokens [T], of any type of integers; a map of a file is read where samples are asked for.
-
-    A batch with a token out of the vocabulary raises :class:`UserError`.
     """
 
     def __init__(self, vocab_size: int, sequence_length: int, counts: Mapping[Split, int],
@@ -158,8 +152,12 @@ class TokenDataset(ArrayDataset):
             first, samples = int(field == LABELS), samples_in(len(row), sequence_length)
             return row[first:first + samples * sequence_length].reshape(samples, sequence_length)
 
-        super().__init__(vocab_size, sequence_length, partial(token_fields, sequence_length), counts, load,
-                         tokenizer_path)
+        def describe() -> dict[str, Field]:
+            import torch
+
+            return {name: Field((sequence_length,), torch.int64) for name in (INPUT_IDS, LABELS)}
+
+        super().__init__(vocab_size, sequence_length, describe, counts, load, tokenizer_path)
 
     def _check(self, split: Split, taken: Mapping[str, Array]) -> None:
         largest = max((int(np.max(values)) for values in taken.values()), default=0)

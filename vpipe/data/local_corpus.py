@@ -40,10 +40,7 @@ _HELD_OUT = 20  # one module in so many
 
 
 def sources(package: str) -> list[Path]:
-    """Return the Python files of a package, sorted, without its tests; none when it is not installed.
-
-    A package is named as in ``import``; ``"stdlib"`` stands for the whole standard library.
-    """
+    """Return the Python files of a package (``stdlib``: all of that), sorted, without tests; none if not installed."""
     return [path for root in package_paths(package)
             for path in ([root] if root.is_file() else sorted(root.rglob("*.py")))
             if root.is_file() or _SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts)]
@@ -274,7 +271,11 @@ def _texts(source: Path) -> Iterator[str]:
         return
     _, tree = module
     if source.parts[-2:] == ("pydoc_data", "topics.py"):
-        yield from _articles(tree)
+        for statement in tree.body:
+            match statement:
+                case ast.Assign(targets=[ast.Name(id="topics")], value=ast.Dict() as table):
+                    topics: dict[str, str] = ast.literal_eval(table)
+                    yield from (topics[name] for name in sorted(topics))
     yield from _docstrings(tree)
 
 
@@ -295,12 +296,3 @@ def _docstrings(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFun
                     match argument:
                         case ast.Constant(value=str(attached)) if "\n\n" in attached:
                             yield attached
-
-
-def _articles(tree: ast.Module) -> Iterator[str]:
-    """Yield the values of the module's dict ``topics``, by name."""
-    for statement in tree.body:
-        match statement:
-            case ast.Assign(targets=[ast.Name(id="topics")], value=ast.Dict() as table):
-                topics: dict[str, str] = ast.literal_eval(table)
-                yield from (topics[name] for name in sorted(topics))

@@ -43,11 +43,7 @@ def dataset_names() -> list[str]:
 
 
 def dataset_named(name: str) -> Factory:
-    """Return the factory registered as ``name``.
-
-    Raises UserError when there is none, with the nearest known name; or the package that has it cannot be imported, or
-    is not the only one.
-    """
+    """Return the factory. Raises UserError when there is none, or not one alone, or its package cannot be imported."""
     _find_own()
     own = name in _factories and _factories[name].__module__.startswith("vpipe.")
     entry = load(ENTRY_POINTS, "data set", name, own=own)
@@ -58,10 +54,9 @@ def dataset_named(name: str) -> Factory:
 
 
 def prepare(name: str, settings: DatasetSettings) -> int:
-    """Do what is slow or can fail, in one process, before ranks start; return the vocabulary size.
+    """Make the data set in one process before the ranks start, which then find the work done; return the vocabulary.
 
-    Data sets prepare and validate themselves when they are made (``text`` builds its cache, ``bert_hdf5`` checks
-    its shards), and import torch only when asked for tensors. Ranks find the work done.
+    ``text`` builds its cache, ``bert_hdf5`` checks its shards; torch is imported only when tensors are asked for.
     """
     return dataset_named(name)(settings).vocab_size
 

@@ -139,10 +139,7 @@ class BertCache(CachedFolder):
 
 
 def prepare_text(wanted: BertTextSettings, cache_directory: Path | None = None) -> BertCache:
-    """Find the samples in the cache or build them now (about 20 s for a machine's prose), without torch.
-
-    Raises :class:`UserError` for text that cannot work, and as :func:`~vpipe.data.cache.cached_folder` does.
-    """
+    """Find the samples in the cache or build them now, without torch. Raises UserError for text that cannot work."""
     # Files are known by name, size and time of change, not by content.
     facts: dict[str, Any] = {**asdict(wanted), "format": _FORMAT, "python": platform.python_version(),
                              "max_predictions": wanted.predictions, "tokenizers": package_versions(["tokenizers"])}
@@ -165,10 +162,7 @@ def _build(wanted: BertTextSettings, folder: Path) -> dict[str, Any]:
 
 
 def bert_text(settings: DatasetSettings) -> BertDataset:
-    """Prepare (or find prepared) samples and open them: the folder may go while they are in use.
-
-    ``sequence_length`` -1 means 128. Raises :class:`UserError` for text that cannot work; see :func:`prepare_text`.
-    """
+    """Prepare (or find prepared) samples and open them all, so that the folder may go; length -1 means 128 tokens."""
     wanted = BertTextSettings(settings.path, 128 if settings.sequence_length == -1 else settings.sequence_length,
                               settings.vocab_size, settings.max_predictions, settings.seed, settings.tokenizer)
     cache = prepare_text(wanted, settings.cache_directory)
@@ -207,11 +201,7 @@ def build_bert(wanted: BertTextSettings, out: Path, *, samples_per_shard: int = 
 
 
 def text_corpus(folder: Path | None) -> Corpus:
-    """Return the documents for a language model, each with its line breaks; a single sentence is one too.
-
-    Blank lines separate documents. ``None``: the prose of this machine. Raises :class:`UserError` for a folder
-    without text.
-    """
+    """Return the documents for a language model, each with its line breaks; None: the prose of this machine."""
     if folder is not None:
         return Corpus(str(folder), {"text": file_states(text_files(folder), folder)},
                       lambda: (Document("\n".join(block)) for block in read_blocks(folder)))

@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vpipe.errors import UserError
 from vpipe.model.layer import LOSS, Layer, Model
 from vpipe.model.registry import HuggingFace, ModelSettings, register_model
 from vpipe.model.transformer import Blocks, ConfigKeys, attention, block_weight_names, weight_names
@@ -54,16 +53,12 @@ def huggingface_names(config: Mapping[str, object]) -> dict[str, str]:
 
 def huggingface_copies(config: Mapping[str, object]) -> dict[str, str]:
     """Map the names that older files have for the weights that ``tie_word_embeddings`` shares."""
-    if not config["tie_word_embeddings"]:
-        return {}
-    return {"cls.predictions.decoder.weight": _WORDS, "cls.predictions.decoder.bias": _DECODER_BIAS}
+    tied = {"cls.predictions.decoder.weight": _WORDS, "cls.predictions.decoder.bias": _DECODER_BIAS}
+    return tied if config["tie_word_embeddings"] else {}
 
 
 def huggingface_spelled(name: str) -> str | None:
-    """Return today's name of a weight, or None where it is computed.
-
-    Files of before 2020 have gamma and beta, NVIDIA's have dense_act, and both have positions.
-    """
+    """Return today's name of a weight (old files: gamma, beta, dense_act), or None where it is computed."""
     if name == "bert.embeddings.position_ids":
         return None
     name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name)
@@ -71,14 +66,13 @@ def huggingface_spelled(name: str) -> str | None:
     return name.replace(".dense_act.", ".dense.")
 
 
-def stage_file_order(blocks: int) -> list[str]:
-    """Return our names in the order in which the first VPipe's stages hold them, from the first stage to the last.
+def stage_file_order(settings: ModelSettings) -> list[str]:
+    """Return our names in the order of the first VPipe's stages, which had neither pooler nor classifier.
 
-    Its BERT was trained without the next sentence: it has neither pooler nor classifier. A block's last norm may
-    lie in the file of the next stage, which does not change the order.
+    A block's last norm may lie in the file of the next stage, which does not change the order.
     """
-    head = weight_names("", "head", _HEAD)
-    return [*_trunk_names(blocks, "").values(), *head.values(), "head.decoder.weight", _DECODER_BIAS]
+    names = _trunk_names(config_from_settings(settings).num_hidden_layers, "") | weight_names("", "head", _HEAD)
+    return [*names.values(), "head.decoder.weight", _DECODER_BIAS]
 
 
 def _trunk_names(blocks: object, prefix: str) -> dict[str, str]:
@@ -137,10 +131,7 @@ class BertConfig:
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> BertConfig:
-        """Return the published sizes ``tiny mini small medium base large``; ``overrides`` replace single fields.
-
-        Raises UserError for an unknown preset or field.
-        """
+        """Return the published sizes ``tiny`` to ``large`` with single fields replaced. Raises UserError for others."""
         return cls(**KEYS.merge(cls, name, overrides, {}))
 
     @property
@@ -171,14 +162,9 @@ def bert(config: BertConfig) -> Model:
 
 def _from_huggingface(config: Mapping[str, object]) -> ModelSettings:
     """Return the settings for a ``config.json``. Missing keys have the defaults of Hugging Face's ``BertConfig``."""
-    values = {**vars(BertConfig()), "intermediate_size": 3072, **config}
-    vocab_size, tied = values["vocab_size"], values["tie_word_embeddings"]
-    if type(vocab_size) is not int or type(tied) is not bool:
-        raise UserError(f"BERT's vocab_size is {vocab_size!r} and its tie_word_embeddings {tied!r}",
-                        hint="they must be an integer, and true or false")
-    settings = ModelSettings(vocab_size, tie_weights=tied, overrides=values)
-    config_from_settings(settings)
-    return settings
+    values: dict[str, Any] = {**vars(BertConfig()), "intermediate_size": 3072, **config}
+    made = config_from_settings(ModelSettings(values["vocab_size"], overrides=values))
+    return ModelSettings(made.vocab_size, tie_weights=made.tie_word_embeddings, overrides=values)
 
 
 def _huggingface_config(settings: ModelSettings) -> dict[str, object]:
@@ -186,10 +172,6 @@ def _huggingface_config(settings: ModelSettings) -> dict[str, object]:
     config = config_from_settings(settings)
     return {**vars(config), "intermediate_size": config.inner, "hidden_act": KEYS.fixed["hidden_act"],
             "pad_token_id": KEYS.fixed["pad_token_id"]}
-
-
-def _stage_order(settings: ModelSettings) -> list[str]:
-    return stage_file_order(config_from_settings(settings).num_hidden_layers)
 
 
 def _flops(settings: ModelSettings) -> list[int]:
@@ -209,25 +191,18 @@ def _flops(settings: ModelSettings) -> list[int]:
     return [2 * norm + attention, mlp, *(attention, mlp) * (config.num_hidden_layers - 1), head]
 
 
-@register_model("bert", stage_order=_stage_order, flops=_flops, huggingface=HuggingFace(
+@register_model("bert", stage_order=stage_file_order, flops=_flops, huggingface=HuggingFace(
     "bert", "BertForPreTraining", "BertTokenizer", _from_huggingface, _huggingface_config, huggingface_names,
     huggingface_copies, huggingface_spelled))
 def bert_from_settings(settings: ModelSettings) -> Model:
-    """Return BERT from a config file's ``model`` section; see :func:`config_from_settings`.
-
-    Raises UserError as that does, and for a sequence longer than the position embeddings.
-    """
+    """Return BERT from a config file's ``model`` section. Raises UserError for a sequence longer than its positions."""
     config = config_from_settings(settings)
-    if settings.sequence_length is not None:
-        KEYS.check_length(settings.sequence_length, config.max_position_embeddings, "max_position_embeddings")
+    KEYS.check_length(settings.sequence_length or 1, config.max_position_embeddings, "max_position_embeddings")
     return bert(config)
 
 
 def config_from_settings(settings: ModelSettings) -> BertConfig:
-    """Merge the preset (default large), ``overrides`` (of a ``bert_config.json``) and the settings; the later wins.
-
-    Raises UserError for a key of ``overrides`` that is unknown or asks for what this BERT does not compute.
-    """
+    """Merge the preset (default large), ``overrides`` (of a ``bert_config.json``) and the settings; the later wins."""
     KEYS.check_no_groups(settings)
     preset = "large" if settings.preset is None else settings.preset
     return BertConfig(**KEYS.merge(BertConfig, preset, settings.overrides, {

@@ -90,8 +90,6 @@ def config_from_settings(settings: ModelSettings) -> GptConfig:
 
     A ``config.json`` without an ``activation_function`` means ``gelu_new``. Without ``n_positions`` there are positions
     for as many tokens as a sample has, and for 1,024 at least.
-
-    Raises UserError for a key of ``overrides`` that is unknown or asks for what this GPT does not compute.
     """
     KEYS.check_no_groups(settings)
     overrides = {"activation_function": "gelu_new", **settings.overrides} if settings.overrides else {}
@@ -132,10 +130,7 @@ def huggingface_names(config: Mapping[str, object]) -> dict[str, str]:
 
 
 def huggingface_spelled(name: str) -> str | None:
-    """Return today's name of a weight, or None for the masks of attention.
-
-    The files published first lack the prefix, and hold these masks.
-    """
+    """Return today's name of a weight (early files lack the prefix), or None for their masks of attention."""
     if re.search(r"\.attn\.(masked_)?bias$", name):
         return None
     return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
@@ -167,10 +162,7 @@ def _flops(settings: ModelSettings) -> list[int]:
     "gpt2", "GPT2LMHeadModel", "PreTrainedTokenizerFast", from_huggingface, huggingface_config, huggingface_names,
     lm_head_copies, huggingface_spelled, TRANSPOSED))
 def gpt_from_settings(settings: ModelSettings) -> Model:
-    """Return GPT from a config file's ``model`` section.
-
-    Raises UserError as :func:`config_from_settings`, and for a sequence that is longer than the positions.
-    """
+    """Return GPT from a config file's ``model`` section. Raises UserError for a sequence longer than its positions."""
     config = config_from_settings(settings)
     KEYS.check_length(settings.sequence_length or 1, config.n_positions, "n_positions")
     return gpt(config)
@@ -238,10 +230,7 @@ def _head(config: GptConfig) -> NextTokenHead:
 
 
 def _linear(inputs: int, outputs: int, config: GptConfig, residual: bool = False) -> nn.Linear:
-    """Return a linear layer with weights normal(0, initializer_range).
-
-    Where its output joins one of 2n sums, the deviation is divided by sqrt(2n) (section 2.3).
-    """
+    """Return a linear layer of GPT's initial weights; the ``residual`` ones join a sum of 2n (section 2.3)."""
     linear = nn.Linear(inputs, outputs)
     nn.init.normal_(linear.weight, std=config.initializer_range / (math.sqrt(2 * config.n_layer) if residual else 1))
     nn.init.zeros_(linear.bias)

@@ -74,10 +74,7 @@ class RopeScaling:
 
     @classmethod
     def parse(cls, found: Mapping[str, object] | None) -> RopeScaling | None:
-        """Parse ``rope_scaling`` of a ``config.json``; None for no scaling.
-
-        Raises UserError when it is of another kind, or incomplete.
-        """
+        """Parse ``rope_scaling`` of a ``config.json``; None for no scaling. Raises UserError for another kind."""
         given: dict[str, Any] = dict(found or {})
         kind = given.pop("rope_type", given.pop("type", "default"))
         given.pop("type", None)
@@ -87,19 +84,16 @@ class RopeScaling:
             raise UserError(f"the rope_type is {kind!r}, but this LLaMA computes 'default' and '{LLAMA3}' only",
                             hint="other kinds change with the length of a sample, or attention too: train without it")
         names = [field.name for field in fields(cls)]
-        scaling = cls(**given) if given.keys() == set(names) and all(_above_0(given[name]) for name in names) else None
-        if scaling is None or scaling.high_freq_factor <= scaling.low_freq_factor:
+        valid = given.keys() == set(names) and all(
+            type(number) in (int, float) and 0 < number < math.inf for number in given.values())
+        if not valid or given["high_freq_factor"] <= given["low_freq_factor"]:
             raise UserError(f"the rope_scaling of type '{LLAMA3}' is {given}",
                             hint=f"it must give {', '.join(names)}: numbers above 0, the second below the third")
-        return scaling
+        return cls(**given)
 
     def as_config(self) -> dict[str, object]:
         """Return the value for a ``config.json``."""
         return {"rope_type": LLAMA3, **vars(self)}
-
-
-def _above_0(value: object) -> bool:
-    return type(value) in (int, float) and 0 < value < math.inf  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
@@ -155,8 +149,6 @@ def config_from_settings(settings: ModelSettings) -> LlamaConfig:
 
     ``num_heads`` without ``num_kv_heads`` gives every head keys of its own. Without ``max_position_embeddings`` there
     are positions for as many tokens as a sample has, and for 2,048 at least.
-
-    Raises UserError for a key of ``overrides`` that is unknown or asks for what this LLaMA does not compute.
     """
     overrides: dict[str, Any] = dict(settings.overrides)
     found = overrides.pop("rope_parameters", None) or overrides.pop("rope_scaling", None) or {}
@@ -216,9 +208,7 @@ def huggingface_spelled(name: str) -> str | None:
 def llama(config: LlamaConfig, length: int | None = None) -> Model:
     """Return LLaMA with the loss of the next token as 2n + 1 layers for n blocks.
 
-    Args:
-        length: tokens of the longest sample, for which each attention layer keeps the rotary tables; None for as many
-            as there are positions.
+    Each attention layer keeps the rotary tables for ``length`` tokens; None for as many as there are positions.
     """
     positions = config.max_position_embeddings if length is None else length
     return decoder(config.num_hidden_layers, partial(LlamaEmbeddings, config),
@@ -238,10 +228,7 @@ def _flops(settings: ModelSettings) -> list[int]:
     "llama", "LlamaForCausalLM", "PreTrainedTokenizerFast", from_huggingface, huggingface_config, huggingface_names,
     lm_head_copies, huggingface_spelled))
 def llama_from_settings(settings: ModelSettings) -> Model:
-    """Return LLaMA from a config file's ``model`` section.
-
-    Raises UserError as :func:`config_from_settings`, and for a sequence that is longer than the positions.
-    """
+    """Return LLaMA from a config file's ``model`` section. Raises UserError for sequences beyond its positions."""
     config = config_from_settings(settings)
     KEYS.check_length(settings.sequence_length or 1, config.max_position_embeddings, "max_position_embeddings")
     return llama(config, settings.sequence_length)

@@ -105,10 +105,7 @@ _families: dict[str, Family] = {}
 def register_model(name: str, *, huggingface: HuggingFace | None = None,
                    stage_order: Callable[[ModelSettings], list[str]] | None = None,
                    flops: Callable[[ModelSettings], Sequence[int]] | None = None) -> Callable[[Factory], Factory]:
-    """Register the decorated factory as the family ``name``; the other arguments are described at :class:`Family`.
-
-    Raises UserError if another module's has that name.
-    """
+    """Register the decorated factory; for the arguments see :class:`Family`. Raises UserError for a name in use."""
 
     def register(factory: Factory) -> Factory:
         holder = _families[name].factory.__module__ if name in _families else factory.__module__
@@ -122,10 +119,7 @@ def register_model(name: str, *, huggingface: HuggingFace | None = None,
 
 
 def family_named(name: str) -> Family:
-    """Return the family ``name``.
-
-    Raises UserError when there is none, or the package that has it cannot be imported, or is not the only one.
-    """
+    """Return the family. Raises UserError when there is none, or not one alone, or its package cannot be imported."""
     if name not in _families and name.isidentifier() and find_spec(f"vpipe.model.{name}") is not None:
         import_module(f"vpipe.model.{name}")
     own = name in _families and _families[name].factory.__module__.startswith("vpipe.")

@@ -58,10 +58,7 @@ class ConfigKeys:
 
     def merge(self, config: type[Any], preset: str | None, overrides: Mapping[str, object],
               own: Mapping[str, object]) -> dict[str, Any]:
-        """Merge the fields of ``config`` from the preset, a ``config.json`` and the settings; the later wins.
-
-        Raises UserError for an unknown preset, and for keys that are unknown or that the family does not compute.
-        """
+        """Merge the fields of ``config`` from the preset, a ``config.json`` and the settings; the later wins."""
         if preset is not None and preset not in self.presets:
             raise UserError(f"{self.family} has no preset '{preset}'", hint=nearest(preset, list(self.presets)))
         problems = [Problem(f"'{key}' is {overrides[key]!r}, but this {self.family} computes {fixed!r} only",
@@ -177,9 +174,7 @@ NO_LABEL = -100
 
 
 def next_token_loss(logits_bsv: Tensor, labels_bs: Tensor) -> Tensor:
-    """Return the mean cross entropy over the tokens with a label; without any it is 0, not nan.
-
-    In fp32 at least: a sum over V exponentials loses too much in half precision.
+    """Return the mean cross entropy, in fp32 at least, over the tokens with a label; without any it is 0, not nan.
 
     Args:
         logits_bsv: scores [B, S, V].
